@@ -1,0 +1,1 @@
+"""Measures and explains Transformer training: one command per experiment, one report."""

@@ -1,0 +1,1 @@
+"""Data-parallel training in four documented steps: naive, flat, overlapped, bucketed."""

@@ -1,0 +1,1 @@
+"""FlashAttention-2, forward and backward, in Triton: exact attention without the S x S matrix."""

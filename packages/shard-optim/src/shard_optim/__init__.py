@@ -1,0 +1,1 @@
+"""Any torch optimizer with its state sharded over the data-parallel ranks."""

@@ -1,0 +1,184 @@
+"""Runs a function on several ranks, each in its own process: the one launcher of all tests.
+
+Ranks meet through a file store, so no port can be taken; every wait has a deadline; a rank's
+traceback reaches the test; the process group is destroyed whatever happened.
+
+Ranks are forked from a server process that has torch imported already, which makes a two-rank
+test start in about a tenth of a second. The server never touches CUDA, so ranks may.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import multiprocessing
+import multiprocessing.connection
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RankOutcome:
+    """How one rank ended.
+
+    ``value`` is what the function returned; ``error`` the formatted traceback of what it raised;
+    ``exitcode`` the process's (negative: killed by that signal); ``seconds`` since the launch.
+    """
+
+    rank: int
+    value: Any
+    error: str | None
+    exitcode: int | None
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the function returned."""
+        return self.error is None and self.exitcode == 0
+
+
+class RanksFailed(AssertionError):
+    """At least one rank raised, died, or outlived the timeout."""
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    backend: str = "gloo",
+    timeout: float = 60.0,
+    collective_timeout: float = 30.0,
+    check: bool = True,
+) -> list[RankOutcome]:
+    """Calls ``function(rank, world_size, *args)`` on every rank of a new process group.
+
+    Args:
+        function: a module-level function of a test file.
+        args: picklable; tensors should be small.
+        backend: "gloo" on CPU; "nccl" also makes rank r use ``cuda:r``.
+        timeout: seconds until ranks still running are killed and reported.
+        collective_timeout: the process group's own timeout in seconds.
+        check: raise if any rank failed. With False the caller inspects the outcomes (fault tests).
+
+    Returns:
+        One outcome per rank, in rank order.
+
+    Raises:
+        RanksFailed: with every failed rank's traceback or signal.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "ranks"])
+    source = (Path(inspect.getfile(function)).resolve(), function.__qualname__)
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        processes, pipes = [], []
+        for rank in range(world_size):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank_main,
+                args=(sender, source, rank, world_size, folder, backend, collective_timeout, args),
+                daemon=True,
+            )
+            process.start()
+            sender.close()
+            processes.append(process)
+            pipes.append(receiver)
+        outcomes = _collect(processes, pipes, start, timeout)
+    failed = [outcome for outcome in outcomes if not outcome.ok]
+    if check and failed:
+        raise RanksFailed("\n\n".join(_describe(outcome) for outcome in failed))
+    return outcomes
+
+
+def _describe(outcome: RankOutcome) -> str:
+    cause = outcome.error or f"exit code {outcome.exitcode}"
+    return f"rank {outcome.rank} after {outcome.seconds:.1f} s: {cause}"
+
+
+def _collect(
+    processes: Sequence[Any],
+    pipes: Sequence[multiprocessing.connection.Connection],
+    start: float,
+    timeout: float,
+) -> list[RankOutcome]:
+    messages: dict[int, tuple[Any, str | None, float]] = {}
+    open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while open_pipes and time.monotonic() - start < timeout:
+        for pipe in multiprocessing.connection.wait(list(open_pipes), timeout=0.2):
+            rank = open_pipes.pop(pipe)  # type: ignore[call-overload]
+            try:
+                value, error = pipe.recv()  # type: ignore[union-attr]
+            except EOFError:
+                value, error = None, "died without a report"
+            messages[rank] = (value, error, time.monotonic() - start)
+    outcomes = []
+    for rank, process in enumerate(processes):
+        late = rank not in messages
+        process.join(0 if late else max(1.0, min(10.0, timeout)))
+        late = late or process.is_alive()
+        if late:
+            process.kill()
+            process.join()
+        value, error, seconds = messages.get(rank, (None, None, time.monotonic() - start))
+        if late and error is None:
+            error = f"still running after {timeout:.0f} s; killed"
+        if error == "died without a report":
+            error = f"died without a report (exit code {process.exitcode})"
+        outcomes.append(RankOutcome(rank, value, error, process.exitcode, seconds))
+    return outcomes
+
+
+def _load(path: Path) -> ModuleType:
+    """Imports a test file by path: its module name exists only inside pytest's own import mode."""
+    name = "rank_" + path.stem
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+def _rank_main(
+    sender: multiprocessing.connection.Connection,
+    source: tuple[Path, str],
+    rank: int,
+    world_size: int,
+    folder: str,
+    backend: str,
+    collective_timeout: float,
+    args: tuple[Any, ...],
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
+        dist.init_process_group(
+            backend,
+            store=dist.FileStore(f"{folder}/store", world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=collective_timeout),
+            device_id=torch.device("cuda", rank) if backend == "nccl" else None,
+        )
+        path, name = source
+        sender.send((getattr(_load(path), name)(rank, world_size, *args), None))
+    except BaseException:  # noqa: BLE001 - the test must see whatever ended the rank
+        sender.send((None, traceback.format_exc()))
+    finally:
+        sender.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
