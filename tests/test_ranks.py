@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+
 from ranks import RanksFailed, run_ranks
 
 
@@ -42,7 +43,7 @@ def test_traceback_reaches_the_test() -> None:
 
 def test_hang_ends_at_the_timeout() -> None:
     start = time.monotonic()
-    with pytest.raises(RanksFailed, match="rank 0 .* still running"):
+    with pytest.raises(RanksFailed, match=r"rank 0 .* still running"):
         run_ranks(hang_on_rank_0, 2, timeout=4)
     assert time.monotonic() - start < 15
 

@@ -45,7 +45,7 @@ class RankOutcome:
         return self.error is None and self.exitcode == 0
 
 
-class RanksFailed(AssertionError):
+class RanksFailed(AssertionError):  # noqa: N818 - a failed assertion, named as one
     """At least one rank raised, died, or outlived the timeout."""
 
 

@@ -1,0 +1,64 @@
+"""Imports respect the architecture: four packages that never meet, one harness above them."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = sorted(path.parent for path in (ROOT / "packages").glob("*/pyproject.toml"))
+SIBLINGS = {path.name.replace("-", "_") for path in PACKAGES}
+# Import names that differ from the distribution's.
+DISTRIBUTIONS = {"pynvml": "nvidia-ml-py"}
+
+
+def imported_modules(source: Path) -> set[str]:
+    """Top-level names of every absolute import of a file, at any depth of nesting."""
+    names = set()
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
+def declared(package: Path) -> set[str]:
+    """Normalised names of the package's requirements, extras included."""
+    project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
+    requirements = list(project["dependencies"])
+    for extra in project.get("optional-dependencies", {}).values():
+        requirements += extra
+    return {re.match(r"[\w.-]+", line)[0].lower() for line in requirements}
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
+def test_imports_are_declared_and_point_one_way(package: Path) -> None:
+    own = package.name.replace("-", "_")
+    sources = list((package / "src").rglob("*.py"))
+    assert sources
+    for source in sources:
+        for name in imported_modules(source) - set(sys.stdlib_module_names) - {own}:
+            if name in SIBLINGS:
+                assert own == "bench_harness", f"{source} imports its sibling {name}"
+            distribution = DISTRIBUTIONS.get(name, name.replace("_", "-"))
+            assert distribution in declared(package), f"{source} imports undeclared {name}"
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
+def test_import_has_no_effects(package: Path) -> None:
+    """No device, process group, thread-count, environment or warning-filter change at import."""
+    module = package.name.replace("-", "_")
+    program = f"""
+import os, torch, warnings
+before = dict(os.environ), torch.get_num_threads(), len(warnings.filters)
+import {module}
+assert (dict(os.environ), torch.get_num_threads(), len(warnings.filters)) == before
+assert not torch.cuda.is_initialized()
+assert not (torch.distributed.is_available() and torch.distributed.is_initialized())
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
