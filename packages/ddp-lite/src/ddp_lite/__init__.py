@@ -1,1 +1,30 @@
 """Data-parallel training in four documented steps: naive, flat, overlapped, bucketed."""
+
+from ddp_lite.base import DataParallelBase
+from ddp_lite.bucketed import Bucket, BucketedDDP
+from ddp_lite.errors import (
+    MissingGradientError,
+    ModelMismatchError,
+    PeerFailureError,
+    SynchronizationError,
+    UnfinishedSynchronizationError,
+)
+from ddp_lite.flat import FlatDDP
+from ddp_lite.naive import NaiveDDP
+from ddp_lite.overlap import OverlapDDP
+from ddp_lite.stats import SynchronizationStats
+
+__all__ = [
+    "Bucket",
+    "BucketedDDP",
+    "DataParallelBase",
+    "FlatDDP",
+    "MissingGradientError",
+    "ModelMismatchError",
+    "NaiveDDP",
+    "OverlapDDP",
+    "PeerFailureError",
+    "SynchronizationError",
+    "SynchronizationStats",
+    "UnfinishedSynchronizationError",
+]

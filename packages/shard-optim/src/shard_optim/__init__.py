@@ -1,1 +1,14 @@
 """Any torch optimizer with its state sharded over the data-parallel ranks."""
+
+from shard_optim.collectives import CollectiveError
+from shard_optim.optimizer import ShardedOptimizer
+from shard_optim.partition import BucketPlan, Partition, Span, plan_buckets
+
+__all__ = [
+    "BucketPlan",
+    "CollectiveError",
+    "Partition",
+    "ShardedOptimizer",
+    "Span",
+    "plan_buckets",
+]

@@ -1,0 +1,113 @@
+"""Causal attention over (batch, heads, seq, head_dim), and the rotary position embedding.
+
+Both functions for attention have the type that :class:`basics_model.TransformerLM` takes as its
+``attention`` argument; any other callable of that type, such as a fused kernel, fits there too.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.profiler import record_function
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Attention: TypeAlias = "Callable[[Tensor, Tensor, Tensor], Tensor]"
+"""Maps query, key and value, each (batch, heads, seq, head_dim), to an output of that shape.
+
+The mask is the callable's own: position i sees positions 0 to i.
+"""
+
+
+def sdpa_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal attention by PyTorch's ``scaled_dot_product_attention``.
+
+    Args:
+        query, key, value: (batch, heads, seq, head_dim), one dtype.
+
+    Returns:
+        (batch, heads, seq, head_dim) in the inputs' dtype.
+    """
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def softmax_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal attention as its formula reads: O = softmax(Q·Kᵀ / √head_dim + mask)·V.
+
+    It stores the seq × seq scores. Its three steps are separate functions, and each one is a range
+    in a profile: ``attention.scores``, ``attention.softmax`` and ``attention.output``.
+
+    Args:
+        query, key, value: (batch, heads, seq, head_dim), one dtype.
+
+    Returns:
+        (batch, heads, seq, head_dim) in the inputs' dtype.
+    """
+    with record_function("attention.scores"):
+        scores = attention_scores(query, key)
+    with record_function("attention.softmax"):
+        weights = attention_softmax(scores)
+    with record_function("attention.output"):
+        return attention_output(weights, value)
+
+
+def attention_scores(query: Tensor, key: Tensor) -> Tensor:
+    """Scaled and causally masked scores.
+
+    Args:
+        query, key: (..., seq, head_dim).
+
+    Returns:
+        (..., seq, seq): Q·Kᵀ / √head_dim, and -inf where the key lies after the query.
+    """
+    scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    return scores.masked_fill(later, -math.inf)
+
+
+def attention_softmax(scores: Tensor) -> Tensor:
+    """Softmax of (..., seq, seq) scores over the keys; rows sum to 1."""
+    return torch.softmax(scores, dim=-1)
+
+
+def attention_output(weights: Tensor, value: Tensor) -> Tensor:
+    """Weighted sum of values: (..., seq, seq) × (..., seq, head_dim) -> (..., seq, head_dim)."""
+    # Autocast leaves the softmax in fp32, so the weights may be wider than the values.
+    return weights.to(value.dtype) @ value
+
+
+def rotary_tables(
+    length: int, head_dim: int, theta: float, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary position embedding (Su et al., 2021, arXiv:2104.09864).
+
+    Position i turns pair k of a head by the angle i·theta^(-2k / head_dim).
+
+    Returns:
+        Two fp32 tensors (length, head_dim / 2).
+    """
+    pairs = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device)
+    frequencies = theta ** (-pairs / head_dim)
+    positions = torch.arange(length, dtype=torch.float32, device=device)
+    angles = positions[:, None] * frequencies  # [length, head_dim / 2]
+    return angles.cos(), angles.sin()
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns the pairs (x[2k], x[2k + 1]) of the last dimension by the tables' angles.
+
+    Args:
+        x: (..., seq, head_dim).
+        cos, sin: (seq, head_dim / 2), from :func:`rotary_tables`.
+
+    Returns:
+        (..., seq, head_dim) in x's dtype, computed in the tables' fp32 or wider.
+    """
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    return turned.flatten(-2).to(x.dtype)

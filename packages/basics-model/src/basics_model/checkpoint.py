@@ -1,0 +1,143 @@
+"""Checkpoints that a killed save cannot destroy.
+
+A save writes a temporary file in the target's folder, flushes it to the disk, renames it over the
+target, and flushes the folder. A rename replaces a name in one step, so at every moment the name
+holds the whole previous checkpoint or the whole new one.
+
+Files are loaded with ``weights_only=True``: a checkpoint can hold tensors, numbers, strings, and
+containers of these, and opening one never runs code from it.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_FORMAT = 1
+_NAME = re.compile(r"step-(\d+)\.pt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """State of a training run.
+
+    Attributes:
+        step: updates done.
+        model: the model's state dict.
+        optimizer: the optimizer's state dict.
+        rng: random-number generator states, from :func:`rng_state`.
+        extra: whatever else the run needs, such as its configuration and data position; only
+            tensors, numbers, strings, and lists, tuples and dictionaries of these.
+    """
+
+    step: int
+    model: Mapping[str, Any]
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    rng: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+def rng_state() -> dict[str, Any]:
+    """States of torch's default generators: ``cpu``, and ``cuda`` (a list) once CUDA is in use."""
+    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def restore_rng_state(state: Mapping[str, Any]) -> None:
+    """Sets torch's default generators to a state from :func:`rng_state`.
+
+    CUDA states are set on as many devices as this machine has of them.
+    """
+    torch.set_rng_state(state["cpu"].cpu())
+    for device, generator in enumerate(state.get("cuda", [])[: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(generator.cpu(), device)
+
+
+def save_checkpoint(path: Path | str, checkpoint: Checkpoint) -> None:
+    """Writes a checkpoint so that ``path`` never holds part of one.
+
+    After a failure or a kill at any moment, ``path`` is what it was before. A kill may leave
+    ``.NAME.tmp`` beside it, which the next save of that name replaces. One process writes a path.
+
+    Raises:
+        OSError: the folder is missing or cannot be written, or the disk is full.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.tmp")
+    content = {
+        "format": _FORMAT,
+        "step": checkpoint.step,
+        "model": dict(checkpoint.model),
+        "optimizer": dict(checkpoint.optimizer),
+        "rng": dict(checkpoint.rng),
+        "extra": dict(checkpoint.extra),
+    }
+    try:
+        with temporary.open("wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _flush_folder(path.parent)
+
+
+def load_checkpoint(path: Path | str, *, map_location: torch.device | str = "cpu") -> Checkpoint:
+    """Reads a checkpoint without running any code from it.
+
+    Raises:
+        OSError: the file is missing or cannot be read.
+        ValueError: it is not a checkpoint of :func:`save_checkpoint`, or of a newer format.
+    """
+    try:
+        content = torch.load(path, map_location=map_location, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{path} is damaged or not a checkpoint: {error}") from error
+    if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
+        raise ValueError(f"{path} must be a checkpoint of format {_FORMAT} and is not")
+    return Checkpoint(**content)
+
+
+def checkpoint_path(folder: Path | str, step: int) -> Path:
+    """Name of the checkpoint after ``step`` updates: ``folder/step-000000123.pt``."""
+    return Path(folder) / f"step-{step:09d}.pt"
+
+
+def list_checkpoints(folder: Path | str) -> list[Path]:
+    """Complete checkpoints named by :func:`checkpoint_path`, oldest first; [] without a folder."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        return []
+    steps = {
+        int(match[1]): path for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))
+    }
+    return [steps[step] for step in sorted(steps)]
+
+
+def prune_checkpoints(folder: Path | str, keep: int) -> None:
+    """Deletes all but the newest ``keep`` (at least 1) checkpoints of a folder."""
+    if keep < 1:
+        raise ValueError(f"keep must be at least 1, got {keep}")
+    for path in list_checkpoints(folder)[:-keep]:
+        path.unlink()
+
+
+def _flush_folder(folder: Path) -> None:
+    if os.name != "posix":  # elsewhere a folder cannot be opened, and a rename needs no flush
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,176 @@
+"""Byte-level encoding and a memory-mapped dataset of token windows.
+
+A text's UTF-8 bytes are its tokens, so any file trains a model with a vocabulary of 256 and needs
+no conversion. Files of wider tokens, made by any tokenizer, work the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+BYTE_VOCAB_SIZE = 256
+"""Vocabulary size of byte-level encoding."""
+
+
+def encode_bytes(text: str) -> Tensor:
+    """Returns the UTF-8 bytes of ``text`` as token ids, (length,) int64."""
+    return torch.from_numpy(np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64))
+
+
+def decode_bytes(token_ids: Tensor) -> str:
+    """Returns the text of byte-level token ids (length,); invalid UTF-8 becomes U+FFFD.
+
+    Raises:
+        ValueError: not one-dimensional, or an id outside 0 to 255.
+    """
+    if token_ids.ndim != 1:
+        raise ValueError(f"token_ids must be (length,), got shape {tuple(token_ids.shape)}")
+    try:
+        return bytes(token_ids.tolist()).decode(errors="replace")
+    except ValueError:
+        raise ValueError("byte-level token ids must be between 0 and 255") from None
+
+
+def open_tokens(path: Path | str, dtype: npt.DTypeLike = np.uint8) -> npt.NDArray[Any]:
+    """Memory-maps a file of tokens without reading it.
+
+    Args:
+        path: a one-dimensional ``.npy`` file, or a headerless file of little-endian integers. With
+            the default dtype, any text file is such a file.
+        dtype: of a headerless file's tokens; a ``.npy`` file knows its own.
+
+    Returns:
+        A read-only array (tokens,).
+
+    Raises:
+        OSError: the file is missing or cannot be read.
+        ValueError: it is empty, not one-dimensional, or not a whole number of integers.
+    """
+    path = Path(path)
+    if path.suffix == ".npy":
+        tokens: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    else:
+        kind = np.dtype(dtype).newbyteorder("<")
+        size = path.stat().st_size
+        if size == 0 or size % kind.itemsize:
+            raise ValueError(
+                f"a token file must hold a whole number of {kind.name} values and at least one, "
+                f"got {size} bytes in {path}"
+            )
+        tokens = np.memmap(path, dtype=kind, mode="r")
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        raise ValueError(
+            f"tokens must be a one-dimensional array of integers, got {tokens.dtype} of shape "
+            f"{tokens.shape} in {path}"
+        )
+    return tokens
+
+
+class TokenDataset:
+    """Windows of a long token sequence, as (inputs, next tokens).
+
+    :meth:`get_batch` draws random windows. Which ones depends only on the seed and on how many
+    batches came before: each draw makes the starts of the whole job's batch and takes this rank's
+    rows. So ranks never share rows, any number of ranks that divides the same global batch sees the
+    same data, and :attr:`position` is all that a checkpoint has to keep.
+
+    Args:
+        tokens: (length,) integers, usually from :func:`open_tokens`.
+        context_length: tokens per window.
+        seed: selects the order.
+        rank, world_size: which share of every batch is this process's.
+
+    Raises:
+        ValueError: fewer than ``context_length + 1`` tokens, or ``rank`` outside the world.
+    """
+
+    def __init__(
+        self,
+        tokens: npt.NDArray[Any],
+        context_length: int,
+        *,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        if context_length < 1:
+            raise ValueError(f"context_length must be at least 1, got {context_length}")
+        if len(tokens) < context_length + 1:
+            raise ValueError(
+                f"a context of {context_length} needs at least {context_length + 1} tokens, got "
+                f"{len(tokens)}; use a longer text or a shorter context"
+            )
+        if not 0 <= rank < world_size:
+            raise ValueError(
+                f"rank must be at least 0 and below world_size, got {rank} of {world_size}"
+            )
+        self.tokens = tokens
+        self.context_length = context_length
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
+        self.position = 0
+
+    def __len__(self) -> int:
+        """Number of different windows."""
+        return len(self.tokens) - self.context_length
+
+    def get_batch(
+        self, batch_size: int, *, device: torch.device | str = "cpu"
+    ) -> tuple[Tensor, Tensor]:
+        """Draws this rank's next batch and moves :attr:`position` on.
+
+        Args:
+            batch_size: rows per rank.
+            device: where the batch goes; copies to a GPU do not block.
+
+        Returns:
+            Inputs and targets, each (batch_size, context_length) int64; targets are the inputs
+            moved on by one token.
+        """
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        generator = np.random.default_rng([self.seed, self.position])
+        starts = generator.integers(len(self), size=batch_size * self.world_size)
+        self.position += 1
+        first = self.rank * batch_size
+        return self._windows(starts[first : first + batch_size], torch.device(device))
+
+    def sequential_batches(
+        self, batch_size: int, *, device: torch.device | str = "cpu"
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Walks over all non-overlapping windows in order, as an evaluation needs.
+
+        Every rank sees all of them; the last batch may be smaller, and a tail shorter than a window
+        is left out. :attr:`position` does not move.
+        """
+        starts = np.arange(0, len(self), self.context_length)
+        for first in range(0, len(starts), batch_size):
+            yield self._windows(starts[first : first + batch_size], torch.device(device))
+
+    def state_dict(self) -> dict[str, int]:
+        """Seed and position: what has to be saved to continue with the next batch."""
+        return {"seed": self.seed, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continues where a saved dataset stopped."""
+        self.seed = int(state["seed"])
+        self.position = int(state["position"])
+
+    def _windows(
+        self, starts: npt.NDArray[np.int64], device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        span = self.context_length + 1
+        rows = np.stack([self.tokens[start : start + span] for start in starts])
+        windows = torch.from_numpy(rows.astype(np.int64))  # [batch, context + 1]
+        if device.type == "cuda":
+            windows = windows.pin_memory()
+        windows = windows.to(device, non_blocking=True)
+        return windows[:, :-1], windows[:, 1:]

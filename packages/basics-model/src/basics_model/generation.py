@@ -1,0 +1,114 @@
+"""Sampling from a language model."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from basics_model.model import TransformerLM
+
+
+def filter_logits(
+    logits: Tensor, *, top_k: int | None = None, top_p: float | None = None
+) -> Tensor:
+    """Sets the logits of tokens that must not be drawn to -inf.
+
+    Args:
+        logits: (..., vocab_size).
+        top_k: keep the k highest; all of them if k exceeds the vocabulary.
+        top_p: of what is left, keep the fewest most likely tokens whose probabilities sum to at
+            least p (nucleus sampling, Holtzman et al., arXiv:1904.09751); always at least one.
+
+    Returns:
+        A new tensor of the same shape and dtype.
+
+    Raises:
+        ValueError: ``top_k`` below 1, or ``top_p`` not above 0 and at most 1.
+    """
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k must be at least 1, got {top_k}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    if top_k is not None:
+        ordered[..., top_k:] = -math.inf
+    if top_p is not None:
+        probabilities = torch.softmax(ordered, dim=-1, dtype=torch.float32)
+        # A token goes when the more likely ones before it reach p already.
+        before = probabilities.cumsum(dim=-1) - probabilities
+        beyond = before >= top_p
+        beyond[..., 0] = False
+        ordered = ordered.masked_fill(beyond, -math.inf)
+    return torch.empty_like(ordered).scatter_(-1, order, ordered)
+
+
+@torch.no_grad()
+def generate(
+    model: TransformerLM,
+    prompt: Tensor,
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop_token: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Continues every row of a prompt, one token at a time.
+
+    Each token is drawn from softmax(logits / temperature) over the tokens that ``top_k`` and
+    ``top_p`` leave. The model looks back over its configuration's ``context_length`` tokens and
+    evaluates that whole window for each new token.
+
+    Args:
+        prompt: (batch, seq) int64 on the model's device, with at least one token.
+        max_new_tokens: tokens to add at most.
+        temperature: 0 takes the most likely token every time.
+        stop_token: a row is finished when it draws this token; what follows it in the row is filled
+            with the same token, and the function returns once all rows are finished.
+        generator: source of randomness on the model's device; torch's default one if None.
+
+    Returns:
+        (batch, seq + n) int64 with n ≤ ``max_new_tokens``: the prompt and its continuation.
+
+    Raises:
+        ValueError: an empty prompt, a negative ``temperature`` or ``max_new_tokens``, or as
+            :func:`filter_logits`.
+    """
+    if prompt.ndim != 2 or prompt.shape[1] < 1:
+        raise ValueError(
+            f"prompt must be (batch, seq) with at least one token, got shape {tuple(prompt.shape)}"
+        )
+    if temperature < 0 or max_new_tokens < 0:
+        raise ValueError(
+            "temperature and max_new_tokens must be at least 0, got "
+            f"temperature={temperature} and max_new_tokens={max_new_tokens}"
+        )
+    tokens = prompt
+    finished = torch.zeros(prompt.shape[0], dtype=torch.bool, device=prompt.device)
+    for _ in range(max_new_tokens):
+        logits = model(tokens[:, -model.config.context_length :])[:, -1].float()  # [batch, vocab]
+        drawn = _draw(logits, temperature, top_k, top_p, generator)
+        if stop_token is not None:
+            drawn = drawn.masked_fill(finished, stop_token)
+            finished |= drawn == stop_token
+        tokens = torch.cat([tokens, drawn[:, None]], dim=1)
+        if stop_token is not None and bool(finished.all()):
+            break
+    return tokens
+
+
+def _draw(
+    logits: Tensor,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    generator: torch.Generator | None,
+) -> Tensor:
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    allowed = filter_logits(logits / temperature, top_k=top_k, top_p=top_p)
+    probabilities = torch.softmax(allowed, dim=-1)
+    return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)

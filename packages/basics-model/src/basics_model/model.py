@@ -1,0 +1,210 @@
+"""A pre-norm decoder-only Transformer language model.
+
+Token embedding → blocks of [RMSNorm → causal self-attention with rotary positions → residual,
+RMSNorm → SwiGLU → residual] → RMSNorm → untied LM head. No biases, no dropout.
+
+Dimensions in comments: B batch, S sequence, H heads, D head_dim, M d_model, F d_ff, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from basics_model.attention import Attention, apply_rotary, rotary_tables, sdpa_attention
+
+if TYPE_CHECKING:
+    from basics_model.sizes import ModelConfig
+
+
+class Linear(nn.Linear):
+    """Bias-free linear map, initialised from N(0, 2 / (in + out)) cut at three deviations."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias=False, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        """Draws the weight anew from torch's global generator."""
+        std = math.sqrt(2 / (self.in_features + self.out_features))
+        nn.init.trunc_normal_(self.weight, std=std, a=-3 * std, b=3 * std)
+
+
+class Embedding(nn.Embedding):
+    """Token embedding, initialised from N(0, 1) cut at ±3."""
+
+    def reset_parameters(self) -> None:
+        """Draws the weight anew from torch's global generator."""
+        nn.init.trunc_normal_(self.weight, std=1.0, a=-3.0, b=3.0)
+
+
+class RMSNorm(nn.Module):
+    """x / √(mean(x²) + ε) · weight over the last dimension (Zhang & Sennrich, arXiv:1910.07467).
+
+    Computes in fp32, or in the input's dtype where that is wider, and returns the input's dtype.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(d_model, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the weight to ones."""
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises (..., d_model)."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
+        return (wide * scale * self.weight).to(x.dtype)
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention with rotary positions around a given attention callable."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: Attention,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.attention = attention
+        width = config.d_model
+        self.query = Linear(width, width, device=device, dtype=dtype)
+        self.key = Linear(width, width, device=device, dtype=dtype)
+        self.value = Linear(width, width, device=device, dtype=dtype)
+        self.output = Linear(width, width, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Maps (B, S, M) to (B, S, M); ``cos`` and ``sin`` are the rotary tables (S, D / 2)."""
+        query, key, value = (
+            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, S, D]
+            for projection in (self.query, self.key, self.value)
+        )
+        query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
+        mixed = self.attention(query, key, value)  # [B, H, S, D]
+        return cast(Tensor, self.output(mixed.transpose(1, 2).flatten(-2)))
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) ∘ up(x)) (Shazeer, arXiv:2002.05202)."""
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.gate = Linear(d_model, d_ff, device=device, dtype=dtype)
+        self.up = Linear(d_model, d_ff, device=device, dtype=dtype)
+        self.down = Linear(d_ff, d_model, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps (..., M) to (..., M) through (..., F)."""
+        return cast(Tensor, self.down(F.silu(self.gate(x)) * self.up(x)))
+
+
+class Block(nn.Module):
+    """One pre-norm block: attention, then feed-forward, each added to the residual stream."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: Attention,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.d_model, device=device, dtype=dtype)
+        self.attention = SelfAttention(config, attention, device=device, dtype=dtype)
+        self.feed_forward_norm = RMSNorm(config.d_model, device=device, dtype=dtype)
+        self.feed_forward = SwiGLU(config.d_model, config.d_ff, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Maps the residual stream (B, S, M) to its next state."""
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return cast(Tensor, x + self.feed_forward(self.feed_forward_norm(x)))
+
+
+class TransformerLM(nn.Module):
+    """Decoder-only language model.
+
+    Args:
+        config: hyperparameters.
+        attention: maps query, key, value (batch, heads, seq, head_dim) to an output of that shape,
+            with the causal mask inside. Query and key are contiguous, value is a strided view.
+        device: where parameters are made; "meta" allocates nothing.
+        dtype: of the parameters.
+
+    The state dict holds parameters only: rotary tables are computed in each forward, once for all
+    blocks, so a model accepts any sequence length and can be moved or cast without harming them.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        attention: Attention = sdpa_attention,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = Embedding(config.vocab_size, config.d_model, device=device, dtype=dtype)
+        self.blocks = nn.ModuleList(
+            Block(config, attention, device=device, dtype=dtype) for _ in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.d_model, device=device, dtype=dtype)
+        self.lm_head = Linear(config.d_model, config.vocab_size, device=device, dtype=dtype)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """Scores of the next token at every position.
+
+        Args:
+            token_ids: (batch, seq) int64, each from 0 to ``vocab_size - 1``.
+
+        Returns:
+            Logits (batch, seq, vocab_size), in the parameters' dtype or autocast's.
+
+        Raises:
+            ValueError: ``token_ids`` is not two-dimensional int64.
+        """
+        if token_ids.ndim != 2 or token_ids.dtype != torch.int64:
+            raise ValueError(
+                f"token_ids must be (batch, seq) int64, got shape {tuple(token_ids.shape)} "
+                f"and {token_ids.dtype}"
+            )
+        cos, sin = rotary_tables(
+            token_ids.shape[1], self.config.head_dim, self.config.rope_theta, token_ids.device
+        )
+        x = self.embedding(token_ids)  # [B, S, M]
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        return cast(Tensor, self.lm_head(self.norm(x)))

@@ -1,0 +1,135 @@
+"""Configuration of the language model, its named sizes, and what a configuration costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSize:
+    """Width and depth of a model: the part of a configuration that a size's name stands for."""
+
+    d_model: int
+    d_ff: int
+    num_layers: int
+    num_heads: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Hyperparameters of a :class:`basics_model.TransformerLM`.
+
+    Attributes:
+        vocab_size: number of token ids; valid ids are 0 to ``vocab_size - 1``.
+        context_length: tokens per training sequence, and the window that generation looks back
+            over. The model itself accepts sequences of any length.
+        d_model: width of the residual stream.
+        d_ff: inner width of the feed-forward layers.
+        num_layers: number of blocks.
+        num_heads: attention heads; each has ``d_model / num_heads`` dimensions.
+        rope_theta: base of the rotary position frequencies.
+
+    Raises:
+        ValueError: a count below 1, heads that do not divide ``d_model``, an odd head dimension
+            (rotary embeddings turn pairs), or ``rope_theta`` not above 0.
+    """
+
+    vocab_size: int = 10_000
+    context_length: int
+    d_model: int
+    d_ff: int
+    num_layers: int
+    num_heads: int
+    rope_theta: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "rope_theta":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{field.name} must be an integer of at least 1, got {value!r}")
+        if not self.rope_theta > 0:
+            raise ValueError(f"rope_theta must be above 0, got {self.rope_theta!r}")
+        if self.d_model % self.num_heads:
+            raise ValueError(
+                f"num_heads must divide d_model, got d_model={self.d_model} and "
+                f"num_heads={self.num_heads}; change one of them"
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"d_model / num_heads must be even for rotary embeddings, got {self.d_model} / "
+                f"{self.num_heads} = {self.head_dim}; change one of them"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Dimensions of one attention head."""
+        return self.d_model // self.num_heads
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of trainable values: embedding, blocks, final norm, and an untied LM head."""
+        attention = 4 * self.d_model**2
+        feed_forward = 3 * self.d_model * self.d_ff
+        norms = 2 * self.d_model
+        vocabulary = 2 * self.vocab_size * self.d_model
+        return self.num_layers * (attention + feed_forward + norms) + self.d_model + vocabulary
+
+
+SIZES: Mapping[str, ModelSize] = MappingProxyType(
+    {
+        "small": ModelSize(d_model=768, d_ff=3072, num_layers=12, num_heads=12),
+        "medium": ModelSize(d_model=1024, d_ff=4096, num_layers=24, num_heads=16),
+        "large": ModelSize(d_model=1280, d_ff=5120, num_layers=36, num_heads=20),
+        "xl": ModelSize(d_model=1600, d_ff=6400, num_layers=48, num_heads=25),
+        "2.7B": ModelSize(d_model=2560, d_ff=10240, num_layers=32, num_heads=32),
+    }
+)
+"""The named sizes, smallest first."""
+
+
+def model_config(
+    size_name: str, *, vocab_size: int = 10_000, context_length: int = 256, **overrides: Any
+) -> ModelConfig:
+    """Returns the configuration of a named size.
+
+    Args:
+        size_name: a key of :data:`SIZES`.
+        overrides: any other :class:`ModelConfig` field, such as ``num_layers=2`` for a shallow
+            model of the same width.
+
+    Raises:
+        ValueError: the name is not in :data:`SIZES`, or the resulting configuration is invalid.
+        TypeError: an override that is no field of :class:`ModelConfig`.
+    """
+    if size_name not in SIZES:
+        raise ValueError(f"size must be one of {', '.join(SIZES)}, got {size_name!r}")
+    size = SIZES[size_name]
+    settings = {field.name: getattr(size, field.name) for field in fields(size)} | overrides
+    return ModelConfig(vocab_size=vocab_size, context_length=context_length, **settings)
+
+
+def model_flops(config: ModelConfig, batch: int, seq: int) -> int:
+    """Returns the floating-point operations of the matrix products in one forward pass.
+
+    A product of (m, k) and (k, n) takes 2·m·k·n operations. With N = batch·seq tokens:
+
+    - query, key, value and output projections: 4 products (N, d_model) × (d_model, d_model);
+    - scores and weighted values: per sequence 2 products whose heads together span d_model,
+      (seq, d_model) × (d_model, seq), counted in full although the mask discards half;
+    - feed-forward: 3 products (N, d_model) × (d_model, d_ff), in either direction;
+    - LM head: (N, d_model) × (d_model, vocab_size).
+
+    The backward pass computes two products for each of the forward's, so a training step takes
+    three times this number.
+    """
+    tokens = batch * seq
+    projections = 8 * tokens * config.d_model**2
+    attention = 4 * tokens * seq * config.d_model
+    feed_forward = 6 * tokens * config.d_model * config.d_ff
+    head = 2 * tokens * config.d_model * config.vocab_size
+    return config.num_layers * (projections + attention + feed_forward) + head

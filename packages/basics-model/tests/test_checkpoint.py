@@ -1,0 +1,269 @@
+"""Checkpoints: content, and survival of every way in which a save can end early."""
+
+import errno
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import basics_model
+from basics_model import (
+    AdamW,
+    Checkpoint,
+    ModelConfig,
+    TransformerLM,
+    checkpoint_path,
+    cross_entropy,
+    list_checkpoints,
+    load_checkpoint,
+    prune_checkpoints,
+    restore_rng_state,
+    rng_state,
+    save_checkpoint,
+)
+
+
+def small(step: int) -> Checkpoint:
+    return Checkpoint(step=step, model={"weight": torch.full((4,), float(step))})
+
+
+def train(model: TransformerLM, optimizer: AdamW, steps: int) -> None:
+    for _ in range(steps):
+        tokens = torch.randint(model.config.vocab_size, (2, 8))  # from torch's generator
+        optimizer.zero_grad()
+        cross_entropy(model(tokens), tokens).backward()
+        optimizer.step()
+
+
+def test_resumed_run_equals_an_uninterrupted_one(config: ModelConfig, tmp_path: Path) -> None:
+    model = TransformerLM(config)
+    optimizer = AdamW(model.parameters())
+    train(model, optimizer, 3)
+    path = checkpoint_path(tmp_path, 3)
+    save_checkpoint(
+        path,
+        Checkpoint(
+            step=3,
+            model=model.state_dict(),
+            optimizer=optimizer.state_dict(),
+            rng=rng_state(),
+            extra={"config": {"name": "x"}, "position": 3, "list": [1, 2.5, None, (True,)]},
+        ),
+    )
+    train(model, optimizer, 2)
+
+    torch.manual_seed(1234)
+    resumed = TransformerLM(config)
+    successor = AdamW(resumed.parameters(), lr=9.0)
+    loaded = load_checkpoint(path)
+    resumed.load_state_dict(loaded.model)
+    successor.load_state_dict(dict(loaded.optimizer))
+    restore_rng_state(loaded.rng)
+    train(resumed, successor, 2)
+
+    assert loaded.step == 3
+    assert loaded.extra == {"config": {"name": "x"}, "position": 3, "list": [1, 2.5, None, (True,)]}
+    for name, value in model.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], value), name
+
+
+KILLED = """
+import os, signal, sys, torch
+from basics_model import Checkpoint, save_checkpoint
+
+moment, path = sys.argv[1:]
+real_save, real_fsync = torch.save, os.fsync
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def half_write(content, file):
+    file.write(b"x" * 1000)
+    file.flush()
+    die()
+
+def die_after_write(content, file):
+    real_save(content, file)
+    file.flush()
+    die()
+
+calls = 0
+def fsync(descriptor):
+    global calls
+    calls += 1
+    if moment == f"fsync-{calls}":
+        die()
+    real_fsync(descriptor)
+
+if moment == "half-write":
+    torch.save = half_write
+elif moment == "written":
+    torch.save = die_after_write
+os.fsync = fsync
+save_checkpoint(path, Checkpoint(step=2, model={"weight": torch.full((4,), 2.0)}))
+"""
+
+
+def run_child(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    source = Path(basics_model.__file__).parent.parent
+    environment = os.environ | {"PYTHONPATH": str(source)}
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), *arguments],
+        env=environment,
+        timeout=60,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("moment", "survivor"), [("half-write", 1), ("written", 1), ("fsync-1", 1), ("fsync-2", 2)]
+)
+def test_killed_save_leaves_a_whole_checkpoint(tmp_path: Path, moment: str, survivor: int) -> None:
+    """Killed before the rename, the old one stays; killed after it, the new one is there."""
+    path = checkpoint_path(tmp_path, 1)
+    save_checkpoint(path, small(1))
+    child = run_child(KILLED, moment, str(path))
+    assert child.returncode == -signal.SIGKILL, child.stderr
+    assert load_checkpoint(path).step == survivor
+    assert list_checkpoints(tmp_path) == [path]
+    save_checkpoint(path, small(5))
+    assert load_checkpoint(path).step == 5
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]  # the leftover is gone
+
+
+ENDLESS = """
+import sys, torch
+from basics_model import Checkpoint, save_checkpoint
+
+step = 1
+while True:
+    weight = torch.full((200_000,), float(step))
+    save_checkpoint(sys.argv[1], Checkpoint(step=step, model={"weight": weight}))
+    if step == 1:
+        print("saved", flush=True)
+    step += 1
+"""
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.0137])
+def test_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, delay: float) -> None:
+    path = tmp_path / "latest.pt"
+    environment = os.environ | {"PYTHONPATH": str(Path(basics_model.__file__).parent.parent)}
+    with subprocess.Popen(
+        [sys.executable, "-c", ENDLESS, str(path)], env=environment, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"saved\n"
+        signal.sigtimedwait([], delay)
+        child.kill()
+    loaded = load_checkpoint(path)
+    assert (loaded.model["weight"] == loaded.step).all()
+
+
+def test_failed_save_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "latest.pt"
+    save_checkpoint(path, small(1))
+
+    def full_disk(content: Any, file: Any) -> None:
+        file.write(b"part")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        save_checkpoint(path, small(2))
+    assert load_checkpoint(path).step == 1
+    assert [entry.name for entry in tmp_path.iterdir()] == ["latest.pt"]
+
+
+def test_file_and_folder_reach_the_disk_around_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "latest.pt"
+    events = []
+    real_fsync, real_replace = os.fsync, Path.replace
+
+    def fsync(descriptor: int) -> None:
+        events.append(Path(f"/proc/self/fd/{descriptor}").resolve().name)
+        real_fsync(descriptor)
+
+    def replace(self: Path, target: Path) -> Path:
+        events.append("rename")
+        return real_replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "replace", replace)
+    save_checkpoint(path, small(1))
+    assert events == [".latest.pt.tmp", "rename", tmp_path.name]
+
+
+def test_missing_folder_is_an_os_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        save_checkpoint(tmp_path / "nowhere" / "a.pt", small(1))
+    with pytest.raises(FileNotFoundError):
+        load_checkpoint(tmp_path / "a.pt")
+
+
+class Payload:
+    """Runs code when a pickle that is not weights-only is loaded."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (os.environ["PAYLOAD_TARGET"],)
+
+
+def test_loading_never_runs_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "ran"
+    monkeypatch.setenv("PAYLOAD_TARGET", str(target))
+    torch.save({"format": 1, "payload": Payload()}, tmp_path / "evil.pt")
+    (tmp_path / "plain.pt").write_bytes(pickle.dumps(Payload(), protocol=2))
+    for name in ("evil.pt", "plain.pt"):
+        with pytest.raises(ValueError, match="damaged or not a checkpoint"):
+            load_checkpoint(tmp_path / name)
+    assert not target.exists()
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    save_checkpoint(path, small(1))
+    whole = path.read_bytes()
+    for content in (b"", b"not a checkpoint", whole[: len(whole) // 2]):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="damaged or not a checkpoint"):
+            load_checkpoint(path)
+    for content in ({"format": 2, "step": 1}, {"step": 1}, [1]):
+        torch.save(content, path)
+        with pytest.raises(ValueError, match="must be a checkpoint of format 1"):
+            load_checkpoint(path)
+
+
+def test_folder_is_listed_by_step_and_pruned(tmp_path: Path) -> None:
+    assert list_checkpoints(tmp_path / "nowhere") == []
+    for step in (10, 2, 1_234_567_890):
+        save_checkpoint(checkpoint_path(tmp_path, step), small(step))
+    (tmp_path / ".step-000000099.pt.tmp").touch()
+    (tmp_path / "notes.txt").touch()
+    steps = [load_checkpoint(path).step for path in list_checkpoints(tmp_path)]
+    assert steps == [2, 10, 1_234_567_890]
+    prune_checkpoints(tmp_path, keep=2)
+    assert [load_checkpoint(path).step for path in list_checkpoints(tmp_path)] == steps[1:]
+    assert (tmp_path / "notes.txt").exists()
+    with pytest.raises(ValueError, match="keep must be at least 1"):
+        prune_checkpoints(tmp_path, keep=0)
+
+
+@pytest.mark.gpu
+def test_gpu_generator_state_is_kept(tmp_path: Path) -> None:
+    torch.randn(3, device="cuda")
+    path = tmp_path / "a.pt"
+    save_checkpoint(path, Checkpoint(step=1, model={}, rng=rng_state()))
+    expected = torch.randn(3, device="cuda")
+    restore_rng_state(load_checkpoint(path).rng)
+    assert torch.equal(torch.randn(3, device="cuda"), expected)

@@ -1,0 +1,161 @@
+"""Byte encoding, token files and window sampling."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from basics_model import TokenDataset, decode_bytes, encode_bytes, open_tokens
+
+
+@pytest.mark.parametrize("text", ["", "plain", "naïve ☃ 🎉\n\0"])
+def test_bytes_round_trip(text: str) -> None:
+    token_ids = encode_bytes(text)
+    assert token_ids.dtype == torch.int64
+    assert token_ids.tolist() == list(text.encode())
+    assert decode_bytes(token_ids) == text
+
+
+def test_invalid_bytes_decode_to_replacements() -> None:
+    assert decode_bytes(torch.tensor([0xFF, 65])) == "\ufffdA"
+    with pytest.raises(ValueError, match="between 0 and 255"):
+        decode_bytes(torch.tensor([256]))
+    with pytest.raises(ValueError, match=r"must be \(length,\)"):
+        decode_bytes(torch.zeros(2, 2, dtype=torch.long))
+
+
+def test_text_file_is_a_token_file(tmp_path: Path) -> None:
+    path = tmp_path / "text.md"
+    path.write_text("snow ☃")
+    tokens = open_tokens(path)
+    assert isinstance(tokens, np.memmap)
+    assert not tokens.flags.writeable
+    assert decode_bytes(torch.tensor(tokens.tolist())) == "snow ☃"
+
+
+@pytest.mark.parametrize("suffix", ["npy", "bin"])
+@pytest.mark.parametrize("dtype", ["uint16", "int32"])
+def test_wider_tokens(tmp_path: Path, suffix: str, dtype: str) -> None:
+    tokens = np.arange(9000, 9100).astype(dtype)
+    path = tmp_path / f"tokens.{suffix}"
+    if suffix == "npy":
+        np.save(path, tokens)
+    else:
+        path.write_bytes(tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
+    opened = open_tokens(path, dtype)
+    assert isinstance(opened, np.memmap)
+    assert np.array_equal(opened, tokens)
+    inputs, _ = TokenDataset(opened, 10).get_batch(3)
+    assert inputs.dtype == torch.int64
+    assert int(inputs.min()) >= 9000
+
+
+def test_unusable_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        open_tokens(tmp_path / "missing.txt")
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    with pytest.raises(ValueError, match="got 0 bytes in"):
+        open_tokens(empty)
+    empty.write_bytes(b"abc")
+    with pytest.raises(ValueError, match="whole number of uint16 values and at least one, got 3"):
+        open_tokens(empty, "uint16")
+    square, real = tmp_path / "square.npy", tmp_path / "real.npy"
+    np.save(square, np.zeros((2, 2), np.int64))
+    np.save(real, np.zeros(4))
+    for path in (square, real):
+        with pytest.raises(ValueError, match="one-dimensional array of integers, got"):
+            open_tokens(path)
+
+
+def test_targets_are_the_next_tokens() -> None:
+    inputs, targets = TokenDataset(np.arange(100), 7).get_batch(16)
+    assert inputs.shape == targets.shape == (16, 7)
+    assert torch.equal(targets, inputs + 1)
+    assert torch.equal(inputs - inputs[:, :1], torch.arange(7).expand(16, 7))
+
+
+def test_every_window_can_be_drawn_and_none_runs_over() -> None:
+    dataset = TokenDataset(np.arange(12), 5)
+    assert len(dataset) == 7
+    inputs, targets = dataset.get_batch(500)
+    assert set(inputs[:, 0].tolist()) == set(range(7))
+    assert int(targets.max()) == 11
+
+
+def test_shortest_text_has_one_window() -> None:
+    inputs, targets = TokenDataset(np.arange(6), 5).get_batch(2)
+    assert inputs.tolist() == [[0, 1, 2, 3, 4]] * 2
+    assert targets.tolist() == [[1, 2, 3, 4, 5]] * 2
+
+
+def test_order_depends_on_seed_and_position_only() -> None:
+    def starts(dataset: TokenDataset) -> list[int]:
+        return dataset.get_batch(8)[0][:, 0].tolist()
+
+    tokens = np.arange(10_000)
+    one, same, other = (TokenDataset(tokens, 4, seed=seed) for seed in (5, 5, 6))
+    first, second = starts(one), starts(one)
+    assert first != second
+    torch.manual_seed(99)
+    np.random.seed(99)
+    assert [starts(same), starts(same)] == [first, second]
+    assert starts(other) != first
+
+
+def test_state_continues_with_the_next_batch() -> None:
+    tokens = np.arange(10_000)
+    dataset = TokenDataset(tokens, 4, seed=5)
+    dataset.get_batch(8)
+    state = dataset.state_dict()
+    expected = dataset.get_batch(8)[0]
+    resumed = TokenDataset(tokens, 4)
+    resumed.load_state_dict(state)
+    assert torch.equal(resumed.get_batch(8)[0], expected)
+    assert resumed.position == 2
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_split_the_same_global_batch(world_size: int) -> None:
+    tokens = np.arange(10_000)
+    whole = TokenDataset(tokens, 4, seed=1)
+    ranks = [
+        TokenDataset(tokens, 4, seed=1, rank=r, world_size=world_size) for r in range(world_size)
+    ]
+    for _ in range(3):
+        parts = [dataset.get_batch(5)[0] for dataset in ranks]
+        assert torch.equal(torch.cat(parts), whole.get_batch(5 * world_size)[0])
+
+
+def test_sequential_batches_cover_every_window_once() -> None:
+    dataset = TokenDataset(np.arange(24), 5)  # windows start at 0, 5, 10 and 15; 3 tokens left
+    batches = list(dataset.sequential_batches(3))
+    assert [inputs.shape for inputs, _ in batches] == [(3, 5), (1, 5)]
+    assert torch.cat([inputs for inputs, _ in batches]).flatten().tolist() == list(range(20))
+    assert torch.cat([targets for _, targets in batches]).flatten().tolist() == list(range(1, 21))
+    assert dataset.position == 0
+
+
+def test_impossible_datasets_are_refused() -> None:
+    tokens = np.arange(5)
+    with pytest.raises(ValueError, match="context of 5 needs at least 6 tokens, got 5"):
+        TokenDataset(tokens, 5)
+    with pytest.raises(ValueError, match="context_length must be at least 1"):
+        TokenDataset(tokens, 0)
+    with pytest.raises(
+        ValueError, match="rank must be at least 0 and below world_size, got 2 of 2"
+    ):
+        TokenDataset(tokens, 2, rank=2, world_size=2)
+    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+        TokenDataset(tokens, 2).get_batch(0)
+
+
+@pytest.mark.gpu
+def test_batches_reach_the_gpu() -> None:
+    tokens = np.arange(100)
+    inputs, targets = TokenDataset(tokens, 7).get_batch(4, device="cuda")
+    assert inputs.is_cuda
+    expected = TokenDataset(tokens, 7).get_batch(4)
+    assert torch.equal(inputs.cpu(), expected[0])
+    assert torch.equal(targets.cpu(), expected[1])

@@ -1,0 +1,293 @@
+"""The command line: thin. One command per experiment, whose options mirror its ``Options``.
+
+What measures and shows is imported by the command that needs it, so ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
+
+import typer
+from typer.core import TyperGroup
+
+from bench_harness import compare, experiments, options, presets
+from bench_harness.case import Case
+from bench_harness.experiments import Experiment
+from bench_harness.store import Store, StoreError
+
+#: Exit codes beside 0: a case failed; wrong use or an unusable folder; Ctrl-C.
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+
+# The class of every wrong use. Some versions of typer bring their own click, others use the
+# installed one; either way it is the parent of a class that typer exports.
+_UsageError: type[Any] = typer.BadParameter.__mro__[1]
+
+_EXPERIMENTS, _RUNS = "Experiments", "Runs and reports"
+
+Output: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        help="Run folder; one that holds results is resumed. Default: runs/NAME-NN.",
+        show_default=False,
+    ),
+]
+Only: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        "--only",
+        metavar="TEXT,...",
+        help="Only these experiments, or cases whose label holds a text.",
+        show_default=False,
+    ),
+]
+DryRun: TypeAlias = Annotated[
+    bool, typer.Option("--dry-run", help="List the cases and the expected time; run nothing.")
+]
+Timeout: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        "--timeout", min=0.1, help="Seconds per case, instead of its own.", show_default=False
+    ),
+]
+RunFolder: TypeAlias = Annotated[Path, typer.Argument(help="A run folder.", show_default=False)]
+
+
+class _Commands(TyperGroup):
+    """Lists the valid names where an unknown command is given."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
+            valid = ", ".join(self.list_commands(ctx))
+            raise typer.BadParameter(f"command must be one of {valid}; received {args[0]!r}")
+        return super().resolve_command(ctx, args)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code.
+
+    0: done. 1: a case failed. 2: wrong use, or a folder that cannot be used. 130: interrupted.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    # So that ``--model package.module:factory`` finds modules of the current directory.
+    sys.path.append(str(Path.cwd()))
+    try:
+        code = application(given)(args=given, prog_name="bench-harness", standalone_mode=False)
+    except _UsageError as error:
+        return _complain(error.format_message())
+    except (ValueError, StoreError, compare.ComparisonError) as error:
+        return _complain(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    return code or 0
+
+
+def _complain(message: str) -> int:
+    """One line on standard error, however the message was laid out."""
+    typer.echo("bench-harness: " + " ".join(message.split()), err=True)
+    return BAD_INPUT
+
+
+def application(given: Sequence[str]) -> typer.Typer:
+    """The application: a command for every registered experiment, and those for runs.
+
+    Args:
+        given: the arguments, which ``run.json`` keeps.
+    """
+    app = typer.Typer(
+        cls=_Commands,
+        add_completion=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        help="Measures and explains Transformer training: one command per experiment, one report.",
+    )
+    app.callback()(_root)
+    for name in experiments.names():
+        experiment = experiments.get(name)
+        command = _experiment_command(experiment, given)
+        app.command(name, rich_help_panel=_EXPERIMENTS, help=f"{experiment.summary}.")(command)
+    app.command("run", rich_help_panel=_RUNS)(_run_command(given))
+    for name, function in _OTHERS.items():
+        app.command(name, rich_help_panel=_RUNS)(function)
+    return app
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from bench_harness import environment
+
+        typer.echo(f"bench-harness {environment.package_version('bench-harness')}")
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
+    pass
+
+
+def _experiment_command(experiment: Experiment, given: Sequence[str]) -> Callable[..., int]:
+    """A command whose signature is made from the experiment's options."""
+
+    def command(
+        output: Path | None, only: str, dry_run: bool, timeout: float | None, **texts: Any
+    ) -> int:
+        values = options.from_command_line(experiment, texts)
+        return _carry_out(
+            experiment.name,
+            experiment.cases(**values),
+            [(experiment.name, values)],
+            given,
+            output=output,
+            only=only,
+            dry_run=dry_run,
+            timeout=timeout,
+            tables=True,
+        )
+
+    own = options.parameters(experiment)
+    common = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        for name, kind, default in (
+            ("output", Output, None),
+            ("only", Only, ""),
+            ("dry_run", DryRun, False),
+            ("timeout", Timeout, None),
+        )
+    ]
+    command.__signature__ = inspect.Signature([*own, *common])  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in [*own, *common]}
+    return command
+
+
+def _run_command(given: Sequence[str]) -> Callable[..., int]:
+    def run(
+        preset: Annotated[
+            str,
+            typer.Argument(
+                help=f"One of {', '.join(presets.shipped())}, or a file NAME.toml.",
+                show_default=False,
+            ),
+        ],
+        output: Output = None,
+        only: Only = "",
+        dry_run: DryRun = False,
+        timeout: Timeout = None,
+    ) -> int:
+        """Run all experiments of a preset and write one report."""
+        chosen = presets.load(preset)
+        return _carry_out(
+            chosen.name,
+            chosen.cases(),
+            chosen.runs,
+            given,
+            output=output,
+            only=only,
+            dry_run=dry_run,
+            timeout=timeout,
+            tables=False,
+        )
+
+    return run
+
+
+def _carry_out(
+    name: str,
+    cases: Sequence[Case],
+    values: Sequence[tuple[str, dict[str, Any]]],
+    given: Sequence[str],
+    *,
+    output: Path | None,
+    only: str,
+    dry_run: bool,
+    timeout: float | None,
+    tables: bool,
+) -> int:
+    from rich.console import Console
+
+    from bench_harness import session
+
+    request = session.Request(
+        name=name,
+        cases=cases,
+        options=values,
+        command=given,
+        output=output,
+        only=[item.strip() for item in only.split(",") if item.strip()],
+        timeout_s=timeout,
+    )
+    if dry_run:
+        session.dry_run(request, Console())
+        return 0
+    return 0 if session.measure(request, Console(), tables=tables) else FAILED
+
+
+def _report(run: RunFolder) -> int:
+    """Rebuild tables, pictures and page of a run from its saved rows."""
+    from rich.console import Console
+
+    from bench_harness import session
+
+    session.write_report(Store(run), Console(), tables=False)
+    return 0
+
+
+def _compare(
+    run_a: RunFolder,
+    run_b: RunFolder,
+    tolerance: Annotated[
+        float, typer.Option(min=0.0, help="Relative difference that still counts as the same.")
+    ] = compare.TOLERANCE,
+    across_hardware: Annotated[
+        bool, typer.Option("--across-hardware", help="Compare different machines, and mark it.")
+    ] = False,
+) -> int:
+    """Say whether run B is faster or slower than A."""
+    from rich.console import Console
+
+    from bench_harness import show
+
+    found = compare.compare(
+        Store(run_a), Store(run_b), tolerance=tolerance, across_hardware=across_hardware
+    )
+    show.comparisons(found, Console())
+    return 0
+
+
+def _env() -> int:
+    """Show this machine as results record it."""
+    from rich.console import Console
+
+    from bench_harness import environment, show
+
+    description = environment.describe()
+    show.environment(description, environment.fingerprint(description), Console())
+    return 0
+
+
+def _preset(
+    name: Annotated[
+        str, typer.Argument(help=f"One of {', '.join(presets.shipped())}.", show_default=False)
+    ],
+) -> int:
+    """Print a preset's file, to copy and change.
+
+    bench-harness preset quick > mine.toml; bench-harness run mine.toml
+    """
+    typer.echo(presets.text(name), nl=False)
+    return 0
+
+
+_OTHERS: dict[str, Callable[..., int]] = {
+    "report": _report,
+    "compare": _compare,
+    "preset": _preset,
+    "env": _env,
+}

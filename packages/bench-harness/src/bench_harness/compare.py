@@ -1,0 +1,133 @@
+"""Compares two runs, row by row: faster, slower, the same, or undecided, with an interval.
+
+The ratio of the two medians is judged by its 95 % bootstrap interval against a tolerance: two runs
+of the same code differ by more than the samples within one of them show (placement of memory,
+clocks, neighbours), so an interval that merely excludes 1 is not yet a difference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from bench_harness.case import Row
+from bench_harness.store import RESERVED, Store
+
+Verdict: TypeAlias = Literal["faster", "slower", "same", "undecided"]
+
+#: Relative difference below which two times count as the same.
+TOLERANCE = 0.05
+
+
+class ComparisonError(Exception):
+    """The runs cannot be compared; the text says why, in one line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One row measured in both runs.
+
+    Attributes:
+        median_a, median_b: milliseconds.
+        ratio: ``median_b / median_a``; below 1 means that B is faster.
+        low, high: 95 % bootstrap interval of the ratio; None below three samples in either run.
+        same_hardware: whether both rows come from the same environment.
+    """
+
+    experiment: str
+    label: str
+    variant: str
+    median_a: float
+    median_b: float
+    ratio: float
+    low: float | None
+    high: float | None
+    verdict: Verdict
+    same_hardware: bool
+
+
+def verdict(low: float | None, high: float | None, tolerance: float) -> Verdict:
+    """What an interval of B's time over A's says, allowing for ``tolerance`` around 1."""
+    if low is None or high is None:
+        return "undecided"
+    if high < 1 - tolerance:
+        return "faster"
+    if low > 1 + tolerance:
+        return "slower"
+    if low >= 1 - tolerance and high <= 1 + tolerance:
+        return "same"
+    return "undecided"
+
+
+def compare(
+    run_a: Store, run_b: Store, *, tolerance: float = TOLERANCE, across_hardware: bool = False
+) -> list[Comparison]:
+    """Every row with samples that both runs hold.
+
+    Args:
+        tolerance: relative difference that still counts as the same.
+        across_hardware: compare rows of different environments too; each is marked.
+
+    Raises:
+        ComparisonError: the runs share no row, or only rows of different environments.
+        StoreError: a run cannot be read.
+    """
+    from bench_harness.stats import ratio_interval
+
+    rows_a, rows_b = _measured(run_a), _measured(run_b)
+    shared = [identity for identity in rows_a if identity in rows_b]
+    if not shared:
+        raise ComparisonError(
+            f"{run_a.folder} and {run_b.folder} hold no case in common: run both with the same "
+            "options"
+        )
+    different = [i for i in shared if rows_a[i]["environment"] != rows_b[i]["environment"]]
+    if different and not across_hardware:
+        raise ComparisonError(
+            f"{len(different)} of {len(shared)} rows were measured on different hardware or "
+            "libraries; --across-hardware compares them all the same, and marks them"
+        )
+    found = []
+    for identity in shared:
+        a, b = rows_a[identity], rows_b[identity]
+        ratio, low, high = ratio_interval(b["samples_ms"], a["samples_ms"])
+        found.append(
+            Comparison(
+                experiment=a["experiment"],
+                label=a["label"],
+                variant=_described(identity[1]),
+                median_a=_median(a),
+                median_b=_median(b),
+                ratio=ratio,
+                low=low,
+                high=high,
+                verdict=verdict(low, high, tolerance),
+                same_hardware=a["environment"] == b["environment"],
+            )
+        )
+    return found
+
+
+def _median(row: Row) -> float:
+    from statistics import median
+
+    return float(median(row["samples_ms"]))
+
+
+def _measured(run: Store) -> dict[tuple[str, tuple[str, ...]], Row]:
+    """Rows with samples, by case and by what tells them from the other rows of the case: their
+    own text values, as ``("compiled bf16", "forward")``."""
+    return {
+        (row["case_key"], _texts(row)): row
+        for row in run.load().rows
+        if row["status"] == "ok" and row.get("samples_ms")
+    }
+
+
+def _texts(row: Row) -> tuple[str, ...]:
+    return tuple(v for n, v in row.items() if n not in RESERVED and isinstance(v, str))
+
+
+def _described(texts: tuple[str, ...]) -> str:
+    """The words of the values, each once: a variant often repeats what its parts say."""
+    return " ".join(dict.fromkeys(" ".join(texts).split()))

@@ -1,0 +1,62 @@
+"""The registry: experiments by name, imported only when asked for.
+
+Another package adds an experiment by an entry point in the group ``bench_harness.experiments``
+whose name is the experiment's and whose value is its class, ``package.module:Class``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+
+from bench_harness.experiments.base import CaseSkipped, Experiment, Figure, Table, option
+
+__all__ = ["CaseSkipped", "Experiment", "Figure", "Table", "get", "names", "option"]
+
+ENTRY_POINT_GROUP = "bench_harness.experiments"
+
+# In the order in which they run and are reported.
+_BUILT_IN = {
+    "accounting": "bench_harness.experiments.accounting:Accounting",
+    "precision": "bench_harness.experiments.precision:Precision",
+    "model": "bench_harness.experiments.model:Model",
+    "memory": "bench_harness.experiments.memory:Memory",
+    "attention": "bench_harness.experiments.attention:Attention",
+    "flash": "bench_harness.experiments.flash:Flash",
+    "leaderboard": "bench_harness.experiments.leaderboard:Leaderboard",
+    "allreduce": "bench_harness.experiments.allreduce:AllReduce",
+    "ddp": "bench_harness.experiments.ddp:Ddp",
+    "optimizer": "bench_harness.experiments.optimizer:Optimizer",
+    "profile": "bench_harness.experiments.profile:Profile",
+}
+
+
+def _targets() -> dict[str, str]:
+    plug_ins = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+    present = {
+        name: target
+        for name, target in _BUILT_IN.items()
+        if importlib.util.find_spec(target.partition(":")[0]) is not None
+    }
+    return present | {entry.name: entry.value for entry in plug_ins}
+
+
+def names() -> list[str]:
+    """Every experiment's name, built-in ones first, in running order."""
+    return list(_targets())
+
+
+def get(name: str) -> Experiment:
+    """The experiment registered under ``name``.
+
+    Raises:
+        ValueError: no experiment has that name; the message lists those that exist.
+    """
+    target = _targets().get(name)
+    if target is None:
+        raise ValueError(f"experiment must be one of {', '.join(names())}; received {name!r}")
+    module, _, attribute = target.partition(":")
+    experiment_class = getattr(importlib.import_module(module), attribute)
+    experiment: Experiment = experiment_class()
+    return experiment

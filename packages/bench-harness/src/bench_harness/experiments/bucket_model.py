@@ -1,0 +1,113 @@
+"""The overhead of bucketed gradient averaging, fitted and drawn.
+
+With n buckets for s bytes of gradients, bandwidth w and a cost of o per collective, the time after
+backward is the last bucket's transfer plus every call's cost:
+
+    T(n) = s / (n·w) + n·o,    least at  b* = s/n* = √(s·o·w),  T* = 2·√(s·o/w)
+
+It is linear in 1/w and o, so both come from non-negative least squares.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+_RESAMPLES = 400
+
+
+def fit(
+    size_bytes: float, buckets: np.ndarray[Any, Any], overhead_s: np.ndarray[Any, Any]
+) -> tuple[float, float]:
+    """1/w (seconds per byte) and o (seconds per call) of T(n), both at least 0."""
+    from scipy.optimize import nnls
+
+    design = np.stack([size_bytes / buckets, buckets.astype(np.float64)], axis=1)
+    scale = design.max(axis=0)  # columns of like size keep the solver well conditioned
+    solution, _ = nnls(design / scale, np.maximum(overhead_s, 0.0))
+    inverse_bandwidth, per_call = solution / scale
+    return float(inverse_bandwidth), float(per_call)
+
+
+def sweeps(done: pd.DataFrame) -> list[tuple[str, pd.DataFrame, list[float]]]:
+    """Cells with at least three bucket sizes: label, the bucketed rows, the bare step's samples."""
+    found = []
+    for label, cell in done.groupby("label", sort=False):
+        buckets = cell[cell["variant"].str.startswith("bucketed") & cell["buckets"].notna()]
+        bare = cell.loc[cell["variant"] == "none", "samples_ms"]
+        if buckets["buckets"].nunique() >= 3 and len(bare):
+            found.append((str(label), buckets.sort_values("buckets"), list(bare.iloc[0])))
+    return found
+
+
+def fit_table(done: pd.DataFrame) -> pd.DataFrame:
+    """The constants of each sweep with bootstrap intervals, and the optimum they imply."""
+    import pandas as pd
+
+    rng = np.random.default_rng(0)
+    lines = []
+    for label, rows, bare in sweeps(done):
+        size = float(rows["gradient_bytes"].iloc[0])
+        counts = rows["buckets"].to_numpy(np.float64)
+
+        def once(
+            draw: Any, rows: Any = rows, bare: Any = bare, size: Any = size, counts: Any = counts
+        ) -> tuple[float, float]:
+            base = np.median(draw(bare))
+            overhead = np.array([np.median(draw(s)) - base for s in rows["samples_ms"]]) / 1e3
+            return fit(size, counts, overhead)
+
+        inverse, per_call = once(np.asarray)
+        resampled = np.array([once(lambda s: rng.choice(s, len(s))) for _ in range(_RESAMPLES)])
+        low, high = np.percentile(resampled, [2.5, 97.5], axis=0)
+        optimum = float(np.sqrt(size * per_call / inverse)) if inverse > 0 else None
+        lines.append(
+            {
+                "cell": label,
+                "gradients s (MiB)": round(size / 2**20, 3),
+                "bandwidth w (GB/s)": _rounded(1e-9 / inverse if inverse else None),
+                "w 95 % low (GB/s)": _rounded(1e-9 / high[0] if high[0] else None),
+                "w 95 % high (GB/s)": _rounded(1e-9 / low[0] if low[0] else None),
+                "per call o (µs)": _rounded(per_call * 1e6),
+                "o 95 % low (µs)": _rounded(low[1] * 1e6),
+                "o 95 % high (µs)": _rounded(high[1] * 1e6),
+                "best bucket b* (MiB)": _rounded(optimum / 2**20 if optimum else None),
+                "least overhead T* (ms)": _rounded(2e3 * float(np.sqrt(size * per_call * inverse))),
+            }
+        )
+    return pd.DataFrame(lines)
+
+
+def draw_fit(done: pd.DataFrame) -> Figure | None:
+    """Measured overhead over bucket size, with the model; None without a sweep."""
+    from bench_harness.experiments.present import log_axes
+    from bench_harness.report.plots import COLOURS, new_figure
+
+    found = sweeps(done)
+    if not found:
+        return None
+    figure, axes = new_figure(rows=len(found), height=0.8 + 3 * len(found))
+    for plot, (label, rows, bare) in zip(axes[:, 0], found, strict=True):
+        size = float(rows["gradient_bytes"].iloc[0])
+        counts = rows["buckets"].to_numpy(np.float64)
+        overhead = rows["median_ms"].to_numpy(np.float64) - np.median(bare)
+        inverse, per_call = fit(size, counts, overhead / 1e3)
+        plot.plot(size / counts / 2**20, overhead, "o", color=COLOURS[0], label="measured")
+        line = np.geomspace(counts.min(), counts.max(), 100)
+        model = 1e3 * (size / line * inverse + line * per_call)
+        plot.plot(size / line / 2**20, model, "-", color=COLOURS[1], label="model")
+        plot.set_title(label)
+        log_axes(plot, x="gradients per bucket (MiB)", y="overhead (ms)")
+        plot.set_yscale("linear")
+        plot.set_ylim(bottom=min(0.0, float(overhead.min())))
+        plot.legend()
+    return figure
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")

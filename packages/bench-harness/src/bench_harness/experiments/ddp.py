@@ -1,0 +1,478 @@
+"""Data-parallel training steps: what each way of averaging gradients costs, and why.
+
+Communication means the same for every variant: in one profiled step per rank, the union of the
+collectives' own spans; exposed is the part of it with nothing computed meanwhile. Beside it stands
+the plainest measure, the step minus a step without communication in the same case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from bench_harness.case import Case, Row
+from bench_harness.environment import gpu_count, resolve_device
+from bench_harness.experiments import present
+from bench_harness.experiments.base import CaseSkipped, Experiment, Figure, Table, option
+from bench_harness.workload import DIMENSIONS, OPTIMIZERS, PRECISIONS, SIZES
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import torch
+
+    from bench_harness.workload import Workload
+
+VARIANTS = ("naive", "flat", "overlap", "bucketed", "torch-ddp", "torch-ddp-tuned")
+_PHASE = "step"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of :class:`Ddp`.
+
+    Small enough for a quick run on two cores: ``sizes=["custom"]``, ``d_model=64``, ``d_ff=128``,
+    ``num_layers=2``, ``num_heads=2``, ``vocab_size=256``, ``batches=[2]``, ``sequences=[32]``,
+    ``bucket_sizes_mb=[0.1, 1]``, ``rounds=2``, ``blocks=3``, ``calls=2``, ``warmup=2``.
+    """
+
+    sizes: tuple[str, ...] = option(("xl",), "Model sizes.", choices=SIZES)
+    d_model: int | None = option(None, "Width; overrides the size's.")
+    d_ff: int | None = option(None, "Feed-forward width; overrides the size's.")
+    num_layers: int | None = option(None, "Number of blocks; overrides the size's.")
+    num_heads: int | None = option(None, "Attention heads; overrides the size's.")
+    vocab_size: int = option(10_000, "Vocabulary.")
+    batches: tuple[int, ...] = option((2,), "Sequences per rank.")
+    sequences: tuple[int, ...] = option((128,), "Context lengths.")
+    precisions: tuple[str, ...] = option(("fp32",), "Precisions.", choices=PRECISIONS)
+    optimizer: str = option("adamw", "Optimizer of the step.", choices=OPTIMIZERS)
+    variants: tuple[str, ...] = option(VARIANTS, "Ways to average, compared.", choices=VARIANTS)
+    bucket_sizes_mb: tuple[float, ...] = option(
+        (1, 10, 100, 1000), "Bucket sizes of the bucketed variant (MB of 1024² bytes)."
+    )
+    world_size: int | None = option(None, "Ranks; by default 2, or as many as there are GPUs.")
+    rounds: int = option(3, "Times each variant has its turn.")
+    blocks: int = option(4, "Samples per turn.")
+    calls: int = option(5, "Steps per sample, without synchronisation between them.")
+    warmup: int = option(5, "Warm-up steps per turn.")
+    device: str = option("auto", "Where to run.", choices=("auto", "cpu", "cuda"))
+
+
+class Ddp(Experiment):
+    """Step times and communication of the data-parallel wrappers."""
+
+    name: ClassVar[str] = "ddp"
+    summary: ClassVar[str] = "Data-parallel wrappers: step time, hidden and exposed communication"
+    Options: ClassVar[type[Any]] = Options
+
+    def cases(self, **options: Any) -> list[Case]:
+        """One case per size, batch, context length and precision; all wrappers in each."""
+        chosen = Options(**options)
+        device = resolve_device(chosen.device)
+        given = {n: v for n in DIMENSIONS if (v := getattr(chosen, n)) is not None}
+        world_size = chosen.world_size or default_world_size(device)
+        return [
+            Case(
+                experiment=self.name,
+                config={
+                    "size": size,
+                    **given,
+                    "vocab_size": chosen.vocab_size,
+                    "batch": batch,
+                    "sequence": sequence,
+                    "precision": precision,
+                    "optimizer": chosen.optimizer,
+                    "variants": expand(chosen.variants, chosen.bucket_sizes_mb),
+                    "world_size": world_size,
+                    "rounds": chosen.rounds,
+                    "blocks": chosen.blocks,
+                    "calls": chosen.calls,
+                    "warmup": chosen.warmup,
+                    "device": device,
+                    "label": f"ddp {size} b{batch} s{sequence} {precision} {world_size} ranks",
+                },
+                timeout_s=900,
+            )
+            for size in chosen.sizes
+            for batch in chosen.batches
+            for sequence in chosen.sequences
+            for precision in chosen.precisions
+        ]
+
+    def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
+        """Checks every wrapper's gradients, times all in turn, and profiles one step of each."""
+        from bench_harness.experiments.steps import over_ranks
+        from bench_harness.ranks import launch
+
+        config = dict(case.config)
+        require_gpus(config)
+        progress(f"starting {config['world_size']} ranks")
+        results = launch(
+            measure_rank,
+            config["world_size"],
+            config,
+            str(Path.cwd()),
+            backend="nccl" if config["device"] == "cuda" else "gloo",
+            timeout_s=0.9 * case.timeout_s,
+        )
+        rows: list[Row] = []
+        for index, first in enumerate(results[0]):
+            ranks = [result[index] for result in results]
+            row = {
+                **first,
+                "samples_ms": over_ranks([rank["samples_ms"] for rank in ranks], max),
+                "samples_fastest_rank_ms": over_ranks([rank["samples_ms"] for rank in ranks], min),
+            }
+            if "samples_device_ms" in first:
+                row["samples_device_ms"] = over_ranks(
+                    [rank["samples_device_ms"] for rank in ranks], max
+                )
+            for name in ("communication_ms", "exposed_ms", "hidden_ms", "idle_ms"):
+                row[name] = max(rank[name] for rank in ranks)
+                row[f"{name.removesuffix('_ms')}_min_ms"] = min(rank[name] for rank in ranks)
+            rows.append(row)
+        return rows
+
+    def tables(self, rows: pd.DataFrame) -> list[Table]:
+        """Steps and communication; the course's CSV columns; the bucket model's constants."""
+        import pandas as pd
+
+        from bench_harness.experiments.bucket_model import fit_table
+        from bench_harness.stats import ratio_interval, with_summary
+
+        frame = with_summary(rows)
+        if "variant" not in frame or frame["variant"].isna().all():
+            return [
+                Table("Data-parallel steps", present.columns(frame, _CELL | {"status": "status"}))
+            ]
+        samples = frame.dropna(subset=["variant"]).set_index(["label", "variant"])["samples_ms"]
+        medians = frame.set_index(["label", "variant"])["median_ms"].to_dict()
+        speedups = []
+        for label, variant in zip(frame["label"], frame["variant"], strict=True):
+            naive = samples.get((label, "naive"))
+            own = samples.get((label, variant))
+            speedups.append(ratio_interval(naive, own) if naive and own else (float("nan"),) * 3)
+        frame[["speedup", "speedup_low", "speedup_high"]] = pd.DataFrame(
+            speedups, index=frame.index
+        )
+        frame["beyond_none_ms"] = frame["median_ms"] - [
+            medians.get((label, "none"), float("nan")) for label in frame["label"]
+        ]
+        frame["share"] = 100 * frame["beyond_none_ms"] / frame["median_ms"]
+        frame["payload_mib"] = frame["payload_bytes"] / 2**20
+        source = frame["spans"].dropna().iloc[0] if frame["spans"].notna().any() else ""
+        steps = Table(
+            "Data-parallel steps",
+            present.columns(
+                frame,
+                _CELL
+                | {"variant": "variant"}
+                | present.STATISTICS
+                | {
+                    "speedup": "speedup over naive (ratio)",
+                    "speedup_low": "95 % low (ratio)",
+                    "speedup_high": "95 % high (ratio)",
+                    "beyond_none_ms": "beyond no communication (ms)",
+                    "share": "of the step (%)",
+                    "peak_gib": "peak memory (GiB)",
+                    "status": "status",
+                },
+            ),
+            "Samples are means over blocks of steps without synchronisation inside, the slowest "
+            "rank's. 'none' averages nothing and marks what a step costs without communication.",
+        )
+        communication = Table(
+            "Communication in one profiled step",
+            present.columns(
+                present.finished(frame),
+                _CELL
+                | {
+                    "variant": "variant",
+                    "collectives": "collectives (count)",
+                    "in_backward": "started in backward (count)",
+                    "payload_mib": "payload (MiB)",
+                    "communication_ms": "total (ms)",
+                    "hidden_ms": "hidden (ms)",
+                    "exposed_ms": "exposed (ms)",
+                    "exposed_min_ms": "exposed, least rank (ms)",
+                    "idle_ms": "idle (ms)",
+                },
+            ),
+            f"Spans: {source}. Exposed is communication with nothing computed meanwhile; hidden is "
+            "the rest. Each figure is the largest over ranks unless marked. Collectives wait for "
+            "the slowest rank, and that waiting counts.",
+        )
+        done = present.finished(frame)
+        submission = pd.DataFrame(
+            {
+                "implementation": done["variant"],
+                "model_size": done["size"],
+                "d_model": done["d_model"],
+                "num_layers": done["num_layers"],
+                "world_size": done["world_size"],
+                "avg_step_time_ms": done["mean_ms"].round(4),
+                "speedup_vs_naive": (
+                    [
+                        float(sum(samples[label, "naive"]) / len(samples[label, "naive"])) / mean
+                        if (label, "naive") in samples
+                        else None
+                        for label, mean in zip(done["label"], done["mean_ms"], strict=True)
+                    ]
+                ),
+                "batch": done["batch"],
+                "sequence": done["sequence"],
+                "precision": done["precision"],
+            }
+        )
+        tables = [
+            steps,
+            communication,
+            Table(
+                "Step times for comparison by column",
+                submission.round({"speedup_vs_naive": 4}).reset_index(drop=True),
+                "The columns that other implementations of the assignment publish; the last three "
+                "say which cell a line belongs to.",
+            ),
+        ]
+        fitted = fit_table(done)
+        if len(fitted):
+            tables.append(
+                Table(
+                    "Bucket overhead model",
+                    fitted,
+                    "T(n) = s/(n·w) + n·o fitted to the step beyond no communication, with the "
+                    "bucket counts that the wrapper really used; b* = √(s·o·w).",
+                )
+            )
+        return tables
+
+    def figures(self, rows: pd.DataFrame) -> list[Figure]:
+        """Step times; overlap pictures on one time axis; bucket sweeps with the fitted model."""
+        from bench_harness.experiments.bucket_model import draw_fit
+        from bench_harness.stats import with_summary
+        from bench_harness.traces.picture import draw_overlap
+
+        done = with_summary(present.finished(rows))
+        if "variant" not in done or done.empty:
+            return []
+        figures = [
+            Figure(
+                "ddp_steps",
+                "Step time by variant",
+                _draw_steps(done),
+                "Bars: median; whiskers: 95 % interval. Dashed: the step without communication.",
+            )
+        ]
+        shown = ["naive", "flat", "overlap", *_bucketed(done), "torch-ddp"]
+        for index, (label, cell) in enumerate(done.groupby("label", sort=False)):
+            lines = cell.set_index("variant")
+            picked = [name for name in shown if name in lines.index]
+            figures.append(
+                Figure(
+                    f"ddp_overlap_{index}",
+                    f"Overlap: {label}",
+                    draw_overlap(
+                        {name: lines.loc[name, "timeline"] for name in picked},
+                        {name: float(lines.loc[name, "exposed_ms"]) for name in picked},
+                    ),
+                    f"One profiled step of rank 0; {lines['spans'].iloc[0]}. Black line: its end.",
+                )
+            )
+        sweep = draw_fit(done)
+        if sweep is not None:
+            figures.append(
+                Figure(
+                    "ddp_buckets",
+                    "Communication overhead over bucket size",
+                    sweep,
+                    "Points: step minus the step without communication. Line: fitted model.",
+                )
+            )
+        return figures
+
+
+_CELL: Mapping[str, str] = {
+    "size": "size",
+    "batch": "batch per rank",
+    "sequence": "sequence (tokens)",
+    "precision": "precision",
+    "world_size": "world size (ranks)",
+}
+
+
+def default_world_size(device: str) -> int:
+    """Two ranks, or one where there is a single GPU."""
+    return min(2, gpu_count()) if device == "cuda" else 2
+
+
+def require_gpus(config: Mapping[str, Any]) -> None:
+    """Ends a case that wants more GPUs than there are.
+
+    Raises:
+        CaseSkipped: naming both numbers.
+    """
+    if config["device"] == "cuda" and gpu_count() < config["world_size"]:
+        raise CaseSkipped(f"needs {config['world_size']} CUDA devices; found {gpu_count()}")
+
+
+def expand(variants: tuple[str, ...], bucket_sizes_mb: tuple[float, ...]) -> list[Row]:
+    """Every variant with its wrapper and settings; one per bucket size; no communication first."""
+    expanded: list[Row] = [{"variant": "none", "wrapper": "none", "settings": {}}]
+    for variant in variants:
+        if variant == "bucketed":
+            expanded += [
+                {
+                    "variant": f"bucketed {size:g} MB",
+                    "wrapper": "bucketed",
+                    "settings": {"bucket_size_mb": size},
+                }
+                for size in bucket_sizes_mb
+            ]
+        elif variant == "torch-ddp-tuned":
+            settings = {
+                "gradient_as_bucket_view": True,
+                "bucket_cap_mb": 100,
+                "static_graph": True,
+            }
+            expanded.append({"variant": variant, "wrapper": "torch-ddp", "settings": settings})
+        else:
+            expanded.append({"variant": variant, "wrapper": variant, "settings": {}})
+    return expanded
+
+
+def measure_rank(
+    rank: int, world_size: int, device: torch.device, config: Mapping[str, Any], folder: str
+) -> list[Row]:
+    """One rank's part of a case: one row per variant with this rank's samples."""
+    from bench_harness.experiments.steps import (
+        averaged_gradients,
+        check_gradients,
+        timed_blocks,
+        train_step,
+        wrapped,
+    )
+    from bench_harness.timing import Samples
+    from bench_harness.workload import language_model, optimizer_class, shape_row
+
+    workload = language_model(config, device, precision=config["precision"], batch_seed=rank)
+    assert workload.model_config is not None
+    facts = shape_row(workload.model_config)
+    expected = averaged_gradients(workload)
+    optimizer = optimizer_class(config["optimizer"], device)(workload.module.parameters(), lr=1e-5)
+    rows: dict[str, Row] = {}
+    for variant in config["variants"]:
+        # The check comes first for all, while the parameters are still those of ``expected``.
+        with wrapped(variant["wrapper"], variant["settings"], workload.module) as way:
+            train_step(workload, way, None)
+            error = (
+                check_gradients(variant["variant"], workload.module, expected)
+                if variant["wrapper"] != "none"
+                else None
+            )
+        rows[variant["variant"]] = {"variant": variant["variant"], **facts, "gradient_error": error}
+    del expected
+    samples = {name: Samples() for name in rows}
+    order = list(config["variants"])
+    for turn in range(config["rounds"]):
+        start = turn % len(order)
+        for variant in order[start:] + order[:start]:
+            name = variant["variant"]
+            with wrapped(variant["wrapper"], variant["settings"], workload.module) as way:
+
+                def step(way: Any = way) -> None:
+                    train_step(workload, way, optimizer)
+
+                for _ in range(config["warmup"]):
+                    step()
+                _reset_peak(device)
+                timed_blocks(
+                    step, samples[name], device, blocks=config["blocks"], calls=config["calls"]
+                )
+                if turn == 0:
+                    rows[name] |= _peak(device)
+                if turn == config["rounds"] - 1:
+                    rows[name] |= _profile(
+                        step, way.module, workload, Path(folder) / f"step-{name}-rank{rank}.json"
+                    )
+    return [{**row, **samples[name].row()} for name, row in rows.items()]
+
+
+def _profile(
+    step: Callable[[], None], module: torch.nn.Module, workload: Workload, path: Path
+) -> Row:
+    """Communication of one profiled step by interval arithmetic, and what the wrapper counted."""
+    import torch.distributed as dist
+
+    from bench_harness.traces import kineto
+    from bench_harness.traces.picture import timeline
+
+    device = workload.device
+    with kineto.recording(path, device):
+        dist.barrier()
+        with kineto.phase(_PHASE, device):
+            step()
+    trace = kineto.load(path)
+    window = trace.phases(_PHASE)[0]
+    found = trace.overlap(window)
+    if dist.get_rank() == 0:
+        kineto.trimmed(path, path.with_suffix(".trimmed.json"), [window])
+    path.unlink()
+    stats = getattr(module, "stats", None)
+    stats = stats() if callable(stats) else stats
+    return {
+        "communication_ms": found.communication_ns / 1e6,
+        "exposed_ms": found.exposed_ns / 1e6,
+        "hidden_ms": found.hidden_ns / 1e6,
+        "idle_ms": found.idle_ns / 1e6,
+        "overlap_ratio": found.ratio,
+        "spans": "GPU kernels" if trace.on_device else "host spans (gloo on a CPU)",
+        "timeline": timeline(trace, window),
+        "collectives": getattr(stats, "collectives", None),
+        "in_backward": getattr(stats, "started_in_backward", None),
+        "buckets": getattr(stats, "reductions", None),
+        "payload_bytes": getattr(stats, "bytes", None),
+        "gradient_bytes": sum(
+            p.numel() * p.element_size() for p in workload.module.parameters() if p.requires_grad
+        ),
+    }
+
+
+def _reset_peak(device: torch.device) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _peak(device: torch.device) -> Row:
+    import torch
+
+    if device.type != "cuda":
+        return {"peak_gib": None}
+    return {"peak_gib": torch.cuda.max_memory_allocated(device) / 2**30}
+
+
+def _bucketed(rows: pd.DataFrame) -> list[str]:
+    return [name for name in rows["variant"].unique() if str(name).startswith("bucketed")]
+
+
+def _draw_steps(done: pd.DataFrame) -> Any:
+    from bench_harness.report.plots import COLOURS, new_figure
+
+    cells = list(done.groupby("label", sort=False))
+    figure, axes = new_figure(rows=len(cells), height=0.8 + 2.6 * len(cells))
+    for plot, (label, cell) in zip(axes[:, 0], cells, strict=True):
+        shown = cell[cell["variant"] != "none"]
+        errors = [
+            (shown["median_ms"] - shown["ci_low_ms"]).fillna(0).clip(lower=0),
+            (shown["ci_high_ms"] - shown["median_ms"]).fillna(0).clip(lower=0),
+        ]
+        plot.barh(shown["variant"], shown["median_ms"], xerr=errors, color=COLOURS[0], capsize=2)
+        bare = cell.loc[cell["variant"] == "none", "median_ms"]
+        if len(bare):
+            plot.axvline(float(bare.iloc[0]), color="black", linestyle="--", linewidth=1)
+        plot.invert_yaxis()
+        plot.set_title(label)
+        plot.set_xlabel("median step time (ms)")
+    return figure

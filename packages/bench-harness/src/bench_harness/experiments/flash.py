@@ -1,0 +1,423 @@
+"""FlashAttention against the attentions of PyTorch, over lengths, head dimensions and dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from bench_harness.case import Case, Row
+from bench_harness.environment import resolve_device
+from bench_harness.experiments import present
+from bench_harness.experiments.base import CaseSkipped, Experiment, Figure, Table, option
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import torch
+    from torch import Tensor
+
+    from bench_harness.timing import Samples
+
+    AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+#: ``naive`` and ``naive-compiled`` store the S×S scores; the others need memory linear in S.
+QUADRATIC = ("naive", "naive-compiled")
+VARIANTS = (
+    "triton",
+    "tiled",
+    *QUADRATIC,
+    "sdpa-flash",
+    "sdpa-cudnn",
+    "sdpa-efficient",
+    "sdpa-math",
+    "flex",
+)
+#: Score matrices beyond this many bytes keep the quadratic variants in cases of their own.
+_SHARED_CASE_BYTES = 2**30
+_DTYPES = ("bf16", "fp32")
+
+#: Largest error allowed, as a share of the largest value of the fp32 oracle: twice the error of
+#: naive attention in the same dtype, plus this floor for where that happens to be almost exact.
+_ERROR_FLOOR = {"fp32": 1e-5, "bf16": 1e-2}
+#: Longer sequences are checked at this length, which keeps the oracle's memory small.
+_CHECKED_SEQUENCE = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of :class:`Flash`.
+
+    Small enough for a quick run on two cores: ``sequences=[256]``, ``head_dims=[64]``,
+    ``dtypes=["fp32"]``, ``variants=["tiled", "naive", "sdpa-flash"]``, ``rep_ms=200``. On a GPU
+    ``variants=["triton", "naive", "sdpa-flash"]`` and ``sequences=[1024]`` take as long.
+    """
+
+    sequences: tuple[int, ...] = option(tuple(2**n for n in range(7, 17)), "Sequence lengths.")
+    head_dims: tuple[int, ...] = option((16, 32, 64, 128), "Head dimensions.")
+    dtypes: tuple[str, ...] = option(_DTYPES, "Element types.", choices=_DTYPES)
+    batch: int = option(1, "Sequences per batch.")
+    heads: int = option(1, "Heads per sequence.")
+    causal: bool = option(True, "Whether position i sees only positions 0 to i.")
+    variants: tuple[str, ...] = option(
+        ("triton", "naive", "naive-compiled", "sdpa-flash", "sdpa-cudnn", "flex"),
+        "Implementations, compared; the first one is the reference of speedups.",
+        choices=VARIANTS,
+    )
+    rep_ms: int = option(300, "Milliseconds of measurement per variant and pass.")
+    warmup_ms: int = option(100, "Milliseconds of warm-up per variant and pass.")
+    device: str = option("auto", "Where to run.", choices=("auto", "cpu", "cuda"))
+
+
+class Flash(Experiment):
+    """FlashAttention, ours and PyTorch's, against naive attention."""
+
+    name: ClassVar[str] = "flash"
+    summary: ClassVar[str] = "FlashAttention against every attention PyTorch offers"
+    Options: ClassVar[type[Any]] = Options
+
+    def cases(self, **options: Any) -> list[Case]:
+        """One case per cell; quadratic variants of large cells have cases with the reference."""
+        chosen = Options(**options)
+        device = resolve_device(chosen.device)
+        reference, *others = chosen.variants
+        cases = []
+        for dtype in chosen.dtypes:
+            for head_dim in chosen.head_dims:
+                for sequence in chosen.sequences:
+                    scores = chosen.batch * chosen.heads * sequence**2 * 4
+                    groups = [list(chosen.variants)]
+                    if scores > _SHARED_CASE_BYTES:
+                        linear = [v for v in chosen.variants if v not in QUADRATIC]
+                        alone = [[reference, v] for v in others if v in QUADRATIC]
+                        groups = [linear, *alone] if linear else alone
+                    cases += [
+                        Case(
+                            experiment=self.name,
+                            config={
+                                "dtype": dtype,
+                                "head_dim": head_dim,
+                                "sequence": sequence,
+                                "batch": chosen.batch,
+                                "heads": chosen.heads,
+                                "causal": chosen.causal,
+                                "variants": group,
+                                "rep_ms": chosen.rep_ms,
+                                "warmup_ms": chosen.warmup_ms,
+                                "device": device,
+                                "label": f"flash s{sequence} d{head_dim} {dtype} {'+'.join(group)}",
+                            },
+                            timeout_s=600,
+                        )
+                        for group in groups
+                    ]
+        return cases
+
+    def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
+        """Checks every variant against an fp32 oracle, then times its three passes."""
+        from bench_harness.workload import device_of
+
+        config = case.config
+        device = device_of(config["device"])
+        functions = {
+            name: implementation(name, causal=config["causal"], device=device)
+            for name in config["variants"]
+        }
+        progress("checking results")
+        errors = check(functions, config, device)
+        inputs = _inputs(config, device, config["sequence"])
+        # Three rounds, so that a drift of the clocks meets every variant.
+        rounds = 3
+        samples: dict[tuple[str, str], Samples] = {}
+        for index in range(rounds):
+            for name, function in functions.items():
+                progress(f"round {index + 1} of {rounds}: {name}")
+                for name_of_pass, call in passes(function, *inputs).items():
+                    taken = time_kernel(
+                        call,
+                        device,
+                        config["warmup_ms"] / rounds,
+                        config["rep_ms"] / rounds,
+                        inputs,
+                    )
+                    kept = samples.setdefault((name, name_of_pass), taken)
+                    if kept is not taken:
+                        kept.wall_ms += taken.wall_ms
+        return [
+            {
+                "variant": name,
+                "phase": name_of_pass,
+                **errors[name],
+                "clock": "do_bench" if device.type == "cuda" else "wall",
+                "flops": _flops(config, name_of_pass),
+                **taken.row(),
+            }
+            for (name, name_of_pass), taken in samples.items()
+        ]
+
+    def tables(self, rows: pd.DataFrame) -> list[Table]:
+        """The full grid with speedups over the same case's reference, and cells without memory."""
+        from bench_harness.stats import with_summary
+
+        frame = with_summary(rows)
+        if "variant" not in frame:
+            frame["variant"] = None
+        missing = frame["variant"].isna()
+        frame.loc[missing, "variant"] = frame.loc[missing, "variants"].map("+".join)
+        if "flops" in frame:
+            frame["tflop_s"] = frame["flops"] / frame["median_ms"] / 1e9
+            reference = frame[frame["variants"].str[0] == frame["variant"]]
+            medians = reference.set_index(["label", "phase"])["median_ms"].to_dict()
+            frame["relative"] = [
+                medians.get((label, phase), float("nan")) / median
+                for label, phase, median in zip(
+                    frame["label"], frame["phase"], frame["median_ms"], strict=True
+                )
+            ]
+        first = frame["variants"].iloc[0][0] if len(frame) else ""
+        return [
+            Table(
+                "FlashAttention grid",
+                present.columns(
+                    frame,
+                    {
+                        "dtype": "dtype",
+                        "head_dim": "head_dim",
+                        "sequence": "sequence (tokens)",
+                        "variant": "variant",
+                        "phase": "pass",
+                    }
+                    | present.STATISTICS
+                    | {
+                        "tflop_s": "TFLOP/s",
+                        "relative": f"speedup over {first} (ratio)",
+                        "error_out": "error of output (share of max)",
+                        "error_grad": "error of gradients (share of max)",
+                        "status": "status",
+                    },
+                ),
+                "On a GPU times are triton.testing.do_bench's (device events, cache flushed); on a "
+                "CPU the wall clock. Speedups compare variants of the same case only. Causal "
+                "attention counts half of the scores.",
+            )
+        ]
+
+    def figures(self, rows: pd.DataFrame) -> list[Figure]:
+        """Achieved rate over sequence length, one panel per dtype and head dimension."""
+        from bench_harness.report.plots import COLOURS, new_figure
+        from bench_harness.stats import with_summary
+
+        done = with_summary(present.finished(rows))
+        if "phase" not in done or done.empty:
+            return []
+        whole = done[done["phase"] == "forward+backward"]
+        panels = present.by(whole, ["dtype", "head_dim"])
+        columns = min(4, len(panels))
+        height = -(-len(panels) // columns)
+        figure, axes = new_figure(
+            rows=height, columns=columns, width=3.4 * max(2, columns), height=3.2 * height + 0.5
+        )
+        colour = dict(zip(whole["variant"].unique(), COLOURS * 2, strict=False))
+        drawn: dict[str, Any] = {}
+        for plot, (title, panel) in zip(axes.flat, panels, strict=False):
+            for variant, group in panel.groupby("variant", sort=False):
+                part = group.groupby("sequence")["median_ms"].median()
+                (drawn[str(variant)],) = plot.plot(
+                    part.index, part.to_numpy(), "o-", color=colour[variant]
+                )
+            plot.set_title(title or "forward + backward")
+            present.log_axes(plot, x="sequence length (tokens)", y="median time (ms)")
+        for plot in list(axes.flat)[len(panels) :]:
+            plot.set_visible(False)
+        figure.legend(drawn.values(), drawn.keys(), loc="outside upper center", ncols=4)
+        return [Figure("flash_grid", "Forward and backward over sequence length", figure)]
+
+
+def implementation(name: str, *, causal: bool, device: torch.device) -> AttentionFunction:
+    """An attention over (batch, heads, sequence, head_dim) by name; see :data:`VARIANTS`.
+
+    Raises:
+        ValueError: unknown name.
+        CaseSkipped: the variant needs a GPU.
+    """
+    import torch
+    import torch.nn.functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from flashattn_triton import flash_attention
+
+    if name in ("triton", "sdpa-cudnn", "flex") and device.type != "cuda":
+        raise CaseSkipped(f"{name} needs a CUDA device; this case runs on {device}")
+    backends = {
+        "sdpa-flash": SDPBackend.FLASH_ATTENTION,
+        "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
+        "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "sdpa-math": SDPBackend.MATH,
+    }
+    if name in backends:
+
+        def scaled_dot_product(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            with sdpa_kernel(backends[name]):
+                return F.scaled_dot_product_attention(query, key, value, is_causal=causal)
+
+        return scaled_dot_product
+    if name in ("triton", "tiled"):
+        return partial(flash_attention, causal=causal, implementation=name)
+    if name == "naive":
+        return partial(_naive, causal=causal)
+    if name == "naive-compiled":
+        return partial(torch.compile(_naive), causal=causal)
+    if name == "flex":
+        return _flex(causal)
+    raise ValueError(f"variant must be one of {', '.join(VARIANTS)}; received {name!r}")
+
+
+def passes(
+    function: AttentionFunction, query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor
+) -> dict[str, Callable[[], object]]:
+    """The three passes that are timed; backward alone reuses one graph."""
+    import torch
+
+    out = function(query, key, value)
+
+    def forward() -> object:
+        with torch.no_grad():
+            return function(query, key, value)
+
+    return {
+        "forward": forward,
+        "backward": lambda: out.backward(grad_out, retain_graph=True),
+        "forward+backward": lambda: function(query, key, value).backward(grad_out),
+    }
+
+
+def time_kernel(
+    call: Callable[[], object],
+    device: torch.device,
+    warmup_ms: float,
+    rep_ms: float,
+    inputs: tuple[Tensor, ...],
+) -> Samples:
+    """Times a call by ``triton.testing.do_bench`` on a GPU, by the wall clock on a CPU.
+
+    Gradients of ``inputs`` are dropped before each call, so none is accumulated into.
+    """
+    import time
+
+    from bench_harness.timing import Samples, record_sample
+
+    if device.type == "cuda":
+        from triton.testing import do_bench
+
+        readings = do_bench(
+            call, warmup=warmup_ms, rep=rep_ms, grad_to_none=list(inputs), return_mode="all"
+        )
+        return Samples(wall_ms=[float(reading) for reading in readings])
+    samples = Samples()
+    kept = time.perf_counter() + warmup_ms / 1e3
+    end = kept + rep_ms / 1e3
+    while not samples.wall_ms or time.perf_counter() < end:
+        for tensor in inputs:
+            tensor.grad = None
+        with record_sample(samples, device):
+            call()
+        if time.perf_counter() < kept:
+            samples.wall_ms.clear()
+    return samples
+
+
+def check(
+    functions: Mapping[str, AttentionFunction], config: Mapping[str, Any], device: torch.device
+) -> dict[str, Row]:
+    """Errors of output and gradients against fp32 attention, as shares of its largest value.
+
+    Raises:
+        ArithmeticError: a variant's error exceeds its bound; nothing of the case is timed then.
+    """
+    query, key, value, grad_out = _inputs(
+        config, device, min(config["sequence"], _CHECKED_SEQUENCE)
+    )
+    causal = config["causal"]
+
+    def results(function: AttentionFunction, *inputs: Tensor) -> list[Tensor]:
+        import torch
+
+        leaves = [tensor.detach().requires_grad_() for tensor in inputs[:3]]
+        out = function(*leaves)
+        return [out, *torch.autograd.grad(out, leaves, inputs[3])]
+
+    exact = results(
+        partial(_naive, causal=causal), *(t.detach().float() for t in (query, key, value, grad_out))
+    )
+
+    def errors(found: list[Tensor]) -> list[float]:
+        return [
+            float((f.float() - e).abs().max() / e.abs().max())
+            for f, e in zip(found, exact, strict=True)
+        ]
+
+    floor = _ERROR_FLOOR[config["dtype"]]
+    naive = errors(results(partial(_naive, causal=causal), query, key, value, grad_out))
+    rows: dict[str, Row] = {}
+    for name, function in functions.items():
+        found = errors(results(function, query, key, value, grad_out))
+        for what, error, usual in zip(("output", "dQ", "dK", "dV"), found, naive, strict=True):
+            if not error <= 2 * usual + floor:  # also catches NaN
+                raise ArithmeticError(
+                    f"{name}: error of {what} must be at most {2 * usual + floor:.2e} of the "
+                    f"largest value; received {error:.2e}; it is not timed"
+                )
+        rows[name] = {"error_out": found[0], "error_grad": max(found[1:])}
+    return rows
+
+
+def _naive(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
+    """softmax(Q·Kᵀ/√D)·V with the S×S scores stored."""
+    import torch
+
+    scores = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return torch.softmax(scores, dim=-1) @ value
+
+
+def _flex(causal: bool) -> AttentionFunction:
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    compiled = torch.compile(flex_attention)
+    masks: dict[int, Any] = {}
+
+    def flex(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        length = query.shape[-2]
+        if causal and length not in masks:
+            masks[length] = create_block_mask(
+                lambda b, h, q, k: q >= k, None, None, length, length, device=query.device
+            )
+        out: Tensor = compiled(query, key, value, block_mask=masks.get(length))
+        return out
+
+    return flex
+
+
+def _inputs(
+    config: Mapping[str, Any], device: torch.device, sequence: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Query, key, value that need gradients, and the output's gradient."""
+    import torch
+
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config["dtype"]]
+    shape = (config["batch"], config["heads"], sequence, config["head_dim"])
+    torch.manual_seed(0)
+    query, key, value, grad_out = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
+    return query.requires_grad_(), key.requires_grad_(), value.requires_grad_(), grad_out
+
+
+def _flops(config: Mapping[str, Any], name_of_pass: str) -> int:
+    from bench_harness.flops import attention_flops
+
+    shape = (config["batch"], config["heads"], config["sequence"], config["head_dim"])
+    forward = attention_flops(*shape, causal=config["causal"])
+    backward = attention_flops(*shape, causal=config["causal"], backward=True)
+    return {"forward": forward, "backward": backward}.get(name_of_pass, forward + backward)

@@ -1,0 +1,413 @@
+"""Times a model end to end: forward, backward, optimizer, and the whole training step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from bench_harness.case import Case, Row
+from bench_harness.environment import resolve_device
+from bench_harness.experiments import present
+from bench_harness.experiments.base import Experiment, Figure, Table, option
+from bench_harness.workload import ATTENTIONS, DIMENSIONS, OPTIMIZERS, PRECISIONS, SIZES
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import torch
+
+    from bench_harness.timing import Samples
+    from bench_harness.workload import AttentionSwitch, Workload
+
+#: forward: inference, no graph. The other four belong to a training step: its three parts, each
+#: synchronised, and the step as a whole with one synchronisation at its end.
+PHASES = ("forward", "training forward", "backward", "optimizer", "step")
+MODES = ("forward", "forward-backward", "step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of :class:`Model`.
+
+    Small enough for a quick run on two cores: ``sizes=["custom"]``, ``d_model=64``, ``d_ff=128``,
+    ``num_layers=2``, ``num_heads=2``, ``vocab_size=256``, ``batch=2``, ``sequences=[64]``,
+    ``precisions=["fp32", "bf16"]``, ``warmups=[1]``, ``samples=5``.
+    """
+
+    sizes: tuple[str, ...] = option(("small",), "Model sizes.", choices=SIZES)
+    d_model: int | None = option(None, "Width; overrides the size's.")
+    d_ff: int | None = option(None, "Feed-forward width; overrides the size's.")
+    num_layers: int | None = option(None, "Number of blocks; overrides the size's.")
+    num_heads: int | None = option(None, "Attention heads; overrides the size's.")
+    vocab_size: int = option(10_000, "Vocabulary.")
+    batch: int = option(4, "Sequences per batch.")
+    sequences: tuple[int, ...] = option((256,), "Context lengths.")
+    precisions: tuple[str, ...] = option(("fp32",), "Precisions, compared.", choices=PRECISIONS)
+    attentions: tuple[str, ...] = option(("sdpa",), "Attentions, compared.", choices=ATTENTIONS)
+    executions: tuple[str, ...] = option(
+        ("eager",), "Plain or through torch.compile, compared.", choices=("eager", "compiled")
+    )
+    modes: tuple[str, ...] = option(MODES, "What to run.", choices=MODES)
+    optimizer: str = option("adamw", "Optimizer of the step.", choices=OPTIMIZERS)
+    warmups: tuple[int, ...] = option((5,), "Warm-up steps; each count is a case of its own.")
+    samples: int = option(10, "Measured steps.")
+    isolate: bool = option(
+        False, "One case per variant, so that one without enough memory takes no other along."
+    )
+    model: str | None = option(None, "package.module:factory of an nn.Module to measure instead.")
+    input: str | None = option(None, "Its input, as input_ids=int64[4x128]<1000.")
+    device: str = option("auto", "Where to run.", choices=("auto", "cpu", "cuda"))
+
+    def __post_init__(self) -> None:
+        if (self.model is None) != (self.input is None):
+            raise ValueError(
+                f"model and input go together; received model={self.model!r}, input={self.input!r}"
+            )
+
+
+class Model(Experiment):
+    """End-to-end timing of the language model or of any module."""
+
+    name: ClassVar[str] = "model"
+    summary: ClassVar[str] = "Forward, backward and step times, FLOP/s and utilisation"
+    Options: ClassVar[type[Any]] = Options
+
+    def cases(self, **options: Any) -> list[Case]:
+        """One case per size, context length and number of warm-up steps."""
+        chosen = Options(**options)
+        device = resolve_device(chosen.device)
+        variants = [
+            {"precision": precision, "attention": attention, "execution": execution}
+            for precision, attention, execution in itertools.product(
+                chosen.precisions,
+                chosen.attentions if chosen.model is None else ("own",),
+                chosen.executions,
+            )
+        ]
+        groups = [[variant] for variant in variants] if chosen.isolate else [variants]
+        common: Row = {
+            "modes": list(chosen.modes),
+            "optimizer": chosen.optimizer,
+            "samples": chosen.samples,
+            "device": device,
+        }
+        if chosen.model is not None:
+            subjects: list[Row] = [{"model": chosen.model, "input": chosen.input}]
+        else:
+            given = {n: v for n in DIMENSIONS if (v := getattr(chosen, n)) is not None}
+            subjects = [
+                {
+                    "size": size,
+                    **given,
+                    "vocab_size": chosen.vocab_size,
+                    "batch": chosen.batch,
+                    "sequence": sequence,
+                }
+                for size in chosen.sizes
+                for sequence in chosen.sequences
+            ]
+        return [
+            Case(
+                experiment=self.name,
+                config={
+                    **subject,
+                    "variants": group,
+                    "warmup": warmup,
+                    **common,
+                    "label": _label(subject, group, warmup),
+                },
+                timeout_s=900,
+            )
+            for subject in subjects
+            for warmup in chosen.warmups
+            for group in groups
+        ]
+
+    def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
+        """Measures every variant of the case in turn, on one set of parameters."""
+        from bench_harness import flops, timing
+        from bench_harness.workload import compute_dtype, device_of, optimizer_class
+
+        config = case.config
+        device = device_of(config["device"])
+        progress("building the model")
+        workload, switch = _subject(config, device)
+        facts = _facts(workload)
+        optimizer = optimizer_class(config["optimizer"], device)(
+            workload.module.parameters(), lr=1e-4
+        )
+        runners = [
+            _Variant(variant, workload, switch, optimizer, config["modes"])
+            for variant in config["variants"]
+        ]
+        for index, order in _rounds(config["warmup"] + config["samples"], len(runners)):
+            progress(f"step {index + 1} of {config['warmup'] + config['samples']}")
+            for position in order:
+                runners[position].run(measured=index >= config["warmup"])
+        overhead = timing.timer_overhead_ms(device)
+        rows: list[Row] = []
+        for runner in runners:
+            # fp32 products in TF32 have a ceiling of their own, so measure it in the precision.
+            with runner.precision():
+                ceiling = flops.matmul_ceiling(device, compute_dtype(runner.names["precision"]))
+            for phase, samples in runner.phases.items():
+                work = {"forward": 1, "training forward": 1, "backward": 2, "step": 3}.get(phase)
+                rows.append(
+                    {
+                        "variant": " ".join(runner.names.values()),
+                        **runner.names,
+                        "phase": phase,
+                        **facts,
+                        "flops": facts["forward_flops"] * work if work else None,
+                        "ceiling_tflop_s": ceiling,
+                        "timer_overhead_ms": overhead,
+                        **samples.row(),
+                    }
+                )
+        return rows
+
+    def tables(self, rows: pd.DataFrame) -> list[Table]:
+        """Times per phase; the effect of warm-up; the first step against the steady state."""
+        from bench_harness.stats import with_summary
+
+        frame = with_summary(rows)
+        seconds = frame["median_ms"] / 1e3
+        if "flops" in frame:
+            frame["tflop_s"] = frame["flops"] / seconds / 1e12
+            frame["mfu"] = 100 * frame["tflop_s"] / frame["ceiling_tflop_s"]
+        if "tokens" in frame:
+            frame["tokens_s"] = frame["tokens"] / seconds
+        subject = {
+            "size": "size",
+            "model": "model",
+            "d_model": "d_model",
+            "num_layers": "num_layers",
+            "parameters": "parameters (count)",
+            "batch": "batch",
+            "sequence": "sequence (tokens)",
+            "precision": "precision",
+            "attention": "attention",
+            "execution": "execution",
+            "phase": "phase",
+        }
+        times = Table(
+            "Time per phase",
+            present.columns(
+                frame,
+                subject
+                | {"warmup": "warm-up (steps)"}
+                | present.STATISTICS
+                | {
+                    "tokens_s": "tokens/s",
+                    "tflop_s": "TFLOP/s",
+                    "mfu": "MFU (%)",
+                    "status": "status",
+                },
+            ),
+            "Wall clock, device synchronised around every sample. The parts of a training step are "
+            "synchronised one by one, so they add up to more than the step. MFU refers to a matrix "
+            "product measured in the same process and precision; the S×S attention products are "
+            "counted in full.",
+        )
+        tables = [times]
+        done = present.finished(frame)
+        if "warmup" in done and done["warmup"].nunique() > 1:
+            study = done[done["phase"].isin(["forward", "step"])]
+            tables.append(
+                Table(
+                    "Effect of warm-up",
+                    present.columns(
+                        study,
+                        subject
+                        | {"warmup": "warm-up (steps)"}
+                        | {k: present.STATISTICS[k] for k in ("mean_ms", "std_ms", "median_ms")},
+                    ),
+                    "Without warm-up the first sample holds memory allocation, kernel loading and "
+                    "library initialisation; every case is a fresh process.",
+                )
+            )
+        if "first_ms" in done and done["first_ms"].notna().any():
+            first = done[done["first_ms"].notna()].copy()
+            first["first_ratio"] = first["first_ms"] / first["median_ms"]
+            tables.append(
+                Table(
+                    "First step against steady state",
+                    present.columns(
+                        first,
+                        subject
+                        | {
+                            "first_ms": "first (ms)",
+                            "median_ms": "steady median (ms)",
+                            "first_ratio": "first / steady (ratio)",
+                        },
+                    ),
+                    "The first variant of a case also pays for what all variants share.",
+                )
+            )
+        return tables
+
+    def figures(self, rows: pd.DataFrame) -> list[Figure]:
+        """The parts of the training step, stacked, per subject and variant."""
+        from bench_harness.report.plots import COLOURS, new_figure
+        from bench_harness.stats import with_summary
+
+        done = with_summary(present.finished(rows))
+        parts = ["training forward", "backward", "optimizer"]
+        if "phase" not in done or not done["phase"].isin(parts).any():
+            return []
+        groups = present.by(
+            done, ["size", "model", "sequence", "warmup", "precision", "attention", "execution"]
+        )
+        figure, axes = new_figure(height=1.4 + 0.4 * len(groups))
+        plot = axes[0, 0]
+        for position, (_, group) in enumerate(groups):
+            medians = group.set_index("phase")["median_ms"]
+            left = 0.0
+            for index, part in enumerate(parts):
+                width = float(medians.get(part, 0.0))
+                plot.barh(
+                    position,
+                    width,
+                    left=left,
+                    color=COLOURS[index],
+                    label=part if not position else None,
+                )
+                left += width
+            if "step" in medians:
+                plot.plot(
+                    [medians["step"]],
+                    [position],
+                    "k|",
+                    markersize=14,
+                    label="whole step" if not position else None,
+                )
+        plot.set_yticks(range(len(groups)), [text or "step" for text, _ in groups])
+        plot.invert_yaxis()
+        plot.set_xlabel("median time (ms)")
+        figure.legend(loc="outside upper center", ncols=4)
+        return [
+            Figure(
+                "model_step",
+                "Parts of a training step",
+                figure,
+                "Bars: the parts, each synchronised. Line: the whole step, synchronised once.",
+            )
+        ]
+
+
+def _label(subject: Row, variants: list[dict[str, str]], warmup: int) -> str:
+    what = subject.get("model") or f"{subject['size']} b{subject['batch']} s{subject['sequence']}"
+    which = " ".join(variants[0].values()) if len(variants) == 1 else f"{len(variants)} variants"
+    return f"model {what} {which} warm-up {warmup}"
+
+
+def _subject(config: Any, device: torch.device) -> tuple[Workload, AttentionSwitch | None]:
+    from bench_harness.workload import AttentionSwitch, imported_module, language_model
+
+    precision = config["variants"][0]["precision"]
+    if "model" in config:
+        return imported_module(config["model"], config["input"], device, precision), None
+    switch = AttentionSwitch(config["variants"][0]["attention"])
+    return language_model(config, device, precision=precision, attention=switch), switch
+
+
+def _facts(workload: Workload) -> Row:
+    """Shape, parameters, tokens, and the operations of one forward pass."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from bench_harness.flops import forward_flops
+    from bench_harness.workload import shape_row
+
+    shape = workload.model_config
+    if shape is None:
+        with FlopCounterMode(display=False) as counter:
+            workload.loss()
+        return {
+            "parameters": workload.parameters(),
+            "forward_flops": int(counter.get_total_flops()),
+        }
+    batch, sequence = workload.args[0].shape
+    return {
+        **shape_row(shape),
+        "tokens": batch * sequence,
+        "forward_flops": sum(forward_flops(shape, batch, sequence).values()),
+    }
+
+
+def _rounds(count: int, variants: int) -> Iterator[tuple[int, list[int]]]:
+    """Rounds and, in each, the variants' order, rotated by one from round to round."""
+    for index in range(count):
+        yield index, [(index + offset) % variants for offset in range(variants)]
+
+
+class _Variant:
+    """One way to run the case's model, and its samples per phase."""
+
+    def __init__(
+        self,
+        names: dict[str, str],
+        workload: Workload,
+        switch: AttentionSwitch | None,
+        optimizer: torch.optim.Optimizer,
+        modes: list[str],
+    ) -> None:
+        import dataclasses
+
+        import torch
+
+        self.names = names
+        self.phases: dict[str, Samples] = {}
+        self._workload = dataclasses.replace(workload, precision=names["precision"])
+        self._module = (
+            torch.compile(workload.module) if names["execution"] == "compiled" else workload.module
+        )
+        self._switch, self._optimizer, self._modes = switch, optimizer, modes
+        self._first: dict[str, float] = {}
+
+    def precision(self) -> Any:
+        """The context of this variant's precision."""
+        from bench_harness.workload import precision_context
+
+        return precision_context(self._workload.precision, self._workload.device)
+
+    def run(self, *, measured: bool) -> None:
+        """One round: inference, the training step in parts, the training step as a whole."""
+        from bench_harness.timing import Samples
+
+        if self._switch is not None:
+            self._switch.choose(self.names["attention"])
+        taken: dict[str, Samples] = {}
+        self._round(taken)
+        for phase, samples in taken.items():
+            self._first.setdefault(phase, samples.wall_ms[0])
+            if measured:
+                kept = self.phases.setdefault(phase, Samples())
+                kept.wall_ms += samples.wall_ms
+                kept.device_ms += samples.device_ms
+                kept.first_ms = self._first[phase]
+
+    def _round(self, taken: dict[str, Samples]) -> None:
+        import torch
+
+        from bench_harness.timing import Samples, record_sample
+
+        def phase(name: str) -> Any:
+            return record_sample(taken.setdefault(name, Samples()), self._workload.device)
+
+        if "forward" in self._modes:
+            with phase("forward"), torch.no_grad():
+                self._workload.loss(self._module)
+        if "forward-backward" in self._modes or "step" in self._modes:
+            self._optimizer.zero_grad()
+            with phase("training forward"):
+                loss = self._workload.loss(self._module)
+            with phase("backward"):
+                loss.backward()
+        if "step" in self._modes:
+            with phase("optimizer"):
+                self._optimizer.step()
+            with phase("step"):
+                self._optimizer.zero_grad()
+                self._workload.loss(self._module).backward()
+                self._optimizer.step()

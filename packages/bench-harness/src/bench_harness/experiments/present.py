@@ -1,0 +1,74 @@
+"""From result rows to displayed tables: the parts that every experiment shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+#: Displayed name of the statistics that ``stats.with_summary`` adds.
+STATISTICS = {
+    "median_ms": "median (ms)",
+    "mean_ms": "mean (ms)",
+    "std_ms": "std (ms)",
+    "ci_low_ms": "95 % low (ms)",
+    "ci_high_ms": "95 % high (ms)",
+    "n": "samples (count)",
+    "unstable": "unstable",
+}
+
+
+def finished(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows that hold a measurement."""
+    return rows[rows["status"] == "ok"] if "status" in rows else rows
+
+
+def columns(rows: pd.DataFrame, names: Mapping[str, str], *, digits: int = 4) -> pd.DataFrame:
+    """The columns in ``names`` that exist and hold anything, renamed, in that order.
+
+    Numbers are rounded to ``digits`` significant digits; integers stay whole.
+    """
+    present = [name for name in names if name in rows and rows[name].notna().any()]
+    frame = rows[present].reset_index(drop=True)
+    for name in present:
+        if frame[name].dtype.kind == "f":
+            frame[name] = _rounded(frame[name], digits)
+    return frame.rename(columns={name: names[name] for name in present})
+
+
+def _rounded(series: pd.Series[Any], digits: int) -> pd.Series[Any]:
+    import pandas as pd
+
+    if (series.dropna() % 1 == 0).all():
+        return series.astype(pd.Int64Dtype())  # whole numbers that empty cells made floating
+    return series.map(lambda value: float(f"{value:.{digits}g}") if pd.notna(value) else value)
+
+
+def by(rows: pd.DataFrame, names: Iterable[str]) -> list[tuple[str, pd.DataFrame]]:
+    """Groups by the columns that vary; each group's text says only what tells it from others."""
+    varying = [name for name in names if name in rows and rows[name].nunique(dropna=False) > 1]
+    if not varying:
+        return [("", rows)]
+    return [
+        (", ".join(f"{name} {value}" for name, value in zip(varying, values, strict=True)), group)
+        for values, group in rows.groupby(varying, sort=False, dropna=False)
+    ]
+
+
+def log_axes(plot: Axes, *, x: str, y: str, x_base: int = 2) -> None:
+    """Logarithmic axes with the given labels and plain numbers at the ticks."""
+    from matplotlib.ticker import FuncFormatter
+
+    plain = FuncFormatter(lambda value, _: f"{value:g}")
+    plot.set_xscale("log", base=x_base)
+    plot.set_yscale("log")
+    plot.set_xlabel(x)
+    plot.set_ylabel(y)
+    plot.xaxis.set_major_formatter(plain)
+    plot.yaxis.set_major_formatter(plain)
+    low, high = plot.get_ylim()
+    # Within a decade or two there are too few major ticks to read a value.
+    plot.yaxis.set_minor_formatter(plain if high < 20 * low else FuncFormatter(lambda *_: ""))

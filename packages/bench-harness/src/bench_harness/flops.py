@@ -1,0 +1,118 @@
+"""Floating-point work and bytes, counted from shapes.
+
+One multiply–add counts as two operations. Only matrix products are counted, the usual convention
+for utilisation (Chowdhery et al., 2022, appendix B); a backward pass costs twice its forward pass.
+
+Dimensions: B batch, S sequence, D model width, F feed-forward width, H heads, L layers,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Shape(Protocol):
+    """The dimensions of a Transformer language model."""
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+
+    @property
+    def d_model(self) -> int:
+        """D."""
+
+    @property
+    def d_ff(self) -> int:
+        """F."""
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+
+    @property
+    def num_heads(self) -> int:
+        """H."""
+
+
+def forward_flops(
+    shape: Shape, batch: int, sequence: int, *, causal: bool = False
+) -> dict[str, int]:
+    """Operations of one forward pass by component.
+
+    Args:
+        causal: count only the scores on and below the diagonal (about half), as a kernel that
+            skips masked tiles computes them. The default counts the full S×S products, as an
+            implementation with a mask does.
+    """
+    tokens, width = batch * sequence, shape.d_model
+    scores = sequence * (sequence + 1) // 2 if causal else sequence * sequence
+    layers = shape.num_layers
+    return {
+        "attention projections": layers * tokens * 4 * 2 * width * width,
+        "attention scores": layers * batch * 2 * scores * width,
+        "attention values": layers * batch * 2 * scores * width,
+        "feed-forward": layers * tokens * 3 * 2 * width * shape.d_ff,
+        "language-model head": tokens * 2 * width * shape.vocab_size,
+    }
+
+
+def training_flops(shape: Shape, batch: int, sequence: int, *, causal: bool = False) -> int:
+    """Operations of forward and backward; the optimizer's element-wise work is not counted."""
+    return 3 * sum(forward_flops(shape, batch, sequence, causal=causal).values())
+
+
+def attention_flops(
+    batch: int, heads: int, sequence: int, head_dim: int, *, causal: bool, backward: bool = False
+) -> int:
+    """Operations of attention alone: two products forward, five backward (Dao, 2023, section 4.1).
+
+    Causal attention counts half of the S×S scores.
+    """
+    forward = 4 * batch * heads * sequence * sequence * head_dim // (2 if causal else 1)
+    return forward * 5 // 2 if backward else forward
+
+
+def bus_bandwidth_factor(operation: str, world_size: int) -> float:
+    """Bus bandwidth over algorithm bandwidth, so that a perfect ring shows the link's own rate.
+
+    The factors are those of nccl-tests: every byte of an all-reduce crosses a link 2(N-1)/N
+    times, of a reduce-scatter or all-gather (N-1)/N times, of a broadcast once.
+
+    Raises:
+        ValueError: unknown operation.
+    """
+    factors = {
+        "all_reduce": 2 * (world_size - 1) / world_size,
+        "reduce_scatter": (world_size - 1) / world_size,
+        "all_gather": (world_size - 1) / world_size,
+        "broadcast": 1.0,
+    }
+    if operation not in factors:
+        raise ValueError(f"operation must be one of {', '.join(factors)}; received {operation!r}")
+    return factors[operation]
+
+
+def matmul_ceiling(device: torch.device, dtype: torch.dtype, size: int | None = None) -> float:
+    """TFLOP/s that a square matrix product reaches here: the ceiling that utilisation refers to.
+
+    Args:
+        size: rows and columns; by default 8192 on CUDA and 512 on a CPU.
+    """
+    import torch
+
+    from bench_harness.timing import measure
+
+    n = size or (8192 if device.type == "cuda" else 512)
+    left = torch.randn(n, n, device=device, dtype=dtype)
+    right = torch.randn(n, n, device=device, dtype=dtype)
+    out = torch.empty(n, n, device=device, dtype=dtype)
+    samples = measure(
+        lambda: torch.mm(left, right, out=out), device=device, warmup=3, samples=5, calls=3
+    )
+    readings = sorted(samples.device_ms or samples.wall_ms)
+    return float(2 * n**3 / (readings[len(readings) // 2] * 1e-3) / 1e12)

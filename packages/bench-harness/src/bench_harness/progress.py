@@ -1,0 +1,137 @@
+"""What a run shows while it goes on: one line per finished case, and a live bar on a terminal."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.text import Text
+
+from bench_harness.case import Case
+from bench_harness.process import Outcome
+from bench_harness.runner import Planned
+
+STYLES = {"ok": "green", "oom": "yellow", "skipped": "cyan", "timeout": "red", "error": "red"}
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: 3.2 s, 4 min 05 s, 2 h 10 min."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def total_estimate(planned: Sequence[Planned]) -> float | None:
+    """Seconds the unfinished cases will take; None if nothing is known about any of them."""
+    return RemainingTime(planned).seconds()
+
+
+class RemainingTime:
+    """Estimates the time left, from estimates where given and from this run's cases otherwise."""
+
+    def __init__(self, planned: Sequence[Planned]) -> None:
+        self._left = {item.case.key: item for item in planned if not item.finished}
+        self._measured: dict[str, list[float]] = {}
+
+    def finished(self, case: Case, seconds: float) -> None:
+        """A case is done and took so long."""
+        self._left.pop(case.key, None)
+        self._measured.setdefault(case.experiment, []).append(seconds)
+
+    def seconds(self) -> float | None:
+        """Seconds left; None while nothing is known. A case nothing is known about counts as a
+        typical one of its experiment, or of the run."""
+        guesses = [self._guess(item) for item in self._left.values()]
+        known = [guess for guess in guesses if guess is not None]
+        known += [second for measured in self._measured.values() for second in measured]
+        if not guesses:
+            return 0.0
+        if not known:
+            return None
+        typical = statistics.fmean(known)
+        return sum(typical if guess is None else guess for guess in guesses)
+
+    def _guess(self, item: Planned) -> float | None:
+        measured = self._measured.get(item.case.experiment)
+        if item.seconds is None and measured:
+            return statistics.fmean(measured)
+        return item.seconds
+
+
+class ConsoleReporter:
+    """Shows a run on a console; implements :class:`bench_harness.runner.Reporter`.
+
+    Args:
+        console: with a terminal behind it, a live bar is drawn below the lines.
+        planned: the cases of the run.
+    """
+
+    def __init__(self, console: Console, planned: Sequence[Planned]) -> None:
+        self._console = console
+        self._total = sum(not item.finished for item in planned)
+        self._done = 0
+        self._remaining = RemainingTime(planned)
+        self._live = Progress(
+            MofNCompleteColumn(),
+            BarColumn(bar_width=12),
+            TextColumn("{task.fields[left]}", style="bold"),
+            TextColumn("{task.description}", markup=False),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._live.add_task("", total=self._total, left="")
+
+    def __enter__(self) -> ConsoleReporter:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._live.stop()
+
+    def case_started(self, case: Case) -> None:
+        """Names the running case in the bar."""
+        self._live.update(self._task, description=self._fit(case.label), left=self._left())
+
+    def case_progress(self, text: str) -> None:
+        """Shows the running case's own words in the bar."""
+        self._live.update(self._task, description=self._fit(text))
+
+    def case_finished(self, case: Case, outcome: Outcome) -> None:
+        """Prints the case's line: place, status, time and name, and the error if there is one."""
+        self._done += 1
+        self._remaining.finished(case, outcome.seconds)
+        place = f"[{self._done:>{len(str(self._total))}}/{self._total}]"
+        line = Text(f"{place} ")
+        line.append(f"{outcome.status:<7}", style=STYLES[outcome.status])
+        line.append(f" {duration(outcome.seconds):>10}  {case.label}")
+        self._print(line)
+        if outcome.error is not None:
+            self._print(Text(f"{'':{len(place)}} {outcome.error}", style="dim"))
+        self._live.update(self._task, completed=self._done, left=self._left())
+
+    def _print(self, line: Text) -> None:
+        # Longer than the terminal is cut there, but kept whole in a log file.
+        cut = self._console.is_terminal
+        self._live.console.print(
+            line, no_wrap=True, overflow="ellipsis" if cut else "ignore", crop=cut
+        )
+
+    def _left(self) -> str:
+        left = self._remaining.seconds()
+        return "" if left is None else f"about {duration(left)} left"
+
+    def _fit(self, text: str) -> str:
+        room = max(10, self._console.width - 50)
+        return text if len(text) <= room else text[: room - 1] + "…"

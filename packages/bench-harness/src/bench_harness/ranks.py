@@ -1,0 +1,247 @@
+"""Runs a function on several ranks through torch's own elastic launcher.
+
+Ranks start from a fork server that has torch imported, meet through a store on a free port, and
+end together: a rank that raises, dies or outlives the deadline ends the launch with one error that
+names it and carries its traceback. Ranks are the server's children, not the launcher's, so each of
+them also watches the launcher and ends when that is gone.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+_LIFELINE = "launcher-is-alive"
+
+
+class RankError(RuntimeError):
+    """A rank failed; the message names it and holds its traceback."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """The machines that take part in a launch; the default is this one alone.
+
+    Attributes:
+        nnodes: number of machines, each running the same command.
+        rdzv_endpoint: ``host:port`` of the machine that hosts the rendezvous; port 0 means free.
+        run_id: name that the machines share; None makes a fresh one (one machine only).
+    """
+
+    nnodes: int = 1
+    rdzv_endpoint: str = "localhost:0"
+    run_id: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.nnodes < 1:
+            raise ValueError(f"nnodes must be at least 1; received {self.nnodes}")
+        if self.nnodes > 1 and (self.run_id is None or self.rdzv_endpoint.endswith(":0")):
+            raise ValueError(
+                "several nodes must share run_id and a rdzv_endpoint with a fixed port; received "
+                f"run_id={self.run_id!r}, rdzv_endpoint={self.rdzv_endpoint!r}"
+            )
+
+
+def launch(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    backend: str = "gloo",
+    timeout_s: float = 300.0,
+    nodes: Nodes | None = None,
+) -> list[Any]:
+    """Calls ``function(rank, world_size, device, *args)`` on every rank of a new process group.
+
+    Args:
+        function: importable (module-level) function; ``device`` is the rank's ``torch.device``.
+        world_size: ranks over all nodes; must be a multiple of the number of nodes.
+        args: picklable arguments.
+        backend: "gloo" (CPU tensors) or "nccl" (local rank r uses ``cuda:r``).
+        timeout_s: seconds after which a rank prints where it is and ends; also the process
+            group's own timeout for one collective.
+        nodes: machines that take part.
+
+    Returns:
+        The functions' results in rank order, those of this machine's ranks.
+
+    Raises:
+        ValueError: unknown backend, or a world size that the nodes cannot share evenly.
+        torch.OutOfMemoryError: a rank ran out of device memory.
+        RankError: a rank raised, died or outlived the deadline.
+    """
+    if backend not in ("gloo", "nccl"):
+        raise ValueError(f"backend must be gloo or nccl; received {backend!r}")
+    nodes = nodes or Nodes()
+    if world_size < 1 or world_size % nodes.nnodes:
+        raise ValueError(
+            f"world_size must be a positive multiple of {nodes.nnodes} nodes; received {world_size}"
+        )
+    # Imported before torch, so that the server's own import of torch overlaps with ours.
+    multiprocessing.set_forkserver_preload(["torch", "torch.distributed", __name__])
+
+    import torch
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-ranks-") as folder,
+        _held_lock(Path(folder) / _LIFELINE),
+        _quiet_launcher(),
+    ):
+        config = LaunchConfig(
+            min_nodes=nodes.nnodes,
+            max_nodes=nodes.nnodes,
+            nproc_per_node=world_size // nodes.nnodes,
+            run_id=nodes.run_id or uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint=nodes.rdzv_endpoint,
+            rdzv_configs={"timeout": max(1, int(timeout_s))},
+            max_restarts=0,
+            monitor_interval=0.05,
+            start_method="forkserver",
+            logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL),
+            local_addr="127.0.0.1" if nodes.nnodes == 1 else None,
+        )
+        try:
+            results = elastic_launch(config, _rank_main)(function, backend, timeout_s, folder, args)
+        except ChildFailedError as error:
+            message = _describe(error, Path(folder), world_size, timeout_s)
+            if torch.OutOfMemoryError.__name__ in message.rstrip().rpartition("\n")[2]:
+                raise torch.OutOfMemoryError(message) from None
+            raise RankError(message) from None
+    return [results[rank] for rank in sorted(results)]
+
+
+def _rank_main(
+    function: Callable[..., Any],
+    backend: str,
+    timeout_s: float,
+    folder: str,
+    args: tuple[Any, ...],
+) -> Any:
+    """What every rank runs: deadline, process group, the function, and an orderly end."""
+    import torch
+    import torch.distributed as dist
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ["LOCAL_RANK"])
+    threading.Thread(target=_end_with_launcher, args=(Path(folder),), daemon=True).start()
+    with (Path(folder) / f"late-{rank}").open("w", encoding="utf-8") as late:
+        # Ends the process from a thread that needs no interpreter lock: a hang cannot block it.
+        faulthandler.dump_traceback_later(timeout_s, exit=True, file=late)
+        try:
+            if backend == "nccl":
+                device = torch.device("cuda", local_rank)
+                torch.cuda.set_device(device)
+            else:
+                device = torch.device("cpu")
+                torch.set_num_threads(max(1, _cores() // int(os.environ["LOCAL_WORLD_SIZE"])))
+            dist.init_process_group(
+                backend,
+                timeout=timedelta(seconds=timeout_s),
+                device_id=device if backend == "nccl" else None,
+            )
+            result = function(rank, world_size, device, *args)
+            (Path(folder) / f"done-{rank}").touch()
+            return result
+        except BaseException:
+            # Before the group is destroyed: that makes the peers fail too, with errors that would
+            # otherwise be older than this one.
+            report = {"time_ns": time.time_ns(), "traceback": traceback.format_exc()}
+            (Path(folder) / f"error-{rank}").write_text(json.dumps(report), encoding="utf-8")
+            raise
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            faulthandler.cancel_dump_traceback_later()
+
+
+@contextmanager
+def _held_lock(path: Path) -> Iterator[None]:
+    """Holds a lock that the kernel releases when this process ends, however it ends."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _end_with_launcher(folder: Path) -> None:
+    """Waits for the launcher's lock; whoever gets it has lost the launcher."""
+    with (folder / _LIFELINE).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _describe(error: Any, folder: Path, world_size: int, timeout_s: float) -> str:
+    """One message for a failed launch: the rank that failed first, why, and who left no word."""
+    for rank in range(world_size):
+        late = folder / f"late-{rank}"
+        if late.is_file() and (stack := late.read_text(encoding="utf-8")):
+            return f"rank {rank} was still running after {timeout_s:g} s and was ended at:\n{stack}"
+    reports = {
+        int(file.name.partition("-")[2]): json.loads(file.read_text(encoding="utf-8"))
+        for file in folder.glob("error-*")
+    }
+    silent = [
+        rank
+        for rank in range(world_size)
+        if rank not in reports and not (folder / f"done-{rank}").exists()
+    ]
+    rank, failure = error.get_first_failure()
+    if failure.exitcode < 0:
+        return f"rank {rank} was ended by signal {failure.signal_name()}\n{_output(folder, rank)}"
+    if not reports:
+        return f"rank {rank} ended with exit code {failure.exitcode}\n{_output(folder, rank)}"
+    first = min(reports, key=lambda rank: int(reports[rank]["time_ns"]))
+    others = ""
+    if silent:
+        others = (
+            f" (rank {', '.join(map(str, silent))} left no report: "
+            "killed, or still running when the launch was ended)"
+        )
+    return f"rank {first} failed{others}:\n{reports[first]['traceback']}"
+
+
+def _output(folder: Path, rank: int) -> str:
+    """The end of what the rank wrote to its standard error."""
+    texts = [
+        file.read_text(encoding="utf-8", errors="replace")
+        for file in folder.glob(f"**/{rank}/stderr.log")
+    ]
+    return "".join(texts)[-4000:].strip()
+
+
+@contextmanager
+def _quiet_launcher() -> Iterator[None]:
+    """The launcher logs each failure that is raised here anyway; keeps that off the terminal."""
+    loggers = [
+        logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")
+    ]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

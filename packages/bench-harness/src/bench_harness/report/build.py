@@ -1,0 +1,186 @@
+"""What a report holds, made from a run folder alone: no device, nothing measured again."""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bench_harness import environment, experiments
+from bench_harness.case import JsonValue, Row
+from bench_harness.experiments import Experiment, Figure, Table
+from bench_harness.report.frame import to_frame
+from bench_harness.store import ENVIRONMENTS, RESULTS, RUN, Store, StoreError
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseLine:
+    """How one case ended.
+
+    Attributes:
+        warnings: what makes its figures doubtful, as a throttled GPU.
+    """
+
+    experiment: str
+    label: str
+    status: str
+    seconds: float
+    error: str | None
+    detail: str | None
+    environment: str
+    warnings: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """One experiment's part of the report.
+
+    Attributes:
+        problems: tables or pictures that could not be made, and why.
+    """
+
+    name: str
+    summary: str
+    cases: list[CaseLine]
+    tables: list[Table]
+    figures: list[Figure]
+    problems: list[str]
+
+    def count(self, *statuses: str) -> int:
+        """Cases with one of the statuses."""
+        return sum(case.status in statuses for case in self.cases)
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of all cases."""
+        return sum(case.seconds for case in self.cases)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Everything a report shows.
+
+    Attributes:
+        runs: the invocations that wrote into the folder (``run.json``).
+        environments: by id; more than one means that rows must not be compared across them.
+        commits: of the measured code, in order of appearance.
+        notes: about the data itself, as damaged lines.
+    """
+
+    name: str
+    runs: list[Row]
+    environments: dict[str, Row]
+    commits: list[str]
+    sections: list[Section]
+    notes: list[str]
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Cases by status."""
+        return Counter(case.status for section in self.sections for case in section.cases)
+
+
+def build(store: Store) -> Report:
+    """Makes a report from a run folder.
+
+    Raises:
+        StoreError: there are no rows, or they cannot be read.
+    """
+    if not store.results.exists():
+        raise StoreError(f"{store.folder} is not a run folder: it has no {RESULTS}")
+    loaded = store.load()
+    if not loaded.rows:
+        raise StoreError(f"{store.results} holds no complete case yet: nothing to report")
+    by_name: dict[str, list[Row]] = {}
+    for row in loaded.rows:
+        by_name.setdefault(row["experiment"], []).append(row)
+    known = experiments.names()
+    order = sorted(by_name, key=lambda name: known.index(name) if name in known else len(known))
+    environments: dict[str, Row] = store.read_json(ENVIRONMENTS) or {}
+    return Report(
+        name=store.folder.resolve().name,
+        runs=store.read_json(RUN) or [],
+        environments=environments,
+        commits=list(dict.fromkeys(row["commit"] for row in loaded.rows if row["commit"])),
+        sections=[_section(name, by_name[name]) for name in order],
+        notes=_notes(store, loaded.damaged, environments),
+    )
+
+
+def _notes(store: Store, damaged: Sequence[int], environments: dict[str, Row]) -> list[str]:
+    notes = []
+    if damaged:
+        lines = ", ".join(map(str, damaged))
+        notes.append(
+            f"{store.results.name} line {lines} is damaged and was left out: probably the run was "
+            "killed while writing. The same command measures that case again."
+        )
+    if len(environments) > 1:
+        notes.append(
+            f"The rows come from {len(environments)} environments: compare only rows of the same."
+        )
+    return notes
+
+
+def _section(name: str, rows: list[Row]) -> Section:
+    tables: list[Table] = []
+    figures: list[Figure] = []
+    problems: list[str] = []
+    try:
+        experiment = experiments.get(name)
+    except ValueError:
+        summary = "rows of an experiment that is not installed here"
+    else:
+        summary = experiment.summary
+        tables, figures, problems = _show(experiment, rows)
+    first_rows = {row["case_key"]: row for row in reversed(rows)}
+    return Section(
+        name=name,
+        summary=summary,
+        cases=[_line(row) for row in reversed(first_rows.values())],
+        tables=tables,
+        figures=figures,
+        problems=problems,
+    )
+
+
+def _show(experiment: Experiment, rows: list[Row]) -> tuple[list[Table], list[Figure], list[str]]:
+    """Tables and pictures; one that fails is reported and takes no other along."""
+    tables: list[Table] = []
+    figures: list[Figure] = []
+    problems = []
+    try:
+        tables = experiment.tables(to_frame(rows))
+    except Exception as error:  # noqa: BLE001 - shown in the report
+        problems.append("tables: " + _where(error))
+    try:
+        figures = experiment.figures(to_frame(rows))
+    except Exception as error:  # noqa: BLE001 - shown in the report
+        problems.append("pictures: " + _where(error))
+    return tables, figures, problems
+
+
+def _where(error: Exception) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    text = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
+    return f"{text} ({frame.name}, line {frame.lineno})"
+
+
+def _line(row: Row) -> CaseLine:
+    return CaseLine(
+        experiment=row["experiment"],
+        label=row["label"],
+        status=row["status"],
+        seconds=row["seconds"],
+        error=row["error"],
+        detail=row["detail"],
+        environment=row["environment"],
+        warnings=_warnings(row.get("machine_before"), row.get("machine_after")),
+    )
+
+
+def _warnings(before: JsonValue, after: JsonValue) -> list[str]:
+    if before is None or after is None:
+        return []
+    return [f"GPU slowed down: {reason}" for reason in environment.throttled(before, after)]

@@ -1,0 +1,94 @@
+"""Writes a report into its run folder: CSV and Markdown tables, PNG pictures, one HTML page."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import re
+from pathlib import Path
+from typing import Any
+
+from bench_harness.report.build import Report
+from bench_harness.report.plots import data_uri, png_bytes
+from bench_harness.store import RESULTS, replace_file
+
+PAGE = "report.html"
+_TEMPLATE = "page.html.jinja"
+
+
+def write(report: Report, folder: Path) -> Path:
+    """Writes all files of a report, replacing those of an earlier one.
+
+    Returns:
+        The page.
+
+    Raises:
+        StoreError: the folder cannot be written.
+    """
+    for section in report.sections:
+        for table in section.tables:
+            stem = folder / "tables" / table_stem(section.name, table.title)
+            replace_file(stem.with_suffix(".csv"), table.frame.to_csv(index=False).encode())
+            replace_file(stem.with_suffix(".md"), _markdown(table).encode())
+        for figure in section.figures:
+            path = folder / "figures" / f"{section.name}-{figure.name}.png"
+            replace_file(path, png_bytes(figure.figure))
+    page = folder / PAGE
+    replace_file(page, render(report).encode())
+    return page
+
+
+def table_stem(experiment: str, title: str) -> str:
+    """The file name, without suffix, of a table's copies."""
+    slug = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+    return slug if slug.startswith(experiment) else f"{experiment}-{slug}"
+
+
+def cell(value: Any) -> str:
+    """A table cell as text: six significant digits, empty for a missing value."""
+    if isinstance(value, str):
+        return value
+    if value is None or is_missing(value):
+        return ""
+    if isinstance(value, bool) or type(value).__name__ == "bool":
+        return "yes" if value else "no"
+    if isinstance(value, numbers.Integral):
+        return str(value)
+    if isinstance(value, numbers.Real):
+        return f"{float(value):.6g}"
+    return str(value)
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a cell holds one of pandas' missing values."""
+    return type(value).__name__ in ("NAType", "NaTType") or (
+        isinstance(value, float) and math.isnan(value)
+    )
+
+
+def render(report: Report) -> str:
+    """The page: one file that needs no network, with pictures inside."""
+    import jinja2
+
+    templates = jinja2.Environment(
+        loader=jinja2.PackageLoader("bench_harness.report", "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    templates.filters["cell"] = cell
+    templates.tests["number"] = lambda value: (
+        isinstance(value, numbers.Real) and not isinstance(value, bool)
+    )
+    return templates.get_template(_TEMPLATE).render(
+        report=report, data_uri=data_uri, table_stem=table_stem, results=RESULTS
+    )
+
+
+def _markdown(table: Any) -> str:
+    """A table as Markdown with its title and note."""
+    shown = table.frame.astype(object).map(cell)
+    text = shown.to_markdown(index=False, disable_numparse=True)
+    parts = [f"### {table.title}", text, table.note]
+    return "\n\n".join(part for part in parts if part) + "\n"

@@ -1,0 +1,192 @@
+"""Runs cases one after another, each in its own process, and stores the rows of each at once."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from bench_harness import environment, experiments, process
+from bench_harness.case import Case, JsonValue, Row
+from bench_harness.process import Outcome, Status
+from bench_harness.store import ENVIRONMENTS, RESERVED, RUN, Store, Writer
+
+ARTIFACTS = "artifacts"
+
+
+class Reporter(Protocol):
+    """What a run tells whoever watches it."""
+
+    def case_started(self, case: Case) -> None:
+        """A case begins."""
+
+    def case_progress(self, text: str) -> None:
+        """The running case says something."""
+
+    def case_finished(self, case: Case, outcome: Outcome) -> None:
+        """A case has ended and its rows are stored."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A case of a run and what is known about it before it runs.
+
+    Attributes:
+        finished: whether the folder already holds its result.
+        seconds: how long it took before, or is expected to take; None if unknown.
+    """
+
+    case: Case
+    finished: bool
+    seconds: float | None
+
+
+def plan(cases: Iterable[Case], store: Store) -> list[Planned]:
+    """Which of the cases this machine still has to measure, without measuring anything.
+
+    A case given twice is planned once.
+
+    Raises:
+        StoreError: the folder holds results that cannot be read.
+    """
+    identity = environment.fingerprint(environment.describe())
+    finished = store.finished(identity)
+    past = {row["case_key"]: float(row["seconds"]) for row in store.load().rows}
+    unique = {case.key: case for case in cases}
+    return [
+        Planned(case, key in finished, past.get(key, case.estimate_s))
+        for key, case in unique.items()
+    ]
+
+
+def run(
+    cases: Sequence[Case],
+    store: Store,
+    reporter: Reporter,
+    *,
+    invocation: Mapping[str, JsonValue],
+    timeout_s: float | None = None,
+) -> dict[Status, int]:
+    """Measures the cases; whatever happens, the rows of those that finished are stored.
+
+    Args:
+        cases: those still to be measured (see :func:`plan`).
+        invocation: what ``run.json`` keeps about this run: the command and its options.
+        timeout_s: replaces each case's own.
+
+    Returns:
+        How many cases ended with each status.
+
+    Raises:
+        StoreError: the folder cannot be written.
+        KeyboardInterrupt: the running case is killed first.
+    """
+    counts: dict[Status, int] = {}
+    with store.open_for_writing() as writer:
+        # While torch is imported there, the rest is looked up here.
+        process.start_server()
+        description = environment.describe()
+        identity = environment.fingerprint(description)
+        if cases:
+            _record_run(store, writer, invocation, identity, description)
+        for case in cases:
+            reporter.case_started(case)
+            started = _now()
+            outcome = _measure(case, store, reporter, timeout_s)
+            about = {"environment": identity, "commit": _commit(description), "started": started}
+            writer.append(_rows(case, outcome, about))
+            counts[outcome.status] = counts.get(outcome.status, 0) + 1
+            reporter.case_finished(case, outcome)
+    return counts
+
+
+def _measure(case: Case, store: Store, reporter: Reporter, timeout_s: float | None) -> Outcome:
+    folder = (store.folder / ARTIFACTS / case.key).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        return process.call(
+            run_case,
+            case,
+            timeout_s=timeout_s or case.timeout_s,
+            folder=folder,
+            on_progress=reporter.case_progress,
+        )
+    finally:
+        with contextlib.suppress(OSError):  # not empty: the case left artifacts
+            folder.rmdir()
+            folder.parent.rmdir()
+
+
+def run_case(case: Case, progress: process.Progress) -> JsonValue:
+    """Measures one case; called in its process.
+
+    Returns:
+        Its rows, and the state of the machine before and after.
+
+    Raises:
+        ValueError: the experiment gives no rows, or one that uses a name of :data:`RESERVED`.
+    """
+    experiment = experiments.get(case.experiment)
+    before = environment.snapshot()
+    rows = experiment.run(case, progress)
+    if not rows:
+        raise ValueError(f"{case.experiment} must return at least one row; received none")
+    for row in rows:
+        if taken := sorted(RESERVED & row.keys()):
+            raise ValueError(f"rows must not use the names {taken}; received {sorted(row)}")
+    return {"rows": rows, "machine_before": before, "machine_after": environment.snapshot()}
+
+
+def _rows(case: Case, outcome: Outcome, about: Row) -> list[Row]:
+    identified = {
+        "experiment": case.experiment,
+        "case_key": case.key,
+        "label": case.label,
+        "status": outcome.status,
+        "error": outcome.error,
+        "detail": outcome.detail,
+        **about,
+        "seconds": round(outcome.seconds, 3),
+        "config": dict(case.config),
+    }
+    if outcome.status != "ok":
+        return [identified]
+    machine = {name: outcome.value[name] for name in ("machine_before", "machine_after")}
+    return [{**identified, **machine, **row} for row in outcome.value["rows"]]
+
+
+def _record_run(
+    store: Store,
+    writer: Writer,
+    invocation: Mapping[str, JsonValue],
+    identity: str,
+    description: Row,
+) -> None:
+    runs = store.read_json(RUN) or []
+    entry = {"started": _now(), "environment": identity, "commit": _commit(description)}
+    writer.write_json(RUN, [*runs, {**invocation, **entry}])
+    environments = store.read_json(ENVIRONMENTS) or {}
+    if "torch" not in environments.get(identity, {}):
+        outcome = process.call(
+            _describe_torch, timeout_s=300.0, folder=Path.cwd(), on_progress=lambda text: None
+        )
+        described = outcome.value if outcome.status == "ok" else {"error": outcome.error}
+        environments[identity] = {**description, "torch": described}
+        writer.write_json(ENVIRONMENTS, environments)
+
+
+def _describe_torch(progress: process.Progress) -> JsonValue:
+    return environment.describe_torch()
+
+
+def _commit(description: Row) -> str | None:
+    """The commit, marked where the tree differs from it."""
+    git = description["git"]
+    return None if git is None else git["commit"] + "-dirty" * git["dirty"]
+
+
+def _now() -> str:
+    return dt.datetime.now(dt.UTC).isoformat()

@@ -1,0 +1,147 @@
+"""One run from its cases to its report: where it is stored, what is left, what is shown."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench_harness import experiments, runner, show
+from bench_harness.case import Case
+from bench_harness.progress import ConsoleReporter
+from bench_harness.runner import Planned
+from bench_harness.store import RUN, Store
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+#: Where runs without ``--output`` go, under the current directory.
+RUNS = Path("runs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to run.
+
+    Attributes:
+        name: of the experiment or preset; names the default folder.
+        cases: all of them, before ``only``.
+        options: experiments and their complete options, for the record.
+        command: as typed, for the record.
+        output: the run folder; None chooses one (see :func:`choose_folder`).
+        only: keep cases of these experiments or with one of these texts in their label.
+        timeout_s: replaces each case's own.
+    """
+
+    name: str
+    cases: Sequence[Case]
+    options: Sequence[tuple[str, Mapping[str, Any]]]
+    command: Sequence[str]
+    output: Path | None = None
+    only: Sequence[str] = ()
+    timeout_s: float | None = None
+
+
+def select(cases: Iterable[Case], only: Sequence[str]) -> list[Case]:
+    """The cases that one of the texts names, by experiment or by part of the label.
+
+    Raises:
+        ValueError: a text names no case; the message lists the experiments.
+    """
+    cases = list(cases)
+    for text in only:
+        if not any(_names(text, case) for case in cases):
+            present = ", ".join(dict.fromkeys(case.experiment for case in cases))
+            raise ValueError(
+                f"--only must name one of the experiments {present} or a part of a case's label; "
+                f"received {text!r}"
+            )
+    return [case for case in cases if not only or any(_names(text, case) for text in only)]
+
+
+def _names(text: str, case: Case) -> bool:
+    return text == case.experiment or (text not in experiments.names() and text in case.label)
+
+
+def choose_folder(name: str, cases: Sequence[Case]) -> Path:
+    """``runs/NAME-NN``: the latest one if it is an unfinished run of the same cases, else a new
+    one. So the same command resumes what was interrupted, and repeats what was finished."""
+    numbered = {
+        int(match[1]): folder
+        for folder in RUNS.glob(f"{name}-*")
+        if (match := re.fullmatch(rf"{re.escape(name)}-(\d+)", folder.name))
+    }
+    latest = max(numbered, default=0)
+    if latest:
+        store = Store(numbered[latest])
+        runs = store.read_json(RUN) or []
+        same = bool(runs) and set(runs[-1]["cases"]) == {case.key for case in cases}
+        if same and not all(item.finished for item in runner.plan(cases, store)):
+            return numbered[latest]
+    return RUNS / f"{name}-{latest + 1:02d}"
+
+
+def dry_run(request: Request, console: Console) -> None:
+    """Lists the cases, their status and expected time; creates nothing."""
+    cases = select(request.cases, request.only)
+    folder = request.output or choose_folder(request.name, cases)
+    show.plan(runner.plan(cases, Store(folder)), folder, console)
+
+
+def measure(request: Request, console: Console, *, tables: bool) -> bool:
+    """Measures what is left, writes the report and prints a summary.
+
+    Args:
+        tables: also print the experiment's tables.
+
+    Returns:
+        Whether every case of the request has a result.
+
+    Raises:
+        ValueError: ``only`` names nothing.
+        StoreError: the folder cannot be used.
+        KeyboardInterrupt: after saying how to resume.
+    """
+    cases = select(request.cases, request.only)
+    folder = request.output or choose_folder(request.name, cases)
+    store = Store(folder)
+    planned = runner.plan(cases, store)
+    show.start(planned, folder, console)
+    try:
+        _measure(request, store, planned, console)
+    except KeyboardInterrupt:
+        show.interrupted(runner.plan(cases, store), folder, console)
+        raise
+    write_report(store, console, tables=tables)
+    keys = {case.key for case in cases}
+    failed = {"error", "timeout"}
+    return not any(row["status"] in failed for row in store.load().rows if row["case_key"] in keys)
+
+
+def _measure(request: Request, store: Store, planned: Sequence[Planned], console: Console) -> None:
+    left = [item.case for item in planned if not item.finished]
+    invocation = {
+        "command": shlex.join(["bench-harness", *request.command]),
+        "options": [[name, dict(values)] for name, values in request.options],
+        "cases": [item.case.key for item in planned],
+    }
+    with ConsoleReporter(console, planned) as reporter:
+        runner.run(left, store, reporter, invocation=invocation, timeout_s=request.timeout_s)
+
+
+def write_report(store: Store, console: Console, *, tables: bool) -> None:
+    """Rebuilds the report of a run folder and prints its summary.
+
+    Raises:
+        StoreError: nothing to report, or the folder cannot be written.
+    """
+    from bench_harness import report
+
+    built = report.build(store)
+    page = report.write(built, store.folder)
+    if tables:
+        show.tables(built, console)
+    show.summary(built, page, console)

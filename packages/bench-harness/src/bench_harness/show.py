@@ -1,0 +1,187 @@
+"""What the command line prints: clean at 80 columns, with and without colour."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table as Grid
+from rich.text import Text
+
+from bench_harness.case import JsonValue, Row
+from bench_harness.progress import STYLES, duration, total_estimate
+from bench_harness.runner import Planned
+
+if TYPE_CHECKING:
+    from bench_harness.compare import Comparison
+    from bench_harness.experiments import Table
+    from bench_harness.report import Report
+
+_VERDICTS = {"faster": "green", "slower": "red", "same": "", "undecided": "yellow"}
+
+
+def start(planned: Sequence[Planned], folder: Path, console: Console) -> None:
+    """One line before a run: how much there is to do and where it goes."""
+    left = sum(not item.finished for item in planned)
+    text = f"{left} cases" if left == len(planned) else f"{left} of {len(planned)} cases left"
+    estimate = total_estimate(planned)
+    if left and estimate is not None:
+        text += f", about {duration(estimate)}"
+    _line(console, f"{text}, into {folder}")
+
+
+def interrupted(planned: Sequence[Planned], folder: Path, console: Console) -> None:
+    """How to go on after Ctrl-C."""
+    done = sum(item.finished for item in planned)
+    _line(console, f"Stopped: {done} of {len(planned)} cases are kept in {folder}.")
+    _line(console, "The same command goes on with the rest.")
+
+
+def plan(planned: Sequence[Planned], folder: Path, console: Console) -> None:
+    """The cases of a dry run."""
+    grid = _grid("case", "status", "expected")
+    grid.columns[0].overflow = "fold"
+    for item in planned:
+        expected = "" if item.finished else _maybe(item.seconds)
+        grid.add_row(Text(item.case.label), "finished" if item.finished else "to run", expected)
+    console.print(grid)
+    left = sum(not item.finished for item in planned)
+    estimate = total_estimate(planned)
+    about = "unknown time" if estimate is None else f"about {duration(estimate)}"
+    _line(console, f"{left} of {len(planned)} cases to run, {about}, into {folder}")
+
+
+def summary(report: Report, page: Path, console: Console) -> None:
+    """One line per experiment, what failed, and where the page is."""
+    names = ("ok", "oom", "skipped", "timeout", "error")
+    used = [name for name in names if report.counts[name] or name == "ok"]
+    grid = _grid("experiment", "cases", *used, "time", numbers_from=1)
+    for section in report.sections:
+        counts = [Text(str(section.count(name) or ""), style=STYLES[name]) for name in used]
+        grid.add_row(section.name, str(len(section.cases)), *counts, duration(section.seconds))
+    console.print(grid)
+    for note in report.notes:
+        _line(console, note, style="yellow")
+    for section in report.sections:
+        for case in section.cases:
+            if case.status != "ok":
+                text = Text(f"{case.status:<7} ", style=STYLES[case.status])
+                text.append(f"{case.label}: {case.error}", style="default")
+                console.print(text, no_wrap=True, overflow="ellipsis")
+        for problem in section.problems:
+            _line(console, f"{section.name} could not be shown: {problem}", style="red")
+    console.print(Text(f"Report: {page}"), soft_wrap=True)
+
+
+def tables(report: Report, console: Console) -> None:
+    """The experiments' own tables, as many columns as fit."""
+    from bench_harness.report.write import table_stem
+
+    for section in report.sections:
+        for table in section.tables:
+            console.print(_fitting(table, console, table_stem(section.name, table.title)))
+
+
+def _fitting(table: Table, console: Console, stem: str) -> Grid:
+    """The leading columns that fit; the rest is named in the caption and found in the CSV file.
+
+    A column with one value for all rows moves to the caption first.
+    """
+    from bench_harness.report.write import cell
+
+    cells = {
+        str(name): [cell(value) for value in table.frame[name]] for name in table.frame.columns
+    }
+    constant = {
+        name: values[0] for name, values in cells.items() if len(set(values)) == 1 < len(values)
+    }
+    varying = {name: values for name, values in cells.items() if name not in constant}
+    grid = Grid(title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    room, shown = console.width - 1, []
+    for name, values in varying.items():
+        # A cell's neighbours take two columns of padding.
+        width = max(map(cell_len, [name, *values])) + 2
+        if width > room:
+            break
+        room -= width
+        shown.append(name)
+        numeric = all(value == "" or _is_number(value) for value in values)
+        grid.add_column(name, justify="right" if numeric else "left", no_wrap=True)
+    for row in zip(*(varying[name] for name in shown), strict=True):
+        grid.add_row(*map(Text, row))
+    caption = [", ".join(f"{name} {value}" for name, value in constant.items() if value)]
+    if len(shown) < len(varying):
+        caption.append(f"{len(varying) - len(shown)} more columns in tables/{stem}.csv")
+    grid.caption = "; ".join(filter(None, caption)) or None
+    grid.caption_justify = "left"
+    return grid
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def comparisons(found: Sequence[Comparison], console: Console) -> None:
+    """The verdict for every row of two runs."""
+    grid = _grid("case", "A ms", "B ms", "B/A", "95 % interval", "verdict")
+    grid.columns[0].overflow = "fold"
+    for each in found:
+        interval = (
+            "" if each.low is None or each.high is None else f"{each.low:.3f}–{each.high:.3f}"
+        )
+        mark = "" if each.same_hardware else " *"
+        grid.add_row(
+            Text(f"{each.label}: {each.variant}" if each.variant else each.label),
+            f"{each.median_a:.4g}",
+            f"{each.median_b:.4g}",
+            f"{each.ratio:.3f}",
+            interval,
+            Text(each.verdict + mark, style=_VERDICTS[each.verdict]),
+        )
+    console.print(grid)
+    counts = {name: sum(each.verdict == name for each in found) for name in _VERDICTS}
+    _line(console, ", ".join(f"{count} {name}" for name, count in counts.items() if count))
+    if not all(each.same_hardware for each in found):
+        _line(console, "* measured on different hardware or libraries", style="yellow")
+
+
+def environment(description: Row, identity: str, console: Console) -> None:
+    """This machine as rows would record it."""
+    grid = Grid.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in {"environment id": identity, **description}.items():
+        grid.add_row(name, Text(_plain(value)))
+    console.print(grid)
+
+
+def _plain(value: JsonValue) -> str:
+    if isinstance(value, dict):
+        return "\n".join(f"{name} {_plain(item)}" for name, item in value.items())
+    if isinstance(value, list):
+        return "\n".join(_plain(item) for item in value) or "none"
+    return "none" if value is None else str(value)
+
+
+def _grid(*columns: str, numbers_from: int | None = None) -> Grid:
+    grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False)
+    for position, name in enumerate(columns):
+        right = numbers_from is not None and position >= numbers_from
+        grid.add_column(name, justify="right" if right else "left")
+    return grid
+
+
+def _line(console: Console, text: str, *, style: str = "") -> None:
+    console.print(Text(text, style=style), soft_wrap=not console.is_terminal)
+
+
+def _maybe(seconds: float | None) -> str:
+    return "unknown" if seconds is None else duration(seconds)

@@ -1,0 +1,152 @@
+"""Statistics over all samples: centre, spread, interval, and warnings about the samples themselves.
+
+The median is the headline figure: step times have a hard floor and a long upper tail, so the mean
+follows the tail. Its interval is a percentile bootstrap (Efron & Tibshirani, 1993, ch. 13), which
+assumes no distribution.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypedDict
+
+import numpy as np
+from scipy import stats
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+#: Bootstrap resamples; the interval's ends move by less than its width over 20.
+RESAMPLES = 2000
+CONFIDENCE = 0.95
+#: Relative width of the interval, or relative drift, beyond which a figure is called unstable.
+UNSTABLE_WIDTH = 0.10
+UNSTABLE_DRIFT = 0.05
+
+
+class Summary(TypedDict):
+    """What :func:`summarize` returns; times in the unit of the samples.
+
+    Attributes:
+        ci_low, ci_high: 95 % bootstrap interval of the median; None below three samples.
+        outliers: samples beyond 1.5 interquartile ranges outside the quartiles (Tukey).
+        drift: relative change of the fitted trend from first to last sample; 0 unless a rank
+            correlation with time is significant at 1 %.
+        unstable: whether the interval or the drift is too wide to quote the median.
+    """
+
+    n: int
+    mean: float
+    std: float | None
+    median: float
+    p25: float
+    p75: float
+    ci_low: float | None
+    ci_high: float | None
+    outliers: int
+    drift: float
+    unstable: bool
+
+
+def summarize(samples: Sequence[float]) -> Summary:
+    """Summarises samples of one quantity.
+
+    Raises:
+        ValueError: there are no samples, or one is not finite.
+    """
+    values = np.asarray(samples, dtype=np.float64)
+    if values.size == 0:
+        raise ValueError("samples must not be empty; received none")
+    if not np.isfinite(values).all():
+        raise ValueError(f"samples must be finite; received {list(samples)}")
+    p25, median, p75 = (float(q) for q in np.percentile(values, [25, 50, 75]))
+    fence = 1.5 * (p75 - p25)
+    low, high = _interval(values)
+    drift = _drift(values)
+    width = (high - low) / median if low is not None and high is not None and median else 0.0
+    return Summary(
+        n=int(values.size),
+        mean=float(values.mean()),
+        std=float(values.std(ddof=1)) if values.size > 1 else None,
+        median=median,
+        p25=p25,
+        p75=p75,
+        ci_low=low,
+        ci_high=high,
+        outliers=int(((values < p25 - fence) | (values > p75 + fence)).sum()),
+        drift=drift,
+        unstable=abs(width) > UNSTABLE_WIDTH or abs(drift) > UNSTABLE_DRIFT,
+    )
+
+
+def ratio_interval(
+    numerator: Sequence[float], denominator: Sequence[float]
+) -> tuple[float, float | None, float | None]:
+    """The ratio of two medians and its 95 % bootstrap interval (None below three samples).
+
+    The two are resampled independently: rounds are interleaved, but not paired.
+    """
+    top, bottom = np.asarray(numerator, np.float64), np.asarray(denominator, np.float64)
+    ratio = float(np.median(top) / np.median(bottom))
+    if min(top.size, bottom.size) < 3 or (np.ptp(top) == 0 and np.ptp(bottom) == 0):
+        same = ratio if min(top.size, bottom.size) >= 3 else None
+        return ratio, same, same
+    result = stats.bootstrap(
+        (top, bottom),
+        lambda a, b, axis: np.median(a, axis=axis) / np.median(b, axis=axis),
+        n_resamples=RESAMPLES,
+        confidence_level=CONFIDENCE,
+        method="percentile",
+        rng=np.random.default_rng(0),
+    )
+    interval = result.confidence_interval
+    return ratio, float(interval.low), float(interval.high)
+
+
+def with_summary(
+    rows: pd.DataFrame, column: str = "samples_ms", *, suffix: str = "_ms"
+) -> pd.DataFrame:
+    """A copy of ``rows`` with the summary of ``column`` as columns ``median_ms``, ``mean_ms``, ...
+
+    Rows without samples (cases that ran out of memory, for one) get empty cells.
+    """
+    import pandas as pd
+
+    timed = ("mean", "std", "median", "p25", "p75", "ci_low", "ci_high")
+    summaries = []
+    for samples in rows[column] if column in rows else [None] * len(rows):
+        summary = dict(summarize(samples)) if isinstance(samples, list) and samples else {}
+        summaries.append({f"{k}{suffix}" if k in timed else k: v for k, v in summary.items()})
+    names = [f"{k}{suffix}" if k in timed else k for k in Summary.__annotations__]
+    added = pd.DataFrame(summaries, index=rows.index, columns=pd.Index(names))
+    return pd.concat([rows.drop(columns=[n for n in names if n in rows]), added], axis=1)
+
+
+def _interval(values: np.ndarray) -> tuple[float | None, float | None]:
+    if values.size < 3:
+        return None, None
+    if np.ptp(values) == 0:
+        return float(values[0]), float(values[0])
+    result = stats.bootstrap(
+        (values,),
+        np.median,
+        n_resamples=RESAMPLES,
+        confidence_level=CONFIDENCE,
+        method="percentile",
+        rng=np.random.default_rng(0),
+    )
+    interval = result.confidence_interval
+    return float(interval.low), float(interval.high)
+
+
+def _drift(values: np.ndarray) -> float:
+    """Relative change along the Theil–Sen line, where Kendall's test finds a trend at all."""
+    if values.size < 6 or np.ptp(values) == 0:
+        return 0.0
+    time = np.arange(values.size)
+    tau = stats.kendalltau(time, values)
+    if not math.isfinite(tau.pvalue) or tau.pvalue > 0.01:
+        return 0.0
+    slope = float(stats.theilslopes(values, time).slope)
+    return slope * (values.size - 1) / float(np.median(values))

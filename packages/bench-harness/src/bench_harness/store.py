@@ -1,0 +1,219 @@
+"""The run folder: append-only JSON lines, so that whatever was measured survives whatever happens.
+
+Layout of a run folder::
+
+    run.json        the command, its options and versions, one entry per invocation
+    env.json        the environments the rows were measured in, by environment id
+    results.jsonl   one line per row; only ever appended to, synchronised to disk per case
+    artifacts/      what cases left behind: traces, snapshots
+    tables/ figures/ report.html    made from the above, and replaceable at any time
+
+All rows of a case are written at once and each states how many there are, so a case torn by a
+crash is recognised as unfinished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from bench_harness.case import JsonValue, Row
+
+#: Version of a row's layout. Rows of a newer one are refused, never guessed at.
+SCHEMA_VERSION = 1
+
+RESULTS, RUN, ENVIRONMENTS = "results.jsonl", "run.json", "env.json"
+
+# What reading relies on.
+_NEEDED = frozenset({"schema", "case_key", "case_rows", "environment", "started", "status"})
+
+#: What the runner says about a row; a measurement may not use these names.
+RESERVED = frozenset(
+    {
+        *("schema", "case_rows", "case_key", "experiment", "label", "config", "environment"),
+        *("commit", "started", "seconds", "status", "error", "detail"),
+        *("machine_before", "machine_after"),
+    }
+)
+
+#: Statuses that need no second attempt: a measurement, or a fact about the machine.
+FINISHED = frozenset({"ok", "oom", "skipped"})
+
+
+class StoreError(Exception):
+    """The run folder cannot be used; the text says why and what to do, in one line."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a results file holds.
+
+    Attributes:
+        rows: the rows of each case's last complete attempt, in file order.
+        damaged: line numbers (from 1) that are not JSON: the torn last line of a killed run.
+    """
+
+    rows: list[Row]
+    damaged: list[int]
+
+
+class Store:
+    """One run folder.
+
+    Args:
+        folder: created by :meth:`open_for_writing`; reading needs it to exist.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @property
+    def results(self) -> Path:
+        """The file of rows."""
+        return self.folder / RESULTS
+
+    def load(self) -> Loaded:
+        """Reads every row; a case measured twice counts with its last complete attempt.
+
+        Raises:
+            StoreError: the file cannot be read, or was written by a newer version.
+        """
+        try:
+            lines = self.results.read_bytes().splitlines() if self.results.exists() else []
+        except OSError as error:
+            raise StoreError(f"cannot read {self.results}: {error.strerror}") from None
+        attempts: dict[tuple[str, str], list[Row]] = {}
+        damaged: list[int] = []
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            row = _parse(line)
+            schema = None if row is None else row.get("schema")
+            if isinstance(schema, int) and schema > SCHEMA_VERSION:
+                raise StoreError(
+                    f"{self.results} line {number} has schema {schema}, this version reads up to "
+                    f"{SCHEMA_VERSION}: upgrade bench-harness"
+                )
+            if row is None or not _NEEDED.issubset(row):
+                damaged.append(number)
+                continue
+            attempts.setdefault((row["case_key"], row["started"]), []).append(row)
+        last: dict[str, list[Row]] = {}
+        for (key, _), rows in attempts.items():
+            if len(rows) == rows[0]["case_rows"]:
+                last.pop(key, None)  # a repeated case takes its latest place in the order
+                last[key] = rows
+        return Loaded([row for rows in last.values() for row in rows], damaged)
+
+    def finished(self, environment: str) -> set[str]:
+        """Keys of cases that this environment has finished (see :data:`FINISHED`)."""
+        keys: dict[str, bool] = {}
+        for row in self.load().rows:
+            done = row["status"] in FINISHED and row["environment"] == environment
+            keys[row["case_key"]] = keys.get(row["case_key"], True) and done
+        return {key for key, done in keys.items() if done}
+
+    @contextlib.contextmanager
+    def open_for_writing(self) -> Iterator[Writer]:
+        """Creates the folder and takes it for this process alone.
+
+        Raises:
+            StoreError: the folder is not writable, or another process is measuring into it.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file = self.results.open("ab+", buffering=0)
+        except OSError as error:
+            raise StoreError(f"cannot write to {self.folder}: {error.strerror}") from None
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise StoreError(
+                    f"{self.folder} is in use by another run: wait, or choose another --output"
+                ) from None
+            yield Writer(self, file)
+
+    def read_json(self, name: str) -> JsonValue:
+        """The content of ``name`` (:data:`RUN` or :data:`ENVIRONMENTS`), or None if absent.
+
+        Raises:
+            StoreError: the file is not JSON.
+        """
+        path = self.folder / name
+        try:
+            return json.loads(path.read_text()) if path.exists() else None
+        except (OSError, ValueError) as error:
+            raise StoreError(f"cannot read {path}: {error}") from None
+
+
+class Writer:
+    """Appends to a run folder that :meth:`Store.open_for_writing` has taken."""
+
+    def __init__(self, store: Store, file: IO[bytes]) -> None:
+        self._store = store
+        self._file = file
+        # A killed run may have left a torn line; the next row must not continue it.
+        size = file.seek(0, os.SEEK_END)
+        if size:
+            file.seek(size - 1)
+            if file.read(1) != b"\n":
+                self._write(b"\n")
+
+    def append(self, rows: Sequence[Row]) -> None:
+        """Writes all rows of one case in one call and waits until they are on disk.
+
+        Raises:
+            StoreError: the disk is full or gone; rows written before stay readable.
+        """
+        stamped = [{"schema": SCHEMA_VERSION, **row, "case_rows": len(rows)} for row in rows]
+        text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in stamped)
+        self._write(text.encode())
+
+    def write_json(self, name: str, content: Mapping[str, JsonValue] | Sequence[JsonValue]) -> None:
+        """Replaces ``name`` in one step: a reader sees the old or the new content, whole.
+
+        Raises:
+            StoreError: the disk is full or gone.
+        """
+        replace_file(self._store.folder / name, (json.dumps(content, indent=2) + "\n").encode())
+
+    def _write(self, data: bytes) -> None:
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise StoreError(
+                f"cannot write {self._store.results}: {error.strerror}; what was measured before "
+                "is kept, and the same command goes on from there"
+            ) from None
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Writes a file in one step: a reader sees the old content or the new, never a part.
+
+    Raises:
+        StoreError: the disk is full or gone, or the folder is not writable.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(content)
+        partial.replace(path)
+    except OSError as error:
+        raise StoreError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _parse(line: bytes) -> Row | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None

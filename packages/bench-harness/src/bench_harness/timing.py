@@ -1,0 +1,154 @@
+"""Times steps on CPU and CUDA: every sample kept, wall clock and device events side by side.
+
+The wall clock around a synchronised step is the figure users feel; device events leave out the
+launch of the first kernel and the wake-up after the last one. Where the two differ, the step is
+bound by the host.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from bench_harness.case import Row
+
+Step = Callable[[], object]
+
+
+@dataclass
+class Samples:
+    """The samples of one variant, in the order in which they were taken.
+
+    Attributes:
+        wall_ms: milliseconds per call by the host's clock, device synchronised at both ends.
+        device_ms: milliseconds per call between two CUDA events; empty on a CPU.
+        first_ms: the very first call of the process (compilation, allocation, autotuning), wall
+            clock; None if it was not measured.
+    """
+
+    wall_ms: list[float] = field(default_factory=list)
+    device_ms: list[float] = field(default_factory=list)
+    first_ms: float | None = None
+
+    def row(self) -> Row:
+        """These samples as columns of a result row."""
+        columns: Row = {"samples_ms": list(self.wall_ms)}
+        if self.device_ms:
+            columns["samples_device_ms"] = list(self.device_ms)
+        if self.first_ms is not None:
+            columns["first_ms"] = self.first_ms
+        return columns
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has finished everything queued; nothing to do on a CPU."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def record_sample(samples: Samples, device: torch.device, *, calls: int = 1) -> Iterator[None]:
+    """Adds the time of the ``with`` block, divided by ``calls``, to ``samples``.
+
+    The device is synchronised before the first clock reading and before the last one. A block
+    that raises adds nothing.
+    """
+    if device.type != "cuda":
+        start = time.perf_counter_ns()
+        yield
+        samples.wall_ms.append((time.perf_counter_ns() - start) / 1e6 / calls)
+        return
+
+    import torch
+
+    begin = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize(device)
+    start = time.perf_counter_ns()
+    begin.record(torch.cuda.current_stream(device))
+    yield
+    end.record(torch.cuda.current_stream(device))
+    torch.cuda.synchronize(device)
+    samples.wall_ms.append((time.perf_counter_ns() - start) / 1e6 / calls)
+    samples.device_ms.append(begin.elapsed_time(end) / calls)
+
+
+def measure_interleaved(
+    steps: Mapping[str, Step],
+    *,
+    device: torch.device,
+    warmup: int,
+    samples: int,
+    calls: int = 1,
+    before: Mapping[str, Step] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, Samples]:
+    """Times several variants in turn, so that drift of clocks or load meets all of them alike.
+
+    Every round takes one sample of every variant; the order rotates by one from round to round,
+    so no variant always follows the same neighbour.
+
+    Args:
+        steps: variant → callable that does one step.
+        warmup: calls of each variant before any sample. The first of them is kept as
+            ``first_ms``; with 0 the first sample contains it.
+        samples: rounds.
+        calls: steps per sample without a synchronisation between them. More than one lets work
+            overlap across the boundary of two steps and makes short steps measurable.
+        before: variant → untimed callable that runs before each of its samples.
+        progress: receives one line per round.
+
+    Raises:
+        ValueError: a count is out of range.
+    """
+    for name, value, least in (("warmup", warmup, 0), ("samples", samples, 1), ("calls", calls, 1)):
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}; received {value}")
+    prepare = before or {}
+    results = {name: Samples() for name in steps}
+    for name, step in steps.items():
+        for index in range(warmup):
+            _call(prepare.get(name))
+            first = Samples()
+            with record_sample(first, device):
+                step()
+            if index == 0:
+                results[name].first_ms = first.wall_ms[0]
+    order = list(steps)
+    for index in range(samples):
+        if progress is not None:
+            progress(f"round {index + 1} of {samples}")
+        for name in order[index % len(order) :] + order[: index % len(order)]:
+            _call(prepare.get(name))
+            with record_sample(results[name], device, calls=calls):
+                for _ in range(calls):
+                    steps[name]()
+    return results
+
+
+def measure(
+    step: Step, *, device: torch.device, warmup: int, samples: int, calls: int = 1
+) -> Samples:
+    """Times one callable; see :func:`measure_interleaved`."""
+    return measure_interleaved(
+        {"": step}, device=device, warmup=warmup, samples=samples, calls=calls
+    )[""]
+
+
+def timer_overhead_ms(device: torch.device, samples: int = 50) -> float:
+    """The median time, in milliseconds, that this module reports for a step that does nothing."""
+    readings = measure(lambda: None, device=device, warmup=5, samples=samples).wall_ms
+    return sorted(readings)[len(readings) // 2]
+
+
+def _call(function: Step | None) -> None:
+    if function is not None:
+        function()

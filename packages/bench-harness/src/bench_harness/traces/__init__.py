@@ -1,0 +1,1 @@
+"""Reads profiler traces: kernels per phase, and how much communication hides under computation."""

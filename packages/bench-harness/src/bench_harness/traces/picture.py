@@ -1,0 +1,76 @@
+"""Draws computation above communication, one variant under the other on one time axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from bench_harness.case import Row
+from bench_harness.traces.intervals import Interval, clip, union
+from bench_harness.traces.kineto import Trace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Gaps narrower than this share of the window cannot be seen and are closed.
+_RESOLUTION = 1 / 2000
+
+
+def timeline(trace: Trace, window: Interval) -> Row:
+    """What a picture needs of a trace, as JSON: merged intervals in microseconds from the start."""
+    return {
+        "window_us": (window[1] - window[0]) / 1e3,
+        "compute_us": _drawable([e.interval for e in trace.compute], window),
+        "communication_us": _drawable([e.interval for e in trace.communication], window),
+    }
+
+
+def _drawable(intervals: Sequence[Interval], window: Interval) -> list[list[float]]:
+    gap = int((window[1] - window[0]) * _RESOLUTION)
+    widened = union((start, end + gap) for start, end in clip(intervals, window))
+    begin, finish = window
+    return [
+        [(start - begin) / 1e3, (min(end - gap, finish) - begin) / 1e3] for start, end in widened
+    ]
+
+
+def draw_overlap(timelines: Mapping[str, Row], exposed_ms: Mapping[str, float]) -> Figure:
+    """One pair of lanes per variant, all on the same time axis from the start of the step.
+
+    Args:
+        timelines: variant → :func:`timeline`.
+        exposed_ms: variant → milliseconds of communication with nothing computed meanwhile.
+    """
+    from matplotlib.patches import Patch
+
+    from bench_harness.report.plots import COLOURS, new_figure
+
+    figure, axes = new_figure(width=9, height=0.9 + 0.75 * len(timelines))
+    plot = axes[0, 0]
+    lanes = (("compute_us", 0.0, COLOURS[0]), ("communication_us", 0.4, COLOURS[1]))
+    for place, (variant, line) in enumerate(timelines.items()):
+        for name, offset, colour in lanes:
+            bars = [(start / 1e3, (end - start) / 1e3) for start, end in line[name]]
+            plot.broken_barh(bars, (place + offset, 0.36), color=colour, linewidth=0)
+        plot.plot([line["window_us"] / 1e3] * 2, [place - 0.05, place + 0.8], "k-", linewidth=1)
+        plot.annotate(
+            f" {exposed_ms[variant]:.3g} ms exposed",
+            (line["window_us"] / 1e3, place + 0.38),
+            va="center",
+            fontsize="small",
+        )
+    plot.set_yticks([place + 0.38 for place in range(len(timelines))], list(timelines))
+    plot.set_ylim(len(timelines), -0.15)
+    longest = max(line["window_us"] for line in timelines.values()) / 1e3
+    plot.set_xlim(0, longest * 1.2)
+    plot.set_xlabel("time since the step began (ms)")
+    plot.grid(visible=False)
+    figure.legend(
+        handles=[
+            Patch(color=COLOURS[0], label="computation"),
+            Patch(color=COLOURS[1], label="communication"),
+        ],
+        loc="outside upper center",
+        ncols=2,
+    )
+    return figure

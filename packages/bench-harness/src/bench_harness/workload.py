@@ -1,0 +1,335 @@
+"""What is measured: a model on a device, a random batch, a precision, an optimizer.
+
+The Transformer language model by size or by explicit dimensions, or any ``nn.Module`` by the name
+of a factory.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from bench_harness.experiments.base import CaseSkipped
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from basics_model import ModelConfig
+
+SIZES = ("small", "medium", "large", "xl", "2.7B", "custom")
+DIMENSIONS = ("d_model", "d_ff", "num_layers", "num_heads")
+PRECISIONS = ("fp32", "tf32", "bf16")
+ATTENTIONS = ("naive", "sdpa", "flash")
+OPTIMIZERS = ("adamw", "adamw-basics", "sgd")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A module, its input, its loss and the precision it runs in.
+
+    Attributes:
+        loss_of: maps the module's output to a scalar.
+        model_config: the language model's dimensions; None for an imported module.
+    """
+
+    module: nn.Module
+    precision: str
+    device: torch.device
+    loss_of: Callable[[Any], Tensor]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    model_config: ModelConfig | None = None
+
+    def loss(self, module: Callable[..., Any] | None = None) -> Tensor:
+        """One forward pass, in the workload's precision.
+
+        Args:
+            module: called instead of the workload's own, for a wrapper around it.
+        """
+        with precision_context(self.precision, self.device):
+            return self.loss_of((module or self.module)(*self.args, **self.kwargs))
+
+    def parameters(self) -> int:
+        """Number of parameters, shared ones once."""
+        return sum(p.numel() for p in self.module.parameters())
+
+
+def device_of(name: str) -> torch.device:
+    """The device of a case.
+
+    Raises:
+        CaseSkipped: "cuda" was asked for and torch sees no GPU.
+    """
+    import torch
+
+    if name == "cuda":
+        if not torch.cuda.is_available():
+            raise CaseSkipped("needs a CUDA device; torch sees none here")
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(name)
+
+
+@contextmanager
+def precision_context(precision: str, device: torch.device) -> Iterator[None]:
+    """Computes in fp32, in fp32 with TF32 products, or under bf16 autocast.
+
+    Raises:
+        ValueError: unknown precision.
+        CaseSkipped: TF32 on a CPU, which has no such format.
+    """
+    import torch
+
+    if precision not in PRECISIONS:
+        raise ValueError(
+            f"precision must be one of {', '.join(PRECISIONS)}; received {precision!r}"
+        )
+    if precision == "bf16":
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            yield
+        return
+    if precision == "tf32" and device.type != "cuda":
+        raise CaseSkipped("TF32 is a format of NVIDIA tensor cores; this case runs on a CPU")
+    previous = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(previous)
+
+
+def compute_dtype(precision: str) -> torch.dtype:
+    """The element type of matrix products in a precision."""
+    import torch
+
+    return torch.bfloat16 if precision == "bf16" else torch.float32
+
+
+def attention_by_name(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """A causal attention callable over (batch, heads, sequence, head_dim).
+
+    Raises:
+        ValueError: unknown name.
+    """
+    import basics_model
+
+    if name == "naive":
+        return basics_model.softmax_attention
+    if name == "sdpa":
+        return basics_model.sdpa_attention
+    if name == "flash":
+        from flashattn_triton import flash_attention
+
+        return partial(flash_attention, causal=True)
+    raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)}; received {name!r}")
+
+
+class AttentionSwitch:
+    """An attention callable whose implementation can be changed, so variants share one model."""
+
+    def __init__(self, name: str) -> None:
+        self.choose(name)
+
+    def choose(self, name: str) -> None:
+        """Uses the named implementation from now on."""
+        self._current = attention_by_name(name)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention by the chosen implementation."""
+        return self._current(query, key, value)
+
+
+def language_model_config(config: Mapping[str, Any]) -> ModelConfig:
+    """The model of a case: its ``size``, with any of :data:`DIMENSIONS` given explicitly.
+
+    Raises:
+        ValueError: size "custom" without all four dimensions.
+    """
+    import basics_model
+
+    given = {name: config[name] for name in DIMENSIONS if config.get(name) is not None}
+    context, vocabulary = int(config["sequence"]), int(config.get("vocab_size", 10_000))
+    if config["size"] != "custom":
+        base = basics_model.model_config(
+            config["size"], vocab_size=vocabulary, context_length=context
+        )
+        given = {name: getattr(base, name) for name in DIMENSIONS} | given
+    missing = [name for name in DIMENSIONS if name not in given]
+    if missing:
+        raise ValueError(
+            f"size 'custom' needs {', '.join(DIMENSIONS)}; received none for {', '.join(missing)}"
+        )
+    return basics_model.ModelConfig(vocab_size=vocabulary, context_length=context, **given)
+
+
+def language_model(
+    config: Mapping[str, Any],
+    device: torch.device,
+    *,
+    precision: str,
+    attention: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+    seed: int = 0,
+    batch_seed: int = 0,
+) -> Workload:
+    """The Transformer language model of a case, with a random batch of token ids.
+
+    Args:
+        config: ``size`` and dimensions as in :func:`language_model_config`, ``batch`` and
+            ``sequence``.
+        attention: PyTorch's scaled dot-product attention by default.
+        seed: of the parameters.
+        batch_seed: of the tokens; distinct per rank in data-parallel runs.
+    """
+    import torch
+
+    import basics_model
+
+    model_config = language_model_config(config)
+    torch.manual_seed(seed)
+    module = basics_model.TransformerLM(
+        model_config, attention=attention or basics_model.sdpa_attention, device=device
+    )
+    generator = torch.Generator(device=device).manual_seed(batch_seed)
+    tokens = torch.randint(
+        model_config.vocab_size,
+        (int(config["batch"]), int(config["sequence"]) + 1),
+        device=device,
+        generator=generator,
+    )
+    targets = tokens[:, 1:]
+    return Workload(
+        module=module,
+        precision=precision,
+        device=device,
+        loss_of=lambda logits: basics_model.cross_entropy(logits, targets),
+        args=(tokens[:, :-1],),
+        model_config=model_config,
+    )
+
+
+def shape_row(model_config: ModelConfig) -> dict[str, int]:
+    """The model's dimensions and parameter count as columns of a result row."""
+    dimensions = {name: int(getattr(model_config, name)) for name in DIMENSIONS}
+    return dimensions | {"parameters": model_config.num_parameters}
+
+
+def imported_module(
+    factory: str, inputs: str, device: torch.device, precision: str, *, seed: int = 0
+) -> Workload:
+    """Anyone's module: ``factory`` is ``package.module:callable`` without arguments.
+
+    Args:
+        inputs: see :func:`parse_inputs`.
+
+    Raises:
+        ValueError: the name cannot be resolved, or does not give an ``nn.Module``.
+    """
+    import torch
+
+    module_name, _, attribute = factory.partition(":")
+    try:
+        make = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"model must be an importable package.module:factory; received {factory!r} ({error})"
+        ) from error
+    torch.manual_seed(seed)
+    module = make()
+    if not isinstance(module, torch.nn.Module):
+        raise ValueError(
+            f"the factory must return a torch.nn.Module; {factory!r} returned {type(module)}"
+        )
+    args, kwargs = parse_inputs(inputs, device)
+    return Workload(
+        module=module.to(device),
+        precision=precision,
+        device=device,
+        loss_of=scalar_loss,
+        args=args,
+        kwargs=kwargs,
+    )
+
+
+_INPUT = re.compile(
+    r"(?:(?P<name>\w+)=)?(?P<dtype>\w+)\[(?P<shape>\d+(?:x\d+)*)\](?:<(?P<below>\d+))?$"
+)
+
+
+def parse_inputs(spec: str, device: torch.device) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """Random tensors from a specification such as ``input_ids=int64[4x128]<1000,float32[4x3]``.
+
+    Entries are separated by commas: an optional keyword, a dtype, the shape, and for integers the
+    exclusive upper bound (2 by default).
+
+    Raises:
+        ValueError: an entry does not parse, or names no dtype.
+    """
+    import torch
+
+    args: list[Tensor] = []
+    kwargs: dict[str, Tensor] = {}
+    for entry in spec.split(","):
+        match = _INPUT.match(entry.strip())
+        dtype = getattr(torch, match["dtype"], None) if match else None
+        if match is None or not isinstance(dtype, torch.dtype):
+            raise ValueError(
+                "an input must look like name=int64[4x128]<1000 or float32[4x3x8x8]; "
+                f"received {entry!r}"
+            )
+        shape = [int(extent) for extent in match["shape"].split("x")]
+        if dtype.is_floating_point:
+            tensor = torch.randn(shape, dtype=dtype, device=device)
+        else:
+            tensor = torch.randint(int(match["below"] or 2), shape, dtype=dtype, device=device)
+        if match["name"]:
+            kwargs[match["name"]] = tensor
+        else:
+            args.append(tensor)
+    return tuple(args), kwargs
+
+
+def scalar_loss(output: Any) -> Tensor:
+    """A scalar from any module's output: its ``loss``, else the mean of its logits or first tensor.
+
+    Raises:
+        ValueError: the output holds no tensor.
+    """
+    import torch
+
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    found = getattr(output, "logits", output)
+    while isinstance(found, (tuple, list)) and found:
+        found = found[0]
+    if not isinstance(found, torch.Tensor):
+        raise ValueError(
+            f"the module must return a tensor, or an object with loss or logits; "
+            f"received {type(output)}"
+        )
+    return found.float().mean()
+
+
+def optimizer_class(name: str, device: torch.device) -> Callable[..., torch.optim.Optimizer]:
+    """An optimizer by name; ``adamw`` is torch's, fused on CUDA.
+
+    Raises:
+        ValueError: unknown name.
+    """
+    import torch
+
+    import basics_model
+
+    table: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "adamw": partial(torch.optim.AdamW, fused=device.type == "cuda"),
+        "adamw-basics": basics_model.AdamW,
+        "sgd": torch.optim.SGD,
+    }
+    if name not in table:
+        raise ValueError(f"optimizer must be one of {', '.join(table)}; received {name!r}")
+    return table[name]

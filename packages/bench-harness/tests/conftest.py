@@ -1,0 +1,67 @@
+"""Fixtures of bench-harness's tests: a plug-in that brings an experiment, and the command line."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SOURCES = Path(__file__).parents[2]
+TOY = "toy = toy_plugin:Toy"
+
+
+@pytest.fixture(scope="session")
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that holds an installed distribution whose entry point is the experiment "toy"."""
+    folder = tmp_path_factory.mktemp("site")
+    shutil.copytree(Path(__file__).parent / "plugin", folder, dirs_exist_ok=True)
+    metadata = folder / "toy_plugin-0.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-plugin\nVersion: 0.1\n")
+    (metadata / "entry_points.txt").write_text(f"[bench_harness.experiments]\n{TOY}\n")
+    return folder
+
+
+@pytest.fixture
+def installed(plugin: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The plug-in, importable in this process and in those it starts."""
+    monkeypatch.syspath_prepend(plugin)
+    return plugin
+
+
+@pytest.fixture(scope="session")
+def command_line(plugin: Path) -> tuple[list[str], dict[str, str]]:
+    """How to start the command line with the plug-in: the command, and its environment."""
+    paths = [plugin, *(SOURCES / name / "src" for name in os.listdir(SOURCES))]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "80",
+    }
+    return [sys.executable, "-m", "bench_harness"], environment
+
+
+@pytest.fixture
+def bench(
+    command_line: tuple[list[str], dict[str, str]], tmp_path: Path
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs the command line to its end, in an empty current directory."""
+    command, environment = command_line
+
+    def run(*arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, *arguments],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+    return run

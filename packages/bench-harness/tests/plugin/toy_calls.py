@@ -1,0 +1,85 @@
+"""Functions that a process calls; each ends in the way that its name says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from bench_harness.experiments import CaseSkipped
+
+Progress = Callable[[str], None]
+
+
+def double(value: int, progress: Progress) -> dict[str, object]:
+    progress("half way")
+    return {"value": 2 * value, "folder": str(Path.cwd()), "leader": os.getsid(0) == os.getpid()}
+
+
+def cuda_state(progress: Progress) -> bool:
+    import torch
+
+    return bool(torch.cuda._is_in_bad_fork()) or torch.cuda.is_initialized()
+
+
+def raises(progress: Progress) -> None:
+    print("on stdout", flush=True)
+    print("on stderr", file=sys.stderr)
+    try:
+        raise KeyError("inner")
+    except KeyError as error:
+        raise ValueError("first line\nsecond line") from error
+
+
+def exits(progress: Progress) -> None:
+    sys.exit("a message")
+
+
+def leaves(progress: Progress) -> None:
+    print("last words", flush=True)
+    os._exit(3)
+
+
+def is_killed(progress: Progress) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def skips(progress: Progress) -> None:
+    raise CaseSkipped("needs a thing")
+
+
+def host_out_of_memory(progress: Progress) -> None:
+    import torch
+
+    torch.empty(2**50, dtype=torch.uint8)
+
+
+def caused_by_out_of_memory(progress: Progress) -> None:
+    import torch
+
+    try:
+        raise torch.OutOfMemoryError("no room")
+    except torch.OutOfMemoryError as error:
+        raise RuntimeError("rank 1 failed") from error
+
+
+def not_json(progress: Progress) -> object:
+    return {"value": float("inf")}
+
+
+def hangs_with_children(where: str, progress: Progress) -> None:
+    near = subprocess.Popen(["sleep", "600"])
+    far = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    Path(where).write_text(f"{os.getpid()} {near.pid} {far.pid}")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(600)
+
+
+def leaves_a_child(where: str, progress: Progress) -> str:
+    child = subprocess.Popen(["sleep", "600"])
+    Path(where).write_text(str(child.pid))
+    return "done"

@@ -1,0 +1,137 @@
+"""A call in a process of its own: every way it can end, and nothing left behind."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import psutil
+import pytest
+
+from bench_harness import process
+from bench_harness.process import Outcome
+
+
+@pytest.fixture
+def calls(installed: Path) -> ModuleType:
+    return importlib.import_module("toy_calls")
+
+
+def call(
+    function: Callable[..., object], *args: object, folder: Path, timeout_s: float = 60.0
+) -> Outcome:
+    return process.call(
+        function, *args, timeout_s=timeout_s, folder=folder, on_progress=lambda text: None
+    )
+
+
+def gone(pids: list[int]) -> bool:
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        if not any(psutil.pid_exists(pid) and _lives(pid) for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_value_comes_back_with_progress(calls: ModuleType, tmp_path: Path) -> None:
+    heard: list[str] = []
+    outcome = process.call(
+        calls.double, 21, timeout_s=60, folder=tmp_path, on_progress=heard.append
+    )
+    assert outcome.status == "ok"
+    assert outcome.value == {"value": 42, "folder": str(tmp_path), "leader": True}
+    assert heard == ["half way"]
+    assert outcome.error is None
+    assert outcome.seconds > 0
+
+
+def test_cuda_is_untouched_in_a_new_process(calls: ModuleType, tmp_path: Path) -> None:
+    assert call(calls.cuda_state, folder=tmp_path).value is False
+
+
+def test_the_second_process_starts_fast(calls: ModuleType, tmp_path: Path) -> None:
+    call(calls.double, 1, folder=tmp_path)
+    assert call(calls.double, 1, folder=tmp_path).seconds < 2.0  # importing torch takes longer
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "error"),
+    [
+        ("raises", "error", "ValueError: first line"),
+        ("exits", "error", "SystemExit: a message"),
+        ("leaves", "error", "ended with exit code 3 before it returned a result"),
+        ("is_killed", "error", "ended by SIGKILL"),
+        ("skips", "skipped", "needs a thing"),
+        ("host_out_of_memory", "oom", "DefaultCPUAllocator"),
+        ("caused_by_out_of_memory", "oom", "rank 1 failed"),
+        ("not_json", "error", "ValueError"),
+    ],
+)
+def test_every_bad_end_is_an_outcome(
+    calls: ModuleType, tmp_path: Path, name: str, status: str, error: str
+) -> None:
+    outcome = call(getattr(calls, name), folder=tmp_path)
+    assert outcome.status == status
+    assert outcome.error is not None
+    assert error in outcome.error
+    assert "\n" not in outcome.error
+    assert outcome.value is None
+
+
+def test_a_failure_keeps_traceback_and_output(calls: ModuleType, tmp_path: Path) -> None:
+    detail = call(calls.raises, folder=tmp_path).detail
+    assert detail is not None
+    for text in ("KeyError: 'inner'", "second line", "on stdout", "on stderr", "toy_calls.py"):
+        assert text in detail
+    assert "last words" in (call(calls.leaves, folder=tmp_path).detail or "")
+
+
+def test_the_deadline_kills_everything_the_call_started(calls: ModuleType, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    outcome = call(calls.hangs_with_children, str(pids), folder=tmp_path, timeout_s=1.5)
+    assert outcome.status == "timeout"
+    assert outcome.error == "still running after 1.5 s; killed"
+    assert outcome.seconds < 6
+    assert gone([int(pid) for pid in pids.read_text().split()])
+
+
+def test_what_a_finished_call_left_running_is_killed(calls: ModuleType, tmp_path: Path) -> None:
+    outcome = call(calls.leaves_a_child, str(tmp_path / "pid"), folder=tmp_path)
+    assert outcome.value == "done"
+    assert gone([int((tmp_path / "pid").read_text())])
+
+
+def test_a_killed_parent_takes_the_call_along(plugin: Path, tmp_path: Path) -> None:
+    """The parent gets SIGKILL, so no code of its own can clean up."""
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from pathlib import Path\n"
+        "import toy_calls\n"
+        "from bench_harness import process\n"
+        "process._PRELOAD = []\n"
+        "process.call(toy_calls.hangs_with_children, sys.argv[2], timeout_s=60,\n"
+        "             folder=Path(sys.argv[2]).parent, on_progress=print)\n"
+    )
+    pids = tmp_path / "pids"
+    parent = subprocess.Popen([sys.executable, "-c", program, str(plugin), str(pids)])
+    deadline = time.monotonic() + 30
+    while not (pids.exists() and pids.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    parent.kill()
+    parent.wait()
+    process_id, near, _ = (int(pid) for pid in pids.read_text().split())
+    assert gone([process_id, near])
+    psutil.Process(_).kill()  # moved to a session of its own, out of a dead parent's reach

@@ -1,0 +1,156 @@
+"""The run folder: nothing stored is lost, nothing unfinished counts, nothing newer is guessed at."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench_harness.store import SCHEMA_VERSION, Store, StoreError
+
+
+def row(key: str, status: str = "ok", started: str = "t0", **more: object) -> dict[str, object]:
+    return {"case_key": key, "status": status, "started": started, "environment": "e", **more}
+
+
+def lines(store: Store) -> list[dict[str, object]]:
+    return [json.loads(line) for line in store.results.read_text().splitlines()]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "run")
+
+
+def test_rows_come_back_as_they_were_stored(store: Store) -> None:
+    with store.open_for_writing() as writer:
+        writer.append([row("a", samples_ms=[1.5, 2.5]), row("a", samples_ms=[])])
+        writer.append([row("b", "oom", error="no room")])
+    loaded = store.load()
+    assert loaded.damaged == []
+    assert [(r["case_key"], r["status"]) for r in loaded.rows] == [
+        ("a", "ok"),
+        ("a", "ok"),
+        ("b", "oom"),
+    ]
+    assert loaded.rows[0]["samples_ms"] == [1.5, 2.5]
+    assert all(line["schema"] == SCHEMA_VERSION for line in lines(store))
+
+
+def test_finished_are_results_and_facts_but_not_failures(store: Store) -> None:
+    with store.open_for_writing() as writer:
+        for status in ("ok", "oom", "skipped", "timeout", "error"):
+            writer.append([row(status, status)])
+    assert store.finished("e") == {"ok", "oom", "skipped"}
+    assert store.finished("another machine") == set()
+
+
+def test_a_repeated_case_counts_with_its_last_attempt(store: Store) -> None:
+    with store.open_for_writing() as writer:
+        writer.append([row("a", "error", "t0")])
+        writer.append([row("b")])
+        writer.append([row("a", "ok", "t1", value=1), row("a", "ok", "t1", value=2)])
+    assert [(r["case_key"], r.get("value")) for r in store.load().rows] == [
+        ("b", None),
+        ("a", 1),
+        ("a", 2),
+    ]
+
+
+def test_a_torn_last_line_is_reported_and_its_case_is_unfinished(store: Store) -> None:
+    with store.open_for_writing() as writer:
+        writer.append([row("a")])
+        writer.append([row("b", value=1), row("b", value=2)])
+    whole = store.results.read_bytes()
+    store.results.write_bytes(whole[:-20])
+    loaded = store.load()
+    assert loaded.damaged == [3]
+    assert [r["case_key"] for r in loaded.rows] == ["a"]
+    assert store.finished("e") == {"a"}
+    with store.open_for_writing() as writer:  # goes on behind the torn line, not inside it
+        writer.append([row("b", started="t1", value=1)])
+    assert store.finished("e") == {"a", "b"}
+    assert store.load().damaged == [3]
+
+
+@pytest.mark.parametrize("garbage", [b"\x00\x00\x00", b"[1, 2]", b'{"schema": 1}', b"\xff\xfe"])
+def test_damage_in_the_middle_takes_nothing_else_along(store: Store, garbage: bytes) -> None:
+    with store.open_for_writing() as writer:
+        writer.append([row("a")])
+        writer.append([row("b")])
+    first, second = store.results.read_bytes().splitlines()
+    store.results.write_bytes(b"\n".join([first, garbage, second, b""]))
+    assert store.load().damaged == [2]
+    assert store.finished("e") == {"a", "b"}
+
+
+def test_rows_of_a_newer_version_are_refused(store: Store) -> None:
+    with store.open_for_writing() as writer:
+        writer.append([row("a")])
+    newer = {"schema": SCHEMA_VERSION + 1, "renamed_key": "b"}
+    with store.results.open("a") as file:
+        file.write(json.dumps(newer) + "\n")
+    with pytest.raises(StoreError, match=r"line 2 has schema 2, .* upgrade bench-harness"):
+        store.load()
+
+
+def test_two_runs_do_not_write_into_one_folder(store: Store) -> None:
+    with store.open_for_writing(), pytest.raises(StoreError, match="in use by another run"):
+        store.open_for_writing().__enter__()
+    with store.open_for_writing():
+        pass
+
+
+def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    store = Store(tmp_path / "file" / "run")
+    with pytest.raises(StoreError, match=r"cannot write to .*: Not a directory"):
+        store.open_for_writing().__enter__()
+
+
+def test_a_full_disk_keeps_what_was_written(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    class FullDisk:
+        """A file that takes half of what it is given, once, and then nothing."""
+
+        def __init__(self, file: object) -> None:
+            self.file = file
+            self.calls = 0
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.file, name)
+
+        def write(self, data: bytes) -> int:
+            self.calls += 1
+            if self.calls > 1:
+                raise OSError(28, "No space left on device")
+            return int(self.file.write(data[: len(data) // 2]))  # type: ignore[attr-defined]
+
+    with store.open_for_writing() as writer:
+        writer.append([row("a")])
+        monkeypatch.setattr(writer, "_file", FullDisk(writer._file))
+        with pytest.raises(StoreError, match="No space left on device; what was measured"):
+            writer.append([row("b")])
+    assert store.finished("e") == {"a"}
+    assert store.load().damaged == [2]
+
+
+def test_a_replaced_file_is_whole_or_old(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    with store.open_for_writing() as writer:
+        writer.write_json("run.json", {"first": True})
+
+        def fail(self: Path, content: bytes) -> int:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(Path, "write_bytes", fail)
+        with pytest.raises(StoreError, match="No space left"):
+            writer.write_json("run.json", {"second": True})
+    assert store.read_json("run.json") == {"first": True}
+    assert store.read_json("env.json") is None
+
+
+def test_a_json_file_that_is_not_json_is_named(store: Store) -> None:
+    with store.open_for_writing():
+        (store.folder / "env.json").write_text("{")
+    with pytest.raises(StoreError, match="env.json"):
+        store.read_json("env.json")

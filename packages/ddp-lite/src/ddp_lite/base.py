@@ -1,0 +1,474 @@
+"""What all four wrappers share; a variant is the part that differs.
+
+A synchronised step has four moments, and a variant chooses what happens at the middle two::
+
+    forward                          nothing is sent
+    a gradient has been accumulated  _gradient_ready(index)     overlap: start reductions
+    finish_gradient_synchronization  _start_remaining()         start what has not been started
+                                     wait, put averages back into ``parameter.grad``
+
+While a reduction is in flight the gradient belongs to it and ``parameter.grad`` is None. A
+second contribution to the same parameter, from another backward or from a re-entrant checkpoint,
+therefore never races with the first: it is averaged on its own and added at the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ddp_lite import checks
+from ddp_lite.buckets import ParameterSpec
+from ddp_lite.collectives import Averager, broadcast_coalesced
+from ddp_lite.diagnostics import RollCall, missing_gradients, warn_about_environment
+from ddp_lite.errors import SynchronizationError, UnfinishedSynchronizationError
+from ddp_lite.reduction import InPlaceReduction, Reduction
+from ddp_lite.stats import SynchronizationStats, WaitTimer
+from ddp_lite.verification import all_gather, verify_same_model
+
+MissingGradients = Literal["skip-if-all", "zeros", "error"]
+_POLICIES = ("skip-if-all", "zeros", "error")
+
+
+class DataParallelBase(nn.Module):
+    """Keeps a module's replicas equal: same start, same averaged gradients. Use a subclass.
+
+    The constructor is collective. It checks that all ranks hold the same model, then overwrites
+    parameters and buffers with rank 0's.
+
+    Args:
+        module: on its device already. Frozen, shared and zero-size parameters are fine, sparse
+            gradients are not.
+        process_group: ranks to synchronise with: a group or a one-dimensional device mesh. None
+            means the default group.
+        missing_gradients: what a parameter without a gradient on this rank means.
+            ``"skip-if-all"``: it counts as zeros, and if no rank has a gradient, ``grad`` stays
+            None everywhere. ``"zeros"``: it counts as zeros always. ``"error"``: every rank
+            raises and names it; on CUDA this makes the host wait once a step.
+        auto_finish: synchronise at the end of every backward by itself;
+            ``finish_gradient_synchronization`` then needs no call. Uses a private hook of
+            torch's autograd engine.
+
+    Raises:
+        TypeError: ``module`` is no module or is wrapped already.
+        ValueError: meta or mixed devices, sparse gradients, an unknown policy, or a backend
+            that does not serve the module's device.
+        RuntimeError: no process group is initialised.
+        ModelMismatchError: on every rank, if the ranks' models differ.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        process_group: dist.ProcessGroup | dist.device_mesh.DeviceMesh | None = None,
+        missing_gradients: MissingGradients = "skip-if-all",
+        auto_finish: bool = False,
+    ) -> None:
+        super().__init__()
+        if missing_gradients not in _POLICIES:
+            raise ValueError(
+                f"missing_gradients must be one of {_POLICIES}, received {missing_gradients!r}"
+            )
+        checks.check_module(module, DataParallelBase)
+        self.process_group = checks.resolve_group(process_group)
+        self.device = checks.common_device(module)
+        checks.check_backend(self.process_group, self.device)
+        warn_about_environment(self.device)
+        self.module = module
+        self._policy = missing_gradients
+        self._auto_finish = auto_finish
+        self._roll_call = RollCall(self.process_group)
+        verify_same_model(module, self.process_group)
+        broadcast_coalesced([*module.parameters(), *module.buffers()], self.process_group)
+
+        self._average = Averager(self.process_group, self.device)
+        self._timer = WaitTimer(self.device)
+        self._step = 0
+        self._synchronizing = True
+        self._in_flight: list[Reduction] = []
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._stats: SynchronizationStats | None = None
+        self._adopt_parameters()
+        if not self._parameters_by_index:
+            warnings.warn(
+                f"{type(self).__name__}: the module has no trainable parameters, so there is "
+                "nothing to synchronise",
+                stacklevel=3,
+            )
+
+    # -- what a variant chooses --------------------------------------------------------------
+
+    def _plan(self) -> list[tuple[int, ...]]:
+        """Groups of parameter indices reduced together, in the order of reduction."""
+        raise TypeError(f"{type(self).__name__} is abstract: use NaiveDDP, FlatDDP, ...")
+
+    def _gradient_ready(self, index: int) -> None:
+        """Called during backward when parameter ``index`` has accumulated a gradient."""
+
+    def _start_remaining(self) -> None:
+        """Starts, in the plan's order, every reduction that backward has not started."""
+        for place in range(len(self._groups)):
+            self._start(place)
+
+    def _reduce(
+        self,
+        indices: tuple[int, ...],
+        gradients: Sequence[Tensor | None],
+        extra: Sequence[Tensor],
+    ) -> Reduction:
+        """Starts reducing the gradients of one group; ``extra`` is to be averaged as well."""
+        return InPlaceReduction(
+            indices, self._parameters_of(indices), gradients, self._average, extra
+        )
+
+    # -- using the wrapper -------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Calls the module. No collective runs here.
+
+        Raises:
+            UnfinishedSynchronizationError: the last backward was never finished.
+        """
+        if not torch.is_grad_enabled():
+            return self.module(*inputs, **kwargs)
+        if self._backward_seen and self._synchronizing:
+            self._raise_unfinished()
+        self._engine_callback_queued = False
+        self._before_synchronized_forward()
+        outputs = self.module(*inputs, **kwargs)
+        if self._auto_finish and self._synchronizing:
+            self._finish_after_backward_of(outputs)
+        return outputs
+
+    def finish_gradient_synchronization(self) -> None:
+        """Waits for every reduction; afterwards ``parameter.grad`` holds the average.
+
+        Call it on every rank after the last backward of a step and before anything reads the
+        gradients. On CUDA only the current stream waits. With ``auto_finish=True`` it returns at
+        once.
+
+        Raises:
+            MissingGradientError: policy ``"error"``, on every rank.
+            PeerFailureError: a peer died, hangs, or runs other collectives.
+            RuntimeError: called inside ``no_sync``.
+        """
+        if not self._synchronizing:
+            raise RuntimeError(
+                "finish_gradient_synchronization() must be called outside no_sync(), whose "
+                "purpose is to accumulate without synchronising; leave the block first"
+            )
+        if not self._auto_finish:
+            self._finish()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only accumulate locally; the next one outside sends the sum."""
+        before = self._synchronizing
+        self._synchronizing = False
+        try:
+            yield
+        finally:
+            self._synchronizing = before
+
+    def sync_buffers(self) -> None:
+        """Overwrites the buffers (such as BatchNorm statistics) with rank 0's. Collective."""
+        begin = time.monotonic()
+        try:
+            broadcast_coalesced(list(self.module.buffers()), self.process_group)
+        except RuntimeError as error:
+            raise self._named("the broadcast of buffers", begin, error) from error
+
+    def stats(self) -> SynchronizationStats | None:
+        """The last synchronised step; None before the first. On CUDA the host waits for it."""
+        if self._stats is None:
+            return None
+        return dataclasses.replace(self._stats, exposed_wait_ms=self._timer.milliseconds())
+
+    def explain(self) -> str:
+        """One line: what is sent, when, how and among whom."""
+        nbytes = sum(spec.nbytes for spec in self._specs)
+        dtypes = {spec.dtype for spec in self._specs}
+        how = ", ".join(
+            f"{self._average.describe(dtype)} in {str(dtype).removeprefix('torch.')}"
+            for dtype in sorted(dtypes, key=str)
+        )
+        return (
+            f"{type(self).__name__}: {nbytes / 2**20:.1f} MB of gradients of {len(self._specs)} "
+            f"parameters in {len(self._groups)} reductions, {self._explain_when()}; {how}, "
+            f"{self._average.world_size} ranks on {self.device.type}; missing gradients: "
+            f"{self._policy}"
+        )
+
+    def _explain_when(self) -> str:
+        return "one after another after backward"
+
+    def detach(self) -> nn.Module:
+        """Removes every hook and returns the module, ready to be wrapped again."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._in_flight = []
+        return self.module
+
+    # -- the module shines through -----------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's own, under the module's own names and in its order."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """The module's own, under the module's own names and in its order."""
+        return self.module.named_buffers(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The module's own, without any prefix."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Loads into the module; also accepts a checkpoint in which all keys carry ``module.``."""
+        prefix = "module."
+        own = self.module.state_dict().keys()
+        if not own & state_dict.keys() and all(key.startswith(prefix) for key in state_dict):
+            state_dict = {key.removeprefix(prefix): value for key, value in state_dict.items()}
+        return self.module.load_state_dict(state_dict, *args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} holds a process group and cannot be pickled or copied; save "
+            "wrapped.state_dict() or pickle wrapped.module"
+        )
+
+    # -- parameters and hooks ----------------------------------------------------------------
+
+    def _adopt_parameters(self) -> None:
+        """(Re)builds everything that depends on which parameters are trainable."""
+        for hook in self._hooks:
+            hook.remove()
+        self._all_parameters = list(self.module.parameters())
+        self._trainable_then = [p.requires_grad for p in self._all_parameters]
+        # Zero-size parameters have nothing to average.
+        named = [
+            (name, p) for name, p in self.module.named_parameters() if p.requires_grad and p.numel()
+        ]
+        self._parameters_by_index = [p for _, p in named]
+        self._specs = [
+            ParameterSpec(index=index, name=name, numel=p.numel(), dtype=p.dtype, device=p.device)
+            for index, (name, p) in enumerate(named)
+        ]
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, index))
+            for index, p in enumerate(self._parameters_by_index)
+        ]
+        self._set_groups(self._plan() if named else [])
+        self._reset()
+
+    def _set_groups(self, groups: list[tuple[int, ...]]) -> None:
+        self._groups = groups
+        self._group_of = [0] * len(self._specs)
+        for place, indices in enumerate(groups):
+            for index in indices:
+                self._group_of[index] = place
+
+    def _reset(self) -> None:
+        """Back to the state before a backward."""
+        self._arrived = bytearray(len(self._specs))  # has accumulated since the last finish
+        self._present = bytearray(len(self._specs))  # counts as having a gradient
+        self._presence: Tensor | None = None  # mean of _present over the ranks
+        self._backward_seen = False
+        self._engine_callback_queued = False
+        self._in_flight = []
+        self._collectives_before = (self._average.collectives, self._average.bytes)
+
+    def _parameters_of(self, indices: tuple[int, ...]) -> list[Tensor]:
+        return [self._parameters_by_index[index] for index in indices]
+
+    def _names_of(self, indices: Sequence[int]) -> list[str]:
+        return [self._specs[index].name for index in indices]
+
+    def _before_synchronized_forward(self) -> None:
+        """Notices ``requires_grad`` changed since the last forward; then collective."""
+        now = [p.requires_grad for p in self._all_parameters]
+        if now != self._trainable_then:
+            begin = time.monotonic()
+            try:
+                verify_same_model(self.module, self.process_group)
+            except RuntimeError as error:
+                what = "the comparison of models after requires_grad changed"
+                raise self._named(what, begin, error) from error
+            self._adopt_parameters()
+
+    # -- during backward ---------------------------------------------------------------------
+
+    def _on_gradient(self, index: int, _parameter: Tensor) -> None:
+        self._arrived[index] = 1
+        if not self._synchronizing:
+            return
+        if not self._backward_seen:  # setting a module's attribute is slow, reading is not
+            self._backward_seen = True
+        if self._auto_finish and not self._engine_callback_queued:
+            self._queue_finish()
+        self._gradient_ready(index)
+
+    def _start(self, place: int) -> None:
+        """Takes the gradients of one group and starts reducing them."""
+        indices = self._groups[place]
+        gradients = []
+        for index in indices:
+            parameter = self._parameters_by_index[index]
+            gradient = parameter.grad
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise ValueError(
+                    f"gradients must be dense, but {self._specs[index].name} got a "
+                    f"{gradient.layout} gradient in step {self._step + 1}; build its layer with "
+                    "sparse=False"
+                )
+            here = self._arrived[index] if self._policy == "error" else gradient is not None
+            self._present[index] |= bool(here)
+            parameter.grad = None
+            gradients.append(gradient)
+        extra = self._presence_for(place)
+        begin = time.monotonic()
+        try:
+            self._in_flight.append(self._reduce(indices, gradients, extra))
+        except RuntimeError as error:
+            raise self._named(self._describe(indices), begin, error) from error
+
+    def _presence_for(self, place: int) -> list[Tensor]:
+        """Who has which gradient travels with the last group, at no extra collective."""
+        is_last = place == len(self._groups) - 1
+        if not is_last or self._policy == "zeros" or self._presence is not None:
+            return []
+        dtype = self._specs[self._groups[place][0]].dtype
+        dtype = dtype.to_real() if dtype.is_complex else dtype
+        if all(self._present):
+            self._presence = torch.ones(len(self._present), dtype=dtype, device=self.device)
+        else:
+            present = list(map(float, self._present))
+            self._presence = torch.tensor(present, dtype=dtype, device=self.device)
+        return [self._presence]
+
+    # -- after backward ----------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        self._step += 1
+        started_in_backward = len(self._in_flight)
+        with torch.no_grad():
+            self._timer.start()
+            self._start_remaining()
+            for reduction in self._in_flight:
+                self._complete(reduction)
+            self._timer.stop()
+            absent = [index for index, present in enumerate(self._present) if not present]
+            self._settle_missing(absent)
+        self._record_stats(started_in_backward)
+        self._reset()
+
+    def _complete(self, reduction: Reduction) -> None:
+        """Waits for one reduction and puts its averages back."""
+        begin = time.monotonic()
+        try:
+            gradients = reduction.wait()
+        except RuntimeError as error:
+            raise self._named(self._describe(reduction.indices), begin, error) from error
+        for index, gradient in zip(reduction.indices, gradients, strict=True):
+            parameter = self._parameters_by_index[index]
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.add_(gradient)
+
+    def _settle_missing(self, absent: list[int]) -> None:
+        if self._policy == "zeros" or self._presence is None:
+            return
+        if self._policy == "error":
+            if float(self._presence.float().min()) < 1 - 0.5 / self._average.world_size:
+                names = all_gather(self._names_of(absent), self.process_group)
+                error = missing_gradients(names, self._step)
+                self._reset()
+                raise error
+        elif absent:
+            anywhere = self._presence.tolist()
+            for index in absent:
+                if anywhere[index] == 0:
+                    self._parameters_by_index[index].grad = None
+
+    def _record_stats(self, started_in_backward: int) -> None:
+        collectives, nbytes = self._collectives_before
+        self._stats = SynchronizationStats(
+            step=self._step,
+            collectives=self._average.collectives - collectives,
+            bytes=self._average.bytes - nbytes,
+            reductions=len(self._in_flight),
+            started_in_backward=started_in_backward,
+            group_bytes=tuple(
+                sum(self._specs[index].nbytes for index in reduction.indices)
+                for reduction in self._in_flight
+            ),
+            group_parameters=tuple(
+                tuple(self._names_of(reduction.indices)) for reduction in self._in_flight
+            ),
+            exposed_wait_ms=0.0,
+        )
+
+    # -- synchronising without being asked ---------------------------------------------------
+
+    def _finish_after_backward_of(self, outputs: Any) -> None:
+        """Asks to be called when the outermost backward ends.
+
+        A callback queued from inside a re-entrant checkpoint would run when that inner backward
+        ends; the gradient of an output is always computed in the outermost one.
+        """
+        for leaf in pytree.tree_leaves(outputs):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._queue_finish)
+
+    def _queue_finish(self, _gradient: Tensor | None = None) -> None:
+        if self._engine_callback_queued or not self._synchronizing:
+            return
+        self._engine_callback_queued = True
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(self._finish)
+
+    # -- errors ------------------------------------------------------------------------------
+
+    def _describe(self, indices: tuple[int, ...]) -> str:
+        first, last = self._specs[indices[0]].name, self._specs[indices[-1]].name
+        if len(indices) == 1:
+            return f"the reduction of {first}"
+        return f"the reduction of {len(indices)} gradients from {first} to {last}"
+
+    def _named(self, what: str, begin: float, error: RuntimeError) -> Exception:
+        """The backend's error with names; our own errors and lack of memory stay themselves."""
+        if isinstance(error, SynchronizationError | torch.OutOfMemoryError):
+            return error
+        seconds = time.monotonic() - begin
+        return self._roll_call.failure(what, self._step, seconds, error)
+
+    def _raise_unfinished(self) -> NoReturn:
+        raise UnfinishedSynchronizationError(
+            f"every backward must be finished before the next forward, but after step "
+            f"{self._step} a backward produced gradients of "
+            f"{sum(self._arrived)} parameters on rank {self.process_group.rank()} that were "
+            "never synchronised, so an optimizer step would make the ranks differ; call "
+            "finish_gradient_synchronization() after backward, or use no_sync() or "
+            "auto_finish=True"
+        )

@@ -1,0 +1,127 @@
+"""Which gradients travel together: pure planning over sizes, no tensors and no communication.
+
+A plan is a list of groups of parameter indices, in the order in which the groups are reduced.
+Backward produces gradients roughly in the reverse of the order in which modules were registered,
+so that reversed order is the first guess; the order really observed can replace it once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+MEBIBYTE = 1024**2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterSpec:
+    """What planning needs to know about one parameter.
+
+    Attributes:
+        index: position in the module's registration order, shared parameters counted once.
+        name: the first name under which the module registered it.
+        numel: number of elements.
+        dtype: gradients of different dtypes never share a bucket.
+        device: neither do gradients on different devices.
+    """
+
+    index: int
+    name: str
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the gradient in bytes."""
+        return self.numel * self.dtype.itemsize
+
+
+def bytes_from_mb(size_mb: float | None, argument: str) -> int | None:
+    """Converts a size in MB (1024² bytes) to whole bytes; None, "no limit", stays None.
+
+    Raises:
+        ValueError: if the size is not a positive finite number.
+    """
+    if size_mb is None:
+        return None
+    if not (math.isfinite(size_mb) and size_mb > 0):
+        raise ValueError(
+            f"{argument} must be a positive number of MB (1024**2 bytes) or None, received "
+            f"{size_mb!r}; pass None for one bucket holding everything"
+        )
+    return max(1, math.floor(size_mb * MEBIBYTE))
+
+
+def one_per_parameter(specs: Iterable[ParameterSpec]) -> list[tuple[int, ...]]:
+    """Every parameter alone, in the order given."""
+    return [(spec.index,) for spec in specs]
+
+
+def one_per_kind(specs: Iterable[ParameterSpec]) -> list[tuple[int, ...]]:
+    """One group per (dtype, device), each in the order given."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for spec in specs:
+        kinds.setdefault((spec.dtype, spec.device), []).append(spec.index)
+    return [tuple(indices) for indices in kinds.values()]
+
+
+def plan_buckets(
+    specs: Sequence[ParameterSpec],
+    bucket_bytes: int | None,
+    last_bucket_bytes: int | None = None,
+) -> list[tuple[int, ...]]:
+    """Fills buckets greedily in the order given, one open bucket per (dtype, device).
+
+    The reduction of the last bucket has nothing left to hide under, so it can have a smaller
+    limit of its own: it is filled backwards from the end of the order.
+
+    Args:
+        specs: parameters in the order in which their gradients are expected.
+        bucket_bytes: most bytes in a bucket; a larger parameter gets a bucket of its own.
+            None puts everything of one kind in one bucket, the last included.
+        last_bucket_bytes: most bytes in the bucket that is reduced last, if that is smaller.
+
+    Returns:
+        Groups of parameter indices, ordered by when their last gradient is expected.
+    """
+    if bucket_bytes is None:
+        return _by_completion(one_per_kind(specs), specs)
+    tail = _tail(specs, min(bucket_bytes, last_bucket_bytes or bucket_bytes))
+    head = specs[: len(specs) - len(tail)]
+    groups: list[list[int]] = []
+    open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    for spec in head:
+        kind = (spec.dtype, spec.device)
+        group, used = open_groups.get(kind, ([], 0))
+        if not group or used + spec.nbytes > bucket_bytes:
+            group, used = [], 0
+            groups.append(group)
+        group.append(spec.index)
+        open_groups[kind] = (group, used + spec.nbytes)
+    plan = _by_completion([tuple(group) for group in groups], specs)
+    return [*plan, tuple(spec.index for spec in tail)] if tail else plan
+
+
+def _tail(specs: Sequence[ParameterSpec], limit: int) -> Sequence[ParameterSpec]:
+    """The longest end of ``specs`` of one kind within ``limit`` bytes; at least one parameter."""
+    used = 0
+    start = len(specs)
+    for spec in reversed(specs):
+        last = specs[-1]
+        same_kind = (spec.dtype, spec.device) == (last.dtype, last.device)
+        if start < len(specs) and (not same_kind or used + spec.nbytes > limit):
+            break
+        used += spec.nbytes
+        start -= 1
+    return specs[start:]
+
+
+def _by_completion(
+    groups: list[tuple[int, ...]], specs: Sequence[ParameterSpec]
+) -> list[tuple[int, ...]]:
+    position = {spec.index: place for place, spec in enumerate(specs)}
+    return sorted(groups, key=lambda group: max(position[index] for index in group))

@@ -1,0 +1,120 @@
+"""Whether a module can be wrapped at all: local checks, made before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_lite.collectives import backend_for
+
+
+def check_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
+    """Refuses what no rank can wrap.
+
+    Args:
+        module: the candidate.
+        wrapper: our own base class; nothing inside ``module`` may be one.
+
+    Raises:
+        TypeError: no module, or wrapped already.
+        ValueError: parameters on the meta device or not yet initialised, or sparse gradients.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, received {type(module).__name__}")
+    for name, child in module.named_modules():
+        where = f"its submodule {name!r}" if name else "it"
+        if isinstance(child, wrapper | DistributedDataParallel):
+            raise TypeError(
+                f"module must not be wrapped already, but {where} is a {type(child).__name__}; "
+                "pass the plain module (wrapped.module)"
+            )
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
+            raise ValueError(
+                f"gradients must be dense, but {where} is a {type(child).__name__} with "
+                "sparse=True; build it with sparse=False"
+            )
+    for name, parameter in module.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise ValueError(
+                f"parameters must have a shape, but {name} is uninitialised; run one forward "
+                "before wrapping"
+            )
+    for name, tensor in _tensors(module):
+        if tensor.is_meta:
+            raise ValueError(
+                f"every parameter and buffer must hold data, but {name} is on the meta device; "
+                "materialise the module first (module.to_empty(device=...) and initialise it)"
+            )
+
+
+def common_device(module: nn.Module) -> torch.device:
+    """The one device of all parameters and buffers; CPU if there are none.
+
+    Raises:
+        ValueError: there are several.
+    """
+    first_names: dict[torch.device, str] = {}
+    for name, tensor in _tensors(module):
+        first_names.setdefault(tensor.device, name)
+    if len(first_names) > 1:
+        found = ", ".join(f"{name} on {device}" for device, name in first_names.items())
+        raise ValueError(
+            f"all parameters and buffers must be on one device, received {found}; move the "
+            "module with module.to(device)"
+        )
+    return next(iter(first_names), torch.device("cpu"))
+
+
+def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
+    """The process group meant by a group, a one-dimensional mesh, or None (the default group).
+
+    Raises:
+        RuntimeError: no process group is initialised.
+        ValueError: the mesh has several dimensions, or this rank is not in the group.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            "a process group must exist before a module is wrapped; call "
+            "torch.distributed.init_process_group() first"
+        )
+    if group is None:
+        default = dist.group.WORLD
+        assert default is not None
+        return default
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"a device mesh must have one dimension, received {group.ndim} "
+                f"({group.mesh_dim_names}); pass one of them (mesh['name']), and a "
+                "HierarchicalAverage as comm_hook to use two"
+            )
+        return group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            "this rank must belong to the process group, received a group it is not part of"
+        )
+    return group
+
+
+def check_backend(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Refuses a group that cannot carry the device's tensors.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if backend_for(group, device) is None:
+        raise ValueError(
+            f"the process group must serve the module's device, but the module is on {device} "
+            f"and the group's backends are {dist.get_backend_config(group)!r}; move the module "
+            "or initialise another backend"
+        )
+
+
+def _tensors(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()

@@ -1,0 +1,208 @@
+"""Averaging and broadcasting over a process group, and what "waiting" means for each device.
+
+Every collective here is asynchronous and returns something with ``wait()``. On CUDA, waiting
+makes the current stream wait and returns at once; on CPU it blocks the caller.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_lite.buckets import MEBIBYTE
+
+_BACKENDS_WITH_AVG = frozenset({"nccl", "gloo", "fake"})
+_BROADCAST_CHUNK_BYTES = 256 * MEBIBYTE
+
+
+class Waitable(Protocol):
+    """Anything that can be waited for: a collective in flight or a chain of them."""
+
+    def wait(self) -> object:
+        """Returns when the result may be used (on CUDA: by work queued on the current stream)."""
+
+
+class Completed:
+    """A result that is there already."""
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+
+def backend_for(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """The name of the backend that serves ``device`` in ``group``, None if none does."""
+    for pair in dist.get_backend_config(group).split(","):
+        kind, _, name = pair.partition(":")
+        if kind == device.type:
+            return name
+    return None
+
+
+class Averager:
+    """Averages tensors over a group, in place, in one collective per call.
+
+    ``ReduceOp.AVG`` is used where the backend has it, SUM and a multiplication elsewhere. One
+    rank averages nothing: tensors stay bitwise as they are and nothing is sent. float16 is
+    divided by about √N before and by the rest after the sum, so that neither a large sum
+    overflows nor a small term vanishes; the first factor is a power of two and thus exact.
+
+    Args:
+        group: the ranks to average over.
+        device: where the tensors live.
+
+    Attributes:
+        collectives: number started so far.
+        bytes: payload handed to them so far.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        self.world_size = group.size()
+        self.collectives = 0
+        self.bytes = 0
+        has_avg = backend_for(group, device) in _BACKENDS_WITH_AVG
+        self._plain = dist.ReduceOp(dist.ReduceOp.AVG if has_avg else dist.ReduceOp.SUM)
+        self._scale_after = None if has_avg else 1.0 / self.world_size
+
+    def describe(self, dtype: torch.dtype) -> str:
+        """The reduction used for ``dtype``, in words."""
+        if self.world_size == 1:
+            return "none (one rank)"
+        if dtype == torch.float16:
+            return f"SUM of values/{self._half_divisor()}, then scaled"
+        return "AVG" if self._scale_after is None else "SUM, then scaled"
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Waitable:
+        """Starts averaging contiguous tensors of one dtype in place.
+
+        Args:
+            tensors: at least one; complex ones are averaged as pairs of reals.
+        """
+        if self.world_size == 1:
+            return Completed()
+        values = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+        operation, after = self._plain, self._scale_after
+        if values[0].dtype == torch.float16:
+            before = self._half_divisor()
+            torch._foreach_mul_(values, 1.0 / before)
+            operation, after = dist.ReduceOp(dist.ReduceOp.SUM), before / self.world_size
+        self.collectives += 1
+        self.bytes += sum(value.nbytes for value in values)
+        work = _start_all_reduce(self.group, values, operation)
+        return work if after is None or after == 1.0 else _Scaled(work, values, after)
+
+    def _half_divisor(self) -> int:
+        return 1 << math.ceil(math.log2(self.world_size) / 2)
+
+
+class _Scaled:
+    def __init__(self, work: Waitable, values: list[Tensor], factor: float) -> None:
+        self._work, self._values, self._factor = work, values, factor
+
+    def wait(self) -> None:
+        self._work.wait()
+        values, self._values = self._values, []  # waiting twice scales once
+        if values:
+            torch._foreach_mul_(values, self._factor)
+
+
+def _start_all_reduce(
+    group: dist.ProcessGroup, values: list[Tensor], operation: dist.ReduceOp
+) -> Waitable:
+    # The group's own methods: dist.all_reduce re-checks its arguments on every call, and
+    # dist._coalescing_manager leaves the group unusable if a call inside it raises.
+    if len(values) == 1:
+        single = dist.AllreduceOptions()
+        single.reduceOp = operation
+        single.asyncOp = True
+        return group.allreduce(values, single)
+    several = dist.AllreduceCoalescedOptions()
+    several.reduceOp = operation
+    several.asyncOp = True
+    return group.allreduce_coalesced(values, several)
+
+
+class Chain:
+    """Collectives that build on each other, as one waitable.
+
+    Each stage starts one collective (or only computes) and returns what to wait for before the
+    next stage. On CUDA the whole chain is queued at once on a stream of its own, so it overlaps
+    with backward. On CPU the first stage starts at once and the rest run inside ``wait``.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Callable[[], Waitable | None]],
+        device: torch.device,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._rest: list[Callable[[], Waitable | None]] = []
+        self._first: Waitable | None = None
+        if device.type != "cuda":
+            first, *self._rest = stages
+            self._first = first()
+            return
+        side = stream if stream is not None else torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            for stage in stages:
+                if (work := stage()) is not None:
+                    work.wait()
+            self._event = side.record_event()
+
+    def wait(self) -> None:
+        """Runs what is left and returns when the last stage's result may be used."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+            return
+        if self._first is not None:
+            self._first.wait()
+        for stage in self._rest:
+            if (work := stage()) is not None:
+                work.wait()
+        self._rest = []
+
+
+def broadcast_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Overwrites tensors with rank 0's values, many tensors per broadcast.
+
+    Tensors of one dtype and device are packed into chunks of at most 256 MB, so the extra
+    memory is bounded whatever the model's size.
+
+    Args:
+        tensors: the same shapes and dtypes in the same order on every rank.
+        group: rank 0 of this group is the source.
+    """
+    if group.size() == 1:
+        return
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        value = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        if value.numel():
+            kinds.setdefault((value.dtype, value.device), []).append(value)
+    with torch.no_grad():
+        for values in kinds.values():
+            for chunk in _chunks(values):
+                flat = torch.cat([value.reshape(-1) for value in chunk])
+                dist.broadcast(flat, group=group, group_src=0)
+                pieces = flat.split([value.numel() for value in chunk])
+                for value, piece in zip(chunk, pieces, strict=True):
+                    value.copy_(piece.view(value.shape))
+
+
+def _chunks(values: Sequence[Tensor]) -> list[list[Tensor]]:
+    chunks: list[list[Tensor]] = []
+    used = 0
+    for value in values:
+        if not chunks or used + value.nbytes > _BROADCAST_CHUNK_BYTES:
+            chunks.append([])
+            used = 0
+        chunks[-1].append(value)
+        used += value.nbytes
+    return chunks

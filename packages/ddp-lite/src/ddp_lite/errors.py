@@ -1,0 +1,26 @@
+"""What can go wrong between ranks: one exception class per cause.
+
+All of them are ``RuntimeError``s, so a caller that only wants to stop can catch that.
+"""
+
+from __future__ import annotations
+
+
+class SynchronizationError(RuntimeError):
+    """Any failure to keep the ranks' models equal."""
+
+
+class ModelMismatchError(SynchronizationError):
+    """The ranks did not build the same model."""
+
+
+class MissingGradientError(SynchronizationError):
+    """A parameter got no gradient on some rank and the policy is ``"error"``."""
+
+
+class UnfinishedSynchronizationError(SynchronizationError):
+    """A new forward began although the last backward was never finished."""
+
+
+class PeerFailureError(SynchronizationError):
+    """A collective failed: a peer died, hangs, or runs something else."""

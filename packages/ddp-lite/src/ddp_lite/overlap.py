@@ -1,0 +1,54 @@
+"""Step 3: one asynchronous all-reduce per parameter, during backward.
+
+As soon as a gradient has been accumulated its reduction starts, and the backward pass of earlier
+layers runs meanwhile. What stays exposed is what starts last, plus the fixed cost of as many
+collectives as there are parameters.
+
+Ranks may produce gradients in different orders, but collectives must be started in the same
+order everywhere. So reductions start strictly in the plan's order: a gradient that arrives early
+waits until those before it have been started.
+"""
+
+from __future__ import annotations
+
+from ddp_lite.base import DataParallelBase
+from ddp_lite.buckets import one_per_parameter
+
+
+class OverlapDDP(DataParallelBase):
+    """Averages each gradient as soon as backward has produced it.
+
+    See ``DataParallelBase`` for the arguments.
+    """
+
+    def _plan(self) -> list[tuple[int, ...]]:
+        # Backward meets the last registered parameters first.
+        return one_per_parameter(reversed(self._specs))
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._outstanding = [len(indices) for indices in self._groups]
+        self._counted = bytearray(len(self._specs))
+        self._next = 0  # first group that has not been started
+        self._late: set[int] = set()  # started groups whose parameters got more gradient since
+
+    def _gradient_ready(self, index: int) -> None:
+        place = self._group_of[index]
+        if place < self._next:
+            self._late.add(place)
+        elif not self._counted[index]:
+            self._counted[index] = 1
+            self._outstanding[place] -= 1
+            while self._next < len(self._groups) and not self._outstanding[self._next]:
+                self._next += 1
+                self._start(self._next - 1)
+
+    def _start_remaining(self) -> None:
+        for place in range(self._next, len(self._groups)):
+            self._start(place)
+        self._next = len(self._groups)
+        for place in sorted(self._late):
+            self._start(place)
+
+    def _explain_when(self) -> str:
+        return "each started during backward, in reverse registration order"

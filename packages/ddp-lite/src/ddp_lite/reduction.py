@@ -1,0 +1,166 @@
+"""Gradients of a few parameters on their way through one reduction.
+
+Three ways to carry them, with the memory traffic each costs for N bytes of gradients:
+
+- ``InPlaceReduction``: the collective works on the gradients where autograd put them. Nothing
+  is copied and nothing is allocated.
+- ``FlatReduction``: one copy into a flat tensor, and the gradients become views of it (2N). The
+  flat tensor is allocated when the bucket is complete and replaces the gradients, so both exist
+  for one bucket at a time only.
+- ``WireReduction``: one converting copy into a flat tensor of a smaller dtype and one back.
+
+A gradient that is missing on this rank takes part as zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ddp_lite.collectives import Waitable
+
+Average = Callable[[Sequence[Tensor]], Waitable]
+
+
+class InPlaceReduction:
+    """Averages each gradient where it lies, all in one coalesced collective.
+
+    Args:
+        indices: the parameters' positions.
+        parameters: the parameters themselves.
+        gradients: theirs on this rank; None where there is none.
+        average: starts the collective.
+        extra: tensors of the same dtype that travel along.
+    """
+
+    def __init__(
+        self,
+        indices: tuple[int, ...],
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        average: Average,
+        extra: Sequence[Tensor] = (),
+    ) -> None:
+        self.indices = indices
+        self._gradients = _with_zeros(parameters, gradients)
+        # Collectives need contiguous memory; a strided gradient travels as a copy.
+        values = [gradient.contiguous() for gradient in self._gradients]
+        self._copies = [
+            (gradient, value)
+            for gradient, value in zip(self._gradients, values, strict=True)
+            if gradient is not value
+        ]
+        self._work = average([*values, *extra])
+
+    def wait(self) -> Sequence[Tensor]:
+        """The averaged gradients, in the order of ``indices``."""
+        self._work.wait()
+        for gradient, value in self._copies:
+            gradient.copy_(value)
+        return self._gradients
+
+
+class FlatReduction:
+    """Copies the gradients into one flat tensor and reduces that.
+
+    Args:
+        indices: the parameters' positions.
+        parameters: the parameters themselves.
+        gradients: theirs on this rank; None where there is none.
+        start: starts the reduction of the flat tensor, in place.
+        padded_numel: length of the flat tensor; what lies past the gradients is zero.
+    """
+
+    def __init__(
+        self,
+        indices: tuple[int, ...],
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        start: Callable[[Tensor], Waitable],
+        padded_numel: int | None = None,
+    ) -> None:
+        self.indices = indices
+        self.flat, self._views = _flatten(parameters, gradients, parameters[0].dtype, padded_numel)
+        self._work = start(self.flat)
+
+    def wait(self) -> Sequence[Tensor]:
+        """The reduced gradients, as views of the flat tensor, in the order of ``indices``."""
+        self._work.wait()
+        return self._views
+
+
+class WireReduction:
+    """Sends the gradients in another dtype and converts the average back.
+
+    Args:
+        indices: the parameters' positions.
+        parameters: the parameters themselves.
+        gradients: theirs on this rank; None where there is none.
+        start: starts averaging the flat tensor, in place.
+        dtype: what travels.
+        padded_numel: length of the flat tensor; what lies past the gradients is zero.
+    """
+
+    def __init__(
+        self,
+        indices: tuple[int, ...],
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        start: Callable[[Tensor], Waitable],
+        dtype: torch.dtype,
+        padded_numel: int | None = None,
+    ) -> None:
+        self.indices = indices
+        flat, self._views = _flatten(parameters, gradients, dtype, padded_numel)
+        self._gradients = [
+            torch.empty_like(parameter) if gradient is None else gradient
+            for parameter, gradient in zip(parameters, gradients, strict=True)
+        ]
+        self._work = start(flat)
+
+    def wait(self) -> Sequence[Tensor]:
+        """The averaged gradients in their own dtype, in the order of ``indices``."""
+        self._work.wait()
+        torch._foreach_copy_(self._gradients, self._views)
+        self._views = []
+        return self._gradients
+
+
+Reduction = InPlaceReduction | FlatReduction | WireReduction
+
+
+def _with_zeros(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    return [
+        torch.zeros_like(parameter) if gradient is None else gradient
+        for parameter, gradient in zip(parameters, gradients, strict=True)
+    ]
+
+
+def _flatten(
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    dtype: torch.dtype,
+    padded_numel: int | None,
+) -> tuple[Tensor, list[Tensor]]:
+    """Packs gradients, zeros for None, in order; returns the flat tensor and a view of each."""
+    sizes = [parameter.numel() for parameter in parameters]
+    total = sum(sizes)
+    length = total if padded_numel is None else padded_numel
+    flat = torch.empty(length, dtype=dtype, device=parameters[0].device)
+    flat[total:].zero_()
+    pieces = flat[:total].split(sizes)
+    views = [
+        piece.view(parameter.shape) for piece, parameter in zip(pieces, parameters, strict=True)
+    ]
+    targets, sources = [], []
+    for view, gradient in zip(views, gradients, strict=True):
+        if gradient is None:
+            view.zero_()
+        else:
+            targets.append(view)
+            sources.append(gradient)
+    if targets:
+        torch._foreach_copy_(targets, sources)
+    return flat, views

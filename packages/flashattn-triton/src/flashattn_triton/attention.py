@@ -1,0 +1,254 @@
+"""The public functions: attention on dense and on packed batches, and the assignment's class."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flashattn_triton import ops
+from flashattn_triton.compiled_backward import compiled_flash_backward
+from flashattn_triton.configs import Tiling
+from flashattn_triton.dispatch import check_implementation
+from flashattn_triton.launch import Packing
+from flashattn_triton.options import (
+    AttentionOptions,
+    check_dense,
+    check_layout,
+    check_varlen,
+    resolve_options,
+    to_heads_first,
+)
+
+
+def flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool | str = False,
+    scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    layout: str = "bhsd",
+    return_lse: bool = False,
+    deterministic: bool = False,
+    implementation: str = "auto",
+    tiling: Tiling | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale · Q Kᵀ) V, exactly, without the N_q x N_k matrix (arXiv:2307.08691).
+
+    Differentiable once in query, key and value, through the output and through the logsumexp.
+    Scores, sums and all gradients are accumulated in fp32. A query that sees no key has output 0,
+    logsumexp -inf and no gradient.
+
+    Args:
+        query: (B, H, N_q, D) for layout "bhsd", (B, N_q, H, D) for "bshd"; fp16, bf16 or fp32; D
+            and E from 1 to 256; any strides (copied if the last is not 1).
+        key: (B, G, N_k, D), G dividing H: query head h reads key head h // (H / G).
+        value: (B, G, N_k, E).
+        causal: False; True or "top-left": query i sees the keys j <= i; "bottom-right": query i
+            sees j <= i + N_k - N_q, as for decoding with a cache.
+        scale: factor on the scores, 1/sqrt(D) by default; may be negative.
+        window: (left, right): a query sees that many keys before and after its diagonal, which is
+            the one of ``causal`` (top-left if that is False). None means no limit.
+        softcap: c > 0 replaces a scaled score s by c·tanh(s/c).
+        layout: "bhsd" or "bshd", of inputs and output.
+        return_lse: also return the logsumexp.
+        deterministic: gradients are bit-identical from run to run.
+        implementation: "auto" (Triton for CUDA tensors, else tiled PyTorch), "triton", "tiled", or
+            "reference" (the definition: all scores in memory, any number of derivatives).
+        tiling: kernel shapes to use instead of the shipped table's.
+
+    Under autocast the inputs are cast to its dtype. fp32 products use TF32 only if
+    ``torch.backends.cuda.matmul.fp32_precision`` is "tf32".
+
+    Returns:
+        Output in the inputs' layout and dtype, the last dimension E; with ``return_lse`` also the
+        natural-log logsumexp of the scores, (B, H, N_q) fp32.
+
+    Raises:
+        ValueError: an argument is not what is described above.
+    """
+    check_layout(layout)
+    check_implementation(implementation)
+    query, key, value = _autocast(query, key, value)
+    if query.dim() == key.dim() == value.dim() == 4:
+        query, key, value = (to_heads_first(x, layout) for x in (query, key, value))
+    check_dense(query, key, value)
+    options = resolve_options(
+        head_dim=query.shape[-1],
+        causal=causal,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        deterministic=deterministic,
+    )
+    if implementation == "reference":
+        from flashattn_triton.reference import attention_reference
+
+        out, lse = attention_reference(query, key, value, options)
+        out = out.to(query.dtype)
+    else:
+        arguments = ops.operator_arguments(options, implementation=implementation, tiling=tiling)
+        out, lse = torch.ops.flashattn_triton.forward(query, key, value, *arguments)
+    out = to_heads_first(out, layout)
+    return (out, lse) if return_lse else out
+
+
+def flash_attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool | str = False,
+    scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    implementation: str = "auto",
+    tiling: Tiling | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`flash_attention` of each sequence of a packed batch, without padding.
+
+    The host never waits for the device, so on a GPU the values in ``cu_seqlens`` are not checked:
+    they must rise from 0 to the number of tokens, in steps of at most ``max_seqlen``. Sequences may
+    be empty, on either side.
+
+    Args:
+        query: (T_q, H, D), the sequences' tokens one after another.
+        key: (T_k, G, D).
+        value: (T_k, G, E).
+        cu_seqlens_q: (sequences + 1,) int32, where each sequence starts in ``query``, and T_q.
+        cu_seqlens_k: the same for ``key`` and ``value``.
+        max_seqlen_q: at least the length of the longest query sequence.
+        max_seqlen_k: at least the length of the longest key sequence.
+
+    The other arguments are those of :func:`flash_attention`.
+
+    Returns:
+        Output (T_q, H, E); with ``return_lse`` also the logsumexp, (H, T_q) fp32.
+
+    Raises:
+        ValueError: an argument is not what is described above.
+    """
+    check_implementation(implementation)
+    query, key, value = _autocast(query, key, value)
+    check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    options = resolve_options(
+        head_dim=query.shape[-1],
+        causal=causal,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        deterministic=deterministic,
+    )
+    if implementation == "reference":
+        from flashattn_triton.reference import attention_reference_varlen
+
+        starts = (cu_seqlens_q, cu_seqlens_k)
+        out, lse = attention_reference_varlen(query, key, value, *starts, options)
+        out = out.to(query.dtype)
+        return (out, lse) if return_lse else out
+    packing = Packing(
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+    )
+    arguments = ops.operator_arguments(
+        options, implementation=implementation, tiling=tiling, packing=packing
+    )
+    views = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    out, lse = torch.ops.flashattn_triton.forward(*views, *arguments)
+    out = out.squeeze(0).transpose(0, 1)
+    return (out, lse.squeeze(0)) if return_lse else out
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast, floating tensors in its dtype: attention is two matrix products."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x.to(dtype) if x.is_floating_point() else x for x in tensors)
+
+
+class FlashAttention2Triton(torch.autograd.Function):
+    """``FlashAttention2Triton.apply(Q, K, V, is_causal=False)``: the Triton kernels as a Function.
+
+    Q is (..., N_q, D), K (..., N_k, D), V (..., N_k, E), with the same leading dimensions (at least
+    one); the output is (..., N_q, E). The scale is 1/sqrt(D); ``is_causal`` lets query i see the
+    keys j <= i. Saves L, Q, K, V, O; L is the natural-log logsumexp, shaped ``Q.shape[:-1]``.
+
+    CPU tensors run in Triton's interpreter if it is active, and are refused if not.
+    :class:`FlashAttention2TritonCompiledBackward` is the same with the backward pass in PyTorch.
+
+    Raises:
+        ValueError: shapes, dtypes or devices don't fit, or Triton cannot run on the device.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False) -> Tensor:
+        """O, with what the backward pass needs saved on ``ctx``."""
+        for name, x in (("Q", Q), ("K", K), ("V", V)):
+            if x.dim() < 3 or x.shape[:-2] != Q.shape[:-2]:
+                raise ValueError(
+                    f"{name} must be (..., sequence, head_dim) with Q's leading dimensions, at "
+                    f"least one; received {tuple(x.shape)}, Q is {tuple(Q.shape)}"
+                )
+        query, key, value = (_as_heads(x) for x in (Q, K, V))
+        check_dense(query, key, value)
+        ctx.arguments = ops.operator_arguments(
+            _assignment_options(Q, is_causal), implementation="triton"
+        )
+        out, lse = torch.ops.flashattn_triton.forward(query, key, value, *ctx.arguments)
+        O = out.view(*Q.shape[:-1], V.shape[-1])  # noqa: E741 - the paper's name
+        ctx.save_for_backward(lse.view(Q.shape[:-1]), Q, K, V, O)
+        ctx.is_causal = is_causal
+        return O
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dO: Tensor) -> tuple[Tensor | None, ...]:
+        """dQ, dK, dV by the Triton kernels."""
+        L, Q, K, V, O = ctx.saved_tensors  # noqa: E741 - the paper's name
+        query, key, value, out, grad_out = (_as_heads(x) for x in (Q, K, V, O, dO))
+        lse = L.view(query.shape[:-1])
+        gradients = torch.ops.flashattn_triton.backward(
+            query, key, value, out, lse, grad_out, None, *ctx.arguments
+        )
+        dQ, dK, dV = (g.view(x.shape) for g, x in zip(gradients, (Q, K, V), strict=True))
+        return dQ, dK, dV, None
+
+
+class FlashAttention2TritonCompiledBackward(FlashAttention2Triton):
+    """:class:`FlashAttention2Triton` with Eq. 13-19 in compiled PyTorch as its backward pass.
+
+    The step between autograd and the Triton kernels: N_q x N_k elements exist during backward.
+    """
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dO: Tensor) -> tuple[Tensor | None, ...]:
+        """dQ, dK, dV by :func:`flashattn_triton.compiled_backward.compiled_flash_backward`."""
+        L, Q, K, V, O = ctx.saved_tensors  # noqa: E741 - the paper's name
+        scale = 1.0 / math.sqrt(Q.shape[-1])
+        return *compiled_flash_backward(Q, K, V, O, dO, L, ctx.is_causal, scale), None
+
+
+def _assignment_options(Q: Tensor, is_causal: bool) -> AttentionOptions:
+    return resolve_options(head_dim=Q.shape[-1], causal=bool(is_causal))
+
+
+def _as_heads(x: Tensor) -> Tensor:
+    """(..., N, D) to (B, H, N, D): the last leading dimension becomes heads."""
+    return x.unsqueeze(1) if x.dim() == 3 else x.flatten(0, -4)

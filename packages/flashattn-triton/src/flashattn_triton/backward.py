@@ -1,0 +1,682 @@
+"""The backward pass as portable Triton kernels: FlashAttention-2, Algorithm 2.
+
+P is recomputed from the stored logsumexp, tile by tile (assignment, Eq. 13-19; S the scaled scores,
+∘ element by element):
+
+    P  = exp(S - L)                 dV = Pᵀ dO
+    dP = dO Vᵀ                      dS = P ∘ (dP - delta),   delta = rowsum(O ∘ dO) - dL
+    dQ = scale · dS K               dK = scale · dSᵀ Q
+
+A gradient dL of the logsumexp adds P dL to dS, which is why it only enters through delta.
+
+Two forms. *Two passes*: one kernel whose programs own keys (dK, dV; the query heads that share a
+key head are summed inside), one whose programs own queries (dQ). P is computed twice, nothing is
+shared between programs, every sum has a fixed order. *Fused*: the first kernel also adds its part
+of dQ to an fp32 buffer atomically: five matrix products instead of seven, the sum in any order.
+
+Legend: B batch, H query heads, G key/value heads, N_q queries, N_k keys, D head_dim of query and
+key, E head_dim of value, T tokens of a packed batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashattn_triton.configs import Tiles, Tiling
+from flashattn_triton.forward import (
+    LOG2_E,
+    dot,
+    key_range,
+    load_rows,
+    loop_bound,
+    store_rows,
+    tanh,
+    tile_indices,
+    visible,
+)
+from flashattn_triton.launch import (
+    Packing,
+    dot_precision,
+    empty_output,
+    empty_row_statistic,
+    is_wide,
+    mask_arguments,
+    on_device_of,
+    padded,
+    strides,
+    unit_last_stride,
+)
+from flashattn_triton.options import AttentionOptions
+
+DELTA_ROWS = 64
+
+
+@triton.jit(do_not_specialize=["N_QUERIES", "stride_lh"])
+def delta_kernel(
+    O_ptr,
+    dO_ptr,
+    dL_ptr,  # (B, H, N_q) fp32, or None
+    delta_ptr,  # (B, H, N_q) or (H, T_q) fp32
+    stride_ob,
+    stride_oh,
+    stride_oq,
+    stride_dob,
+    stride_doh,
+    stride_doq,
+    stride_dlb,
+    stride_dlh,
+    stride_dlq,
+    stride_lb,
+    stride_lh,
+    N_QUERIES,
+    N_HEADS,
+    E: tl.constexpr,
+    E_PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_DL: tl.constexpr,
+):
+    """delta = rowsum(O ∘ dO) - dL for ROWS queries of one head. Grid: tiles · B · H."""
+    n_tiles = tl.cdiv(N_QUERIES, ROWS)
+    h = ((tl.program_id(0) // n_tiles) % N_HEADS).to(tl.int64)
+    b = (tl.program_id(0) // n_tiles // N_HEADS).to(tl.int64)
+    query_start = ((tl.program_id(0) % n_tiles) * ROWS).to(tl.int64)
+    rows = tl.arange(0, ROWS).to(tl.int64)
+    columns = tl.arange(0, E_PADDED)
+    n_rows = N_QUERIES - query_start
+    o_tile = O_ptr + b * stride_ob + h * stride_oh + query_start * stride_oq
+    do_tile = dO_ptr + b * stride_dob + h * stride_doh + query_start * stride_doq
+    o = load_rows(o_tile, rows, columns, stride_oq, n_rows, E, True).to(tl.float32)
+    do = load_rows(do_tile, rows, columns, stride_doq, n_rows, E, True).to(tl.float32)
+    delta = tl.sum(o * do, 1)
+    inside = rows < n_rows
+    if HAS_DL:
+        dl_tile = dL_ptr + b * stride_dlb + h * stride_dlh + query_start * stride_dlq
+        delta -= tl.load(dl_tile + rows * stride_dlq, mask=inside, other=0.0)
+    delta_tile = delta_ptr + b * stride_lb + h * stride_lh + query_start
+    tl.store(delta_tile + rows, delta, mask=inside)
+
+
+@triton.jit
+def _differentiate_keys(
+    dk,  # (K_TILE_SIZE, D_PADDED) fp32, without the scale
+    dv,  # (K_TILE_SIZE, E_PADDED) fp32
+    k,
+    v,
+    Q_ptr,
+    dO_ptr,
+    dQ_ptr,
+    L_ptr,
+    delta_ptr,
+    stride_qq,
+    stride_doq,
+    stride_dqq,
+    start,
+    stop,
+    keys,
+    rows,
+    columns,
+    value_columns,
+    offset,
+    n_queries,
+    n_keys,
+    window_left,
+    window_right,
+    scale,
+    softcap,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    Q_TILE_SIZE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    ADD_DQ: tl.constexpr,
+    is_causal: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Adds what queries ``start`` to ``stop`` contribute. Scores are transposed: (keys, queries)."""
+    for query_start in range(
+        loop_bound(start, INTERPRETED), loop_bound(stop, INTERPRETED), Q_TILE_SIZE
+    ):
+        query_start = query_start + 0  # a tensor under the interpreter too
+        n_rows = n_queries - query_start
+        queries = query_start + tl.arange(0, Q_TILE_SIZE)
+        q_tile = Q_ptr + query_start.to(tl.int64) * stride_qq
+        q = load_rows(q_tile, rows, columns, stride_qq, n_rows, D, True)
+        # Queries past the end have L = inf, so their P is exactly 0.
+        logsumexp = tl.load(L_ptr + queries, mask=queries < n_queries, other=float("inf"))
+        s = dot(k, tl.trans(q), None, PRECISION, INTERPRETED)  # (K_TILE_SIZE, Q_TILE_SIZE)
+        if HAS_SOFTCAP:
+            s = tanh(s * (scale / softcap))
+            p = tl.exp2(s * (softcap * LOG2_E) - (logsumexp * LOG2_E)[None, :])
+        else:
+            p = tl.exp2(s * (scale * LOG2_E) - (logsumexp * LOG2_E)[None, :])
+        if MASKED:
+            seen = visible(
+                queries[None, :],
+                keys[:, None],
+                offset,
+                n_keys,
+                window_left,
+                window_right,
+                HAS_LEFT,
+                is_causal,
+            )
+            p = tl.where(seen, p, 0.0)
+        do_tile = dO_ptr + query_start.to(tl.int64) * stride_doq
+        do = load_rows(do_tile, rows, value_columns, stride_doq, n_rows, E, True)
+        dv = dot(p.to(do.dtype), do, dv, PRECISION, INTERPRETED)
+        dp = dot(v, tl.trans(do), None, PRECISION, INTERPRETED)
+        delta = tl.load(delta_ptr + queries, mask=queries < n_queries, other=0.0)
+        ds = p * (dp - delta[None, :])
+        if HAS_SOFTCAP:
+            ds = ds * (1.0 - s * s)
+        ds = ds.to(q.dtype)
+        dk = dot(ds, q, dk, PRECISION, INTERPRETED)
+        if ADD_DQ:
+            dq = dot(tl.trans(ds), k, None, PRECISION, INTERPRETED)
+            dq_tile = dQ_ptr + query_start.to(tl.int64) * stride_dqq
+            pointers = dq_tile + rows[:, None] * stride_dqq + columns[None, :]
+            inside = (rows < n_rows)[:, None] & (columns < D)[None, :]
+            tl.atomic_add(pointers, dq, mask=inside, sem="relaxed")
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["N_QUERIES", "N_KEYS", "window_left", "window_right", "stride_lh"])
+def key_pass_kernel(
+    Q_ptr,
+    K_ptr,
+    V_ptr,
+    dO_ptr,
+    L_ptr,
+    delta_ptr,
+    dQ_ptr,  # fp32, zeroed, used with ADD_DQ only
+    dK_ptr,
+    dV_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    stride_qb,
+    stride_qh,
+    stride_qq,
+    stride_kb,
+    stride_kh,
+    stride_kk,
+    stride_vb,
+    stride_vh,
+    stride_vk,
+    stride_dob,
+    stride_doh,
+    stride_doq,
+    stride_dqb,
+    stride_dqh,
+    stride_dqq,
+    stride_dkb,
+    stride_dkh,
+    stride_dkk,
+    stride_dvb,
+    stride_dvh,
+    stride_dvk,
+    stride_lb,
+    stride_lh,
+    N_QUERIES,
+    N_KEYS,
+    N_KV_HEADS,
+    HEADS_PER_KV,
+    scale,
+    softcap,
+    window_left,
+    window_right,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    E_PADDED: tl.constexpr,
+    Q_TILE_SIZE: tl.constexpr,
+    K_TILE_SIZE: tl.constexpr,
+    PACKED: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    ADD_DQ: tl.constexpr,
+    is_causal: tl.constexpr,
+):
+    """dK and dV of one key tile of one key head. Grid: tiles · B · G.
+
+    Under a causal mask the first key tile is seen by most queries, so the order is longest first.
+    """
+    n_tiles = tl.cdiv(N_KEYS, K_TILE_SIZE)
+    kv_head = (tl.program_id(0) // n_tiles) % N_KV_HEADS
+    batch = tl.program_id(0) // n_tiles // N_KV_HEADS
+    key_start = (tl.program_id(0) % n_tiles) * K_TILE_SIZE
+
+    b, kv_h = batch.to(tl.int64), kv_head.to(tl.int64)
+    Q_ptr += b * stride_qb
+    K_ptr += b * stride_kb + kv_h * stride_kh
+    V_ptr += b * stride_vb + kv_h * stride_vh
+    dO_ptr += b * stride_dob
+    dQ_ptr += b * stride_dqb
+    dK_ptr += b * stride_dkb + kv_h * stride_dkh
+    dV_ptr += b * stride_dvb + kv_h * stride_dvh
+    L_ptr += b * stride_lb
+    delta_ptr += b * stride_lb
+    if PACKED:
+        first_query = tl.load(cu_seqlens_q_ptr + batch)
+        first_key = tl.load(cu_seqlens_k_ptr + batch)
+        N_QUERIES = tl.load(cu_seqlens_q_ptr + batch + 1) - first_query
+        N_KEYS = tl.load(cu_seqlens_k_ptr + batch + 1) - first_key
+        if key_start >= N_KEYS:
+            return
+        Q_ptr += first_query.to(tl.int64) * stride_qq
+        K_ptr += first_key.to(tl.int64) * stride_kk
+        V_ptr += first_key.to(tl.int64) * stride_vk
+        dO_ptr += first_query.to(tl.int64) * stride_doq
+        dQ_ptr += first_query.to(tl.int64) * stride_dqq
+        dK_ptr += first_key.to(tl.int64) * stride_dkk
+        dV_ptr += first_key.to(tl.int64) * stride_dvk
+        L_ptr += first_query
+        delta_ptr += first_query
+    offset = 0
+    if BOTTOM_RIGHT:
+        offset = N_KEYS - N_QUERIES
+
+    # Queries that see some key of the tile, and whole query tiles that see every key of it. A key
+    # tile past the end is masked throughout: what its padding adds to dQ must be exactly 0.
+    start = 0
+    full_start = tl.where(key_start + K_TILE_SIZE > N_KEYS, N_QUERIES, 0)
+    if is_causal:
+        first_seeing = key_start - offset - window_right
+        start = tl.maximum(first_seeing, 0) // Q_TILE_SIZE * Q_TILE_SIZE
+        full_start = tl.maximum(full_start, first_seeing + K_TILE_SIZE - 1)
+    full_start = tl.cdiv(tl.maximum(full_start, 0), Q_TILE_SIZE) * Q_TILE_SIZE
+    stop = N_QUERIES
+    full_stop = N_QUERIES
+    if HAS_LEFT:
+        first_blind = key_start - offset + window_left + 1
+        stop = tl.minimum(stop, tl.maximum(first_blind + K_TILE_SIZE - 1, 0))
+        full_stop = tl.minimum(full_stop, tl.maximum(first_blind, 0) // Q_TILE_SIZE * Q_TILE_SIZE)
+
+    columns = tl.arange(0, D_PADDED)
+    value_columns = tl.arange(0, E_PADDED)
+    rows = tile_indices(Q_TILE_SIZE, WIDE)
+    key_rows = tile_indices(K_TILE_SIZE, WIDE)
+    keys = key_start + tl.arange(0, K_TILE_SIZE)
+    n_rows = N_KEYS - key_start
+    first = key_start.to(tl.int64)
+    k = load_rows(K_ptr + first * stride_kk, key_rows, columns, stride_kk, n_rows, D, True)
+    v = load_rows(V_ptr + first * stride_vk, key_rows, value_columns, stride_vk, n_rows, E, True)
+
+    dk = tl.zeros([K_TILE_SIZE, D_PADDED], tl.float32)
+    dv = tl.zeros([K_TILE_SIZE, E_PADDED], tl.float32)
+    for member in range(0, loop_bound(HEADS_PER_KV, INTERPRETED)):
+        h = kv_h * HEADS_PER_KV + member
+        q_head = Q_ptr + h * stride_qh
+        do_head = dO_ptr + h * stride_doh
+        dq_head = dQ_ptr + h * stride_dqh
+        l_head = L_ptr + h * stride_lh
+        delta_head = delta_ptr + h * stride_lh
+        dk, dv = _differentiate_keys(
+            dk, dv, k, v, q_head, do_head, dq_head, l_head, delta_head,
+            stride_qq, stride_doq, stride_dqq, start, tl.minimum(full_start, stop),
+            keys, rows, columns, value_columns, offset, N_QUERIES, N_KEYS,
+            window_left, window_right, scale, softcap, D, E, Q_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT,
+            PRECISION, INTERPRETED, ADD_DQ, is_causal, True,
+        )  # fmt: skip
+        dk, dv = _differentiate_keys(
+            dk, dv, k, v, q_head, do_head, dq_head, l_head, delta_head,
+            stride_qq, stride_doq, stride_dqq, full_start, full_stop,
+            keys, rows, columns, value_columns, offset, N_QUERIES, N_KEYS,
+            window_left, window_right, scale, softcap, D, E, Q_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT,
+            PRECISION, INTERPRETED, ADD_DQ, is_causal, False,
+        )  # fmt: skip
+        if HAS_LEFT:
+            dk, dv = _differentiate_keys(
+                dk, dv, k, v, q_head, do_head, dq_head, l_head, delta_head,
+                stride_qq, stride_doq, stride_dqq, tl.maximum(full_start, full_stop), stop,
+                keys, rows, columns, value_columns, offset, N_QUERIES, N_KEYS,
+                window_left, window_right, scale, softcap, D, E, Q_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT,
+                PRECISION, INTERPRETED, ADD_DQ, is_causal, True,
+            )  # fmt: skip
+    dk_tile = dK_ptr + first * stride_dkk
+    store_rows(dk_tile, dk * scale, key_rows, columns, stride_dkk, n_rows, D)
+    store_rows(dV_ptr + first * stride_dvk, dv, key_rows, value_columns, stride_dvk, n_rows, E)
+
+
+@triton.jit
+def _differentiate_queries(
+    dq,  # (Q_TILE_SIZE, D_PADDED) fp32, without the scale
+    q,
+    do,
+    logsumexp,
+    delta,
+    K_ptr,
+    V_ptr,
+    stride_kk,
+    stride_vk,
+    start,
+    stop,
+    queries,
+    keys,
+    columns,
+    value_columns,
+    offset,
+    n_keys,
+    window_left,
+    window_right,
+    scale,
+    softcap,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    K_TILE_SIZE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    is_causal: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Adds what keys ``start`` to ``stop`` contribute to dQ."""
+    for key_start in range(
+        loop_bound(start, INTERPRETED), loop_bound(stop, INTERPRETED), K_TILE_SIZE
+    ):
+        key_start = key_start + 0  # a tensor under the interpreter too
+        n_rows = n_keys - key_start
+        k_tile = K_ptr + key_start.to(tl.int64) * stride_kk
+        k = load_rows(k_tile, keys, columns, stride_kk, n_rows, D, MASKED)
+        s = dot(q, tl.trans(k), None, PRECISION, INTERPRETED)  # (Q_TILE_SIZE, K_TILE_SIZE)
+        if HAS_SOFTCAP:
+            s = tanh(s * (scale / softcap))
+            p = tl.exp2(s * (softcap * LOG2_E) - logsumexp[:, None])
+        else:
+            p = tl.exp2(s * (scale * LOG2_E) - logsumexp[:, None])
+        if MASKED:
+            seen = visible(
+                queries[:, None],
+                (key_start + keys)[None, :],
+                offset,
+                n_keys,
+                window_left,
+                window_right,
+                HAS_LEFT,
+                is_causal,
+            )
+            p = tl.where(seen, p, 0.0)
+        v_tile = V_ptr + key_start.to(tl.int64) * stride_vk
+        v = load_rows(v_tile, keys, value_columns, stride_vk, n_rows, E, MASKED)
+        dp = dot(do, tl.trans(v), None, PRECISION, INTERPRETED)
+        ds = p * (dp - delta[:, None])
+        if HAS_SOFTCAP:
+            ds = ds * (1.0 - s * s)
+        dq = dot(ds.to(k.dtype), k, dq, PRECISION, INTERPRETED)
+    return dq
+
+
+@triton.jit(do_not_specialize=["N_QUERIES", "N_KEYS", "window_left", "window_right", "stride_lh"])
+def query_pass_kernel(
+    Q_ptr,
+    K_ptr,
+    V_ptr,
+    dO_ptr,
+    L_ptr,
+    delta_ptr,
+    dQ_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    stride_qb,
+    stride_qh,
+    stride_qq,
+    stride_kb,
+    stride_kh,
+    stride_kk,
+    stride_vb,
+    stride_vh,
+    stride_vk,
+    stride_dob,
+    stride_doh,
+    stride_doq,
+    stride_dqb,
+    stride_dqh,
+    stride_dqq,
+    stride_lb,
+    stride_lh,
+    N_QUERIES,
+    N_KEYS,
+    N_HEADS,
+    HEADS_PER_KV,
+    scale,
+    softcap,
+    window_left,
+    window_right,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    E_PADDED: tl.constexpr,
+    Q_TILE_SIZE: tl.constexpr,
+    K_TILE_SIZE: tl.constexpr,
+    PACKED: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    is_causal: tl.constexpr,
+):
+    """dQ of one query tile of one head; the same walk over keys as the forward kernel."""
+    n_tiles = tl.cdiv(N_QUERIES, Q_TILE_SIZE)
+    head = (tl.program_id(0) // n_tiles) % N_HEADS
+    batch = tl.program_id(0) // n_tiles // N_HEADS
+    query_start = (n_tiles - 1 - tl.program_id(0) % n_tiles) * Q_TILE_SIZE
+
+    b, h = batch.to(tl.int64), head.to(tl.int64)
+    kv_h = (head // HEADS_PER_KV).to(tl.int64)
+    Q_ptr += b * stride_qb + h * stride_qh
+    K_ptr += b * stride_kb + kv_h * stride_kh
+    V_ptr += b * stride_vb + kv_h * stride_vh
+    dO_ptr += b * stride_dob + h * stride_doh
+    dQ_ptr += b * stride_dqb + h * stride_dqh
+    L_ptr += b * stride_lb + h * stride_lh
+    delta_ptr += b * stride_lb + h * stride_lh
+    if PACKED:
+        first_query = tl.load(cu_seqlens_q_ptr + batch)
+        first_key = tl.load(cu_seqlens_k_ptr + batch)
+        N_QUERIES = tl.load(cu_seqlens_q_ptr + batch + 1) - first_query
+        N_KEYS = tl.load(cu_seqlens_k_ptr + batch + 1) - first_key
+        if query_start >= N_QUERIES:
+            return
+        Q_ptr += first_query.to(tl.int64) * stride_qq
+        K_ptr += first_key.to(tl.int64) * stride_kk
+        V_ptr += first_key.to(tl.int64) * stride_vk
+        dO_ptr += first_query.to(tl.int64) * stride_doq
+        dQ_ptr += first_query.to(tl.int64) * stride_dqq
+        L_ptr += first_query
+        delta_ptr += first_query
+    offset = 0
+    if BOTTOM_RIGHT:
+        offset = N_KEYS - N_QUERIES
+
+    start, full_start, full_stop, stop = key_range(
+        query_start, offset, N_KEYS, window_left, window_right, Q_TILE_SIZE, K_TILE_SIZE,
+        HAS_LEFT, is_causal,
+    )  # fmt: skip
+    rows = tile_indices(Q_TILE_SIZE, WIDE)
+    keys = tile_indices(K_TILE_SIZE, WIDE)
+    columns = tl.arange(0, D_PADDED)
+    value_columns = tl.arange(0, E_PADDED)
+    queries = query_start + tl.arange(0, Q_TILE_SIZE)
+    n_rows = N_QUERIES - query_start
+    first = query_start.to(tl.int64)
+    q = load_rows(Q_ptr + first * stride_qq, rows, columns, stride_qq, n_rows, D, True)
+    do = load_rows(dO_ptr + first * stride_doq, rows, value_columns, stride_doq, n_rows, E, True)
+    # Queries past the end have L = inf, so their P is exactly 0.
+    inside = queries < N_QUERIES
+    logsumexp = tl.load(L_ptr + queries, mask=inside, other=float("inf")) * LOG2_E
+    delta = tl.load(delta_ptr + queries, mask=inside, other=0.0)
+
+    dq = tl.zeros([Q_TILE_SIZE, D_PADDED], tl.float32)
+    if HAS_LEFT:
+        dq = _differentiate_queries(
+            dq, q, do, logsumexp, delta, K_ptr, V_ptr, stride_kk, stride_vk,
+            start, tl.minimum(full_start, stop), queries, keys, columns, value_columns, offset,
+            N_KEYS, window_left, window_right, scale, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP,
+            HAS_LEFT, PRECISION, INTERPRETED, is_causal, True,
+        )  # fmt: skip
+    dq = _differentiate_queries(
+        dq, q, do, logsumexp, delta, K_ptr, V_ptr, stride_kk, stride_vk,
+        full_start, full_stop, queries, keys, columns, value_columns, offset,
+        N_KEYS, window_left, window_right, scale, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP,
+        HAS_LEFT, PRECISION, INTERPRETED, is_causal, False,
+    )  # fmt: skip
+    dq = _differentiate_queries(
+        dq, q, do, logsumexp, delta, K_ptr, V_ptr, stride_kk, stride_vk,
+        tl.maximum(full_start, full_stop), stop, queries, keys, columns, value_columns, offset,
+        N_KEYS, window_left, window_right, scale, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP,
+        HAS_LEFT, PRECISION, INTERPRETED, is_causal, True,
+    )  # fmt: skip
+    store_rows(dQ_ptr + first * stride_dqq, dq * scale, rows, columns, stride_dqq, n_rows, D)
+
+
+def triton_backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    grad_out: Tensor,
+    grad_logsumexp: Tensor | None,
+    options: AttentionOptions,
+    tiling: Tiling,
+    packing: Packing | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launches the backward kernels.
+
+    Args:
+        query: and ``key``, ``value``, ``options``, ``packing``: as given to the forward pass.
+        out: its output, (B, H, N_q, E).
+        logsumexp: its logsumexp, contiguous (B, H, N_q) fp32.
+        grad_out: dO, the shape of ``out``, any strides (copied if the last is not 1).
+        grad_logsumexp: dL, the shape of ``logsumexp``, or None for zero.
+        tiling: kernel shapes; ``tiling.fused`` is used if given, unless ``options.deterministic``.
+
+    Returns:
+        dQ, dK and dV in the inputs' shapes and dtype. dQ is accumulated in fp32.
+    """
+    query, key, value, out, grad_out = map(unit_last_stride, (query, key, value, out, grad_out))
+    delta = empty_row_statistic(query)
+    dq = empty_output(query, query.shape[3])
+    dk = empty_output(key, key.shape[3])
+    dv = empty_output(value, value.shape[3])
+    fused = None if options.deterministic else tiling.fused
+    dq_sum = dq
+    if fused is not None:
+        dq_sum = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+
+    batch, n_heads, n_queries, head_dim = query.shape
+    kv_heads, n_keys, value_dim = key.shape[1], key.shape[2], value.shape[3]
+    if packing is not None:
+        batch = packing.n_sequences
+        n_queries, n_keys = packing.max_seqlen_q, packing.max_seqlen_k
+    statistic_strides = strides(delta.unsqueeze(-1), packing)[:2]
+    inputs = (query, key, value, grad_out, logsumexp, delta)
+    starts = (
+        None if packing is None else packing.cu_seqlens_q,
+        None if packing is None else packing.cu_seqlens_k,
+    )
+    input_strides = [n for x in (query, key, value, grad_out) for n in strides(x, packing)]
+    common = {
+        "D": head_dim,
+        "E": value_dim,
+        "D_PADDED": padded(head_dim),
+        "E_PADDED": padded(value_dim),
+        "PACKED": packing is not None,
+        "WIDE": is_wide(query, key, value, grad_out, dq, dk, dv),
+        "PRECISION": dot_precision(query.dtype),
+        "INTERPRETED": not isinstance(key_pass_kernel, triton.JITFunction),
+        **mask_arguments(options),
+    }
+
+    def shape(tiles: Tiles) -> dict[str, int]:
+        return {
+            "Q_TILE_SIZE": tiles.queries,
+            "K_TILE_SIZE": tiles.keys,
+            "num_warps": tiles.warps,
+            "num_stages": tiles.stages,
+        }
+
+    with on_device_of(query):
+        compute_delta(out, grad_out, grad_logsumexp, delta)
+        key_tiles = fused or tiling.key_pass
+        programs = -(-n_keys // key_tiles.keys) * batch * kv_heads
+        if programs:
+            key_pass_kernel[(programs,)](
+                *inputs,
+                dq_sum,
+                dk,
+                dv,
+                *starts,
+                *input_strides,
+                *strides(dq_sum, packing),
+                *strides(dk, packing),
+                *strides(dv, packing),
+                *statistic_strides,
+                n_queries,
+                n_keys,
+                kv_heads,
+                n_heads // kv_heads,
+                options.scale,
+                ADD_DQ=fused is not None,
+                **common,
+                **shape(key_tiles),
+            )
+        if fused is not None:
+            # One elementwise kernel: scale and cast.
+            return torch.mul(dq_sum, options.scale, out=dq), dk, dv
+        programs = -(-n_queries // tiling.query_pass.queries) * batch * n_heads
+        if programs:
+            query_pass_kernel[(programs,)](
+                *inputs,
+                dq,
+                *starts,
+                *input_strides,
+                *strides(dq, packing),
+                *statistic_strides,
+                n_queries,
+                n_keys,
+                n_heads,
+                n_heads // kv_heads,
+                options.scale,
+                **common,
+                **shape(tiling.query_pass),
+            )
+    return dq, dk, dv
+
+
+def compute_delta(
+    out: Tensor, grad_out: Tensor, grad_logsumexp: Tensor | None, delta: Tensor
+) -> None:
+    """Fills ``delta`` (B, H, N_q) fp32. Packed batches are one long sequence here."""
+    batch, n_heads, n_queries, value_dim = out.shape
+    programs = -(-n_queries // DELTA_ROWS) * batch * n_heads
+    if programs == 0:
+        return
+    delta_kernel[(programs,)](
+        out,
+        grad_out,
+        grad_logsumexp,
+        delta,
+        *strides(out, None),
+        *strides(grad_out, None),
+        *((0, 0, 0) if grad_logsumexp is None else grad_logsumexp.stride()),
+        *delta.stride()[:2],
+        n_queries,
+        n_heads,
+        E=value_dim,
+        E_PADDED=padded(value_dim),
+        ROWS=DELTA_ROWS,
+        HAS_DL=grad_logsumexp is not None,
+        num_warps=4,
+    )

@@ -1,0 +1,159 @@
+"""Which implementation runs for which inputs, and with which tiles: decided here, and nowhere else.
+
+``choose`` answers before anything is launched, ``explain`` says it in words. Nothing falls back
+silently: an implementation that was asked for by name and cannot run is an error.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from flashattn_triton.configs import Tiling, tiling_for
+from flashattn_triton.options import AttentionOptions, resolve_options, to_heads_first
+
+Implementation = Literal["auto", "tiled", "triton", "reference"]
+Tier = Literal["tiled", "triton", "reference"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What will run. ``tiling`` holds every kernel's tiles, warps and stages ("triton" only)."""
+
+    tier: Tier
+    tiling: Tiling | None
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPU:
+    """What tiles depend on: compute capability and the shared memory of one block, in bytes."""
+
+    name: str
+    capability: tuple[int, int]
+    shared_memory: int
+
+
+@functools.cache
+def describe_gpu(index: int) -> GPU:
+    """The properties of CUDA device ``index``; they cannot change while the process lives."""
+    properties = torch.cuda.get_device_properties(index)
+    return GPU(
+        name=properties.name,
+        capability=(properties.major, properties.minor),
+        shared_memory=properties.shared_memory_per_block_optin,
+    )
+
+
+# The interpreter's tiles: few and large, because each operation costs it a fraction of a
+# millisecond whatever the size, and every shape must still be cut into several tiles.
+INTERPRETER_GPU = GPU(name="Triton's interpreter", capability=(0, 0), shared_memory=0)
+
+
+def check_implementation(implementation: str) -> None:
+    """Raises ``ValueError`` unless ``implementation`` is one that exists."""
+    if implementation not in get_args(Implementation):
+        raise ValueError(
+            f"implementation must be one of {', '.join(get_args(Implementation))}; "
+            f"received {implementation!r}"
+        )
+
+
+def choose(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: AttentionOptions,
+    *,
+    implementation: str = "auto",
+    tiling: Tiling | None = None,
+) -> Plan:
+    """The plan for (B, H, N_q, D), (B, G, N_k, D), (B, G, N_k, E) inputs, or packed views of them.
+
+    Args:
+        query: and ``key``, ``value``: only shape, dtype and device are looked at.
+        options: mask, scale, soft-cap.
+        implementation: "auto" takes Triton for CUDA tensors and the tiled PyTorch tier for all
+            others; a name insists.
+        tiling: explicit kernel shapes instead of the shipped table's.
+
+    Raises:
+        ValueError: an unknown implementation, or one that cannot run these inputs.
+    """
+    check_implementation(implementation)
+    device = query.device
+    on_gpu = device.type == "cuda"
+    if implementation in ("reference", "tiled"):
+        tier: Tier = "reference" if implementation == "reference" else "tiled"
+        return Plan(tier=tier, tiling=None, reason=f"implementation={implementation!r}")
+    if implementation == "auto" and not on_gpu:
+        reason = f"{device.type} tensors: Triton's kernels need CUDA"
+        return Plan(tier="tiled", tiling=None, reason=reason)
+    if on_gpu:
+        gpu = describe_gpu(device.index)
+    elif interpreting():
+        gpu = INTERPRETER_GPU
+    else:
+        raise ValueError(
+            f"implementation 'triton' needs CUDA tensors, received {device.type}; move them to a "
+            f"GPU, use implementation='tiled', or set TRITON_INTERPRET=1 before the first import "
+            f"of flashattn_triton to run the kernels in Triton's interpreter"
+        )
+    reason = f"{gpu.name}, {gpu.shared_memory // 1024} KB of shared memory per block"
+    if tiling is not None:
+        return Plan(tier="triton", tiling=tiling, reason=f"{reason}; tiling given by the caller")
+    head_dim = max(query.shape[-1], value.shape[-1])
+    chosen = tiling_for(
+        gpu.capability, gpu.shared_memory, head_dim, query.dtype, options.band[1] is not None
+    )
+    return Plan(tier="triton", tiling=chosen, reason=f"{reason}; shipped table")
+
+
+def interpreting() -> bool:
+    """Whether Triton's kernels were decorated for its interpreter."""
+    try:
+        import triton
+
+        from flashattn_triton.forward import flash_forward_kernel
+    except ImportError:  # no Triton on this platform
+        return False
+    return not isinstance(flash_forward_kernel, triton.JITFunction)
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    layout: str = "bhsd",
+    implementation: str = "auto",
+    tiling: Tiling | None = None,
+    **options: Any,
+) -> str:
+    """In words: which implementation and which tiles ``flash_attention`` would run, and why.
+
+    Takes ``flash_attention``'s arguments (``causal``, ``scale``, ``window``, ``softcap``,
+    ``deterministic`` among them). Launches nothing.
+    """
+    query, key, value = (to_heads_first(x, layout) for x in (query, key, value))
+    resolved = resolve_options(head_dim=query.shape[-1], **options)
+    plan = choose(query, key, value, resolved, implementation=implementation, tiling=tiling)
+    lines = [f"tier: {plan.tier} ({plan.reason})"]
+    if plan.tiling is not None:
+        fused = plan.tiling.fused is not None and not resolved.deterministic
+        kernels = {"forward": plan.tiling.forward}
+        if fused:
+            kernels["backward, fused (dQ by fp32 atomic addition)"] = plan.tiling.fused
+        else:
+            kernels["backward, keys (dK, dV)"] = plan.tiling.key_pass
+            kernels["backward, queries (dQ)"] = plan.tiling.query_pass
+        lines += [
+            f"{name}: {t.queries} queries x {t.keys} keys, {t.warps} warps, {t.stages} stages"
+            for name, t in kernels.items()
+            if t is not None
+        ]
+    return "\n".join(lines)

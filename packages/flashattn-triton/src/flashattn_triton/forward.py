@@ -1,0 +1,414 @@
+"""The forward pass as a portable Triton kernel: FlashAttention-2, Algorithm 1.
+
+One program computes one tile of query rows: it walks the key tiles that these rows can see and
+keeps, per row, the running maximum, the running sum and the unnormalised output (Dao 2023,
+arXiv:2307.08691). Scores are kept in units of log2, so that the exponential is the hardware's
+exp2 and the scale folds into one multiply-add; the stored logsumexp is a natural logarithm
+(assignment, Eq. 12).
+
+    s = Q Kᵀ                        raw scores, tile by tile
+    z = s · scale · log2(e)         or soft-capped: cap · tanh(s · scale / cap) · log2(e)
+    O = Σ exp2(z - max) V / Σ exp2(z - max)
+    L = (max + log2 Σ exp2(z - max)) · ln(2)
+
+Legend: B batch, H query heads, G key/value heads, N_q queries, N_k keys, D head_dim of query and
+key, E head_dim of value, T tokens of a packed batch. Capital ``_PADDED`` widths are powers of two.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashattn_triton.configs import Tiles
+from flashattn_triton.launch import (
+    Packing,
+    dot_precision,
+    empty_output,
+    empty_row_statistic,
+    is_wide,
+    mask_arguments,
+    on_device_of,
+    padded,
+    strides,
+    unit_last_stride,
+)
+from flashattn_triton.options import AttentionOptions
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
+    """``acc + a @ b`` in fp32. Triton's interpreter multiplies the bits of bf16, so it is upcast."""
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def loop_bound(x, INTERPRETED: tl.constexpr):
+    """``x``. The interpreter's scalars are arrays of one element, which ``range`` does not take."""
+    if INTERPRETED:
+        return x.handle.data.item()
+    return x
+
+
+@triton.jit
+def load_rows(ptr, rows, columns, stride_row, n_rows, WIDTH: tl.constexpr, MASKED: tl.constexpr):
+    """(len(rows), len(columns)) tile; columns past WIDTH and, if MASKED, rows past n_rows are 0."""
+    pointers = ptr + rows[:, None] * stride_row + columns[None, :]
+    if columns.shape[0] == WIDTH:
+        if MASKED:
+            return tl.load(pointers, mask=(rows < n_rows)[:, None], other=0.0)
+        return tl.load(pointers)
+    inside = (columns < WIDTH)[None, :]
+    if MASKED:
+        inside = inside & (rows < n_rows)[:, None]
+    return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_rows(ptr, tile, rows, columns, stride_row, n_rows, WIDTH: tl.constexpr):
+    """The inverse of ``load_rows``, casting to the pointer's type."""
+    inside = (rows < n_rows)[:, None] & (columns < WIDTH)[None, :]
+    pointers = ptr + rows[:, None] * stride_row + columns[None, :]
+    tl.store(pointers, tile.to(ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def tanh(x):
+    """By one exp2, to 1e-7 absolute. From 10 on it is 1 in fp32, and exp2 would overflow later."""
+    return 1.0 - 2.0 / (1.0 + tl.exp2(2.0 * LOG2_E * tl.minimum(x, 10.0)))
+
+
+@triton.jit
+def tile_indices(N: tl.constexpr, WIDE: tl.constexpr):
+    """0..N-1; in 64 bits where N rows of the largest stride overflow 32."""
+    indices = tl.arange(0, N)
+    if WIDE:
+        indices = indices.to(tl.int64)
+    return indices
+
+
+@triton.jit
+def visible(queries, keys, offset, n_keys, window_left, window_right, LEFT: tl.constexpr, RIGHT):
+    """Which of ``keys`` each of ``queries`` sees (broadcast); the diagonal is query + offset."""
+    seen = keys < n_keys
+    if RIGHT:
+        seen = seen & (keys <= queries + (offset + window_right))
+    if LEFT:
+        seen = seen & (keys >= queries + (offset - window_left))
+    return seen
+
+
+@triton.jit
+def key_range(
+    query_start,
+    offset,
+    n_keys,
+    window_left,
+    window_right,
+    Q_TILE_SIZE: tl.constexpr,
+    K_TILE_SIZE: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    is_causal: tl.constexpr,
+):
+    """(start, full_start, full_stop, stop) of the walk over keys for one query tile.
+
+    Some query of the tile sees some key from ``start`` to ``stop``; every query sees every key from
+    ``full_start`` to ``full_stop``. All but ``stop`` are multiples of the key tile.
+    """
+    stop = n_keys
+    full_stop = n_keys // K_TILE_SIZE * K_TILE_SIZE
+    if is_causal:
+        first_hidden = query_start + offset + window_right + 1
+        stop = tl.minimum(stop, tl.maximum(first_hidden + Q_TILE_SIZE - 1, 0))
+        full_stop = tl.minimum(full_stop, tl.maximum(first_hidden, 0) // K_TILE_SIZE * K_TILE_SIZE)
+    start = 0
+    full_start = 0
+    if HAS_LEFT:
+        first_seen = query_start + offset - window_left
+        start = tl.maximum(first_seen, 0) // K_TILE_SIZE * K_TILE_SIZE
+        full_start = tl.cdiv(tl.maximum(first_seen + Q_TILE_SIZE - 1, 0), K_TILE_SIZE) * K_TILE_SIZE
+    return start, full_start, full_stop, stop
+
+
+@triton.jit
+def _attend(
+    acc,  # (Q_TILE_SIZE, E_PADDED) fp32, unnormalised output
+    row_sum,  # (Q_TILE_SIZE,) fp32
+    row_max,  # (Q_TILE_SIZE,) fp32, in units of log2
+    q,  # (Q_TILE_SIZE, D_PADDED)
+    K_ptr,
+    V_ptr,
+    stride_kk,
+    stride_vk,
+    start,
+    stop,
+    queries,
+    keys,
+    columns,
+    value_columns,
+    offset,
+    n_keys,
+    window_left,
+    window_right,
+    scale_log2,
+    softcap,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    K_TILE_SIZE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    is_causal: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Folds keys ``start`` to ``stop`` (multiples of the tile, or the end) into the accumulators."""
+    for key_start in range(
+        loop_bound(start, INTERPRETED), loop_bound(stop, INTERPRETED), K_TILE_SIZE
+    ):
+        key_start = key_start + 0  # a tensor under the interpreter too
+        k_tile = K_ptr + key_start.to(tl.int64) * stride_kk
+        k = load_rows(k_tile, keys, columns, stride_kk, n_keys - key_start, D, MASKED)
+        s = dot(q, tl.trans(k), None, PRECISION, INTERPRETED)  # (Q_TILE_SIZE, K_TILE_SIZE)
+        if HAS_SOFTCAP:
+            s = tanh(s * (scale_log2 / (softcap * LOG2_E)))
+            factor = softcap * LOG2_E
+        else:
+            factor = scale_log2
+        if MASKED:
+            seen = visible(
+                queries[:, None],
+                (key_start + keys)[None, :],
+                offset,
+                n_keys,
+                window_left,
+                window_right,
+                HAS_LEFT,
+                is_causal,
+            )
+            z = tl.where(seen, s * factor, float("-inf"))
+            new_max = tl.maximum(row_max, tl.max(z, 1))
+            # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+            p = tl.exp2(z - shift[:, None])
+        else:
+            # factor >= 0, so the maximum commutes with it and the scale folds into the FMA.
+            new_max = tl.maximum(row_max, tl.max(s, 1) * factor)
+            shift = new_max
+            p = tl.exp2(s * factor - shift[:, None])
+        correction = tl.exp2(row_max - shift)
+        row_sum = row_sum * correction + tl.sum(p, 1)
+        acc = acc * correction[:, None]
+        v_tile = V_ptr + key_start.to(tl.int64) * stride_vk
+        v = load_rows(v_tile, keys, value_columns, stride_vk, n_keys - key_start, E, MASKED)
+        acc = dot(p.to(v.dtype), v, acc, PRECISION, INTERPRETED)
+        row_max = new_max
+    return acc, row_sum, row_max
+
+
+@triton.jit(do_not_specialize=["N_QUERIES", "N_KEYS", "window_left", "window_right", "stride_lh"])
+def flash_forward_kernel(
+    Q_ptr,
+    K_ptr,
+    V_ptr,
+    O_ptr,
+    L_ptr,  # (B, H, N_q) or (H, T_q) fp32
+    cu_seqlens_q_ptr,  # (B + 1,) int32, or None for a dense batch
+    cu_seqlens_k_ptr,
+    stride_qb,
+    stride_qh,
+    stride_qq,
+    stride_kb,
+    stride_kh,
+    stride_kk,
+    stride_vb,
+    stride_vh,
+    stride_vk,
+    stride_ob,
+    stride_oh,
+    stride_oq,
+    stride_lb,
+    stride_lh,
+    N_QUERIES,
+    N_KEYS,
+    N_HEADS,
+    HEADS_PER_KV,
+    scale,
+    softcap,
+    window_left,
+    window_right,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    E_PADDED: tl.constexpr,
+    Q_TILE_SIZE: tl.constexpr,
+    K_TILE_SIZE: tl.constexpr,
+    PACKED: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    NEGATIVE_SCALE: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    is_causal: tl.constexpr,
+):
+    """One query tile of one head. ``is_causal``: no key after diagonal + window_right is visible.
+
+    Grid: one dimension, tiles · B · H. The tiles of one head are neighbours, so that its keys stay
+    in L2, and the last tile, which sees most keys under a causal mask, comes first.
+    """
+    n_tiles = tl.cdiv(N_QUERIES, Q_TILE_SIZE)
+    head = (tl.program_id(0) // n_tiles) % N_HEADS
+    batch = tl.program_id(0) // n_tiles // N_HEADS
+    query_start = (n_tiles - 1 - tl.program_id(0) % n_tiles) * Q_TILE_SIZE
+
+    b, h = batch.to(tl.int64), head.to(tl.int64)
+    kv_h = (head // HEADS_PER_KV).to(tl.int64)
+    Q_ptr += b * stride_qb + h * stride_qh
+    K_ptr += b * stride_kb + kv_h * stride_kh
+    V_ptr += b * stride_vb + kv_h * stride_vh
+    O_ptr += b * stride_ob + h * stride_oh
+    L_ptr += b * stride_lb + h * stride_lh
+    if PACKED:
+        first_query = tl.load(cu_seqlens_q_ptr + batch)
+        first_key = tl.load(cu_seqlens_k_ptr + batch)
+        N_QUERIES = tl.load(cu_seqlens_q_ptr + batch + 1) - first_query
+        N_KEYS = tl.load(cu_seqlens_k_ptr + batch + 1) - first_key
+        if query_start >= N_QUERIES:
+            return
+        Q_ptr += first_query.to(tl.int64) * stride_qq
+        K_ptr += first_key.to(tl.int64) * stride_kk
+        V_ptr += first_key.to(tl.int64) * stride_vk
+        O_ptr += first_query.to(tl.int64) * stride_oq
+        L_ptr += first_query
+    offset = 0
+    if BOTTOM_RIGHT:
+        offset = N_KEYS - N_QUERIES
+
+    start, full_start, full_stop, stop = key_range(
+        query_start, offset, N_KEYS, window_left, window_right, Q_TILE_SIZE, K_TILE_SIZE,
+        HAS_LEFT, is_causal,
+    )  # fmt: skip
+    rows = tile_indices(Q_TILE_SIZE, WIDE)
+    keys = tile_indices(K_TILE_SIZE, WIDE)
+    columns = tl.arange(0, D_PADDED)
+    value_columns = tl.arange(0, E_PADDED)
+    queries = query_start + tl.arange(0, Q_TILE_SIZE)
+    n_rows = N_QUERIES - query_start
+    q_tile = Q_ptr + query_start.to(tl.int64) * stride_qq
+    q = load_rows(q_tile, rows, columns, stride_qq, n_rows, D, True)
+    if NEGATIVE_SCALE:
+        q = (-q.to(tl.float32)).to(q.dtype)
+    scale_log2 = tl.abs(scale) * LOG2_E
+
+    acc = tl.zeros([Q_TILE_SIZE, E_PADDED], tl.float32)
+    row_sum = tl.zeros([Q_TILE_SIZE], tl.float32)
+    row_max = tl.full([Q_TILE_SIZE], float("-inf"), tl.float32)
+    if HAS_LEFT:
+        acc, row_sum, row_max = _attend(
+            acc, row_sum, row_max, q, K_ptr, V_ptr, stride_kk, stride_vk,
+            start, tl.minimum(full_start, stop),
+            queries, keys, columns, value_columns, offset, N_KEYS, window_left, window_right,
+            scale_log2, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, PRECISION, INTERPRETED,
+            is_causal, True,
+        )  # fmt: skip
+    acc, row_sum, row_max = _attend(
+        acc, row_sum, row_max, q, K_ptr, V_ptr, stride_kk, stride_vk,
+        full_start, full_stop,
+        queries, keys, columns, value_columns, offset, N_KEYS, window_left, window_right,
+        scale_log2, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, PRECISION, INTERPRETED,
+        is_causal, False,
+    )  # fmt: skip
+    acc, row_sum, row_max = _attend(
+        acc, row_sum, row_max, q, K_ptr, V_ptr, stride_kk, stride_vk,
+        tl.maximum(full_start, full_stop), stop,
+        queries, keys, columns, value_columns, offset, N_KEYS, window_left, window_right,
+        scale_log2, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, PRECISION, INTERPRETED,
+        is_causal, True,
+    )  # fmt: skip
+
+    # A row that saw no key has sum 0: output 0 / 1, logsumexp -inf + log2(1).
+    out = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    logsumexp = (row_max + tl.log2(tl.where(row_sum == 0.0, 1.0, row_sum))) * LN_2
+    o_tile = O_ptr + query_start.to(tl.int64) * stride_oq
+    store_rows(o_tile, out, rows, value_columns, stride_oq, n_rows, E)
+    tl.store(L_ptr + queries, logsumexp, mask=queries < N_QUERIES)
+
+
+def triton_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: AttentionOptions,
+    tiles: Tiles,
+    packing: Packing | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Launches the forward kernel.
+
+    Args:
+        query: (B, H, N_q, D), or (1, H, T_q, D) of a packed batch; fp16, bf16 or fp32, any strides
+            (copied if the last is not 1).
+        key: (B, G, N_k, D), or (1, G, T_k, D).
+        value: (B, G, N_k, E), or (1, G, T_k, E).
+        options: mask, scale and soft-cap.
+        tiles: the kernel's shape.
+        packing: where packed sequences start; None for a dense batch.
+
+    Returns:
+        Output (B, H, N_q, E) in the inputs' dtype and logsumexp (B, H, N_q) in fp32.
+    """
+    query, key, value = unit_last_stride(query), unit_last_stride(key), unit_last_stride(value)
+    out = empty_output(query, value.shape[3])
+    logsumexp = empty_row_statistic(query)
+    n_heads, n_queries, n_keys = query.shape[1], query.shape[2], key.shape[2]
+    batch = query.shape[0]
+    if packing is not None:
+        n_queries, n_keys = packing.max_seqlen_q, packing.max_seqlen_k
+        batch = packing.n_sequences
+    programs = -(-n_queries // tiles.queries) * batch * n_heads
+    if programs == 0:
+        return out, logsumexp
+    with on_device_of(query):
+        flash_forward_kernel[(programs,)](
+            query,
+            key,
+            value,
+            out,
+            logsumexp,
+            None if packing is None else packing.cu_seqlens_q,
+            None if packing is None else packing.cu_seqlens_k,
+            *strides(query, packing),
+            *strides(key, packing),
+            *strides(value, packing),
+            *strides(out, packing),
+            *strides(logsumexp.unsqueeze(-1), packing)[:2],
+            n_queries,
+            n_keys,
+            n_heads,
+            n_heads // key.shape[1],
+            options.scale,
+            D=query.shape[3],
+            E=value.shape[3],
+            D_PADDED=padded(query.shape[3]),
+            E_PADDED=padded(value.shape[3]),
+            Q_TILE_SIZE=tiles.queries,
+            K_TILE_SIZE=tiles.keys,
+            PACKED=packing is not None,
+            NEGATIVE_SCALE=options.scale < 0,
+            WIDE=is_wide(query, key, value, out),
+            PRECISION=dot_precision(query.dtype),
+            INTERPRETED=not isinstance(flash_forward_kernel, triton.JITFunction),
+            **mask_arguments(options),
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )
+    return out, logsumexp

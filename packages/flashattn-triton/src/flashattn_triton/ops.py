@@ -1,0 +1,266 @@
+"""The operators ``torch.ops.flashattn_triton.forward`` and ``.backward``.
+
+They are what ``torch.compile``, autograd and ``torch.func`` see of this package: opaque to the
+compiler, each with a fake implementation (shapes and strides), a derivative and a batching rule.
+
+Inputs are (B, H, N, D) views; a packed batch is (1, H, T, D) together with ``cu_seqlens``. Options
+travel as plain numbers and strings, see :func:`operator_arguments`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from flashattn_triton.configs import Tiling
+from flashattn_triton.dispatch import Plan, choose
+from flashattn_triton.launch import Packing, empty_output, empty_row_statistic
+from flashattn_triton.options import AttentionOptions, Causal
+
+_PROBLEM = (
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+    "str causal, float scale, SymInt window_left, SymInt window_right, float softcap, "
+    "bool deterministic, str implementation, int[] tiling"
+)
+_INPUTS = "Tensor query, Tensor key, Tensor value"
+_RESULTS = "Tensor out, Tensor lse, Tensor grad_out, Tensor? grad_lse"
+
+_LIBRARY = torch.library.Library("flashattn_triton", "DEF")
+_LIBRARY.define(f"forward({_INPUTS}, {_PROBLEM}) -> (Tensor, Tensor)")
+_LIBRARY.define(f"backward({_INPUTS}, {_RESULTS}, {_PROBLEM}) -> (Tensor, Tensor, Tensor)")
+
+_FORWARD = torch.ops.flashattn_triton.forward.default
+_BACKWARD = torch.ops.flashattn_triton.backward.default
+
+
+def operator_arguments(
+    options: AttentionOptions,
+    *,
+    implementation: str = "auto",
+    tiling: Tiling | None = None,
+    packing: Packing | None = None,
+) -> tuple[Any, ...]:
+    """Everything after the tensors, in the operators' order.
+
+    No limit of a window is -1, no soft-cap is 0, no explicit tiling is an empty list.
+    """
+    left, right = options.window
+    starts: tuple[Any, ...] = (None, None, 0, 0)
+    if packing is not None:
+        starts = (
+            packing.cu_seqlens_q,
+            packing.cu_seqlens_k,
+            packing.max_seqlen_q,
+            packing.max_seqlen_k,
+        )
+    return (
+        *starts,
+        options.causal,
+        options.scale,
+        -1 if left is None else left,
+        -1 if right is None else right,
+        0.0 if options.softcap is None else options.softcap,
+        options.deterministic,
+        implementation,
+        [] if tiling is None else tiling.pack(),
+    )
+
+
+def _problem(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: Causal,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    deterministic: bool,
+    implementation: str,
+    tiling: Sequence[int],
+) -> tuple[AttentionOptions, Packing | None, Plan]:
+    """The inverse of :func:`operator_arguments`, and which tier runs."""
+    options = AttentionOptions(
+        causal=causal,
+        scale=scale,
+        window=(
+            None if window_left < 0 else window_left,
+            None if window_right < 0 else window_right,
+        ),
+        softcap=softcap or None,
+        deterministic=deterministic,
+    )
+    packing = None
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        packing = Packing(
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+        )
+    explicit = Tiling.unpack(tiling) if tiling else None
+    plan = choose(query, key, value, options, implementation=implementation, tiling=explicit)
+    return options, packing, plan
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
+    """Output (B, H, N_q, E) and logsumexp (B, H, N_q) fp32, by the tier that ``choose`` names."""
+    options, packing, plan = _problem(query, key, value, *problem)
+    if plan.tiling is not None:
+        from flashattn_triton.forward import triton_forward
+
+        return triton_forward(query, key, value, options, plan.tiling.forward, packing)
+    from flashattn_triton.tiled import tiled_forward, tiled_forward_varlen
+
+    if packing is None:
+        out, lse = tiled_forward(query, key, value, options)
+    else:
+        starts = (packing.cu_seqlens_q, packing.cu_seqlens_k)
+        out, lse = tiled_forward_varlen(*map(_unbatched, (query, key, value)), *starts, options)
+        out, lse = _batched(out), lse.unsqueeze(0)
+    return _laid_out(out, query), lse
+
+
+def backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    *problem: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ, dK, dV of :func:`forward`."""
+    options, packing, plan = _problem(query, key, value, *problem)
+    if plan.tiling is not None:
+        from flashattn_triton.backward import triton_backward
+
+        return triton_backward(
+            query, key, value, out, lse, grad_out, grad_lse, options, plan.tiling, packing
+        )
+    from flashattn_triton.tiled import tiled_backward, tiled_backward_varlen
+
+    if packing is None:
+        gradients = tiled_backward(query, key, value, out, lse, grad_out, grad_lse, options)
+    else:
+        packed = (_unbatched(x) for x in (query, key, value, out))
+        gradients = tiled_backward_varlen(
+            *packed,
+            lse[0],
+            _unbatched(grad_out),
+            None if grad_lse is None else grad_lse[0],
+            packing.cu_seqlens_q,
+            packing.cu_seqlens_k,
+            options,
+        )
+        gradients = tuple(_batched(x) for x in gradients)
+    dq, dk, dv = gradients
+    return _laid_out(dq, query), _laid_out(dk, key), _laid_out(dv, value)
+
+
+def _unbatched(x: Tensor) -> Tensor:
+    """(1, H, T, D) to (T, H, D)."""
+    return x[0].transpose(0, 1)
+
+
+def _batched(x: Tensor) -> Tensor:
+    """(T, H, D) to (1, H, T, D)."""
+    return x.transpose(0, 1).unsqueeze(0)
+
+
+def _laid_out(x: Tensor, like: Tensor) -> Tensor:
+    """``x`` with the strides that the fake implementation promises."""
+    promised = empty_output(like, x.shape[3])
+    return x if x.stride() == promised.stride() else promised.copy_(x)
+
+
+def _forward_fake(
+    query: Tensor, key: Tensor, value: Tensor, *problem: Any
+) -> tuple[Tensor, Tensor]:
+    return empty_output(query, value.shape[3]), empty_row_statistic(query)
+
+
+def _backward_fake(
+    query: Tensor, key: Tensor, value: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (empty_output(x, x.shape[3]) for x in (query, key, value))
+    return dq, dk, dv
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, cu_seqlens_q, cu_seqlens_k, *problem = inputs
+    ctx.save_for_backward(query, key, value, *output, cu_seqlens_q, cu_seqlens_k)
+    ctx.problem = problem
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    query, key, value, out, lse, *starts = ctx.saved_tensors
+    nothing = (None,) * (len(starts) + len(ctx.problem))
+    if grad_out is None and grad_lse is None:
+        return (None, None, None, *nothing)
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    gradients = _BACKWARD(query, key, value, out, lse, grad_out, grad_lse, *starts, *ctx.problem)
+    return (*gradients, *nothing)
+
+
+def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """The second derivative is refused, so there is nothing to save."""
+
+
+def _refuse_second_derivative(ctx: Any, *grads: Tensor) -> NoReturn:
+    raise RuntimeError(
+        "flash attention has first derivatives only, and the backward pass was differentiated; "
+        "use implementation='reference' for higher derivatives"
+    )
+
+
+def _fold(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
+    """Moves a batched dimension in front of the batch and merges the two."""
+    if x is None:
+        return None
+    x = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.flatten(0, 1)
+
+
+def _vmap(operator: Any, n_tensors: int) -> Any:
+    def batched(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        tensors, problem = args[:n_tensors], args[n_tensors:]
+        if problem[0] is not None:
+            raise ValueError(
+                "vmap over packed sequences is not supported: add the sequences to cu_seqlens"
+            )
+        size = info.batch_size
+        folded = (_fold(x, d, size) for x, d in zip(tensors, in_dims, strict=False))
+        results = operator(*folded, *problem)
+        return tuple(x.unflatten(0, (size, -1)) for x in results), (0,) * len(results)
+
+    return batched
+
+
+_LIBRARY.impl("forward", forward, "CompositeExplicitAutograd")
+_LIBRARY.impl("backward", backward, "CompositeExplicitAutograd")
+torch.library.register_fake("flashattn_triton::forward", _forward_fake, lib=_LIBRARY)
+torch.library.register_fake("flashattn_triton::backward", _backward_fake, lib=_LIBRARY)
+torch.library.register_autograd(
+    "flashattn_triton::forward", _differentiate, setup_context=_save_for_backward, lib=_LIBRARY
+)
+torch.library.register_autograd(
+    "flashattn_triton::backward",
+    _refuse_second_derivative,
+    setup_context=_save_nothing,
+    lib=_LIBRARY,
+)
+torch.library.register_vmap("flashattn_triton::forward", _vmap(_FORWARD, 3), lib=_LIBRARY)
+torch.library.register_vmap("flashattn_triton::backward", _vmap(_BACKWARD, 7), lib=_LIBRARY)

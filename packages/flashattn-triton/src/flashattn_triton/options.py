@@ -1,0 +1,277 @@
+"""What attention computes apart from its inputs, and the checks that inputs pass before a launch.
+
+Legend: B batch, H query heads, G key/value heads (G divides H), N_q queries, N_k keys,
+D head_dim of query and key, E head_dim of value, T tokens of a packed batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Causal = Literal["none", "top-left", "bottom-right"]
+Layout = Literal["bhsd", "bshd"]
+
+MAX_HEAD_DIM = 256
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    """Mask, scale and soft-cap, normalised: every default is resolved.
+
+    Query i and key j meet on the diagonal where j = i + :func:`diagonal_offset`. A query sees the
+    keys from ``window[0]`` before its diagonal to ``window[1]`` after it (None: no limit); a causal
+    mask also hides every key after the diagonal.
+    """
+
+    causal: Causal = "none"
+    scale: float
+    window: tuple[int | None, int | None] = (None, None)
+    softcap: float | None = None
+    deterministic: bool = False
+
+    @property
+    def band(self) -> tuple[int | None, int | None]:
+        """Visible keys before and after the diagonal, the causal mask included (None: no limit)."""
+        left, right = self.window
+        return left, right if self.causal == "none" else 0
+
+
+def diagonal_offset(n_queries: int, n_keys: int, options: AttentionOptions) -> int:
+    """Key index minus query index on the diagonal that masks and windows refer to.
+
+    Zero, or ``n_keys - n_queries`` for "bottom-right", where the last query meets the last key.
+    """
+    return n_keys - n_queries if options.causal == "bottom-right" else 0
+
+
+def resolve_options(
+    *,
+    head_dim: int,
+    causal: bool | str = False,
+    scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    deterministic: bool = False,
+) -> AttentionOptions:
+    """User arguments to normalised options.
+
+    Args:
+        head_dim: D, for the default scale 1/sqrt(D).
+        causal: False, True (= "top-left"), "top-left" or "bottom-right".
+        scale: factor on Q·K before the softmax; any finite number, negative ones included.
+        window: (left, right) numbers of visible keys beside the diagonal; None means no limit.
+        softcap: c > 0 maps a scaled score s to c·tanh(s/c).
+        deterministic: gradients are bit-identical from run to run.
+
+    Raises:
+        ValueError: an argument is outside what is listed above.
+    """
+    return AttentionOptions(
+        causal=_normalise_causal(causal),
+        scale=_normalise_scale(scale, head_dim),
+        window=_normalise_window(window),
+        softcap=_normalise_softcap(softcap),
+        deterministic=bool(deterministic),
+    )
+
+
+def _normalise_causal(causal: bool | str) -> Causal:
+    if causal is False or causal == "none":
+        return "none"
+    if causal is True or causal == "top-left":
+        return "top-left"
+    if causal == "bottom-right":
+        return "bottom-right"
+    raise ValueError(
+        f"causal must be False, True, 'top-left' or 'bottom-right'; received {causal!r}"
+    )
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool)
+
+
+def _normalise_scale(scale: float | None, head_dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if not _is_number(scale) or not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number or None; received {scale!r}")
+    return float(scale)
+
+
+def _normalise_window(
+    window: tuple[int | None, int | None] | None,
+) -> tuple[int | None, int | None]:
+    if window is None:
+        return (None, None)
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        raise ValueError(
+            f"window must be None or a pair (left, right) of integers >= 0 or None; "
+            f"received {window!r}"
+        )
+    for side, size in zip(("left", "right"), window, strict=True):
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
+            raise ValueError(
+                f"window {side} must be an integer >= 0, or None for no limit; received {size!r}"
+            )
+    return (window[0], window[1])
+
+
+def _normalise_softcap(softcap: float | None) -> float | None:
+    if softcap is None:
+        return None
+    if not _is_number(softcap) or not math.isfinite(softcap) or softcap <= 0:
+        raise ValueError(f"softcap must be a finite number > 0, or None; received {softcap!r}")
+    return float(softcap)
+
+
+def check_layout(layout: str) -> None:
+    """Raises ``ValueError`` unless ``layout`` is one of "bhsd" and "bshd"."""
+    if layout not in get_args(Layout):
+        raise ValueError(
+            f"layout must be one of {', '.join(get_args(Layout))}; received {layout!r}"
+        )
+
+
+def check_dense(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Checks (B, H, N_q, D), (B, G, N_k, D), (B, G, N_k, E).
+
+    Raises:
+        ValueError: naming the argument, what was received and what is allowed.
+    """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() != 4:
+            raise ValueError(
+                f"{name} must have 4 dimensions (batch, heads, sequence, head_dim); "
+                f"received shape {tuple(x.shape)}"
+            )
+    _check_kind(query, key, value)
+    for name, x in (("key", key), ("value", value)):
+        if x.shape[0] != query.shape[0]:
+            raise ValueError(
+                f"{name} must have query's batch size {query.shape[0]}; received {x.shape[0]}"
+            )
+    _check_heads(query.shape[1], key.shape[1], value.shape[1])
+    _check_head_dims(query.shape[3], key.shape[3], value.shape[3])
+    if value.shape[2] != key.shape[2]:
+        raise ValueError(
+            f"value must have key's sequence length {key.shape[2]}; received {value.shape[2]}"
+        )
+    for name, x in (("query", query), ("key", key)):
+        if x.shape[0] < 1 or x.shape[2] < 1:
+            raise ValueError(
+                f"{name} must have a batch and a sequence of length >= 1; "
+                f"received shape {tuple(x.shape)}"
+            )
+
+
+def check_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+) -> None:
+    """Checks packed (T_q, H, D), (T_k, G, D), (T_k, G, E) and where their sequences start.
+
+    The *values* of ``cu_seqlens`` are checked when they are on the CPU. On a GPU reading them
+    would stop the host until the device catches up, so there they are the caller's responsibility.
+
+    Raises:
+        ValueError: naming the argument, what was received and what is allowed.
+    """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() != 3:
+            raise ValueError(
+                f"{name} must have 3 dimensions (tokens, heads, head_dim); "
+                f"received shape {tuple(x.shape)}"
+            )
+    _check_kind(query, key, value)
+    _check_heads(query.shape[1], key.shape[1], value.shape[1])
+    _check_head_dims(query.shape[2], key.shape[2], value.shape[2])
+    if value.shape[0] != key.shape[0]:
+        raise ValueError(f"value must have key's {key.shape[0]} tokens; received {value.shape[0]}")
+    for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if length < 0:
+            raise ValueError(f"{name} must be an integer >= 0; received {length!r}")
+    starts = (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k))
+    for name, x in starts:
+        if x.dim() != 1 or x.shape[0] < 2 or x.dtype != torch.int32 or not x.is_contiguous():
+            raise ValueError(
+                f"{name} must be a contiguous int32 tensor of shape (sequences + 1,) with at least "
+                f"one sequence; received shape {tuple(x.shape)}, dtype {x.dtype}"
+            )
+        if x.device != query.device:
+            raise ValueError(
+                f"{name} must be on query's device {query.device}; it is on {x.device}"
+            )
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            f"cu_seqlens_k must have as many sequences as cu_seqlens_q "
+            f"({cu_seqlens_q.shape[0] - 1}); received {cu_seqlens_k.shape[0] - 1}"
+        )
+    if query.device.type == "cpu" and not torch.compiler.is_compiling():
+        tokens = (query.shape[0], key.shape[0])
+        longest = (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))
+        for (name, x), total, limit in zip(starts, tokens, longest, strict=True):
+            _check_starts(name, x, total, *limit)
+
+
+def _check_starts(name: str, starts: Tensor, total: int, limit_name: str, limit: int) -> None:
+    values = starts.tolist()
+    lengths = [end - start for start, end in itertools.pairwise(values)]
+    if values[0] != 0 or values[-1] != total or min(lengths) < 0:
+        raise ValueError(
+            f"{name} must rise from 0 to the number of tokens, {total}, and never fall; "
+            f"received {values}"
+        )
+    if max(lengths) > limit:
+        raise ValueError(
+            f"{limit_name} must be at least the longest sequence, {max(lengths)}; received {limit}"
+        )
+
+
+def _check_kind(query: Tensor, key: Tensor, value: Tensor) -> None:
+    if query.dtype not in DTYPES:
+        raise ValueError(f"query must be float16, bfloat16 or float32; received {query.dtype}")
+    for name, x in (("key", key), ("value", value)):
+        if x.dtype != query.dtype:
+            raise ValueError(f"{name} must have query's dtype {query.dtype}; received {x.dtype}")
+        if x.device != query.device:
+            raise ValueError(
+                f"{name} must be on query's device {query.device}; it is on {x.device}"
+            )
+
+
+def _check_heads(heads: int, kv_heads: int, value_heads: int) -> None:
+    if value_heads != kv_heads:
+        raise ValueError(f"value must have key's {kv_heads} heads; received {value_heads}")
+    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        raise ValueError(
+            f"query's head count must be a multiple of key's; received {heads} and {kv_heads}"
+        )
+
+
+def _check_head_dims(query_dim: int, key_dim: int, value_dim: int) -> None:
+    if key_dim != query_dim:
+        raise ValueError(f"key must have query's head_dim {query_dim}; received {key_dim}")
+    for name, dim in (("query", query_dim), ("value", value_dim)):
+        if not 1 <= dim <= MAX_HEAD_DIM:
+            raise ValueError(
+                f"{name} must have a head_dim from 1 to {MAX_HEAD_DIM}; received {dim}"
+            )
+
+
+def to_heads_first(x: Tensor, layout: str) -> Tensor:
+    """(B, H, N, D) view of a 4-D tensor in ``layout``; the same function undoes it."""
+    check_layout(layout)
+    return x.transpose(1, 2) if layout == "bshd" else x

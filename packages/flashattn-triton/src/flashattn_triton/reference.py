@@ -1,0 +1,143 @@
+"""Attention by its definition: the oracle that every tier is compared to.
+
+Nothing is tiled, fused or skipped: the whole score matrix exists, every formula appears once, and
+autograd supplies the gradients. Use it to check results, not to run models.
+
+    S = scale · Q Kᵀ                         assignment, Eq. 4
+    P = softmax(S)                           Eq. 5
+    O = P V                                  Eq. 6
+    L = log Σ_j exp(S_ij)                    Eq. 12, natural logarithm
+
+The same quantities are what FlashAttention-2 (Dao 2023, arXiv:2307.08691) computes tile by tile.
+
+Dimensions: B batch, H query heads, G key/value heads (G divides H), N_q queries, N_k keys,
+D head_dim of query and key, E head_dim of value, T tokens of a packed batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flashattn_triton.options import AttentionOptions
+
+
+def visibility_mask(
+    n_queries: int,
+    n_keys: int,
+    options: AttentionOptions,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Which key each query sees.
+
+    The diagonal of query i is key i ("none" and "top-left"), or key i + N_k - N_q
+    ("bottom-right", so that the last query meets the last key). A causal mask keeps the keys up
+    to the diagonal; a window (left, right) keeps those from diagonal - left to diagonal + right;
+    both together keep the intersection.
+
+    Returns:
+        (N_q, N_k) bool, True where the key is visible.
+    """
+    queries = torch.arange(n_queries, device=device)[:, None]
+    keys = torch.arange(n_keys, device=device)[None, :]
+    diagonal = queries + (n_keys - n_queries if options.causal == "bottom-right" else 0)
+    visible = torch.ones(n_queries, n_keys, dtype=torch.bool, device=device)
+    if options.causal != "none":
+        visible &= keys <= diagonal
+    left, right = options.window
+    if left is not None:
+        visible &= keys >= diagonal - left
+    if right is not None:
+        visible &= keys <= diagonal + right
+    return visible
+
+
+def attention_reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: AttentionOptions,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Attention output and logsumexp with the full score matrix (Eq. 4-6, 12).
+
+    Differentiable in query, key and value, through the output and through the logsumexp. A query
+    that sees no key has output 0, logsumexp -inf, and contributes no gradient.
+
+    Args:
+        query: (B, H, N_q, D), any floating dtype.
+        key: (B, G, N_k, D); query head h reads key/value head h // (H / G).
+        value: (B, G, N_k, E).
+        options: mask, scale and soft-cap.
+        dtype: everything is computed and returned in it. ``torch.float64`` is the oracle of
+            float32 kernels; a half type gives "the same computation in PyTorch at the same
+            precision", the yardstick of half-precision kernels.
+
+    Returns:
+        Output (B, H, N_q, E) and logsumexp (B, H, N_q), both in ``dtype``.
+    """
+    heads, kv_heads = query.shape[1], key.shape[1]
+    key, value = (x.to(dtype).repeat_interleave(heads // kv_heads, dim=1) for x in (key, value))
+    scores = query.to(dtype) @ key.transpose(-2, -1) * options.scale  # (B, H, N_q, N_k)
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    visible = visibility_mask(query.shape[2], key.shape[2], options, query.device)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    # Neither the maximum nor the sum of a row without visible keys may reach a logarithm or a
+    # division, or its gradients become NaN: such rows are computed as if max = 0 and sum = 1.
+    empty = ~visible.any(dim=-1)
+    # The extra column lets amax accept N_k = 0. The shift cancels, so it carries no gradient.
+    row_max = F.pad(scores.detach(), (0, 1), value=float("-inf")).amax(dim=-1)
+    row_max = row_max.masked_fill(empty, 0.0)
+    weights = torch.exp(scores - row_max[..., None])
+    row_sum = weights.sum(dim=-1).masked_fill(empty, 1.0)
+    out = weights / row_sum[..., None] @ value
+    logsumexp = (row_max + torch.log(row_sum)).masked_fill(empty, float("-inf"))
+    return out, logsumexp
+
+
+def attention_reference_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    options: AttentionOptions,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """:func:`attention_reference` of each sequence of a packed batch, one after the other.
+
+    Args:
+        query: (T_q, H, D), the sequences' tokens one after another.
+        key: (T_k, G, D).
+        value: (T_k, G, E).
+        cu_seqlens_q: (B + 1,) int32, where each sequence starts in ``query``, and T_q.
+        cu_seqlens_k: (B + 1,) int32, the same for ``key`` and ``value``. Sequences may be empty.
+        options: mask, scale and soft-cap; the diagonal is each sequence's own.
+        dtype: as in :func:`attention_reference`.
+
+    Returns:
+        Output (T_q, H, E) and logsumexp (H, T_q), both in ``dtype``.
+    """
+    outputs, logsumexps = [], []
+    spans = zip(
+        itertools.pairwise(cu_seqlens_q.tolist()),
+        itertools.pairwise(cu_seqlens_k.tolist()),
+        strict=True,
+    )
+    for (q_start, q_end), (k_start, k_end) in spans:
+        out, logsumexp = attention_reference(
+            query[q_start:q_end].transpose(0, 1)[None],
+            key[k_start:k_end].transpose(0, 1)[None],
+            value[k_start:k_end].transpose(0, 1)[None],
+            options,
+            dtype=dtype,
+        )
+        outputs.append(out[0].transpose(0, 1))
+        logsumexps.append(logsumexp[0])
+    return torch.cat(outputs), torch.cat(logsumexps, dim=-1)

@@ -1,0 +1,118 @@
+"""Compiles the kernels for a GPU that is not there, and reads what the compiler says.
+
+Run as a program, in a process where TRITON_INTERPRET is not set: it reads a JSON list of requests
+from standard input and writes one JSON row for each compiled kernel. The launchers themselves are
+called, with tensors on the "meta" device and a driver that only knows the GPU's architecture, so
+that what is compiled is what would be launched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from flashattn_triton.backward import triton_backward
+from flashattn_triton.configs import Tiling
+from flashattn_triton.forward import triton_forward
+from flashattn_triton.options import resolve_options
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class AbsentGPU:
+    """What the launcher asks of a driver before it compiles."""
+
+    def __init__(self, architecture: int) -> None:
+        self.target = GPUTarget("cuda", architecture, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.target.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One problem on one GPU. ``tiling`` as ``Tiling.pack`` writes it."""
+
+    architecture: int
+    head_dim: int
+    dtype: str
+    tiling: list[int]
+    options: dict[str, Any]
+    length: int = 4096
+    forward: bool = True
+    backward: bool = True
+
+
+def compiled_kernels(request: Request) -> Iterator[tuple[str, Any]]:
+    """(name, compiled kernel) of everything that the request launches."""
+    kernels = []
+    run = JITFunction.run
+
+    def compile_only(self: JITFunction, *args: Any, **kwargs: Any) -> None:
+        kernels.append((self.__name__, run(self, *args, **kwargs | {"warmup": True})))
+
+    driver.set_active(AbsentGPU(request.architecture))
+    JITFunction.run = compile_only
+    try:
+        shape = (2, 4, request.length, request.head_dim)
+        query, key, value, grad_out = (
+            torch.empty(shape, dtype=DTYPES[request.dtype], device="meta") for _ in range(4)
+        )
+        options = resolve_options(head_dim=request.head_dim, **request.options)
+        tiling = Tiling.unpack(request.tiling)
+        if request.forward:
+            triton_forward(query, key, value, options, tiling.forward)
+        if request.backward:
+            lse = torch.empty(shape[:3], device="meta")
+            triton_backward(query, key, value, value, lse, grad_out, None, options, tiling)
+    finally:
+        JITFunction.run = run
+    yield from kernels
+
+
+def resources(kernel: Any) -> dict[str, int]:
+    """Registers and bytes of stack of one thread (spills live there); shared bytes of a block."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = {name: int(n) for name, n in re.findall(r"(REG|STACK):(\d+)", text)}
+    return {
+        "registers": usage["REG"],
+        "stack": usage["STACK"],
+        "shared": kernel.metadata.shared,
+        "warps": kernel.metadata.num_warps,
+    }
+
+
+def main() -> None:
+    for fields in json.load(sys.stdin):
+        request = Request(**fields)
+        for name, kernel in compiled_kernels(request):
+            row = dataclasses.asdict(request) | {"kernel": name} | resources(kernel)
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

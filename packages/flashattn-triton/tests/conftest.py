@@ -1,0 +1,474 @@
+"""What every attention test shares: cases, inputs, the tolerance table, and the comparison.
+
+Ask for them by name; nothing is imported from here.
+
+``case``, ``gpu_case``
+    A test with one of these arguments runs once for each :class:`Case`: ``case`` is the small
+    matrix (CPU, Triton interpreter), ``gpu_case`` the full one (mark such tests ``gpu``). A
+    case's id spells it: B2-H4x2-T113x203-D64-bf16-causal. ``case.options`` is the
+    ``AttentionOptions``; ``case.keywords`` the arguments of ``flash_attention`` that mean the same.
+
+``strided_case``, ``plain_case``, ``plain_causal_case``
+    Parts of ``case``: the few worth repeating for every ``layout``; those that the assignment's
+    Function can express (equal heads, no mask or the causal one, the default scale); one of these.
+
+``varlen_case``, ``gpu_varlen_case``
+    The same for packed batches; ``case.seqlens`` holds (queries, keys) for each sequence.
+
+``make_inputs(case, device="cpu", layout="bhsd")``
+    An :class:`Inputs`: query, key, value (views shaped (B, H, N, D) that require gradients;
+    packed (T, H, D) for varlen cases), and random gradients of output and logsumexp.
+    ``layout``: "bhsd" contiguous, "bshd" (heads and sequence transposed), "padded" (rows with gaps
+    full of NaN), "strided" (last stride 2, gaps full of NaN), "expanded" (stride-0 key heads).
+
+``assert_close_to_oracle(attend, inputs)``
+    ``attend(query, key, value)`` returns (output, logsumexp), or the output alone. Compares
+    output, logsumexp and the three gradients with the fp32/fp64 oracle. The backward pass
+    starts from both gradients of ``inputs``; with ``lse_gradient=False``, or where only the output
+    is returned, from the output's alone.
+
+``assert_results_close(inputs, results, lse_gradient=True)``
+    The same for results computed without autograd: a mapping with any of "out", "lse", "dq", "dk",
+    "dv", for tests of launchers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashattn_triton.options import AttentionOptions
+from flashattn_triton.reference import attention_reference, attention_reference_varlen
+
+# ---- tolerances ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tolerance:
+    """What an error may be for one dtype.
+
+    Output and gradients: max|x - oracle| <= ratio · max|same - oracle| + rounding + unstored, where
+    ``same`` is the same computation in PyTorch at the same precision; rounding is
+    2 · max|((x + 0.3) - 0.3) - x| of the oracle in that dtype, one rounding of the result itself;
+    and unstored (of gradients only) is the effect of recomputing P and dS instead of storing P:
+    see :func:`off_by_rounding`.
+
+    Logsumexp: |x - oracle| <= logsumexp · max(1, |oracle|).
+    """
+
+    oracle: torch.dtype
+    ratio: float
+    logsumexp: float
+
+
+TOLERANCES = {
+    # The oracle must be more precise than the tested computation, hence fp64.
+    torch.float32: Tolerance(oracle=torch.float64, ratio=2.0, logsumexp=1e-5),
+    # Rounding P, dS and the results to 2^-11 or 2^-8 hides what fp32 accumulation adds, so the
+    # oracle is fp32. The logsumexp never leaves fp32: exact products of half inputs, summed and
+    # exponentiated in fp32, so it is as good as for fp32 inputs.
+    torch.float16: Tolerance(oracle=torch.float32, ratio=2.0, logsumexp=1e-5),
+    torch.bfloat16: Tolerance(oracle=torch.float32, ratio=2.0, logsumexp=1e-5),
+}
+# Whatever the dtype, L and D = rowsum(dO ∘ O) are kept in fp32, whose unit roundoff is 2^-24.
+# P = exp(S - L) inherits L's absolute error: a rounding of the maximum's logarithm and of the sum.
+LOGSUMEXP_ROUNDINGS = 2
+# dS = P ∘ (dP - D) cancels. In a row with one visible key both terms are equal, and what is left
+# over is the order in which E products were summed twice: of the order of √E roundings. PyTorch's
+# softmax happens to leave exactly nothing there; no formula that recomputes P does.
+D_ROUNDINGS = 16
+# With a soft-cap the kernels and PyTorch compute tanh and its derivative by different formulas.
+SOFTCAP_RATIO = 3.0
+
+
+def tolerance_of(dtype: torch.dtype, options: AttentionOptions) -> Tolerance:
+    tolerance = TOLERANCES[dtype]
+    return tolerance if options.softcap is None else replace(tolerance, ratio=SOFTCAP_RATIO)
+
+
+# ---- cases ---------------------------------------------------------------------------------------
+
+DTYPE_NAMES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+PUBLIC_CAUSAL = {"none": False, "top-left": True, "bottom-right": "bottom-right"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem. ``lengths`` are (N_q, N_k) of every sequence, or of each if packed."""
+
+    batch: int
+    heads: tuple[int, int]
+    lengths: tuple[tuple[int, int], ...]
+    head_dims: tuple[int, int]
+    dtype_name: str
+    causal: str = "none"
+    window: tuple[int | None, int | None] = (None, None)
+    softcap: float | None = None
+    scale: float | None = None
+    packed: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPE_NAMES[self.dtype_name]
+
+    @property
+    def seqlens(self) -> tuple[tuple[int, int], ...]:
+        return self.lengths
+
+    @property
+    def options(self) -> AttentionOptions:
+        return AttentionOptions(
+            causal=self.causal,
+            scale=self.head_dims[0] ** -0.5 if self.scale is None else self.scale,
+            window=self.window,
+            softcap=self.softcap,
+        )
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        window = None if self.window == (None, None) else self.window
+        causal = PUBLIC_CAUSAL[self.causal]
+        return {"causal": causal, "scale": self.scale, "window": window, "softcap": self.softcap}
+
+    def cu_seqlens(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
+        starts = ([0, *accumulate(column)] for column in zip(*self.lengths, strict=True))
+        q, k = (torch.tensor(s, dtype=torch.int32, device=device) for s in starts)
+        return q, k
+
+    def __str__(self) -> str:
+        lengths = "_".join(f"{q}x{k}" if q != k else f"{q}" for q, k in self.lengths)
+        heads, kv_heads = self.heads
+        dim, value_dim = self.head_dims
+        parts = [
+            f"B{self.batch}",
+            f"H{heads}x{kv_heads}" if heads != kv_heads else f"H{heads}",
+            f"T{lengths}",
+            f"D{dim}x{value_dim}" if dim != value_dim else f"D{dim}",
+            self.dtype_name,
+        ]
+        parts += {"none": [], "top-left": ["causal"], "bottom-right": ["causalbr"]}[self.causal]
+        parts += [f"window{self.window[0]}_{self.window[1]}"] if any_bound(self.window) else []
+        parts += [f"softcap{self.softcap:g}"] if self.softcap is not None else []
+        parts += [f"scale{self.scale:g}"] if self.scale is not None else []
+        return "-".join(parts).replace("None", "inf")
+
+
+def any_bound(window: tuple[int | None, int | None]) -> bool:
+    return window != (None, None)
+
+
+def dense(
+    batch: int,
+    heads: int | tuple[int, int],
+    n_queries: int,
+    n_keys: int,
+    head_dim: int | tuple[int, int],
+    dtype_name: str,
+    **options: Any,
+) -> Case:
+    heads = heads if isinstance(heads, tuple) else (heads, heads)
+    head_dims = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
+    return Case(batch, heads, ((n_queries, n_keys),), head_dims, dtype_name, **options)
+
+
+# Each row is here for its own reason; together they take seconds under the interpreter.
+CASES = [
+    dense(1, 1, 1, 1, 16, "fp32"),  # the smallest problem
+    dense(1, 2, 3, 3, 16, "bf16", causal="top-left"),  # less than a tile in every direction
+    dense(2, 2, 64, 64, 64, "fp32", causal="top-left"),  # exactly one tile
+    dense(2, 2, 64, 64, 64, "fp16"),
+    dense(1, (4, 2), 113, 203, 64, "bf16", causal="top-left"),  # ragged, grouped heads
+    dense(1, (2, 1), 113, 203, 64, "fp32", causal="bottom-right"),  # decoding with a cache
+    dense(1, 1, 203, 113, 32, "fp32", causal="bottom-right"),  # 90 queries see no key
+    dense(1, 1, 203, 113, 32, "bf16", causal="top-left"),  # keys shorter, every query sees one
+    dense(1, 2, 1, 239, 64, "fp32", causal="bottom-right"),  # one decoding step
+    dense(1, 1, 239, 1, 32, "fp32"),  # one key: P = 1, dQ = dK = 0
+    dense(1, 1, 239, 239, 64, "fp16", causal="top-left"),
+    dense(1, 1, 129, 129, 128, "bf16", causal="top-left"),  # one row past a tile
+    dense(1, 1, 70, 70, 256, "fp32"),  # the widest head
+    dense(1, 1, 40, 50, 1, "fp32"),  # head_dims that are padded inside
+    dense(1, 2, 65, 65, 40, "fp32", causal="top-left"),
+    dense(1, 1, 65, 66, 80, "bf16"),
+    dense(1, (2, 1), 70, 70, (64, 32), "fp32", causal="top-left"),  # value narrower
+    dense(1, 1, 70, 70, (24, 96), "fp32"),  # value wider
+    dense(1, 1, 150, 150, 32, "fp32", causal="top-left", window=(17, None)),
+    dense(1, (2, 1), 150, 150, 32, "fp32", window=(16, 8)),
+    dense(1, 1, 150, 150, 32, "fp32", window=(None, 0)),  # a causal mask by another name
+    dense(1, 1, 100, 130, 32, "fp32", causal="bottom-right", window=(31, 5)),
+    dense(1, 1, 130, 40, 16, "fp32", window=(20, 20)),  # the last 70 queries see no key
+    dense(1, 1, 90, 90, 32, "fp32", causal="top-left", window=(0, 0)),  # each sees itself
+    dense(1, 1, 90, 90, 32, "fp32", window=(1000, 1000)),  # wider than the sequence
+    dense(1, (2, 1), 100, 100, 32, "fp32", causal="top-left", softcap=2.0),
+    dense(1, 1, 100, 100, 32, "bf16", softcap=15.0, window=(40, 40)),
+    dense(1, 1, 100, 100, 32, "fp32", causal="top-left", scale=-0.3),  # the order reverses
+    dense(1, 1, 70, 70, 32, "fp32", scale=0.0),  # a mean over the values
+    dense(1, 1, 70, 70, 32, "fp32", causal="top-left", softcap=3.0, scale=-0.5),
+]
+
+STRIDED_LENGTHS = {((113, 203),), ((65, 65),)}
+
+
+def is_plain(case: Case) -> bool:
+    unmasked = case.window == (None, None) and case.causal in ("none", "top-left")
+    plain = case.softcap is None and case.scale is None
+    return unmasked and plain and case.heads[0] == case.heads[1]
+
+
+def packed(
+    heads: tuple[int, int],
+    lengths: tuple[tuple[int, int], ...],
+    head_dims: tuple[int, int],
+    dtype_name: str,
+    **options: Any,
+) -> Case:
+    return Case(len(lengths), heads, lengths, head_dims, dtype_name, packed=True, **options)
+
+
+VARLEN_CASES = [
+    packed((1, 1), ((5, 5),), (16, 16), "fp32"),
+    packed((2, 2), ((64, 64), (17, 17), (1, 1)), (32, 32), "bf16", causal="top-left"),
+    packed((2, 1), ((70, 33), (0, 0), (9, 80)), (32, 32), "fp32", causal="bottom-right"),
+    packed((2, 1), ((0, 20), (40, 0), (30, 30)), (32, 32), "fp32"),  # empty on either side
+    packed((1, 1), ((3, 3), (100, 100)), (32, 16), "fp32", causal="top-left", window=(9, None)),
+    packed((1, 1), ((50, 50), (31, 63)), (16, 16), "fp32", softcap=2.0, scale=-0.4),
+]
+
+
+def full_matrix() -> Iterator[Case]:
+    """Lengths, widths, dtypes and masks at the sizes where tiles, stages and warps differ."""
+    lengths = [(1, 1), (3, 799), (64, 64), (113, 203), (239, 1), (799, 799), (1023, 1024)]
+    lengths += [(1024, 1023), (2048, 2048)]
+    for dtype_name in DTYPE_NAMES:
+        for causal in PUBLIC_CAUSAL:
+            for n_queries, n_keys in lengths:
+                for head_dim in (64, 128):
+                    yield dense(2, (4, 2), n_queries, n_keys, head_dim, dtype_name, causal=causal)
+            for head_dim in (16, 32, 40, 80, 96, 160, 192, 256, (192, 128), (64, 256)):
+                yield dense(1, (2, 1), 335, 411, head_dim, dtype_name, causal=causal)
+        options: list[dict[str, Any]] = [
+            {"window": (100, 50)},
+            {"window": (0, 0), "causal": "top-left"},
+            {"window": (256, None), "causal": "bottom-right"},
+            {"softcap": 15.0, "causal": "top-left"},
+            {"softcap": 30.0, "window": (300, 0)},
+            {"scale": -0.2, "causal": "top-left"},
+            {"scale": 0.0},
+        ]
+        for keywords in options:
+            for head_dim in (64, 128):
+                yield dense(2, (8, 2), 799, 1023, head_dim, dtype_name, **keywords)
+                yield dense(1, (2, 2), 1023, 799, head_dim, dtype_name, **keywords)
+    for head_dim in (64, 128):
+        yield dense(1, (2, 1), 4224, 4224, head_dim, "bf16", causal="top-left")
+
+
+def full_varlen_matrix() -> Iterator[Case]:
+    lengths = ((300, 300), (0, 0), (1, 1), (1023, 799), (64, 512), (0, 77), (65, 0), (2000, 2000))
+    for dtype_name in DTYPE_NAMES:
+        for causal in PUBLIC_CAUSAL:
+            for dim in (64, 128):
+                yield packed((4, 2), lengths, (dim, dim), dtype_name, causal=causal)
+        yield packed((4, 1), lengths, (96, 96), dtype_name, causal="top-left", window=(100, None))
+        yield packed((2, 2), lengths, (64, 64), dtype_name, window=(100, 30), softcap=20.0)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    matrices: dict[str, Callable[[], list[Case]]] = {
+        "case": lambda: CASES,
+        "strided_case": lambda: [c for c in CASES if c.lengths in STRIDED_LENGTHS],
+        "plain_case": lambda: [c for c in CASES if is_plain(c)],
+        "plain_causal_case": lambda: [c for c in CASES if is_plain(c) and c.lengths == ((65, 65),)],
+        "varlen_case": lambda: VARLEN_CASES,
+        "gpu_case": lambda: CASES + list(full_matrix()),
+        "gpu_varlen_case": lambda: VARLEN_CASES + list(full_varlen_matrix()),
+    }
+    for name, cases in matrices.items():
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, cases(), ids=str)
+
+
+# ---- inputs --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tensors of one case. ``grad_lse`` is zero where the logsumexp is -inf for every input."""
+
+    case: Case
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    grad_out: Tensor
+    grad_lse: Tensor
+
+    @property
+    def options(self) -> AttentionOptions:
+        return self.case.options
+
+
+def gapped(x: Tensor, *, row_gap: int = 0, last_stride: int = 1) -> Tensor:
+    """The same values as a view into a larger tensor; what lies between them is NaN."""
+    *leading, rows, width = x.shape
+    storage = x.new_full((*leading, rows, width * last_stride + row_gap), float("nan"))
+    view = storage[..., : width * last_stride : last_stride]
+    view.copy_(x)
+    return view
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    if layout == "bshd":
+        return x.transpose(-3, -2).contiguous().transpose(-3, -2)
+    if layout == "padded":
+        return gapped(x, row_gap=8)
+    if layout == "strided":
+        return gapped(x, last_stride=2)
+    assert layout in ("bhsd", "expanded"), layout
+    return x
+
+
+@pytest.fixture
+def make_inputs() -> Callable[..., Inputs]:
+    def make(case: Case, device: torch.device | str = "cpu", layout: str = "bhsd") -> Inputs:
+        generator = torch.Generator(device).manual_seed(1)
+        (heads, kv_heads), (dim, value_dim) = case.heads, case.head_dims
+        n_queries, n_keys = (sum(column) for column in zip(*case.lengths, strict=True))
+
+        def random(count: int, length: int, *width: int, dtype: torch.dtype) -> Tensor:
+            shape = (count, length, *width) if case.packed else (case.batch, count, length, *width)
+            x = torch.randn(shape, generator=generator, device=device).to(dtype)
+            return x.transpose(0, 1).contiguous() if case.packed and width else x
+
+        def leaf(count: int, length: int, width: int) -> Tensor:
+            x = random(count, length, width, dtype=case.dtype)
+            return laid_out(x, layout).detach().requires_grad_()
+
+        def key_leaf(width: int) -> Tensor:
+            if layout != "expanded":
+                return leaf(kv_heads, n_keys, width)
+            shared = random(1, n_keys, width, dtype=case.dtype)
+            shape = (-1, kv_heads, -1) if case.packed else (-1, kv_heads, -1, -1)
+            return shared.expand(shape).detach().requires_grad_()
+
+        return Inputs(
+            case=case,
+            query=leaf(heads, n_queries, dim),
+            key=key_leaf(dim),
+            value=key_leaf(value_dim),
+            grad_out=random(heads, n_queries, value_dim, dtype=case.dtype),
+            grad_lse=random(heads, n_queries, dtype=torch.float32),
+        )
+
+    return make
+
+
+# ---- comparison ----------------------------------------------------------------------------------
+
+Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor] | Tensor]
+
+
+def differentiate(attend: Attend, inputs: Inputs, lse_gradient: bool) -> dict[str, Tensor]:
+    """Runs ``attend`` and its backward pass on the inputs."""
+    leaves = (inputs.query, inputs.key, inputs.value)
+    result = attend(*leaves)
+    out, lse = result if isinstance(result, tuple) else (result, None)
+    loss = (out.double() * inputs.grad_out.double()).sum()
+    if lse is not None and lse_gradient:
+        finite = torch.isfinite(lse)  # the gradient of a constant -inf would be 0 · -inf in the sum
+        loss = loss + torch.where(finite, lse, 0.0).mul(inputs.grad_lse).sum()
+    gradients = torch.autograd.grad(loss, leaves)
+    results = dict(zip(("dq", "dk", "dv"), gradients, strict=True)) | {"out": out.detach()}
+    return results if lse is None else results | {"lse": lse.detach()}
+
+
+def reference(inputs: Inputs, dtype: torch.dtype, lse_gradient: bool) -> dict[str, Tensor]:
+    """The definition's results in ``dtype``, gradients included."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if not inputs.case.packed:
+            return attention_reference(q, k, v, inputs.options, dtype=dtype)
+        starts = inputs.case.cu_seqlens("cpu")
+        return attention_reference_varlen(q, k, v, *starts, inputs.options, dtype=dtype)
+
+    query, key, value = (
+        x.detach().to(dtype).requires_grad_() for x in (inputs.query, inputs.key, inputs.value)
+    )
+    converted = replace(inputs, query=query, key=key, value=value)
+    return differentiate(attend, converted, lse_gradient)
+
+
+def off_by_rounding(inputs: Inputs, lse: Tensor) -> Inputs:
+    """Inputs whose gradients are what errors in L and in D change the true gradients by.
+
+    P = exp(S - L) is linear in exp(-L), and gradients are linear in dO and dL, so an error of L_i
+    is a factor on row i of both. D - dL is all that the backward pass knows of dL, so an error of
+    D is a dL of the same size: that of a sum of E products, ‖dO_i‖ · rms(V).
+    """
+    sign = torch.where(inputs.grad_lse < 0, -1.0, 1.0) * 2.0**-24
+    of_lse = sign * LOGSUMEXP_ROUNDINGS * lse.abs().clamp(min=1).nan_to_num(posinf=0.0)
+    terms = inputs.grad_out.float().norm(dim=-1) * inputs.value.float().square().mean().sqrt()
+    of_d = sign * D_ROUNDINGS * (terms.transpose(0, 1) if inputs.case.packed else terms)
+    per_row = of_lse.transpose(0, 1) if inputs.case.packed else of_lse  # (H, T) to (T, H)
+    return replace(
+        inputs,
+        grad_out=inputs.grad_out.double() * per_row[..., None],
+        grad_lse=(inputs.grad_lse.double() * of_lse + of_d).detach(),
+    )
+
+
+def check_results(inputs: Inputs, results: Mapping[str, Tensor], lse_gradient: bool) -> None:
+    case = inputs.case
+    tolerance = tolerance_of(case.dtype, case.options)
+    oracle = reference(inputs, tolerance.oracle, lse_gradient)
+    same = reference(inputs, case.dtype, lse_gradient)
+    unstored = reference(off_by_rounding(inputs, oracle["lse"]), torch.float64, True)
+    failures = []
+    for name, actual in results.items():
+        expected = oracle[name]
+        assert actual.shape == expected.shape, f"{name}: {actual.shape}, not {expected.shape}"
+        if name == "lse":
+            assert actual.dtype == torch.float32, f"lse is {actual.dtype}"
+            torch.testing.assert_close(  # -inf equals -inf and nothing else
+                actual.to(expected.dtype),
+                expected,
+                rtol=tolerance.logsumexp,
+                atol=tolerance.logsumexp,
+                msg=lambda text: f"lse: {text}",
+            )
+            continue
+        assert actual.dtype == case.dtype, f"{name} is {actual.dtype}, not {case.dtype}"
+        assert torch.isfinite(actual).all(), f"{name} has non-finite elements"
+        if expected.numel() == 0:
+            continue
+        rounded = expected.to(case.dtype)
+        rounding = 2 * ((rounded + 0.3) - 0.3 - rounded).abs().max().item()
+        error = (actual.to(expected.dtype) - expected).abs().max().item()
+        baseline = (same[name].to(expected.dtype) - expected).abs().max().item()
+        allowed = tolerance.ratio * baseline + rounding
+        if name != "out":
+            allowed += unstored[name].abs().max().item()
+        if not error <= allowed:
+            failures.append(f"{name}: error {error:.3e} > {allowed:.3e} (PyTorch: {baseline:.3e})")
+    assert not failures, f"{case}: " + "; ".join(failures)
+
+
+@pytest.fixture
+def assert_results_close() -> Callable[..., None]:
+    def check(inputs: Inputs, results: Mapping[str, Tensor], *, lse_gradient: bool = True) -> None:
+        check_results(inputs, results, lse_gradient)
+
+    return check
+
+
+@pytest.fixture
+def assert_close_to_oracle() -> Callable[..., None]:
+    def check(attend: Attend, inputs: Inputs, *, lse_gradient: bool = True) -> None:
+        results = differentiate(attend, inputs, lse_gradient)
+        check_results(inputs, results, lse_gradient and "lse" in results)
+
+    return check

@@ -1,0 +1,55 @@
+"""Do all ranks describe the same optimizer? Every rank learns the first difference."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from itertools import zip_longest
+
+import torch
+import torch.distributed as dist
+
+from shard_optim.collectives import guarded
+
+
+def check_agreement(
+    lines: Sequence[str], *, group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Compares a description over all ranks: one 16-byte all-reduce if they agree.
+
+    Args:
+        lines: the description, one fact per line, most general first.
+        group: the ranks to compare.
+        device: where the group's back end can reduce tensors.
+
+    Raises:
+        RuntimeError: on every rank if any two differ, naming the first difference.
+    """
+    if group.size() == 1:
+        return
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    number = int.from_bytes(digest[:7], "big")
+    # max(x) == -max(-x) exactly when every rank sent the same x.
+    bounds = torch.tensor([number, -number], dtype=torch.int64, device=device)
+    guarded(
+        "the comparison of optimizer descriptions",
+        group,
+        lambda: dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group),
+    )
+    largest, negated_smallest = bounds.tolist()
+    if largest == -negated_smallest:
+        return
+    everyone: list[list[str]] = [[] for _ in range(group.size())]
+    dist.all_gather_object(everyone, list(lines), group=group)
+    raise RuntimeError(
+        "every rank must construct the sharded optimizer from the same class, groups and "
+        f"parameters, but {first_difference(everyone)}; build the same optimizer on every rank"
+    )
+
+
+def first_difference(everyone: Sequence[Sequence[str]]) -> str:
+    """Names the first line in which a rank differs from rank 0; some line must."""
+    rows = zip_longest(*everyone, fillvalue="nothing")
+    facts = next(row for row in rows if any(fact != row[0] for fact in row))
+    rank = next(rank for rank, fact in enumerate(facts) if fact != facts[0])
+    return f"rank 0 has [{facts[0]}] where rank {rank} has [{facts[rank]}]"

@@ -1,0 +1,50 @@
+"""Collectives whose failures say what was being moved, where, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+Result = TypeVar("Result")
+
+
+class CollectiveError(RuntimeError):
+    """A peer died, timed out, or left the group while this rank was communicating."""
+
+
+def guarded(what: str, group: dist.ProcessGroup, call: Callable[[], Result]) -> Result:
+    """Calls ``call`` and names what failed if the process group reports an error.
+
+    Raises:
+        CollectiveError: from the back end's own error.
+    """
+    try:
+        return call()
+    except RuntimeError as error:  # torch reports every back end's failures as RuntimeError
+        raise CollectiveError(
+            f"every rank of the group must take part in {what}, but it failed on rank "
+            f"{dist.get_rank(group)} of {group.size()}: {error}. A peer has probably died or left; "
+            "look at the first error in the other ranks' logs and restart from the last checkpoint."
+        ) from error
+
+
+def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The given group, or the default one.
+
+    Raises:
+        RuntimeError: if there is neither. World size 1 is never assumed: a launcher that forgot
+            to initialise would otherwise train unsynchronised replicas.
+    """
+    if process_group is not None:
+        return process_group
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "a sharded optimizer needs a process group, but none was given and the default one is "
+            "not initialised; call torch.distributed.init_process_group() first (a single process "
+            "can use world_size=1) or pass process_group="
+        )
+    group = dist.group.WORLD
+    assert group is not None
+    return group
