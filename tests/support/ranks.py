@@ -3,8 +3,9 @@
 Ranks meet through a file store, so no port can be taken; every wait has a deadline; a rank's
 traceback reaches the test; the process group is destroyed whatever happened.
 
-Ranks are forked from a server process that has torch imported already, which makes a two-rank
-test start in about a tenth of a second. The server never touches CUDA, so ranks may.
+Ranks on CPU are forked from a server process that has torch imported already, which makes a
+two-rank test start in about a tenth of a second. Ranks on GPUs are started afresh: CUDA cannot be
+used in a process whose parent has asked for it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import importlib.util
 import inspect
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.context
 import sys
 import tempfile
 import time
@@ -23,6 +25,10 @@ from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+
+# torch.optim imports torch._dynamo when the first optimizer is made: seconds, in every rank.
+_PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "ranks"]
 
 
 @dataclass(frozen=True)
@@ -74,8 +80,12 @@ def run_ranks(
     Raises:
         RanksFailed: with every failed rank's traceback or signal.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "ranks"])
+    context: multiprocessing.context.SpawnContext | multiprocessing.context.ForkServerContext
+    if backend == "nccl":
+        context = multiprocessing.get_context("spawn")
+    else:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
     source = (Path(inspect.getfile(function)).resolve(), function.__qualname__)
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
@@ -110,12 +120,14 @@ def _collect(
     timeout: float,
 ) -> list[RankOutcome]:
     messages: dict[int, tuple[Any, str | None, float]] = {}
-    open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
-    while open_pipes and time.monotonic() - start < timeout:
-        for pipe in multiprocessing.connection.wait(list(open_pipes), timeout=0.2):
-            rank = open_pipes.pop(pipe)  # type: ignore[call-overload]
+    while len(messages) < len(pipes) and time.monotonic() - start < timeout:
+        silent = [pipe for rank, pipe in enumerate(pipes) if rank not in messages]
+        ready = multiprocessing.connection.wait(silent, timeout=0.2)
+        for rank, pipe in enumerate(pipes):
+            if pipe not in ready:
+                continue
             try:
-                value, error = pipe.recv()  # type: ignore[union-attr]
+                value, error = pipe.recv()
             except EOFError:
                 value, error = None, "died without a report"
             messages[rank] = (value, error, time.monotonic() - start)
@@ -168,7 +180,7 @@ def _rank_main(
             torch.cuda.set_device(rank)
         dist.init_process_group(
             backend,
-            store=dist.FileStore(f"{folder}/store", world_size),
+            init_method=f"file://{folder}/store",
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=collective_timeout),

@@ -37,7 +37,7 @@ def installed(plugin: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="session")
 def command_line(plugin: Path) -> tuple[list[str], dict[str, str]]:
     """How to start the command line with the plug-in: the command, and its environment."""
-    paths = [plugin, *(SOURCES / name / "src" for name in os.listdir(SOURCES))]
+    paths = [plugin, *(package / "src" for package in SOURCES.iterdir())]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, paths)),

@@ -132,6 +132,6 @@ def test_a_killed_parent_takes_the_call_along(plugin: Path, tmp_path: Path) -> N
         time.sleep(0.05)
     parent.kill()
     parent.wait()
-    process_id, near, _ = (int(pid) for pid in pids.read_text().split())
+    process_id, near, far = (int(pid) for pid in pids.read_text().split())
     assert gone([process_id, near])
-    psutil.Process(_).kill()  # moved to a session of its own, out of a dead parent's reach
+    psutil.Process(far).kill()  # moved to a session of its own, out of a dead parent's reach

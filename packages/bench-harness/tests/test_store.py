@@ -1,4 +1,4 @@
-"""The run folder: nothing stored is lost, nothing unfinished counts, nothing newer is guessed at."""
+"""The run folder: nothing stored is lost, nothing unfinished counts, nothing newer is guessed."""
 
 from __future__ import annotations
 
@@ -152,5 +152,5 @@ def test_a_replaced_file_is_whole_or_old(store: Store, monkeypatch: pytest.Monke
 def test_a_json_file_that_is_not_json_is_named(store: Store) -> None:
     with store.open_for_writing():
         (store.folder / "env.json").write_text("{")
-    with pytest.raises(StoreError, match="env.json"):
+    with pytest.raises(StoreError, match=r"env\.json"):
         store.read_json("env.json")

@@ -58,7 +58,7 @@ ELEMENTWISE = [
     (torch.optim.RAdam, {}),
     (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
     (torch.optim.Rprop, {}),
-    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True}),
+    (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True}),
     (Lion, {}),
 ]
 

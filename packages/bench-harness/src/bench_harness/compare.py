@@ -74,6 +74,8 @@ def compare(
     """
     from bench_harness.stats import ratio_interval
 
+    for run in (run_a, run_b):
+        run.check_is_run()
     rows_a, rows_b = _measured(run_a), _measured(run_b)
     shared = [identity for identity in rows_a if identity in rows_b]
     if not shared:

@@ -98,7 +98,8 @@ def build(experiment: Experiment, values: Mapping[str, Any]) -> dict[str, Any]:
         options = experiment.Options(**checked)
     except ValueError as error:
         raise ValueError(f"{experiment.name}: {error}") from None
-    return {name: getattr(options, name) for name in known}
+    # Defaults are checked too, so that 1 and 1.0 of a float option make the same case.
+    return {name: _check(spec, getattr(options, name)) for name, spec in known.items()}
 
 
 def _check(spec: OptionSpec, value: Any) -> Any:

@@ -38,7 +38,13 @@ Progress: TypeAlias = Callable[[str], None]
 Status: TypeAlias = Literal["ok", "oom", "timeout", "error", "skipped"]
 
 #: Imported by the server. Nothing here may touch a device.
-_PRELOAD = ["torch", "torch.distributed", "bench_harness.process"]
+_PRELOAD = [
+    "torch",
+    "torch._dynamo",  # what making any optimizer imports
+    "torch.distributed.launcher.api",
+    "bench_harness.process",
+    "bench_harness.ranks",
+]
 
 #: Characters of output kept from a process that failed.
 _TAIL = 4000

@@ -103,14 +103,14 @@ def _fitting(table: Table, console: Console, stem: str) -> Grid:
     grid = Grid(title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     room, shown = console.width - 1, []
     for name, values in varying.items():
-        # A cell's neighbours take two columns of padding.
-        width = max(map(cell_len, [name, *values])) + 2
+        # A heading may break between words; a column's frame takes three more.
+        width = max(map(cell_len, [*name.split(), *values])) + 3
         if width > room:
             break
         room -= width
         shown.append(name)
         numeric = all(value == "" or _is_number(value) for value in values)
-        grid.add_column(name, justify="right" if numeric else "left", no_wrap=True)
+        grid.add_column(name, justify="right" if numeric else "left", min_width=width - 3)
     for row in zip(*(varying[name] for name in shown), strict=True):
         grid.add_row(*map(Text, row))
     caption = [", ".join(f"{name} {value}" for name, value in constant.items() if value)]

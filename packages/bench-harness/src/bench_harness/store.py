@@ -78,6 +78,15 @@ class Store:
         """The file of rows."""
         return self.folder / RESULTS
 
+    def check_is_run(self) -> None:
+        """Checks that the folder holds a run.
+
+        Raises:
+            StoreError: it does not.
+        """
+        if not self.results.is_file():
+            raise StoreError(f"{self.folder} is not a run folder: it has no {RESULTS}")
+
     def load(self) -> Loaded:
         """Reads every row; a case measured twice counts with its last complete attempt.
 

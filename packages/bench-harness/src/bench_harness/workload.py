@@ -125,7 +125,8 @@ def attention_by_name(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     if name == "flash":
         from flashattn_triton import flash_attention
 
-        return partial(flash_attention, causal=True)
+        flash: Callable[..., Any] = partial(flash_attention, causal=True)
+        return flash
     raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)}; received {name!r}")
 
 

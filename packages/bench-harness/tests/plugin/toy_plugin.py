@@ -102,7 +102,7 @@ class Toy(Experiment):
             Path("trace.txt").write_text("kept")
             row["artifact"] = "trace.txt"
         time.sleep(case.config["seconds"])
-        samples = [1.0, 1.1, 1.2, 1.0, 1.1, 1.05]
+        samples = [1.0, 1.01, 1.02, 1.0, 1.01, 1.01]
         return [
             {"variant": "plain", "samples_ms": samples, **row},
             {"variant": "double", "samples_ms": [2 * sample for sample in samples], **row},

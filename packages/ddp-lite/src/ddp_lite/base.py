@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NoReturn
 
@@ -34,6 +34,7 @@ from ddp_lite.diagnostics import RollCall, missing_gradients, warn_about_environ
 from ddp_lite.errors import SynchronizationError, UnfinishedSynchronizationError
 from ddp_lite.reduction import InPlaceReduction, Reduction
 from ddp_lite.stats import SynchronizationStats, WaitTimer
+from ddp_lite.uneven import Attendance, AverageOver
 from ddp_lite.verification import all_gather, verify_same_model
 
 MissingGradients = Literal["skip-if-all", "zeros", "error"]
@@ -94,9 +95,10 @@ class DataParallelBase(nn.Module):
 
         self._average = Averager(self.process_group, self.device)
         self._timer = WaitTimer(self.device)
-        self._step = 0
+        self._step = 0  # synchronised steps completed
         self._synchronizing = True
-        self._in_flight: list[Reduction] = []
+        self._attendance: Attendance | None = None
+        self._in_flight: dict[int, Reduction] = {}  # by the group's place
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._stats: SynchronizationStats | None = None
         self._adopt_parameters()
@@ -145,7 +147,9 @@ class DataParallelBase(nn.Module):
         if self._backward_seen and self._synchronizing:
             self._raise_unfinished()
         self._engine_callback_queued = False
-        self._before_synchronized_forward()
+        self._notice_changed_requirements()
+        if self._attendance is not None and self._synchronizing:
+            self._attendance.begin_step()
         outputs = self.module(*inputs, **kwargs)
         if self._auto_finish and self._synchronizing:
             self._finish_after_backward_of(outputs)
@@ -180,6 +184,34 @@ class DataParallelBase(nn.Module):
             yield
         finally:
             self._synchronizing = before
+
+    @contextmanager
+    def join(
+        self, shadow_step: Callable[[], object], *, average_over: AverageOver = "active"
+    ) -> Iterator[None]:
+        """For ranks with different numbers of batches; wrap the whole training loop in it.
+
+        A rank that leaves the block before the others takes part in their steps with zeros.
+        Inside, every forward outside ``no_sync`` and ``no_grad`` begins a step and must be
+        followed by its backward. Gradients accumulated in ``no_sync`` and never sent are lost.
+
+        Args:
+            shadow_step: called after each such step with the averages in place; do what the
+                loop does there: step the optimizer and zero the gradients.
+            average_over: "active" averages over the ranks that had a batch, "world" over all.
+        """
+        attendance = Attendance(self.process_group, self.device, average_over)
+        self._attendance = attendance
+        try:
+            yield
+            while attendance.begin_shadow_step():
+                for parameter in self._parameters_by_index:
+                    parameter.grad = None
+                self._arrived = bytearray(b"\1" * len(self._specs))  # excused
+                self._finish()
+                shadow_step()
+        finally:
+            self._attendance = None
 
     def sync_buffers(self) -> None:
         """Overwrites the buffers (such as BatchNorm statistics) with rank 0's. Collective."""
@@ -218,7 +250,7 @@ class DataParallelBase(nn.Module):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._in_flight = []
+        self._reset()
         return self.module
 
     # -- the module shines through -----------------------------------------------------------
@@ -295,7 +327,8 @@ class DataParallelBase(nn.Module):
         self._presence: Tensor | None = None  # mean of _present over the ranks
         self._backward_seen = False
         self._engine_callback_queued = False
-        self._in_flight = []
+        self._in_flight = {}
+        self._started: list[int] = []  # places in the order of reduction
         self._collectives_before = (self._average.collectives, self._average.bytes)
 
     def _parameters_of(self, indices: tuple[int, ...]) -> list[Tensor]:
@@ -304,7 +337,7 @@ class DataParallelBase(nn.Module):
     def _names_of(self, indices: Sequence[int]) -> list[str]:
         return [self._specs[index].name for index in indices]
 
-    def _before_synchronized_forward(self) -> None:
+    def _notice_changed_requirements(self) -> None:
         """Notices ``requires_grad`` changed since the last forward; then collective."""
         now = [p.requires_grad for p in self._all_parameters]
         if now != self._trainable_then:
@@ -331,6 +364,7 @@ class DataParallelBase(nn.Module):
     def _start(self, place: int) -> None:
         """Takes the gradients of one group and starts reducing them."""
         indices = self._groups[place]
+        self._started.append(place)
         gradients = []
         for index in indices:
             parameter = self._parameters_by_index[index]
@@ -348,7 +382,7 @@ class DataParallelBase(nn.Module):
         extra = self._presence_for(place)
         begin = time.monotonic()
         try:
-            self._in_flight.append(self._reduce(indices, gradients, extra))
+            self._in_flight[place] = self._reduce(indices, gradients, extra)
         except RuntimeError as error:
             raise self._named(self._describe(indices), begin, error) from error
 
@@ -369,21 +403,25 @@ class DataParallelBase(nn.Module):
     # -- after backward ----------------------------------------------------------------------
 
     def _finish(self) -> None:
-        self._step += 1
-        started_in_backward = len(self._in_flight)
+        started_in_backward = len(self._started)
         with torch.no_grad():
             self._timer.start()
             self._start_remaining()
-            for reduction in self._in_flight:
-                self._complete(reduction)
+            for place in list(self._in_flight):
+                self._complete(place)
             self._timer.stop()
             absent = [index for index, present in enumerate(self._present) if not present]
             self._settle_missing(absent)
+            if self._attendance is not None:
+                found = [p.grad for p in self._parameters_by_index if p.grad is not None]
+                self._attendance.end_step(found)
+        self._step += 1
         self._record_stats(started_in_backward)
         self._reset()
 
-    def _complete(self, reduction: Reduction) -> None:
-        """Waits for one reduction and puts its averages back."""
+    def _complete(self, place: int) -> None:
+        """Waits for the reduction of one group and puts its averages back."""
+        reduction = self._in_flight.pop(place)
         begin = time.monotonic()
         try:
             gradients = reduction.wait()
@@ -402,7 +440,7 @@ class DataParallelBase(nn.Module):
         if self._policy == "error":
             if float(self._presence.float().min()) < 1 - 0.5 / self._average.world_size:
                 names = all_gather(self._names_of(absent), self.process_group)
-                error = missing_gradients(names, self._step)
+                error = missing_gradients(names, self._step + 1)
                 self._reset()
                 raise error
         elif absent:
@@ -417,14 +455,14 @@ class DataParallelBase(nn.Module):
             step=self._step,
             collectives=self._average.collectives - collectives,
             bytes=self._average.bytes - nbytes,
-            reductions=len(self._in_flight),
+            reductions=len(self._started),
             started_in_backward=started_in_backward,
             group_bytes=tuple(
-                sum(self._specs[index].nbytes for index in reduction.indices)
-                for reduction in self._in_flight
+                sum(self._specs[index].nbytes for index in self._groups[place])
+                for place in self._started
             ),
             group_parameters=tuple(
-                tuple(self._names_of(reduction.indices)) for reduction in self._in_flight
+                tuple(self._names_of(self._groups[place])) for place in self._started
             ),
             exposed_wait_ms=0.0,
         )
@@ -461,7 +499,7 @@ class DataParallelBase(nn.Module):
         if isinstance(error, SynchronizationError | torch.OutOfMemoryError):
             return error
         seconds = time.monotonic() - begin
-        return self._roll_call.failure(what, self._step, seconds, error)
+        return self._roll_call.failure(what, self._step + 1, seconds, error)
 
     def _raise_unfinished(self) -> NoReturn:
         raise UnfinishedSynchronizationError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,17 @@ from ddp_lite.reduction import FlatReduction, InPlaceReduction, Reduction, WireR
 from ddp_lite.wire import average_on_wire
 
 CommHook = Callable[[Tensor, "Bucket"], Waitable]
+
+
+@runtime_checkable
+class AllocatingHook(Protocol):
+    """A comm hook that needs the flat gradients in memory of its own choice."""
+
+    def __call__(self, flat: Tensor, bucket: Bucket) -> Waitable:
+        """Starts reducing ``flat`` in place."""
+
+    def allocate(self, bucket: Bucket) -> Tensor:
+        """The flat tensor of a bucket, length ``padded_numel``; called for every reduction."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -171,31 +182,38 @@ class BucketedDDP(OverlapDDP):
     ) -> Reduction:
         parameters = self._parameters_of(indices)
         bucket = self._buckets[self._group_of[indices[0]]]
+
+        def run_hook(flat: Tensor) -> Waitable:
+            assert self._comm_hook is not None
+            bucket.flat = flat
+            self._average.collectives += 1
+            self._average.bytes += flat.nbytes
+            return _Both(self._comm_hook(flat, bucket), self._average_if_any(extra))
+
+        def send_on_wire(flat: Tensor) -> Waitable:
+            return _Both(average_on_wire(flat, self._average), self._average_if_any(extra))
+
+        def send_copy(flat: Tensor) -> Waitable:
+            bucket.flat = flat
+            return self._average([flat, *extra])
+
         if self._comm_hook is not None:
-            hook = self._comm_hook
-
-            def start_hook(flat: Tensor) -> Waitable:
-                bucket.flat = flat
-                return _Both(hook(flat, bucket), self._average(extra) if extra else Completed())
-
-            return FlatReduction(indices, parameters, gradients, start_hook, bucket.padded_numel)
-        if self._wire_dtype is not None and self._wire_dtype != bucket.dtype:
-
-            def start_wire(flat: Tensor) -> Waitable:
-                wait = average_on_wire(flat, self._average)
-                return _Both(wait, self._average(extra) if extra else Completed())
-
-            return WireReduction(
-                indices, parameters, gradients, start_wire, self._wire_dtype, bucket.padded_numel
-            )
+            flat = self._flat_for_hook(bucket)
+            return FlatReduction(indices, parameters, gradients, run_hook, flat)
+        if self._wire_dtype is not None:
+            flat = parameters[0].new_empty(bucket.padded_numel, dtype=self._wire_dtype)
+            return WireReduction(indices, parameters, gradients, send_on_wire, flat)
         if self._copy:
-
-            def start_copy(flat: Tensor) -> Waitable:
-                bucket.flat = flat
-                return self._average([flat, *extra])
-
-            return FlatReduction(indices, parameters, gradients, start_copy)
+            return FlatReduction(indices, parameters, gradients, send_copy)
         return InPlaceReduction(indices, parameters, gradients, self._average, extra)
+
+    def _average_if_any(self, extra: Sequence[Tensor]) -> Waitable:
+        return self._average(extra) if extra else Completed()
+
+    def _flat_for_hook(self, bucket: Bucket) -> Tensor:
+        if isinstance(self._comm_hook, AllocatingHook):
+            return self._comm_hook.allocate(bucket)
+        return bucket.parameters[0].new_empty(bucket.padded_numel)
 
     def _finish(self) -> None:
         order, self._arrival_order = self._arrival_order, None

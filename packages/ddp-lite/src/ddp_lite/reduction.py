@@ -70,7 +70,8 @@ class FlatReduction:
         parameters: the parameters themselves.
         gradients: theirs on this rank; None where there is none.
         start: starts the reduction of the flat tensor, in place.
-        padded_numel: length of the flat tensor; what lies past the gradients is zero.
+        flat: where to; None allocates exactly the room that the gradients need. What lies past
+            the gradients is set to zero.
     """
 
     def __init__(
@@ -79,11 +80,13 @@ class FlatReduction:
         parameters: Sequence[Tensor],
         gradients: Sequence[Tensor | None],
         start: Callable[[Tensor], Waitable],
-        padded_numel: int | None = None,
+        flat: Tensor | None = None,
     ) -> None:
         self.indices = indices
-        self.flat, self._views = _flatten(parameters, gradients, parameters[0].dtype, padded_numel)
-        self._work = start(self.flat)
+        if flat is None:
+            flat = parameters[0].new_empty(sum(parameter.numel() for parameter in parameters))
+        self._views = _pack(parameters, gradients, flat)
+        self._work = start(flat)
 
     def wait(self) -> Sequence[Tensor]:
         """The reduced gradients, as views of the flat tensor, in the order of ``indices``."""
@@ -99,8 +102,7 @@ class WireReduction:
         parameters: the parameters themselves.
         gradients: theirs on this rank; None where there is none.
         start: starts averaging the flat tensor, in place.
-        dtype: what travels.
-        padded_numel: length of the flat tensor; what lies past the gradients is zero.
+        flat: where to; its dtype travels. What lies past the gradients is set to zero.
     """
 
     def __init__(
@@ -109,11 +111,10 @@ class WireReduction:
         parameters: Sequence[Tensor],
         gradients: Sequence[Tensor | None],
         start: Callable[[Tensor], Waitable],
-        dtype: torch.dtype,
-        padded_numel: int | None = None,
+        flat: Tensor,
     ) -> None:
         self.indices = indices
-        flat, self._views = _flatten(parameters, gradients, dtype, padded_numel)
+        self._views = _pack(parameters, gradients, flat)
         self._gradients = [
             torch.empty_like(parameter) if gradient is None else gradient
             for parameter, gradient in zip(parameters, gradients, strict=True)
@@ -138,18 +139,14 @@ def _with_zeros(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]
     ]
 
 
-def _flatten(
-    parameters: Sequence[Tensor],
-    gradients: Sequence[Tensor | None],
-    dtype: torch.dtype,
-    padded_numel: int | None,
-) -> tuple[Tensor, list[Tensor]]:
-    """Packs gradients, zeros for None, in order; returns the flat tensor and a view of each."""
+def _pack(
+    parameters: Sequence[Tensor], gradients: Sequence[Tensor | None], flat: Tensor
+) -> list[Tensor]:
+    """Copies gradients, zeros for None, one after the other; returns a view of each."""
     sizes = [parameter.numel() for parameter in parameters]
     total = sum(sizes)
-    length = total if padded_numel is None else padded_numel
-    flat = torch.empty(length, dtype=dtype, device=parameters[0].device)
-    flat[total:].zero_()
+    if flat.numel() > total:
+        flat[total:].zero_()
     pieces = flat[:total].split(sizes)
     views = [
         piece.view(parameter.shape) for piece, parameter in zip(pieces, parameters, strict=True)
@@ -163,4 +160,4 @@ def _flatten(
             sources.append(gradient)
     if targets:
         torch._foreach_copy_(targets, sources)
-    return flat, views
+    return views

@@ -24,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashattn_triton.configs import Tiles, Tiling
 from flashattn_triton.forward import (
@@ -53,8 +54,14 @@ from flashattn_triton.options import AttentionOptions
 
 DELTA_ROWS = 64
 
+# How the key pass adds its part of dQ: not at all, by fp32 atomic additions, or by the bulk
+# reductions of sm_90 and later, which the copy engine carries out on whole tiles.
+NONE = tl.constexpr(0)
+ATOMIC = tl.constexpr(1)
+BULK = tl.constexpr(2)
 
-@triton.jit(do_not_specialize=["N_QUERIES", "stride_lh"])
+
+@triton.jit(do_not_specialize=["N_QUERIES", "stride_lb", "stride_lh"])
 def delta_kernel(
     O_ptr,
     dO_ptr,
@@ -107,9 +114,10 @@ def _differentiate_keys(
     v,
     Q_ptr,
     dO_ptr,
-    dQ_ptr,
+    dQ,
     L_ptr,
     delta_ptr,
+    dq_start,
     stride_qq,
     stride_doq,
     stride_dqq,
@@ -133,11 +141,11 @@ def _differentiate_keys(
     HAS_LEFT: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
-    ADD_DQ: tl.constexpr,
+    DQ_MODE: tl.constexpr,
     is_causal: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Adds what queries ``start`` to ``stop`` contribute. Scores are transposed: (keys, queries)."""
+    """Adds what queries ``start`` to ``stop`` contribute. Scores are (keys, queries) here."""
     for query_start in range(
         loop_bound(start, INTERPRETED), loop_bound(stop, INTERPRETED), Q_TILE_SIZE
     ):
@@ -176,16 +184,29 @@ def _differentiate_keys(
             ds = ds * (1.0 - s * s)
         ds = ds.to(q.dtype)
         dk = dot(ds, q, dk, PRECISION, INTERPRETED)
-        if ADD_DQ:
+        if DQ_MODE == BULK:
+            # Rows past the end carry zeros, which may be added to whatever follows.
             dq = dot(tl.trans(ds), k, None, PRECISION, INTERPRETED)
-            dq_tile = dQ_ptr + query_start.to(tl.int64) * stride_dqq
+            dQ.atomic_add([(dq_start + query_start).to(tl.int32), 0], dq)
+        elif DQ_MODE == ATOMIC:
+            dq = dot(tl.trans(ds), k, None, PRECISION, INTERPRETED)
+            dq_tile = dQ + dq_start + query_start.to(tl.int64) * stride_dqq
             pointers = dq_tile + rows[:, None] * stride_dqq + columns[None, :]
             inside = (rows < n_rows)[:, None] & (columns < D)[None, :]
             tl.atomic_add(pointers, dq, mask=inside, sem="relaxed")
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["N_QUERIES", "N_KEYS", "window_left", "window_right", "stride_lh"])
+@triton.jit(
+    do_not_specialize=[
+        "N_QUERIES",
+        "N_KEYS",
+        "window_left",
+        "window_right",
+        "stride_lb",
+        "stride_lh",
+    ]
+)
 def key_pass_kernel(
     Q_ptr,
     K_ptr,
@@ -193,7 +214,7 @@ def key_pass_kernel(
     dO_ptr,
     L_ptr,
     delta_ptr,
-    dQ_ptr,  # fp32, zeroed, used with ADD_DQ only
+    dQ,  # fp32, zeroed: a pointer, or a descriptor of (rows, D_PADDED); unused in mode NONE
     dK_ptr,
     dV_ptr,
     cu_seqlens_q_ptr,
@@ -242,7 +263,7 @@ def key_pass_kernel(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
-    ADD_DQ: tl.constexpr,
+    DQ_MODE: tl.constexpr,
     is_causal: tl.constexpr,
 ):
     """dK and dV of one key tile of one key head. Grid: tiles · B · G.
@@ -259,11 +280,11 @@ def key_pass_kernel(
     K_ptr += b * stride_kb + kv_h * stride_kh
     V_ptr += b * stride_vb + kv_h * stride_vh
     dO_ptr += b * stride_dob
-    dQ_ptr += b * stride_dqb
     dK_ptr += b * stride_dkb + kv_h * stride_dkh
     dV_ptr += b * stride_dvb + kv_h * stride_dvh
     L_ptr += b * stride_lb
     delta_ptr += b * stride_lb
+    dq_start = b * stride_dqb
     if PACKED:
         first_query = tl.load(cu_seqlens_q_ptr + batch)
         first_key = tl.load(cu_seqlens_k_ptr + batch)
@@ -275,7 +296,7 @@ def key_pass_kernel(
         K_ptr += first_key.to(tl.int64) * stride_kk
         V_ptr += first_key.to(tl.int64) * stride_vk
         dO_ptr += first_query.to(tl.int64) * stride_doq
-        dQ_ptr += first_query.to(tl.int64) * stride_dqq
+        dq_start += first_query.to(tl.int64) * stride_dqq
         dK_ptr += first_key.to(tl.int64) * stride_dkk
         dV_ptr += first_key.to(tl.int64) * stride_dvk
         L_ptr += first_query
@@ -312,34 +333,34 @@ def key_pass_kernel(
 
     dk = tl.zeros([K_TILE_SIZE, D_PADDED], tl.float32)
     dv = tl.zeros([K_TILE_SIZE, E_PADDED], tl.float32)
-    for member in range(0, loop_bound(HEADS_PER_KV, INTERPRETED)):
+    for member in range(loop_bound(HEADS_PER_KV, INTERPRETED)):
         h = kv_h * HEADS_PER_KV + member
         q_head = Q_ptr + h * stride_qh
         do_head = dO_ptr + h * stride_doh
-        dq_head = dQ_ptr + h * stride_dqh
+        dq_head = dq_start + h * stride_dqh
         l_head = L_ptr + h * stride_lh
         delta_head = delta_ptr + h * stride_lh
         dk, dv = _differentiate_keys(
-            dk, dv, k, v, q_head, do_head, dq_head, l_head, delta_head,
+            dk, dv, k, v, q_head, do_head, dQ, l_head, delta_head, dq_head,
             stride_qq, stride_doq, stride_dqq, start, tl.minimum(full_start, stop),
             keys, rows, columns, value_columns, offset, N_QUERIES, N_KEYS,
             window_left, window_right, scale, softcap, D, E, Q_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT,
-            PRECISION, INTERPRETED, ADD_DQ, is_causal, True,
+            PRECISION, INTERPRETED, DQ_MODE, is_causal, True,
         )  # fmt: skip
         dk, dv = _differentiate_keys(
-            dk, dv, k, v, q_head, do_head, dq_head, l_head, delta_head,
+            dk, dv, k, v, q_head, do_head, dQ, l_head, delta_head, dq_head,
             stride_qq, stride_doq, stride_dqq, full_start, full_stop,
             keys, rows, columns, value_columns, offset, N_QUERIES, N_KEYS,
             window_left, window_right, scale, softcap, D, E, Q_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT,
-            PRECISION, INTERPRETED, ADD_DQ, is_causal, False,
+            PRECISION, INTERPRETED, DQ_MODE, is_causal, False,
         )  # fmt: skip
         if HAS_LEFT:
             dk, dv = _differentiate_keys(
-                dk, dv, k, v, q_head, do_head, dq_head, l_head, delta_head,
+                dk, dv, k, v, q_head, do_head, dQ, l_head, delta_head, dq_head,
                 stride_qq, stride_doq, stride_dqq, tl.maximum(full_start, full_stop), stop,
                 keys, rows, columns, value_columns, offset, N_QUERIES, N_KEYS,
                 window_left, window_right, scale, softcap, D, E, Q_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT,
-                PRECISION, INTERPRETED, ADD_DQ, is_causal, True,
+                PRECISION, INTERPRETED, DQ_MODE, is_causal, True,
             )  # fmt: skip
     dk_tile = dK_ptr + first * stride_dkk
     store_rows(dk_tile, dk * scale, key_rows, columns, stride_dkk, n_rows, D)
@@ -415,7 +436,16 @@ def _differentiate_queries(
     return dq
 
 
-@triton.jit(do_not_specialize=["N_QUERIES", "N_KEYS", "window_left", "window_right", "stride_lh"])
+@triton.jit(
+    do_not_specialize=[
+        "N_QUERIES",
+        "N_KEYS",
+        "window_left",
+        "window_right",
+        "stride_lb",
+        "stride_lh",
+    ]
+)
 def query_pass_kernel(
     Q_ptr,
     K_ptr,
@@ -560,7 +590,8 @@ def triton_backward(
         logsumexp: its logsumexp, contiguous (B, H, N_q) fp32.
         grad_out: dO, the shape of ``out``, any strides (copied if the last is not 1).
         grad_logsumexp: dL, the shape of ``logsumexp``, or None for zero.
-        tiling: kernel shapes; ``tiling.fused`` is used if given, unless ``options.deterministic``.
+        tiling: kernel shapes; the fused form is used if it has one, unless a fixed order of every
+            sum is asked for by ``options.deterministic``.
 
     Returns:
         dQ, dK and dV in the inputs' shapes and dtype. dQ is accumulated in fp32.
@@ -571,9 +602,16 @@ def triton_backward(
     dk = empty_output(key, key.shape[3])
     dv = empty_output(value, value.shape[3])
     fused = None if options.deterministic else tiling.fused
-    dq_sum = dq
+    mode, dq_sum, dq_target, dq_strides = NONE, dq, dq, strides(dq, packing)
     if fused is not None:
-        dq_sum = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+        # Padded, so that a tile is one block of memory.
+        width = padded(query.shape[3])
+        dq_sum = query.new_zeros(*query.shape[:3], width, dtype=torch.float32)
+        mode, dq_target, dq_strides = ATOMIC, dq_sum, strides(dq_sum, packing)
+        if tiling.bulk:
+            table = dq_sum.flatten(0, 2)
+            mode, dq_target = BULK, TensorDescriptor.from_tensor(table, [fused.queries, width])
+            dq_strides = tuple(stride // width for stride in dq_strides)
 
     batch, n_heads, n_queries, head_dim = query.shape
     kv_heads, n_keys, value_dim = key.shape[1], key.shape[2], value.shape[3]
@@ -614,12 +652,12 @@ def triton_backward(
         if programs:
             key_pass_kernel[(programs,)](
                 *inputs,
-                dq_sum,
+                dq_target,
                 dk,
                 dv,
                 *starts,
                 *input_strides,
-                *strides(dq_sum, packing),
+                *dq_strides,
                 *strides(dk, packing),
                 *strides(dv, packing),
                 *statistic_strides,
@@ -628,13 +666,13 @@ def triton_backward(
                 kv_heads,
                 n_heads // kv_heads,
                 options.scale,
-                ADD_DQ=fused is not None,
+                DQ_MODE=mode.value,
                 **common,
                 **shape(key_tiles),
             )
         if fused is not None:
             # One elementwise kernel: scale and cast.
-            return torch.mul(dq_sum, options.scale, out=dq), dk, dv
+            return torch.mul(dq_sum[..., :head_dim], options.scale, out=dq), dk, dv
         programs = -(-n_queries // tiling.query_pass.queries) * batch * n_heads
         if programs:
             query_pass_kernel[(programs,)](

@@ -28,18 +28,21 @@ class Tiling:
 
     ``forward``: a program owns query rows. ``key_pass``: a program owns keys and computes dK, dV.
     ``query_pass``: a program owns query rows and computes dQ. ``fused``: a program owns keys,
-    computes dK, dV and adds its part of dQ atomically; None if the two passes are faster.
+    computes dK, dV and adds its part of dQ to an fp32 buffer; None if the two passes are faster.
+    ``bulk``: it adds with sm_90's bulk reductions, carried out by the copy engine on whole tiles,
+    instead of atomic additions.
     """
 
     forward: Tiles
     key_pass: Tiles
     query_pass: Tiles
     fused: Tiles | None = None
+    bulk: bool = False
 
     def pack(self) -> list[int]:
         """As the flat list that the operators take; an absent ``fused`` is four zeros."""
         kernels = (self.forward, self.key_pass, self.query_pass, self.fused or Tiles(0, 0, 0, 0))
-        return [number for tiles in kernels for number in astuple(tiles)]
+        return [*(number for tiles in kernels for number in astuple(tiles)), int(self.bulk)]
 
     @classmethod
     def unpack(cls, numbers: Sequence[int]) -> Tiling:
@@ -52,25 +55,69 @@ class Tiling:
             key_pass=key_pass,
             query_pass=query_pass,
             fused=fused if fused.warps else None,
+            bulk=bool(numbers[16]),
         )
 
 
-def tiling_for(
-    capability: tuple[int, int],
-    shared_memory: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    is_causal: bool,
+def _tiling(
+    forward: tuple[int, int, int, int],
+    key_pass: tuple[int, int, int, int],
+    query_pass: tuple[int, int, int, int],
+    fused: tuple[int, int, int, int] | None = None,
+    bulk: bool = False,
 ) -> Tiling:
+    return Tiling(
+        forward=Tiles(*forward),
+        key_pass=Tiles(*key_pass),
+        query_pass=Tiles(*query_pass),
+        fused=Tiles(*fused) if fused else None,
+        bulk=bulk,
+    )
+
+
+# Rows of the tables: shared memory of one block in KB that the shapes need, widest head_dim,
+# bytes of an element. Each shape compiles without spilled registers unless a comment says so.
+# (queries, keys, warps, stages) of forward, key pass, query pass, fused.
+_LARGE = 220  # sm_90, sm_100
+_MEDIUM = 160  # sm_80
+_SMALL = 96  # sm_86, sm_89, sm_120
+
+TABLE = {
+    (_LARGE, 64, 2): _tiling((128, 64, 8, 3), (64, 128, 8, 2), (128, 64, 8, 3), (64, 128, 8, 3)),
+    (_LARGE, 128, 2): _tiling((128, 64, 8, 3), (64, 128, 8, 2), (128, 64, 8, 3)),
+    (_LARGE, 256, 2): _tiling((64, 64, 8, 2), (32, 64, 8, 2), (64, 32, 8, 2)),
+    (_LARGE, 64, 4): _tiling((64, 32, 4, 2), (32, 64, 8, 2), (64, 32, 8, 2)),
+    (_LARGE, 128, 4): _tiling((64, 32, 8, 2), (32, 64, 8, 2), (64, 32, 8, 2)),
+    (_LARGE, 256, 4): _tiling((32, 32, 8, 2), (16, 32, 8, 2), (32, 16, 8, 2)),
+    (_MEDIUM, 64, 2): _tiling((128, 64, 8, 3), (64, 64, 8, 2), (64, 64, 4, 2)),
+    (_MEDIUM, 128, 2): _tiling((128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2)),
+    (_MEDIUM, 256, 2): _tiling((64, 32, 8, 2), (32, 64, 8, 2), (64, 32, 8, 2)),
+    (_MEDIUM, 64, 4): _tiling((64, 32, 4, 2), (32, 64, 8, 2), (64, 32, 8, 2)),
+    (_MEDIUM, 128, 4): _tiling((64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 2)),
+    (_MEDIUM, 256, 4): _tiling((32, 16, 8, 2), (16, 32, 8, 1), (32, 16, 8, 1)),
+    (_SMALL, 64, 2): _tiling((64, 64, 4, 3), (32, 64, 4, 2), (64, 32, 4, 2)),
+    (_SMALL, 128, 2): _tiling((64, 32, 4, 2), (32, 64, 8, 2), (64, 32, 8, 2)),
+    (_SMALL, 256, 2): _tiling((64, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
+    (_SMALL, 64, 4): _tiling((64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
+    (_SMALL, 128, 4): _tiling((32, 32, 4, 2), (32, 32, 8, 1), (32, 32, 8, 1)),
+    (_SMALL, 256, 4): _tiling((32, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+}
+# What is left when less shared memory than in any row is to be had.
+SMALLEST = _tiling((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1))
+# The interpreter pays per operation, not per element; small problems still make several tiles.
+INTERPRETER = _tiling((64, 64, 4, 1), (64, 64, 4, 1), (64, 64, 4, 1))
+
+
+def tiling_for(shared_memory: int, head_dim: int, dtype: torch.dtype) -> Tiling:
     """The shipped table's entry.
 
     Args:
-        capability: compute capability.
         shared_memory: bytes that one block may have.
         head_dim: the larger of D and E.
         dtype: of the inputs.
-        is_causal: about half of the tiles are masked.
     """
-    return Tiling(
-        forward=Tiles(64, 32, 4, 2), key_pass=Tiles(32, 64, 4, 2), query_pass=Tiles(64, 32, 4, 2)
-    )
+    for kilobytes in (_LARGE, _MEDIUM, _SMALL):
+        if shared_memory >= kilobytes * 1024:
+            width = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
+            return TABLE[kilobytes, width, dtype.itemsize]
+    return SMALLEST

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from flashattn_triton.configs import Tiling, tiling_for
+from flashattn_triton.configs import INTERPRETER, Tiling, tiling_for
 from flashattn_triton.options import AttentionOptions, resolve_options, to_heads_first
 
 Implementation = Literal["auto", "tiled", "triton", "reference"]
@@ -47,11 +47,6 @@ def describe_gpu(index: int) -> GPU:
         capability=(properties.major, properties.minor),
         shared_memory=properties.shared_memory_per_block_optin,
     )
-
-
-# The interpreter's tiles: few and large, because each operation costs it a fraction of a
-# millisecond whatever the size, and every shape must still be cut into several tiles.
-INTERPRETER_GPU = GPU(name="Triton's interpreter", capability=(0, 0), shared_memory=0)
 
 
 def check_implementation(implementation: str) -> None:
@@ -93,23 +88,19 @@ def choose(
     if implementation == "auto" and not on_gpu:
         reason = f"{device.type} tensors: Triton's kernels need CUDA"
         return Plan(tier="tiled", tiling=None, reason=reason)
-    if on_gpu:
-        gpu = describe_gpu(device.index)
-    elif interpreting():
-        gpu = INTERPRETER_GPU
-    else:
-        raise ValueError(
-            f"implementation 'triton' needs CUDA tensors, received {device.type}; move them to a "
-            f"GPU, use implementation='tiled', or set TRITON_INTERPRET=1 before the first import "
-            f"of flashattn_triton to run the kernels in Triton's interpreter"
-        )
+    if not on_gpu:
+        if not interpreting():
+            raise ValueError(
+                f"implementation 'triton' needs CUDA tensors, received {device.type}; move them to "
+                f"a GPU, use implementation='tiled', or set TRITON_INTERPRET=1 before the first "
+                f"import of flashattn_triton to run the kernels in Triton's interpreter"
+            )
+        return Plan(tier="triton", tiling=tiling or INTERPRETER, reason="Triton's interpreter")
+    gpu = describe_gpu(device.index)
     reason = f"{gpu.name}, {gpu.shared_memory // 1024} KB of shared memory per block"
     if tiling is not None:
         return Plan(tier="triton", tiling=tiling, reason=f"{reason}; tiling given by the caller")
-    head_dim = max(query.shape[-1], value.shape[-1])
-    chosen = tiling_for(
-        gpu.capability, gpu.shared_memory, head_dim, query.dtype, options.band[1] is not None
-    )
+    chosen = tiling_for(gpu.shared_memory, max(query.shape[-1], value.shape[-1]), query.dtype)
     return Plan(tier="triton", tiling=chosen, reason=f"{reason}; shipped table")
 
 

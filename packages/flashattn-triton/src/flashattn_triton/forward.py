@@ -17,7 +17,6 @@ key, E head_dim of value, T tokens of a packed batch. Capital ``_PADDED`` widths
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -43,7 +42,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
-    """``acc + a @ b`` in fp32. Triton's interpreter multiplies the bits of bf16, so it is upcast."""
+    """``acc + a @ b`` in fp32. The interpreter multiplies bf16 as if its bits were integers."""
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -170,7 +169,7 @@ def _attend(
     is_causal: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Folds keys ``start`` to ``stop`` (multiples of the tile, or the end) into the accumulators."""
+    """Folds keys ``start`` to ``stop`` into the accumulators."""
     for key_start in range(
         loop_bound(start, INTERPRETED), loop_bound(stop, INTERPRETED), K_TILE_SIZE
     ):
@@ -214,7 +213,16 @@ def _attend(
     return acc, row_sum, row_max
 
 
-@triton.jit(do_not_specialize=["N_QUERIES", "N_KEYS", "window_left", "window_right", "stride_lh"])
+@triton.jit(
+    do_not_specialize=[
+        "N_QUERIES",
+        "N_KEYS",
+        "window_left",
+        "window_right",
+        "stride_lb",
+        "stride_lh",
+    ]
+)
 def flash_forward_kernel(
     Q_ptr,
     K_ptr,

@@ -1,4 +1,4 @@
-"""What the launchers of all kernels share: how tensors, options and packed batches become arguments.
+"""What all launchers share: how tensors, options and packed batches become arguments.
 
 Launchers take (B, H, N, D) views with any strides. A packed batch comes as (1, H, T, D), a view of
 its (T, H, D), together with a :class:`Packing`.

@@ -71,6 +71,7 @@ class Bucket:
         group: dist.ProcessGroup,
     ) -> None:
         self.params = list(params)
+        self.indices = list(indices)
         self.names = list(names)
         self.plan = plan
         self.group = group
@@ -84,13 +85,15 @@ class Bucket:
             self._adopt(param, plan.offsets[position])
             span = plan.span(position, self.rank)
             if span is not None:
+                # A number stays a number, so that its state has the shape a full state dict has.
+                keep_shape = shaped or param.ndim == 0
                 begin = plan.offsets[position] + span.start
-                view = param.detach() if shaped else self.flat.narrow(0, begin, span.length)
+                view = param.detach() if keep_shape else self.flat.narrow(0, begin, span.length)
                 wants_master = master_dtype is not None and master_dtype != self.dtype
                 self.shards.append(
                     Shard(
                         param=param,
-                        index=indices[position],
+                        index=self.indices[position],
                         name=self.names[position],
                         span=span,
                         view=view,
@@ -170,6 +173,19 @@ def _is_dense(param: Tensor) -> bool:
     return True
 
 
+def check_gradient(param: Tensor, name: str) -> None:
+    """Refuses gradients that cannot be sliced.
+
+    Raises:
+        ValueError: for a sparse gradient.
+    """
+    if param.grad is not None and param.grad.layout != torch.strided:
+        raise ValueError(
+            f"gradients must be dense, but {name} received one of layout {param.grad.layout}; "
+            "use sparse=False in its embedding"
+        )
+
+
 def flat_gradient(param: Tensor, name: str) -> Tensor | None:
     """The gradient as a vector in its parameter's own memory order, or None.
 
@@ -178,18 +194,19 @@ def flat_gradient(param: Tensor, name: str) -> Tensor | None:
     Raises:
         ValueError: for a sparse gradient.
     """
-    grad = param.grad
-    if grad is None:
-        return None
-    if grad.layout != torch.strided:
-        raise ValueError(
-            f"gradients must be dense, but {name} received one of layout {grad.layout}; "
-            "use sparse=False in its embedding"
-        )
-    if grad.is_contiguous() and param.is_contiguous():
-        return grad.view(-1)
-    if grad.stride() != param.stride():
-        grad = torch.empty_strided(
-            param.size(), param.stride(), dtype=grad.dtype, device=grad.device
-        ).copy_(grad)
-    return grad.as_strided((grad.numel(),), (1,))
+    check_gradient(param, name)
+    return None if param.grad is None else in_memory_order(param.grad, param)
+
+
+def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
+    """``tensor`` as a vector in the memory order of ``like``, which has the same shape.
+
+    A view if their strides agree, else a copy.
+    """
+    if tensor.is_contiguous() and like.is_contiguous():
+        return tensor.view(-1)
+    if tensor.stride() != like.stride():
+        tensor = torch.empty_strided(
+            like.size(), like.stride(), dtype=tensor.dtype, device=tensor.device
+        ).copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))

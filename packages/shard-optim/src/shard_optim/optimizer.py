@@ -7,19 +7,32 @@ ZeRO stage 1 of Rajbhandari et al. 2020 (https://arxiv.org/abs/1910.02054), arou
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shard_optim.agreement import check_agreement
 from shard_optim.buckets import Bucket, Shard, check_layout, flat_gradient
-from shard_optim.collectives import resolve_group
+from shard_optim.collectives import guarded, resolve_group
+from shard_optim.norm import clip_sharded_
+from shard_optim.overlap import ForwardWaits
 from shard_optim.partition import PARTITIONS, Partition, plan_buckets
+from shard_optim.reduction import GradientReducer
+from shard_optim.state import (
+    MASTER,
+    check_full_state,
+    gather_full_state,
+    local_state,
+    scatter_full_state,
+)
 from shard_optim.support import check_elementwise_state, check_supported
+
+Overlap = Literal["next-forward"]
 
 MIB = 1024**2
 
@@ -32,10 +45,13 @@ class ShardedOptimizer(Optimizer):
 
     One step is three phases:
 
-    1. **Gradients.** Every rank hands its part of each gradient to its local optimizer. Gradients
-       must already be equal on all ranks (averaged by a data-parallel wrapper).
+    1. **Gradients.** Every rank hands its part of each gradient to its local optimizer. Either
+       gradients are equal on all ranks already, averaged by a data-parallel wrapper (stage 1), or
+       ``reduce_gradients=True`` averages them by one reduce-scatter per bucket during backward,
+       which frees ``param.grad`` (stage 2).
     2. **Local step.** ``optimizer_cls`` steps this rank's shards. No communication.
-    3. **All-gather.** Each bucket's owners send their updated elements to everyone, in place.
+    3. **All-gather.** Each bucket's owners send their updated elements to everyone, in place:
+       before ``step`` returns, or under the next forward with ``overlap="next-forward"``.
 
     A real ``torch.optim.Optimizer``: ``param_groups`` hold the whole parameters and keep identity,
     so learning-rate schedulers, hooks and ``zero_grad`` work; hyperparameters are read from them
@@ -56,6 +72,11 @@ class ShardedOptimizer(Optimizer):
         bucket_size_mb: size of one all-gather in MB (1024² bytes).
         master_dtype: if given, parameters of another floating dtype are updated through copies of
             this dtype (1/world_size of them per rank) and rounded back after each step.
+        reduce_gradients: average gradients in shards, during backward. The model must then not be
+            in a data-parallel wrapper. Gradients are consumed by ``step``. Gradients that are not
+            finite reach all ranks with the average, like any others.
+        overlap: None, or "next-forward" to let modules wait for updated parameters just in time;
+            needs ``attach(module)`` before the first step.
         kwargs: for ``optimizer_cls``: its defaults, and foreach, fused or capturable.
 
     Raises:
@@ -72,12 +93,16 @@ class ShardedOptimizer(Optimizer):
         partition: Partition = "flat",
         bucket_size_mb: float = 100.0,
         master_dtype: torch.dtype | None = None,
+        reduce_gradients: bool = False,
+        overlap: Overlap | None = None,
         **kwargs: Any,
     ) -> None:
         if partition not in PARTITIONS:
             raise ValueError(f"partition must be one of {PARTITIONS}, got {partition!r}")
         if bucket_size_mb <= 0:
             raise ValueError(f"bucket_size_mb must be positive, got {bucket_size_mb}")
+        if overlap not in (None, "next-forward"):
+            raise ValueError(f"overlap must be None or 'next-forward', got {overlap!r}")
         check_supported(optimizer_cls, partition, kwargs)
         self.process_group = resolve_group(process_group)
         self.optimizer_cls = optimizer_cls
@@ -89,6 +114,10 @@ class ShardedOptimizer(Optimizer):
         self._master_dtype = master_dtype
         self._frozen: list[int] = []
         self._local: Optimizer | None = None
+        self._overlap = overlap
+        self._waits: ForwardWaits | None = None
+        self._reducer = GradientReducer(self.process_group) if reduce_gradients else None
+        self._collected = False
         self._state_checked = False
 
         groups = _as_groups(params)
@@ -199,6 +228,10 @@ class ShardedOptimizer(Optimizer):
                     )
                 )
         self.buckets += added
+        if self._reducer is not None:
+            self._reducer.add(added)
+        if self._waits is not None:
+            self._waits.add(added)
         return [shard for bucket in added for shard in bucket.shards]
 
     def _shards(self) -> list[Shard]:
@@ -245,43 +278,151 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         assert self._local is not None
-        self.wait()
-        self._adopt_unfrozen()
-        shards = self._shards()
-        self._attach_gradients(shards)
+        shards = self._collect_gradients()
         self._push_settings()
         self._local.step(**kwargs)
         self._pull_settings()
-        for shard in shards:
-            shard.tensor.grad = None
+        self._drop_gradients()
         self._check_state(shards)
         for bucket in self.buckets:
             bucket.write_back_masters()
         self._expose_state()
+        if self._reducer is not None:
+            self._reducer.discard()
         for bucket in self.buckets:
             bucket.launch_gather()
-        self.wait()
+        if self._waits is not None:
+            self._waits.started()
+        else:
+            self.wait()
         return loss
 
     def wait(self) -> None:
         """Waits until every parameter holds its updated values.
 
-        On CUDA the current stream waits, not the host.
+        On CUDA the current stream waits, not the host. Only needed under
+        ``overlap="next-forward"``, before parameters are read other than by a module's forward.
         """
         for bucket in self.buckets:
             bucket.wait_gather()
 
+    def attach(self, module: nn.Module) -> None:
+        """Makes ``module`` wait for parameters just in time, for ``overlap="next-forward"``.
+
+        Every parameter of this optimizer must belong to ``module``, and be read only while the
+        ``forward`` of a module that owns it runs. ``module.state_dict()`` and
+        ``module.load_state_dict()`` wait for everything; other reads call ``wait()`` first.
+
+        Raises:
+            RuntimeError: without ``overlap="next-forward"``, or if called twice.
+            ValueError: if a parameter is not in ``module``.
+        """
+        if self._overlap is None or self._waits is not None:
+            state = "attach() was called before" if self._waits else "overlap is None"
+            raise RuntimeError(
+                'attach() is for overlap="next-forward" and happens once, but '
+                f"{state}; construct a new optimizer for another module"
+            )
+        inside = {id(param) for param in module.parameters()}
+        for index, param in enumerate(self.all_params()):
+            if id(param) not in inside:
+                raise ValueError(
+                    "the attached module must own every parameter of the optimizer, but "
+                    f"{self.name_of(index)} is not in it; attach the module that contains it"
+                )
+        self._waits = ForwardWaits(module, self.wait)
+        self._waits.add(self.buckets)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within it, ``reduce_gradients=True`` lets gradients accumulate without communication.
+
+        For gradient accumulation: the first backward outside it reduces everything.
+        """
+        return nullcontext() if self._reducer is None else self._reducer.paused()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets all gradients, reduced ones included."""
+        if self._reducer is not None:
+            self._reducer.discard()
+        self._drop_gradients()
+        super().zero_grad(set_to_none)
+
+    def clip_grad_norm_(self, max_norm: float, *, norm_type: float = 2.0) -> Tensor:
+        """Scales gradients so that their norm over all parameters is at most ``max_norm``.
+
+        One number is all-reduced. Every rank calls this, after backward and before ``step``, which
+        uses the scaled gradients; ``param.grad``, where it still exists, is left in an unspecified
+        state. With ``GradScaler``, unscale first.
+
+        Args:
+            max_norm: largest norm allowed.
+            norm_type: p of the p-norm; ``inf`` for the largest magnitude.
+
+        Returns:
+            The norm before clipping, fp32, shape (), equal on all ranks.
+
+        Raises:
+            ValueError: for a norm type that is not positive.
+        """
+        if not norm_type > 0:
+            raise ValueError(f"norm_type must be positive, got {norm_type}")
+        shards = self._collect_gradients()
+        grads = [shard.tensor.grad for shard in shards if shard.tensor.grad is not None]
+        return clip_sharded_(
+            grads, max_norm, norm_type=norm_type, group=self.process_group, device=self._device()
+        )
+
+    def _collect_gradients(self) -> list[Shard]:
+        """Gives every shard its gradient, once per step; returns all shards."""
+        shards = self._shards()
+        if self._collected:
+            return shards
+        if self._overlap is not None and self._waits is None:
+            raise RuntimeError(
+                'overlap="next-forward" needs to know the module whose forward waits; call '
+                "attach(module) before the first step"
+            )
+        self.wait()
+        self._adopt_unfrozen()
+        shards = self._shards()
+        if self._reducer is None:
+            self._attach_gradients(shards)
+        else:
+            self._reducer.finish()
+            reduced = self._reducer.gradients()
+            for shard in shards:
+                self._attach(shard, reduced.get(shard.index))
+        if self._waits is not None:
+            trained = [(s.param, s.name) for s in shards if s.tensor.grad is not None]
+            self._waits.check_reads(trained)
+        self._collected = True
+        return shards
+
+    def _drop_gradients(self) -> None:
+        for shard in self._shards():
+            shard.tensor.grad = None
+        self._collected = False
+
+    def _device(self) -> torch.device:
+        return self.all_params()[0].device
+
     def _attach_gradients(self, shards: Sequence[Shard]) -> None:
-        """Hands each shard its part of the parameter's gradient: a view, or a master's copy."""
+        """Hands each shard its part of the parameter's own gradient."""
         for shard in shards:
             grad = flat_gradient(shard.param, shard.name)
-            if grad is None:
-                shard.tensor.grad = None
-                continue
-            part = grad.narrow(0, shard.span.start, shard.span.length)
-            if self.partition == "whole":
-                part = part.as_strided(shard.view.size(), shard.view.stride())
-            shard.tensor.grad = part.to(shard.tensor.dtype)
+            if grad is not None:
+                grad = grad.narrow(0, shard.span.start, shard.span.length)
+            self._attach(shard, grad)
+
+    @staticmethod
+    def _attach(shard: Shard, part: Tensor | None) -> None:
+        """A view of the gradient, or a master's copy in the master's dtype."""
+        if part is None:
+            shard.tensor.grad = None
+            return
+        if part.shape != shard.view.shape:
+            part = part.as_strided(shard.view.size(), shard.view.stride())
+        shard.tensor.grad = part.to(shard.tensor.dtype)
 
     def _check_state(self, shards: Sequence[Shard]) -> None:
         """Once state exists: does an unknown class really work under a flat partition?"""
@@ -309,6 +450,189 @@ class ShardedOptimizer(Optimizer):
         for shard in self._shards():
             if shard.tensor in self._local.state:
                 self.state[shard.param] = self._local.state[shard.tensor]
+
+    # --- state -----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's shard: fast, no communication, for this rank of this world size only.
+
+        Returns:
+            ``state`` by parameter number, ``param_groups`` as in a plain state dict, and ``shard``,
+            which says what of each parameter the state covers.
+        """
+        self.wait()
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        result: dict[str, Any] = {
+            "state": self._states(),
+            "param_groups": self._packed_groups(),
+            "shard": self._shard_description(),
+        }
+        for after in self._optimizer_state_dict_post_hooks.values():
+            replaced = after(self, result)
+            result = result if replaced is None else replaced
+        return result
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads what ``state_dict`` returned on this rank of a group of the same size.
+
+        Raises:
+            ValueError: if it is of another rank, partition, model or optimizer class; nothing has
+                changed then.
+        """
+        given = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = before(self, given)
+            given = given if replaced is None else replaced
+        problem = (
+            f"its shard is {given.get('shard')}, this optimizer's {self._shard_description()}"
+            if given.get("shard") != self._shard_description()
+            else self._full_state_problem(given, shards=True)
+        )
+        if problem is not None:
+            raise ValueError(
+                "a rank can load only its own shard of the same optimizer over the same ranks, but "
+                f"{problem}; use full_state_dict() and load_full_state_dict() to move between them"
+            )
+        self._install(given["state"], given["param_groups"])
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def full_state_dict(self) -> dict[str, Any] | None:
+        """The whole state on the group's rank 0, on its CPU; a collective call.
+
+        Streams one tensor at a time, so the devices need room for one more state tensor only.
+
+        Returns:
+            On rank 0, a state dict that ``optimizer_cls`` and ``load_full_state_dict`` load;
+            None on the others.
+
+        Raises:
+            CollectiveError: if a peer died or timed out.
+        """
+        self.wait()
+        state = gather_full_state(
+            self.buckets, self._states(), partition=self.partition, group=self.process_group
+        )
+        return None if state is None else {"state": state, "param_groups": self._packed_groups()}
+
+    def load_full_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
+        """Loads a plain optimizer's state dict, or ``full_state_dict`` of any world size.
+
+        A collective call. Hyperparameters are loaded too.
+
+        Args:
+            state_dict: read on the group's rank 0; the others may pass None.
+
+        Raises:
+            ValueError: on every rank, if it is of another model or optimizer class; nothing has
+                changed then.
+            CollectiveError: if a peer died or timed out.
+        """
+        self.wait()
+        message: list[Any] = [None, None]
+        if self.rank == 0:
+            message[0] = self._full_state_problem(state_dict, shards=False)
+            if message[0] is None:
+                assert state_dict is not None
+                message[1] = [_settings(group) for group in state_dict["param_groups"]]
+        guarded(
+            "the check of the loaded state",
+            self.process_group,
+            lambda: dist.broadcast_object_list(message, group=self.process_group, group_src=0),
+        )
+        problem, settings = message
+        if problem is not None:
+            raise ValueError(
+                "a full state dict must be of this model and optimizer class, but "
+                f"{problem}; load it into the optimizer that it was saved from"
+            )
+        full = self._by_number(state_dict) if self.rank == 0 and state_dict is not None else None
+        received = scatter_full_state(
+            self.buckets, full, partition=self.partition, group=self.process_group
+        )
+        self._install(received, settings)
+
+    def _states(self) -> dict[int, dict[str, Any]]:
+        """State of this rank's shards, by parameter number."""
+        assert self._local is not None
+        states = {
+            shard.index: local_state(shard, self._local.state.get(shard.tensor, {}))
+            for shard in self._shards()
+        }
+        return {index: state for index, state in sorted(states.items()) if state}
+
+    def _packed_groups(self) -> list[dict[str, Any]]:
+        packed, number = [], 0
+        for group in self.param_groups:
+            size = len(group["params"])
+            names = {"param_names": group["param_names"]} if "param_names" in group else {}
+            packed.append(_settings(group) | names | {"params": list(range(number, number + size))})
+            number += size
+        return packed
+
+    def _shard_description(self) -> dict[str, Any]:
+        """What of each parameter this rank owns, and as which rank of how many."""
+        return {
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "partition": self.partition,
+            "spans": {s.index: (s.span.start, s.span.length) for s in self._shards()},
+        }
+
+    def _full_state_problem(self, state_dict: Any, *, shards: bool) -> str | None:
+        problem = check_full_state(
+            state_dict,
+            self.param_groups,
+            defaults=self.defaults,
+            shapes=(
+                {shard.index: shard.tensor.shape for shard in self._shards()}
+                if shards
+                else {index: param.shape for index, param in enumerate(self.all_params())}
+            ),
+            partition=self.partition,
+            name_of=self.name_of,
+        )
+        if problem is None and not shards:
+            frozen = sorted(set(self._by_number(state_dict)) & set(self._frozen))
+            if frozen:
+                return f"it has state for {self.name_of(frozen[0])}, which is frozen"
+        return problem
+
+    def _by_number(self, state_dict: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+        """State by the parameter's position over all groups, whatever keys it was saved under."""
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        return {
+            number: state_dict["state"][key]
+            for number, key in enumerate(keys)
+            if key in state_dict["state"]
+        }
+
+    def _install(
+        self, states: Mapping[int, Mapping[str, Any]], settings: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Replaces the local state and the hyperparameters, through the class's own loading."""
+        assert self._local is not None
+        shards = {id(shard.tensor): shard for shard in self._shards()}
+        packed: dict[str, Any] = {"state": {}, "param_groups": []}
+        number = 0
+        for group, new in zip(self._local.param_groups, settings, strict=True):
+            numbers = []
+            for tensor in group["params"]:
+                state = dict(states.get(shards[id(tensor)].index, {}))
+                master = state.pop(MASTER, None)
+                if shards[id(tensor)].has_master:
+                    source = shards[id(tensor)].view if master is None else master
+                    tensor.copy_(source)
+                if state:
+                    packed["state"][number] = state
+                numbers.append(number)
+                number += 1
+            packed["param_groups"].append(_settings(dict(new)) | {"params": numbers})
+        self._local.load_state_dict(packed)
+        for group, new in zip(self.param_groups, settings, strict=True):
+            group.update(_settings(dict(new)))
+        self._expose_state()
 
 
 def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:

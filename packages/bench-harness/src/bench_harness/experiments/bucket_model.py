@@ -104,7 +104,7 @@ def draw_fit(done: pd.DataFrame) -> Figure | None:
         plot.set_title(label)
         log_axes(plot, x="gradients per bucket (MiB)", y="overhead (ms)")
         plot.set_yscale("linear")
-        plot.set_ylim(bottom=min(0.0, float(overhead.min())))
+        plot.set_ylim(bottom=min(0.0, 1.1 * float(overhead.min())))
         plot.legend()
     return figure
 

@@ -266,17 +266,14 @@ class Ddp(Experiment):
         ]
         shown = ["naive", "flat", "overlap", *_bucketed(done), "torch-ddp"]
         for index, (label, cell) in enumerate(done.groupby("label", sort=False)):
-            lines = cell.set_index("variant")
-            picked = [name for name in shown if name in lines.index]
+            lines = dict(zip(cell["variant"], cell["timeline"], strict=True))
+            picked = {name: lines[name] for name in shown if name in lines}
             figures.append(
                 Figure(
                     f"ddp_overlap_{index}",
                     f"Overlap: {label}",
-                    draw_overlap(
-                        {name: lines.loc[name, "timeline"] for name in picked},
-                        {name: float(lines.loc[name, "exposed_ms"]) for name in picked},
-                    ),
-                    f"One profiled step of rank 0; {lines['spans'].iloc[0]}. Black line: its end.",
+                    draw_overlap(picked),
+                    f"One profiled step of rank 0; {cell['spans'].iloc[0]}. Black line: its end.",
                 )
             )
         sweep = draw_fit(done)
@@ -292,7 +289,7 @@ class Ddp(Experiment):
         return figures
 
 
-_CELL: Mapping[str, str] = {
+_CELL = {
     "size": "size",
     "batch": "batch per rank",
     "sequence": "sequence (tokens)",
@@ -406,11 +403,12 @@ def _profile(
 
     from bench_harness.traces import kineto
     from bench_harness.traces.picture import timeline
+    from bench_harness.traces.trace import phase
 
     device = workload.device
     with kineto.recording(path, device):
         dist.barrier()
-        with kineto.phase(_PHASE, device):
+        with phase(_PHASE, device):
             step()
     trace = kineto.load(path)
     window = trace.phases(_PHASE)[0]

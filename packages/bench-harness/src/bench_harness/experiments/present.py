@@ -17,6 +17,7 @@ STATISTICS = {
     "ci_low_ms": "95 % low (ms)",
     "ci_high_ms": "95 % high (ms)",
     "n": "samples (count)",
+    "outliers": "outliers (count)",
     "unstable": "unstable",
 }
 

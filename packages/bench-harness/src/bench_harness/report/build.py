@@ -11,7 +11,7 @@ from bench_harness import environment, experiments
 from bench_harness.case import JsonValue, Row
 from bench_harness.experiments import Experiment, Figure, Table
 from bench_harness.report.frame import to_frame
-from bench_harness.store import ENVIRONMENTS, RESULTS, RUN, Store, StoreError
+from bench_harness.store import ENVIRONMENTS, RUN, Store, StoreError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +87,7 @@ def build(store: Store) -> Report:
     Raises:
         StoreError: there are no rows, or they cannot be read.
     """
-    if not store.results.exists():
-        raise StoreError(f"{store.folder} is not a run folder: it has no {RESULTS}")
+    store.check_is_run()
     loaded = store.load()
     if not loaded.rows:
         raise StoreError(f"{store.results} holds no complete case yet: nothing to report")

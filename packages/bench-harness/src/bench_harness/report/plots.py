@@ -78,4 +78,5 @@ def _render(figure: Figure, file_format: str) -> bytes:
     metadata = dict.fromkeys(("Creator", "Date", "Format", "Type")) if file_format == "svg" else {}
     with mpl.rc_context(_STYLE):
         figure.savefig(buffer, format=file_format, metadata=metadata)
+    figure.set_layout_engine("none")  # what was laid out once stays for the other format
     return buffer.getvalue()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from bench_harness.case import Row
 from bench_harness.traces.intervals import Interval, clip, union
-from bench_harness.traces.kineto import Trace
+from bench_harness.traces.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,6 +22,7 @@ def timeline(trace: Trace, window: Interval) -> Row:
         "window_us": (window[1] - window[0]) / 1e3,
         "compute_us": _drawable([e.interval for e in trace.compute], window),
         "communication_us": _drawable([e.interval for e in trace.communication], window),
+        "exposed_ms": trace.overlap(window).exposed_ns / 1e6,
     }
 
 
@@ -34,12 +35,11 @@ def _drawable(intervals: Sequence[Interval], window: Interval) -> list[list[floa
     ]
 
 
-def draw_overlap(timelines: Mapping[str, Row], exposed_ms: Mapping[str, float]) -> Figure:
+def draw_overlap(timelines: Mapping[str, Row]) -> Figure:
     """One pair of lanes per variant, all on the same time axis from the start of the step.
 
     Args:
-        timelines: variant → :func:`timeline`.
-        exposed_ms: variant → milliseconds of communication with nothing computed meanwhile.
+        timelines: variant → :func:`timeline`; drawn from top to bottom in this order.
     """
     from matplotlib.patches import Patch
 
@@ -48,13 +48,13 @@ def draw_overlap(timelines: Mapping[str, Row], exposed_ms: Mapping[str, float]) 
     figure, axes = new_figure(width=9, height=0.9 + 0.75 * len(timelines))
     plot = axes[0, 0]
     lanes = (("compute_us", 0.0, COLOURS[0]), ("communication_us", 0.4, COLOURS[1]))
-    for place, (variant, line) in enumerate(timelines.items()):
+    for place, line in enumerate(timelines.values()):
         for name, offset, colour in lanes:
             bars = [(start / 1e3, (end - start) / 1e3) for start, end in line[name]]
             plot.broken_barh(bars, (place + offset, 0.36), color=colour, linewidth=0)
         plot.plot([line["window_us"] / 1e3] * 2, [place - 0.05, place + 0.8], "k-", linewidth=1)
         plot.annotate(
-            f" {exposed_ms[variant]:.3g} ms exposed",
+            f" {line['exposed_ms']:.3g} ms exposed",
             (line["window_us"] / 1e3, place + 0.38),
             va="center",
             fontsize="small",

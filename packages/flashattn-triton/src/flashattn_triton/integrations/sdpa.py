@@ -5,24 +5,25 @@
         loss.backward()
     print(routing)
 
-Nothing in PyTorch is replaced: the context manager is a ``TorchFunctionMode``, which belongs to the
-thread that entered it (and to the backward passes that this thread starts), and ends with it,
-whatever happened inside.
+The name in ``torch.nn.functional`` is replaced while any such context is open, in all threads:
+PyTorch runs backward passes, and with them the recomputation of activation checkpoints, in threads
+of its own. (A ``TorchFunctionMode`` would end with its thread, and is off inside of functions that
+themselves honour it, ``multi_head_attention_forward`` and ``Tensor.backward`` among them.)
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from flashattn_triton.attention import flash_attention
 from flashattn_triton.options import DTYPES, MAX_HEAD_DIM
@@ -32,6 +33,7 @@ from flashattn_triton.options import DTYPES, MAX_HEAD_DIM
 class Routing:
     """What became of the calls: how many were routed, and why others went to PyTorch."""
 
+    strict: bool = False
     routed: int = 0
     passed_on: Counter[str] = field(default_factory=Counter)
 
@@ -50,9 +52,10 @@ def route_sdpa(*, strict: bool = False) -> Iterator[Routing]:
     does not compute goes to PyTorch unchanged, is counted with its reason, and is reported by a
     ``RuntimeWarning`` when the context ends.
 
-    Calls from compiled code that was traced outside of the context, and from C++ (such as the fast
-    path of ``torch.nn.TransformerEncoderLayer`` in inference), never pass through Python and are
-    neither routed nor counted.
+    Calls by a name imported from ``torch.nn.functional`` beforehand, calls in code compiled outside
+    of the context, and calls in C++ (such as the fast path of ``torch.nn.TransformerEncoderLayer``
+    in inference) do not look the name up and are neither routed nor counted. Contexts may be
+    nested or overlap in several threads: the one entered last decides, and counts.
 
     Args:
         strict: raise instead of passing a call on.
@@ -63,40 +66,61 @@ def route_sdpa(*, strict: bool = False) -> Iterator[Routing]:
     Raises:
         ValueError: from within the context, if ``strict`` and a call cannot be routed.
     """
-    routing = Routing()
-    with _Mode(routing, strict):
+    routing = Routing(strict=strict)
+    _SWITCH.enter(routing)
+    try:
         yield routing
+    finally:
+        _SWITCH.leave(routing)
     if routing.passed_on:
         warnings.warn(str(routing), RuntimeWarning, stacklevel=3)
 
 
-class _Mode(TorchFunctionMode):
-    def __init__(self, routing: Routing, strict: bool) -> None:
-        super().__init__()
-        self.routing = routing
-        self.strict = strict
+class _Switch:
+    """The open contexts, and the replacement that is installed while there are any."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        call = _Call(*args, **(kwargs or {}))
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.open: list[Routing] = []
+        self.original = F.scaled_dot_product_attention
+
+    def enter(self, routing: Routing) -> None:
+        with self.lock:
+            if not self.open:
+                self.original = F.scaled_dot_product_attention
+                F.scaled_dot_product_attention = self.attend
+            self.open.append(routing)
+
+    def leave(self, routing: Routing) -> None:
+        with self.lock:
+            self.open = [other for other in self.open if other is not routing]
+            # If someone wrapped the replacement meanwhile, it stays and only passes calls on.
+            if not self.open and F.scaled_dot_product_attention == self.attend:
+                F.scaled_dot_product_attention = self.original
+
+    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Has the signature of ``scaled_dot_product_attention``."""
+        call = _Call(*args, **kwargs)
         reason = call.obstacle()
+        with self.lock:
+            routing = self.open[-1] if self.open else None
+            if routing is not None and reason is None:
+                routing.routed += 1
+            elif routing is not None and not routing.strict:
+                routing.passed_on[str(reason)] += 1
+        if routing is None:
+            return self.original(*args, **kwargs)
         if reason is None:
-            self.routing.routed += 1
             return call.run()
-        if self.strict:
+        if routing.strict:
             raise ValueError(
                 f"scaled_dot_product_attention cannot be routed to flash_attention: {reason}; "
                 f"use route_sdpa(strict=False) to let PyTorch compute such calls"
             )
-        self.routing.passed_on[reason] += 1
-        return func(*args, **(kwargs or {}))
+        return self.original(*args, **kwargs)
+
+
+_SWITCH = _Switch()
 
 
 @dataclass
@@ -145,5 +169,8 @@ class _Call:
         tensors = (self.query, self.key, self.value)
         if self.query.dim() == 3:  # (B, N, D): the batch takes the place of the heads
             query, key, value = (x[None] for x in tensors)
-            return flash_attention(query, key, value, causal=self.is_causal, scale=self.scale)[0]
-        return flash_attention(*tensors, causal=self.is_causal, scale=self.scale)
+            out = flash_attention(query, key, value, causal=self.is_causal, scale=self.scale)
+        else:
+            out = flash_attention(*tensors, causal=self.is_causal, scale=self.scale)
+        assert isinstance(out, Tensor)  # no logsumexp was asked for
+        return out[0] if self.query.dim() == 3 else out

@@ -10,16 +10,21 @@ each forward pass: :func:`attention_mask`. The other computes attention in every
 :func:`attention_forward`. Both are registered, because without the first transformers passes no
 mask at all, and padding would be attended to.
 
+Between the two the mask is (B, N_k) integers: 0 for padding, else the number of the sequence that
+the token belongs to. Several sequences may be packed in one row.
+
 Dimensions: B batch, H query heads, G key/value heads, N_q queries, N_k keys (cached ones
-included), D head_dim, T tokens that are not padding.
+included), D head_dim, E head_dim of value, T tokens that are not padding.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flashattn_triton.attention import flash_attention, flash_attention_varlen
@@ -33,8 +38,6 @@ UNSUPPORTED = {
     "s_aux": "attention sinks",
     "position_bias": "a position bias",
     "cache": "a paged cache",
-    "cu_seq_lens_q": "sequences packed into one row",
-    "cu_seq_lens_k": "sequences packed into one row",
     "head_mask": "a head mask",
 }
 
@@ -43,23 +46,38 @@ def register() -> None:
     """Makes ``attn_implementation="flashattn-triton"`` known to transformers; repeatable.
 
     Covered: causal and bidirectional self-attention, cross-attention, grouped-query heads, padding
-    on either side, sliding windows, soft-caps, decoding with a dynamic cache. Everything else
-    raises a ``ValueError`` in the forward pass: dropout, attention sinks, position biases, static
-    caches, requests for attention weights, and masks that are not a band of the score matrix (4-D
-    masks, prefix and block masks, packed sequences).
+    on either side, packed sequences, sliding windows, soft-caps, decoding with a dynamic cache.
+    Everything else raises a ``ValueError`` in the forward pass: dropout, attention sinks, position
+    biases, static and paged caches, requests for attention weights, and masks that are not bands
+    within sequences (4-D masks, prefix masks, rules supplied by the user).
+
+    transformers takes every name with "flash" in it for a kernel that it must load before use.
+    There is nothing to load for this one, so its loader is wrapped to leave this name alone.
 
     Raises:
         ImportError: if transformers is not installed.
     """
     try:
-        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers import AttentionInterface, AttentionMaskInterface, modeling_utils
     except ImportError as error:
         raise ImportError(
-            "registering with transformers needs transformers >= 5; "
+            "registering with transformers needs the transformers package; "
             "install it with: pip install 'flashattn-triton[transformers]'"
         ) from error
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
+    load = modeling_utils.lazy_import_flash_attention
+    if not hasattr(load, "leaves_alone"):
+        modeling_utils.lazy_import_flash_attention = _leaving_alone(NAME, load)
+
+
+def _leaving_alone(name: str, load: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(load)
+    def load_others(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+        return None if implementation == name else load(implementation, *args, **kwargs)
+
+    load_others.leaves_alone = name  # type: ignore[attr-defined]
+    return load_others
 
 
 def attention_forward(
@@ -73,6 +91,8 @@ def attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer, as transformers calls it.
@@ -89,6 +109,8 @@ def attention_forward(
             the other side if not causal.
         softcap: bound on the scores.
         is_causal: overrides the module's.
+        cu_seq_lens_q: (sequences + 1,), where each sequence packed in the only row starts.
+        cu_seq_lens_k: the same for the keys.
         kwargs: what else models pass; a feature that is not supported is refused.
 
     Returns:
@@ -112,16 +134,25 @@ def attention_forward(
     if kwargs.get("output_attentions"):
         raise ValueError(f"{NAME} never has the attention weights; set output_attentions=False")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    window = None if sliding_window is None else (sliding_window - 1, sliding_window - 1)
     options: dict[str, Any] = {
         # With a cache the queries are the last of the keys' positions; without one, N_q = N_k.
         "causal": "bottom-right" if causal else False,
         "scale": scaling,
-        "window": window,
+        "window": None if sliding_window is None else (sliding_window - 1, sliding_window - 1),
         "softcap": softcap,
     }
+    if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        return _attend_packed(
+            query,
+            key,
+            value,
+            (cu_seq_lens_q, cu_seq_lens_k),
+            (kwargs.get("max_length_q"), kwargs.get("max_length_k")),
+            options,
+        ), None
     if attention_mask is None:
         out = flash_attention(query, key, value, **options)
+        assert isinstance(out, Tensor)  # no logsumexp was asked for
         return out.transpose(1, 2).contiguous(), None
     if attention_mask.dim() != 2 or attention_mask.shape != (key.shape[0], key.shape[2]):
         raise ValueError(
@@ -129,7 +160,32 @@ def attention_forward(
             f"received shape {tuple(attention_mask.shape)}; choose another attn_implementation "
             f"for custom masks"
         )
-    return _attend_unpadded(query, key, value, attention_mask.bool(), options), None
+    return _attend_unpadded(query, key, value, attention_mask, options), None
+
+
+def _attend_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: tuple[Tensor, Tensor],
+    longest: tuple[int | None, int | None],
+    options: dict[str, Any],
+) -> Tensor:
+    """Attention within the sequences that make up the only row of the batch."""
+    if query.shape[0] != 1:
+        raise ValueError(
+            f"cu_seq_lens_q describes one row of packed sequences, received a batch of "
+            f"{query.shape[0]}; flatten the batch into one row"
+        )
+    lengths = [
+        int(cu_seqlens.diff().max()) if limit is None else int(limit)
+        for cu_seqlens, limit in zip(starts, longest, strict=True)
+    ]
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    cu_q, cu_k = (x.int() for x in starts)
+    out = flash_attention_varlen(q, k, v, cu_q, cu_k, lengths[0], lengths[1], **options)
+    assert isinstance(out, Tensor)
+    return out[None]
 
 
 def _attend_unpadded(
@@ -140,7 +196,7 @@ def _attend_unpadded(
     # Positions matter only relative to a diagonal. Then queries that are padding must go, so that
     # the remaining ones keep their distance to the remaining keys; else they may stay.
     if options["causal"] or options["window"]:
-        if options["window"] and not _is_contiguous(mask):
+        if options["window"] and not _in_one_piece(mask):
             raise ValueError(
                 f"{NAME} needs each sequence in one piece where a sliding window counts "
                 f"positions, received a padding mask with holes; choose another attn_implementation"
@@ -148,25 +204,25 @@ def _attend_unpadded(
         query_mask = mask[:, -n_queries:]
     else:
         query_mask = mask.new_ones(batch, n_queries)
-    query_tokens, key_tokens = (_true_indices(m) for m in (query_mask, mask))
-    cu_seqlens_q, max_seqlen_q = _starts(query_mask)
-    cu_seqlens_k, max_seqlen_k = _starts(mask)
+    query_tokens, key_tokens = (m.flatten().nonzero().squeeze(1) for m in (query_mask, mask))
+    if n_queries == mask.shape[1] and int(mask.max()) > 1:
+        lengths_q = lengths_k = _run_lengths(mask, key_tokens)
+    else:  # one sequence in each row, of which the queries are a part
+        lengths_q, lengths_k = ((m > 0).sum(dim=1) for m in (query_mask, mask))
     packed = flash_attention_varlen(
         _pack(query, query_tokens),
         _pack(key, key_tokens),
         _pack(value, key_tokens),
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
+        _starts(lengths_q),
+        _starts(lengths_k),
+        int(lengths_q.max()),
+        int(lengths_k.max()),
         **options,
     )
+    assert isinstance(packed, Tensor)
     out = packed.new_zeros(batch * n_queries, *packed.shape[1:])
-    return out.index_copy(0, query_tokens, packed).unflatten(0, (batch, n_queries))
-
-
-def _true_indices(mask: Tensor) -> Tensor:
-    return mask.flatten().nonzero().squeeze(1)
+    out = out.index_copy(0, query_tokens, packed)
+    return out.view(batch, n_queries, *packed.shape[1:])
 
 
 def _pack(x: Tensor, tokens: Tensor) -> Tensor:
@@ -174,17 +230,22 @@ def _pack(x: Tensor, tokens: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(0, 1).index_select(0, tokens)
 
 
-def _starts(mask: Tensor) -> tuple[Tensor, int]:
-    """Where each row's tokens start when packed (B + 1, int32), and the longest row's length."""
-    lengths = mask.sum(dim=1)
-    starts = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=mask.device)
-    starts[1:] = lengths.cumsum(0)
-    return starts, int(lengths.max())
+def _run_lengths(mask: Tensor, tokens: Tensor) -> Tensor:
+    """How many tokens each sequence has, for sequences packed in rows."""
+    rows = torch.arange(len(mask), device=mask.device)[:, None]
+    numbers = (rows * (mask.max() + 1) + mask).flatten()[tokens]
+    lengths: Tensor = torch.unique_consecutive(numbers, return_counts=True)[1]
+    return lengths
 
 
-def _is_contiguous(mask: Tensor) -> bool:
-    """Whether the True elements of each row are one run."""
-    begins = mask & ~torch.nn.functional.pad(mask[:, :-1], (1, 0))
+def _starts(lengths: Tensor) -> Tensor:
+    """(sequences + 1,) int32: where each sequence starts when packed, and the end."""
+    return F.pad(lengths.cumsum(0), (1, 0)).int()
+
+
+def _in_one_piece(mask: Tensor) -> bool:
+    """Whether no sequence of any row is interrupted by padding."""
+    begins = (mask > 0) & (F.pad(mask[:, :-1], (1, 0)) == 0)
     return bool((begins.sum(dim=1) <= 1).all())
 
 
@@ -192,7 +253,7 @@ def attention_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: int = 0,
+    q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: MaskFunction | None = None,
     attention_mask: Tensor | None = None,
@@ -200,13 +261,14 @@ def attention_mask(
     use_vmap: bool = False,
     **_: Any,
 ) -> Tensor | None:
-    """The padding mask for :func:`attention_forward`, after a check that it is all there is.
+    """What :func:`attention_forward` must know of the mask, after a check that it is all there is.
 
     ``attention_forward`` computes a band of the score matrix from ``is_causal`` and
-    ``sliding_window``. The rule that transformers would build the mask from is therefore evaluated
-    for every query, at its diagonal and at distances of 1, 2, 4, ... keys from it, and must
-    agree with a band: causal or not, and ``local_size`` wide if that is given. While
-    ``torch.compile`` traces, values cannot be read, and only rules from the user are refused.
+    ``sliding_window``, within each sequence. The rule that transformers would build the mask from
+    is therefore evaluated for every query, at its diagonal and at distances of 1, 2, 4, ... keys
+    from it, and must agree with such bands: causal or not, and ``local_size`` wide if that is
+    given. While ``torch.compile`` traces, values cannot be read: then only rules supplied by the
+    user are refused, and packed sequences are recognised by ``cu_seq_lens_q`` alone.
 
     Args:
         batch_size: B.
@@ -220,7 +282,8 @@ def attention_mask(
         use_vmap: whether the rule came from the user.
 
     Returns:
-        (B, N_k) bool, or None if nothing is padding.
+        (B, N_k) integers, 0 for padding and the number of a token's sequence elsewhere; None if
+        each row is one sequence without padding.
 
     Raises:
         ValueError: if the mask is not a band, or keys lie beyond the last query (a static cache).
@@ -229,57 +292,81 @@ def attention_mask(
         raise ValueError(
             f"{NAME} does not support custom mask functions; choose another attn_implementation"
         )
+    sequences = None
     if mask_function is not None and not torch.compiler.is_compiling():
         device = "cpu" if attention_mask is None else attention_mask.device
         queries = torch.arange(q_length, device=device) + int(q_offset)
-        first, last = kv_offset, kv_offset + kv_length - 1
-        causal = _check_band(mask_function, batch_size, queries, (first, last), local_size)
-        if (causal or local_size is not None) and int(q_offset) + q_length != last + 1:
-            raise ValueError(
-                f"{NAME} needs the last query at the position of the last key, received queries "
-                f"up to {int(q_offset) + q_length - 1} and keys up to {last}; use a dynamic cache "
-                f"instead of a static one"
-            )
+        keys = (kv_offset, kv_offset + kv_length - 1)
+        visible, distances = _evaluate(mask_function, batch_size, queries, keys, local_size)
+        sequences = _recognise(visible, distances, queries, keys, local_size)
     if attention_mask is None:
-        return None
+        return sequences
     padding = attention_mask[:, -kv_length:]
     if padding.shape[1] < kv_length:
         raise ValueError(
             f"attention_mask must cover all {kv_length} keys, received shape "
             f"{tuple(attention_mask.shape)}"
         )
-    return None if bool(padding.all()) else padding
+    if sequences is not None:
+        return sequences * padding
+    return None if bool(padding.all()) else padding.int()
 
 
-def _check_band(
+def _evaluate(
     mask_function: MaskFunction,
     batch_size: int,
     queries: Tensor,
     keys: tuple[int, int],
     local_size: int | None,
-) -> bool:
-    """Compares the rule with a band near to and far from each diagonal; returns if it is causal."""
+) -> tuple[Tensor, Tensor]:
+    """The rule for each query at some distances: (B, N_q, distances) bool, and the distances."""
     first, last = keys
-    powers = [2**n for n in range((last - first + 1).bit_length())]
+    far = [2**n for n in range((last - first + 1).bit_length())]
     if local_size is not None:
-        powers += [local_size - 1, local_size, local_size + 1]
-    distances = torch.tensor([*(-p for p in powers), 0, *powers], device=queries.device)
-    positions = queries[:, None] + distances  # (N_q, distances)
+        far += [local_size - 1, local_size, local_size + 1]
+    distances = torch.tensor(sorted({0, *far, *(-d for d in far)}), device=queries.device)
+    positions = queries[:, None] + distances
     exists = (positions >= first) & (positions <= last)
     batch = torch.arange(batch_size, device=queries.device)[:, None, None, None]
     head = torch.zeros_like(batch)
     visible = mask_function(batch, head, queries[:, None], positions.clamp(first, last))
-    visible = visible.expand(batch_size, 1, *positions.shape).to(queries.device) & exists
+    visible = visible.expand(batch_size, 1, *positions.shape)[:, 0].to(queries.device)
+    return visible & exists, distances
+
+
+def _recognise(
+    visible: Tensor,
+    distances: Tensor,
+    queries: Tensor,
+    keys: tuple[int, int],
+    local_size: int | None,
+) -> Tensor | None:
+    """The sequences (B, N_k) in which the rule is a band; None if each row is only one."""
+    first, last = keys
     causal = not visible[..., distances > 0].any()
-    band = torch.ones_like(distances, dtype=torch.bool)
-    if causal:
-        band &= distances <= 0
+    band = distances <= 0 if causal else torch.ones_like(distances, dtype=torch.bool)
     if local_size is not None:
-        band &= distances > -local_size if causal else distances.abs() <= local_size
-    if not torch.equal(visible, (band & exists).expand_as(visible)):
+        band = band & (distances > -local_size if causal else distances.abs() <= local_size)
+    # A sequence starts where a query does not see the key before its own.
+    sequences = torch.ones(len(visible), last - first + 1, dtype=torch.int64, device=queries.device)
+    whole = len(queries) == sequences.shape[1]
+    if whole and causal and (local_size is None or local_size > 1):
+        starts = ~visible[..., distances == -1].squeeze(-1)
+        sequences = starts.cumsum(dim=1)
+    positions = queries[:, None] + distances - first
+    inside = (positions >= 0) & (positions <= last - first)
+    positions = positions.clamp(0, last - first)
+    own = sequences[:, (queries - first).clamp(0, last - first)]
+    same = sequences[:, positions] == own[..., None]
+    if not torch.equal(visible, (band & inside) & same):
         raise ValueError(
-            f"{NAME} supports causal, sliding-window and full masks with padding, received a rule "
-            f"that is none of these (packed sequences, blocks or chunks of tokens, a prefix); "
-            f"choose another attn_implementation"
+            f"{NAME} supports causal, sliding-window and full masks within sequences, received a "
+            f"rule that is none of these (such as blocks or a prefix that see ahead); choose "
+            f"another attn_implementation"
         )
-    return causal
+    if (causal or local_size is not None) and int(queries[-1]) != last:
+        raise ValueError(
+            f"{NAME} needs the last query at the position of the last key, received queries up to "
+            f"{int(queries[-1])} and keys up to {last}; use a dynamic cache instead of a static one"
+        )
+    return sequences.int() if int(sequences.max()) > 1 else None

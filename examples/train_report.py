@@ -1,0 +1,58 @@
+"""What a training run shows: a live bar on a terminal, plain lines elsewhere."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+def say(console: Console, text: str) -> None:
+    """Prints text as it is: no wrapping, no markup."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class Report:
+    """Loss and speed as they come: a live bar on a terminal, plain lines elsewhere."""
+
+    def __init__(self, console: Console, total: int, done: int) -> None:
+        self.console, self.total = console, total
+        self.bar = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[summary]}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self.task = self.bar.add_task("training", total=total, completed=done, summary="")
+        self.start = time.perf_counter()
+
+    def __enter__(self) -> "Report":
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def update(self, step: int, loss: float, tokens: int) -> None:
+        """Reports the updates since the last report, which took ``tokens`` tokens of all ranks."""
+        now = time.perf_counter()
+        summary = f"loss {loss:.3f}  {tokens / (now - self.start):,.0f} tokens/s"
+        self.start = now
+        self.bar.update(self.task, completed=step, summary=summary)
+        if not self.console.is_terminal:
+            self.line(f"step {step}/{self.total}: {summary}")
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keeps what happens inside out of the tokens per second."""
+        before = time.perf_counter()
+        yield
+        self.start += time.perf_counter() - before
+
+    def line(self, text: str) -> None:
+        """Prints a line above the bar."""
+        say(self.console, text)

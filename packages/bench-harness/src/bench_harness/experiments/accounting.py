@@ -1,0 +1,182 @@
+"""Arithmetic of training: parameters, operations, bytes, communication, with derivations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from bench_harness.case import Case, Row
+from bench_harness.experiments import present
+from bench_harness.experiments.base import Experiment, Figure, Table, option
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_NAMES = ("small", "medium", "large", "xl", "2.7B")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of :class:`Accounting`; the defaults take no time anywhere."""
+
+    sizes: tuple[str, ...] = option(_NAMES, "Model sizes.", choices=_NAMES)
+    batch: int = option(4, "Sequences per batch.")
+    sequence: int = option(256, "Context length.")
+    world_size: int = option(2, "Data-parallel ranks.")
+    device_gb: float = option(80.0, "Memory of one GPU in the mesh problem (10⁹ bytes).")
+    shard_device_gb: float = option(95.0, "Memory of one sharding device there (10⁹ bytes).")
+
+
+class Accounting(Experiment):
+    """What training costs by calculation alone."""
+
+    name: ClassVar[str] = "accounting"
+    summary: ClassVar[str] = "Parameters, FLOPs, bytes and communication, derived"
+    Options: ClassVar[type[Any]] = Options
+
+    def cases(self, **options: Any) -> list[Case]:
+        """One case."""
+        chosen = Options(**options)
+        return [
+            Case(
+                experiment=self.name,
+                config={
+                    "sizes": list(chosen.sizes),
+                    "batch": chosen.batch,
+                    "sequence": chosen.sequence,
+                    "world_size": chosen.world_size,
+                    "device_gb": chosen.device_gb,
+                    "shard_device_gb": chosen.shard_device_gb,
+                    "label": "accounting",
+                },
+            )
+        ]
+
+    def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
+        """Calculates; nothing is measured."""
+        progress("calculating")
+        config = case.config
+        sizes = [size_row(name, config) for name in config["sizes"]]
+        return [*sizes, *mesh_rows(config["device_gb"], config["shard_device_gb"])]
+
+    def tables(self, rows: pd.DataFrame) -> list[Table]:
+        """Model sizes; the mesh problem with its derivations."""
+        if "kind" not in rows:
+            return []
+        done = present.finished(rows)
+        return [
+            Table(
+                "Model sizes by calculation",
+                present.columns(
+                    done[done["kind"] == "size"],
+                    {
+                        "variant": "size",
+                        "parameters": "parameters (count)",
+                        "forward_gflop": "forward (GFLOP)",
+                        "step_gflop": "training step (GFLOP)",
+                        "parameter_gb": "parameters (GB)",
+                        "gradient_gb": "gradients (GB)",
+                        "state_gb": "optimizer state (GB)",
+                        "sharded_state_gb": "sharded state per rank (GB)",
+                        "residual_mib": "residual stream (MiB)",
+                        "traffic_gb": "sent per rank and step (GB)",
+                    },
+                    digits=6,
+                ),
+                "fp32, AdamW. A step is three forward passes' operations. The residual stream is "
+                "batch × sequence × d_model × 4 bytes. Sent: a ring all-reduce of all gradients, "
+                "2·(n-1)/n of their bytes. GB is 10⁹ bytes.",
+            ),
+            Table(
+                "The XXL mesh problem",
+                present.columns(
+                    done[done["kind"] == "mesh"],
+                    {
+                        "variant": "quantity",
+                        "value": "value (in unit)",
+                        "unit": "unit",
+                        "derivation": "derivation",
+                    },
+                    digits=6,
+                ),
+                "Feed-forward blocks of two linear layers, d_model 16384, d_ff 53248, 126 blocks; "
+                "bf16 activations and communication, fp32 weights, gradients and moments.",
+            ),
+        ]
+
+    def figures(self, rows: pd.DataFrame) -> list[Figure]:
+        """Where the operations of a forward pass go, by size."""
+        from bench_harness.report.plots import COLOURS, new_figure
+
+        if "flops_by_part" not in rows:
+            return []
+        sizes = rows[rows["flops_by_part"].notna()]
+        figure, axes = new_figure(height=1.2 + 0.4 * len(sizes))
+        left = [0.0] * len(sizes)
+        for colour, part in zip(COLOURS, sizes["flops_by_part"].iloc[0], strict=False):
+            share = [100 * parts[part] / sum(parts.values()) for parts in sizes["flops_by_part"]]
+            axes[0, 0].barh(sizes["variant"], share, left=left, color=colour, label=part)
+            left = [a + b for a, b in zip(left, share, strict=True)]
+        axes[0, 0].invert_yaxis()
+        axes[0, 0].set_xlabel("share of forward operations (%)")
+        figure.legend(loc="outside upper center", ncols=3)
+        return [Figure("accounting_flops", "Operations of a forward pass by part", figure)]
+
+
+def size_row(name: str, config: Any) -> Row:
+    """One model size: parameters, operations, bytes, traffic."""
+    import basics_model
+    from bench_harness.flops import forward_flops
+    from shard_optim.accounting import GB, rank_memory, step_traffic
+
+    batch, sequence, world_size = config["batch"], config["sequence"], config["world_size"]
+    model = basics_model.model_config(name, context_length=sequence)
+    numel = model.num_parameters
+    parts = forward_flops(model, batch, sequence)
+    memory = rank_memory(numel, world_size=world_size, stage=0)
+    sharded = rank_memory(numel, world_size=world_size, stage=1)
+    return {
+        "variant": name,
+        "kind": "size",
+        "parameters": numel,
+        "flops_by_part": parts,
+        "forward_gflop": sum(parts.values()) / 1e9,
+        "step_gflop": 3 * sum(parts.values()) / 1e9,
+        "parameter_gb": memory.parameters / GB,
+        "gradient_gb": memory.gradients / GB,
+        "state_gb": memory.optimizer_state / GB,
+        "sharded_state_gb": sharded.optimizer_state / GB,
+        "residual_mib": batch * sequence * model.d_model * 4 / 2**20,
+        "traffic_gb": step_traffic(numel, world_size=world_size, stage=0) / GB,
+    }
+
+
+def mesh_rows(device_gb: float, shard_device_gb: float) -> list[Row]:
+    """The XXL problem: memory on one device, sharded memory, compute-bound batch."""
+    from shard_optim.accounting import (
+        compute_bound_batch,
+        fsdp_memory,
+        fsdp_ranks,
+        training_memory,
+    )
+
+    ranks = fsdp_ranks(device_gb=shard_device_gb)
+    derived = {
+        name.replace("_", " "): d for name, d in training_memory(device_gb=device_gb).items()
+    }
+    derived[f"fewest devices of {shard_device_gb:g} GB, weights only"] = ranks
+    derived["memory per device then"] = fsdp_memory(ranks=int(ranks.value))
+    for concurrent, how in ((False, "transfers in turn"), (True, "transfers at once")):
+        for name, d in compute_bound_batch(concurrent=concurrent).items():
+            derived[f"compute-bound batch, {name.replace('_', ' ')}, {how}"] = d
+    return [
+        {
+            "variant": name,
+            "kind": "mesh",
+            "value": d.value,
+            "unit": d.unit,
+            "derivation": d.derivation,
+        }
+        for name, d in derived.items()
+    ]

@@ -1,0 +1,311 @@
+"""Collectives over payload sizes and ranks: algorithm and bus bandwidth, and what a call costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from bench_harness.case import Case, Row
+from bench_harness.environment import resolve_device
+from bench_harness.experiments import present
+from bench_harness.experiments.base import Experiment, Figure, Table, option
+from bench_harness.experiments.ddp import default_world_size, require_gpus
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import torch
+    from torch import Tensor
+
+OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of :class:`AllReduce`.
+
+    Small enough for a quick run on two cores: ``sizes_mb=[0.1, 1, 4]``, ``samples=8``,
+    ``warmup=2``.
+    """
+
+    sizes_mb: tuple[float, ...] = option(
+        (1, 10, 100, 1024), "Payload per rank (MB of 1024² bytes)."
+    )
+    world_sizes: tuple[int, ...] = option(
+        (), "Ranks; by default 2, or as many as there are GPUs if fewer."
+    )
+    operations: tuple[str, ...] = option(OPERATIONS, "Collectives.", choices=OPERATIONS)
+    warmup: int = option(5, "Warm-up calls per size.")
+    samples: int = option(20, "Measured calls per size.")
+    device: str = option("auto", "cpu means gloo, cuda NCCL.", choices=("auto", "cpu", "cuda"))
+
+
+class AllReduce(Experiment):
+    """Bandwidth of collectives."""
+
+    name: ClassVar[str] = "allreduce"
+    summary: ClassVar[str] = "Collectives: bandwidth over payload size, cost per call"
+    Options: ClassVar[type[Any]] = Options
+
+    def cases(self, **options: Any) -> list[Case]:
+        """One case per number of ranks; all collectives and sizes in each."""
+        chosen = Options(**options)
+        device = resolve_device(chosen.device)
+        backend = "nccl" if device == "cuda" else "gloo"
+        return [
+            Case(
+                experiment=self.name,
+                config={
+                    "backend": backend,
+                    "world_size": world_size,
+                    "sizes_mb": list(chosen.sizes_mb),
+                    "operations": list(chosen.operations),
+                    "warmup": chosen.warmup,
+                    "samples": chosen.samples,
+                    "device": device,
+                    "label": f"allreduce {backend} {world_size} ranks",
+                },
+                timeout_s=900,
+            )
+            for world_size in chosen.world_sizes or (default_world_size(device),)
+        ]
+
+    def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
+        """Checks the result of every collective at every size, then times it."""
+        from bench_harness.experiments.steps import over_ranks
+        from bench_harness.ranks import launch
+
+        config = dict(case.config)
+        require_gpus(config)
+        progress(f"starting {config['world_size']} ranks")
+        results = launch(
+            measure_rank,
+            config["world_size"],
+            config,
+            backend=config["backend"],
+            timeout_s=0.9 * case.timeout_s,
+        )
+        rows = []
+        for index, first in enumerate(results[0]):
+            ranks = [result[index] for result in results]
+            row = {
+                **first,
+                "samples_ms": over_ranks([rank["samples_ms"] for rank in ranks], max),
+                "samples_fastest_rank_ms": over_ranks([rank["samples_ms"] for rank in ranks], min),
+            }
+            if "samples_device_ms" in first:
+                row["samples_device_ms"] = over_ranks(
+                    [rank["samples_device_ms"] for rank in ranks], max
+                )
+            rows.append(row)
+        return rows
+
+    def tables(self, rows: pd.DataFrame) -> list[Table]:
+        """Time and bandwidth of every collective; overhead and bandwidth fitted."""
+        from bench_harness.stats import with_summary
+
+        frame = with_bandwidth(with_summary(rows))
+        tables = [
+            Table(
+                "Collectives",
+                present.columns(
+                    frame,
+                    {
+                        "backend": "backend",
+                        "world_size": "world size (ranks)",
+                        "variant": "collective",
+                        "size_mib": "payload (MiB)",
+                    }
+                    | present.STATISTICS
+                    | {
+                        "algorithm_gb_s": "algorithm bandwidth (GB/s)",
+                        "bus_gb_s": "bus bandwidth (GB/s)",
+                        "status": "status",
+                    },
+                ),
+                "fp32; the slowest rank's time of each call, ranks aligned by a barrier. Payload "
+                "is the whole vector: what each rank holds before an all-reduce or "
+                "reduce-scatter, and after an all-gather or broadcast. Bus bandwidth multiplies "
+                "by what a ring sends, so a perfect ring shows its links' own rate.",
+            )
+        ]
+        fitted = fit_table(present.finished(frame))
+        if len(fitted):
+            tables.append(
+                Table(
+                    "Cost of a collective",
+                    fitted,
+                    "t = o + S/w fitted by non-negative least squares with relative weights; "
+                    "intervals by bootstrap over the samples.",
+                )
+            )
+        return tables
+
+    def figures(self, rows: pd.DataFrame) -> list[Figure]:
+        """Time and bus bandwidth over payload."""
+        from bench_harness.report.plots import new_figure
+        from bench_harness.stats import with_summary
+
+        done = present.finished(rows)
+        if "size_bytes" not in done or done.empty:
+            return []
+        done = with_bandwidth(with_summary(done))
+        figure, axes = new_figure(columns=2, width=10, height=4)
+        for name, group in present.by(done, ["backend", "world_size", "variant"]):
+            part = group.sort_values("size_mib")
+            axes[0, 0].plot(part["size_mib"], part["median_ms"], "o-", label=name or "all_reduce")
+            axes[0, 1].plot(part["size_mib"], part["bus_gb_s"], "o-")
+        present.log_axes(axes[0, 0], x="payload (MiB)", y="median time (ms)", x_base=10)
+        present.log_axes(axes[0, 1], x="payload (MiB)", y="bus bandwidth (GB/s)", x_base=10)
+        figure.legend(loc="outside upper center", ncols=3)
+        return [Figure("allreduce", "Collectives over payload size", figure)]
+
+
+def measure_rank(
+    rank: int, world_size: int, device: torch.device, config: Mapping[str, Any]
+) -> list[Row]:
+    """One rank's part: a row per collective and size with this rank's samples."""
+    import torch
+    import torch.distributed as dist
+
+    from bench_harness.timing import Samples, record_sample
+
+    rows = []
+    for size_mb in config["sizes_mb"]:
+        # A multiple of the world size, so that every rank's share is equal.
+        numel = max(1, round(size_mb * 2**20 / 4 / world_size)) * world_size
+        samples = {operation: Samples() for operation in config["operations"]}
+        calls = {}
+        for operation in config["operations"]:
+            check(operation, rank, world_size, numel, device)
+            calls[operation] = collective(operation, torch.zeros(numel, device=device), world_size)
+        for index in range(config["warmup"] + config["samples"]):
+            for operation, call in calls.items():
+                taken = Samples()
+                dist.barrier()
+                with record_sample(taken, device):
+                    call()
+                if index >= config["warmup"]:
+                    samples[operation].wall_ms += taken.wall_ms
+                    samples[operation].device_ms += taken.device_ms
+        rows += [
+            {"variant": operation, "size_bytes": 4 * numel, **taken.row()}
+            for operation, taken in samples.items()
+        ]
+    return rows
+
+
+def collective(operation: str, vector: Tensor, world_size: int) -> Callable[[], object]:
+    """The call that is timed, on a vector of fp32 whose length the world size divides.
+
+    The share of a rank is a slice of the same vector where the collective allows working in place.
+
+    Raises:
+        ValueError: unknown operation.
+    """
+    import torch.distributed as dist
+
+    share = vector.new_empty(vector.numel() // world_size)
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(vector),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(share, vector),
+        "all_gather": lambda: dist.all_gather_into_tensor(vector, share),
+        "broadcast": lambda: dist.broadcast(vector, src=0),
+    }
+    if operation not in calls:
+        raise ValueError(f"operation must be one of {', '.join(calls)}; received {operation!r}")
+    return calls[operation]
+
+
+def check(operation: str, rank: int, world_size: int, numel: int, device: torch.device) -> None:
+    """Runs the collective once on known values.
+
+    Raises:
+        ArithmeticError: an element of the result is wrong; nothing is timed then.
+    """
+    import torch
+    import torch.distributed as dist
+
+    place = torch.arange(numel, device=device) % 251  # small whole numbers: sums are exact
+    vector = (place + rank).float()
+    share = numel // world_size
+    mine = slice(rank * share, (rank + 1) * share)
+    total = place * world_size + world_size * (world_size - 1) // 2
+    if operation == "all_reduce":
+        dist.all_reduce(vector)
+        found, expected = vector, total
+    elif operation == "reduce_scatter":
+        found, expected = vector.new_empty(share), total[mine]
+        dist.reduce_scatter_tensor(found, vector)
+    elif operation == "all_gather":
+        found, expected = vector.new_empty(numel), place
+        dist.all_gather_into_tensor(found, place[mine].float())
+    else:
+        dist.broadcast(vector, src=0)
+        found, expected = vector, place
+    wrong = int((found != expected).sum())
+    if wrong:
+        raise ArithmeticError(
+            f"{operation} of {numel} elements over {world_size} ranks must be exact; received "
+            f"{wrong} wrong elements on rank {rank}"
+        )
+
+
+def with_bandwidth(frame: pd.DataFrame) -> pd.DataFrame:
+    """Adds algorithm and bus bandwidth in GB/s (10⁹ bytes per second)."""
+    from bench_harness.flops import bus_bandwidth_factor
+
+    if "size_bytes" not in frame:
+        return frame
+    frame = frame.copy()
+    frame["size_mib"] = frame["size_bytes"] / 2**20
+    frame["algorithm_gb_s"] = frame["size_bytes"] / frame["median_ms"] / 1e6
+    frame["bus_gb_s"] = [
+        rate * bus_bandwidth_factor(operation, int(world_size)) if rate == rate else None
+        for rate, operation, world_size in zip(
+            frame["algorithm_gb_s"], frame["variant"], frame["world_size"], strict=True
+        )
+    ]
+    return frame
+
+
+def fit_table(done: pd.DataFrame) -> pd.DataFrame:
+    """o and w of t = o + S/w per collective and number of ranks, with at least three sizes."""
+    import numpy as np
+    import pandas as pd
+    from scipy.optimize import nnls
+
+    if "size_bytes" not in done:
+        return pd.DataFrame()
+    rng = np.random.default_rng(0)
+    lines = []
+    for (backend, world_size, operation), group in done.groupby(
+        ["backend", "world_size", "variant"], sort=False
+    ):
+        if group["size_bytes"].nunique() < 3:
+            continue
+        size = group["size_bytes"].to_numpy(np.float64)
+
+        def once(draw: Any, group: Any = group, size: Any = size) -> Any:
+            seconds = np.array([np.median(draw(s)) for s in group["samples_ms"]]) / 1e3
+            # Dividing by the time makes every size count alike, from µs to seconds.
+            design = np.stack([np.ones_like(size), size], axis=1) / seconds[:, None]
+            scale = design.max(axis=0)
+            return nnls(design / scale, np.ones_like(size))[0] / scale
+
+        overhead, inverse = once(np.asarray)
+        draws = np.array([once(lambda s: rng.choice(s, len(s))) for _ in range(400)])
+        low, high = np.percentile(draws, [2.5, 97.5], axis=0)
+        numbers = {
+            "overhead o (µs)": overhead * 1e6,
+            "o 95 % low (µs)": low[0] * 1e6,
+            "o 95 % high (µs)": high[0] * 1e6,
+            "bandwidth w (GB/s)": 1e-9 / inverse if inverse else None,
+            "w 95 % low (GB/s)": 1e-9 / high[1] if high[1] else None,
+            "w 95 % high (GB/s)": 1e-9 / low[1] if low[1] else None,
+        }
+        lines.append(
+            {"backend": backend, "world size (ranks)": world_size, "collective": operation}
+            | {k: None if v is None else float(f"{v:.4g}") for k, v in numbers.items()}
+        )
+    return pd.DataFrame(lines)

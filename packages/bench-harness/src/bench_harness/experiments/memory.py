@@ -1,0 +1,387 @@
+"""Memory over a forward pass and a training step: timeline, peaks, and who holds the most.
+
+On a GPU the allocator's history is recorded and also dumped as ``memory_snapshot.pickle`` for
+PyTorch's own viewer; on a CPU the profiler's memory events serve instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from bench_harness.case import Case, Row
+from bench_harness.environment import resolve_device
+from bench_harness.experiments import present
+from bench_harness.experiments.base import Experiment, Figure, Table, option
+from bench_harness.workload import ATTENTIONS, DIMENSIONS, PRECISIONS, SIZES
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import torch
+    from matplotlib.figure import Figure as MatplotlibFigure
+
+    from bench_harness.traces.allocations import MemoryEvent
+
+MODES = ("forward", "step")
+PHASES = ("model", "forward", "backward", "optimizer")
+SNAPSHOT = "memory_snapshot.pickle"
+_LARGEST = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of :class:`Memory`.
+
+    Small enough for a quick run on two cores: ``sizes=["custom"]``, ``d_model=64``, ``d_ff=128``,
+    ``num_layers=2``, ``num_heads=2``, ``vocab_size=256``, ``batch=2``, ``sequences=[64]``,
+    ``modes=["step"]``.
+    """
+
+    sizes: tuple[str, ...] = option(("2.7B",), "Model sizes.", choices=SIZES)
+    d_model: int | None = option(None, "Width; overrides the size's.")
+    d_ff: int | None = option(None, "Feed-forward width; overrides the size's.")
+    num_layers: int | None = option(None, "Number of blocks; overrides the size's.")
+    num_heads: int | None = option(None, "Attention heads; overrides the size's.")
+    vocab_size: int = option(10_000, "Vocabulary.")
+    batch: int = option(4, "Sequences per batch.")
+    sequences: tuple[int, ...] = option((128, 256, 512), "Context lengths.")
+    precisions: tuple[str, ...] = option(("fp32", "bf16"), "Precisions.", choices=PRECISIONS)
+    modes: tuple[str, ...] = option(MODES, "Inference, or a training step.", choices=MODES)
+    attention: str = option("sdpa", "Attention.", choices=ATTENTIONS)
+    device: str = option("auto", "Where to run.", choices=("auto", "cpu", "cuda"))
+
+
+class Memory(Experiment):
+    """Where memory goes, phase by phase."""
+
+    name: ClassVar[str] = "memory"
+    summary: ClassVar[str] = "Memory timeline, peaks per phase, largest allocations"
+    Options: ClassVar[type[Any]] = Options
+
+    def cases(self, **options: Any) -> list[Case]:
+        """One case per size, context length, precision and mode: any of them may not fit."""
+        chosen = Options(**options)
+        device = resolve_device(chosen.device)
+        given = {n: v for n in DIMENSIONS if (v := getattr(chosen, n)) is not None}
+        return [
+            Case(
+                experiment=self.name,
+                config={
+                    "size": size,
+                    **given,
+                    "vocab_size": chosen.vocab_size,
+                    "batch": chosen.batch,
+                    "sequence": sequence,
+                    "precision": precision,
+                    "mode": mode,
+                    "attention": chosen.attention,
+                    "device": device,
+                    "label": f"memory {size} s{sequence} {precision} {mode}",
+                },
+                timeout_s=600,
+            )
+            for size in chosen.sizes
+            for sequence in chosen.sequences
+            for precision in chosen.precisions
+            for mode in chosen.modes
+        ]
+
+    def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
+        """Records one pass, from the building of the model on."""
+        from bench_harness.traces import allocations
+        from bench_harness.workload import device_of, language_model_config, shape_row
+
+        config = case.config
+        device = device_of(config["device"])
+        progress("recording")
+        events = record(config, device, Path(SNAPSHOT))
+        shape = language_model_config(config)
+        facts: Row = {
+            **shape_row(shape),
+            "residual_bytes": config["batch"] * config["sequence"] * shape.d_model * 4,
+        }
+        phases = [p for p in PHASES if any(event.phase == p for event in events)]
+        by_phase = allocations.peaks(events, phases)
+        peak = max(most for most, _ in by_phase.values())
+        rows: list[Row] = [
+            {
+                "variant": phase,
+                "kind": "phase",
+                "phase": phase,
+                **facts,
+                "peak_bytes": most,
+                "end_bytes": end,
+                "case_peak_bytes": peak,
+            }
+            for phase, (most, end) in by_phase.items()
+        ]
+        rows.append(
+            {
+                "variant": "timeline",
+                "kind": "timeline",
+                "phase": None,
+                "timeline": allocations.timeline(events, phases),
+            }
+        )
+        rows += [
+            {"variant": f"allocation {place}", "kind": "allocation", **row}
+            for place, row in enumerate(allocations.largest(events, _LARGEST), start=1)
+        ]
+        return rows
+
+    def tables(self, rows: pd.DataFrame) -> list[Table]:
+        """Peaks of every case; peaks per phase; the residual stream; the largest allocations."""
+        frame = rows.copy()
+        for name in ("peak", "end", "case_peak", "residual", "block"):
+            if f"{name}_bytes" in frame:
+                frame[f"{name}_mib"] = frame[f"{name}_bytes"] / 2**20
+        cell = {
+            "size": "size",
+            "batch": "batch",
+            "sequence": "sequence (tokens)",
+            "precision": "precision",
+            "mode": "mode",
+        }
+        cases = frame.drop_duplicates("label")
+        tables = [
+            Table(
+                "Peak memory",
+                present.columns(
+                    cases,
+                    cell
+                    | {
+                        "case_peak_mib": "peak (MiB)",
+                        "residual_mib": "residual stream (MiB)",
+                        "status": "status",
+                    },
+                ),
+                "The model included. The residual stream is one activation of batch × sequence × "
+                "d_model fp32 values, " + _residual_derivation(cases),
+            )
+        ]
+        if "kind" not in frame:
+            return tables
+        done = present.finished(frame)
+        tables.append(
+            Table(
+                "Peak memory per phase",
+                present.columns(
+                    done[done["kind"] == "phase"],
+                    cell
+                    | {
+                        "phase": "phase",
+                        "peak_mib": "peak (MiB)",
+                        "end_mib": "in use at its end (MiB)",
+                    },
+                ),
+                "Each phase's own peak: counting starts anew with every phase.",
+            )
+        )
+        tables.append(
+            Table(
+                "Largest allocations",
+                present.columns(
+                    done[done["kind"] == "allocation"],
+                    cell
+                    | {
+                        "block_mib": "block (MiB)",
+                        "blocks": "blocks (count)",
+                        "phase": "phase",
+                        "source": "allocated by",
+                    },
+                ),
+                "On a GPU the source line, on a CPU the operator.",
+            )
+        )
+        return tables
+
+    def figures(self, rows: pd.DataFrame) -> list[Figure]:
+        """Memory in use over time, stacked by the phase that allocated it."""
+        if "timeline" not in rows:
+            return []
+        drawn = rows[rows["timeline"].notna()]
+        return [
+            Figure(
+                f"memory_{place}",
+                f"Memory over time: {label}",
+                _draw(line, _labelled(rows[rows["label"] == label])),
+                "Stacked by the phase that allocated. Dotted lines: phases begin.",
+            )
+            for place, (label, line) in enumerate(
+                zip(drawn["label"], drawn["timeline"], strict=True)
+            )
+        ]
+
+
+def record(config: Mapping[str, Any], device: torch.device, snapshot: Path) -> list[MemoryEvent]:
+    """Builds the model and runs one pass under the recorder of the device.
+
+    Args:
+        snapshot: where the GPU allocator's history is dumped.
+    """
+    recorder = _CudaRecorder(device, snapshot) if device.type == "cuda" else _CpuRecorder(device)
+    with recorder:
+        _pass(config, device, recorder)
+    return recorder.events
+
+
+def _pass(config: Mapping[str, Any], device: torch.device, recorder: Any) -> None:
+    import torch
+
+    from bench_harness.workload import attention_by_name, language_model, optimizer_class
+
+    with recorder.phase("model"):
+        workload = language_model(
+            config,
+            device,
+            precision=config["precision"],
+            attention=attention_by_name(config["attention"]),
+        )
+        optimizer = optimizer_class("adamw", device)(workload.module.parameters(), lr=1e-4)
+    if config["mode"] == "forward":
+        with recorder.phase("forward"), torch.no_grad():
+            workload.loss()
+        return
+    with recorder.phase("forward"):
+        loss = workload.loss()
+    with recorder.phase("backward"):
+        loss.backward()
+    with recorder.phase("optimizer"):
+        optimizer.step()
+
+
+class _CudaRecorder:
+    """The caching allocator's history; also dumped for PyTorch's viewer."""
+
+    def __init__(self, device: torch.device, snapshot: Path) -> None:
+        self.events: list[MemoryEvent] = []
+        self._device, self._snapshot = device, snapshot
+        self._boundaries: list[tuple[str, int]] = []
+
+    def __enter__(self) -> _CudaRecorder:
+        import torch
+
+        torch.cuda.memory._record_memory_history(max_entries=1_000_000)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        import torch
+
+        from bench_harness.traces.allocations import from_cuda_history
+
+        try:
+            if exception[0] is None:
+                torch.cuda.synchronize(self._device)
+                self.events = from_cuda_history(self._entries(), self._boundaries)
+                torch.cuda.memory._dump_snapshot(str(self._snapshot))
+        finally:
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Everything allocated inside belongs to the phase."""
+        # By the history's length: it needs no clock to agree with the allocator's.
+        self._boundaries.append((name, len(self._entries())))
+        yield
+
+    def _entries(self) -> list[dict[str, Any]]:
+        import torch
+
+        traces = torch.cuda.memory._snapshot()["device_traces"]
+        entries: list[dict[str, Any]] = traces[self._device.index or 0]
+        return entries
+
+
+class _CpuRecorder:
+    """The profiler's memory events."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.events: list[MemoryEvent] = []
+        self._device = device
+        self._profiler: Any = None
+
+    def __enter__(self) -> _CpuRecorder:
+        from torch.profiler import ProfilerActivity, profile
+
+        self._profiler = profile(
+            activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        )
+        self._profiler.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        import tempfile
+
+        from bench_harness.traces.allocations import from_profile
+
+        self._profiler.__exit__(*exception)
+        if exception[0] is None:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "memory.json"
+                self._profiler.export_chrome_trace(str(path))
+                self.events = from_profile(path)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Everything allocated inside belongs to the phase."""
+        from bench_harness.traces.trace import phase
+
+        with phase(name, self._device):
+            yield
+
+
+def _residual_derivation(cases: pd.DataFrame) -> str:
+    if "residual_mib" not in cases or cases["residual_mib"].isna().all():
+        return "as for every block."
+    line = cases[cases["residual_mib"].notna()].iloc[0]
+    return (
+        f"for example {int(line['batch'])} × {int(line['sequence'])} × {int(line['d_model'])} × "
+        f"4 bytes / 2²⁰ = {line['residual_mib']:.4g} MiB."
+    )
+
+
+def _labelled(case: pd.DataFrame) -> list[str]:
+    """The three largest allocations in words."""
+    if "kind" not in case:
+        return []
+    largest = case[case["kind"] == "allocation"].head(3)
+    return [
+        f"{size / 2**20:.3g} MiB ×{int(count)} {source} ({phase})"
+        for size, count, source, phase in zip(
+            largest["block_bytes"],
+            largest["blocks"],
+            largest["source"],
+            largest["phase"],
+            strict=True,
+        )
+    ]
+
+
+def _draw(line: Row, labels: list[str]) -> MatplotlibFigure:
+    from bench_harness.report.plots import COLOURS, new_figure
+
+    figure, axes = new_figure(width=8, height=4)
+    plot = axes[0, 0]
+    time = line["time_ms"]
+    mebibytes = {phase: [b / 2**20 for b in values] for phase, values in line["bytes"].items()}
+    plot.stackplot(
+        time,
+        *mebibytes.values(),
+        labels=list(mebibytes),
+        colors=COLOURS[: len(mebibytes)],
+        step="post",
+    )
+    for phase, start in line["phase_starts_ms"].items():
+        plot.axvline(start, color="black", linestyle=":", linewidth=1)
+        plot.annotate(
+            phase, (start, 1.01), xycoords=("data", "axes fraction"), fontsize="small", rotation=20
+        )
+    plot.set_xlabel("time (ms)")
+    plot.set_ylabel("memory in use (MiB)")
+    if labels:
+        plot.set_title("largest: " + "\n".join(labels), loc="left", fontsize="x-small", pad=24)
+    figure.legend(loc="outside lower center", ncols=4, title="allocated in")
+    return figure

@@ -1,0 +1,343 @@
+"""Kernels of inference and of a training step, phase by phase, by torch.profiler or Nsight Systems.
+
+The program that Nsight Systems runs is this module itself: ``python -m
+bench_harness.experiments.profile CASE.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from bench_harness.case import Case, Row
+from bench_harness.environment import resolve_device
+from bench_harness.experiments import present
+from bench_harness.experiments.base import CaseSkipped, Experiment, Figure, Table, option
+from bench_harness.workload import ATTENTIONS, DIMENSIONS, OPTIMIZERS, PRECISIONS, SIZES
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import torch
+
+    from bench_harness.traces.trace import Trace
+
+PHASES = ("inference", "forward", "backward", "optimizer")
+#: Ranges that naive attention records around its steps.
+RANGES = ("attention.scores", "attention.softmax", "attention.output")
+_TRACE = "trace.json"
+_TRIMMED = "trace.trimmed.json"
+_SHOWN_KERNELS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of :class:`Profile`.
+
+    Small enough for a quick run on two cores: ``sizes=["custom"]``, ``d_model=64``, ``d_ff=128``,
+    ``num_layers=2``, ``num_heads=2``, ``vocab_size=256``, ``batch=2``, ``sequences=[64]``,
+    ``warmup=1``.
+    """
+
+    sizes: tuple[str, ...] = option(("small",), "Model sizes.", choices=SIZES)
+    d_model: int | None = option(None, "Width; overrides the size's.")
+    d_ff: int | None = option(None, "Feed-forward width; overrides the size's.")
+    num_layers: int | None = option(None, "Number of blocks; overrides the size's.")
+    num_heads: int | None = option(None, "Attention heads; overrides the size's.")
+    vocab_size: int = option(10_000, "Vocabulary.")
+    batch: int = option(4, "Sequences per batch.")
+    sequences: tuple[int, ...] = option((128, 256, 512, 1024), "Context lengths.")
+    precision: str = option("fp32", "Precision.", choices=PRECISIONS)
+    attention: str = option(
+        "naive", "Attention; only naive has separate softmax and products.", choices=ATTENTIONS
+    )
+    optimizer: str = option("adamw", "Optimizer of the step.", choices=OPTIMIZERS)
+    warmup: int = option(3, "Steps before the profiled ones.")
+    nsight: bool = option(False, "Use Nsight Systems; the case is skipped where nsys is missing.")
+    device: str = option("auto", "Where to run.", choices=("auto", "cpu", "cuda"))
+
+
+class Profile(Experiment):
+    """Which kernels take the time."""
+
+    name: ClassVar[str] = "profile"
+    summary: ClassVar[str] = "Kernels per phase, matmul share, softmax against matmul"
+    Options: ClassVar[type[Any]] = Options
+
+    def cases(self, **options: Any) -> list[Case]:
+        """One case per size and context length."""
+        chosen = Options(**options)
+        device = resolve_device(chosen.device)
+        given = {n: v for n in DIMENSIONS if (v := getattr(chosen, n)) is not None}
+        return [
+            Case(
+                experiment=self.name,
+                config={
+                    "size": size,
+                    **given,
+                    "vocab_size": chosen.vocab_size,
+                    "batch": chosen.batch,
+                    "sequence": sequence,
+                    "precision": chosen.precision,
+                    "attention": chosen.attention,
+                    "optimizer": chosen.optimizer,
+                    "warmup": chosen.warmup,
+                    "tool": "nsight" if chosen.nsight else "torch.profiler",
+                    "device": device,
+                    "label": f"profile {size} s{sequence} {chosen.precision}",
+                },
+                timeout_s=600,
+            )
+            for size in chosen.sizes
+            for sequence in chosen.sequences
+        ]
+
+    def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
+        """Profiles inference and a training step, and reads the trace."""
+        from bench_harness.traces import kineto, nsight
+        from bench_harness.workload import device_of, language_model_config, shape_row
+
+        config = dict(case.config)
+        device = device_of(config["device"])
+        progress(f"recording with {config['tool']}")
+        if config["tool"] == "nsight":
+            try:
+                nsight.nsys()
+            except nsight.NsightError as missing:
+                raise CaseSkipped(str(missing)) from None
+            settings = Path("case.json").absolute()
+            settings.write_text(json.dumps(config), encoding="utf-8")
+            export = nsight.record(
+                [sys.executable, "-m", __name__, str(settings)],
+                Path("nsight").absolute(),
+                timeout_s=case.timeout_s / 2,
+            )
+            trace = nsight.load(export)
+        else:
+            path = Path(_TRACE)
+            step = prepare(config, device)
+            with kineto.recording(path, device):
+                step()
+            trace = kineto.load(path)
+            windows = [window for phase in PHASES for window in trace.phases(phase)]
+            kineto.trimmed(path, Path(_TRIMMED), windows)
+            path.unlink()
+        progress("reading the trace")
+        shape = language_model_config(config)
+        return rows_of(trace, {**shape_row(shape), "spans": _spans(trace)}, config)
+
+    def tables(self, rows: pd.DataFrame) -> list[Table]:
+        """Phases with their matmul share; attention's parts; kernels; the top non-matmul ones."""
+        cell = {"size": "size", "sequence": "sequence (tokens)", "precision": "precision"}
+        if "kind" not in rows:
+            return [Table("Phases", present.columns(rows, {**cell, "status": "status"}))]
+        done = present.finished(rows)
+        spans = done["spans"].iloc[0] if len(done) else ""
+        kernels = done[done["kind"] == "kernel"]
+        named = {
+            "phase": "phase",
+            "kernel": "kernel",
+            "work": "work",
+            "count": "runs (count)",
+            "total_ms": "total (ms)",
+            "share": "of the phase (%)",
+        }
+        top = kernels[kernels["rank"] <= _SHOWN_KERNELS]
+        other = kernels[kernels["work"] == "other"].groupby(["label", "phase"], sort=False).head(5)
+        return [
+            Table(
+                "Phases",
+                present.columns(
+                    done[done["kind"] == "phase"],
+                    {
+                        **cell,
+                        "phase": "phase",
+                        "window_ms": "wall clock (ms)",
+                        "busy_ms": "kernels (ms)",
+                        "matmul_share": "matmul (%)",
+                        "fused_share": "fused attention (%)",
+                        "kernel": "longest kernel",
+                        "count": "its runs (count)",
+                    },
+                ),
+                f"Spans: {spans}. A phase is a window with the device synchronised at both ends, "
+                "so backward's kernels count as backward whichever thread launched them.",
+            ),
+            Table(
+                "Softmax against matrix products in attention",
+                present.columns(
+                    done[done["kind"] == "range"],
+                    {
+                        **cell,
+                        "phase": "phase",
+                        "range": "part",
+                        "total_ms": "kernels (ms)",
+                        "gflop": "operations (GFLOP)",
+                        "gflop_s": "achieved (GFLOP/s)",
+                    },
+                ),
+                "Only what naive attention's forward launched inside each part, masking and "
+                "scaling included. Softmax counts five operations per score: maximum, "
+                "subtraction, exponential, sum, division.",
+            ),
+            Table("Longest kernels", present.columns(top, {**cell, **named})),
+            Table("Longest kernels without matrix products", present.columns(other, cell | named)),
+        ]
+
+    def figures(self, rows: pd.DataFrame) -> list[Figure]:
+        """Kernel time per phase, by kind of work."""
+        from bench_harness.report.plots import COLOURS, new_figure
+
+        if "kind" not in rows:
+            return []
+        done = present.finished(rows)
+        phases = done[done["kind"] == "phase"]
+        if phases.empty:
+            return []
+        names = [
+            f"{label.removeprefix('profile ')}: {phase}"
+            for label, phase in zip(phases["label"], phases["phase"], strict=True)
+        ]
+        figure, axes = new_figure(width=8, height=1.2 + 0.32 * len(names))
+        left: Any = 0.0
+        for colour, kind in zip(COLOURS, _KINDS, strict=False):
+            width = phases[f"{kind}_ms".replace(" ", "_")].to_numpy(float)
+            axes[0, 0].barh(names, width, left=left, color=colour, label=kind)
+            left = left + width
+        axes[0, 0].invert_yaxis()
+        axes[0, 0].set_xlabel("kernel time (ms)")
+        figure.legend(loc="outside upper center", ncols=4)
+        return [Figure("profile_phases", "Kernel time by kind of work", figure)]
+
+
+_KINDS = ("matmul", "fused attention", "other", "communication")
+
+
+def prepare(config: Mapping[str, Any], device: torch.device) -> Callable[[], None]:
+    """Builds the model, warms it up, and returns what is to be profiled, in phases."""
+    import torch
+
+    from bench_harness.traces.trace import phase
+    from bench_harness.workload import attention_by_name, language_model, optimizer_class
+
+    workload = language_model(
+        config,
+        device,
+        precision=config["precision"],
+        attention=attention_by_name(config["attention"]),
+    )
+    optimizer = optimizer_class(config["optimizer"], device)(workload.module.parameters(), lr=1e-4)
+
+    def step() -> None:
+        with phase("inference", device), torch.no_grad():
+            workload.loss()
+        optimizer.zero_grad()
+        with phase("forward", device):
+            loss = workload.loss()
+        with phase("backward", device):
+            loss.backward()
+        with phase("optimizer", device):
+            optimizer.step()
+
+    with torch.profiler.record_function("warm-up"):
+        for _ in range(config["warmup"]):
+            with torch.no_grad():
+                workload.loss()
+            optimizer.zero_grad()
+            workload.loss().backward()
+            optimizer.step()
+    return step
+
+
+def rows_of(trace: Trace, facts: Row, config: Mapping[str, Any]) -> list[Row]:
+    """Rows per phase, per kernel in a phase, and per part of attention."""
+    from bench_harness.traces.trace import kernel_totals, time_inside
+
+    rows: list[Row] = []
+    for phase in PHASES:
+        windows = trace.phases(phase)
+        totals = kernel_totals(trace, windows)
+        if not totals:
+            continue
+        by_kind = {
+            kind: sum(total.total_ns for total in totals if total.kind == kind) for kind in _KINDS
+        }
+        busy = sum(by_kind.values())
+        rows.append(
+            {
+                "variant": phase,
+                "kind": "phase",
+                "phase": phase,
+                **facts,
+                "window_ms": sum(end - start for start, end in windows) / 1e6,
+                "busy_ms": busy / 1e6,
+                **{f"{k}_ms".replace(" ", "_"): ns / 1e6 for k, ns in by_kind.items()},
+                "matmul_share": 100 * by_kind["matmul"] / busy if busy else 0.0,
+                "fused_share": 100 * by_kind["fused attention"] / busy if busy else 0.0,
+                "kernel": totals[0].name,
+                "count": totals[0].count,
+            }
+        )
+        shown = (
+            totals[:_SHOWN_KERNELS]
+            + [total for total in totals[_SHOWN_KERNELS:] if total.kind == "other"][:5]
+        )
+        rows += [
+            {
+                "variant": f"{phase} kernel {place}",
+                "kind": "kernel",
+                "phase": phase,
+                "rank": place,
+                "kernel": total.name,
+                "work": total.kind,
+                "count": total.count,
+                "total_ms": total.total_ns / 1e6,
+                "share": 100 * total.share,
+            }
+            for place, total in enumerate(shown, start=1)
+        ]
+    scores = int(config["batch"]) * int(config["sequence"]) ** 2 * facts["num_layers"]
+    operations = {
+        "attention.scores": 2 * scores * facts["d_model"],
+        "attention.softmax": 5 * scores * facts["num_heads"],
+        "attention.output": 2 * scores * facts["d_model"],
+    }
+    for name in RANGES:
+        for phase in ("inference", "forward"):
+            spent = sum(time_inside(trace, name, trace.phases(phase)).values())
+            if spent:
+                rows.append(
+                    {
+                        "variant": f"{phase} {name}",
+                        "kind": "range",
+                        "phase": phase,
+                        "range": name,
+                        "total_ms": spent / 1e6,
+                        "gflop": operations[name] / 1e9,
+                        "gflop_s": operations[name] / spent,
+                    }
+                )
+    return rows
+
+
+def _spans(trace: Trace) -> str:
+    return "GPU kernels" if trace.on_device else "host operators, nested ones left out (CPU)"
+
+
+def _under_nsight(settings: Path) -> None:
+    """The program that Nsight Systems runs: the same phases, with every range as NVTX."""
+    import torch
+
+    from bench_harness.workload import device_of
+
+    config = json.loads(settings.read_text(encoding="utf-8"))
+    step = prepare(config, device_of(config["device"]))
+    with torch.autograd.profiler.emit_nvtx():
+        step()
+
+
+if __name__ == "__main__":
+    _under_nsight(Path(sys.argv[1]))

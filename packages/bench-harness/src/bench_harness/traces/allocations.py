@@ -1,0 +1,217 @@
+"""Follows every allocation of a recording: how long it lived, in which phase, from which line.
+
+Two recordings are read: the history that CUDA's caching allocator keeps, and, on a CPU, the memory
+events of ``torch.profiler``.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from bench_harness.case import Row
+from bench_harness.traces.trace import PHASE
+
+#: Points of a stored timeline; each keeps the highest moment of its stretch.
+_POINTS = 400
+
+
+@dataclass(frozen=True)
+class MemoryEvent:
+    """One allocation (``nbytes`` > 0) or release (< 0).
+
+    Attributes:
+        time_ns: on any clock that all events share.
+        source: the line or operator that allocated; empty for a release.
+    """
+
+    time_ns: int
+    nbytes: int
+    address: int
+    phase: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A block of memory from its allocation to its release.
+
+    Attributes:
+        first, last: indices of the events that allocated and released it; ``last`` is None if it
+            outlived the recording.
+    """
+
+    nbytes: int
+    first: int
+    last: int | None
+    phase: str
+    source: str
+
+
+def follow(events: Sequence[MemoryEvent]) -> list[Allocation]:
+    """Pairs allocations with releases; releases of blocks from before the recording are ignored."""
+    open_blocks: dict[int, tuple[int, MemoryEvent]] = {}
+    found: list[Allocation] = []
+    for index, event in enumerate(events):
+        if event.nbytes > 0:
+            open_blocks[event.address] = (index, event)
+        elif event.address in open_blocks:
+            first, began = open_blocks.pop(event.address)
+            found.append(Allocation(began.nbytes, first, index, began.phase, began.source))
+    found += [
+        Allocation(event.nbytes, first, None, event.phase, event.source)
+        for first, event in open_blocks.values()
+    ]
+    return sorted(found, key=lambda block: block.first)
+
+
+def allocated_after(events: Sequence[MemoryEvent], blocks: Iterable[Allocation]) -> list[int]:
+    """Bytes in use after each event, of the blocks given."""
+    changes = [0] * (len(events) + 1)
+    for block in blocks:
+        changes[block.first] += block.nbytes
+        if block.last is not None:
+            changes[block.last] -= block.nbytes
+    total, totals = 0, []
+    for change in changes[:-1]:
+        total += change
+        totals.append(total)
+    return totals
+
+
+def peaks(events: Sequence[MemoryEvent], phases: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """Per phase, the most bytes in use at once and those in use at its end."""
+    totals = allocated_after(events, follow(events))
+    result = {}
+    for phase in phases:
+        inside = [
+            total for event, total in zip(events, totals, strict=True) if event.phase == phase
+        ]
+        if inside:
+            result[phase] = (max(inside), inside[-1])
+    return result
+
+
+def timeline(events: Sequence[MemoryEvent], phases: Sequence[str]) -> Row:
+    """Bytes in use over time, by the phase that allocated them, thinned without losing peaks."""
+    blocks = follow(events)
+    series = {
+        phase: allocated_after(events, [b for b in blocks if b.phase == phase]) for phase in phases
+    }
+    totals = [sum(values) for values in zip(*series.values(), strict=True)]
+    stretch = max(1, -(-len(events) // _POINTS))
+    kept = [
+        max(range(start, min(start + stretch, len(events))), key=totals.__getitem__)
+        for start in range(0, len(events), stretch)
+    ]
+    begin = events[0].time_ns if events else 0
+    return {
+        "time_ms": [(events[index].time_ns - begin) / 1e6 for index in kept],
+        "bytes": {phase: [values[index] for index in kept] for phase, values in series.items()},
+        "phase_starts_ms": {
+            phase: (next(event.time_ns for event in events if event.phase == phase) - begin) / 1e6
+            for phase in phases
+            if any(event.phase == phase for event in events)
+        },
+    }
+
+
+def largest(events: Sequence[MemoryEvent], count: int) -> list[Row]:
+    """The largest kinds of allocation (same size, source and phase), largest block first."""
+    groups: dict[tuple[int, str, str], int] = defaultdict(int)
+    for block in follow(events):
+        groups[block.nbytes, block.phase, block.source] += 1
+    ordered = sorted(groups.items(), key=lambda item: (-item[0][0], -item[1]))
+    return [
+        {"block_bytes": nbytes, "phase": phase, "source": source, "blocks": number}
+        for (nbytes, phase, source), number in ordered[:count]
+    ]
+
+
+def from_cuda_history(
+    entries: Sequence[Mapping[str, Any]], boundaries: Sequence[tuple[str, int]]
+) -> list[MemoryEvent]:
+    """Events of the caching allocator's history.
+
+    Args:
+        entries: one device's list in ``device_traces`` of a snapshot.
+        boundaries: phase names, each with the number of entries there were when it began.
+    """
+    starts = [start for _, start in boundaries]
+    events = []
+    for index, entry in enumerate(entries):
+        # "free_requested" is when the program lets go; completion may wait for streams.
+        sign = {"alloc": 1, "free_requested": -1}.get(entry["action"])
+        place = bisect.bisect_right(starts, index) - 1
+        if sign is None or place < 0:
+            continue
+        events.append(
+            MemoryEvent(
+                time_ns=int(entry.get("time_us", index)) * 1000,
+                nbytes=sign * int(entry["size"]),
+                address=int(entry["addr"]),
+                phase=boundaries[place][0],
+                source=_source_line(entry.get("frames", ())) if sign > 0 else "",
+            )
+        )
+    return events
+
+
+def from_profile(path: Path) -> list[MemoryEvent]:
+    """Memory events of a trace that ``torch.profiler`` exported with ``profile_memory=True``."""
+    content = json.loads(path.read_text(encoding="utf-8"), parse_float=Decimal)
+    spans: dict[tuple[int, int], list[tuple[int, int, str]]] = defaultdict(list)
+    phases: list[tuple[int, int, str]] = []
+    moments = []
+    for event in content["traceEvents"]:
+        if "ts" not in event:
+            continue
+        start = int(event["ts"] * 1000)
+        if event["name"] == "[memory]":
+            moments.append((start, event))
+        elif event.get("cat") in ("cpu_op", "user_annotation"):
+            span = (start, start + int(event.get("dur", 0) * 1000), str(event["name"]))
+            if span[2].startswith(PHASE):
+                phases.append((span[0], span[1], span[2].removeprefix(PHASE)))
+            else:
+                spans[event["pid"], event["tid"]].append(span)
+    for found in spans.values():
+        found.sort()
+    events = []
+    for start, event in sorted(moments, key=lambda moment: moment[0]):
+        phase = next((name for begin, end, name in phases if begin <= start < end), None)
+        if phase is not None:
+            events.append(
+                MemoryEvent(
+                    time_ns=start,
+                    nbytes=int(event["args"]["Bytes"]),
+                    address=int(event["args"]["Addr"]),
+                    phase=phase,
+                    source=_enclosing(spans[event["pid"], event["tid"]], start),
+                )
+            )
+    return events
+
+
+def _source_line(frames: Sequence[Mapping[str, Any]]) -> str:
+    """The innermost frame outside torch, and the innermost one inside for what it did there."""
+    python = [f for f in frames if str(f["filename"]).endswith(".py")]
+    own = [f for f in python if "/torch/" not in str(f["filename"])]
+    frame = next(iter(own or python), None)
+    if frame is None:
+        return "backward (started by the autograd engine)"
+    return f"{Path(str(frame['filename'])).name}:{frame['line']} {frame['name']}"
+
+
+def _enclosing(spans: list[tuple[int, int, str]], moment: int) -> str:
+    """Names of the spans open at a moment: the outermost and the innermost."""
+    place = bisect.bisect_right(spans, (moment, 1 << 62, ""))
+    # Operators nest a few levels deep; a bounded look back finds all that are still open.
+    names = [name for start, end, name in spans[max(0, place - 400) : place] if moment < end]
+    return " › ".join(dict.fromkeys([*names[:1], *names[-1:]]))

@@ -1,0 +1,184 @@
+"""The command line as a user types it, in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Bench = Callable[..., subprocess.CompletedProcess[str]]
+HEAVY = {"torch", "pandas", "matplotlib", "scipy", "numpy", "rich.console", "psutil"}
+
+
+def rows(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+
+
+def keys_of(folder: Path) -> list[object]:
+    return [row["case_key"] for row in rows(folder) if row.get("variant") != "double"]
+
+
+def test_help_lists_every_experiment_and_loads_nothing_heavy(
+    command_line: tuple[list[str], dict[str, str]],
+) -> None:
+    (python, *_), environment = command_line
+    program = (
+        "import sys, bench_harness.cli as cli, bench_harness.experiments as experiments\n"
+        "assert cli.main(['--help']) == 0\n"
+        "for name in experiments.names():\n"
+        "    assert cli.main([name, '--help']) == 0, name\n"
+        f"loaded = {HEAVY!r} & set(sys.modules)\n"
+        "sys.exit(f'loaded {loaded}' if loaded & {'torch', 'pandas', 'matplotlib'} else 0)\n"
+    )
+    done = subprocess.run(
+        [python, "-c", program], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    for name in ("toy", "model", "run", "report", "compare", "preset", "env"):
+        assert f"  {name} " in done.stdout
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+
+
+def test_help_is_fast(bench: Bench) -> None:
+    def seconds() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert bench("--help").returncode == 0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    assert min(seconds() for _ in range(3)) < 0.5  # processor time: other work shares the machine
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["modle"], "command must be one of "),
+        (["toy", "--no-such-option"], "No such option: --no-such-option"),
+        (["toy", "--kinds", "ok,odd"], "toy: kinds must be one of ok, slow, raises"),
+        (["toy", "--repeats", "many"], "toy: repeats must be of type int; received 'many'"),
+        (["toy", "--repeats", "0"], "toy: repeats must be at least 1; received 0"),
+        (["toy", "--only", "nothing"], "--only must name one of the experiments toy"),
+        (["run"], "Missing argument"),
+        (["run", "quik"], "preset must be one of assignment, quick, or a file NAME.toml"),
+        (["run", "none.toml"], "cannot read preset none.toml: No such file or directory"),
+        (["report", "nowhere"], "nowhere is not a run folder: it has no results.jsonl"),
+        (["compare", "a", "b"], "a is not a run folder"),
+        (["preset", "quik"], "preset must be one of assignment, quick; received 'quik'"),
+        (["toy", "--output", "file/run"], "cannot write to file/run: Not a directory"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    bench: Bench, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    done = bench(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "Traceback" not in done.stderr + done.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"file"}
+
+
+def until_rows(folder: Path, count: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if (folder / "results.jsonl").exists() and len(keys_of(folder)) >= count:
+            return
+        time.sleep(0.05)
+
+
+def test_a_run_killed_then_stopped_then_resumed(
+    command_line: tuple[list[str], dict[str, str]], bench: Bench, tmp_path: Path
+) -> None:
+    """One run of three cases, ended by SIGKILL in its second and by Ctrl-C in its third."""
+    command, environment = command_line
+    arguments = ["toy", "--kinds", "slow", "--repeats", "3", "--seconds", "1.5"]
+    folder = tmp_path / "runs" / "toy-01"
+
+    def start() -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*command, *arguments],
+            env=environment,
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            process_group=0,
+        )
+
+    killed = start()
+    until_rows(folder, 1)
+    time.sleep(0.3)  # into the second case
+    killed.kill()
+    killed.communicate(timeout=20)
+    assert len(keys_of(folder)) == 1
+
+    stopped = start()
+    until_rows(folder, 2)
+    time.sleep(0.3)  # into the third
+    os.killpg(stopped.pid, signal.SIGINT)  # as a terminal does: to every process of the group
+    output, errors = stopped.communicate(timeout=20)
+    assert stopped.returncode == 130
+    assert "2 of 3 cases left" in output
+    assert "2 of 3 cases are kept in runs/toy-01" in output
+    assert "Traceback" not in output + errors
+
+    resumed = bench(*arguments)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "1 of 3 cases left" in resumed.stdout
+    assert len(set(keys_of(folder))) == len(keys_of(folder)) == 3
+    for name in ("env.json", "run.json", "report.html", "figures/toy-line.png"):
+        assert (folder / name).is_file()
+    assert "| slow   | 0        | plain     | 1.01" in (folder / "tables/toy-times.md").read_text()
+    assert "\x1b" not in resumed.stdout  # no colours where there is no terminal
+    assert all(len(line) <= 80 for line in resumed.stdout.splitlines())
+    assert resumed.stdout.rstrip().endswith("Report: runs/toy-01/report.html")
+
+    (folder / "report.html").unlink()
+    assert bench("report", "runs/toy-01").returncode == 0
+    assert (folder / "report.html").is_file()
+    same = bench("compare", "runs/toy-01", "runs/toy-01")
+    assert same.returncode == 0
+    assert "6 same" in same.stdout
+
+
+def test_a_preset_file_runs_and_only_narrows_it(bench: Bench, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(
+        'description = "kinds"\n[[toy]]\nkinds = ["ok"]\n[[toy]]\nkinds = ["skips", "raises"]\n'
+    )
+    done = bench("run", "mine.toml", "--only", "skips,raises", "--output", "out")
+    assert done.returncode == 1  # a case failed
+    assert [row["status"] for row in rows(tmp_path / "out")] == ["skipped", "error"]
+    assert "needs a device that is not here" in done.stdout
+    assert "ValueError: this case raises" in done.stdout
+
+
+def test_a_dry_run_lists_and_creates_nothing(bench: Bench, tmp_path: Path) -> None:
+    listed = bench("toy", "--kinds", "ok,raises", "--dry-run")
+    assert listed.returncode == 0
+    assert "toy raises 0" in listed.stdout
+    assert "2 of 2 cases to run, unknown time, into runs/toy-01" in listed.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_shipped_preset_is_printed_to_be_copied(bench: Bench, tmp_path: Path) -> None:
+    copy = bench("preset", "quick")
+    assert copy.returncode == 0
+    (tmp_path / "mine.toml").write_text(copy.stdout)
+    listed = bench("run", "mine.toml", "--dry-run")
+    assert listed.returncode == 0, listed.stderr
+    assert "into runs/mine-01" in listed.stdout
+
+
+def test_env_and_version(bench: Bench) -> None:
+    shown = bench("env")
+    assert shown.returncode == 0
+    assert "environment id" in shown.stdout
+    assert bench("--version").stdout.startswith("bench-harness 0.")

@@ -1,0 +1,95 @@
+"""Comparing two runs: a verdict with an interval, and refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench_harness.compare import ComparisonError, compare, verdict
+from bench_harness.store import Store, StoreError
+
+
+def store(
+    folder: Path, times: dict[str, float], *, environment: str = "e", samples: int = 20
+) -> Store:
+    """A run with one case per name whose samples scatter by 1 % around a time."""
+    noise = np.random.default_rng(len(times) + samples).normal(1.0, 0.01, samples)
+    run = Store(folder)
+    with run.open_for_writing() as writer:
+        for name, time in times.items():
+            row = {
+                "case_key": name,
+                "experiment": "toy",
+                "label": f"toy {name}",
+                "status": "ok",
+                "environment": environment,
+                "started": "t0",
+                "variant": "plain fp32",
+                "phase": "plain step",
+                "samples_ms": list(time * noise),
+            }
+            writer.append([row, {**row, "phase": "forward"}])
+    return run
+
+
+def test_verdicts_follow_the_interval(tmp_path: Path) -> None:
+    a = store(tmp_path / "a", {"one": 10.0, "two": 10.0, "three": 10.0, "four": 10.0})
+    b = store(tmp_path / "b", {"one": 8.0, "two": 13.0, "three": 10.05, "five": 1.0})
+    found = compare(a, b)
+    assert [(each.label, each.verdict) for each in found[::2]] == [
+        ("toy one", "faster"),
+        ("toy two", "slower"),
+        ("toy three", "same"),
+    ]
+    assert [each.variant for each in found[:2]] == ["plain fp32 step", "plain fp32 forward"]
+    first = found[0]
+    assert first.low is not None
+    assert first.high is not None
+    assert first.low <= first.ratio <= first.high
+    assert first.ratio == pytest.approx(0.8, rel=0.01)
+
+
+def test_a_run_is_the_same_as_itself(tmp_path: Path) -> None:
+    a = store(tmp_path / "a", {"one": 10.0})
+    assert {each.verdict for each in compare(a, a)} == {"same"}
+
+
+def test_two_samples_decide_nothing(tmp_path: Path) -> None:
+    a = store(tmp_path / "a", {"one": 10.0}, samples=2)
+    b = store(tmp_path / "b", {"one": 20.0}, samples=2)
+    assert {(each.verdict, each.low) for each in compare(a, b)} == {("undecided", None)}
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0.80, 0.94, "faster"),
+        (0.80, 0.96, "undecided"),
+        (0.96, 1.04, "same"),
+        (0.96, 1.06, "undecided"),
+        (1.06, 1.10, "slower"),
+        (0.50, 2.00, "undecided"),
+        (None, None, "undecided"),
+    ],
+)
+def test_the_tolerance_surrounds_one(low: float, high: float, expected: str) -> None:
+    assert verdict(low, high, 0.05) == expected
+
+
+def test_different_hardware_is_refused_or_marked(tmp_path: Path) -> None:
+    a = store(tmp_path / "a", {"one": 10.0})
+    b = store(tmp_path / "b", {"one": 5.0}, environment="other")
+    with pytest.raises(ComparisonError, match=r"2 of 2 rows .* --across-hardware"):
+        compare(a, b)
+    found = compare(a, b, across_hardware=True)
+    assert [(each.verdict, each.same_hardware) for each in found] == [("faster", False)] * 2
+
+
+def test_runs_without_a_common_case_are_refused(tmp_path: Path) -> None:
+    a, b = store(tmp_path / "a", {"one": 1.0}), store(tmp_path / "b", {"two": 1.0})
+    with pytest.raises(ComparisonError, match="no case in common"):
+        compare(a, b)
+    with pytest.raises(StoreError, match="not a run folder"):
+        compare(a, Store(tmp_path / "c"))

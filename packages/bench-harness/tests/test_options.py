@@ -1,0 +1,125 @@
+"""Options from the command line and from presets mirror the experiment's dataclass."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench_harness import experiments, options, presets
+from bench_harness.experiments import Experiment
+
+
+@pytest.fixture
+def toy(installed: Path) -> Experiment:
+    return experiments.get("toy")
+
+
+def test_defaults_fill_what_is_not_given(toy: Experiment) -> None:
+    assert options.build(toy, {"seconds": 2}) == {
+        "kinds": ("ok",),
+        "repeats": 1,
+        "seconds": 2.0,
+        "note": None,
+        "flag": False,
+        "broken_report": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"kind": "ok"}, "toy: option must be one of kinds, repeats, .*; received 'kind'"),
+        ({"kinds": "odd"}, "toy: kinds must be one of .*; received 'odd'"),
+        ({"kinds": ["ok", 3]}, "toy: kinds must be a list of str; received 3"),
+        ({"repeats": "2"}, "toy: repeats must be of type int; received '2'"),
+        ({"repeats": True}, "toy: repeats must be of type int; received True"),
+        ({"repeats": 1.5}, "toy: repeats must be of type int; received 1.5"),
+        ({"repeats": 0}, "toy: repeats must be at least 1; received 0"),
+        ({"flag": 1}, "toy: flag must be of type bool; received 1"),
+    ],
+)
+def test_wrong_options_name_what_is_valid(
+    toy: Experiment, given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        options.build(toy, given)
+
+
+def test_every_option_has_a_parameter_with_its_default(toy: Experiment) -> None:
+    parameters = {each.name: each for each in options.parameters(toy)}
+    assert list(parameters) == ["kinds", "repeats", "seconds", "note", "flag", "broken_report"]
+    assert all(each.kind is inspect.Parameter.KEYWORD_ONLY for each in parameters.values())
+    given = {name: each.default for name, each in parameters.items()}
+    assert options.from_command_line(toy, given) == options.build(toy, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("kinds", "ok, oom", ("ok", "oom")),
+        ("kinds", "", ()),
+        ("repeats", "3", 3),
+        ("seconds", "1e-3", 0.001),
+        ("note", "none", None),
+        ("note", "any, thing", "any, thing"),
+    ],
+)
+def test_texts_become_values(toy: Experiment, name: str, text: str, value: object) -> None:
+    spec = next(spec for spec in options.specs(toy) if spec.name == name)
+    assert options.parse(spec, text) == value
+
+
+def test_a_type_that_no_text_can_express_is_refused(toy: Experiment) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Odd:
+        mapping: dict[str, int]
+
+    class Broken(type(toy)):  # type: ignore[misc]
+        Options = Odd
+
+    with pytest.raises(TypeError, match="option mapping must be bool, int"):
+        options.specs(Broken())
+
+
+@pytest.mark.parametrize("name", presets.shipped())
+def test_a_shipped_preset_gives_cases_with_keys_of_their_own(name: str) -> None:
+    preset = presets.load(name)
+    assert preset.description
+    cases = preset.cases()
+    assert len({case.key for case in cases}) == len(cases) > 0
+
+
+def test_quick_runs_every_experiment() -> None:
+    assert (
+        list(dict.fromkeys(name for name, _ in presets.load("quick").runs)) == experiments.names()
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[toy", "must be TOML"),
+        ('description = "x"', "must name at least one experiment"),
+        ("[tyo]", "experiment must be one of .*toy.*; received 'tyo'"),
+        ("toy = 3", "toy must be a table of options; received 3"),
+        ("[toy]\nkinds = [3]", "toy: kinds must be a list of str; received 3"),
+    ],
+)
+def test_a_wrong_preset_names_the_file_and_what_is_valid(
+    installed: Path, tmp_path: Path, text: str, message: str
+) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=message) as error:
+        presets.load(str(file))
+    assert "mine.toml" in str(error.value)
+
+
+def test_a_preset_runs_in_the_registry_s_order(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text("[[toy]]\n[model]\n[[toy]]\nrepeats = 2\n")
+    names = [name for name, _ in presets.load(str(tmp_path / "mine.toml")).runs]
+    assert names == ["model", "toy", "toy"]

@@ -1,0 +1,79 @@
+import importlib
+import multiprocessing
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from bench_harness.ranks import Nodes, RankError, launch
+
+
+@pytest.fixture
+def functions(monkeypatch):
+    # Ranks inherit the launcher's path, so they find the module by its name.
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    return importlib.import_module("rank_functions")
+
+
+def test_results_come_back_in_rank_order(functions):
+    results = launch(functions.report, 2, "hello", timeout_s=60)
+    assert [r["rank"] for r in results] == [0, 1]
+    assert all(r["world_size"] == 2 and r["device"] == "cpu" for r in results)
+    assert all(r["text"] == "hello" and r["total"] == [1.0] * 3 for r in results)
+
+
+def test_error_names_the_rank_that_failed_first_with_its_traceback(functions):
+    with pytest.raises(RankError, match=r"(?s)rank 1 failed.*fail_on_last.*no such luck"):
+        launch(functions.fail_on_last, 2, timeout_s=60)
+
+
+def test_a_hang_ends_at_the_deadline_and_says_where(functions):
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"(?s)rank 1 was still running after 2 s.*hang_on_last"):
+        launch(functions.hang_on_last, 2, timeout_s=2)
+    assert time.monotonic() - start < 40
+
+
+def test_a_killed_rank_is_named(functions):
+    with pytest.raises(RankError, match="rank 1 .*(SIGKILL|left no report)"):
+        launch(functions.die_on_last, 2, timeout_s=60)
+
+
+def test_running_out_of_memory_keeps_its_type(functions):
+    with pytest.raises(torch.OutOfMemoryError, match="2 GiB"):
+        launch(functions.run_out_of_memory, 1, timeout_s=60)
+
+
+def test_ranks_end_when_their_launcher_is_killed(functions, tmp_path):
+    context = multiprocessing.get_context("forkserver")
+    launcher = context.Process(
+        target=launch, args=(functions.sleep_and_say, 2, str(tmp_path)), kwargs={"timeout_s": 300}
+    )
+    launcher.start()
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("pid-*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    pids = [int(file.read_text()) for file in tmp_path.glob("pid-*")]
+    assert len(pids) == 2
+    launcher.kill()
+    launcher.join()
+    _, alive = psutil.wait_procs([psutil.Process(p) for p in pids if psutil.pid_exists(p)], 20)
+    assert not alive
+
+
+def test_bad_arguments_are_refused_before_anything_starts(functions):
+    with pytest.raises(ValueError, match=r"gloo or nccl; received 'mpi'"):
+        launch(functions.report, 2, "x", backend="mpi")
+    with pytest.raises(ValueError, match=r"positive multiple of 1 nodes; received 0"):
+        launch(functions.report, 0, "x")
+    with pytest.raises(ValueError, match="share run_id"):
+        Nodes(nnodes=2)
+    with pytest.raises(ValueError, match=r"multiple of 2 nodes; received 3"):
+        launch(
+            functions.report,
+            3,
+            "x",
+            nodes=Nodes(nnodes=2, run_id="a", rdzv_endpoint="localhost:29400"),
+        )

@@ -1,0 +1,197 @@
+"""The report: made from rows alone, in one page that needs no network."""
+
+from __future__ import annotations
+
+import csv
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from bench_harness import report
+from bench_harness.report.frame import to_frame
+from bench_harness.report.write import cell, table_stem
+from bench_harness.store import Store, StoreError
+
+MACHINE = {"gpus": [{"throttle_reasons": ["power limit"]}], "load_1min": 0.5}
+
+
+def row(kind: str, status: str = "ok", **more: object) -> dict[str, object]:
+    config = {"kind": kind, "number": 0, "broken": False, "seconds": 0.0, "label": f"toy {kind}"}
+    return {
+        "experiment": "toy",
+        "case_key": kind,
+        "label": f"toy {kind}",
+        "status": status,
+        "error": None,
+        "detail": None,
+        "environment": "abc",
+        "commit": "c0ffee",
+        "started": "t0",
+        "seconds": 1.25,
+        "config": config,
+        **more,
+    }
+
+
+@pytest.fixture
+def store(installed: Path, tmp_path: Path) -> Store:
+    store = Store(tmp_path / "run")
+    with store.open_for_writing() as writer:
+        writer.append(
+            [
+                row(
+                    "ok",
+                    variant="plain",
+                    samples_ms=[1, 2, 3, 4],
+                    machine_before=MACHINE,
+                    machine_after=MACHINE,
+                ),
+                row(
+                    "ok",
+                    variant="<b>double</b>",
+                    samples_ms=[2, 4, 6, 8],
+                    machine_before=MACHINE,
+                    machine_after=MACHINE,
+                ),
+            ]
+        )
+        writer.append([row("oom", "oom", error="no room", detail="Traceback <here>")])
+        writer.append([row("gone", experiment="elsewhere")])
+        writer.write_json("env.json", {"abc": {"cpu": "fast", "gpus": [], "packages": {"a": None}}})
+        writer.write_json(
+            "run.json", [{"command": "bench-harness toy", "started": "2026-01-02T03:04:05"}]
+        )
+    return store
+
+
+class Page(HTMLParser):
+    """Checks that tags are balanced, and collects addresses."""
+
+    VOID = frozenset({"meta", "img", "br", "link"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.addresses: list[str] = []
+        self.ids: set[str] = set()
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in self.VOID:
+            self.open.append(tag)
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href")]
+        self.ids |= {value or "" for name, value in attrs if name == "id"}
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_a_report_is_written_from_rows_alone(store: Store) -> None:
+    built = report.build(store)
+    page = report.write(built, store.folder).read_text()
+    assert [section.name for section in built.sections] == ["toy", "elsewhere"]
+    assert built.counts == {"ok": 2, "oom": 1}
+    for text in ("toy oom", "no room", "Traceback &lt;here&gt;", "c0ffee", "fast", "not installed"):
+        assert text in page
+    assert "GPU slowed down: power limit" in page
+    assert "&lt;b&gt;double&lt;/b&gt;" in page
+    assert "<b>" not in page
+    with (store.folder / "tables" / "toy-times.csv").open() as file:
+        assert [line["median (ms)"] for line in csv.DictReader(file)] == ["4", "8"]
+    assert "A note & more." in (store.folder / "tables" / "toy-times.md").read_text()
+    assert (store.folder / "figures" / "toy-line.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_asks_for_nothing_outside_itself(store: Store) -> None:
+    text = report.write(report.build(store), store.folder).read_text()
+    assert not re.search(r"https?:", text)
+    parsed = Page(text)
+    for address in parsed.addresses:
+        if address.startswith("#"):
+            assert address[1:] in parsed.ids
+        elif not address.startswith("data:image/"):
+            assert (store.folder / address).is_file()
+    assert "default-src 'none'" in text
+
+
+def test_a_broken_table_is_named_and_the_rest_is_shown(store: Store) -> None:
+    config = {"kind": "odd", "number": 0, "broken": True}
+    with store.open_for_writing() as writer:
+        writer.append([row("odd", config=config, variant="plain", samples_ms=[1, 2, 3, 4])])
+    built = report.build(store)
+    (problem,) = built.sections[0].problems
+    assert problem.startswith("tables: KeyError: 'no such column'")
+    assert "Could not be shown" in report.write(built, store.folder).read_text()
+    assert len(built.sections[0].figures) == 1
+
+
+def test_damage_and_mixed_environments_are_said(store: Store) -> None:
+    with store.open_for_writing() as writer:
+        writer.write_json("env.json", {"abc": {}, "def": {}})
+    with store.results.open("a") as file:
+        file.write('{"torn')
+    damage, mixed = report.build(store).notes
+    assert "results.jsonl line 5 is damaged" in damage
+    assert "2 environments" in mixed
+
+
+def test_a_folder_without_rows_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="is not a run folder"):
+        report.build(Store(tmp_path))
+    with Store(tmp_path).open_for_writing():
+        pass
+    with pytest.raises(StoreError, match="no complete case yet"):
+        report.build(Store(tmp_path))
+
+
+def test_configuration_becomes_columns_beside_the_measurement() -> None:
+    frame = to_frame([{"a": 1, "config": {"b": 2, "a": 3}}, {"samples_ms": [1, 2], "config": {}}])
+    assert list(frame.columns) == ["a", "b", "config.a", "samples_ms"]
+    assert frame["samples_ms"][1] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, ""),
+        (float("nan"), ""),
+        (pd.NA, ""),
+        (True, "yes"),
+        (12345678, "12345678"),
+        (1234567.8, "1.23457e+06"),
+        (0.125, "0.125"),
+        ("text", "text"),
+        ((1, 2), "(1, 2)"),
+    ],
+)
+def test_cells(value: object, text: str) -> None:
+    assert cell(value) == text
+
+
+def test_table_files_carry_the_experiment_once() -> None:
+    assert table_stem("ddp", "Time per step (ms)") == "ddp-time-per-step-ms"
+    assert table_stem("ddp", "DDP: time") == "ddp-time"
+
+
+def test_the_page_renders_in_a_browser(store: Store, tmp_path: Path) -> None:
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("needs chromium or google-chrome")
+    page = report.write(report.build(store), store.folder)
+    done = subprocess.run(
+        [
+            *(browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"),
+            *(f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.resolve().as_uri()),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "toy oom" in done.stdout
+    assert "CONSOLE" not in done.stderr

@@ -1,0 +1,88 @@
+"""Which cases a run takes, and which folder: resumed while unfinished, new once finished."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from bench_harness import experiments, session
+from bench_harness.case import Case
+from bench_harness.process import Outcome
+from bench_harness.progress import ConsoleReporter, RemainingTime, duration
+from bench_harness.runner import Planned
+
+
+def case(name: str, experiment: str = "toy", estimate: float | None = None) -> Case:
+    config = {"name": name, "label": f"{experiment} {name}"}
+    return Case(experiment=experiment, config=config, estimate_s=estimate)
+
+
+def test_only_names_experiments_or_parts_of_labels() -> None:
+    cases = [case("small"), case("large"), case("small", "other")]
+    assert session.select(cases, []) == cases
+    assert session.select(cases, ["small"]) == [cases[0], cases[2]]
+    assert session.select(cases, ["other", "large"]) == cases[1:]
+    with pytest.raises(ValueError, match=r"experiments toy, other or .* received 'medium'"):
+        session.select(cases, ["large", "medium"])
+
+
+def test_the_same_command_resumes_then_repeats(
+    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    console = Console(file=io.StringIO(), width=80)
+    toy = experiments.get("toy")
+
+    def run(*kinds: str) -> bool:
+        request = session.Request(name="toy", cases=toy.cases(kinds=kinds), options=[], command=[])
+        return session.measure(request, console, tables=True)
+
+    assert run("ok") is True
+    assert run("ok") is True  # finished, so measured again beside the first
+    assert run("raises", "ok") is False  # other cases: a run of its own
+    assert run("raises", "ok") is False  # unfinished: the same folder
+    assert sorted(folder.name for folder in Path("runs").iterdir()) == [
+        "toy-01",
+        "toy-02",
+        "toy-03",
+    ]
+    output = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "1 of 2 cases left" in output
+    assert all(len(line) <= 80 for line in output.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0 s"), (59.94, "59.9 s"), (65, "1 min 05 s"), (7800, "2 h 10 min")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_remaining_time_learns_from_the_cases_that_ran() -> None:
+    cases = [case("a", estimate=10.0), case("b"), case("c", "other"), case("d")]
+    planned = [Planned(each, False, each.estimate_s) for each in cases]
+    remaining = RemainingTime(planned)
+    assert remaining.seconds() == 40.0  # unknown ones count as typical
+    remaining.finished(cases[1], 2.0)
+    assert remaining.seconds() == 10.0 + 2.0 + (10.0 + 2.0 + 2.0) / 3
+    assert RemainingTime([Planned(cases[1], False, None)]).seconds() is None
+    assert RemainingTime([Planned(cases[1], True, None)]).seconds() == 0.0
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_lines_are_cut_on_a_terminal_and_whole_in_a_file(terminal: bool) -> None:
+    file = io.StringIO()
+    console = Console(file=file, width=80, force_terminal=terminal, color_system=None)
+    long = case("x" * 100)
+    with ConsoleReporter(console, [Planned(long, False, None)]) as reporter:
+        reporter.case_started(long)
+        reporter.case_progress("half way")
+        outcome = Outcome(status="error", error="it broke", seconds=1.25)
+        reporter.case_finished(long, outcome)
+    assert "error" in file.getvalue()
+    assert "it broke" in file.getvalue()
+    assert ("x" * 100 in file.getvalue()) is not terminal

@@ -1,0 +1,72 @@
+import time
+
+import pytest
+import torch
+
+from bench_harness.timing import (
+    Samples,
+    measure,
+    measure_interleaved,
+    record_sample,
+    timer_overhead_ms,
+)
+
+CPU = torch.device("cpu")
+
+
+def test_every_sample_is_kept_and_warm_up_is_not():
+    calls = []
+    samples = measure(lambda: calls.append(None), device=CPU, warmup=3, samples=4, calls=2)
+    assert len(calls) == 3 + 4 * 2
+    assert len(samples.wall_ms) == 4
+    assert samples.device_ms == []
+    assert samples.first_ms is not None
+    assert samples.row().keys() == {"samples_ms", "first_ms"}
+
+
+def test_without_warm_up_there_is_no_separate_first_call():
+    samples = measure(lambda: None, device=CPU, warmup=0, samples=2)
+    assert samples.first_ms is None
+    assert samples.row().keys() == {"samples_ms"}
+
+
+def test_time_is_per_call():
+    samples = measure(lambda: time.sleep(0.01), device=CPU, warmup=0, samples=2, calls=3)
+    assert all(9.9 <= sample < 200 for sample in samples.wall_ms)
+
+
+def test_variants_take_turns_and_the_order_rotates():
+    order = []
+    steps = {name: lambda name=name: order.append(name) for name in "abc"}
+    before = {"b": lambda: order.append("before b")}
+    measure_interleaved(steps, device=CPU, warmup=0, samples=3, before=before)
+    assert "".join(n for n in order if n != "before b") == "abc" + "bca" + "cab"
+    assert all(order[i - 1] == "before b" for i, name in enumerate(order) if name == "b")
+
+
+def test_a_step_that_raises_adds_no_sample():
+    samples = Samples()
+    with pytest.raises(RuntimeError, match="boom"), record_sample(samples, CPU):
+        raise RuntimeError("boom")
+    assert samples.wall_ms == []
+
+
+@pytest.mark.parametrize("bad", [{"warmup": -1}, {"samples": 0}, {"calls": 0}])
+def test_counts_out_of_range_are_named(bad):
+    (name,) = bad
+    with pytest.raises(ValueError, match=f"{name} must be at least"):
+        measure(lambda: None, device=CPU, **({"warmup": 0, "samples": 1} | bad))
+
+
+def test_the_timer_itself_costs_microseconds():
+    assert 0 <= timer_overhead_ms(CPU) < 1.0
+
+
+@pytest.mark.gpu
+def test_device_events_agree_with_the_wall_clock():
+    device = torch.device("cuda")
+    matrix = torch.randn(4096, 4096, device=device)
+    samples = measure(lambda: matrix @ matrix, device=device, warmup=3, samples=5, calls=5)
+    assert len(samples.device_ms) == 5
+    for wall, on_device in zip(samples.wall_ms, samples.device_ms, strict=True):
+        assert 0.5 * wall < on_device <= wall

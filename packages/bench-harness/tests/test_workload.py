@@ -1,0 +1,159 @@
+import pytest
+import torch
+from torch import nn
+
+from bench_harness.experiments.base import CaseSkipped
+from bench_harness.workload import (
+    AttentionSwitch,
+    attention_by_name,
+    device_of,
+    imported_module,
+    language_model,
+    language_model_config,
+    optimizer_class,
+    parse_inputs,
+    precision_context,
+    scalar_loss,
+    shape_row,
+)
+
+CPU = torch.device("cpu")
+TINY = {
+    "size": "custom",
+    "d_model": 16,
+    "d_ff": 32,
+    "num_layers": 1,
+    "num_heads": 2,
+    "vocab_size": 40,
+    "batch": 2,
+    "sequence": 8,
+}
+
+
+def test_named_sizes_and_overrides():
+    xl = language_model_config({"size": "xl", "sequence": 128})
+    assert shape_row(xl)["parameters"] == 1_998_235_200
+    shallow = language_model_config({"size": "xl", "sequence": 128, "num_layers": 2})
+    assert (shallow.num_layers, shallow.d_model) == (2, 1600)
+
+
+def test_custom_size_needs_every_dimension():
+    with pytest.raises(ValueError, match="received none for d_ff, num_heads"):
+        language_model_config({"size": "custom", "sequence": 8, "d_model": 8, "num_layers": 1})
+
+
+def test_the_batch_depends_on_its_seed_and_the_parameters_on_theirs():
+    first = language_model(TINY, CPU, precision="fp32")
+    other = language_model(TINY, CPU, precision="fp32", batch_seed=1)
+    assert not torch.equal(first.args[0], other.args[0])
+    for a, b in zip(first.module.parameters(), other.module.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert first.parameters() == first.model_config.num_parameters
+
+
+@pytest.mark.parametrize("name", ["naive", "sdpa", "flash"])
+def test_attentions_agree(name):
+    workload = language_model(TINY, CPU, precision="fp32", attention=attention_by_name(name))
+    reference = language_model(TINY, CPU, precision="fp32")
+    torch.testing.assert_close(workload.loss(), reference.loss())
+
+
+def test_switch_changes_the_attention_of_a_built_model():
+    calls = []
+    switch = AttentionSwitch("naive")
+    workload = language_model(TINY, CPU, precision="fp32", attention=switch)
+    before = workload.loss()
+    switch.choose("sdpa")
+    torch.testing.assert_close(workload.loss(), before)
+    switch._current = lambda q, k, v: calls.append(q.shape) or v
+    workload.loss()
+    assert calls == [(2, 2, 8, 8)]
+    with pytest.raises(ValueError, match="attention must be one of naive, sdpa, flash"):
+        switch.choose("linear")
+
+
+def test_bf16_runs_products_in_bf16_and_keeps_gradients_in_fp32():
+    workload = language_model(TINY, CPU, precision="bf16")
+    with precision_context("bf16", CPU):
+        assert workload.module(*workload.args).dtype == torch.bfloat16
+    workload.loss().backward()
+    assert all(p.grad.dtype == torch.float32 for p in workload.module.parameters())
+
+
+def test_precision_is_restored():
+    before = torch.get_float32_matmul_precision()
+    with precision_context("fp32", CPU):
+        assert torch.get_float32_matmul_precision() == "highest"
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_precisions_that_cannot_be():
+    with pytest.raises(CaseSkipped, match="TF32"), precision_context("tf32", CPU):
+        pass
+    with pytest.raises(ValueError, match="fp32, tf32, bf16; received 'fp8'"):
+        with precision_context("fp8", CPU):
+            pass
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tells of a missing GPU")
+def test_a_missing_gpu_skips_the_case():
+    with pytest.raises(CaseSkipped, match="CUDA"):
+        device_of("cuda")
+
+
+def test_inputs_are_made_from_their_specification():
+    args, kwargs = parse_inputs("float32[4x3], ids=int64[2x5]<7", CPU)
+    assert args[0].shape == (4, 3)
+    assert kwargs["ids"].dtype == torch.int64
+    assert kwargs["ids"].max() < 7
+
+
+@pytest.mark.parametrize("spec", ["", "float32", "float99[4]", "int64[4x]", "ids=int64[3]<"])
+def test_inputs_that_do_not_parse_are_quoted(spec):
+    with pytest.raises(ValueError, match="an input must look like"):
+        parse_inputs(spec, CPU)
+
+
+def test_any_module_is_a_workload():
+    workload = imported_module("torch.nn:Identity", "float32[4x3]", CPU, "fp32")
+    assert workload.loss().shape == ()
+    assert workload.model_config is None
+
+
+@pytest.mark.parametrize("factory", ["no.such:Model", "torch.nn:NoSuch", "torch.nn", ":x"])
+def test_a_factory_that_does_not_exist_is_quoted(factory):
+    with pytest.raises(ValueError, match="package.module:factory"):
+        imported_module(factory, "float32[1]", CPU, "fp32")
+
+
+def test_a_factory_must_make_a_module():
+    with pytest.raises(ValueError, match=r"must return a torch\.nn\.Module"):
+        imported_module("collections:OrderedDict", "float32[1]", CPU, "fp32")
+
+
+def test_a_loss_is_found_in_every_usual_output():
+    class Output:
+        def __init__(self, **fields):
+            self.__dict__.update(fields)
+
+    tensor = torch.tensor([1.0, 3.0])
+    assert scalar_loss(Output(loss=torch.tensor(5.0))) == 5
+    assert scalar_loss(Output(loss=None, logits=tensor)) == 2
+    assert scalar_loss((tensor, "cache")) == 2
+    with pytest.raises(ValueError, match="must return a tensor"):
+        scalar_loss("text")
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw-basics", "sgd"])
+def test_optimizers_step(name):
+    layer = nn.Linear(3, 3)
+    before = layer.weight.detach().clone()
+    optimizer = optimizer_class(name, CPU)(layer.parameters(), lr=0.1)
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(layer.weight, before)
+
+
+def test_an_unknown_optimizer_lists_those_there_are():
+    with pytest.raises(ValueError, match="adamw, adamw-basics, sgd; received 'lion'"):
+        optimizer_class("lion", CPU)

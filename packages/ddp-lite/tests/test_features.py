@@ -1,0 +1,426 @@
+"""Accumulation, checkpointing, mixed precision, dtypes, hooks, uneven inputs."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ddp_lite import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP
+from ddp_lite.hooks import CompressTo, HierarchicalAverage, PowerSGD
+from ranks import run_ranks
+
+ALL = (NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP)
+
+
+def small_buckets(module: nn.Module, **kwargs: object) -> BucketedDDP:
+    return BucketedDDP(module, 0.0002, **kwargs)
+
+
+def copied(module: nn.Module, **kwargs: object) -> BucketedDDP:
+    return BucketedDDP(module, 0.0002, copy=True, **kwargs)
+
+
+EVERY = (*ALL, small_buckets, copied)
+
+
+def mlp(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def batch(rank: int, step: int = 0) -> torch.Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def reference(world_size: int, steps: int = 1) -> list[torch.Tensor]:
+    """Mean over ranks of the gradients summed over steps, on one process."""
+    model = mlp()
+    for step in range(steps):
+        for rank in range(world_size):
+            (model(batch(rank, step)).sum() / world_size).backward()
+    return [p.grad for p in model.parameters()]
+
+
+def assert_gradients(wrapped: nn.Module, expected: list[torch.Tensor], **tolerance: float) -> None:
+    for p, g in zip(wrapped.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, g, **(tolerance or {"rtol": 1e-5, "atol": 1e-6}))
+
+
+def accumulation(rank: int, world_size: int) -> None:
+    for wrapper in EVERY:
+        for auto_finish in (False, True):
+            kwargs = {"auto_finish": auto_finish}
+            wrapped = wrapper(mlp(), **kwargs)
+            with wrapped.no_sync():
+                wrapped(batch(rank, 0)).sum().backward()
+            wrapped(batch(rank, 1)).sum().backward()
+            wrapped.finish_gradient_synchronization()
+            assert_gradients(wrapped, reference(world_size, 2))
+
+            # two forwards, one backward
+            wrapped.zero_grad()
+            (wrapped(batch(rank, 0)).sum() + wrapped(batch(rank, 1)).sum()).backward()
+            wrapped.finish_gradient_synchronization()
+            assert_gradients(wrapped, reference(world_size, 2))
+
+            # two forwards, two backwards, nothing in between; then once more on top
+            for set_to_none in (True, False):
+                wrapped.zero_grad(set_to_none=set_to_none)
+                first, second = wrapped(batch(rank, 0)), wrapped(batch(rank, 1))
+                first.sum().backward()
+                second.sum().backward()
+                wrapped.finish_gradient_synchronization()
+                assert_gradients(wrapped, reference(world_size, 2))
+            wrapped(batch(rank, 2)).sum().backward()
+            wrapped.finish_gradient_synchronization()
+            assert_gradients(wrapped, reference(world_size, 3))
+
+
+def test_accumulation_and_several_backwards() -> None:
+    run_ranks(accumulation, 2)
+
+
+class Checkpointed(nn.Module):
+    """One layer is used in two checkpoints."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        front, twice, back = self.inner[:2], self.inner[2:4], self.inner[4]
+        x = front(x)
+        for _ in range(2):
+            x = checkpoint(twice, x, use_reentrant=self.reentrant)
+        return back(x)
+
+
+def checkpointing(rank: int, world_size: int, reentrant: bool) -> None:
+    model = mlp()
+    for r in range(world_size):
+        hidden = model[:2](batch(r))
+        out = model[4](model[2:4](model[2:4](hidden)))
+        (out.sum() / world_size).backward()
+    expected = [p.grad for p in model.parameters()]
+    for wrapper in EVERY:
+        for auto_finish in (False, True):
+            wrapped = wrapper(Checkpointed(reentrant), auto_finish=auto_finish)
+            for _ in range(2):
+                wrapped.zero_grad()
+                wrapped(batch(rank)).sum().backward()
+                wrapped.finish_gradient_synchronization()
+                assert_gradients(wrapped, expected)
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+def test_activation_checkpointing(reentrant: bool) -> None:
+    run_ranks(checkpointing, 2, reentrant)
+
+
+class Mixed(nn.Module):
+    """float32, float64, float16, bfloat16 and complex parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.ParameterDict(
+            {
+                "single": nn.Parameter(torch.ones(3)),
+                "f16": nn.Parameter(torch.ones(4, dtype=torch.float16)),
+                "f64": nn.Parameter(torch.ones(5, dtype=torch.float64)),
+                "brain": nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16)),
+                "complex": nn.Parameter(torch.ones(3, dtype=torch.complex64)),
+                "second": nn.Parameter(torch.ones(2)),
+            }
+        )
+
+    def forward(self, scale: float) -> torch.Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for value in self.values.values():
+            total = total + ((value.real if value.is_complex() else value) * scale).double().sum()
+        return total
+
+
+def dtypes(rank: int, world_size: int) -> None:
+    for wrapper in (*ALL, copied):
+        wrapped = wrapper(Mixed())
+        wrapped(float(rank + 1)).backward()
+        wrapped.finish_gradient_synchronization()
+        for name, p in wrapped.named_parameters():
+            assert p.grad.dtype == p.dtype, name
+            assert torch.equal(p.grad, torch.full_like(p, (world_size + 1) / 2)), name
+        assert "float16" in wrapped.explain()
+    # sums of large float16 values overflow, means do not
+    wrapped = NaiveDDP(nn.ParameterList([torch.ones(3, dtype=torch.float16)]))
+    wrapped.module[0].grad = torch.full((3,), 30000.0, dtype=torch.float16)
+    wrapped.finish_gradient_synchronization()
+    assert torch.equal(wrapped.module[0].grad, torch.full((3,), 30000.0, dtype=torch.float16))
+
+
+def test_dtypes_are_kept_and_averaged_exactly() -> None:
+    run_ranks(dtypes, 3)
+
+
+def precision(rank: int, world_size: int) -> None:
+    expected = reference(world_size)
+    for wrapper in EVERY:
+        wrapped = wrapper(mlp())
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = wrapped(batch(rank)).float().sum()
+        loss.backward()
+        wrapped.finish_gradient_synchronization()
+        assert_gradients(wrapped, expected, rtol=0.1, atol=0.1)
+        assert all(p.grad.dtype == torch.float32 for p in wrapped.parameters())
+
+        wrapped.zero_grad()
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler.scale(wrapped(batch(rank)).sum()).backward()
+        wrapped.finish_gradient_synchronization()
+        torch._foreach_mul_([p.grad for p in wrapped.parameters()], 1 / scaler.get_scale())
+        assert_gradients(wrapped, expected)
+        norm = nn.utils.clip_grad_norm_(wrapped.parameters(), 0.1)
+        alone = torch.stack([g.norm() for g in expected]).norm()
+        torch.testing.assert_close(norm, alone)
+
+
+def test_autocast_scaler_and_clipping() -> None:
+    run_ranks(precision, 2)
+
+
+class Delayed(nn.Module):
+    """Randomly slow backward, and gradients in a different order on each rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(4, 1) for _ in range(6)])
+        self.generator = torch.Generator().manual_seed(rank)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(())
+        for index in torch.randperm(6, generator=self.generator).tolist():
+            out = self.parts[index](x).sum()
+            wait = float(torch.rand((), generator=self.generator)) * 0.004
+            out.register_hook(lambda g, s=wait: time.sleep(s))
+            total = total + out
+        return total
+
+
+def delays(rank: int, world_size: int) -> None:
+    for wrapper in EVERY:
+        wrapped = wrapper(Delayed(rank))
+        for step in range(4):
+            wrapped.zero_grad()
+            wrapped(batch(rank, step)).backward()
+            wrapped.finish_gradient_synchronization()
+            mean = sum(batch(r, step).sum(0) for r in range(world_size)) / world_size
+            for part in wrapped.module.parts:
+                torch.testing.assert_close(part.weight.grad[0], mean)
+
+
+def test_order_and_delays_do_not_matter() -> None:
+    run_ranks(delays, 3)
+
+
+class Backwards(nn.Module):
+    """Registered in the order opposite to the one in which it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return x
+
+
+def rebucketing(rank: int, world_size: int) -> None:
+    names = [f"layers.{i}.weight" for i in range(4)]
+    wrapped = BucketedDDP(Backwards(), 0.0001)
+    assert [bucket.names for bucket in wrapped.buckets] == [(n,) for n in reversed(names)]
+    orders, early = [], []
+    for _ in range(3):
+        wrapped.zero_grad()
+        wrapped(batch(rank)).sum().backward()
+        wrapped.finish_gradient_synchronization()
+        stats = wrapped.stats()
+        orders.append([group[0] for group in stats.group_parameters])
+        early.append(stats.started_in_backward)
+        assert stats.step == len(orders)
+        assert stats.exposed_wait_ms >= 0
+    assert orders == [names[::-1], names, names]
+    assert early == [4, 4, 4]
+    fixed = BucketedDDP(Backwards(), 0.0001, rebucket=False)
+    fixed(batch(rank)).sum().backward()
+    fixed.finish_gradient_synchronization()
+    assert [bucket.names for bucket in fixed.buckets] == [(n,) for n in reversed(names)]
+
+
+def test_buckets_follow_the_observed_order_after_one_step() -> None:
+    run_ranks(rebucketing, 2)
+
+
+def wire(rank: int, world_size: int) -> None:
+    wrapped = BucketedDDP(mlp(), 0.0002, wire_dtype=torch.bfloat16)
+    for _ in range(2):
+        wrapped.zero_grad()
+        wrapped(batch(rank)).sum().backward()
+        wrapped.finish_gradient_synchronization()
+    model = mlp()
+    # each rank's gradient is rounded once, their float32 mean once more
+    total = [torch.zeros_like(p) for p in model.parameters()]
+    for r in range(world_size):
+        model.zero_grad()
+        model(batch(r)).sum().backward()
+        for sum_, p in zip(total, model.parameters(), strict=True):
+            sum_ += p.grad.bfloat16().float()
+    for p, sum_ in zip(wrapped.parameters(), total, strict=True):
+        expected = (sum_ / world_size).bfloat16().float()
+        torch.testing.assert_close(p.grad, expected, rtol=2**-8, atol=0)
+        assert p.grad.dtype == torch.float32
+    gradients = torch.cat([p.grad.flatten() for p in wrapped.parameters()])
+    from_rank_0 = gradients.clone()
+    dist.broadcast(from_rank_0, 0)
+    assert torch.equal(gradients, from_rank_0)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_wire_dtype_rounds_only_twice(world_size: int) -> None:
+    run_ranks(wire, world_size)
+
+
+def hooks(rank: int, world_size: int) -> None:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
+    seen = []
+
+    def plain(flat: torch.Tensor, bucket) -> object:
+        seen.append(bucket.index)
+        assert bucket.flat is flat
+        assert flat.numel() == bucket.padded_numel
+        assert flat.numel() % world_size == 0
+        assert not flat[bucket.numel :].any()
+        for p, span in zip(bucket.parameters, bucket.slices, strict=True):
+            assert p.numel() == span.stop - span.start
+        flat.div_(world_size)
+        return dist.all_reduce(flat, async_op=True)
+
+    for hook, tolerance in (
+        (plain, {}),
+        (HierarchicalAverage(mesh), {}),
+        (CompressTo(torch.bfloat16), {"rtol": 0.02, "atol": 0.02}),
+        (PowerSGD(rank=8), {}),
+    ):
+        wrapped = BucketedDDP(mlp(), 0.0002, comm_hook=hook)
+        for _ in range(2):
+            wrapped.zero_grad()
+            wrapped(batch(rank)).sum().backward()
+            wrapped.finish_gradient_synchronization()
+            assert_gradients(wrapped, reference(world_size), **tolerance)
+        assert wrapped.buckets[0].flat is not None
+        wrapped.buckets[0].release()
+        assert wrapped.buckets[0].flat is None
+        assert "comm hook" in wrapped.explain()
+    assert seen == [*range(len(wrapped.buckets))] * 2
+
+
+def test_comm_hooks() -> None:
+    run_ranks(hooks, 4)
+
+
+def convergence(rank: int, world_size: int) -> dict[str, float]:
+    """Final loss of a regression with each way of sending gradients."""
+    teacher = nn.Linear(32, 16, bias=False).requires_grad_(False)
+    teacher.weight.copy_(torch.randn(16, 32, generator=torch.Generator().manual_seed(5)) / 6)
+    losses = {}
+    for name, kwargs in {
+        "exact": {},
+        "bf16": {"comm_hook": CompressTo(torch.bfloat16)},
+        "wire": {"wire_dtype": torch.bfloat16},
+        "powersgd": {"comm_hook": PowerSGD(rank=1)},
+    }.items():
+        torch.manual_seed(1)
+        student = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16))
+        wrapped = BucketedDDP(student, 1, **kwargs)
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(250):
+            x = torch.randn(16, 32, generator=generator)
+            wrapped.zero_grad()
+            loss = (wrapped(x) - teacher(x)).square().mean()
+            loss.backward()
+            wrapped.finish_gradient_synchronization()
+            with torch.no_grad():
+                torch._foreach_add_(
+                    list(student.parameters()), [p.grad for p in student.parameters()], alpha=-0.5
+                )
+        losses[name] = loss.item()
+    return losses
+
+
+def test_compressed_training_converges() -> None:
+    for outcome in run_ranks(convergence, 2):
+        exact = outcome.value["exact"]
+        assert exact < 0.02
+        assert outcome.value["bf16"] < 1.2 * exact + 1e-3
+        assert outcome.value["wire"] < 1.2 * exact + 1e-3
+        assert outcome.value["powersgd"] < 0.1  # the untrained loss is about 1
+
+
+def uneven(rank: int, world_size: int) -> None:
+    for wrapper in EVERY:
+        for average_over in ("active", "world"):
+            for policy in ("skip-if-all", "error"):
+                wrapped = wrapper(mlp(), missing_gradients=policy)
+                steps = []
+
+                def update(wrapped=wrapped, steps=steps) -> None:
+                    steps.append(1)
+                    with torch.no_grad():
+                        for p in wrapped.parameters():
+                            p -= 0.1 * p.grad
+                            p.grad = None
+
+                with wrapped.join(update, average_over=average_over):
+                    for step in range(1 + 2 * rank):  # 1, 3, 5 batches
+                        wrapped(batch(rank, step)).sum().backward()
+                        wrapped.finish_gradient_synchronization()
+                        update()
+                assert len(steps) == 5
+                model = mlp()
+                for step in range(5):
+                    active = [r for r in range(world_size) if step < 1 + 2 * r]
+                    share = len(active) if average_over == "active" else world_size
+                    for r in active:
+                        (model(batch(r, step)).sum() / share).backward()
+                    with torch.no_grad():
+                        for p in model.parameters():
+                            p -= 0.1 * p.grad
+                            p.grad = None
+                for p, q in zip(wrapped.parameters(), model.parameters(), strict=True):
+                    torch.testing.assert_close(p, q)
+                wrapped(batch(rank)).sum().backward()  # ordinary steps go on afterwards
+                wrapped.finish_gradient_synchronization()
+
+
+def test_uneven_numbers_of_batches() -> None:
+    run_ranks(uneven, 3)
+
+
+def compiled(rank: int, world_size: int) -> None:
+    expected = reference(world_size)
+    inner = torch.compile(mlp(), backend="aot_eager")
+    for wrapper in (OverlapDDP, small_buckets):
+        wrapped = wrapper(inner)
+        for _ in range(2):
+            wrapped.zero_grad()
+            wrapped(batch(rank)).sum().backward()
+            wrapped.finish_gradient_synchronization()
+            assert_gradients(wrapped, expected)
+        wrapped.detach()
+
+
+@pytest.mark.slow
+def test_compiled_inner_module() -> None:
+    run_ranks(compiled, 2)

@@ -1,0 +1,220 @@
+"""``python -m flashattn_triton.tune``: measures kernel shapes on this GPU and writes a table.
+
+Nothing tunes itself at run time. This command is how the shipped table was made, and how a table
+for another GPU or another kind of problem is made; its entries are passed as ``tiling=``:
+
+    python -m flashattn_triton.tune --head-dim 64 --output table.json
+    tiling = Tiling.unpack(json.load(open("table.json"))["entries"][0]["tiling"])
+    flash_attention(q, k, v, tiling=tiling)
+
+Each candidate must first agree with the definition, on a small ragged problem; one that does not
+fit the GPU is listed as such. Kernels are tuned one after the other, the rest held fixed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+from flashattn_triton.backward import triton_backward
+from flashattn_triton.configs import Tiles, Tiling, tiling_for
+from flashattn_triton.dispatch import describe_gpu
+from flashattn_triton.forward import triton_forward
+from flashattn_triton.options import AttentionOptions, resolve_options
+from flashattn_triton.reference import attention_reference
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+ROLES = ("forward", "key_pass", "query_pass", "fused")
+# Half precision errs by 2^-9 of values that are order 1 and summed; a wrong shape errs by order 1.
+AGREEMENT = 0.05
+# Longer than any tile, and a multiple of none.
+CHECK_LENGTH = 333
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What is tuned for."""
+
+    batch: int
+    heads: int
+    length: int
+    head_dim: int
+    dtype: str
+    causal: bool
+
+    def inputs(self, length: int) -> list[Tensor]:
+        """Random query, key, value and output gradient, (B, H, length, D)."""
+        shape = (self.batch, self.heads, length, self.head_dim)
+        return [torch.randn(shape, device="cuda", dtype=DTYPES[self.dtype]) for _ in range(4)]
+
+    @property
+    def options(self) -> AttentionOptions:
+        """Default scale, nothing but the causal mask."""
+        return resolve_options(head_dim=self.head_dim, causal=self.causal)
+
+
+def candidates(role: str, head_dim: int, itemsize: int) -> Iterator[Tiles]:
+    """Shapes worth trying: accumulators that fit the registers and still fill the matrix units."""
+    owns_queries = role in ("forward", "query_pass")
+    sizes = (32, 64, 128) if head_dim * itemsize <= 256 else (16, 32, 64)
+    shapes = itertools.product(sizes, sizes, (4, 8), (2, 3) if itemsize == 2 else (1, 2))
+    for queries, keys, warps, stages in shapes:
+        own, other = (queries, keys) if owns_queries else (keys, queries)
+        accumulators = own * head_dim * (1 if owns_queries else 2)
+        scores = queries * keys * (1 if role == "forward" else 2)
+        if own >= other // 2 and 40 <= (accumulators + scores) / (32 * warps) <= 240:
+            yield Tiles(queries, keys, warps, stages)
+
+
+def passes(problem: Problem, tiling: Tiling, inputs: list[Tensor]) -> dict[str, Callable[[], Any]]:
+    """The forward and the backward pass with these shapes."""
+    query, key, value, grad_out = inputs
+    options = problem.options
+    out, lse = triton_forward(query, key, value, options, tiling.forward)
+
+    def backward() -> Any:
+        return triton_backward(query, key, value, out, lse, grad_out, None, options, tiling)
+
+    return {
+        "forward": lambda: triton_forward(query, key, value, options, tiling.forward),
+        "backward": backward,
+    }
+
+
+def agrees(problem: Problem, tiling: Tiling) -> bool:
+    """Whether output and gradients are those of the definition."""
+    small = dataclasses.replace(problem, batch=1, heads=2)
+    query, key, value, grad_out = small.inputs(CHECK_LENGTH)
+    leaves = [x.float().requires_grad_() for x in (query, key, value)]
+    expected, _ = attention_reference(*leaves, problem.options)
+    gradients = torch.autograd.grad(expected, leaves, grad_out.float())
+    run = passes(small, tiling, [query, key, value, grad_out])
+    actual = [run["forward"]()[0], *run["backward"]()]
+    return all(
+        bool(((a.float() - e).abs().max() <= AGREEMENT * e.abs().max()).item())
+        for a, e in zip(actual, (expected, *gradients), strict=True)
+    )
+
+
+def measure(problem: Problem, tiling: Tiling, role: str) -> dict[str, Any]:
+    """One row: the median in milliseconds of the pass that ``role`` belongs to, or why not."""
+    shape = getattr(tiling, role)
+    row: dict[str, Any] = {**dataclasses.asdict(problem), "role": role, **vars(shape)}
+    try:
+        if not agrees(problem, tiling):
+            return row | {"ms": None, "note": "wrong result"}
+        run = passes(problem, tiling, problem.inputs(problem.length))
+        pass_name = "forward" if role == "forward" else "backward"
+        ms = triton.testing.do_bench(run[pass_name], warmup=5, rep=40, return_mode="median")
+    except OutOfResources as error:
+        return row | {"ms": None, "note": f"does not fit: {error}"}
+    return row | {"ms": ms, "note": ""}
+
+
+def compile_only(problem: Problem, tiling: Tiling) -> None:
+    """Fills Triton's disk cache, in a process of its own."""
+    for length in (CHECK_LENGTH, problem.length):
+        small = dataclasses.replace(problem, batch=1, heads=2)
+        try:
+            passes(small, tiling, small.inputs(min(length, 1024)))["backward"]()
+        except OutOfResources:
+            return
+
+
+def variants(role: str, base: Tiling, problem: Problem) -> list[Tiling]:
+    """``base`` with each candidate in ``role``; two-pass roles are measured without ``fused``."""
+    itemsize = DTYPES[problem.dtype].itemsize
+    if role in ("key_pass", "query_pass"):
+        base = dataclasses.replace(base, fused=None)
+    shapes = candidates(role, problem.head_dim, itemsize)
+    return [dataclasses.replace(base, **{role: shape}) for shape in shapes]
+
+
+def tune(problem: Problem, jobs: int) -> tuple[Tiling, list[dict[str, Any]]]:
+    """The best shape of each kernel, and every row that was measured."""
+    gpu = describe_gpu(torch.cuda.current_device())
+    start = tiling_for(gpu.shared_memory, problem.head_dim, DTYPES[problem.dtype])
+    tried = {role: variants(role, start, problem) for role in ROLES}
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=spawn) as pool:
+        pending = [pool.submit(compile_only, problem, t) for ts in tried.values() for t in ts]
+        for future in pending:
+            future.result()
+    best, rows, fastest = start, [], {}
+    for role in ROLES:
+        measured = [measure(problem, tiling, role) for tiling in tried[role]]
+        rows += measured
+        timed = [row for row in measured if row["ms"] is not None]
+        if timed:
+            row = min(timed, key=lambda row: row["ms"])
+            shape = Tiles(row["queries"], row["keys"], row["warps"], row["stages"])
+            best = dataclasses.replace(best, **{role: shape})
+            fastest[role] = row["ms"]
+    # The two passes were tuned one at a time; only both at their best compare with the fused form.
+    two_pass = dataclasses.replace(best, fused=None)
+    row = measure(problem, two_pass, "query_pass")
+    rows.append(row | {"note": "both passes at their best"})
+    if row["ms"] is not None and row["ms"] <= fastest.get("fused", float("inf")):
+        best = two_pass
+    return best, rows
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m flashattn_triton.tune", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=["bf16"])
+    parser.add_argument("--mask", choices=("causal", "full"), nargs="+", default=["causal", "full"])
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--jobs", type=int, default=4, help="processes that compile")
+    parser.add_argument("--output", type=Path, help="JSON file for the table and all rows")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("flashattn_triton.tune measures on a GPU, and torch sees none", file=sys.stderr)
+        return 2
+    entries, rows = [], []
+    for head_dim in options.head_dim:
+        for dtype in options.dtype:
+            for mask in options.mask:
+                problem = Problem(
+                    batch=options.batch,
+                    heads=options.heads,
+                    length=options.length,
+                    head_dim=head_dim,
+                    dtype=dtype,
+                    causal=mask == "causal",
+                )
+                tiling, measured = tune(problem, options.jobs)
+                rows += measured
+                entries.append(dataclasses.asdict(problem) | {"tiling": tiling.pack()})
+                print(f"{dtype} head_dim {head_dim} {mask}: {tiling}", flush=True)
+    table = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "entries": entries,
+        "rows": rows,
+    }
+    if options.output:
+        options.output.write_text(json.dumps(table, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

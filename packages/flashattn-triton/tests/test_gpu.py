@@ -1,0 +1,228 @@
+"""What only a GPU can show: the full matrix with the shipped tiles, addresses, graphs, streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from flashattn_triton import (
+    FlashAttention2Triton,
+    explain,
+    flash_attention,
+    flash_attention_varlen,
+)
+from flashattn_triton.configs import TABLE, Tiling
+from flashattn_triton.dispatch import describe_gpu
+
+pytestmark = pytest.mark.gpu
+
+
+def attend(case: Any, **keywords: Any) -> Callable[..., Any]:
+    keywords = {**case.keywords, "implementation": "triton", "return_lse": True, **keywords}
+    if not case.packed:
+        return lambda q, k, v: flash_attention(q, k, v, **keywords)
+    longest = [max(column) for column in zip(*case.seqlens, strict=True)]
+    starts = case.cu_seqlens("cuda")
+    return lambda q, k, v: flash_attention_varlen(q, k, v, *starts, *longest, **keywords)
+
+
+def test_full_matrix(gpu_case: Any, make_inputs: Any, assert_close_to_oracle: Any) -> None:
+    assert_close_to_oracle(attend(gpu_case), make_inputs(gpu_case, "cuda"))
+
+
+def test_full_packed_matrix(
+    gpu_varlen_case: Any, make_inputs: Any, assert_close_to_oracle: Any
+) -> None:
+    assert_close_to_oracle(attend(gpu_varlen_case), make_inputs(gpu_varlen_case, "cuda"))
+
+
+@pytest.mark.parametrize("layout", ["bshd", "padded", "strided", "expanded"])
+def test_strides(
+    strided_case: Any, layout: str, make_inputs: Any, assert_close_to_oracle: Any
+) -> None:
+    assert_close_to_oracle(attend(strided_case), make_inputs(strided_case, "cuda", layout))
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    return [torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)]
+
+
+def gradients(
+    leaves: list[torch.Tensor], grad_out: torch.Tensor, **keywords: Any
+) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(flash_attention(*leaves, **keywords), leaves, grad_out)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_deterministic_gradients_are_bit_identical(head_dim: int) -> None:
+    leaves = random(2, 8, 2048, head_dim)
+    grad_out = torch.randn_like(leaves[0])
+    first = gradients(leaves, grad_out, causal=True, deterministic=True)
+    for _ in range(3):
+        again = gradients(leaves, grad_out, causal=True, deterministic=True)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_addresses_past_two_billion_elements() -> None:
+    rows, gap = 4096, 2**31 // 4096 + 64  # the last row starts past 2^31 elements
+    storage = torch.empty(rows * gap, device="cuda", dtype=torch.bfloat16)
+    view = storage.as_strided((1, 1, rows, 64), (0, 0, gap, 1))
+    near = torch.randn(1, 1, rows, 64, device="cuda", dtype=torch.bfloat16)
+    view.copy_(near)
+    far = [view.detach().requires_grad_() for _ in range(3)]
+    close = [near.detach().clone().requires_grad_() for _ in range(3)]
+    out, expected = flash_attention(*far, causal=True), flash_attention(*close, causal=True)
+    assert torch.equal(out, expected)
+    grad_out = torch.randn_like(expected)
+    a = torch.autograd.grad(flash_attention(*far, causal=True, deterministic=True), far, grad_out)
+    b = torch.autograd.grad(
+        flash_attention(*close, causal=True, deterministic=True), close, grad_out
+    )
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_many_heads_past_two_billion_elements() -> None:
+    heads = 2**31 // (512 * 64) + 2
+    q = torch.randn(1, heads, 512, 64, device="cuda", dtype=torch.bfloat16)
+    out = flash_attention(q, q, q, causal=True)
+    expected = flash_attention(q[:, -2:], q[:, -2:], q[:, -2:], causal=True)
+    assert torch.equal(out[:, -2:], expected)
+
+
+def test_cuda_graph() -> None:
+    leaves = random(1, 4, 777, 64)
+    static_grad = torch.randn_like(leaves[0])
+
+    def step() -> tuple[torch.Tensor, ...]:
+        out = flash_attention(*leaves, causal=True, deterministic=True)
+        return (out, *torch.autograd.grad(out, leaves, static_grad))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    with torch.no_grad():
+        for leaf in leaves:
+            leaf.copy_(torch.randn_like(leaf))
+    graph.replay()
+    for replayed, eager in zip(results, step(), strict=True):
+        assert torch.equal(replayed, eager)
+
+
+def test_another_stream() -> None:
+    leaves = random(2, 4, 1024, 64)
+    grad_out = torch.randn_like(leaves[0])
+    expected = gradients(leaves, grad_out, deterministic=True)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        actual = gradients(leaves, grad_out, deterministic=True)
+    stream.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+@pytest.mark.multi_gpu
+def test_a_device_that_is_not_current() -> None:
+    leaves = [x.detach().to("cuda:1").requires_grad_() for x in random(1, 2, 300, 64)]
+    grad_out = torch.randn_like(leaves[0])
+    actual = gradients(leaves, grad_out, deterministic=True)
+    with torch.cuda.device(1):
+        expected = gradients(leaves, grad_out, deterministic=True)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_every_element_is_written() -> None:
+    """Outputs come from uninitialised memory; filling the allocator's cache with NaN shows gaps."""
+    leaves = random(2, 4, 517, 72)
+    grad_out = torch.randn_like(leaves[0])
+    for _ in range(2):
+        poison = [torch.full((2, 4, 517, 72), float("nan"), device="cuda") for _ in range(16)]
+        del poison
+        results = (flash_attention(*leaves), *gradients(leaves, grad_out))
+        assert all(torch.isfinite(x).all() for x in results)
+
+
+def test_memory() -> None:
+    """Forward keeps the output and the logsumexp; backward adds three gradients and fp32 dQ."""
+    leaves = random(1, 16, 8192, 64)
+    size = leaves[0].numel() * 2
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = flash_attention(*leaves, causal=True)
+    rows = 16 * 8192 * 4
+    assert torch.cuda.max_memory_allocated() - before <= size + rows + 2**20
+    grad_out = torch.randn_like(out)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch.autograd.grad(out, leaves, grad_out)
+    assert torch.cuda.max_memory_allocated() - before <= 5 * size + rows + 2**20
+
+
+def test_fp32_is_true_fp32_unless_tf32_is_asked_for() -> None:
+    q, k, v = (x.detach() for x in random(1, 2, 512, 64, dtype=torch.float32))
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
+    error = (flash_attention(q, k, v) - exact).abs().max().item()
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        coarse = (flash_attention(q, k, v) - exact).abs().max().item()
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert error < 3e-6
+    assert 1e-5 < coarse < 5e-3
+
+
+def test_compiled_assignment_function() -> None:
+    leaves = [x.squeeze(0).detach().requires_grad_() for x in random(1, 4, 500, 64)]
+    compiled = torch.compile(FlashAttention2Triton.apply, fullgraph=True)
+    out = compiled(*leaves, True)
+    expected = FlashAttention2Triton.apply(*leaves, True)
+    assert torch.equal(out, expected)
+    out.sum().backward()
+    reference = torch.autograd.grad(expected.sum(), leaves)
+    for leaf, gradient in zip(leaves, reference, strict=True):
+        torch.testing.assert_close(leaf.grad, gradient)
+
+
+def test_explain_names_gpu_and_tiles() -> None:
+    q = torch.empty(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16)
+    text = explain(q, q, q, causal=True)
+    assert "triton" in text
+    assert torch.cuda.get_device_name() in text
+    assert "queries x" in text
+
+
+@pytest.mark.parametrize(("key", "tiling"), TABLE.items(), ids=str)
+def test_every_shipped_tiling_that_fits(
+    key: tuple[int, int, int], tiling: Tiling, make_inputs: Any, assert_close_to_oracle: Any
+) -> None:
+    kilobytes, width, itemsize = key
+    if describe_gpu(0).shared_memory < kilobytes * 1024:
+        pytest.skip(f"needs {kilobytes} KB of shared memory per block")
+    dtype = torch.bfloat16 if itemsize == 2 else torch.float32
+    leaves = random(1, 2, 333, width, dtype=dtype)
+    for deterministic in (False, True):
+        out, lse = flash_attention(
+            *leaves, causal=True, tiling=tiling, deterministic=deterministic, return_lse=True
+        )
+        expected, expected_lse = flash_attention(
+            *leaves, causal=True, implementation="reference", return_lse=True
+        )
+        tolerance = 2e-2 if itemsize == 2 else 1e-5
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+        grad_out = torch.randn_like(out)
+        actual = torch.autograd.grad(out, leaves, grad_out)
+        wanted = torch.autograd.grad(expected, leaves, grad_out)
+        for a, w in zip(actual, wanted, strict=True):
+            torch.testing.assert_close(a, w, rtol=2 * tolerance, atol=4 * tolerance)

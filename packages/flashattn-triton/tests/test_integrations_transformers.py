@@ -1,0 +1,311 @@
+"""attn_implementation="flashattn-triton" in tiny, randomly initialised transformers models."""
+
+import sys
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from flashattn_triton.integrations import transformers as integration  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@pytest.fixture(autouse=True)
+def _registered():
+    integration.register()
+
+
+def causal_model(kind, implementation, **keywords):
+    config = getattr(transformers, f"{kind}Config")(**(SIZES | keywords))
+    model = getattr(transformers, f"{kind}ForCausalLM")._from_config(
+        config, attn_implementation=implementation
+    )
+    assert model.config._attn_implementation == implementation
+    return model
+
+
+def pair(kind, oracle="sdpa", **keywords):
+    """The same random model with our attention and with the library's."""
+    ours = causal_model(kind, integration.NAME, **keywords)
+    theirs = causal_model(kind, oracle, **keywords)
+    theirs.load_state_dict(ours.state_dict())
+    return ours.train(), theirs.train()
+
+
+def tokens(batch=2, length=19):
+    return torch.randint(3, SIZES["vocab_size"], (batch, length))
+
+
+def compare(ours, theirs, ids, mask=None):
+    """Same logits and gradients, where tokens are not padding."""
+    keep = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    results = []
+    for model in (ours, theirs):
+        model.zero_grad()
+        logits = model(ids, attention_mask=mask, use_cache=False).logits[keep]
+        torch.nn.functional.cross_entropy(logits, ids[keep]).backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        results.append((logits, gradients))
+    (logits, gradients), (wanted_logits, wanted) = results
+    torch.testing.assert_close(logits, wanted_logits, rtol=1e-4, atol=1e-5)
+    assert gradients.keys() == wanted.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-3, atol=1e-5, msg=name)
+
+
+def padding(side, ids):
+    mask = torch.ones_like(ids)
+    if side == "left":
+        mask[0, :7] = 0
+    elif side == "right":
+        mask[1, -5:] = 0
+    elif side == "hole":
+        mask[0, 4:6] = 0
+    return mask
+
+
+# Gemma 2 caps its scores, which the library computes in its eager implementation only.
+MODELS = [
+    ("Llama", "sdpa", {}),
+    ("Llama", "sdpa", {"num_key_value_heads": 4}),
+    ("Mistral", "sdpa", {"sliding_window": 6}),
+    ("Qwen2", "sdpa", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    ("Gemma2", "eager", {"sliding_window": 6, "attn_logit_softcapping": 3.0}),
+]
+
+
+@pytest.mark.parametrize(("kind", "oracle", "keywords"), MODELS)
+@pytest.mark.parametrize("side", [None, "left", "right"])
+def test_logits_and_gradients(kind, oracle, keywords, side):
+    ours, theirs = pair(kind, oracle, **keywords)
+    ids = tokens()
+    compare(ours, theirs, ids, None if side is None else padding(side, ids))
+
+
+def test_a_mask_of_ones_is_no_mask(monkeypatch):
+    ours, theirs = pair("Llama")
+    monkeypatch.setattr(integration, "flash_attention_varlen", None)  # would fail if it were called
+    ids = tokens()
+    compare(ours, theirs, ids, torch.ones_like(ids))
+
+
+def test_holes_in_the_padding():
+    ids = tokens()
+    ours, theirs = pair("Llama")
+    compare(ours, theirs, ids, padding("hole", ids))
+    windowed, _ = pair("Mistral", sliding_window=6)
+    with pytest.raises(ValueError, match="received a padding mask with holes"):
+        windowed(ids, attention_mask=padding("hole", ids))
+
+
+@pytest.mark.parametrize(("kind", "keywords"), [("Llama", {}), ("Mistral", {"sliding_window": 6})])
+def test_packed_sequences(kind, keywords):
+    ours, theirs = pair(kind, **keywords)
+    ids = tokens()
+    positions = torch.stack(
+        [
+            torch.cat([torch.arange(8), torch.arange(11)]),
+            torch.cat([torch.arange(n) for n in (3, 1, 15)]),
+        ]
+    )
+    logits = [m(ids, position_ids=positions, use_cache=False).logits for m in (ours, theirs)]
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
+    alone = ours(ids[:1, 8:], use_cache=False).logits
+    torch.testing.assert_close(logits[0][:1, 8:], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_packed_sequences_by_cumulative_lengths():
+    model, _ = pair("Llama")
+    ids = tokens(batch=1)
+    positions = torch.cat([torch.arange(8), torch.arange(11)])[None]
+    starts = torch.tensor([0, 8, 19], dtype=torch.int32)
+    keywords = {"position_ids": positions, "use_cache": False}
+    expected = model(ids, **keywords).logits
+    for longest in ({}, {"max_length_q": 11, "max_length_k": 11}):
+        out = model(ids, cu_seq_lens_q=starts, cu_seq_lens_k=starts, **longest, **keywords).logits
+        torch.testing.assert_close(out, expected)
+    tensors = torch.randn(3, 2, 1, 19, 8)
+    with pytest.raises(ValueError, match="one row of packed sequences, received a batch of 2"):
+        integration.attention_forward(
+            torch.nn.Module(), *tensors, None, cu_seq_lens_q=starts, cu_seq_lens_k=starts
+        )
+
+
+def test_a_row_of_padding_only():
+    ours, _ = pair("Llama")
+    ids = tokens()
+    mask = torch.ones_like(ids)
+    mask[1] = 0
+    logits = ours(ids, attention_mask=mask).logits
+    assert torch.isfinite(logits).all()
+    torch.testing.assert_close(logits[:1], ours(ids[:1]).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "oracle", "keywords"), MODELS)
+@pytest.mark.parametrize("side", [None, "left"])
+def test_decoding_with_a_cache(kind, oracle, keywords, side):
+    ours, theirs = pair(kind, oracle, **keywords)
+    ids = tokens(length=11)
+    mask = torch.ones_like(ids) if side is None else padding(side, ids)
+    generated = [
+        model.eval().generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
+        for model in (ours, theirs)
+    ]
+    assert torch.equal(*generated)
+
+
+def test_several_queries_after_a_cache():
+    model, _ = pair("Llama")
+    ids = tokens()
+    with torch.no_grad():
+        first = model(ids[:, :12], use_cache=True)
+        rest = model(ids[:, 12:], past_key_values=first.past_key_values)
+        whole = model(ids)
+    torch.testing.assert_close(rest.logits, whole.logits[:, 12:], rtol=1e-4, atol=1e-5)
+
+
+def test_a_bidirectional_encoder():
+    config = transformers.BertConfig(
+        vocab_size=61,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    ours, theirs = (
+        transformers.BertModel._from_config(config, attn_implementation=name)
+        for name in (integration.NAME, "sdpa")
+    )
+    theirs.load_state_dict(ours.state_dict())
+    ids = tokens()
+    for side in (None, "left", "right", "hole"):
+        mask = None if side is None else padding(side, ids)
+        out, expected = (m(ids, attention_mask=mask).last_hidden_state for m in (ours, theirs))
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)  # padding included
+
+
+def test_a_compiled_model_without_graph_breaks():
+    model, _ = pair("Llama")
+    ids = tokens()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(ids, use_cache=False), model(ids, use_cache=False))
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+def test_dropout_is_refused():
+    model = causal_model("Llama", integration.NAME, attention_dropout=0.1).train()
+    with pytest.raises(ValueError, match=r"has no dropout, received dropout=0\.1"):
+        model(tokens())
+    model.eval()(tokens())
+
+
+def test_a_custom_mask_is_refused():
+    model, _ = pair("Llama")
+    with pytest.raises(
+        ValueError, match=r"takes a padding mask .* received shape \(2, 1, 19, 19\)"
+    ):
+        model(tokens(), attention_mask=torch.ones(2, 1, 19, 19, dtype=torch.bool).tril())
+
+
+def test_a_static_cache_is_refused():
+    model, _ = pair("Llama")
+    cache = transformers.StaticCache(config=model.config, max_cache_len=32)
+    with pytest.raises(ValueError, match="use a dynamic cache"):
+        model.eval()(tokens(), past_key_values=cache)
+
+
+def test_attention_weights_are_refused():
+    with pytest.raises(ValueError, match="never has the attention weights"):
+        integration.attention_forward(
+            torch.nn.Module(), *torch.randn(3, 1, 1, 4, 8), None, output_attentions=True
+        )
+
+
+@pytest.mark.parametrize("name", integration.UNSUPPORTED)
+def test_features_of_other_implementations_are_refused(name):
+    tensors = torch.randn(3, 1, 1, 4, 8)
+    with pytest.raises(ValueError, match=f"does not support .*, received {name}"):
+        integration.attention_forward(torch.nn.Module(), *tensors, None, **{name: object()})
+    integration.attention_forward(torch.nn.Module(), *tensors, None, **{name: None})
+
+
+def chunked(size):
+    return lambda batch, head, query, key: (key // size == query // size) & (key <= query)
+
+
+def windowed(size):
+    return lambda batch, head, query, key: (key > query - size) & (key <= query)
+
+
+@pytest.mark.parametrize(
+    ("rule", "local_size", "accepted"),
+    [
+        (lambda batch, head, query, key: key <= query, None, True),
+        (lambda batch, head, query, key: query >= 0, None, True),
+        (lambda batch, head, query, key: (query - key).abs() <= 5, 5, True),
+        (windowed(5), 5, True),
+        (windowed(1), 1, True),
+        (windowed(500), 500, True),
+        (windowed(6), 5, False),
+        (windowed(5), None, False),
+        (chunked(8), 8, False),  # with a cache, where earlier chunks are unknown
+        (lambda batch, head, query, key: (key <= query) | (key < 20), None, False),  # a prefix
+        (lambda batch, head, query, key: key < query, None, False),
+    ],
+)
+def test_only_bands_are_accepted(rule, local_size, accepted):
+    arguments = {
+        "batch_size": 2,
+        "q_length": 23,
+        "kv_length": 40,
+        "q_offset": 17,
+        "mask_function": rule,
+        "local_size": local_size,
+    }
+    if accepted:
+        assert integration.attention_mask(**arguments) is None
+    else:
+        with pytest.raises(ValueError, match="received a rule that is none of these"):
+            integration.attention_mask(**arguments)
+
+
+def test_chunks_are_sequences():
+    found = integration.attention_mask(1, 10, 10, mask_function=chunked(4), local_size=4)
+    assert found.tolist() == [[1, 1, 1, 1, 2, 2, 2, 2, 3, 3]]
+
+
+def test_a_users_mask_function_is_refused():
+    with pytest.raises(ValueError, match="does not support custom mask functions"):
+        integration.attention_mask(1, 4, 4, use_vmap=True)
+
+
+def test_a_padding_mask_shorter_than_the_keys_is_refused():
+    short = torch.tensor([[True, False, True]])
+    with pytest.raises(ValueError, match=r"must cover all 4 keys, received shape \(1, 3\)"):
+        integration.attention_mask(1, 4, 4, attention_mask=short)
+
+
+def test_without_transformers(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"pip install 'flashattn-triton\[transformers\]'"):
+        integration.register()

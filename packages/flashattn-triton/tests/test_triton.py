@@ -1,0 +1,37 @@
+"""The Triton kernels against the definition; under the interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from flashattn_triton import Tiles, Tiling, flash_attention, flash_attention_varlen
+from flashattn_triton.backward import triton_backward
+from flashattn_triton.forward import triton_forward
+from flashattn_triton.options import resolve_options
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL = Tiles(16, 32, 4, 1)
+FUSED = Tiling(forward=SMALL, key_pass=SMALL, query_pass=SMALL, fused=SMALL)
+TWO_PASS = Tiling(forward=SMALL, key_pass=SMALL, query_pass=SMALL)
+
+
+def attend(case: Any, **keywords: Any) -> Callable[..., Any]:
+    """``flash_attention`` of a case's options, or its packed form, by the Triton kernels."""
+    keywords = {**case.keywords, "implementation": "triton", "return_lse": True, **keywords}
+    if not case.packed:
+        return lambda q, k, v: flash_attention(q, k, v, **keywords)
+    longest = [max(column) for column in zip(*case.seqlens, strict=True)]
+    starts = case.cu_seqlens(DEVICE)
+    return lambda q, k, v: flash_attention_varlen(q, k, v, *starts, *longest, **keywords)
+
+
+def test_dense_cases(case: Any, make_inputs: Any, assert_close_to_oracle: Any) -> None:
+    assert_close_to_oracle(attend(case), make_inputs(case, DEVICE))
+
+
+def test_packed_cases(varlen_case: Any, make_inputs: Any, assert_close_to_oracle: Any) -> None:
+    assert_close_to_oracle(attend(varlen_case), make_inputs(varlen_case, DEVICE))

@@ -1,0 +1,196 @@
+"""Checkpoints: one rank's shard, the full state in the plain optimizer's form, and refusals."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from ranks import run_ranks
+from shard_optim import ShardedOptimizer
+
+CLASSES = {
+    "AdamW": (torch.optim.AdamW, {"lr": 0.1, "amsgrad": True}, "flat"),
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, "flat"),
+    "Adafactor": (torch.optim.Adafactor, {"lr": 0.1}, "whole"),
+}
+
+
+def build():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3))
+    model.register_parameter("scale", nn.Parameter(torch.tensor(2.0)))
+    model.append(nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last))
+    return model
+
+
+def groups(model):
+    return [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "lr": 0.02},
+        {"params": [p for p in model.parameters() if p.ndim <= 1]},
+    ]
+
+
+def sharded(model, name):
+    cls, kwargs, partition = CLASSES[name]
+    return ShardedOptimizer(
+        groups(model), cls, partition=partition, bucket_size_mb=0.0002, **kwargs
+    )
+
+
+def plain(model, name):
+    cls, kwargs, _ = CLASSES[name]
+    return cls(groups(model), **kwargs)
+
+
+def train(model, optimizer, steps):
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for p in model.parameters():
+            p.grad = torch.empty_like(p).copy_(torch.randn(p.shape, generator=generator))
+        optimizer.step()
+
+
+def assert_same_state(ours, theirs):
+    assert ours["param_groups"] == theirs["param_groups"]
+    assert set(ours["state"]) == set(theirs["state"])
+    for index, state in theirs["state"].items():
+        assert set(ours["state"][index]) == set(state)
+        for key, value in state.items():
+            mine = ours["state"][index][key]
+            if isinstance(value, torch.Tensor):
+                assert mine.shape == value.shape
+                assert mine.dtype == value.dtype
+                assert mine.device.type == "cpu"
+                assert torch.equal(mine, value), (index, key)
+            else:
+                assert mine == value
+
+
+def check_full(rank, world_size, name):
+    """Plain for 3 steps -> sharded for 3 -> plain for 3: as if plain throughout."""
+    reference, resumed = build(), build()
+    straight = plain(reference, name)
+    first = plain(resumed, name)
+    train(reference, straight, range(3))
+    train(resumed, first, range(3))
+
+    middle = sharded(resumed, name)
+    middle.load_full_state_dict(first.state_dict() if rank == 0 else None)
+    train(reference, straight, range(3, 6))
+    train(resumed, middle, range(3, 6))
+    full = middle.full_state_dict()
+    assert (full is not None) == (rank == 0)
+    if full is not None:
+        assert_same_state(full, straight.state_dict())
+        buffer = io.BytesIO()
+        torch.save(full, buffer)
+        buffer.seek(0)
+        last = plain(copy.deepcopy(resumed), name)
+        last.load_state_dict(torch.load(buffer, weights_only=True))
+    for a, b in zip(reference.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", list(CLASSES))
+def test_full_state_is_the_plain_optimizers(name):
+    run_ranks(check_full, 3, name)
+
+
+def check_own(rank, world_size):
+    model = build()
+    optimizer = sharded(model, "AdamW")
+    train(model, optimizer, range(3))
+    buffer = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
+    buffer.seek(0)
+    train(model, optimizer, range(3, 5))
+
+    other = build()
+    resumed = sharded(other, "AdamW")
+    resumed.param_groups[0]["lr"] = 0.5
+    loaded = torch.load(buffer, weights_only=True)
+    other.load_state_dict(loaded["model"])
+    resumed.load_state_dict(loaded["optimizer"])
+    assert resumed.param_groups[0]["lr"] == 0.02
+    train(other, resumed, range(3, 5))
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+    before = copy.deepcopy(resumed.state_dict())
+    loaded["optimizer"]["shard"]["rank"] += 1
+    with pytest.raises(ValueError, match="use full_state_dict"):
+        resumed.load_state_dict(loaded["optimizer"])
+    assert str(before) == str(resumed.state_dict())
+
+
+def test_own_shard_round_trip():
+    run_ranks(check_own, 2)
+
+
+def check_refusals(rank, world_size):
+    model = build()
+    optimizer = sharded(model, "AdamW")
+    train(model, optimizer, range(2))
+    good = optimizer.full_state_dict()
+    before = copy.deepcopy(optimizer.state_dict())
+
+    def refused(message, change):
+        wrong = None
+        if rank == 0:
+            wrong = copy.deepcopy(good)
+            wrong = change(wrong) or wrong
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_full_state_dict(wrong)
+        assert str(before) == str(optimizer.state_dict())
+
+    refused("must hold 'state' and 'param_groups', got list", lambda d: [1])
+    refused("has 1 groups, the optimizer 2", lambda d: d["param_groups"].pop() and None)
+    refused(
+        "group 0 has 2 parameters, the optimizer's 3",
+        lambda d: d["param_groups"][0]["params"].pop() and None,
+    )
+    refused("another optimizer class", lambda d: d["param_groups"][0].pop("betas") and None)
+    refused(
+        "decoupled_weight_decay=False",
+        lambda d: d["param_groups"][0].update(decoupled_weight_decay=False),
+    )
+    refused(
+        r"'exp_avg' of parameter 0 .* has shape \(2, 2\), expected \(7, 5\)",
+        lambda d: d["state"][0].update(exp_avg=torch.zeros(2, 2)),
+    )
+    refused("in none of its groups", lambda d: d["state"].update({99: {}}))
+
+
+def test_other_checkpoints_are_refused_and_nothing_changes():
+    run_ranks(check_refusals, 2)
+
+
+def check_masters(rank, world_size):
+    model = nn.Linear(6, 5).to(torch.bfloat16)
+    settings = {"lr": 1e-4, "master_dtype": torch.float32}
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, **settings)
+
+    def steps(m, o, numbers):
+        for number in numbers:
+            for p in m.parameters():
+                p.grad = torch.full_like(p, 1.0 + number)
+            o.step()
+
+    steps(model, optimizer, range(3))
+    other = copy.deepcopy(model)
+    resumed = ShardedOptimizer(other.parameters(), torch.optim.AdamW, **settings)
+    full = optimizer.full_state_dict()
+    assert full is None or full["state"][0]["master_param"].dtype == torch.float32
+    resumed.load_full_state_dict(full)
+    steps(model, optimizer, range(3, 9))
+    steps(other, resumed, range(3, 9))
+    ours, theirs = optimizer.full_state_dict(), resumed.full_state_dict()
+    if rank == 0:
+        for index, state in ours["state"].items():
+            assert all(torch.equal(v, theirs["state"][index][k]) for k, v in state.items())
+
+
+def test_master_copies_are_saved():
+    run_ranks(check_masters, 2)

@@ -1,0 +1,208 @@
+"""examples/train_lm.py as its users start it: alone, by torchrun, killed, resumed, misused."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from basics_model import list_checkpoints, load_checkpoint
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "examples" / "train_lm.py"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+# Starts one process for each list of arguments, after importing torch and the rest only once.
+SEVERAL = f"""
+import json, os, sys
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+from train_lm import application, main
+
+for arguments in json.loads(sys.argv[1]):
+    outputs = [os.memfd_create(name) for name in ("stdout", "stderr")]
+    child = os.fork()
+    if child == 0:
+        for stream, output in enumerate(outputs, start=1):
+            os.dup2(output, stream)
+        application(main)(arguments)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    for output in outputs:
+        os.lseek(output, 0, os.SEEK_SET)
+    print(json.dumps([code, *(open(output).read() for output in outputs)]), flush=True)
+"""
+SMALL: dict[str, object] = {
+    "--device": "cpu",
+    "--d-model": 32,
+    "--d-ff": 64,
+    "--num-layers": 2,
+    "--num-heads": 2,
+    "--context": 32,
+    "--batch-size": 4,
+    "--steps": 40,
+    "--warmup-steps": 4,
+    "--learning-rate": 0.01,
+    "--log-every": 5,
+    "--checkpoint-every": 5,
+    "--validate-every": 20,
+    "--sample-length": 20,
+}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("The quick brown fox jumps over the lazy dog.\n" * 60)
+    return path
+
+
+def arguments(*flags: str, **changes: object) -> list[str]:
+    options = SMALL | {"--" + name.replace("_", "-"): value for name, value in changes.items()}
+    return [*flags, *(str(part) for option in options.items() for part in option)]
+
+
+def start(command: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *command],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "80"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    output, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+    return output
+
+
+def run_each(*commands: list[str]) -> list[tuple[int, str, str]]:
+    """Exit code, output and errors of ``train_lm.py`` under each list of arguments."""
+    output = finish(start(["-c", SEVERAL, json.dumps(commands)]))
+    return [tuple(json.loads(line)) for line in output.splitlines()]
+
+
+def kill_at_first_checkpoint(process: subprocess.Popen[str], folder: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not list_checkpoints(folder):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline, "no checkpoint within a minute"
+        time.sleep(0.002)
+    for member in [*psutil.Process(process.pid).children(recursive=True), process]:
+        member.send_signal(signal.SIGKILL)
+    process.communicate(timeout=30)
+
+
+def losses(output: str) -> dict[int, float]:
+    return {
+        int(step): float(loss)
+        for step, loss in re.findall(r"^step (\d+)/40: loss (\S+)  [\d,]+ tokens/s$", output, re.M)
+    }
+
+
+def assert_refused(outcome: tuple[int, str, str], *messages: str) -> None:
+    code, output, errors = outcome
+    assert code == 2, errors
+    assert output == ""
+    assert len(errors.splitlines()) == 1, errors
+    for message in messages:
+        assert message in errors
+
+
+def test_killed_run_continues_to_the_same_weights(text: Path, tmp_path: Path) -> None:
+    """Two ranks, killed by SIGKILL: the same command ends with bitwise the same state."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    command = [*TORCHRUN, str(SCRIPT), *arguments(data=text, checkpoint_dir=broken)]
+    reference = finish(start([*command, "--checkpoint-dir", str(whole)]))
+    kill_at_first_checkpoint(start(command), broken)
+    reached = load_checkpoint(list_checkpoints(broken)[-1]).step
+    assert 0 < reached < 40
+    resumed = finish(start(command))
+
+    assert sorted(losses(reference)) == list(range(5, 41, 5))
+    assert losses(reference)[5] > 3.0
+    assert losses(reference)[40] < 1.0
+    assert f"continuing from step {reached}" in resumed
+    assert losses(resumed) == {s: loss for s, loss in losses(reference).items() if s > reached}
+    for output in (reference, resumed):
+        assert re.search(r"^step 40: validation loss \d\.\d+$", output, re.M)
+        assert re.search(r"^sample: The ", output, re.M)
+        assert "\x1b" not in output  # plain lines where there is no terminal
+    kept = [path.name for path in list_checkpoints(broken)]
+    assert kept == ["step-000000035.pt", "step-000000040.pt"]
+    one, two = (load_checkpoint(list_checkpoints(folder)[-1]) for folder in (whole, broken))
+    assert one.extra == two.extra
+    for name, value in one.model.items():
+        assert value.equal(two.model[name]), name
+    for number, state in one.optimizer["state"].items():
+        for name, value in state.items():
+            assert value.equal(two.optimizer["state"][number][name]), (number, name)
+
+
+def test_run_continues_under_other_wrappers_but_not_with_other_settings(
+    text: Path, tmp_path: Path
+) -> None:
+    """How weights are computed may change on the way; what they are may not."""
+    whole, same, close = (tmp_path / name for name in ("whole", "same", "close"))
+    [(code, reference, errors)] = run_each(arguments(data=text, checkpoint_dir=whole, keep=9))
+    assert code == 0, errors
+    for folder in (same, close):
+        folder.mkdir()
+        shutil.copy(whole / "step-000000020.pt", folder)
+
+    others: dict[str, object] = {"batch_size": 2, "accumulate": 2, "attention": "softmax"}
+    unsharded, rounded, changed, fresh = run_each(
+        arguments("--no-sharded", data=text, checkpoint_dir=same, wrapper="naive"),
+        arguments(data=text, checkpoint_dir=close, wrapper="flat", **others),
+        arguments(data=text, checkpoint_dir=same, learning_rate=0.02, seed=3),
+        arguments("--no-resume", data=text, checkpoint_dir=same),
+    )
+    for code, output, errors in (unsharded, rounded):
+        assert code == 0, errors
+        assert "continuing from step 20" in output
+    one, two = (load_checkpoint(list_checkpoints(folder)[-1]) for folder in (whole, same))
+    assert one.step == two.step == 40
+    for name, value in one.model.items():
+        assert value.equal(two.model[name]), name
+    # Sums in another order, which Adam amplifies where gradients are tiny.
+    assert losses(rounded[1])[40] == pytest.approx(losses(reference)[40], abs=0.02)
+    assert_refused(changed, "holds another run (seed 0 -> 3, learning_rate 0.01 -> 0.02)")
+    assert_refused(fresh, "--no-resume needs a folder without checkpoints", "step-000000040.pt")
+
+
+def test_bad_input_is_one_line(text: Path, tmp_path: Path) -> None:
+    short, missing = tmp_path / "short.txt", tmp_path / "missing.txt"
+    short.write_text("far too short")
+    folder = tmp_path / "checkpoints"
+    cases: dict[str, dict[str, object]] = {
+        "a context of 32 needs at least 66 bytes of text": {"data": short},
+        f"No such file or directory: '{missing}'": {"data": missing},
+        "Not a directory": {"checkpoint_dir": text / "inside"},
+        "wrapper must be one of naive, flat, overlap, bucketed, got 'fast'": {"wrapper": "fast"},
+        "attention must be one of flash, sdpa, softmax, got 'fast'": {"attention": "fast"},
+        "precision must be one of fp32, bf16, got 'fp8'": {"precision": "fp8"},
+        "device must be one of auto, cuda, cpu, got 'tpu'": {"device": "tpu"},
+        "size must be one of small, medium, large, xl, 2.7B, got 'huge'": {"size": "huge"},
+        "num_heads must divide d_model": {"num_heads": 5},
+        "warmup_steps must be between 0 and total_steps": {"warmup_steps": 41},
+    }
+    common = {"data": text, "checkpoint_dir": folder}
+    *refusals, typo, usage = run_each(
+        *(arguments(**(common | change)) for change in cases.values()),
+        ["--wraper", "flat"],
+        ["--help"],
+    )
+    for message, outcome in zip(cases, refusals, strict=True):
+        assert_refused(outcome, message)
+    assert not folder.exists()  # nothing was written
+    assert typo[0] == 2
+    assert "No such option" in typo[2]
+    assert usage[0] == 0
+    for name in SMALL.keys() | {"--wrapper", "--sharded", "--attention", "--checkpoint-dir"}:
+        assert name in usage[1]
