@@ -9,6 +9,7 @@ averages the gradients, and ``shard_optim`` spreads the optimizer's state over t
 
 import hashlib
 import itertools
+import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping
@@ -35,7 +36,6 @@ from basics_model import (
     TransformerLM,
     checkpoint_path,
     clip_gradients,
-    cosine_learning_rate,
     cross_entropy,
     decode_bytes,
     encode_bytes,
@@ -139,13 +139,6 @@ class Inputs:
         self.attention = choose("attention", ATTENTIONS, settings.attention)
         self.wrapper = choose("wrapper", WRAPPERS, settings.wrapper)
         self.dtype = choose("precision", PRECISIONS, settings.precision)
-        cosine_learning_rate(
-            0,
-            max_learning_rate=settings.learning_rate,
-            min_learning_rate=settings.learning_rate * settings.min_ratio,
-            warmup_steps=settings.warmup_steps,
-            total_steps=settings.steps,
-        )
         tokens = read_tokens(settings)
         training, held_out = split_tokens(tokens, settings)
         rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -165,7 +158,7 @@ class Inputs:
             "steps",
             "learning_rate",
             "min_ratio",
-            "warmup_steps",
+            "warmup_fraction",
             "weight_decay",
             "max_norm",
             "precision",
@@ -239,7 +232,7 @@ class Trainer:
         )
         self.schedule = CosineSchedule(
             self.optimizer,
-            warmup_steps=settings.warmup_steps,
+            warmup_steps=round(settings.steps * settings.warmup_fraction),
             total_steps=settings.steps,
             min_ratio=settings.min_ratio,
         )
@@ -276,8 +269,13 @@ class Trainer:
                 losses.append(self.update())
                 self.step += 1
                 last = self.step == settings.steps
-                if last or self.step % settings.log_every == 0:
+                if last or self.step == 1 or self.step % settings.log_every == 0:
                     loss = self.average(torch.stack(losses).sum(), len(losses))
+                    if not math.isfinite(loss):
+                        raise InputError(
+                            f"the loss must stay finite, got {loss} by step {self.step}; lower "
+                            "--learning-rate or --max-norm, or raise --warmup-fraction"
+                        )
                     tokens = len(losses) * self.inputs.identity["sequences_per_update"]
                     report.update(self.step, loss, tokens * settings.context)
                     losses.clear()

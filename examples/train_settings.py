@@ -122,9 +122,9 @@ class Settings:
     min_ratio: Annotated[
         float, option("Final learning rate, as part of the maximum.", "Training", min=0.0, max=1.0)
     ] = 0.1
-    warmup_steps: Annotated[
-        int, option("Updates until the maximum learning rate.", "Training", min=0)
-    ] = 20
+    warmup_fraction: Annotated[
+        float, option("Part of the updates that warm up.", "Training", min=0.0, max=1.0)
+    ] = 0.05
     weight_decay: Annotated[float, option("Decoupled decay.", "Training", min=0.0)] = 0.1
     max_norm: Annotated[float, option("Gradients are clipped to it.", "Training", min=1e-6)] = 1.0
     precision: Annotated[

@@ -26,7 +26,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-
 # torch.optim imports torch._dynamo when the first optimizer is made: seconds, in every rank.
 _PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "ranks"]
 

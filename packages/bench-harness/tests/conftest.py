@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from bench_harness import cli
+
 SOURCES = Path(__file__).parents[2]
 TOY = "toy = toy_plugin:Toy"
 
@@ -49,19 +51,18 @@ def command_line(plugin: Path) -> tuple[list[str], dict[str, str]]:
 
 @pytest.fixture
 def bench(
-    command_line: tuple[list[str], dict[str, str]], tmp_path: Path
+    installed: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs the command line to its end, in an empty current directory."""
-    command, environment = command_line
+    """The command line in this process, in an empty current directory and 80 columns."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
 
-    def run(*arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*command, *arguments],
-            env=environment,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        code = cli.main(arguments)
+        captured = capsys.readouterr()
+        return subprocess.CompletedProcess(list(arguments), code, captured.out, captured.err)
 
     return run

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +24,7 @@ def test_union_covers_the_same_points_with_disjoint_sorted_intervals(items):
     assert points(merged) == points(items)
     assert total(items) == len(points(items))
     assert all(start < end for start, end in merged)
-    assert all(a[1] < b[0] for a, b in zip(merged, merged[1:], strict=False))
+    assert all(a[1] < b[0] for a, b in itertools.pairwise(merged))
 
 
 @given(intervals, interval)

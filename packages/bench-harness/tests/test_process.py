@@ -62,6 +62,12 @@ def test_cuda_is_untouched_in_a_new_process(calls: ModuleType, tmp_path: Path) -
     assert call(calls.cuda_state, folder=tmp_path).value is False
 
 
+@pytest.mark.gpu
+def test_every_new_process_may_use_cuda(calls: ModuleType, tmp_path: Path) -> None:
+    outcomes = [call(calls.cuda_sum, folder=tmp_path) for _ in range(2)]
+    assert [outcome.value for outcome in outcomes] == [1000.0, 1000.0], outcomes[0].error
+
+
 def test_the_second_process_starts_fast(calls: ModuleType, tmp_path: Path) -> None:
     call(calls.double, 1, folder=tmp_path)
     assert call(calls.double, 1, folder=tmp_path).seconds < 2.0  # importing torch takes longer

@@ -37,7 +37,7 @@ def test_a_hang_ends_at_the_deadline_and_says_where(functions):
 
 
 def test_a_killed_rank_is_named(functions):
-    with pytest.raises(RankError, match="rank 1 .*(SIGKILL|left no report)"):
+    with pytest.raises(RankError, match=r"rank 1 .*(SIGKILL|left no report)"):
         launch(functions.die_on_last, 2, timeout_s=60)
 
 

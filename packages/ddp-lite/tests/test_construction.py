@@ -152,6 +152,14 @@ def transparent(rank: int, world_size: int) -> None:
         with pytest.raises(RuntimeError, match="Missing key"):
             wrapped.load_state_dict({"0.weight": saved["0.weight"]})
 
+        parent = nn.ModuleDict({"inside": wrapped})
+        whole = {k: v.clone() for k, v in parent.state_dict().items()}
+        assert whole.keys() == {f"inside.{k}" for k in saved}
+        with torch.no_grad():
+            model[0].weight.fill_(9)
+        parent.load_state_dict(whole)
+        assert torch.equal(model[0].weight, saved["0.weight"])
+
         for refuse in (pickle.dumps, copy.deepcopy, copy.copy):
             with pytest.raises(TypeError, match=r"wrapped\.state_dict\(\)"):
                 refuse(wrapped)

@@ -37,8 +37,7 @@ class Stack(nn.Module):
         super().__init__()
         self.weights = nn.ParameterList([nn.Parameter(torch.zeros(s)) for s in shapes(scale)])
 
-    def forward(self) -> torch.Tensor:
-        total = torch.zeros(())
+    def forward(self, total: torch.Tensor) -> torch.Tensor:
         for weight in self.weights:
             total = total + weight.view(-1)[0]
         return total
@@ -56,7 +55,7 @@ def counted(wrapped: DataParallelBase) -> int:
     for _ in range(2):
         wrapped.zero_grad()
         with CommDebugMode() as mode:
-            wrapped().backward()
+            wrapped(torch.zeros((), requires_grad=True)).backward()
             wrapped.finish_gradient_synchronization()
     return mode.get_total_counts()
 
@@ -99,7 +98,7 @@ def test_collectives_and_bytes(fake_world, wrapper, kwargs, expected, policy) ->
 
 def test_overlap_begins_in_the_first_step(fake_world) -> None:
     wrapped = BucketedDDP(Stack(), 0.01)
-    wrapped().backward()
+    wrapped(torch.zeros((), requires_grad=True)).backward()
     wrapped.finish_gradient_synchronization()
     assert wrapped.stats().started_in_backward == len(wrapped.buckets)
 

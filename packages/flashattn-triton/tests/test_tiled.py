@@ -55,11 +55,10 @@ def test_strides(strided_case, layout, make_inputs, assert_results_close):
     ],
 )
 def test_the_tolerances_notice_damage(
-    strided_case, name, damage, make_inputs, assert_results_close
+    plain_causal_case, name, damage, make_inputs, assert_results_close
 ):
-    if strided_case.dtype != torch.float32:
-        pytest.skip("damage of this size is within the rounding of half-precision results")
-    inputs = make_inputs(strided_case)
+    inputs = make_inputs(plain_causal_case)
+    assert inputs.case.dtype == torch.float32  # damage of this size is noise to half types
     good = results(inputs)
     assert_results_close(inputs, good)
     with pytest.raises(AssertionError, match=name):
@@ -163,7 +162,7 @@ def test_fp64_gradients_numerically():
     q = torch.randn(1, 2, 7, 3, dtype=torch.float64, requires_grad=True)
     k = torch.randn(1, 1, 8, 3, dtype=torch.float64, requires_grad=True)
     v = torch.randn(1, 1, 8, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(Tiled.apply, (q, k, v))
+    assert torch.autograd.gradcheck(Tiled.apply, (q, k, v), fast_mode=True)
 
 
 def test_autocast_does_not_lower_the_precision():
@@ -261,3 +260,16 @@ def test_key_tiles_and_query_tiles_are_bounded_by_the_size():
     band = Band.of(100, 130, AttentionOptions(scale=1.0))
     ranges = itertools.chain(band.key_tiles(0, 16, 48), band.query_tiles(0, 16, 48))
     assert all(0 < end - start <= 48 for start, end in ranges)
+
+
+# PyTorch's own tracing of autograd functions instantiates them.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_function_compiles_without_graph_breaks():
+    Q, K, V = torch.randn(3, 2, 33, 16).unbind()
+    leaves = [x.requires_grad_() for x in (Q, K, V)]
+    compiled = torch.compile(FlashAttention2PyTorch.apply, backend="aot_eager", fullgraph=True)
+    out, expected = compiled(*leaves, True), FlashAttention2PyTorch.apply(*leaves, True)
+    torch.testing.assert_close(out, expected)
+    gradients = torch.autograd.grad(out.sum(), leaves)
+    for gradient, want in zip(gradients, torch.autograd.grad(expected.sum(), leaves), strict=True):
+        torch.testing.assert_close(gradient, want)

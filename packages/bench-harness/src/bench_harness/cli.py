@@ -74,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     # So that ``--model package.module:factory`` finds modules of the current directory.
-    sys.path.append(str(Path.cwd()))
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
     try:
         code = application(given)(args=given, prog_name="bench-harness", standalone_mode=False)
     except _UsageError as error:

@@ -92,8 +92,11 @@ def launch(
         raise ValueError(
             f"world_size must be a positive multiple of {nodes.nnodes} nodes; received {world_size}"
         )
-    # Imported before torch, so that the server's own import of torch overlaps with ours.
-    multiprocessing.set_forkserver_preload(["torch", "torch.distributed", __name__])
+    # Before torch is imported here, so that both imports overlap. torch._dynamo is what making
+    # any torch optimizer imports.
+    multiprocessing.set_forkserver_preload(
+        ["torch", "torch.distributed", "torch._dynamo", __name__]
+    )
 
     import torch
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std

@@ -12,9 +12,7 @@ from typing import Protocol
 from bench_harness import environment, experiments, process
 from bench_harness.case import Case, JsonValue, Row
 from bench_harness.process import Outcome, Status
-from bench_harness.store import ENVIRONMENTS, RESERVED, RUN, Store, Writer
-
-ARTIFACTS = "artifacts"
+from bench_harness.store import ARTIFACTS, ENVIRONMENTS, RESERVED, RUN, Store, Writer
 
 
 class Reporter(Protocol):

@@ -28,7 +28,7 @@ from bench_harness.case import JsonValue, Row
 #: Version of a row's layout. Rows of a newer one are refused, never guessed at.
 SCHEMA_VERSION = 1
 
-RESULTS, RUN, ENVIRONMENTS = "results.jsonl", "run.json", "env.json"
+RESULTS, RUN, ENVIRONMENTS, ARTIFACTS = "results.jsonl", "run.json", "env.json", "artifacts"
 
 # What reading relies on.
 _NEEDED = frozenset({"schema", "case_key", "case_rows", "environment", "started", "status"})

@@ -26,6 +26,12 @@ def cuda_state(progress: Progress) -> bool:
     return bool(torch.cuda._is_in_bad_fork()) or torch.cuda.is_initialized()
 
 
+def cuda_sum(progress: Progress) -> float:
+    import torch
+
+    return float(torch.ones(1000, device="cuda").sum())
+
+
 def raises(progress: Progress) -> None:
     print("on stdout", flush=True)
     print("on stderr", file=sys.stderr)

@@ -18,7 +18,8 @@ import dataclasses
 import functools
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NoReturn
 
@@ -34,6 +35,7 @@ from ddp_lite.diagnostics import RollCall, missing_gradients, warn_about_environ
 from ddp_lite.errors import SynchronizationError, UnfinishedSynchronizationError
 from ddp_lite.reduction import InPlaceReduction, Reduction
 from ddp_lite.stats import SynchronizationStats, WaitTimer
+from ddp_lite.transparent import TransparentWrapper
 from ddp_lite.uneven import Attendance, AverageOver
 from ddp_lite.verification import all_gather, verify_same_model
 
@@ -41,7 +43,7 @@ MissingGradients = Literal["skip-if-all", "zeros", "error"]
 _POLICIES = ("skip-if-all", "zeros", "error")
 
 
-class DataParallelBase(nn.Module):
+class DataParallelBase(TransparentWrapper, ABC):
     """Keeps a module's replicas equal: same start, same averaged gradients. Use a subclass.
 
     The constructor is collective. It checks that all ranks hold the same model, then overwrites
@@ -76,17 +78,16 @@ class DataParallelBase(nn.Module):
         missing_gradients: MissingGradients = "skip-if-all",
         auto_finish: bool = False,
     ) -> None:
-        super().__init__()
         if missing_gradients not in _POLICIES:
             raise ValueError(
                 f"missing_gradients must be one of {_POLICIES}, received {missing_gradients!r}"
             )
         checks.check_module(module, DataParallelBase)
+        super().__init__(module)
         self.process_group = checks.resolve_group(process_group)
         self.device = checks.common_device(module)
         checks.check_backend(self.process_group, self.device)
         warn_about_environment(self.device)
-        self.module = module
         self._policy = missing_gradients
         self._auto_finish = auto_finish
         self._roll_call = RollCall(self.process_group)
@@ -111,9 +112,9 @@ class DataParallelBase(nn.Module):
 
     # -- what a variant chooses --------------------------------------------------------------
 
+    @abstractmethod
     def _plan(self) -> list[tuple[int, ...]]:
         """Groups of parameter indices reduced together, in the order of reduction."""
-        raise TypeError(f"{type(self).__name__} is abstract: use NaiveDDP, FlatDDP, ...")
 
     def _gradient_ready(self, index: int) -> None:
         """Called during backward when parameter ``index`` has accumulated a gradient."""
@@ -252,42 +253,6 @@ class DataParallelBase(nn.Module):
         self._hooks = []
         self._reset()
         return self.module
-
-    # -- the module shines through -----------------------------------------------------------
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-            return getattr(self.module, name)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The module's own, under the module's own names and in its order."""
-        return self.module.named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """The module's own, under the module's own names and in its order."""
-        return self.module.named_buffers(*args, **kwargs)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The module's own, without any prefix."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Loads into the module; also accepts a checkpoint in which all keys carry ``module.``."""
-        prefix = "module."
-        own = self.module.state_dict().keys()
-        if not own & state_dict.keys() and all(key.startswith(prefix) for key in state_dict):
-            state_dict = {key.removeprefix(prefix): value for key, value in state_dict.items()}
-        return self.module.load_state_dict(state_dict, *args, **kwargs)
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            f"{type(self).__name__} holds a process group and cannot be pickled or copied; save "
-            "wrapped.state_dict() or pickle wrapped.module"
-        )
 
     # -- parameters and hooks ----------------------------------------------------------------
 

@@ -94,7 +94,7 @@ def flash_attention(
         out = out.to(query.dtype)
     else:
         arguments = ops.operator_arguments(options, implementation=implementation, tiling=tiling)
-        out, lse = torch.ops.flashattn_triton.forward(query, key, value, *arguments)
+        out, lse = ops.attend(query, key, value, *arguments)
     out = to_heads_first(out, layout)
     return (out, lse) if return_lse else out
 
@@ -168,7 +168,7 @@ def flash_attention_varlen(
         options, implementation=implementation, tiling=tiling, packing=packing
     )
     views = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    out, lse = torch.ops.flashattn_triton.forward(*views, *arguments)
+    out, lse = ops.attend(*views, *arguments)
     out = out.squeeze(0).transpose(0, 1)
     return (out, lse.squeeze(0)) if return_lse else out
 
@@ -211,7 +211,7 @@ class FlashAttention2Triton(torch.autograd.Function):
             _assignment_options(Q, is_causal), implementation="triton"
         )
         out, lse = torch.ops.flashattn_triton.forward(query, key, value, *ctx.arguments)
-        O = out.view(*Q.shape[:-1], V.shape[-1])  # noqa: E741 - the paper's name
+        O: Tensor = out.view(*Q.shape[:-1], V.shape[-1])  # noqa: E741 - the paper's name
         ctx.save_for_backward(lse.view(Q.shape[:-1]), Q, K, V, O)
         ctx.is_causal = is_causal
         return O

@@ -1,3 +1,5 @@
+# Kernels are typed by Triton's compiler, not by annotations.
+# mypy: disable-error-code="no-untyped-def,attr-defined"
 """The backward pass as portable Triton kernels: FlashAttention-2, Algorithm 2.
 
 P is recomputed from the stored logsumexp, tile by tile (assignment, Eq. 13-19; S the scaled scores,
@@ -20,6 +22,10 @@ key, E head_dim of value, T tokens of a packed batch.
 
 from __future__ import annotations
 
+import functools
+import itertools
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -39,20 +45,24 @@ from flashattn_triton.forward import (
     visible,
 )
 from flashattn_triton.launch import (
+    Launch,
     Packing,
+    Sizes,
+    Strides,
     dot_precision,
     empty_output,
     empty_row_statistic,
     is_wide,
-    mask_arguments,
     on_device_of,
+    option_constants,
+    option_numbers,
+    outer,
     padded,
-    strides,
     unit_last_stride,
 )
 from flashattn_triton.options import AttentionOptions
 
-DELTA_ROWS = 64
+DELTA_TILES = Tiles(64, 1, 4, 1)
 
 # How the key pass adds its part of dQ: not at all, by fp32 atomic additions, or by the bulk
 # reductions of sm_90 and later, which the copy engine carries out on whole tiles.
@@ -598,123 +608,111 @@ def triton_backward(
     """
     query, key, value, out, grad_out = map(unit_last_stride, (query, key, value, out, grad_out))
     delta = empty_row_statistic(query)
-    dq = empty_output(query, query.shape[3])
-    dk = empty_output(key, key.shape[3])
-    dv = empty_output(value, value.shape[3])
+    dq, dk, dv = (empty_output(x, x.shape[3]) for x in (query, key, value))
     fused = None if options.deterministic else tiling.fused
-    mode, dq_sum, dq_target, dq_strides = NONE, dq, dq, strides(dq, packing)
+    dq_sum = dq
     if fused is not None:
         # Padded, so that a tile is one block of memory.
-        width = padded(query.shape[3])
+        width = padded(query.shape[3], query.dtype)
         dq_sum = query.new_zeros(*query.shape[:3], width, dtype=torch.float32)
-        mode, dq_target, dq_strides = ATOMIC, dq_sum, strides(dq_sum, packing)
-        if tiling.bulk:
-            table = dq_sum.flatten(0, 2)
-            mode, dq_target = BULK, TensorDescriptor.from_tensor(table, [fused.queries, width])
-            dq_strides = tuple(stride // width for stride in dq_strides)
-
-    batch, n_heads, n_queries, head_dim = query.shape
-    kv_heads, n_keys, value_dim = key.shape[1], key.shape[2], value.shape[3]
-    if packing is not None:
-        batch = packing.n_sequences
-        n_queries, n_keys = packing.max_seqlen_q, packing.max_seqlen_k
-    statistic_strides = strides(delta.unsqueeze(-1), packing)[:2]
     inputs = (query, key, value, grad_out, logsumexp, delta)
-    starts = (
-        None if packing is None else packing.cu_seqlens_q,
-        None if packing is None else packing.cu_seqlens_k,
+    delta_launch, key_launch, query_launch = _backward_launches(
+        query.device,
+        query.dtype,
+        (query.shape, key.shape, value.shape),
+        tuple([x.stride() for x in (*inputs[:4], dq_sum, dk, dv, delta, out)]),
+        None if grad_logsumexp is None else grad_logsumexp.stride(),
+        options,
+        tiling,
+        dot_precision(query.dtype),
+        None if packing is None else packing.sizes,
     )
-    input_strides = [n for x in (query, key, value, grad_out) for n in strides(x, packing)]
-    common = {
+    starts = (None, None) if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k)
+    with on_device_of(query):
+        delta_launch(out, grad_out, grad_logsumexp, delta)
+        if fused is None:
+            key_launch(*inputs, dq, dk, dv, *starts)
+            query_launch(*inputs, dq, *starts)
+            return dq, dk, dv
+        target = dq_sum
+        if tiling.bulk:
+            rows = dq_sum.flatten(0, 2)
+            target = TensorDescriptor.from_tensor(rows, [fused.queries, rows.shape[1]])
+        key_launch(*inputs, target, dk, dv, *starts)
+        # One elementwise kernel: scale and cast.
+        torch.mul(dq_sum[..., : query.shape[3]], options.scale, out=dq)
+        return dq, dk, dv
+
+
+@functools.lru_cache(maxsize=4096)
+def _backward_launches(
+    device: torch.device,
+    dtype: torch.dtype,
+    shapes: tuple[torch.Size, ...],
+    strides: tuple[Strides, ...],
+    grad_logsumexp_stride: Strides | None,
+    options: AttentionOptions,
+    tiling: Tiling,
+    precision: str,
+    sizes: Sizes | None,
+) -> tuple[Launch, Launch, Launch]:
+    """Delta, key pass, query pass. ``device`` only tells apart what is compiled separately."""
+    (batch, heads, n_queries, head_dim), (_, kv_heads, n_keys, _), (*_, value_dim) = shapes
+    *matrices, row_stride, out_stride = strides
+    delta_launch = Launch(
+        delta_kernel,
+        -(-n_queries // DELTA_TILES.queries) * batch * heads,
+        [
+            *out_stride[:3],
+            *matrices[3][:3],
+            *(grad_logsumexp_stride or (0, 0, 0)),
+            *row_stride[:2],
+            *(n_queries, heads),
+        ],
+        {
+            "E": value_dim,
+            "E_PADDED": padded(value_dim, dtype),
+            "ROWS": DELTA_TILES.queries,
+            "HAS_DL": grad_logsumexp_stride is not None,
+        },
+        DELTA_TILES,
+    )
+    if sizes is not None:
+        batch, n_queries, n_keys = sizes
+    *inputs, dq, dk, dv = [outer(stride, sizes) for stride in matrices]
+    statistic = ((row_stride[0] if sizes is None else 0), row_stride[1])
+    constants = {
         "D": head_dim,
         "E": value_dim,
-        "D_PADDED": padded(head_dim),
-        "E_PADDED": padded(value_dim),
-        "PACKED": packing is not None,
-        "WIDE": is_wide(query, key, value, grad_out, dq, dk, dv),
-        "PRECISION": dot_precision(query.dtype),
+        "D_PADDED": padded(head_dim, dtype),
+        "E_PADDED": padded(value_dim, dtype),
+        "PACKED": sizes is not None,
+        "WIDE": is_wide(*matrices),
+        "PRECISION": precision,
         "INTERPRETED": not isinstance(key_pass_kernel, triton.JITFunction),
-        **mask_arguments(options),
+        **option_constants(options),
     }
 
-    def shape(tiles: Tiles) -> dict[str, int]:
-        return {
-            "Q_TILE_SIZE": tiles.queries,
-            "K_TILE_SIZE": tiles.keys,
-            "num_warps": tiles.warps,
-            "num_stages": tiles.stages,
-        }
+    def launch(kernel: Any, tiles: Tiles, programs: int, outputs: list[Strides], n_heads: int,
+               **more: Any) -> Launch:  # fmt: skip
+        numbers = [
+            *itertools.chain.from_iterable((*inputs, *outputs, statistic)),
+            *(n_queries, n_keys, n_heads, heads // kv_heads),
+            *option_numbers(options),
+        ]
+        shape = {"Q_TILE_SIZE": tiles.queries, "K_TILE_SIZE": tiles.keys}
+        return Launch(kernel, programs, numbers, constants | shape | more, tiles)
 
-    with on_device_of(query):
-        compute_delta(out, grad_out, grad_logsumexp, delta)
-        key_tiles = fused or tiling.key_pass
-        programs = -(-n_keys // key_tiles.keys) * batch * kv_heads
-        if programs:
-            key_pass_kernel[(programs,)](
-                *inputs,
-                dq_target,
-                dk,
-                dv,
-                *starts,
-                *input_strides,
-                *dq_strides,
-                *strides(dk, packing),
-                *strides(dv, packing),
-                *statistic_strides,
-                n_queries,
-                n_keys,
-                kv_heads,
-                n_heads // kv_heads,
-                options.scale,
-                DQ_MODE=mode.value,
-                **common,
-                **shape(key_tiles),
-            )
-        if fused is not None:
-            # One elementwise kernel: scale and cast.
-            return torch.mul(dq_sum[..., :head_dim], options.scale, out=dq), dk, dv
-        programs = -(-n_queries // tiling.query_pass.queries) * batch * n_heads
-        if programs:
-            query_pass_kernel[(programs,)](
-                *inputs,
-                dq,
-                *starts,
-                *input_strides,
-                *strides(dq, packing),
-                *statistic_strides,
-                n_queries,
-                n_keys,
-                n_heads,
-                n_heads // kv_heads,
-                options.scale,
-                **common,
-                **shape(tiling.query_pass),
-            )
-    return dq, dk, dv
-
-
-def compute_delta(
-    out: Tensor, grad_out: Tensor, grad_logsumexp: Tensor | None, delta: Tensor
-) -> None:
-    """Fills ``delta`` (B, H, N_q) fp32. Packed batches are one long sequence here."""
-    batch, n_heads, n_queries, value_dim = out.shape
-    programs = -(-n_queries // DELTA_ROWS) * batch * n_heads
-    if programs == 0:
-        return
-    delta_kernel[(programs,)](
-        out,
-        grad_out,
-        grad_logsumexp,
-        delta,
-        *strides(out, None),
-        *strides(grad_out, None),
-        *((0, 0, 0) if grad_logsumexp is None else grad_logsumexp.stride()),
-        *delta.stride()[:2],
-        n_queries,
-        n_heads,
-        E=value_dim,
-        E_PADDED=padded(value_dim),
-        ROWS=DELTA_ROWS,
-        HAS_DL=grad_logsumexp is not None,
-        num_warps=4,
+    fused = None if options.deterministic else tiling.fused
+    mode = NONE if fused is None else BULK if tiling.bulk else ATOMIC
+    # A descriptor counts rows, a pointer elements.
+    unit = padded(head_dim, dtype) if mode is BULK else 1
+    target = tuple(stride // unit for stride in dq)
+    tiles = fused or tiling.key_pass
+    programs = -(-n_keys // tiles.keys) * batch * kv_heads
+    key_launch = launch(
+        key_pass_kernel, tiles, programs, [target, dk, dv], kv_heads, DQ_MODE=mode.value
     )
+    tiles = tiling.query_pass
+    programs = -(-n_queries // tiles.queries) * batch * heads
+    return delta_launch, key_launch, launch(query_pass_kernel, tiles, programs, [dq], heads)

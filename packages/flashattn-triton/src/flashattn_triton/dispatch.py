@@ -19,6 +19,8 @@ from flashattn_triton.options import AttentionOptions, resolve_options, to_heads
 Implementation = Literal["auto", "tiled", "triton", "reference"]
 Tier = Literal["tiled", "triton", "reference"]
 
+IMPLEMENTATIONS = get_args(Implementation)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -45,15 +47,15 @@ def describe_gpu(index: int) -> GPU:
     return GPU(
         name=properties.name,
         capability=(properties.major, properties.minor),
-        shared_memory=properties.shared_memory_per_block_optin,
+        shared_memory=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
     )
 
 
 def check_implementation(implementation: str) -> None:
     """Raises ``ValueError`` unless ``implementation`` is one that exists."""
-    if implementation not in get_args(Implementation):
+    if implementation not in IMPLEMENTATIONS:
         raise ValueError(
-            f"implementation must be one of {', '.join(get_args(Implementation))}; "
+            f"implementation must be one of {', '.join(IMPLEMENTATIONS)}; "
             f"received {implementation!r}"
         )
 
@@ -70,7 +72,7 @@ def choose(
     """The plan for (B, H, N_q, D), (B, G, N_k, D), (B, G, N_k, E) inputs, or packed views of them.
 
     Args:
-        query: and ``key``, ``value``: only shape, dtype and device are looked at.
+        query: and ``key``, ``value``: only widths, dtype and device are looked at.
         options: mask, scale, soft-cap.
         implementation: "auto" takes Triton for CUDA tensors and the tiled PyTorch tier for all
             others; a name insists.
@@ -79,16 +81,28 @@ def choose(
     Raises:
         ValueError: an unknown implementation, or one that cannot run these inputs.
     """
+    width = max(query.shape[-1], value.shape[-1])
+    return _choose(query.device, query.dtype, width, options, implementation, tiling)
+
+
+@functools.lru_cache(maxsize=1024)
+def _choose(
+    device: torch.device,
+    dtype: torch.dtype,
+    width: int,
+    options: AttentionOptions,
+    implementation: str,
+    tiling: Tiling | None,
+) -> Plan:
+    """The plan depends on nothing else, and asking again must cost less than a launch."""
     check_implementation(implementation)
-    device = query.device
-    on_gpu = device.type == "cuda"
     if implementation in ("reference", "tiled"):
         tier: Tier = "reference" if implementation == "reference" else "tiled"
         return Plan(tier=tier, tiling=None, reason=f"implementation={implementation!r}")
-    if implementation == "auto" and not on_gpu:
+    if implementation == "auto" and device.type != "cuda":
         reason = f"{device.type} tensors: Triton's kernels need CUDA"
         return Plan(tier="tiled", tiling=None, reason=reason)
-    if not on_gpu:
+    if device.type != "cuda":
         if not interpreting():
             raise ValueError(
                 f"implementation 'triton' needs CUDA tensors, received {device.type}; move them to "
@@ -100,7 +114,7 @@ def choose(
     reason = f"{gpu.name}, {gpu.shared_memory // 1024} KB of shared memory per block"
     if tiling is not None:
         return Plan(tier="triton", tiling=tiling, reason=f"{reason}; tiling given by the caller")
-    chosen = tiling_for(gpu.shared_memory, max(query.shape[-1], value.shape[-1]), query.dtype)
+    chosen = tiling_for(gpu.shared_memory, width, dtype)
     return Plan(tier="triton", tiling=chosen, reason=f"{reason}; shipped table")
 
 
@@ -135,16 +149,15 @@ def explain(
     plan = choose(query, key, value, resolved, implementation=implementation, tiling=tiling)
     lines = [f"tier: {plan.tier} ({plan.reason})"]
     if plan.tiling is not None:
-        fused = plan.tiling.fused is not None and not resolved.deterministic
         kernels = {"forward": plan.tiling.forward}
-        if fused:
-            kernels["backward, fused (dQ by fp32 atomic addition)"] = plan.tiling.fused
+        if plan.tiling.fused is not None and not resolved.deterministic:
+            addition = "bulk reduction" if plan.tiling.bulk else "atomic addition"
+            kernels[f"backward, fused (dQ by fp32 {addition})"] = plan.tiling.fused
         else:
             kernels["backward, keys (dK, dV)"] = plan.tiling.key_pass
             kernels["backward, queries (dQ)"] = plan.tiling.query_pass
         lines += [
             f"{name}: {t.queries} queries x {t.keys} keys, {t.warps} warps, {t.stages} stages"
             for name, t in kernels.items()
-            if t is not None
         ]
     return "\n".join(lines)

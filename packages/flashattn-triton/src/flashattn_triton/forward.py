@@ -1,3 +1,5 @@
+# Kernels are typed by Triton's compiler, not by annotations.
+# mypy: disable-error-code="no-untyped-def,attr-defined"
 """The forward pass as a portable Triton kernel: FlashAttention-2, Algorithm 1.
 
 One program computes one tile of query rows: it walks the key tiles that these rows can see and
@@ -17,21 +19,29 @@ key, E head_dim of value, T tokens of a packed batch. Capital ``_PADDED`` widths
 
 from __future__ import annotations
 
+import functools
+import itertools
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from flashattn_triton.configs import Tiles
 from flashattn_triton.launch import (
+    Launch,
     Packing,
+    Sizes,
+    Strides,
     dot_precision,
     empty_output,
     empty_row_statistic,
     is_wide,
-    mask_arguments,
     on_device_of,
+    option_constants,
+    option_numbers,
+    outer,
     padded,
-    strides,
     unit_last_stride,
 )
 from flashattn_triton.options import AttentionOptions
@@ -44,8 +54,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 def dot(a, b, acc, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
     """``acc + a @ b`` in fp32. The interpreter multiplies bf16 as if its bits were integers."""
     if INTERPRETED:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
@@ -377,46 +386,57 @@ def triton_forward(
     query, key, value = unit_last_stride(query), unit_last_stride(key), unit_last_stride(value)
     out = empty_output(query, value.shape[3])
     logsumexp = empty_row_statistic(query)
-    n_heads, n_queries, n_keys = query.shape[1], query.shape[2], key.shape[2]
-    batch = query.shape[0]
-    if packing is not None:
-        n_queries, n_keys = packing.max_seqlen_q, packing.max_seqlen_k
-        batch = packing.n_sequences
-    programs = -(-n_queries // tiles.queries) * batch * n_heads
-    if programs == 0:
-        return out, logsumexp
+    launch = _forward_launch(
+        query.device,
+        query.dtype,
+        (query.shape, key.shape, value.shape),
+        (query.stride(), key.stride(), value.stride(), out.stride(), logsumexp.stride()),
+        options,
+        tiles,
+        dot_precision(query.dtype),
+        None if packing is None else packing.sizes,
+    )
+    starts = (None, None) if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k)
     with on_device_of(query):
-        flash_forward_kernel[(programs,)](
-            query,
-            key,
-            value,
-            out,
-            logsumexp,
-            None if packing is None else packing.cu_seqlens_q,
-            None if packing is None else packing.cu_seqlens_k,
-            *strides(query, packing),
-            *strides(key, packing),
-            *strides(value, packing),
-            *strides(out, packing),
-            *strides(logsumexp.unsqueeze(-1), packing)[:2],
-            n_queries,
-            n_keys,
-            n_heads,
-            n_heads // key.shape[1],
-            options.scale,
-            D=query.shape[3],
-            E=value.shape[3],
-            D_PADDED=padded(query.shape[3]),
-            E_PADDED=padded(value.shape[3]),
-            Q_TILE_SIZE=tiles.queries,
-            K_TILE_SIZE=tiles.keys,
-            PACKED=packing is not None,
-            NEGATIVE_SCALE=options.scale < 0,
-            WIDE=is_wide(query, key, value, out),
-            PRECISION=dot_precision(query.dtype),
-            INTERPRETED=not isinstance(flash_forward_kernel, triton.JITFunction),
-            **mask_arguments(options),
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
-        )
+        launch(query, key, value, out, logsumexp, *starts)
     return out, logsumexp
+
+
+@functools.lru_cache(maxsize=4096)
+def _forward_launch(
+    device: torch.device,
+    dtype: torch.dtype,
+    shapes: tuple[torch.Size, ...],
+    strides: tuple[Strides, ...],
+    options: AttentionOptions,
+    tiles: Tiles,
+    precision: str,
+    sizes: Sizes | None,
+) -> Launch:
+    """``device`` and ``dtype`` only tell apart what is compiled separately."""
+    (batch, heads, n_queries, head_dim), (_, kv_heads, n_keys, _), (*_, value_dim) = shapes
+    if sizes is not None:
+        batch, n_queries, n_keys = sizes
+    *matrices, row_stride = strides
+    numbers = [
+        *itertools.chain.from_iterable(outer(stride, sizes) for stride in matrices),
+        *((row_stride[0] if sizes is None else 0), row_stride[1]),
+        *(n_queries, n_keys, heads, heads // kv_heads),
+        *option_numbers(options),
+    ]
+    constants = {
+        "D": head_dim,
+        "E": value_dim,
+        "D_PADDED": padded(head_dim, dtype),
+        "E_PADDED": padded(value_dim, dtype),
+        "Q_TILE_SIZE": tiles.queries,
+        "K_TILE_SIZE": tiles.keys,
+        "PACKED": sizes is not None,
+        "NEGATIVE_SCALE": options.scale < 0,
+        "WIDE": is_wide(*matrices),
+        "PRECISION": precision,
+        "INTERPRETED": not isinstance(flash_forward_kernel, triton.JITFunction),
+        **option_constants(options),
+    }
+    programs = -(-n_queries // tiles.queries) * batch * heads
+    return Launch(flash_forward_kernel, programs, numbers, constants, tiles)

@@ -7,16 +7,27 @@ its (T, H, D), together with a :class:`Packing`.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from flashattn_triton.configs import Tiles
 from flashattn_triton.options import AttentionOptions
+
+if TYPE_CHECKING:
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
 # Windows wider than any sequence mean the same as this one; sums with it stay within 32 bits.
 _WIDEST_WINDOW = 2**29
 _LARGEST_TILE = 256
+
+
+# Sequences of a packed batch, its longest query sequence and its longest key sequence.
+Sizes = tuple[int, int, int]
+Strides = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,14 +40,14 @@ class Packing:
     max_seqlen_k: int
 
     @property
-    def n_sequences(self) -> int:
-        """B."""
-        return self.cu_seqlens_q.shape[0] - 1
+    def sizes(self) -> Sizes:
+        """B, and the longest query and key sequence."""
+        return self.cu_seqlens_q.shape[0] - 1, self.max_seqlen_q, self.max_seqlen_k
 
 
-def padded(width: int) -> int:
-    """The power of two that a head_dim is computed at; matrix units need 16."""
-    return max(16, 1 << (width - 1).bit_length())
+def padded(width: int, dtype: torch.dtype) -> int:
+    """The power of two that a head_dim is computed at: at least 64 bytes, as matrix units need."""
+    return max(64 // dtype.itemsize, 16, 1 << (width - 1).bit_length())
 
 
 def unit_last_stride(x: Tensor) -> Tensor:
@@ -44,15 +55,14 @@ def unit_last_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def is_wide(*tensors: Tensor) -> bool:
+def is_wide(*strides: Strides) -> bool:
     """Whether the rows of one tile can be more than 2^31 elements apart."""
-    return any(abs(x.stride(-2)) * _LARGEST_TILE >= 2**31 for x in tensors)
+    return any(abs(stride[2]) * _LARGEST_TILE >= 2**31 for stride in strides)
 
 
-def strides(x: Tensor, packing: Packing | None) -> tuple[int, int, int]:
+def outer(stride: Strides, sizes: Sizes | None) -> Strides:
     """Batch, head and row stride; the sequences of a packed batch start where it says."""
-    batch, head, row, _ = x.stride()
-    return (batch if packing is None else 0), head, row
+    return (stride[0] if sizes is None else 0, stride[1], stride[2])
 
 
 def empty_output(like: Tensor, width: int) -> Tensor:
@@ -68,18 +78,68 @@ def empty_row_statistic(like: Tensor) -> Tensor:
     return like.new_empty(like.shape[:3], dtype=torch.float32)
 
 
-def mask_arguments(options: AttentionOptions) -> dict[str, int | bool | float]:
-    """The kernel arguments that say which keys a query sees, and the soft-cap."""
+def option_numbers(options: AttentionOptions) -> tuple[float, float, int, int]:
+    """The kernels' arguments scale, softcap, window_left, window_right."""
+    left, right = options.band
+    return (
+        options.scale,
+        1.0 if options.softcap is None else options.softcap,
+        0 if left is None else min(left, _WIDEST_WINDOW),
+        0 if right is None else min(right, _WIDEST_WINDOW),
+    )
+
+
+def option_constants(options: AttentionOptions) -> dict[str, bool]:
+    """The kernels' compile-time arguments that say which options there are."""
     left, right = options.band
     return {
-        "softcap": 1.0 if options.softcap is None else options.softcap,
-        "window_left": 0 if left is None else min(left, _WIDEST_WINDOW),
-        "window_right": 0 if right is None else min(right, _WIDEST_WINDOW),
-        "HAS_SOFTCAP": options.softcap is not None,
-        "HAS_LEFT": left is not None,
-        "is_causal": right is not None,
         "BOTTOM_RIGHT": options.causal == "bottom-right",
+        "HAS_LEFT": left is not None,
+        "HAS_SOFTCAP": options.softcap is not None,
+        "is_causal": right is not None,
     }
+
+
+class Launch:
+    """One kernel with all arguments but the tensors, compiled once and then launched directly.
+
+    Triton's own launcher binds, classifies and hashes every argument at each call, which takes the
+    host longer than a small kernel takes the GPU. Everything but the tensors' alignment is fixed
+    here, so that is all that must be looked at before the compiled kernel is found again.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        programs: int,
+        numbers: Sequence[float],
+        constants: Mapping[str, Any],
+        tiles: Tiles,
+    ) -> None:
+        self.kernel = kernel
+        self.grid = (programs, 1, 1)
+        self.numbers = tuple(numbers)
+        # In the order of the kernel's parameters: the compiled kernel takes no names.
+        self.constants = {n: constants[n] for n in kernel.arg_names if n in constants}
+        self.tiles = tiles
+        self.compiled: dict[tuple[bool, ...], Any] = {}
+
+    def __call__(self, *tensors: Tensor | TensorDescriptor | None) -> None:
+        """Launches on the current device and stream; nothing if there is no program to run."""
+        if self.grid[0] == 0:
+            return
+        aligned = tuple([isinstance(x, Tensor) and x.data_ptr() % 16 == 0 for x in tensors])
+        compiled = self.compiled.get(aligned)
+        if compiled is not None:
+            compiled[self.grid](*tensors, *self.numbers, *self.constants.values())
+            return
+        self.compiled[aligned] = self.kernel[self.grid](
+            *tensors,
+            *self.numbers,
+            **self.constants,
+            num_warps=self.tiles.warps,
+            num_stages=self.tiles.stages,
+        )
 
 
 def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[object]:
@@ -90,7 +150,12 @@ def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[object]:
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """How fp32 products are computed: TF32 only if PyTorch's own matrix products may use it."""
+    """How fp32 products are computed: TF32 only if PyTorch's own matrix products may use it.
+
+    Otherwise each operand is the sum of three bf16 numbers, which hold all its 24 bits, and the six
+    products that matter are added: as many matrix operations as three TF32 products, which lose two
+    bits or three.
+    """
     if dtype != torch.float32:
         return "ieee"  # half operands have exact products
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "bf16x6"

@@ -9,6 +9,7 @@ travel as plain numbers and strings, see :func:`operator_arguments`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -69,6 +70,29 @@ def operator_arguments(
     )
 
 
+@functools.lru_cache(maxsize=1024)
+def _options(
+    causal: Causal,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    deterministic: bool,
+    tiling: tuple[int, ...],
+) -> tuple[AttentionOptions, Tiling | None]:
+    options = AttentionOptions(
+        causal=causal,
+        scale=scale,
+        window=(
+            None if window_left < 0 else window_left,
+            None if window_right < 0 else window_right,
+        ),
+        softcap=softcap or None,
+        deterministic=deterministic,
+    )
+    return options, Tiling.unpack(tiling) if tiling else None
+
+
 def _problem(
     query: Tensor,
     key: Tensor,
@@ -87,15 +111,8 @@ def _problem(
     tiling: Sequence[int],
 ) -> tuple[AttentionOptions, Packing | None, Plan]:
     """The inverse of :func:`operator_arguments`, and which tier runs."""
-    options = AttentionOptions(
-        causal=causal,
-        scale=scale,
-        window=(
-            None if window_left < 0 else window_left,
-            None if window_right < 0 else window_right,
-        ),
-        softcap=softcap or None,
-        deterministic=deterministic,
+    options, explicit = _options(
+        causal, scale, window_left, window_right, softcap, deterministic, tuple(tiling)
     )
     packing = None
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
@@ -105,7 +122,6 @@ def _problem(
             max_seqlen_q=max_seqlen_q,
             max_seqlen_k=max_seqlen_k,
         )
-    explicit = Tiling.unpack(tiling) if tiling else None
     plan = choose(query, key, value, options, implementation=implementation, tiling=explicit)
     return options, packing, plan
 
@@ -123,7 +139,8 @@ def forward(query: Tensor, key: Tensor, value: Tensor, *problem: Any) -> tuple[T
         out, lse = tiled_forward(query, key, value, options)
     else:
         starts = (packing.cu_seqlens_q, packing.cu_seqlens_k)
-        out, lse = tiled_forward_varlen(*map(_unbatched, (query, key, value)), *starts, options)
+        q, k, v = (_unbatched(x) for x in (query, key, value))
+        out, lse = tiled_forward_varlen(q, k, v, *starts, options)
         out, lse = _batched(out), lse.unsqueeze(0)
     return _laid_out(out, query), lse
 
@@ -149,20 +166,13 @@ def backward(
     from flashattn_triton.tiled import tiled_backward, tiled_backward_varlen
 
     if packing is None:
-        gradients = tiled_backward(query, key, value, out, lse, grad_out, grad_lse, options)
+        dq, dk, dv = tiled_backward(query, key, value, out, lse, grad_out, grad_lse, options)
     else:
-        packed = (_unbatched(x) for x in (query, key, value, out))
-        gradients = tiled_backward_varlen(
-            *packed,
-            lse[0],
-            _unbatched(grad_out),
-            None if grad_lse is None else grad_lse[0],
-            packing.cu_seqlens_q,
-            packing.cu_seqlens_k,
-            options,
-        )
-        gradients = tuple(_batched(x) for x in gradients)
-    dq, dk, dv = gradients
+        q, k, v, o, do = (_unbatched(x) for x in (query, key, value, out, grad_out))
+        dl = None if grad_lse is None else grad_lse[0]
+        starts = (packing.cu_seqlens_q, packing.cu_seqlens_k)
+        gradients = tiled_backward_varlen(q, k, v, o, lse[0], do, dl, *starts, options)
+        dq, dk, dv = (_batched(x) for x in gradients)
     return _laid_out(dq, query), _laid_out(dk, key), _laid_out(dv, value)
 
 
@@ -213,6 +223,30 @@ def _differentiate(
         grad_out = torch.zeros_like(out)
     gradients = _BACKWARD(query, key, value, out, lse, grad_out, grad_lse, *starts, *ctx.problem)
     return (*gradients, *nothing)
+
+
+class _Attention(torch.autograd.Function):
+    """The same derivative without the generic registration, whose bookkeeping outlasts kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = _FORWARD(*inputs)
+        _save_for_backward(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_differentiate)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
+    """``torch.ops.flashattn_triton.forward``, differentiable in eager mode at less overhead."""
+    differentiated = query.requires_grad or key.requires_grad or value.requires_grad
+    if differentiated and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        result: tuple[Tensor, Tensor] = _Attention.apply(  # type: ignore[no-untyped-call]
+            query, key, value, *problem
+        )
+    else:
+        result = _FORWARD(query, key, value, *problem)
+    return result
 
 
 def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 Causal = Literal["none", "top-left", "bottom-right"]
 Layout = Literal["bhsd", "bshd"]
 
+LAYOUTS = get_args(Layout)
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -134,10 +135,8 @@ def _normalise_softcap(softcap: float | None) -> float | None:
 
 def check_layout(layout: str) -> None:
     """Raises ``ValueError`` unless ``layout`` is one of "bhsd" and "bshd"."""
-    if layout not in get_args(Layout):
-        raise ValueError(
-            f"layout must be one of {', '.join(get_args(Layout))}; received {layout!r}"
-        )
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}; received {layout!r}")
 
 
 def check_dense(query: Tensor, key: Tensor, value: Tensor) -> None:

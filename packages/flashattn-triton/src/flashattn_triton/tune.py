@@ -99,7 +99,8 @@ def agrees(problem: Problem, tiling: Tiling) -> bool:
     small = dataclasses.replace(problem, batch=1, heads=2)
     query, key, value, grad_out = small.inputs(CHECK_LENGTH)
     leaves = [x.float().requires_grad_() for x in (query, key, value)]
-    expected, _ = attention_reference(*leaves, problem.options)
+    q, k, v = leaves
+    expected, _ = attention_reference(q, k, v, problem.options)
     gradients = torch.autograd.grad(expected, leaves, grad_out.float())
     run = passes(small, tiling, [query, key, value, grad_out])
     actual = [run["forward"]()[0], *run["backward"]()]
@@ -134,13 +135,20 @@ def compile_only(problem: Problem, tiling: Tiling) -> None:
             return
 
 
+def _with(tiling: Tiling, role: str, shape: Tiles) -> Tiling:
+    """``tiling`` with another shape of one kernel; the fused form adds dQ as the GPU does best."""
+    bulk = torch.cuda.get_device_capability() >= (9, 0)
+    replaced: dict[str, Any] = {role: shape, "bulk": bulk}
+    return dataclasses.replace(tiling, **replaced)
+
+
 def variants(role: str, base: Tiling, problem: Problem) -> list[Tiling]:
     """``base`` with each candidate in ``role``; two-pass roles are measured without ``fused``."""
     itemsize = DTYPES[problem.dtype].itemsize
     if role in ("key_pass", "query_pass"):
         base = dataclasses.replace(base, fused=None)
     shapes = candidates(role, problem.head_dim, itemsize)
-    return [dataclasses.replace(base, **{role: shape}) for shape in shapes]
+    return [_with(base, role, shape) for shape in shapes]
 
 
 def tune(problem: Problem, jobs: int) -> tuple[Tiling, list[dict[str, Any]]]:
@@ -161,7 +169,7 @@ def tune(problem: Problem, jobs: int) -> tuple[Tiling, list[dict[str, Any]]]:
         if timed:
             row = min(timed, key=lambda row: row["ms"])
             shape = Tiles(row["queries"], row["keys"], row["warps"], row["stages"])
-            best = dataclasses.replace(best, **{role: shape})
+            best = _with(best, role, shape)
             fastest[role] = row["ms"]
     # The two passes were tuned one at a time; only both at their best compare with the fused form.
     two_pass = dataclasses.replace(best, fused=None)

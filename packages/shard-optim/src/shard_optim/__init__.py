@@ -1,5 +1,6 @@
 """Any torch optimizer with its state sharded over the data-parallel ranks."""
 
+from shard_optim.checkpoint import load_checkpoint, save_checkpoint
 from shard_optim.collectives import CollectiveError
 from shard_optim.optimizer import ShardedOptimizer
 from shard_optim.partition import BucketPlan, Partition, Span, plan_buckets
@@ -10,5 +11,7 @@ __all__ = [
     "Partition",
     "ShardedOptimizer",
     "Span",
+    "load_checkpoint",
     "plan_buckets",
+    "save_checkpoint",
 ]

@@ -19,18 +19,13 @@ from torch.optim import Optimizer
 from shard_optim.agreement import check_agreement
 from shard_optim.buckets import Bucket, Shard, check_layout, flat_gradient
 from shard_optim.collectives import guarded, resolve_group
+from shard_optim.local import LocalOptimizer, default_settings, pack_groups, settings_of
 from shard_optim.norm import clip_sharded_
 from shard_optim.overlap import ForwardWaits
 from shard_optim.partition import PARTITIONS, Partition, plan_buckets
 from shard_optim.reduction import GradientReducer
-from shard_optim.state import (
-    MASTER,
-    check_full_state,
-    gather_full_state,
-    local_state,
-    scatter_full_state,
-)
-from shard_optim.support import check_elementwise_state, check_supported
+from shard_optim.state import check_full_state, gather_full_state, scatter_full_state
+from shard_optim.support import check_supported
 
 Overlap = Literal["next-forward"]
 
@@ -113,20 +108,29 @@ class ShardedOptimizer(Optimizer):
         self._bucket_bytes = bucket_size_mb * MIB
         self._master_dtype = master_dtype
         self._frozen: list[int] = []
-        self._local: Optimizer | None = None
+        self._local: LocalOptimizer | None = None
         self._overlap = overlap
         self._waits: ForwardWaits | None = None
         self._reducer = GradientReducer(self.process_group) if reduce_gradients else None
         self._collected = False
-        self._state_checked = False
 
         groups = _as_groups(params)
-        super().__init__(groups, _defaults_of(optimizer_cls, groups, kwargs))
+        super().__init__(groups, default_settings(optimizer_cls, groups, kwargs))
         self._agree(self.param_groups)
-        self._local = optimizer_cls(
-            self._local_groups(self._shard(range(len(self.all_params())))), **kwargs
+        self._local = LocalOptimizer(
+            optimizer_cls,
+            self.param_groups,
+            self._shard(range(len(self.all_params()))),
+            partition=partition,
+            kwargs=kwargs,
         )
-        self._expose_state()
+        self._local.expose(self.state)
+
+    @property
+    def local(self) -> LocalOptimizer:
+        """The optimizer over this rank's shards."""
+        assert self._local is not None
+        return self._local
 
     # --- parameters and groups -------------------------------------------------------------
 
@@ -164,8 +168,8 @@ class ShardedOptimizer(Optimizer):
             raise
         if self._local is not None:
             shards = self._shard(range(first, first + len(group["params"])))
-            self._local.add_param_group(self._local_groups(shards)[-1])
-            self._expose_state()
+            self._local.add_group(group, shards)
+            self._local.expose(self.state)
 
     def _check_group(self, group: dict[str, Any], first: int) -> None:
         params = group["params"]
@@ -234,29 +238,14 @@ class ShardedOptimizer(Optimizer):
             self._waits.add(added)
         return [shard for bucket in added for shard in bucket.shards]
 
-    def _shards(self) -> list[Shard]:
-        return [shard for bucket in self.buckets for shard in bucket.shards]
-
-    def _local_groups(self, shards: Sequence[Shard]) -> list[dict[str, Any]]:
-        """Our groups with shards in place of parameters, in the parameters' order."""
-        by_param = {id(shard.param): shard.tensor for shard in shards}
-        return [
-            _settings(group)
-            | {"params": [by_param[id(p)] for p in group["params"] if id(p) in by_param]}
-            for group in self.param_groups
-        ]
-
     def _adopt_unfrozen(self) -> None:
         """Gives parameters that became trainable a place; the same on every rank."""
         params = self.all_params()
         thawed = [index for index in self._frozen if params[index].requires_grad]
         if not thawed:
             return
-        assert self._local is not None
         self._frozen = [index for index in self._frozen if index not in thawed]
-        added = self._local_groups(self._shard(thawed))
-        for group, extra in zip(self._local.param_groups, added, strict=True):
-            group["params"].extend(extra["params"])
+        self.local.extend_groups(self.param_groups, self._shard(thawed))
 
     # --- step ------------------------------------------------------------------------------
 
@@ -277,16 +266,12 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        assert self._local is not None
-        shards = self._collect_gradients()
-        self._push_settings()
-        self._local.step(**kwargs)
-        self._pull_settings()
-        self._drop_gradients()
-        self._check_state(shards)
+        self._collect_gradients()
+        self._collected = False
+        self.local.step(self.param_groups, **kwargs)
         for bucket in self.buckets:
             bucket.write_back_masters()
-        self._expose_state()
+        self.local.expose(self.state)
         if self._reducer is not None:
             self._reducer.discard()
         for bucket in self.buckets:
@@ -305,6 +290,8 @@ class ShardedOptimizer(Optimizer):
         """
         for bucket in self.buckets:
             bucket.wait_gather()
+        if self._waits is not None:
+            self._waits.settled()
 
     def attach(self, module: nn.Module) -> None:
         """Makes ``module`` wait for parameters just in time, for ``overlap="next-forward"``.
@@ -344,7 +331,8 @@ class ShardedOptimizer(Optimizer):
         """Resets all gradients, reduced ones included."""
         if self._reducer is not None:
             self._reducer.discard()
-        self._drop_gradients()
+        self.local.drop_gradients()
+        self._collected = False
         super().zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, *, norm_type: float = 2.0) -> Tensor:
@@ -366,17 +354,19 @@ class ShardedOptimizer(Optimizer):
         """
         if not norm_type > 0:
             raise ValueError(f"norm_type must be positive, got {norm_type}")
-        shards = self._collect_gradients()
-        grads = [shard.tensor.grad for shard in shards if shard.tensor.grad is not None]
+        self._collect_gradients()
         return clip_sharded_(
-            grads, max_norm, norm_type=norm_type, group=self.process_group, device=self._device()
+            self.local.gradients(),
+            max_norm,
+            norm_type=norm_type,
+            group=self.process_group,
+            device=self.all_params()[0].device,
         )
 
-    def _collect_gradients(self) -> list[Shard]:
-        """Gives every shard its gradient, once per step; returns all shards."""
-        shards = self._shards()
+    def _collect_gradients(self) -> None:
+        """Gives every shard its gradient, once per step."""
         if self._collected:
-            return shards
+            return
         if self._overlap is not None and self._waits is None:
             raise RuntimeError(
                 'overlap="next-forward" needs to know the module whose forward waits; call '
@@ -384,72 +374,18 @@ class ShardedOptimizer(Optimizer):
             )
         self.wait()
         self._adopt_unfrozen()
-        shards = self._shards()
-        if self._reducer is None:
-            self._attach_gradients(shards)
-        else:
+        if self._reducer is not None:
             self._reducer.finish()
             reduced = self._reducer.gradients()
-            for shard in shards:
-                self._attach(shard, reduced.get(shard.index))
-        if self._waits is not None:
-            trained = [(s.param, s.name) for s in shards if s.tensor.grad is not None]
-            self._waits.check_reads(trained)
+            for shard in self.local.shards:
+                self.local.give_gradient(shard, reduced.get(shard.index))
+        else:
+            for shard in self.local.shards:
+                grad = flat_gradient(shard.param, shard.name)
+                if grad is not None:
+                    grad = grad.narrow(0, shard.span.start, shard.span.length)
+                self.local.give_gradient(shard, grad)
         self._collected = True
-        return shards
-
-    def _drop_gradients(self) -> None:
-        for shard in self._shards():
-            shard.tensor.grad = None
-        self._collected = False
-
-    def _device(self) -> torch.device:
-        return self.all_params()[0].device
-
-    def _attach_gradients(self, shards: Sequence[Shard]) -> None:
-        """Hands each shard its part of the parameter's own gradient."""
-        for shard in shards:
-            grad = flat_gradient(shard.param, shard.name)
-            if grad is not None:
-                grad = grad.narrow(0, shard.span.start, shard.span.length)
-            self._attach(shard, grad)
-
-    @staticmethod
-    def _attach(shard: Shard, part: Tensor | None) -> None:
-        """A view of the gradient, or a master's copy in the master's dtype."""
-        if part is None:
-            shard.tensor.grad = None
-            return
-        if part.shape != shard.view.shape:
-            part = part.as_strided(shard.view.size(), shard.view.stride())
-        shard.tensor.grad = part.to(shard.tensor.dtype)
-
-    def _check_state(self, shards: Sequence[Shard]) -> None:
-        """Once state exists: does an unknown class really work under a flat partition?"""
-        assert self._local is not None
-        if self.partition == "flat" and not self._state_checked and self._local.state:
-            for shard in shards:
-                check_elementwise_state(self._local, shard)
-            self._state_checked = True
-
-    def _push_settings(self) -> None:
-        assert self._local is not None
-        for group, local in zip(self.param_groups, self._local.param_groups, strict=True):
-            local.update(_settings(group))
-
-    def _pull_settings(self) -> None:
-        """Some optimizers count or adapt in their groups while stepping."""
-        assert self._local is not None
-        for group, local in zip(self.param_groups, self._local.param_groups, strict=True):
-            group.update(_settings(local))
-
-    def _expose_state(self) -> None:
-        """Shows the local state under the parameters' identity."""
-        assert self._local is not None
-        self.state.clear()
-        for shard in self._shards():
-            if shard.tensor in self._local.state:
-                self.state[shard.param] = self._local.state[shard.tensor]
 
     # --- state -----------------------------------------------------------------------------
 
@@ -464,8 +400,8 @@ class ShardedOptimizer(Optimizer):
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         result: dict[str, Any] = {
-            "state": self._states(),
-            "param_groups": self._packed_groups(),
+            "state": self.local.states(),
+            "param_groups": pack_groups(self.param_groups),
             "shard": self._shard_description(),
         }
         for after in self._optimizer_state_dict_post_hooks.values():
@@ -494,7 +430,7 @@ class ShardedOptimizer(Optimizer):
                 "a rank can load only its own shard of the same optimizer over the same ranks, but "
                 f"{problem}; use full_state_dict() and load_full_state_dict() to move between them"
             )
-        self._install(given["state"], given["param_groups"])
+        self.install(given["state"], given["param_groups"])
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -512,9 +448,13 @@ class ShardedOptimizer(Optimizer):
         """
         self.wait()
         state = gather_full_state(
-            self.buckets, self._states(), partition=self.partition, group=self.process_group
+            self.buckets, self.local.states(), partition=self.partition, group=self.process_group
         )
-        return None if state is None else {"state": state, "param_groups": self._packed_groups()}
+        return (
+            None
+            if state is None
+            else {"state": state, "param_groups": pack_groups(self.param_groups)}
+        )
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
         """Loads a plain optimizer's state dict, or ``full_state_dict`` of any world size.
@@ -535,7 +475,7 @@ class ShardedOptimizer(Optimizer):
             message[0] = self._full_state_problem(state_dict, shards=False)
             if message[0] is None:
                 assert state_dict is not None
-                message[1] = [_settings(group) for group in state_dict["param_groups"]]
+                message[1] = [settings_of(group) for group in state_dict["param_groups"]]
         guarded(
             "the check of the loaded state",
             self.process_group,
@@ -551,25 +491,7 @@ class ShardedOptimizer(Optimizer):
         received = scatter_full_state(
             self.buckets, full, partition=self.partition, group=self.process_group
         )
-        self._install(received, settings)
-
-    def _states(self) -> dict[int, dict[str, Any]]:
-        """State of this rank's shards, by parameter number."""
-        assert self._local is not None
-        states = {
-            shard.index: local_state(shard, self._local.state.get(shard.tensor, {}))
-            for shard in self._shards()
-        }
-        return {index: state for index, state in sorted(states.items()) if state}
-
-    def _packed_groups(self) -> list[dict[str, Any]]:
-        packed, number = [], 0
-        for group in self.param_groups:
-            size = len(group["params"])
-            names = {"param_names": group["param_names"]} if "param_names" in group else {}
-            packed.append(_settings(group) | names | {"params": list(range(number, number + size))})
-            number += size
-        return packed
+        self.install(received, settings)
 
     def _shard_description(self) -> dict[str, Any]:
         """What of each parameter this rank owns, and as which rank of how many."""
@@ -577,7 +499,7 @@ class ShardedOptimizer(Optimizer):
             "rank": self.rank,
             "world_size": self.world_size,
             "partition": self.partition,
-            "spans": {s.index: (s.span.start, s.span.length) for s in self._shards()},
+            "spans": {s.index: (s.span.start, s.span.length) for s in self.local.shards},
         }
 
     def _full_state_problem(self, state_dict: Any, *, shards: bool) -> str | None:
@@ -586,7 +508,7 @@ class ShardedOptimizer(Optimizer):
             self.param_groups,
             defaults=self.defaults,
             shapes=(
-                {shard.index: shard.tensor.shape for shard in self._shards()}
+                {shard.index: shard.tensor.shape for shard in self.local.shards}
                 if shards
                 else {index: param.shape for index, param in enumerate(self.all_params())}
             ),
@@ -608,31 +530,19 @@ class ShardedOptimizer(Optimizer):
             if key in state_dict["state"]
         }
 
-    def _install(
+    def install(
         self, states: Mapping[int, Mapping[str, Any]], settings: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Replaces the local state and the hyperparameters, through the class's own loading."""
-        assert self._local is not None
-        shards = {id(shard.tensor): shard for shard in self._shards()}
-        packed: dict[str, Any] = {"state": {}, "param_groups": []}
-        number = 0
-        for group, new in zip(self._local.param_groups, settings, strict=True):
-            numbers = []
-            for tensor in group["params"]:
-                state = dict(states.get(shards[id(tensor)].index, {}))
-                master = state.pop(MASTER, None)
-                if shards[id(tensor)].has_master:
-                    source = shards[id(tensor)].view if master is None else master
-                    tensor.copy_(source)
-                if state:
-                    packed["state"][number] = state
-                numbers.append(number)
-                number += 1
-            packed["param_groups"].append(_settings(dict(new)) | {"params": numbers})
-        self._local.load_state_dict(packed)
+        """Replaces this rank's state and the hyperparameters, unchecked: the end of every load.
+
+        Args:
+            states: of each shard, by parameter number.
+            settings: of each group.
+        """
+        self.local.install(states, settings)
         for group, new in zip(self.param_groups, settings, strict=True):
-            group.update(_settings(dict(new)))
-        self._expose_state()
+            group.update(settings_of(new))
+        self.local.expose(self.state)
 
 
 def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
@@ -645,16 +555,3 @@ def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     if not isinstance(items[0], dict):
         return [{"params": items}]
     return [dict(group) for group in items]
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's hyperparameters, without its parameters."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _defaults_of(
-    optimizer_cls: type[Optimizer], groups: Sequence[dict[str, Any]], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """The class's hyperparameters with their defaults, from an instance over one element."""
-    placeholder = torch.nn.Parameter(torch.zeros(1, 1))
-    return optimizer_cls([_settings(groups[0]) | {"params": [placeholder]}], **kwargs).defaults

@@ -18,7 +18,8 @@ class ForwardWaits:
     """Hooks a module tree so that every read of parameters through it waits first.
 
     A module's parameters count as read when its ``forward`` starts; ``state_dict`` and
-    ``load_state_dict`` of the root wait for everything.
+    ``load_state_dict`` of the root wait for everything. A parameter that receives a gradient
+    although its module was not called was read too early, which raises during that backward.
 
     Args:
         module: the root; all its submodules are hooked.
@@ -38,12 +39,18 @@ class ForwardWaits:
     def add(self, buckets: Iterable[Bucket]) -> None:
         """Makes modules wait for these buckets too."""
         for bucket in buckets:
-            self._bucket_of |= {id(param): bucket for param in bucket.params}
+            for param, name in zip(bucket.params, bucket.names, strict=True):
+                self._bucket_of[id(param)] = bucket
+                param.register_post_accumulate_grad_hook(self._check_read(name))
 
     def started(self) -> None:
         """All-gathers were launched: from here on, reads must wait."""
         self._pending = True
         self._read.clear()
+
+    def settled(self) -> None:
+        """All all-gathers were awaited: any read is safe."""
+        self._pending = False
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if not self._pending:
@@ -54,19 +61,13 @@ class ForwardWaits:
                 bucket.wait_gather()
                 self._read.add(id(param))
 
-    def check_reads(self, trained: Iterable[tuple[Tensor, str]]) -> None:
-        """Called at a step with the parameters that have gradients, so that were read.
+    def _check_read(self, name: str) -> Callable[[Tensor], None]:
+        def on_gradient(param: Tensor) -> None:
+            if self._pending and id(param) not in self._read:
+                raise RuntimeError(
+                    'under overlap="next-forward" a parameter may be read only inside its own '
+                    f"module's forward, but {name} received a gradient although its module was "
+                    "not called; call wait() before the forward, or use overlap=None"
+                )
 
-        Raises:
-            RuntimeError: if one of them was read outside its own module's forward, hence possibly
-                before its new values had arrived.
-        """
-        if self._pending:
-            for param, name in trained:
-                if id(param) not in self._read:
-                    raise RuntimeError(
-                        'under overlap="next-forward" a parameter may be read only inside its own '
-                        f"module's forward, but {name} has a gradient although its module was not "
-                        "called; call wait() before the forward, or use overlap=None"
-                    )
-        self._pending = False
+        return on_gradient

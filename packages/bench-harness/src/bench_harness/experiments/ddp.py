@@ -7,6 +7,7 @@ the plainest measure, the step minus a step without communication in the same ca
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -357,6 +358,7 @@ def measure_rank(
     facts = shape_row(workload.model_config)
     expected = averaged_gradients(workload)
     optimizer = optimizer_class(config["optimizer"], device)(workload.module.parameters(), lr=1e-5)
+    gc.freeze()  # what exists by now stays: ``wrapped`` collects garbage often
     rows: dict[str, Row] = {}
     for variant in config["variants"]:
         # The check comes first for all, while the parameters are still those of ``expected``.

@@ -21,9 +21,12 @@ if TYPE_CHECKING:
 
     AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-#: ``naive`` and ``naive-compiled`` store the S×S scores; the others need memory linear in S.
+#: These store the S×S scores; the others need memory linear in S.
 QUADRATIC = ("naive", "naive-compiled")
+#: "ours" is triton on a GPU and tiled on a CPU; a case names the one that it runs.
+#: ``ours`` lets flashattn_triton choose its tier: Triton on a GPU, tiled PyTorch on a CPU.
 VARIANTS = (
+    "ours",
     "triton",
     "tiled",
     *QUADRATIC,
@@ -49,8 +52,7 @@ class Options:
     """Options of :class:`Flash`.
 
     Small enough for a quick run on two cores: ``sequences=[256]``, ``head_dims=[64]``,
-    ``dtypes=["fp32"]``, ``variants=["tiled", "naive", "sdpa-flash"]``, ``rep_ms=200``. On a GPU
-    ``variants=["triton", "naive", "sdpa-flash"]`` and ``sequences=[1024]`` take as long.
+    ``dtypes=["fp32"]``, ``variants=["ours", "naive", "sdpa-flash"]``, ``rep_ms=200``.
     """
 
     sequences: tuple[int, ...] = option(tuple(2**n for n in range(7, 17)), "Sequence lengths.")
@@ -80,15 +82,17 @@ class Flash(Experiment):
         """One case per cell; quadratic variants of large cells have cases with the reference."""
         chosen = Options(**options)
         device = resolve_device(chosen.device)
-        reference, *others = chosen.variants
+        ours = "triton" if device == "cuda" else "tiled"
+        variants = [ours if name == "ours" else name for name in chosen.variants]
+        reference, *others = variants
         cases = []
         for dtype in chosen.dtypes:
             for head_dim in chosen.head_dims:
                 for sequence in chosen.sequences:
                     scores = chosen.batch * chosen.heads * sequence**2 * 4
-                    groups = [list(chosen.variants)]
+                    groups = [variants]
                     if scores > _SHARED_CASE_BYTES:
-                        linear = [v for v in chosen.variants if v not in QUADRATIC]
+                        linear = [v for v in variants if v not in QUADRATIC]
                         alone = [[reference, v] for v in others if v in QUADRATIC]
                         groups = [linear, *alone] if linear else alone
                     cases += [
@@ -266,8 +270,9 @@ def implementation(name: str, *, causal: bool, device: torch.device) -> Attentio
                 return F.scaled_dot_product_attention(query, key, value, is_causal=causal)
 
         return scaled_dot_product
-    if name in ("triton", "tiled"):
-        flash: Callable[..., Any] = partial(flash_attention, causal=causal, implementation=name)
+    if name in ("ours", "triton", "tiled"):
+        tier = "auto" if name == "ours" else name
+        flash: Callable[..., Any] = partial(flash_attention, causal=causal, implementation=tier)
         return flash
     if name == "naive":
         return partial(_naive, causal=causal)

@@ -7,9 +7,10 @@ PyTorch's own viewer; on a CPU the profiler's memory events serve instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.case import Case, Row
@@ -301,28 +302,25 @@ class _CpuRecorder:
     def __init__(self, device: torch.device) -> None:
         self.events: list[MemoryEvent] = []
         self._device = device
-        self._profiler: Any = None
+        self._stack = ExitStack()
+        self._path = Path()
 
     def __enter__(self) -> _CpuRecorder:
-        from torch.profiler import ProfilerActivity, profile
+        from bench_harness.traces.kineto import recording
 
-        self._profiler = profile(
-            activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
-        )
-        self._profiler.__enter__()
+        self._path = Path(self._stack.enter_context(TemporaryDirectory())) / "memory.json"
+        self._stack.callback(self._read)
+        self._stack.enter_context(recording(self._path, self._device, memory=True))
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        import tempfile
+    def __exit__(self, *exception: Any) -> None:
+        self._stack.__exit__(*exception)
 
+    def _read(self) -> None:
         from bench_harness.traces.allocations import from_profile
 
-        self._profiler.__exit__(*exception)
-        if exception[0] is None:
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / "memory.json"
-                self._profiler.export_chrome_trace(str(path))
-                self.events = from_profile(path)
+        if self._path.exists():
+            self.events = from_profile(self._path)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -284,6 +284,7 @@ def measure_rank(
     assert workload.model_config is not None
     facts = shape_row(workload.model_config)
     predicted = _predicted_state(workload.parameters(), world_size)
+    gc.freeze()  # what exists by now stays: every turn collects garbage
     memory: dict[str, list[Row]] = {}
     samples = {(v, p): Samples() for v in config["variants"] for p in ("optimizer", "step")}
     order = list(config["variants"])

@@ -6,12 +6,13 @@ import traceback
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from bench_harness import environment, experiments
 from bench_harness.case import JsonValue, Row
 from bench_harness.experiments import Experiment, Figure, Table
 from bench_harness.report.frame import to_frame
-from bench_harness.store import ENVIRONMENTS, RUN, Store, StoreError
+from bench_harness.store import ARTIFACTS, ENVIRONMENTS, RUN, Store, StoreError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,7 @@ class CaseLine:
 
     Attributes:
         warnings: what makes its figures doubtful, as a throttled GPU.
+        artifacts: files that it left, relative to the run folder.
     """
 
     experiment: str
@@ -30,6 +32,7 @@ class CaseLine:
     detail: str | None
     environment: str
     warnings: list[str]
+    artifacts: list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +105,7 @@ def build(store: Store) -> Report:
         runs=store.read_json(RUN) or [],
         environments=environments,
         commits=list(dict.fromkeys(row["commit"] for row in loaded.rows if row["commit"])),
-        sections=[_section(name, by_name[name]) for name in order],
+        sections=[_section(name, by_name[name], store.folder) for name in order],
         notes=_notes(store, loaded.damaged, environments),
     )
 
@@ -122,7 +125,7 @@ def _notes(store: Store, damaged: Sequence[int], environments: dict[str, Row]) -
     return notes
 
 
-def _section(name: str, rows: list[Row]) -> Section:
+def _section(name: str, rows: list[Row], folder: Path) -> Section:
     tables: list[Table] = []
     figures: list[Figure] = []
     problems: list[str] = []
@@ -137,7 +140,7 @@ def _section(name: str, rows: list[Row]) -> Section:
     return Section(
         name=name,
         summary=summary,
-        cases=[_line(row) for row in reversed(first_rows.values())],
+        cases=[_line(row, folder) for row in reversed(first_rows.values())],
         tables=tables,
         figures=figures,
         problems=problems,
@@ -166,7 +169,8 @@ def _where(error: Exception) -> str:
     return f"{text} ({frame.name}, line {frame.lineno})"
 
 
-def _line(row: Row) -> CaseLine:
+def _line(row: Row, folder: Path) -> CaseLine:
+    left = sorted((folder / ARTIFACTS / row["case_key"]).glob("*"))
     return CaseLine(
         experiment=row["experiment"],
         label=row["label"],
@@ -176,6 +180,7 @@ def _line(row: Row) -> CaseLine:
         detail=row["detail"],
         environment=row["environment"],
         warnings=_warnings(row.get("machine_before"), row.get("machine_after")),
+        artifacts=[file.relative_to(folder).as_posix() for file in left],
     )
 
 

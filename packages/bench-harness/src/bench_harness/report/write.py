@@ -15,6 +15,9 @@ from bench_harness.store import RESULTS, replace_file
 PAGE = "report.html"
 _TEMPLATE = "page.html.jinja"
 
+#: Columns whose "yes" a reader must not miss.
+_FLAGS = ("unstable", "prediction missed")
+
 
 def write(report: Report, folder: Path) -> Path:
     """Writes all files of a report, replacing those of an earlier one.
@@ -82,7 +85,7 @@ def render(report: Report) -> str:
         isinstance(value, numbers.Real) and not isinstance(value, bool)
     )
     return templates.get_template(_TEMPLATE).render(
-        report=report, data_uri=data_uri, table_stem=table_stem, results=RESULTS
+        report=report, data_uri=data_uri, table_stem=table_stem, results=RESULTS, flags=_FLAGS
     )
 
 

@@ -1,0 +1,212 @@
+"""The experiments of several ranks, small, with gloo; and their checks, which must catch errors."""
+
+import json
+
+import pandas as pd
+import pytest
+import torch
+import torch.distributed as dist
+
+from bench_harness import experiments
+from bench_harness.report.frame import to_frame
+from bench_harness.report.plots import png_bytes
+from ranks import run_ranks
+
+TINY = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 64}
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+    def run(name, **options):
+        experiment = experiments.get(name)
+        (case,) = experiment.cases(device="cpu", **options)
+        rows = experiment.run(case, print)
+        json.dumps(rows, allow_nan=False)
+        about = {"experiment": name, "label": case.label, "status": "ok"}
+        frame = to_frame([{**about, **row, "config": dict(case.config)} for row in rows])
+        for figure in experiment.figures(frame):
+            assert png_bytes(figure.figure)
+        return frame, {table.title: table.frame for table in experiment.tables(frame)}
+
+    return run
+
+
+def test_ddp(run, tmp_path):
+    frame, tables = run(
+        "ddp",
+        sizes=("custom",),
+        batches=(2,),
+        sequences=(16,),
+        bucket_sizes_mb=(0.01, 0.02, 1),
+        rounds=1,
+        blocks=3,
+        calls=1,
+        warmup=1,
+        **TINY,
+    )
+    lines = frame.set_index("variant")
+    assert list(lines.index) == [
+        *("none", "naive", "flat", "overlap"),
+        *("bucketed 0.01 MB", "bucketed 0.02 MB", "bucketed 1 MB", "torch-ddp", "torch-ddp-tuned"),
+    ]
+    assert all(len(samples) == 3 for samples in frame["samples_ms"])
+    assert lines.loc["none", "communication_ms"] == 0
+    for name in lines.index.drop("none"):
+        line = lines.loc[name]
+        assert line["communication_ms"] > 0
+        assert line["gradient_error"] < 1e-5
+    # Wrappers that communicate after backward can hide nothing there.
+    assert lines.loc["flat", "collectives"] == 1
+    assert lines.loc["naive", "in_backward"] == 0
+    assert lines.loc["overlap", "in_backward"] == lines.loc["naive", "collectives"]
+    assert lines.loc["bucketed 0.01 MB", "buckets"] > lines.loc["bucketed 1 MB", "buckets"]
+    published = tables["Step times for comparison by column"]
+    assert list(published.columns[:7]) == [
+        *("implementation", "model_size", "d_model", "num_layers", "world_size"),
+        *("avg_step_time_ms", "speedup_vs_naive"),
+    ]
+    naive = published.set_index("implementation").loc["naive"]
+    assert naive["speedup_vs_naive"] == pytest.approx(1.0)
+    assert len(tables["Bucket overhead model"]) == 1
+    assert len(list(tmp_path.glob("*.trimmed.json"))) == len(lines)
+
+
+def test_allreduce(run):
+    frame, tables = run("allreduce", sizes_mb=(0.01, 0.1, 1), samples=3, warmup=1)
+    assert len(frame) == 4 * 3
+    assert all(len(samples) == 3 for samples in frame["samples_ms"])
+    table = tables["Collectives"]
+    assert (table["bus bandwidth (GB/s)"] > 0).all()
+    assert len(tables["Cost of a collective"]) == 4
+
+
+def test_optimizer(run):
+    frame, tables = run(
+        "optimizer", size="custom", batch=2, sequence=16, rounds=1, samples=2, warmup=1, **TINY
+    )
+    memory = tables["Memory per rank at three moments"].set_index(["variant", "moment"])
+    after = memory.xs("after the optimizer step", level="moment")
+    full = after.loc["unsharded", "optimizer state (MiB)"]
+    for variant in ("sharded-flat", "sharded-whole", "zero-redundancy"):
+        assert after.loc[variant, "optimizer state (MiB)"] == pytest.approx(full / 2, rel=0.1)
+    assert not after["prediction missed"].loc[["unsharded", "sharded-flat"]].any()
+    times = frame[frame["phase"].notna()]
+    assert set(times["phase"]) == {"step", "optimizer"}
+    assert all(len(samples) == 2 for samples in times["samples_ms"])
+
+
+def test_too_few_gpus_skip_the_case():
+    for name in ("ddp", "allreduce", "optimizer"):
+        experiment = experiments.get(name)
+        options = {"world_sizes": (64,)} if name == "allreduce" else {"world_size": 64}
+        (case, *_) = experiment.cases(device="cuda", **options)
+        with pytest.raises(experiments.CaseSkipped, match="needs 64 CUDA devices"):
+            experiment.run(case, print)
+
+
+def wrong_results(rank, world_size):
+    """What each experiment's check says about results that are wrong."""
+    from bench_harness.experiments import allreduce, optimizer
+    from bench_harness.experiments.steps import (
+        Wrapped,
+        averaged_gradients,
+        check_gradients,
+        train_step,
+        wrapped,
+    )
+    from bench_harness.workload import language_model
+
+    said = []
+    device = torch.device("cpu")
+    config = {"size": "custom", "batch": 2, "sequence": 8, **TINY}
+    workload = language_model(config, device, precision="fp32", batch_seed=rank)
+    expected = averaged_gradients(workload)
+    with wrapped("flat", {}, workload.module) as way:
+        train_step(workload, way, None)
+        said.append(f"flat: {check_gradients('flat', workload.module, expected):.0e}")
+    train_step(workload, Wrapped(workload.module, lambda: None), None)  # nothing is averaged
+    try:
+        check_gradients("silent", workload.module, expected)
+    except ArithmeticError as error:
+        said.append(str(error))
+    for parameter in workload.module.parameters():
+        parameter.grad = None
+    try:
+        check_gradients("dropped", workload.module, expected)
+    except ArithmeticError as error:
+        said.append(str(error))
+
+    all_reduce, dist.all_reduce = dist.all_reduce, lambda tensor: None
+    try:
+        allreduce.check("all_reduce", rank, world_size, 8, device)
+    except ArithmeticError as error:
+        said.append(str(error))
+    finally:
+        dist.all_reduce = all_reduce
+    for operation in allreduce.OPERATIONS:
+        allreduce.check(operation, rank, world_size, 8, device)
+
+    make = optimizer.make_optimizer
+    optimizer.make_optimizer = lambda variant, module, device: (
+        torch.optim.SGD(module.parameters(), lr=0.1)
+        if variant == "sharded-flat"
+        else make(variant, module, device)
+    )
+    try:
+        optimizer.check("sharded-flat", device)
+    except ArithmeticError as error:
+        said.append(str(error))
+    finally:
+        optimizer.make_optimizer = make
+    optimizer.check("sharded-flat", device)
+    return said
+
+
+def test_wrong_results_are_never_timed():
+    for outcome in run_ranks(wrong_results, 2):
+        flat, silent, dropped, reduced, stepped = outcome.value
+        assert flat.startswith("flat: ")
+        assert "silent: the gradient of" in silent
+        assert "must have a gradient" in dropped
+        assert "all_reduce of 8 elements" in reduced
+        assert "must equal unsharded AdamW" in stepped
+
+
+def hooks_left(rank, world_size):
+    """How many collectives a plain backward starts after each kind of wrapper was taken off."""
+    from bench_harness.experiments.steps import WRAPPERS, train_step, wrapped
+    from bench_harness.workload import language_model
+
+    config = {"size": "custom", "batch": 1, "sequence": 4, **TINY}
+    workload = language_model(config, torch.device("cpu"), precision="fp32", batch_seed=rank)
+
+    def turn(kind):
+        with wrapped(kind, {}, workload.module) as way:
+            train_step(workload, way, None)
+
+    equal = {}
+    for kind in WRAPPERS:
+        turn(kind)
+        with wrapped("none", {}, workload.module) as way:
+            train_step(workload, way, None)
+            grad = next(workload.module.parameters()).grad.clone()
+        other = grad.clone()
+        dist.broadcast(other, src=0)
+        equal[kind] = bool(torch.equal(grad, other)) and rank != 0
+    return equal
+
+
+def test_a_wrapper_leaves_nothing_behind():
+    _, last = run_ranks(hooks_left, 2)
+    # The ranks' batches differ, so equal gradients would mean that something still averages them.
+    assert not any(last.value.values()), last.value
+
+
+def test_tables_of_one_failed_cell_beside_a_finished_one(run):
+    frame, _ = run("allreduce", sizes_mb=(0.01,), operations=("broadcast",), samples=2, warmup=0)
+    lost = {"label": "allreduce gloo 4 ranks", "status": "error", "world_size": 4}
+    both = pd.concat([frame, pd.DataFrame([lost])], ignore_index=True)
+    (table,) = experiments.get("allreduce").tables(both)
+    assert list(table.frame["status"]) == ["ok", "error"]

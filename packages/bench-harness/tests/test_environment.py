@@ -1,0 +1,105 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from bench_harness import environment
+
+
+def test_description_is_json_and_needs_no_torch():
+    program = (
+        "import json, sys; from bench_harness import environment as e; "
+        "print(json.dumps([e.describe(), e.snapshot(), e.gpu_count(), e.resolve_device('auto')])); "
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    described, state, gpus, device = json.loads(done.stdout)
+    assert described["packages"]["torch"] == environment.package_version("torch")
+    assert described["cpu_threads"] >= 1
+    assert len(described["gpus"]) >= gpus
+    assert len(state["gpus"]) == len(described["gpus"])
+    assert device == ("cuda" if gpus else "cpu")
+
+
+def test_our_own_version_is_known_even_from_the_source_tree(monkeypatch):
+    installed = environment.package_version("bench-harness")
+
+    def absent(name):
+        raise environment.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(environment.importlib.metadata, "version", absent)
+    assert environment.package_version("bench-harness") is not None
+    assert installed in (None, environment.package_version("bench-harness"))
+    assert environment.package_version("no-such-package") is None
+    assert environment.package_version("json") is None
+
+
+def test_torch_describes_itself():
+    import torch
+
+    described = environment.describe_torch()
+    assert described["torch"] == torch.__version__
+    json.dumps(described)
+
+
+def test_visible_devices_limit_the_count(monkeypatch):
+    from contextlib import contextmanager
+
+    class Library:
+        @staticmethod
+        def nvmlDeviceGetCount():  # noqa: N802 - the library's own name
+            return 4
+
+    @contextmanager
+    def present():
+        yield Library
+
+    monkeypatch.setattr(environment, "_nvml", present)
+    for visible, count in (("0,2", 2), ("", 0), ("-1", 0), ("0,1,2,3,4", 4)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert environment.gpu_count() == count
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert environment.gpu_count() == 4
+    assert environment.resolve_device("auto") == "cuda"
+
+
+def test_unknown_device_lists_those_there_are():
+    with pytest.raises(ValueError, match="auto, cpu, cuda; received 'tpu'"):
+        environment.resolve_device("tpu")
+
+
+def test_throttling_in_either_snapshot_is_reported():
+    calm, hot = {"gpus": [{"throttle_reasons": []}]}, {"gpus": [{"throttle_reasons": ["power"]}]}
+    assert environment.throttled(calm, hot) == ["power"]
+    assert environment.throttled(calm, {"gpus": []}) == []
+
+
+def test_outside_a_repository_there_is_no_commit(tmp_path):
+    assert environment.git_state(tmp_path) is None
+
+
+def test_a_changed_file_makes_the_tree_dirty(tmp_path):
+    def git(*arguments):
+        identity = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, timeout=30)
+
+    git("init", "--quiet")
+    (tmp_path / "file").write_text("one")
+    git("add", "file")
+    git("commit", "--quiet", "-m", "first")
+    state = environment.git_state(tmp_path)
+    assert state["dirty"] is False
+    assert len(state["commit"]) == 40
+    (tmp_path / "file").write_text("two")
+    assert environment.git_state(tmp_path)["dirty"] is True
+
+
+@pytest.mark.gpu
+def test_gpus_are_described():
+    described = environment.describe()
+    assert described["driver"]
+    assert described["gpus"][0]["memory_gib"] > 1
+    assert environment.snapshot()["gpus"][0]["sm_clock_mhz"] > 0

@@ -1,0 +1,352 @@
+"""Every experiment, small, on this machine: rows with the right meaning, tables, pictures."""
+
+import json
+
+import pandas as pd
+import pytest
+import torch
+
+from bench_harness import experiments
+from bench_harness.case import Case
+from bench_harness.report.frame import to_frame
+from bench_harness.report.plots import png_bytes
+
+TINY = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 64}
+ALL = experiments.names()
+
+
+def measured(case, rows):
+    """Rows as the runner stores them."""
+    about = {"experiment": case.experiment, "label": case.label, "case_key": case.key}
+    return [{**about, "status": "ok", **row, "config": dict(case.config)} for row in rows]
+
+
+def failed(case, status):
+    return {
+        "experiment": case.experiment,
+        "label": case.label,
+        "case_key": case.key,
+        "status": status,
+        "error": "why",
+        "config": dict(case.config),
+    }
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """Runs an experiment's cases in this process and checks what holds for all of them."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(name, **options):
+        experiment = experiments.get(name)
+        rows = []
+        for case in experiment.cases(device="cpu", **options):
+            said = []
+            found = experiment.run(case, said.append)
+            json.dumps(found, allow_nan=False)
+            assert said, "a case says what it does"
+            assert all(row["variant"] for row in found)
+            rows += measured(case, found)
+        frame = to_frame(rows)
+        tables = {table.title: table for table in experiment.tables(frame)}
+        for table in tables.values():
+            check_columns(table)
+        figures = experiment.figures(frame)
+        assert len({figure.name for figure in figures}) == len(figures)
+        for figure in figures:
+            assert png_bytes(figure.figure).startswith(b"\x89PNG")
+            for plot in figure.figure.axes:
+                assert "(" in plot.get_xlabel() or "(" in plot.get_ylabel(), "axes carry units"
+        return frame, tables, figures
+
+    return run
+
+
+def check_columns(table):
+    """Measured columns say their unit; whole-number settings and names need none."""
+    plain = {
+        *("size", "model", "d_model", "num_layers", "head_dim", "heads", "batch", "batch per rank"),
+        *("model_size", "world_size", "sequence", "avg_step_time_ms", "speedup_vs_naive"),
+        *("tokens/s", "TFLOP/s"),
+    }
+    for name in table.frame.columns:
+        numeric = pd.api.types.is_numeric_dtype(table.frame[name].dtype)
+        if numeric and table.frame[name].dtype != bool and name not in plain:
+            assert "(" in name, f"{table.title}: {name} needs a unit"
+    assert len(table.frame)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_cases_are_pure_json_and_distinct(name):
+    experiment = experiments.get(name)
+    cases = experiment.cases()
+    assert cases
+    assert [case.key for case in cases] == [case.key for case in experiment.cases()]
+    assert len({case.key for case in cases}) == len(cases)
+    assert len({case.label for case in cases}) == len(cases)
+    assert experiment.summary
+    for field in experiment.Options.__dataclass_fields__.values():
+        assert field.metadata["help"]
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("status", ["oom", "timeout", "error", "skipped"])
+def test_a_report_of_failed_cases_only_is_still_a_report(name, status):
+    experiment = experiments.get(name)
+    frame = to_frame(failed(case, status) for case in experiment.cases()[:3])
+    for table in experiment.tables(frame):
+        assert isinstance(table.frame, pd.DataFrame)
+    assert experiment.figures(frame) == []
+
+
+def test_model(run):
+    frame, tables, _ = run(
+        "model",
+        sizes=("custom",),
+        batch=2,
+        sequences=(16,),
+        precisions=("fp32", "bf16"),
+        attentions=("naive", "flash"),
+        warmups=(0, 1),
+        samples=3,
+        **TINY,
+    )
+    assert len(frame) == 2 * 4 * 5  # warm-ups × variants × phases
+    assert set(frame["phase"]) == {"forward", "training forward", "backward", "optimizer", "step"}
+    assert all(len(samples) == 3 for samples in frame["samples_ms"])
+    step, forward = (frame[frame["phase"] == p].iloc[0]["flops"] for p in ("step", "forward"))
+    assert step == 3 * forward
+    assert {"Effect of warm-up", "First step against steady state"} <= tables.keys()
+    assert tables["Time per phase"].frame["MFU (%)"].dropna().between(0, 100).all()
+
+
+def test_model_forward_only_runs_nothing_else(run):
+    frame, _, figures = run(
+        "model", sizes=("custom",), sequences=(8,), modes=("forward",), samples=2, **TINY
+    )
+    assert set(frame["phase"]) == {"forward"}
+    assert figures == []
+
+
+def test_model_measures_any_module(run, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+
+    def make():
+        settings = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 50, "n_positions": 32}
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings))
+
+    monkeypatch.setattr(transformers, "tiny_gpt2_for_test", make, raising=False)
+    frame, tables, _ = run(
+        "model",
+        model="transformers:tiny_gpt2_for_test",
+        input="input_ids=int64[2x8]<50",
+        samples=2,
+        warmups=(1,),
+    )
+    assert set(frame["parameters"]) == {sum(p.numel() for p in make().parameters())}
+    assert (frame["forward_flops"] > 0).all()
+    assert "transformers:tiny_gpt2_for_test" in set(tables["Time per phase"].frame["model"])
+
+
+def test_model_and_input_go_together():
+    with pytest.raises(ValueError, match="model and input go together"):
+        experiments.get("model").cases(model="a:b")
+
+
+def test_isolated_variants_are_cases_of_their_own():
+    cases = experiments.get("model").cases(attentions=("naive", "flash"), isolate=True)
+    assert [len(case.config["variants"]) for case in cases] == [1, 1]
+
+
+def test_attention_predicts_what_is_kept_for_backward(run):
+    frame, tables, _ = run(
+        "attention",
+        head_dims=(8, 16),
+        sequences=(32, 64),
+        batch=2,
+        executions=("eager",),
+        samples=3,
+        warmup=1,
+    )
+    assert (frame["saved_bytes"] == frame["predicted_saved_bytes"]).all()
+    grid = tables["Attention grid"].frame
+    assert not grid["prediction missed"].astype(bool).any()
+    doubled = frame[frame["sequence"] == 64]["predicted_saved_bytes"].min()
+    assert doubled > 3 * frame[frame["sequence"] == 32]["predicted_saved_bytes"].min()
+
+
+def test_attention_explains_the_smallest_cell_without_memory():
+    experiment = experiments.get("attention")
+    cases = experiment.cases(sequences=(8192, 16384), head_dims=(64,), device="cpu")
+    assert len(cases) == 4, "cells that may not fit are measured one variant at a time"
+    tables = experiment.tables(to_frame(failed(case, "oom") for case in reversed(cases)))
+    assert "sequence 8192" in tables[1].note
+    accounting = tables[1].frame.set_index("tensor")["size (MiB)"]
+    assert accounting["softmax output, saved"] == 8 * 8192**2 * 4 / 2**20
+
+
+def test_flash(run):
+    frame, tables, _ = run(
+        "flash",
+        sequences=(32, 64),
+        head_dims=(16,),
+        dtypes=("fp32", "bf16"),
+        variants=("ours", "tiled", "naive", "sdpa-math"),
+        rep_ms=6,
+        warmup_ms=0,
+    )
+    assert set(frame["phase"]) == {"forward", "backward", "forward+backward"}
+    assert (frame[frame["dtype"] == "fp32"]["error_grad"] < 1e-4).all()
+    grid = tables["FlashAttention grid"].frame
+    own = grid[grid["variant"] == "ours"]
+    assert (own["speedup over ours (ratio)"] == 1).all()
+
+
+def test_a_wrong_attention_is_not_timed(monkeypatch):
+    from bench_harness.experiments import flash
+
+    cell = {"batch": 1, "heads": 1, "head_dim": 16, "dtype": "fp32", "causal": True, "sequence": 32}
+    naive = flash.implementation("naive", causal=True, device=torch.device("cpu"))
+    wrong = {
+        "scaled": lambda q, k, v: 1.01 * naive(q, k, v),
+        "nan": lambda q, k, v: float("nan") * naive(q, k, v),
+        "gradient": lambda q, k, v: naive(q.detach() + 0 * q, k, v),
+    }
+    for name, function in wrong.items():
+        with pytest.raises(ArithmeticError, match=f"{name}: error of .* it is not timed"):
+            flash.check({name: function}, cell, torch.device("cpu"))
+
+
+def test_flash_keeps_large_quadratic_variants_apart():
+    cases = experiments.get("flash").cases(
+        sequences=(65536,), head_dims=(64,), dtypes=("bf16",), device="cpu"
+    )
+    assert [case.config["variants"] for case in cases] == [
+        ["triton", "sdpa-flash", "sdpa-cudnn", "flex"],
+        ["triton", "naive"],
+        ["triton", "naive-compiled"],
+    ]
+
+
+@pytest.mark.parametrize("variant", ["triton", "flex", "sdpa-cudnn"])
+def test_flash_variants_that_need_a_gpu_skip_the_case(variant):
+    from bench_harness.experiments.flash import implementation
+
+    with pytest.raises(experiments.CaseSkipped, match=f"{variant} needs a CUDA device"):
+        implementation(variant, causal=True, device=torch.device("cpu"))
+
+
+def test_leaderboard_needs_a_gpu():
+    experiment = experiments.get("leaderboard")
+    (case,) = experiment.cases(device="cpu")
+    with pytest.raises(experiments.CaseSkipped, match="GPU"):
+        experiment.run(case, print)
+
+
+def test_precision(run):
+    _, tables, _ = run("precision")
+    sums = tables["Accumulating 0.01"].frame.set_index("accumulator += term")["sum (1)"]
+    assert sums["fp32 += fp32"] == pytest.approx(10.00013, abs=1e-4)
+    assert sums["fp16 += fp16"] == 9.953125
+    assert sums["fp32 += fp16"] == sums["fp32 += fp32(fp16)"] == pytest.approx(10.00214, abs=1e-4)
+    dtypes = tables["Dtypes under autocast"].frame.set_index("tensor")
+    assert dtypes.loc["model parameters", "bf16"] == "float32"
+    assert dtypes.loc["output of fc1", "fp16"] == "float16"
+    assert dtypes.loc["gradients", "fp16"] == "float32"
+
+
+def test_accounting():
+    experiment = experiments.get("accounting")
+    (case,) = experiment.cases()
+    frame = to_frame(measured(case, experiment.run(case, print)))
+    sizes, mesh = (table.frame for table in experiment.tables(frame))
+    assert sizes.set_index("size").loc["xl", "parameters (count)"] == 1_998_235_200
+    values = mesh.set_index("quantity")["value (in unit)"]
+    assert values["total"] == pytest.approx(3517.58)
+    assert values["compute-bound batch, overall, transfers at once"] == pytest.approx(20444.4)
+    assert (mesh["derivation"].str.len() > 3).all()
+    (figure,) = experiment.figures(frame)
+    assert png_bytes(figure.figure)
+
+
+def test_memory(run):
+    frame, tables, figures = run(
+        "memory",
+        sizes=("custom",),
+        batch=2,
+        sequences=(16,),
+        precisions=("fp32",),
+        **TINY,
+    )
+    phases = frame[frame["kind"] == "phase"].set_index(["mode", "phase"])
+    parameters = 4 * phases["parameters"].iloc[0]
+    assert phases.loc[("step", "model"), "end_bytes"] == pytest.approx(parameters, rel=0.05)
+    # Parameters, gradients and two moments; small leftovers of the loss aside.
+    assert phases.loc[("step", "optimizer"), "end_bytes"] == pytest.approx(4 * parameters, rel=0.1)
+    assert phases.loc[("forward", "forward"), "end_bytes"] < 1.2 * parameters
+    peak = tables["Peak memory"].frame.set_index("mode")["peak (MiB)"]
+    assert peak["step"] > peak["forward"]
+    assert frame["residual_bytes"].max() == 2 * 16 * 32 * 4
+    assert len(figures) == 2
+
+
+def test_profile(run, tmp_path):
+    frame, _, _ = run(
+        "profile", sizes=("custom",), batch=4, sequences=(32,), warmup=1, **TINY | {"d_ff": 1024}
+    )
+    phases = frame[frame["kind"] == "phase"].set_index("phase")
+    assert list(phases.index) == ["inference", "forward", "backward", "optimizer"]
+    assert phases.loc["optimizer", "matmul_share"] == 0
+    assert (phases["busy_ms"] <= phases["window_ms"] * 1.01).all()
+    kernels = frame[(frame["kind"] == "kernel") & (frame["phase"] == "backward")]
+    assert (kernels["work"] == "matmul").any()
+    assert (kernels["total_ms"].diff().dropna() <= 0).all(), "longest first"
+    parts = frame[frame["kind"] == "range"]
+    assert set(parts["range"]) == {"attention.scores", "attention.softmax", "attention.output"}
+    assert (tmp_path / "trace.trimmed.json").exists()
+    assert not (tmp_path / "trace.json").exists()
+
+
+def test_profile_says_so_when_nsight_is_missing(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    experiment = experiments.get("profile")
+    case = experiment.cases(nsight=True, device="cpu", sizes=("small",), sequences=(128,))[0]
+    with pytest.raises(experiments.CaseSkipped, match="nsys must be on the PATH"):
+        experiment.run(case, print)
+
+
+def test_fitted_constants_are_found_again():
+    import numpy as np
+
+    from bench_harness.experiments.bucket_model import fit
+
+    size, bandwidth, per_call = 8e9, 3e11, 4e-5
+    counts = np.array([2.0, 8.0, 80.0, 435.0])
+    inverse, found = fit(size, counts, size / counts / bandwidth + counts * per_call)
+    assert 1 / inverse == pytest.approx(bandwidth)
+    assert found == pytest.approx(per_call)
+
+
+def test_allreduce_fit_finds_overhead_and_bandwidth():
+    from bench_harness.experiments.allreduce import fit_table
+
+    sizes = [2**20 * n for n in (1, 10, 100, 1000)]
+    rows = pd.DataFrame(
+        {
+            "backend": "nccl",
+            "world_size": 2,
+            "variant": "all_reduce",
+            "size_bytes": sizes,
+            "samples_ms": [[1e3 * (30e-6 + size / 3e11)] * 5 for size in sizes],
+        }
+    )
+    (line,) = fit_table(rows).to_dict("records")
+    assert line["overhead o (µs)"] == pytest.approx(30, rel=1e-3)
+    assert line["bandwidth w (GB/s)"] == pytest.approx(300, rel=1e-3)
+
+
+def test_case_timeouts_leave_the_ranks_time_to_report():
+    for name in ("ddp", "optimizer", "allreduce"):
+        (case, *_) = experiments.get(name).cases(device="cpu")
+        assert isinstance(case, Case)
+        assert case.timeout_s >= 300

@@ -1,0 +1,51 @@
+"""What the README shows works as shown."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from bench_harness import experiments, options, presets
+from bench_harness.report.frame import to_frame
+
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_example_experiment_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = (block for block in blocks("python") if "class Sleep" in block)
+    example: Any = ModuleType("example")
+    monkeypatch.setitem(sys.modules, "example", example)  # dataclasses look their module up
+    exec(code, example.__dict__)
+    experiment = example.Sleep()
+    values = options.build(experiment, {"milliseconds": [1]})
+    (case,) = experiment.cases(**values)
+    (row,) = experiment.run(case, print)
+    (table,) = experiment.tables(to_frame([{**row, "config": case.config, "status": "ok"}]))
+    assert table.frame["median_ms"][0] >= 1
+
+
+def test_the_example_preset_is_valid(tmp_path: Path) -> None:
+    (text,) = (block for block in blocks("toml") if "description" in block)
+    (tmp_path / "example.toml").write_text(text)
+    names = [name for name, _ in presets.load(str(tmp_path / "example.toml")).runs]
+    assert names == ["model", "allreduce", "allreduce"]
+
+
+def test_the_example_entry_point_uses_the_registry_s_group() -> None:
+    (text,) = (block for block in blocks("toml") if "entry-points" in block)
+    assert list(tomllib.loads(text)["project"]["entry-points"]) == [experiments.ENTRY_POINT_GROUP]
+
+
+@pytest.mark.parametrize("name", experiments.names())
+def test_every_experiment_is_listed(name: str) -> None:
+    assert f"`{name}`" in README

@@ -1,0 +1,315 @@
+"""Reading traces: made-up ones with known answers, and real ones of this machine."""
+
+import json
+import sqlite3
+from contextlib import closing
+
+import pytest
+import torch
+
+import basics_model
+from bench_harness.traces import kineto, nsight
+from bench_harness.traces.picture import draw_overlap, timeline
+from bench_harness.traces.trace import is_communication, kernel_totals, kind, phase, time_inside
+
+CPU = torch.device("cpu")
+MAIN, AUTOGRAD = 11, 12
+
+
+def span(name, category, start, end, thread=MAIN, **args):
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "ts": start,
+        "dur": round(end - start, 3),
+        "pid": 1,
+        "tid": thread,
+        "args": args,
+    }
+
+
+@pytest.fixture
+def gpu_trace(tmp_path):
+    """A step on a GPU: backward's kernels are launched by another thread than the range's."""
+    events = [
+        span("phase:forward", "user_annotation", 0, 100),
+        span("phase:backward", "user_annotation", 100, 300),
+        span("attention.softmax", "user_annotation", 10, 20),
+        span("phase:forward", "gpu_user_annotation", 0, 100, thread=7),
+        span("cudaLaunchKernel", "cuda_runtime", 5, 6, correlation=1),
+        span("cudaLaunchKernel", "cuda_runtime", 12, 13, correlation=2),
+        span("cudaLaunchKernel", "cuda_runtime", 110, 111, thread=AUTOGRAD, correlation=3),
+        span("ncclAllReduce", "cuda_runtime", 120, 121, thread=AUTOGRAD, correlation=4),
+        span("sm90_xmma_gemm_bf16", "kernel", 30, 60.5, thread=7, correlation=1),
+        span("softmax_warp_forward", "kernel", 61, 71, thread=7, correlation=2),
+        span("nvjet_tst_128x256", "kernel", 115, 215, thread=7, correlation=3),
+        span("ncclDevKernel_AllReduce_Sum_f32", "kernel", 200, 260, thread=20, correlation=4),
+        span("Memcpy DtoD", "gpu_memcpy", 262, 263, thread=7),
+        {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "python"}},
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    return path
+
+
+def test_gpu_kernels_belong_to_the_phase_they_run_in(gpu_trace):
+    trace = kineto.load(gpu_trace)
+    assert trace.on_device
+    backward = kernel_totals(trace, trace.phases("backward"))
+    assert [(total.name, total.kind) for total in backward] == [
+        ("nvjet_tst_128x256", "matmul"),
+        ("ncclDevKernel_AllReduce_Sum_f32", "communication"),
+    ]
+    assert backward[0].total_ns == 100_000
+    forward = kernel_totals(trace, trace.phases("forward"))
+    assert [(total.name, total.total_ns) for total in forward] == [
+        ("sm90_xmma_gemm_bf16", 30_500),
+        ("softmax_warp_forward", 10_000),
+    ]
+    assert forward[0].share == pytest.approx(30.5 / 40.5)
+
+
+def test_gpu_overlap_is_of_kernels(gpu_trace):
+    trace = kineto.load(gpu_trace)
+    found = trace.overlap(trace.phases("backward")[0])
+    assert found.communication_ns == 60_000
+    assert (found.hidden_ns, found.exposed_ns) == (15_000, 45_000)
+    assert found.idle_ns == 200_000 - 145_000
+    assert len(trace.copies) == 1
+
+
+def test_kernels_belong_to_the_range_that_launched_them(gpu_trace):
+    trace = kineto.load(gpu_trace)
+    assert time_inside(trace, "attention.softmax") == {"other": 10_000}
+    assert time_inside(trace, "attention.softmax", trace.phases("backward")) == {}
+
+
+def test_a_trimmed_trace_keeps_the_window_and_can_be_read(gpu_trace, tmp_path):
+    target = tmp_path / "small.json"
+    kineto.trimmed(gpu_trace, target, kineto.load(gpu_trace).phases("forward"))
+    small = kineto.load(target)
+    assert {event.name for event in small.operators} == {
+        "sm90_xmma_gemm_bf16",
+        "softmax_warp_forward",
+    }
+    assert any(e["ph"] == "M" for e in json.loads(target.read_text())["traceEvents"])
+
+
+def test_times_far_from_zero_stay_exact(tmp_path):
+    path = tmp_path / "late.json"
+    path.write_text(
+        '{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, '
+        '"ts": 1760000000000000.123, "dur": 1.001, "args": {}}]}'
+    )
+    (kernel,) = kineto.load(path).operators
+    assert kernel.interval == (1_760_000_000_000_000_123, 1_760_000_000_000_001_124)
+
+
+def test_a_file_without_events_is_refused(tmp_path):
+    path = tmp_path / "empty.json"
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="must hold traceEvents"):
+        kineto.load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("ncclDevKernel_AllReduce", "communication"),
+        ("sm90_xmma_gemm_f32", "matmul"),
+        ("void cutlass::Kernel2<cutlass_80>", "matmul"),
+        ("ampere_sgemm_128x64_tn", "matmul"),
+        ("void pytorch_flash::flash_fwd_kernel", "fused attention"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu", "fused attention"),
+        ("aten::mm", "matmul"),
+        ("aten::matmul", "other"),
+        ("vectorized_elementwise_kernel", "other"),
+    ],
+)
+def test_kinds_of_kernels(name, expected):
+    assert kind(name) == expected
+    assert is_communication(name) == (expected == "communication")
+
+
+@pytest.fixture(scope="module")
+def cpu_trace(tmp_path_factory):
+    """A real training step of naive attention on this machine's CPU."""
+    config = basics_model.ModelConfig(
+        vocab_size=64, context_length=32, d_model=128, d_ff=512, num_layers=2, num_heads=2
+    )
+    model = basics_model.TransformerLM(config, attention=basics_model.softmax_attention)
+    tokens = torch.randint(64, (4, 32))
+    path = tmp_path_factory.mktemp("trace") / "step.json"
+    model(tokens).sum().backward()
+    with kineto.recording(path, CPU):
+        with phase("forward", CPU):
+            loss = model(tokens).sum()
+        with phase("backward", CPU):
+            loss.backward()
+    return path
+
+
+def test_matmuls_dominate_backward(cpu_trace):
+    trace = kineto.load(cpu_trace)
+    assert not trace.on_device
+    totals = kernel_totals(trace, trace.phases("backward"))
+    matmul = sum(total.share for total in totals if total.kind == "matmul")
+    assert totals[0].kind == "matmul"
+    assert matmul > 0.5
+    # Two products in backward for each of forward's.
+    count = {
+        name: sum(t.count for t in kernel_totals(trace, trace.phases(name)) if t.kind == "matmul")
+        for name in ("forward", "backward")
+    }
+    assert count["backward"] == 2 * count["forward"]
+
+
+def test_operators_own_times_add_up_to_the_outermost_spans(cpu_trace):
+    trace = kineto.load(cpu_trace)
+    outermost = sum(event.end_ns - event.start_ns for event in trace.compute)
+    assert sum(event.self_ns for event in trace.operators) == pytest.approx(outermost, rel=1e-3)
+
+
+def test_softmax_and_products_are_found_inside_their_ranges(cpu_trace):
+    trace = kineto.load(cpu_trace)
+    scores = time_inside(trace, "attention.scores")
+    softmax = time_inside(trace, "attention.softmax")
+    assert scores["matmul"] > 0
+    assert set(softmax) == {"other"}
+
+
+def test_picture_shows_every_variant_on_one_axis(gpu_trace):
+    trace = kineto.load(gpu_trace)
+    window = trace.phases("backward")[0]
+    line = timeline(trace, window)
+    assert line["window_us"] == 200.0
+    assert line["compute_us"] == [[15.0, 115.0]]
+    assert line["communication_us"] == [[100.0, 160.0]]
+    json.dumps(line)
+    (plot,) = draw_overlap({"naive": line, "overlap": {**line, "window_us": 150.0}}).axes
+    assert [text.get_text() for text in plot.get_yticklabels()] == ["naive", "overlap"]
+    assert "0.045 ms exposed" in plot.texts[0].get_text()
+
+
+def test_a_picture_of_many_kernels_stays_small():
+    from bench_harness.traces.trace import Event, Trace
+
+    kernels = [Event("k", 100 * i, 100 * i + 99, (0, 0), 99) for i in range(100_000)]
+    line = timeline(Trace(on_device=True, compute=kernels), (0, 10_000_000))
+    assert line["compute_us"] == [[0.0, pytest.approx(10_000, rel=1e-3)]]
+
+
+@pytest.fixture
+def export(tmp_path):
+    """What Nsight Systems exports of the same step, as far as it is read."""
+    path = tmp_path / "report.sqlite"
+    tid = (1 << 24) | MAIN
+    autograd = (1 << 24) | AUTOGRAD
+    with closing(sqlite3.connect(path)) as database, database:
+        database.executescript(
+            """
+            CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT);
+            CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start INT, end INT, deviceId INT,
+                streamId INT, correlationId INT, demangledName INT);
+            CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INT, end INT, globalTid INT,
+                correlationId INT, nameId INT);
+            CREATE TABLE CUPTI_ACTIVITY_KIND_MEMCPY (start INT, end INT, deviceId INT,
+                streamId INT, correlationId INT);
+            CREATE TABLE NVTX_EVENTS (start INT, end INT, eventType INT, text TEXT,
+                textId INT, globalTid INT);
+            """
+        )
+        names = ["sm90_xmma_gemm", "softmax", "nvjet", "ncclDevKernel_AllReduce", "cudaLaunch"]
+        names += ["attention.softmax"]
+        database.executemany("INSERT INTO StringIds VALUES (?, ?)", enumerate(names))
+        database.executemany(
+            "INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?, ?, 0, ?, ?, ?)",
+            [
+                (30_000, 60_500, 7, 1, 0),
+                (61_000, 71_000, 7, 2, 1),
+                (115_000, 215_000, 7, 3, 2),
+                (200_000, 260_000, 20, 4, 3),
+            ],
+        )
+        database.executemany(
+            "INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, ?, ?, 4)",
+            [
+                (5_000, 6_000, tid, 1),
+                (12_000, 13_000, tid, 2),
+                (110_000, 111_000, autograd, 3),
+                (120_000, 121_000, autograd, 4),
+            ],
+        )
+        database.execute("INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY VALUES (262000, 263000, 0, 7, 9)")
+        database.executemany(
+            "INSERT INTO NVTX_EVENTS VALUES (?, ?, ?, ?, ?, ?)",
+            [
+                (0, 100_000, 59, "phase:forward", None, tid),
+                (100_000, 300_000, 59, "phase:backward", None, tid),
+                (10_000, 20_000, 59, None, 5, tid),
+                (0, 300_000, 60, "a start/end range", None, tid),
+                (5, None, 59, "never closed", None, tid),
+            ],
+        )
+    return path
+
+
+def test_an_export_reads_like_the_profilers_trace(export, gpu_trace):
+    found, expected = nsight.load(export), kineto.load(gpu_trace)
+    for name in ("forward", "backward"):
+        assert found.phases(name) == expected.phases(name)
+        window = found.phases(name)[0]
+        assert found.overlap(window) == expected.overlap(window)
+    assert time_inside(found, "attention.softmax") == {"other": 10_000}
+    assert len(found.copies) == 1
+
+
+def test_tables_that_had_nothing_to_hold_are_simply_absent(export):
+    with closing(sqlite3.connect(export)) as database, database:
+        for table in ("NVTX_EVENTS", "CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_RUNTIME"):
+            database.execute(f"DROP TABLE {table}")
+    trace = nsight.load(export)
+    assert len(trace.operators) == 4
+    assert trace.ranges == []
+    assert trace.copies == []
+
+
+@pytest.mark.parametrize("statement", ["DELETE FROM", "DROP TABLE"])
+def test_a_report_without_kernels_does_not_count(export, statement):
+    with closing(sqlite3.connect(export)) as database, database:
+        database.execute(f"{statement} CUPTI_ACTIVITY_KIND_KERNEL")
+    with pytest.raises(nsight.NsightError, match="has none"):
+        nsight.load(export)
+
+
+def test_a_missing_nsys_is_said_plainly(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(nsight.NsightError, match="found none"):
+        nsight.nsys()
+
+
+def fake_nsys(folder, version, fail=False):
+    tool = folder / "nsys"
+    code = "echo broken >&2; exit 3" if fail else "exit 0"
+    tool.write_text(
+        f'#!/bin/sh\nif [ "$1" = --version ]; then echo "NVIDIA Nsight Systems version {version}"; '
+        f"exit 0; fi\n{code}\n"
+    )
+    tool.chmod(0o755)
+
+
+def test_an_old_nsys_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    fake_nsys(tmp_path, "2021.5.2")
+    with pytest.raises(nsight.NsightError, match=r"at least 2022\.1"):
+        nsight.nsys()
+    fake_nsys(tmp_path, "2024.4.1")
+    assert nsight.nsys() == str(tmp_path / "nsys")
+
+
+def test_a_failed_recording_shows_its_output(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    fake_nsys(tmp_path, "2024.4.1", fail=True)
+    with pytest.raises(nsight.NsightError, match=r"profile ended with 3: broken"):
+        nsight.record(["true"], tmp_path / "report", timeout_s=10)

@@ -1,0 +1,63 @@
+"""A wrapper that does not show: names, checkpoints and attributes are the wrapped module's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+_PREFIX = "module."
+
+
+class TransparentWrapper(nn.Module):
+    """Passes everything but the forward pass on to ``module``.
+
+    Args:
+        module: what is wrapped.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.register_load_state_dict_pre_hook(_descend)  # type: ignore[no-untyped-call]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's own, under the module's own names and in its order."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """The module's own, under the module's own names and in its order."""
+        return self.module.named_buffers(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The module's own, without any prefix."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Loads into the module; also accepts a checkpoint in which all keys carry ``module.``."""
+        own = self.module.state_dict().keys()
+        if not own & state_dict.keys() and all(key.startswith(_PREFIX) for key in state_dict):
+            state_dict = {key.removeprefix(_PREFIX): value for key, value in state_dict.items()}
+        return self.module.load_state_dict(state_dict, *args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} holds a process group and cannot be pickled or copied; save "
+            "wrapped.state_dict() or pickle wrapped.module"
+        )
+
+
+def _descend(_wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """When a parent module loads: our keys lack the level that torch's recursion adds."""
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        if not key.startswith(prefix + _PREFIX):
+            state_dict[prefix + _PREFIX + key.removeprefix(prefix)] = state_dict.pop(key)

@@ -1,0 +1,135 @@
+"""The same guarantees under NCCL on two GPUs, and the hook that only GPUs can run."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_lite import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP
+from ddp_lite.hooks import HierarchicalAverage, PowerSGD
+from ddp_lite.peer import PeerCopyAverage
+from ranks import run_ranks
+
+pytestmark = pytest.mark.multi_gpu
+
+# The two sums of float32 terms are ordered alike with two ranks; matrix products may not be.
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def mlp(device: torch.device) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(6):
+        layers += [nn.Linear(256, 256), nn.GELU()]
+    return nn.Sequential(*layers).to(device)
+
+
+def batch(rank: int, step: int, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(32, 256, generator=generator).to(device)
+
+
+def train(wrapped: nn.Module, rank: int, device: torch.device, steps: int = 4) -> torch.Tensor:
+    for step in range(steps):
+        for p in wrapped.parameters():
+            p.grad = None
+        wrapped(batch(rank, step, device)).square().mean().backward()
+        if not isinstance(wrapped, DistributedDataParallel):
+            wrapped.finish_gradient_synchronization()
+        with torch.no_grad():
+            for p in wrapped.parameters():
+                p -= 0.05 * p.grad
+    return torch.cat([p.detach().flatten() for p in wrapped.parameters()])
+
+
+def equal_to_torch(rank: int, world_size: int) -> None:
+    device = torch.device("cuda", rank)
+    group = dist.group.WORLD
+    mesh = dist.device_mesh.init_device_mesh("cuda", (1, 2))
+    expected = train(DistributedDataParallel(mlp(device)), rank, device)
+    builds = {
+        "naive": lambda m: NaiveDDP(m),
+        "flat": lambda m: FlatDDP(m),
+        "overlap": lambda m: OverlapDDP(m),
+        "in place": lambda m: BucketedDDP(m, 0.6),
+        "copy": lambda m: BucketedDDP(m, 0.6, copy=True),
+        "zeros": lambda m: BucketedDDP(m, 0.6, missing_gradients="zeros"),
+        "error": lambda m: BucketedDDP(m, 0.6, missing_gradients="error"),
+        "hierarchical": lambda m: BucketedDDP(m, 0.6, comm_hook=HierarchicalAverage(mesh)),
+        "powersgd": lambda m: BucketedDDP(m, 0.6, comm_hook=PowerSGD(rank=1000)),
+        "peer copies": lambda m: BucketedDDP(m, 0.6, comm_hook=PeerCopyAverage(group)),
+    }
+    for name, build in builds.items():
+        wrapped = build(mlp(device))
+        actual = train(wrapped, rank, device)
+        torch.testing.assert_close(actual, expected, **TOLERANCE, msg=lambda m, n=name: f"{n}: {m}")
+        from_rank_0 = actual.clone()
+        dist.broadcast(from_rank_0, 0)
+        assert torch.equal(actual, from_rank_0), name
+        stats = wrapped.stats()
+        assert stats.exposed_wait_ms >= 0
+        if isinstance(wrapped, OverlapDDP):
+            assert stats.started_in_backward == stats.reductions
+
+
+def test_every_variant_equals_torch() -> None:
+    run_ranks(equal_to_torch, 2, backend="nccl", timeout=120)
+
+
+def wire(rank: int, world_size: int) -> None:
+    device = torch.device("cuda", rank)
+    exact = BucketedDDP(mlp(device), 0.6)
+    rounded = BucketedDDP(mlp(device), 0.6, wire_dtype=torch.bfloat16)
+    for wrapped in (exact, rounded):
+        wrapped(batch(rank, 0, device)).square().mean().backward()
+        wrapped.finish_gradient_synchronization()
+    for p, q in zip(exact.parameters(), rounded.parameters(), strict=True):
+        torch.testing.assert_close(
+            q.grad, p.grad, rtol=2e-2, atol=2**-8 * p.grad.abs().max().item()
+        )
+
+
+def test_bf16_on_the_wire() -> None:
+    run_ranks(wire, 2, backend="nccl", timeout=120)
+
+
+def memory(rank: int, world_size: int) -> None:
+    """Reducing in place needs no second copy of the gradients."""
+    device = torch.device("cuda", rank)
+
+    def peak(wrapped: nn.Module) -> int:
+        for step in range(3):
+            for p in wrapped.parameters():
+                p.grad = None
+            torch.cuda.reset_peak_memory_stats()
+            wrapped(batch(rank, step, device)).square().mean().backward()
+            if isinstance(wrapped, BucketedDDP):
+                wrapped.finish_gradient_synchronization()
+        return torch.cuda.max_memory_allocated()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(24)]).to(device)
+    model[0] = nn.Linear(256, 1024).to(device)
+    alone = peak(model)
+    wrapped = BucketedDDP(model, 16)
+    assert peak(wrapped) <= alone * 1.02
+    wrapped.detach()
+    gradients = sum(p.numel() * 4 for p in model.parameters())
+    assert peak(BucketedDDP(model, 16, copy=True)) <= alone + gradients
+
+
+def test_peak_memory() -> None:
+    run_ranks(memory, 2, backend="nccl", timeout=120)
+
+
+def wrong_device(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match="serve the module's device"):
+        NaiveDDP(nn.Linear(2, 2))
+    mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to(f"cuda:{rank}"))
+    with pytest.raises(ValueError, match=r"on one device, received 0\.weight on cpu"):
+        NaiveDDP(mixed)
+
+
+def test_wrong_devices_are_named() -> None:
+    run_ranks(wrong_device, 2, backend="nccl", timeout=120)

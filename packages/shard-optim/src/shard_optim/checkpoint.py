@@ -1,0 +1,238 @@
+"""Checkpoints through ``torch.distributed.checkpoint``: written by all ranks, for any number.
+
+Every rank writes its own shards in parallel. State with one value per element is stored as a
+vector of the whole parameter, in its memory order, of which each rank contributes a range, so a
+checkpoint of N ranks loads bit-exactly on M and under either partition. Keys:
+
+- ``state.I.elements.KEY``: one value per element of parameter I;
+- ``state.I.tensor.KEY``: any other tensor with more than one element;
+- ``state.I.values``: everything small, as one dictionary;
+- ``header``: hyperparameters, parameter numbers, names and shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from shard_optim.buckets import in_memory_order
+from shard_optim.collectives import CollectiveError, guarded
+from shard_optim.local import pack_groups
+from shard_optim.optimizer import ShardedOptimizer
+from shard_optim.state import check_full_state, placements
+
+Result = TypeVar("Result")
+
+METADATA = ".metadata"  # written last, and moved into place: its presence means "complete"
+
+
+class _Range(Tensor):
+    """A rank's range of a vector, in the form that torch.distributed.checkpoint asks for."""
+
+    offset: int
+    total: int
+
+    @staticmethod
+    def of(local: Tensor, offset: int, total: int) -> _Range:
+        """``local`` as elements ``[offset, offset + len(local))`` of ``total``."""
+        made = local.detach().as_subclass(_Range)
+        made.offset, made.total = offset, total
+        return made
+
+    def _chunk(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(
+            offsets=torch.Size([self.offset]), sizes=torch.Size([self.numel()])
+        )
+
+    def __create_write_items__(self, fqn: str, value: Tensor) -> list[WriteItem]:
+        plain = self.as_subclass(Tensor)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size([self.offset])),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=self._chunk(),
+                    properties=TensorProperties.create_from_tensor(plain),
+                    size=torch.Size([self.total]),
+                ),
+            )
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [self._chunk()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return self.as_subclass(Tensor)
+
+
+def save_checkpoint(optimizer: ShardedOptimizer, folder: str | Path) -> None:
+    """Writes the optimizer's state into a new folder; every rank calls it with the same one.
+
+    The folder becomes a checkpoint at the very end, so a rank that dies while saving leaves an
+    incomplete folder and every earlier checkpoint as it was.
+
+    Raises:
+        FileExistsError: if the folder holds a checkpoint already.
+        CollectiveError: if a peer died or timed out, or could not write.
+    """
+    if (Path(folder) / METADATA).exists():
+        raise FileExistsError(
+            f"a checkpoint is never overwritten, but {folder} holds one; save to a new folder"
+        )
+    optimizer.wait()
+    places = placements(optimizer.buckets)
+    items: dict[str, Any] = {"header": _header(optimizer)}
+    for index, state in optimizer.local.states().items():
+        bucket, position = places[index]
+        span = bucket.plan.span(position, optimizer.rank)
+        assert span is not None
+        param = bucket.params[position]
+        shard = next(shard for shard in bucket.shards if shard.index == index)
+        values = {}
+        for key, value in state.items():
+            if not isinstance(value, Tensor):
+                values[key] = value
+            elif value.shape == shard.tensor.shape:
+                whole = value.shape == param.shape
+                flat = in_memory_order(value, param) if whole else value
+                items[f"state.{index}.elements.{key}"] = _Range.of(flat, span.start, param.numel())
+            elif value.numel() > 1:
+                items[f"state.{index}.tensor.{key}"] = value
+            else:
+                values[key] = value.detach().cpu()
+        items[f"state.{index}.values"] = values
+    _run(
+        "saving a checkpoint",
+        optimizer,
+        lambda: dcp.save(
+            items,
+            checkpoint_id=folder,
+            planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=optimizer.process_group,
+        ),
+    )
+
+
+def load_checkpoint(optimizer: ShardedOptimizer, folder: str | Path) -> None:
+    """Loads what ``save_checkpoint`` wrote on any number of ranks; every rank calls it.
+
+    Hyperparameters are loaded too.
+
+    Raises:
+        FileNotFoundError: if the folder holds no complete checkpoint.
+        ValueError: if it is of another model or optimizer class; nothing has changed then.
+        CollectiveError: if a peer died or timed out, or could not read.
+    """
+    if not (Path(folder) / METADATA).exists():
+        raise FileNotFoundError(
+            f"a checkpoint must have been saved completely, but {folder} holds none "
+            f"({METADATA} is missing); load an earlier one"
+        )
+    stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    header = _read(optimizer, folder, {"header": None})["header"]
+    problem = _mismatch(header, optimizer)
+    if problem is not None:
+        raise ValueError(
+            "a checkpoint must be of this model and optimizer class, but "
+            f"{problem}; load it into the optimizer that it was saved from"
+        )
+    wanted: dict[str, Any] = {}
+    for bucket in optimizer.buckets:
+        for shard in bucket.shards:
+            prefix = f"state.{shard.index}."
+            for name in (name for name in stored if name.startswith(prefix)):
+                entry = stored[name]
+                if not isinstance(entry, TensorStorageMetadata):
+                    wanted[name] = None
+                    continue
+                dtype, device = entry.properties.dtype, bucket.device
+                if name.startswith(prefix + "elements."):
+                    local = torch.empty(shard.span.length, dtype=dtype, device=device)
+                    wanted[name] = _Range.of(local, shard.span.start, shard.param.numel())
+                else:
+                    wanted[name] = torch.empty(entry.size, dtype=dtype, device=device)
+    loaded = _read(optimizer, folder, wanted)
+    states: dict[int, dict[str, Any]] = {}
+    for bucket in optimizer.buckets:
+        for shard in bucket.shards:
+            prefix = f"state.{shard.index}."
+            state = dict(loaded.get(prefix + "values", {}))
+            for name, value in loaded.items():
+                if name.startswith(prefix + "elements."):
+                    flat = value.as_subclass(Tensor)
+                    in_shape = flat.as_strided(shard.tensor.size(), shard.tensor.stride())
+                    state[name.removeprefix(prefix + "elements.")] = in_shape
+                elif name.startswith(prefix + "tensor."):
+                    state[name.removeprefix(prefix + "tensor.")] = value
+            if state:
+                states[shard.index] = state
+    optimizer.install(states, header["param_groups"])
+
+
+def _read(
+    optimizer: ShardedOptimizer, folder: str | Path, wanted: dict[str, Any]
+) -> dict[str, Any]:
+    _run(
+        "loading a checkpoint",
+        optimizer,
+        lambda: dcp.load(
+            wanted,
+            checkpoint_id=folder,
+            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=optimizer.process_group,
+        ),
+    )
+    return wanted
+
+
+def _run(what: str, optimizer: ShardedOptimizer, call: Callable[[], Result]) -> Result:
+    try:
+        return guarded(what, optimizer.process_group, call)
+    except CheckpointException as error:  # carries every rank's failure
+        raise CollectiveError(
+            f"every rank must succeed in {what}, but some failed: {error}. Earlier checkpoints "
+            "are untouched; fix the cause and try again."
+        ) from error
+
+
+def _header(optimizer: ShardedOptimizer) -> dict[str, Any]:
+    return {
+        "optimizer": optimizer.optimizer_cls.__qualname__,
+        "shapes": [tuple(param.shape) for param in optimizer.all_params()],
+        "param_groups": pack_groups(optimizer.param_groups),
+    }
+
+
+def _mismatch(header: dict[str, Any], optimizer: ShardedOptimizer) -> str | None:
+    """Why a checkpoint does not fit, or None if it does."""
+    ours = _header(optimizer)
+    if header["optimizer"] != ours["optimizer"]:
+        return f"it is of {header['optimizer']}, the optimizer is {ours['optimizer']}"
+    problem = check_full_state(
+        {"state": {}, "param_groups": header["param_groups"]},
+        optimizer.param_groups,
+        defaults=optimizer.defaults,
+        shapes={},
+        partition=optimizer.partition,
+        name_of=optimizer.name_of,
+    )
+    if problem is not None:
+        return problem
+    for index, (saved, shape) in enumerate(zip(header["shapes"], ours["shapes"], strict=True)):
+        if saved != shape:
+            return f"{optimizer.name_of(index)} has shape {saved} in it, here {shape}"
+    return None

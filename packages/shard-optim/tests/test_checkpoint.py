@@ -1,0 +1,121 @@
+"""torch.distributed.checkpoint: any world size to any other, bit-exactly, and never half."""
+
+import os
+import signal
+
+import pytest
+import torch
+from torch import nn
+
+from ranks import run_ranks
+from shard_optim import CollectiveError, ShardedOptimizer, load_checkpoint, save_checkpoint
+
+
+def build():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3))
+    model.register_parameter("scale", nn.Parameter(torch.tensor(2.0)))
+    model.append(nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last))
+    return model
+
+
+def sharded(model, **kwargs):
+    settings = {"lr": 0.1, "bucket_size_mb": 0.0002} | kwargs
+    return ShardedOptimizer(model.parameters(), torch.optim.AdamW, **settings)
+
+
+def train(model, optimizer, steps):
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for p in model.parameters():
+            p.grad = torch.empty_like(p).copy_(torch.randn(p.shape, generator=generator))
+        optimizer.step()
+
+
+def check_leg(rank, world_size, folder, leg, partition):
+    """Loads the previous leg, checks it against plain training, trains on and saves."""
+    model, reference = build(), build()
+    plain = torch.optim.AdamW(reference.parameters(), lr=0.1)
+    train(reference, plain, range(2 * leg))
+    optimizer = sharded(model, partition=partition, lr=0.7)
+    with torch.no_grad():
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            p.copy_(q)
+    if leg:
+        load_checkpoint(optimizer, f"{folder}/{leg - 1}")
+        assert optimizer.param_groups[0]["lr"] == 0.1
+    else:
+        optimizer.param_groups[0]["lr"] = 0.1
+    train(model, optimizer, range(2 * leg, 2 * leg + 2))
+    train(reference, plain, range(2 * leg, 2 * leg + 2))
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(p, q)
+    full = optimizer.full_state_dict()
+    if rank == 0:
+        for index, state in plain.state_dict()["state"].items():
+            for key, value in state.items():
+                assert torch.equal(full["state"][index][key], value)
+    save_checkpoint(optimizer, f"{folder}/{leg}")
+
+
+def test_resharding_2_3_1_4_is_bit_exact(tmp_path):
+    legs = [(2, "flat"), (3, "flat"), (1, "flat"), (4, "whole"), (2, "flat")]
+    for leg, (world_size, partition) in enumerate(legs):
+        run_ranks(check_leg, world_size, str(tmp_path), leg, partition)
+
+
+def check_refusals(rank, world_size, folder):
+    model = build()
+    optimizer = sharded(model)
+    train(model, optimizer, range(2))
+    save_checkpoint(optimizer, f"{folder}/good")
+    with pytest.raises(FileExistsError, match="save to a new folder"):
+        save_checkpoint(optimizer, f"{folder}/good")
+    with pytest.raises(FileNotFoundError, match="load an earlier one"):
+        load_checkpoint(optimizer, f"{folder}/nothing")
+    other = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match="it is of AdamW, the optimizer is SGD"):
+        load_checkpoint(other, f"{folder}/good")
+    fewer = ShardedOptimizer(list(model.parameters())[1:], torch.optim.AdamW)
+    with pytest.raises(ValueError, match="group 0 has 9 parameters, the optimizer's 8"):
+        load_checkpoint(fewer, f"{folder}/good")
+    shapes = [
+        nn.Parameter(torch.zeros(p.shape if i else (2, 2)))
+        for i, p in enumerate(model.parameters())
+    ]
+    reshaped = ShardedOptimizer(shapes, torch.optim.AdamW)
+    with pytest.raises(ValueError, match=r"has shape \(\) in it, here \(2, 2\)"):
+        load_checkpoint(reshaped, f"{folder}/good")
+    assert not reshaped.state
+
+
+def test_other_checkpoints_are_refused(tmp_path):
+    run_ranks(check_refusals, 2, str(tmp_path))
+
+
+def check_killed(rank, world_size, folder):
+    model = build()
+    optimizer = sharded(model)
+    train(model, optimizer, range(2))
+    save_checkpoint(optimizer, f"{folder}/first")
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(CollectiveError, match="saving a checkpoint"):
+        save_checkpoint(optimizer, f"{folder}/second")
+    with pytest.raises(FileExistsError):
+        save_checkpoint(optimizer, f"{folder}/first")
+
+
+def check_restart(rank, world_size, folder):
+    optimizer = sharded(build())
+    with pytest.raises(FileNotFoundError, match="load an earlier one"):
+        load_checkpoint(optimizer, f"{folder}/second")
+    load_checkpoint(optimizer, f"{folder}/first")
+    assert all(state["step"] == 2 for state in optimizer.state.values())
+
+
+def test_a_rank_killed_while_saving_leaves_the_previous_checkpoint(tmp_path):
+    survivor, killed = run_ranks(check_killed, 2, str(tmp_path), check=False, collective_timeout=10)
+    assert killed.exitcode == -signal.SIGKILL
+    assert survivor.ok, survivor.error
+    run_ranks(check_restart, 2, str(tmp_path))

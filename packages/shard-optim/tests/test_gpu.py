@@ -1,0 +1,117 @@
+"""On devices: the same update through NCCL and through gloo, overlap that is really asynchronous,
+and memory as predicted."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ranks import run_ranks
+from shard_optim import ShardedOptimizer
+from shard_optim.accounting import rank_memory
+
+
+def stack(device, width=256, layers=6):
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))).to(device)
+
+
+def check_update(rank, world_size):
+    """With the same gradients on all ranks, sharding changes no bit."""
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    for variant in ({"fused": True}, {"foreach": True}, {"foreach": False}):
+        plain_model = stack(device)
+        model = copy.deepcopy(plain_model)
+        plain = torch.optim.AdamW(plain_model.parameters(), lr=0.1, **variant)
+        optimizer = ShardedOptimizer(
+            model.parameters(), torch.optim.AdamW, lr=0.1, bucket_size_mb=0.3, **variant
+        )
+        for step in range(5):
+            generator = torch.Generator().manual_seed(step)
+            for p, q in zip(plain_model.parameters(), model.parameters(), strict=True):
+                p.grad = torch.randn(p.shape, generator=generator).to(device)
+                q.grad = p.grad.clone()
+            plain.step()
+            optimizer.step()
+        for p, q in zip(plain_model.parameters(), model.parameters(), strict=True):
+            assert torch.equal(p, q), variant
+        full = optimizer.full_state_dict()
+        if rank == 0:
+            for index, state in plain.state_dict()["state"].items():
+                for key, value in state.items():
+                    assert torch.equal(full["state"][index][key], value.cpu())
+        resumed = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1, **variant)
+        resumed.load_full_state_dict(full)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_update_is_bitwise_the_plain_one(backend):
+    run_ranks(check_update, 2, backend=backend, timeout=120)
+
+
+def check_training(rank, world_size):
+    """Reduce-scatter in backward and all-gather under the next forward, with autocast."""
+    device = torch.device("cuda", rank)
+    models = [stack(device), stack(device)]
+    plain = torch.optim.AdamW(models[0].parameters(), lr=1e-3, fused=True)
+    optimizer = ShardedOptimizer(
+        models[1].parameters(),
+        torch.optim.AdamW,
+        lr=1e-3,
+        fused=True,
+        bucket_size_mb=0.5,
+        reduce_gradients=True,
+        overlap="next-forward",
+    )
+    optimizer.attach(models[1])
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(10):
+        x = torch.randn(32, 256, generator=generator).to(device)
+        for model, o in zip(models, (plain, optimizer), strict=True):
+            o.zero_grad()
+            model(x).square().mean().backward()
+            if o is plain:
+                for p in model.parameters():
+                    dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)
+            o.step()
+    optimizer.wait()
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        # The average of two ranks is exact; Adam amplifies what rounding matrix kernels differ by.
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+    norm = optimizer.clip_grad_norm_(1.0)
+    assert norm.item() == 0.0
+
+
+@pytest.mark.multi_gpu
+def test_reduce_and_overlap_over_nccl():
+    run_ranks(check_training, 2, backend="nccl", timeout=120)
+
+
+def check_memory(rank, world_size):
+    device = torch.device("cuda", rank)
+    model = stack(device, width=1024, layers=16)
+    numel = sum(p.numel() for p in model.parameters())
+    dist.all_reduce(torch.zeros(1, device=device))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    optimizer = ShardedOptimizer(
+        model.parameters(), torch.optim.AdamW, bucket_size_mb=8, reduce_gradients=True
+    )
+    after_init = torch.cuda.memory_allocated()
+    assert abs(after_init - before) < 0.01 * 4 * numel
+    model(torch.ones(1, 1024, device=device)).sum().backward()
+    optimizer.step()
+    torch.cuda.synchronize()
+    predicted = rank_memory(numel, world_size=world_size, stage=2)
+    expected = predicted.parameters + predicted.optimizer_state
+    others = before - 4 * numel
+    assert abs(torch.cuda.memory_allocated() - others - expected) < 0.03 * expected
+
+
+@pytest.mark.multi_gpu
+def test_memory_is_as_predicted():
+    run_ranks(check_memory, 2, backend="nccl", timeout=120)

@@ -1,0 +1,365 @@
+"""Gradients reduced into shards, updated parameters gathered late: same training, less memory."""
+
+import copy
+import os
+import re
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ranks import run_ranks
+from shard_optim import ShardedOptimizer
+
+# Against plain training on the averaged gradients in fp32: the sharded model's parameters lie
+# elsewhere in memory, which matrix kernels may answer with another rounding.
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+VARIANTS = {
+    "reduce": {"reduce_gradients": True},
+    "overlap": {"overlap": "next-forward"},
+    "both": {"reduce_gradients": True, "overlap": "next-forward"},
+    "whole": {"reduce_gradients": True, "partition": "whole"},
+}
+
+
+class Net(nn.Module):
+    """Tied and frozen weights; one parameter that nobody uses and one that only rank 0 uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.blocks[1].bias.requires_grad_(False)
+        self.sometimes = nn.Linear(6, 6, bias=False)
+        self.never = nn.Linear(2, 3)
+
+    def forward(self, tokens, use_all=True):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x).relu()
+        if use_all:
+            x = x + self.sometimes(x)
+        return self.head(x)
+
+
+def net():
+    torch.manual_seed(0)
+    return Net()
+
+
+def batch(step, rank):
+    return torch.randint(0, 11, (3, 5), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def loss_of(model, step, rank):
+    return model(batch(step, rank), use_all=rank == 0).square().mean()
+
+
+def reference(world_size, steps, *, cls=torch.optim.AdamW, lr=0.05, micro=1, max_norm=None):
+    """Plain training on the mean over ranks of their gradients."""
+    model = net()
+    optimizer = cls(model.parameters(), lr=lr)
+    norms = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for part in range(micro):
+            for rank in range(world_size):
+                (loss_of(model, step * micro + part, rank) / world_size).backward()
+        if max_norm is not None:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
+        optimizer.step()
+    return model, norms
+
+
+def make(model, variant, *, bucket_size_mb=0.0002, cls=torch.optim.AdamW, lr=0.05):
+    settings = VARIANTS[variant]
+    optimizer = ShardedOptimizer(
+        model.named_parameters(), cls, lr=lr, bucket_size_mb=bucket_size_mb, **settings
+    )
+    if "overlap" in settings:
+        optimizer.attach(model)
+    return optimizer
+
+
+def average(model, world_size):
+    """What a data-parallel wrapper does, for variants that do not reduce."""
+    for p in model.parameters():
+        if p.requires_grad:
+            present = torch.tensor([float(p.grad is not None)])
+            dist.all_reduce(present)
+            if present.item() > 0:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                dist.all_reduce(p.grad)
+                p.grad /= world_size
+
+
+def assert_close(model, expected):
+    for (name, a), b in zip(model.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(a, b, **CLOSE, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def check_training(rank, world_size, variant):
+    model = net()
+    optimizer = make(model, variant)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        if variant == "overlap":
+            average(model, world_size)
+        else:
+            assert any(p.grad is None for p in model.parameters() if p.requires_grad)
+        optimizer.step()
+    optimizer.wait()
+    assert_close(model, reference(world_size, 4)[0])
+    assert torch.equal(model.never.weight, net().never.weight)
+
+
+@pytest.mark.parametrize(("variant", "world_size"), [(v, 2) for v in VARIANTS] + [("both", 3)])
+def test_trains_like_the_plain_optimizer_on_averaged_gradients(variant, world_size):
+    run_ranks(check_training, world_size, variant)
+
+
+def check_accumulation(rank, world_size):
+    expected, _ = reference(world_size, 2, micro=2)
+    for quiet in (True, False):
+        model = net()
+        optimizer = make(model, "both")
+        for step in range(2):
+            optimizer.zero_grad()
+            if quiet:
+                with optimizer.no_sync():
+                    loss_of(model, 2 * step, rank).backward()
+                assert model.embed.weight.grad is not None
+            else:
+                loss_of(model, 2 * step, rank).backward()
+            loss_of(model, 2 * step + 1, rank).backward()
+            optimizer.step()
+        optimizer.wait()
+        assert_close(model, expected)
+    with optimizer.no_sync():
+        loss_of(model, 0, rank).backward()
+    optimizer.step()  # nothing was reduced since the last step, so this reduces what is there
+    loss_of(model, 0, rank).backward()
+    optimizer._collect_gradients()
+    optimizer._collected = False
+    with optimizer.no_sync():
+        loss_of(model, 0, rank).backward()
+    with pytest.raises(RuntimeError, match=r"out of no_sync\(\)"):
+        optimizer.step()
+
+
+def test_gradient_accumulation():
+    run_ranks(check_accumulation, 2)
+
+
+def check_clipping(rank, world_size):
+    expected, norms = reference(world_size, 3, cls=torch.optim.SGD, lr=0.5, max_norm=0.1)
+    model = net()
+    optimizer = make(model, "both", cls=torch.optim.SGD, lr=0.5)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        norm = optimizer.clip_grad_norm_(0.1)
+        torch.testing.assert_close(norm, norms[step], **CLOSE)
+        assert norm > 0.1
+        optimizer.step()
+    optimizer.wait()
+    assert_close(model, expected)
+
+    model = net()
+    optimizer = make(model, "reduce")
+    loss_of(model, 0, 0).backward()
+    largest = optimizer.clip_grad_norm_(1e9, norm_type=float("inf"))
+    plain = net()
+    loss_of(plain, 0, 0).backward()
+    grads = [p.grad.abs().max() for p in plain.parameters() if p.grad is not None]
+    torch.testing.assert_close(largest, torch.stack(grads).max(), **CLOSE)
+    with pytest.raises(ValueError, match="norm_type must be positive, got 0"):
+        optimizer.clip_grad_norm_(1.0, norm_type=0)
+
+
+def test_clipping_by_the_norm_over_all_ranks():
+    run_ranks(check_clipping, 2)
+
+
+class Recomputed(nn.Module):
+    """One weight used by two re-entrant checkpoints: its hook fires twice in one backward."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 4)
+        self.shared = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(self.shared, x, use_reentrant=True)
+        return x
+
+
+def check_reentrant(rank, world_size):
+    models = Recomputed(), Recomputed()
+    plain = torch.optim.SGD(models[0].parameters(), lr=0.1)
+    optimizer = ShardedOptimizer(
+        models[1].parameters(), torch.optim.SGD, lr=0.1, reduce_gradients=True, bucket_size_mb=1e-5
+    )
+    for _ in range(3):
+        for model, o in zip(models, (plain, optimizer), strict=True):
+            o.zero_grad()
+            model(torch.ones(2, 4)).square().mean().backward()
+            o.step()
+    assert_close(models[1], models[0])
+
+
+def test_a_weight_shared_by_reentrant_checkpoints():
+    run_ranks(check_reentrant, 2)
+
+
+def check_exact(rank, world_size):
+    """The average of two ranks is exact, so the update must be too; NaN reaches every rank."""
+    torch.manual_seed(0)
+    start = [torch.randn(7, 3), torch.randn(5), torch.randn(())]
+    params = [nn.Parameter(t.clone()) for t in start]
+    expected = [nn.Parameter(t.clone()) for t in start]
+    optimizer = ShardedOptimizer(
+        params, torch.optim.AdamW, reduce_gradients=True, lr=0.1, bucket_size_mb=1e-4
+    )
+    plain = torch.optim.AdamW(expected, lr=0.1)
+    for step in range(5):
+        drawn = [
+            [
+                torch.randn(t.shape, generator=torch.Generator().manual_seed(10 * step + r))
+                for t in start
+            ]
+            for r in range(2)
+        ]
+        for position, (p, e) in enumerate(zip(params, expected, strict=True)):
+            p.grad = drawn[rank][position].clone()
+            e.grad = (drawn[0][position] + drawn[1][position]) / 2
+        optimizer.step()
+        plain.step()
+    for p, e in zip(params, expected, strict=True):
+        assert torch.equal(p, e)
+        assert p.grad is None
+    for p in params:
+        p.grad = torch.full_like(p, float("nan") if rank == 1 else 1.0)
+    optimizer.step()
+    assert all(p.isnan().all() for p in params)
+
+
+def test_two_ranks_average_exactly_and_nan_reaches_all():
+    run_ranks(check_exact, 2)
+
+
+class Sneaky(nn.Module):
+    """Reads a submodule's weight without calling the submodule."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.outer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return nn.functional.linear(self.outer(x), self.inner.weight)
+
+
+def check_late_reads(rank, world_size):
+    settings = {"lr": 0.1, "overlap": "next-forward"}
+    model = net()
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, **settings)
+    loss_of(model, 0, 0).backward()
+    with pytest.raises(RuntimeError, match=r"call attach\(module\)"):
+        optimizer.step()
+    with pytest.raises(ValueError, match="is not in it"):
+        optimizer.attach(nn.Linear(2, 2))
+    optimizer.attach(model)
+    with pytest.raises(RuntimeError, match="was called before"):
+        optimizer.attach(model)
+    optimizer.step()
+    assert any(bucket.gathering for bucket in optimizer.buckets)
+    saved = copy.deepcopy(model.state_dict())
+    assert not any(bucket.gathering for bucket in optimizer.buckets)
+    plain = net()
+    reference_optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    loss_of(plain, 0, 0).backward()
+    reference_optimizer.step()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(saved[name], value, **CLOSE)
+
+    with pytest.raises(RuntimeError, match="overlap is None"):
+        ShardedOptimizer(net().parameters(), torch.optim.SGD, lr=0.1).attach(model)
+    with pytest.raises(ValueError, match="overlap must be None or 'next-forward'"):
+        ShardedOptimizer(net().parameters(), torch.optim.SGD, overlap="step")
+
+    sneaky = Sneaky()
+    optimizer = ShardedOptimizer(sneaky.named_parameters(), torch.optim.SGD, **settings)
+    optimizer.attach(sneaky)
+    sneaky(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"inner\.weight received a gradient although"):
+        sneaky(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    optimizer.wait()
+    sneaky(torch.ones(1, 4)).sum().backward()
+
+
+def test_early_reads_wait_and_hidden_reads_are_found():
+    run_ranks(check_late_reads, 2)
+
+
+def check_unfreezing(rank, world_size):
+    model = net()
+    optimizer = make(model, "both")
+    expected = net()
+    plain = torch.optim.AdamW(expected.parameters(), lr=0.05)
+    for step in range(4):
+        if step == 2:
+            model.blocks[1].bias.requires_grad_(True)
+            expected.blocks[1].bias.requires_grad_(True)
+        for m, o in ((model, optimizer), (expected, plain)):
+            o.zero_grad()
+            loss_of(m, step, 0).backward()
+            o.step()
+    optimizer.wait()
+    assert_close(model, expected)
+
+
+def test_a_parameter_unfrozen_mid_training():
+    run_ranks(check_unfreezing, 2)
+
+
+def check_killed(rank, world_size, where):
+    model = net()
+    optimizer = make(model, "reduce")
+    loss_of(model, 0, rank).backward()
+    optimizer.step()
+    if where == "step" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    loss_of(model, 1, rank).backward()
+    optimizer.step()
+    if where == "save":
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.full_state_dict()
+
+
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [
+        ("step", "every rank of the group must take part in the reduce-scatter of gradients"),
+        ("save", "the exchange of optimizer state descriptions"),
+    ],
+)
+def test_a_killed_rank_ends_in_a_named_error(where, what):
+    survivor, killed = run_ranks(check_killed, 2, where, check=False, collective_timeout=10)
+    assert killed.exitcode == -signal.SIGKILL
+    assert survivor.error is not None
+    assert re.search(rf"CollectiveError: .*{what}", survivor.error), survivor.error
+    assert survivor.seconds < 40

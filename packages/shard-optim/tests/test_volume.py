@@ -1,0 +1,124 @@
+"""Counts and bytes of collectives, and memory, at any world size, on the fake process group."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from shard_optim import ShardedOptimizer
+from shard_optim.accounting import rank_memory, step_traffic
+
+WORLD_SIZES = [2, 8, 64, 1024]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Every collective that runs, as (name, bytes of the whole buffer)."""
+    recorded = []
+
+    def record(name, argument):
+        original = getattr(dist, name)
+
+        def wrapper(*args, **kwargs):
+            recorded.append((name, args[argument].nbytes))
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(dist, name, wrapper)
+
+    record("all_gather_into_tensor", 0)
+    record("reduce_scatter_tensor", 1)
+    record("all_reduce", 0)
+    return recorded
+
+
+@pytest.fixture
+def fake_group(request):
+    dist.init_process_group(
+        "fake", store=FakeStore(), rank=request.param // 2, world_size=request.param
+    )
+    try:
+        yield request.param
+    finally:
+        dist.destroy_process_group()
+
+
+def stack():
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(10)))
+
+
+def run_step(model, optimizer):
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("fake_group", WORLD_SIZES, indirect=True)
+@pytest.mark.parametrize("reduce_gradients", [False, True])
+def test_collectives_of_one_step(fake_group, calls, reduce_gradients):
+    world_size, model = fake_group, stack()
+    optimizer = ShardedOptimizer(
+        model.parameters(),
+        torch.optim.AdamW,
+        bucket_size_mb=3 * 64 * 65 * 4 / 1024**2,
+        reduce_gradients=reduce_gradients,
+    )
+    assert calls == [("all_reduce", 16)]  # the comparison of descriptions
+    calls.clear()
+    buckets = len(optimizer.buckets)
+    assert buckets == 4
+    run_step(model, optimizer)
+    padded = [bucket.flat.nbytes for bucket in optimizer.buckets]
+    gathers = [("all_gather_into_tensor", size) for size in padded]
+    scatters = [("reduce_scatter_tensor", size) for size in reversed(padded)]
+    flags = [("all_reduce", 20)]
+    assert calls == (scatters + flags if reduce_gradients else []) + gathers
+
+    numel = sum(p.numel() for p in model.parameters())
+    padding = sum(bucket.plan.padding for bucket in optimizer.buckets) * 4
+    assert padding < buckets * world_size * 4
+    moved = sum(size for name, size in calls if name != "all_reduce")
+    ring = (world_size - 1) / world_size
+    predicted = step_traffic(numel, world_size=world_size, stage=2 if reduce_gradients else 1)
+    if not reduce_gradients:
+        predicted -= 2 * ring * 4 * numel  # the all-reduce of gradients is the wrapper's
+    assert 0 <= moved * ring - predicted <= 2 * padding
+
+
+@pytest.mark.parametrize("fake_group", WORLD_SIZES, indirect=True)
+@pytest.mark.parametrize("partition", ["flat", "whole"])
+def test_state_per_rank(fake_group, partition):
+    world_size, model = fake_group, stack()
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, partition=partition)
+    run_step(model, optimizer)
+    numel = sum(p.numel() for p in model.parameters())
+    moments = sum(
+        state[key].nbytes for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")
+    )
+    share = rank_memory(numel, world_size=world_size, stage=1).optimizer_state
+    if partition == "flat":
+        assert moments <= share + 8
+    else:
+        assert moments <= share + 8 * 64 * 64
+
+
+@pytest.mark.parametrize("fake_group", [8], indirect=True)
+def test_gradients_in_flight_stay_few(fake_group):
+    """While backward runs, whole gradients exist for a few buckets only."""
+    model = stack()
+    optimizer = ShardedOptimizer(
+        model.parameters(),
+        torch.optim.SGD,
+        bucket_size_mb=64 * 65 * 4 / 1024**2,
+        reduce_gradients=True,
+    )
+    present = []
+    model[0].register_full_backward_hook(
+        lambda *_: present.append([p.grad is not None for p in model.parameters()])
+    )
+    model(torch.ones(2, 64, requires_grad=True)).sum().backward()
+    assert sum(present[0]) <= 2
+    assert all(p.grad is None for p in model.parameters())
+    assert len(optimizer._reducer._in_flight) <= 4
+    shards = sum(r.shard.numel() for r in optimizer._reducer._reductions if r.shard is not None)
+    assert shards <= sum(p.numel() for p in model.parameters()) / 8 + 10
