@@ -54,6 +54,7 @@ from shard_optim import ShardedOptimizer
 T = TypeVar("T")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+DOCUMENTATION = ("*.md", "docs/**/*.md", "examples/*.md", "packages/*/*.md")
 
 
 class InputError(Exception):
@@ -109,11 +110,9 @@ def read_tokens(settings: Settings) -> npt.NDArray[Any]:
     """The text's bytes (tokens,)."""
     if settings.data is not None:
         return open_tokens(settings.data)
-    paths = sorted(
-        path
-        for path in REPOSITORY.rglob("*.md")
-        if not any(part.startswith(".") for part in path.relative_to(REPOSITORY).parts)
-    )
+    paths = sorted(path for pattern in DOCUMENTATION for path in REPOSITORY.glob(pattern))
+    if not paths:
+        raise ValueError(f"there is no Markdown in {REPOSITORY} to learn; pass --data FILE")
     return np.concatenate([np.frombuffer(path.read_bytes(), dtype=np.uint8) for path in paths])
 
 

@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config
 import torch.nn.functional as F
 import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flashattn_triton import FlashAttention2Triton, flash_attention
+from flashattn_triton import FlashAttention2Triton, Tiling, flash_attention
 from flashattn_triton.options import resolve_options
 from flashattn_triton.tiled import tiled_backward, tiled_forward
 
@@ -86,10 +87,10 @@ def long_cases() -> Iterator[Case]:
 
 def single_cases() -> Iterator[Case]:
     """The anchors at 16 heads of 16,384 tokens, and many small problems."""
-    for head_dim in (64, 128):
-        for causal in (True, False):
-            yield Case(batch=1, heads=16, length=16384, head_dim=head_dim, causal=causal)
-            yield Case(batch=16, heads=16, length=1024, head_dim=head_dim, causal=causal)
+    for batch, length in ((1, 16384), (16, 1024)):
+        for head_dim in (64, 128):
+            for causal in (True, False):
+                yield Case(batch=batch, heads=16, length=length, head_dim=head_dim, causal=causal)
 
 
 def half_cases() -> Iterator[Case]:
@@ -149,10 +150,19 @@ def assignment(case: Case) -> Attention:
     return attend
 
 
-def implementations(case: Case) -> dict[str, Attention]:
+def tuned(case: Case, table: list[dict[str, Any]]) -> Tiling | None:
+    """The entry of a table that ``flashattn_triton.tune`` wrote, or None for the shipped one's."""
+    for entry in table:
+        if all(entry[field] == getattr(case, field) for field in ("head_dim", "dtype", "causal")):
+            return Tiling.unpack(entry["tiling"])
+    return None
+
+
+def implementations(case: Case, table: list[dict[str, Any]]) -> dict[str, Attention]:
     """Ours and its peers, for one case."""
+    tiling = tuned(case, table)
     ours = {
-        "flashattn-triton": functools.partial(flash_attention, causal=case.causal),
+        "flashattn-triton": functools.partial(flash_attention, causal=case.causal, tiling=tiling),
         "FlashAttention2Triton.apply, compiled": assignment(case),
     }
     if case.dtype == "fp32":
@@ -210,7 +220,9 @@ def environment() -> dict[str, Any]:
     }
 
 
-def measure(case: Case, rounds: int, rep: int, only: list[str] | None) -> Iterator[dict[str, Any]]:
+def measure(
+    case: Case, rounds: int, rep: int, only: list[str] | None, table: list[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
     """The rows of one case."""
     shape = (case.batch, case.heads, case.length, case.head_dim)
     leaves = [
@@ -219,7 +231,7 @@ def measure(case: Case, rounds: int, rep: int, only: list[str] | None) -> Iterat
     ]
     chosen = {
         name: attend
-        for name, attend in implementations(case).items()
+        for name, attend in implementations(case, table).items()
         if only is None or any(part in name for part in only)
     }
     errors = {}
@@ -265,10 +277,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Measures, and writes the rows after each case."""
     rows: list[dict[str, Any]] = []
     where = environment()
+    table = json.loads(arguments.tilings.read_text())["entries"] if arguments.tilings else []
+    # Backward is timed alone, over one graph that is kept; compiled functions then may not reuse
+    # the memory of what they saved.
+    torch._functorch.config.donated_buffer = False
     for name in arguments.set:
         for case in SETS[name]():
             started = time.monotonic()
-            for row in measure(case, arguments.rounds, arguments.rep, arguments.only):
+            for row in measure(case, arguments.rounds, arguments.rep, arguments.only, table):
                 rows.append({"set": name, **row, **where})
                 if row.get("note"):
                     print(f"{case} | {row['implementation']}: {row['note']}", flush=True)
@@ -346,6 +362,7 @@ def main() -> int:
     runner.add_argument("--set", nargs="+", choices=SETS, default=["leaderboard"])
     runner.add_argument("--only", nargs="+", help="parts of implementation names")
     runner.add_argument("--rounds", type=int, default=4)
+    runner.add_argument("--tilings", type=Path, help="table written by flashattn_triton.tune")
     runner.add_argument("--rep", type=int, default=50, help="milliseconds per round and pass")
     runner.set_defaults(command=run)
     reporter = commands.add_parser("report", help="table and plot from saved rows")

@@ -40,22 +40,44 @@ from ddp_lite.peer import PeerCopyAverage
 ANCHOR_CELLS = ["bf16,4,512", "bf16,2,512", "fp32,2,512", "fp32,2,128"]
 # Largest relative error of a gradient tensor against torch's: float32 sums may be ordered
 # differently, bfloat16 keeps 8 bits.
-NEED_CUDA = ("inplace-250-highprio", "peer-copy-100", "peer-copy-250")
+NEED_CUDA = (
+    "inplace-250-high-priority",
+    "inplace-250-16-ctas",
+    "peer-copy-100",
+    "peer-copy-250",
+)
 TOLERANCE = {"default": 1e-5, "bf16-wire": 1e-2}
+
+PROFILED_STEPS = 2
+# The first kind with a fitting part of the kernel's name.
+KERNEL_KINDS = {
+    "nccl": ("nccl",),
+    "attention": ("flash", "fmha"),
+    "matmul": ("gemm", "cutlass", "nvjet", "xmma"),
+    "optimizer": ("adam",),
+    "copy": ("memcpy", "memset", "copy"),
+}
 
 Build = Callable[[nn.Module, "Groups"], nn.Module]
 
 
 class Groups:
-    """Process groups that variants may choose from."""
+    """Process groups that variants may choose from, made on first use (on all ranks alike)."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
         assert dist.group.WORLD is not None
         self.default = dist.group.WORLD
-        self.high_priority: dist.ProcessGroup | None = None
-        if device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-            self.high_priority = dist.new_group(pg_options=options)
+        self._special: dict[tuple[bool, int | None], dist.ProcessGroup] = {}
+
+    def nccl(self, *, high_priority: bool, max_ctas: int | None) -> dist.ProcessGroup:
+        """A group with NCCL on a high-priority stream, or limited to so many thread blocks."""
+        key = (high_priority, max_ctas)
+        if key not in self._special:
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
+            if max_ctas is not None:
+                options.config.max_ctas = max_ctas
+            self._special[key] = dist.new_group(pg_options=options)
+        return self._special[key]
 
 
 def torch_ddp(**kwargs: Any) -> Build:
@@ -78,9 +100,14 @@ def peer_copies(**kwargs: Any) -> Build:
     return build
 
 
-def high_priority(**kwargs: Any) -> Build:
-    """The same with NCCL on a high-priority stream."""
-    return lambda module, groups: BucketedDDP(module, process_group=groups.high_priority, **kwargs)
+def tuned_nccl(*, high_priority: bool = False, max_ctas: int | None = None, **kwargs: Any) -> Build:
+    """The bucketed wrapper on a group with other NCCL settings."""
+
+    def build(module: nn.Module, groups: Groups) -> nn.Module:
+        group = groups.nccl(high_priority=high_priority, max_ctas=max_ctas)
+        return BucketedDDP(module, process_group=group, **kwargs)
+
+    return build
 
 
 VARIANTS: dict[str, Build] = {
@@ -107,7 +134,9 @@ VARIANTS: dict[str, Build] = {
     "inplace-250": bucketed(bucket_size_mb=250),
     "inplace-500": bucketed(bucket_size_mb=500),
     "inplace-1000": bucketed(bucket_size_mb=1000),
-    "inplace-250-highprio": high_priority(bucket_size_mb=250),
+    "inplace-250-no-small-last": bucketed(bucket_size_mb=250, last_bucket_size_mb=None),
+    "inplace-250-high-priority": tuned_nccl(bucket_size_mb=250, high_priority=True),
+    "inplace-250-16-ctas": tuned_nccl(bucket_size_mb=250, max_ctas=16),
     "peer-copy-100": peer_copies(bucket_size_mb=100),
     "peer-copy-250": peer_copies(bucket_size_mb=250),
     "bf16-wire-100": bucketed(bucket_size_mb=100, wire_dtype=torch.bfloat16),
@@ -210,6 +239,7 @@ def time_block(
     precision: str,
     groups: Groups,
     args: argparse.Namespace,
+    profiled: bool,
 ) -> dict[str, Any]:
     """One block of one variant: milliseconds per step (the slower rank's) and peak memory."""
     device = batch[0].device
@@ -257,7 +287,55 @@ def time_block(
                 "exposed_wait_ms": last.exposed_wait_ms,
                 "explain": wrapped.explain(),
             }
+        if profiled:
+            result["kernel_ms"] = kernel_times(step, device)
     return result
+
+
+def kernel_times(step: Callable[[], None], device: torch.device) -> dict[str, float]:
+    """Where a step's device time goes, in ms, from a profiler trace of two steps.
+
+    Sums over kernels by kind; "nccl_alone" is communication under which nothing else ran. A kind
+    that grows against "no-communication" is slowed by contention.
+    """
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as trace:
+        for _ in range(PROFILED_STEPS):
+            step()
+        synchronize(device)
+    totals: dict[str, float] = dict.fromkeys([*KERNEL_KINDS, "other"], 0.0)
+    edges: list[tuple[float, int, bool]] = []
+    for event in trace.events():
+        on_device = event.device_type == torch.autograd.DeviceType.CUDA
+        if not on_device or event.is_user_annotation or event.name.startswith("nccl:"):
+            continue  # ranges drawn over kernels are no kernels
+        begin, end = event.time_range.start, event.time_range.end
+        kind = kind_of(event.name)
+        totals[kind] += end - begin
+        edges += [(begin, 1, kind == "nccl"), (end, -1, kind == "nccl")]
+    totals["nccl_alone"] = time_of_communication_alone(sorted(edges))
+    return {kind: us / 1e3 / PROFILED_STEPS for kind, us in totals.items()}
+
+
+def kind_of(kernel: str) -> str:
+    """The kind of a kernel by its name."""
+    name = kernel.lower()
+    found = (kind for kind, parts in KERNEL_KINDS.items() if any(part in name for part in parts))
+    return next(found, "other")
+
+
+def time_of_communication_alone(edges: list[tuple[float, int, bool]]) -> float:
+    """Microseconds in which communication runs and nothing else, from (time, ±1, is nccl)."""
+    alone, before = 0.0, 0.0
+    running = {True: 0, False: 0}
+    for now, change, is_nccl in edges:
+        if running[True] and not running[False]:
+            alone += now - before
+        running[is_nccl] += change
+        before = now
+    return alone
 
 
 def summarize(name: str, blocks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -319,8 +397,11 @@ def run_cell(
     batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     blocks: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for turn in range(args.rounds):
+        profiled = args.profile and turn == args.rounds - 1
         for name in names if turn % 2 == 0 else names[::-1]:
-            result = time_block(VARIANTS[name], model, optimizer, batch, precision, groups, args)
+            result = time_block(
+                VARIANTS[name], model, optimizer, batch, precision, groups, args, profiled
+            )
             blocks[name].append(result)
             if dist.get_rank() == 0:
                 print(f"{cell} round {turn} {name}: {result['step_ms']:.2f} ms", flush=True)
@@ -353,6 +434,9 @@ def report(
             f"peak {row['peak_gib']:.2f} GiB",
             flush=True,
         )
+        if "kernel_ms" in row:
+            kinds = ", ".join(f"{kind} {ms:.2f}" for kind, ms in row["kernel_ms"].items())
+            print(f"  kernels, ms a step: {kinds}", flush=True)
         lines.append(json.dumps(facts | row))
     if args.output is not None:
         args.output.parent.mkdir(parents=True, exist_ok=True)
@@ -378,7 +462,7 @@ def worker(rank: int, store: str, args: argparse.Namespace) -> None:
         device_id=device if on_gpu else None,
     )
     try:
-        groups = Groups(device)
+        groups = Groups()
         names = args.variants or list(VARIANTS)
         names = variants_that_agree(names, groups, device)
         if rank == 0:
@@ -410,6 +494,9 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=6, help="steps timed together")
     parser.add_argument("--warmup", type=int, default=3, help="steps before each block")
     parser.add_argument("--matmul-precision", choices=["highest", "high"], default="highest")
+    parser.add_argument(
+        "--profile", action="store_true", help="add kernel times from a trace of the last round"
+    )
     parser.add_argument("--output", type=Path, help="JSON lines are appended here")
     parser.add_argument("--commit", help="recorded; default: git rev-parse HEAD")
     args = parser.parse_args()

@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from basics_model import SIZES, ModelConfig, TransformerLM, model_config
 from ddp_lite import BucketedDDP
-from shard_optim import ShardedOptimizer
+from shard_optim import ReduceScatterHook, ShardedOptimizer
 from shard_optim.accounting import rank_memory
 
 LEARNING_RATE = 1e-4
@@ -95,6 +95,13 @@ def build_ddp_lite(*, shard: bool) -> Build:
     return build
 
 
+def build_handoff(model: nn.Module) -> Trainer:
+    """Our wrapper hands its buckets over: reduce-scattered instead of all-reduced."""
+    wrapped = BucketedDDP(model, bucket_size_mb=250, comm_hook=ReduceScatterHook())
+    optimizer = sharded(model, layout=wrapped.buckets)
+    return Trainer(wrapped, optimizer, wrapped.finish_gradient_synchronization, wrapped.detach)
+
+
 def build_sharded(**kwargs: Any) -> Build:
     """No wrapper: the optimizer reduces gradients itself."""
 
@@ -114,6 +121,7 @@ VARIANTS: dict[str, Build] = {
     "ddp-lite": build_ddp_lite(shard=False),
     "torch-ddp+sharded": lambda model: Trainer(torch_ddp(model), sharded(model)),
     "ddp-lite+sharded": build_ddp_lite(shard=True),
+    "ddp-lite+handoff": build_handoff,
     "reduce-100": build_sharded(bucket_size_mb=100),
     "reduce-100-overlap": build_sharded(bucket_size_mb=100, overlap="next-forward"),
     "reduce-250-overlap": build_sharded(bucket_size_mb=250, overlap="next-forward"),
@@ -344,7 +352,13 @@ def environment(device: torch.device, args: argparse.Namespace) -> dict[str, Any
 
 def predicted(name: str, parameters: int, world_size: int) -> dict[str, float]:
     """Bytes per rank by the accounting, activations and buffers excluded."""
-    stage = 2 if name.startswith("reduce") else 1 if name.endswith(("zero", "sharded")) else 0
+    stage = (
+        2
+        if name.startswith("reduce")
+        else 1
+        if name.endswith(("zero", "sharded", "handoff"))
+        else 0
+    )
     memory = rank_memory(parameters // 4, world_size=world_size, stage=stage)
     return {
         "parameters": memory.parameters,

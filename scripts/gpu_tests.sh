@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # Runs every test marked gpu or multi_gpu. Arguments go to pytest.
 #   bash scripts/gpu_tests.sh [-x] [-k NAME]
-# With uv it uses the workspace's environment; without, the machine's own Python and torch.
+# Uses the python3 of the environment it runs in if that one has torch, else the workspace's own.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-if command -v uv >/dev/null; then
-    python=(uv run python)
-else
+if python3 -c 'import torch' 2>/dev/null; then
     python=(python3)
     PYTHONPATH=$(printf '%s:' packages/*/src)${PYTHONPATH:-}
     export PYTHONPATH
+else
+    python=(uv run python)
 fi
 devices=$("${python[@]}" -c 'import torch; print(torch.cuda.device_count())')
 if [[ $devices -lt 1 ]]; then

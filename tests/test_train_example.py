@@ -20,6 +20,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 # Starts one process for each list of arguments, after importing torch and the rest only once.
 SEVERAL = f"""
 import json, os, sys
+
 sys.path.insert(0, {str(SCRIPT.parent)!r})
 import torch._dynamo  # every optimizer imports it
 from train_lm import application, main
@@ -30,7 +31,11 @@ for arguments in json.loads(sys.argv[1]):
     if child == 0:
         for stream, output in enumerate(outputs, start=1):
             os.dup2(output, stream)
-        application(main)(arguments)
+        try:
+            application(main)(arguments)
+        except SystemExit as stop:
+            sys.stdout.flush()
+            os._exit(stop.code or 0)  # taking torch apart would take longer than the rest
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     for output in outputs:
         os.lseek(output, 0, os.SEEK_SET)
@@ -66,10 +71,10 @@ def arguments(*flags: str, **changes: object) -> list[str]:
     return [*flags, *(str(part) for option in options.items() for part in option)]
 
 
-def start(command: list[str]) -> subprocess.Popen[str]:
+def start(command: list[str], **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *command],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "80"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "80"} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -117,6 +122,7 @@ def assert_refused(outcome: tuple[int, str, str], *messages: str) -> None:
         assert message in errors
 
 
+@pytest.mark.slow
 def test_killed_run_continues_to_the_same_weights(text: Path, tmp_path: Path) -> None:
     """Two ranks, killed by SIGKILL: the same command ends with bitwise the same state."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
@@ -207,6 +213,15 @@ def test_bad_input_is_one_line(text: Path, tmp_path: Path) -> None:
     assert usage[0] == 0
     for name in SMALL.keys() | {"--wrapper", "--sharded", "--attention", "--checkpoint-dir"}:
         assert name in usage[1]
+
+
+def test_any_module_example_learns() -> None:
+    """One rank and no launcher: a launcher only sets these variables."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    output = finish(start([str(SCRIPT.with_name("finetune_any_module.py"))], **alone))
+    accuracies = [float(value) for value in re.findall(r"accuracy (\S+)$", output, re.M)]
+    assert len(accuracies) == 5
+    assert accuracies[-1] > 0.75
 
 
 @pytest.mark.multi_gpu

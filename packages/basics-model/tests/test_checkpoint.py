@@ -6,7 +6,7 @@ import pickle
 import signal
 import subprocess
 import sys
-import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +74,13 @@ def test_resumed_run_equals_an_uninterrupted_one(config: ModelConfig, tmp_path: 
         assert torch.equal(resumed.state_dict()[name], value), name
 
 
+# One process per moment, forked after a single import of torch; prints how each of them ended.
 KILLED = """
 import os, signal, sys, torch
 from basics_model import Checkpoint, save_checkpoint
 
-moment, path = sys.argv[1:]
 real_save, real_fsync = torch.save, os.fsync
+calls = 0
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
@@ -94,7 +95,6 @@ def die_after_write(content, file):
     file.flush()
     die()
 
-calls = 0
 def fsync(descriptor):
     global calls
     calls += 1
@@ -102,42 +102,45 @@ def fsync(descriptor):
         die()
     real_fsync(descriptor)
 
-if moment == "half-write":
-    torch.save = half_write
-elif moment == "written":
-    torch.save = die_after_write
 os.fsync = fsync
-save_checkpoint(path, Checkpoint(step=2, model={"weight": torch.full((4,), 2.0)}))
+for argument in sys.argv[1:]:
+    moment, path = argument.split("=")
+    torch.save = {"half-write": half_write, "written": die_after_write}.get(moment, real_save)
+    child = os.fork()
+    if child == 0:
+        save_checkpoint(path, Checkpoint(step=2, model={"weight": torch.full((4,), 2.0)}))
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def run_child(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def start_child(program: str, *arguments: str) -> subprocess.Popen[str]:
     source = Path(basics_model.__file__).parent.parent
-    environment = os.environ | {"PYTHONPATH": str(source)}
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program), *arguments],
-        env=environment,
-        timeout=60,
-        check=False,
-        capture_output=True,
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *arguments],
+        env=os.environ | {"PYTHONPATH": str(source)},
+        stdout=subprocess.PIPE,
         text=True,
     )
 
 
-@pytest.mark.parametrize(
-    ("moment", "survivor"), [("half-write", 1), ("written", 1), ("fsync-1", 1), ("fsync-2", 2)]
-)
-def test_killed_save_leaves_a_whole_checkpoint(tmp_path: Path, moment: str, survivor: int) -> None:
+def test_killed_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     """Killed before the rename, the old one stays; killed after it, the new one is there."""
-    path = checkpoint_path(tmp_path, 1)
-    save_checkpoint(path, small(1))
-    child = run_child(KILLED, moment, str(path))
-    assert child.returncode == -signal.SIGKILL, child.stderr
-    assert load_checkpoint(path).step == survivor
-    assert list_checkpoints(tmp_path) == [path]
-    save_checkpoint(path, small(5))
-    assert load_checkpoint(path).step == 5
-    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]  # the leftover is gone
+    survivors = {"half-write": 1, "written": 1, "fsync-1": 1, "fsync-2": 2}
+    paths = {moment: checkpoint_path(tmp_path / moment, 1) for moment in survivors}
+    for path in paths.values():
+        path.parent.mkdir()
+        save_checkpoint(path, small(1))
+    with start_child(KILLED, *(f"{moment}={path}" for moment, path in paths.items())) as child:
+        output, _ = child.communicate(timeout=120)
+    assert output.split() == [str(-signal.SIGKILL.value)] * len(survivors)
+    for moment, path in paths.items():
+        assert load_checkpoint(path).step == survivors[moment], moment
+        assert list_checkpoints(path.parent) == [path]
+        save_checkpoint(path, small(5))
+        assert load_checkpoint(path).step == 5
+        leftovers = [entry.name for entry in path.parent.iterdir() if entry != path]
+        assert leftovers == [], moment
 
 
 ENDLESS = """
@@ -154,16 +157,12 @@ while True:
 """
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.0137])
-def test_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, delay: float) -> None:
+def test_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "latest.pt"
-    environment = os.environ | {"PYTHONPATH": str(Path(basics_model.__file__).parent.parent)}
-    with subprocess.Popen(
-        [sys.executable, "-c", ENDLESS, str(path)], env=environment, stdout=subprocess.PIPE
-    ) as child:
+    with start_child(ENDLESS, str(path)) as child:
         assert child.stdout is not None
-        assert child.stdout.readline() == b"saved\n"
-        signal.sigtimedwait([], delay)
+        assert child.stdout.readline() == "saved\n"
+        time.sleep(0.0137)
         child.kill()
     loaded = load_checkpoint(path)
     assert (loaded.model["weight"] == loaded.step).all()

@@ -247,7 +247,6 @@ def test_model_is_one_graph(
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_inductor_compiles_a_training_step(config: ModelConfig) -> None:
     model = TransformerLM(config, device="cuda")
     token_ids = tokens(config).cuda()

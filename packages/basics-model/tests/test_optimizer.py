@@ -73,15 +73,19 @@ def test_groups_keep_their_own_settings() -> None:
     assert_same(mine, reference)
 
 
-@pytest.mark.parametrize("successor", [AdamW, torch.optim.AdamW])
-def test_state_dict_continues_where_it_stopped(successor: type[torch.optim.Optimizer]) -> None:
+@pytest.mark.parametrize(
+    ("predecessor", "successor"),
+    [(AdamW, AdamW), (AdamW, torch.optim.AdamW), (torch.optim.AdamW, AdamW)],
+    ids=["ours-to-ours", "ours-to-torch", "torch-to-ours"],
+)
+def test_state_dict_continues_where_it_stopped(predecessor: Any, successor: Any) -> None:
     straight, resumed = parameters(), parameters()
-    one, two = AdamW(straight, lr=0.05), AdamW(resumed, lr=0.05)
+    one, two = predecessor(straight, lr=0.05), predecessor(resumed, lr=0.05)
     for step in range(5):
         for params, optimizer in ((straight, one), (resumed, two)):
             give_gradients(params, step)
             optimizer.step()
-    loaded: Any = successor(resumed, lr=123.0)
+    loaded = successor(resumed, lr=123.0)
     loaded.load_state_dict(copy.deepcopy(two.state_dict()))
     assert loaded.param_groups[0]["lr"] == 0.05
     for step in range(5, 10):

@@ -97,7 +97,7 @@ def until_rows(folder: Path, count: int) -> None:
 
 
 def test_a_run_killed_then_stopped_then_resumed(
-    command_line: tuple[list[str], dict[str, str]], tmp_path: Path
+    command_line: tuple[list[str], dict[str, str]], bench: Bench, tmp_path: Path
 ) -> None:
     """One run of three cases, ended by SIGKILL in its second and by Ctrl-C in its third."""
     command, environment = command_line
@@ -132,9 +132,9 @@ def test_a_run_killed_then_stopped_then_resumed(
     assert "2 of 3 cases are kept in runs/toy-01" in output
     assert "Traceback" not in output + errors
 
-    resumed = start()
-    output, errors = resumed.communicate(timeout=60)
-    assert resumed.returncode == 0, errors
+    resumed = bench(*arguments)
+    assert resumed.returncode == 0
+    output = resumed.stdout
     assert "1 of 3 cases left" in output
     assert len(set(keys_of(folder))) == len(keys_of(folder)) == 3
     for name in ("env.json", "run.json", "report.html", "figures/toy-line.png"):
@@ -143,6 +143,15 @@ def test_a_run_killed_then_stopped_then_resumed(
     assert "\x1b" not in output  # no colours where there is no terminal
     assert all(len(line) <= 80 for line in output.splitlines())
     assert output.rstrip().endswith("Report: runs/toy-01/report.html")
+
+
+def test_a_folder_that_turns_unusable_is_one_line(bench: Bench, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "artifacts").write_text("in the way")
+    done = bench("toy", "--output", "out")
+    assert done.returncode == 2
+    assert "Not a directory" in done.stderr or "File exists" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_report_is_rebuilt_and_a_run_is_the_same_as_itself(bench: Bench, tmp_path: Path) -> None:
@@ -172,7 +181,7 @@ def test_a_dry_run_lists_and_creates_nothing(bench: Bench, tmp_path: Path) -> No
     listed = bench("toy", "--kinds", "ok,raises", "--dry-run")
     assert listed.returncode == 0
     assert "toy raises 0" in listed.stdout
-    assert "2 of 2 cases to run, unknown time, into runs/toy-01" in listed.stdout
+    assert "2 of 2 cases to run, at most 2 min 00 s by their limits" in listed.stdout
     assert list(tmp_path.iterdir()) == []
 
 

@@ -24,7 +24,7 @@ def run(monkeypatch, tmp_path):
         (case,) = experiment.cases(device="cpu", **options)
         rows = experiment.run(case, print)
         json.dumps(rows, allow_nan=False)
-        about = {"experiment": name, "label": case.label, "status": "ok"}
+        about = {"case_key": case.key, "label": case.label, "status": "ok"}
         frame = to_frame([{**about, **row, "config": dict(case.config)} for row in rows])
         for figure in experiment.figures(frame):
             assert png_bytes(figure.figure)
@@ -206,7 +206,7 @@ def test_a_wrapper_leaves_nothing_behind():
 
 def test_tables_of_one_failed_cell_beside_a_finished_one(run):
     frame, _ = run("allreduce", sizes_mb=(0.01,), operations=("broadcast",), samples=2, warmup=0)
-    lost = {"label": "allreduce gloo 4 ranks", "status": "error", "world_size": 4}
+    lost = {"case_key": "4", "label": "allreduce gloo 4 ranks", "status": "error", "world_size": 4}
     both = pd.concat([frame, pd.DataFrame([lost])], ignore_index=True)
     (table,) = experiments.get("allreduce").tables(both)
     assert list(table.frame["status"]) == ["ok", "error"]

@@ -18,6 +18,19 @@ def toy(installed: Path) -> Experiment:
     return experiments.get("toy")
 
 
+def test_an_unknown_experiment_names_those_that_exist(installed: Path) -> None:
+    with pytest.raises(ValueError, match=r"must be one of accounting, .*, toy; received 'tyo'"):
+        experiments.get("tyo")
+
+
+def test_a_plug_in_that_does_not_import_is_named(
+    installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(experiments._BUILT_IN, "lost", "no_such_module:Lost")
+    with pytest.raises(ValueError, match=r"experiment lost \(no_such_module:Lost\) cannot be"):
+        experiments.get("lost")
+
+
 def test_defaults_fill_what_is_not_given(toy: Experiment) -> None:
     assert options.build(toy, {"seconds": 2}) == {
         "kinds": ("ok",),

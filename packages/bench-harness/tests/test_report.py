@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import re
 import shutil
 import subprocess
@@ -11,10 +12,13 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from rich.console import Console
 
-from bench_harness import report
+from bench_harness import report, show
+from bench_harness.experiments import Table
+from bench_harness.report.cells import cell, split
 from bench_harness.report.frame import to_frame
-from bench_harness.report.write import cell, table_stem
+from bench_harness.report.write import table_stem
 from bench_harness.store import Store, StoreError
 
 MACHINE = {"gpus": [{"throttle_reasons": ["power limit"]}], "load_1min": 0.5}
@@ -179,19 +183,78 @@ def test_table_files_carry_the_experiment_once() -> None:
     assert table_stem("ddp", "DDP: time") == "ddp-time"
 
 
-def test_the_page_renders_in_a_browser(store: Store, tmp_path: Path) -> None:
+@pytest.mark.parametrize("colour", [True, False])
+def test_the_terminal_stays_within_80_columns(store: Store, colour: bool) -> None:
+    file = io.StringIO()
+    console = Console(
+        file=file, width=80, force_terminal=colour, color_system="truecolor" if colour else None
+    )
+    with store.open_for_writing() as writer:
+        writer.append([row("bad", "error", error="a long story " * 20)])
+    built = report.build(store)
+    show.tables(built.sections, console)
+    show.summary(built, Path("runs/toy-01/report.html"), console)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", file.getvalue())
+    assert (text != file.getvalue()) is colour
+    assert all(len(line) <= 80 for line in text.splitlines())
+    for part in ("Toy <times>", "<b>double</b>", "error", "a long story", "toy-01/report.html"):
+        assert part in text
+
+
+@pytest.mark.parametrize("columns", [1, 5, 9, 30])
+def test_a_table_of_any_width_fits_the_terminal(columns: int) -> None:
+    frame = pd.DataFrame({f"long name {i} (ms)": [1.5 * 10**i, None, 3.0] for i in range(columns)})
+    section = report.Section(
+        name="toy",
+        summary="",
+        cases=[],
+        tables=[Table("Wide", frame, "")],
+        figures=[],
+        problems=[],
+    )
+    file = io.StringIO()
+    show.tables([section], Console(file=file, width=80))
+    lines = file.getvalue().splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    heads = file.getvalue().partition("─")[0]
+    assert heads.count("(ms)") == heads.count("long") == min(columns, 9)  # whole headings
+    if columns == 30:
+        assert "more columns in tables/toy-wide.csv" in file.getvalue()
+
+
+def test_a_wide_table_says_once_what_all_rows_share() -> None:
+    wide = pd.DataFrame(
+        {"size": ["xl", "xl"], "ms": [1.0, 2.0], **{c: ["", ""] for c in "abcdefg"}}
+    )
+    constant, rest = split(wide)
+    assert constant == {"size": "xl"}
+    assert list(rest.columns) == ["ms"]
+    narrow = wide[["size", "ms"]]
+    assert split(narrow)[1] is narrow
+
+
+def render(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """The page's document after its scripts ran in a browser, and the browser's log."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("needs chromium or google-chrome")
-    page = report.write(report.build(store), store.folder)
-    done = subprocess.run(
+    return subprocess.run(
         [
             *(browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"),
-            *(f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.resolve().as_uri()),
+            *(f"--user-data-dir={folder / 'profile'}", "--dump-dom", page.resolve().as_uri()),
         ],
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert "toy oom" in done.stdout
+
+
+def test_the_page_renders_and_sorts_in_a_browser(store: Store, tmp_path: Path) -> None:
+    page = report.write(report.build(store), store.folder)
+    click = "<script>document.querySelectorAll('.sortable button')[3].click()</script>"
+    page.write_text(page.read_text().replace("</body>", 2 * click + "</body>"))
+    done = render(page, tmp_path)
     assert "CONSOLE" not in done.stderr
+    times = done.stdout[: done.stdout.index('id="cases"')]
+    assert 'aria-sort="descending"' in times
+    assert times.index("&lt;b&gt;double") < times.index(">plain<")

@@ -68,6 +68,8 @@ def bad_input(rank: int, world_size: int) -> None:
         "exclude each other",
         lambda: BucketedDDP(plain, wire_dtype=torch.bfloat16, comm_hook=lambda flat, bucket: None),
     )
+    waves = nn.ParameterList([torch.ones(2, dtype=torch.complex64)])
+    expect(ValueError, "0 is torch.complex64", lambda: BucketedDDP(waves, wire_dtype=torch.half))
     mesh = dist.device_mesh.init_device_mesh("cpu", (1, world_size), mesh_dim_names=("a", "b"))
     expect(ValueError, "one dimension, received 2", lambda: NaiveDDP(plain, process_group=mesh))
     assert NaiveDDP(plain, process_group=mesh["b"]).process_group.size() == world_size

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_lite import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP
+from ddp_lite import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP, PeerFailureError
 from ranks import run_ranks
 
 WRAPPERS = {"naive": NaiveDDP, "flat": FlatDDP, "overlap": OverlapDDP, "bucketed": BucketedDDP}
@@ -73,7 +73,9 @@ def step_with_fault(rank: int, world_size: int, name: str, fault: str, victim: i
         ("bucketed", "skip", 2),
     ],
 )
-def test_survivors_name_the_lost_rank(name: str, fault: str, world_size: int) -> None:
+def test_survivors_name_the_lost_rank(
+    name: str, fault: str, world_size: int, record_property
+) -> None:
     victim = world_size - 1
     outcomes = run_ranks(
         step_with_fault,
@@ -94,5 +96,19 @@ def test_survivors_name_the_lost_rank(name: str, fault: str, world_size: int) ->
         assert words[fault] in message
         assert f"on rank {outcome.rank} in step 2" in message
         assert seconds < BOUND, message
+        record_property(f"seconds to error on rank {outcome.rank}", round(seconds, 2))
     if fault == "raise":
         assert "injected into backward" in outcomes[victim].error
+
+
+def construct_or_leave(rank: int, world_size: int) -> str:
+    if rank == 1:
+        return "left"
+    with pytest.raises(PeerFailureError, match=r"construct its wrapper.*on rank 0 of 2") as caught:
+        BucketedDDP(nn.Linear(2, 2))
+    return str(caught.value)
+
+
+def test_a_rank_that_never_wraps_is_noticed() -> None:
+    outcomes = run_ranks(construct_or_leave, 2, collective_timeout=COLLECTIVE_TIMEOUT)
+    assert outcomes[0].seconds < BOUND

@@ -1,5 +1,6 @@
 """Accumulation, checkpointing, mixed precision, dtypes, hooks, uneven inputs."""
 
+import itertools
 import time
 
 import pytest
@@ -99,7 +100,7 @@ class Checkpointed(nn.Module):
         return back(x)
 
 
-def checkpointing(rank: int, world_size: int, reentrant: bool) -> None:
+def checkpointing(rank: int, world_size: int) -> None:
     model = mlp()
     for r in range(world_size):
         hidden = model[:2](batch(r))
@@ -107,7 +108,7 @@ def checkpointing(rank: int, world_size: int, reentrant: bool) -> None:
         (out.sum() / world_size).backward()
     expected = [p.grad for p in model.parameters()]
     for wrapper in EVERY:
-        for auto_finish in (False, True):
+        for reentrant, auto_finish in itertools.product((False, True), repeat=2):
             wrapped = wrapper(Checkpointed(reentrant), auto_finish=auto_finish)
             for _ in range(2):
                 wrapped.zero_grad()
@@ -116,9 +117,8 @@ def checkpointing(rank: int, world_size: int, reentrant: bool) -> None:
                 assert_gradients(wrapped, expected)
 
 
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-def test_activation_checkpointing(reentrant: bool) -> None:
-    run_ranks(checkpointing, 2, reentrant)
+def test_both_kinds_of_activation_checkpointing() -> None:
+    run_ranks(checkpointing, 2, timeout=120)
 
 
 class Mixed(nn.Module):
@@ -153,6 +153,14 @@ def dtypes(rank: int, world_size: int) -> None:
             assert p.grad.dtype == p.dtype, name
             assert torch.equal(p.grad, torch.full_like(p, (world_size + 1) / 2)), name
         assert "float16" in wrapped.explain()
+    # flags of missing gradients travel with complex ones, too
+    for wrapper in (*ALL, copied):
+        waves = [torch.ones(2, dtype=torch.complex64), torch.ones(1, dtype=torch.complex64)]
+        wrapped = wrapper(nn.ParameterList(waves))
+        wrapped.module[0].grad = torch.full((2,), rank * 1j)
+        wrapped.finish_gradient_synchronization()
+        assert torch.equal(wrapped.module[0].grad, torch.full((2,), (world_size - 1) / 2 * 1j))
+        assert wrapped.module[1].grad is None
     # sums of large float16 values overflow, means do not
     wrapped = NaiveDDP(nn.ParameterList([torch.ones(3, dtype=torch.float16)]))
     wrapped.module[0].grad = torch.full((3,), 30000.0, dtype=torch.float16)
@@ -424,4 +432,4 @@ def compiled(rank: int, world_size: int) -> None:
 
 @pytest.mark.slow
 def test_compiled_inner_module() -> None:
-    run_ranks(compiled, 2)
+    run_ranks(compiled, 2, timeout=120)

@@ -13,6 +13,7 @@ from ddp_lite import (
     OverlapDDP,
     UnfinishedSynchronizationError,
 )
+from ddp_lite.diagnostics import warn_about_environment
 from ranks import run_ranks
 
 ALL = (NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP)
@@ -171,3 +172,34 @@ def flips_differently(rank: int, world_size: int) -> None:
 
 def test_requires_grad_changed_differently_is_named() -> None:
     run_ranks(flips_differently, 2)
+
+
+class Lookup(nn.Module):
+    """A table that only its own forward knows to be sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(5, 2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(ids, self.table, sparse=True)
+
+
+def sparse(rank: int, world_size: int) -> None:
+    for wrapper in ALL:
+        wrapped = wrapper(Lookup())
+        out = wrapped(torch.tensor([0, 1])).sum()
+        with pytest.raises(ValueError, match=r"table got a torch\.sparse_coo.*in step 1"):
+            (out.backward(), wrapped.finish_gradient_synchronization())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_sparse_gradients_are_refused_by_name() -> None:
+    run_ranks(sparse, 2)
+
+
+def test_settings_that_destroy_overlap_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.warns(UserWarning, match="CUDA_DEVICE_MAX_CONNECTIONS=1 is set"):
+        warn_about_environment(torch.device("cuda"))
+    warn_about_environment(torch.device("cpu"))

@@ -25,7 +25,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from flashattn_triton.backward import triton_backward
-from flashattn_triton.configs import Tiling
+from flashattn_triton.configs import TABLE, Tiling
 from flashattn_triton.forward import triton_forward
 from flashattn_triton.options import resolve_options
 
@@ -106,9 +106,27 @@ def resources(kernel: Any) -> dict[str, int]:
     }
 
 
+# Shared memory that one block may have, in KB (CUDA C++ programming guide, compute capabilities),
+# and which rows of the shipped table that selects.
+ARCHITECTURES = {90: 227, 100: 227, 80: 163, 86: 99, 89: 99, 120: 99}
+
+
+def shipped() -> list[Request]:
+    """Every row of the table on every architecture that takes it."""
+    return [
+        Request(architecture, width, {2: "bf16", 4: "fp32"}[itemsize], tiling.pack(), {"causal": c})
+        for architecture, limit in ARCHITECTURES.items()
+        for (kilobytes, width, itemsize), tiling in TABLE.items()
+        for c in (False, True)
+        if kilobytes == max(row for row, _, _ in TABLE if row <= limit)
+    ]
+
+
 def main() -> None:
-    for fields in json.load(sys.stdin):
-        request = Request(**fields)
+    """``--shipped`` compiles the whole table; without it, the requests on standard input."""
+    everything = "--shipped" in sys.argv[1:]
+    requests = shipped() if everything else [Request(**r) for r in json.load(sys.stdin)]
+    for request in requests:
         for name, kernel in compiled_kernels(request):
             row = dataclasses.asdict(request) | {"kernel": name} | resources(kernel)
             print(json.dumps(row), flush=True)

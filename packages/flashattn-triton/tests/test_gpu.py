@@ -226,3 +226,25 @@ def test_every_shipped_tiling_that_fits(
         wanted = torch.autograd.grad(expected, leaves, grad_out)
         for a, w in zip(actual, wanted, strict=True):
             torch.testing.assert_close(a, w, rtol=2 * tolerance, atol=4 * tolerance)
+
+
+@pytest.mark.parametrize("head_dims", [(16, 16), (32, 16), (64, 64), (128, 24)], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_tf32(head_dims: tuple[int, int], causal: bool) -> None:
+    dim, value_dim = head_dims
+    leaves = [
+        torch.randn(2, 3, 203, width, device="cuda", requires_grad=True)
+        for width in (dim, dim, value_dim)
+    ]
+    expected = flash_attention(*leaves, causal=causal, implementation="reference")
+    grad_out = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, leaves, grad_out)
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        out = flash_attention(*leaves, causal=causal)
+        actual = torch.autograd.grad(out, leaves, grad_out)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    for a, w in zip((out, *actual), (expected, *wanted), strict=True):
+        torch.testing.assert_close(a, w, rtol=1e-2, atol=1e-2)

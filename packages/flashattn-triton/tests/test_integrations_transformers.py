@@ -9,6 +9,8 @@ transformers = pytest.importorskip("transformers")
 
 from flashattn_triton.integrations import transformers as integration  # noqa: E402
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 SIZES = {
@@ -37,7 +39,7 @@ def causal_model(kind, implementation, **keywords):
         config, attn_implementation=implementation
     )
     assert model.config._attn_implementation == implementation
-    return model
+    return model.to(DEVICE)
 
 
 def pair(kind, oracle="sdpa", **keywords):
@@ -49,7 +51,7 @@ def pair(kind, oracle="sdpa", **keywords):
 
 
 def tokens(batch=2, length=19):
-    return torch.randint(3, SIZES["vocab_size"], (batch, length))
+    return torch.randint(3, SIZES["vocab_size"], (batch, length), device=DEVICE)
 
 
 def compare(ours, theirs, ids, mask=None):
@@ -118,12 +120,9 @@ def test_holes_in_the_padding():
 def test_packed_sequences(kind, keywords):
     ours, theirs = pair(kind, **keywords)
     ids = tokens()
-    positions = torch.stack(
-        [
-            torch.cat([torch.arange(8), torch.arange(11)]),
-            torch.cat([torch.arange(n) for n in (3, 1, 15)]),
-        ]
-    )
+    lengths = [(8, 11), (3, 1, 15)]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    positions = positions.to(DEVICE)
     logits = [m(ids, position_ids=positions, use_cache=False).logits for m in (ours, theirs)]
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
     alone = ours(ids[:1, 8:], use_cache=False).logits
@@ -133,14 +132,14 @@ def test_packed_sequences(kind, keywords):
 def test_packed_sequences_by_cumulative_lengths():
     model, _ = pair("Llama")
     ids = tokens(batch=1)
-    positions = torch.cat([torch.arange(8), torch.arange(11)])[None]
-    starts = torch.tensor([0, 8, 19], dtype=torch.int32)
+    positions = torch.cat([torch.arange(8), torch.arange(11)])[None].to(DEVICE)
+    starts = torch.tensor([0, 8, 19], dtype=torch.int32, device=DEVICE)
     keywords = {"position_ids": positions, "use_cache": False}
     expected = model(ids, **keywords).logits
     for longest in ({}, {"max_length_q": 11, "max_length_k": 11}):
         out = model(ids, cu_seq_lens_q=starts, cu_seq_lens_k=starts, **longest, **keywords).logits
         torch.testing.assert_close(out, expected)
-    tensors = torch.randn(3, 2, 1, 19, 8)
+    tensors = torch.randn(3, 2, 1, 19, 8, device=DEVICE)
     with pytest.raises(ValueError, match="one row of packed sequences, received a batch of 2"):
         integration.attention_forward(
             torch.nn.Module(), *tensors, None, cu_seq_lens_q=starts, cu_seq_lens_k=starts
@@ -191,7 +190,7 @@ def test_a_bidirectional_encoder():
         attention_probs_dropout_prob=0.0,
     )
     ours, theirs = (
-        transformers.BertModel._from_config(config, attn_implementation=name)
+        transformers.BertModel._from_config(config, attn_implementation=name).to(DEVICE)
         for name in (integration.NAME, "sdpa")
     )
     theirs.load_state_dict(ours.state_dict())
@@ -224,7 +223,10 @@ def test_a_custom_mask_is_refused():
     with pytest.raises(
         ValueError, match=r"takes a padding mask .* received shape \(2, 1, 19, 19\)"
     ):
-        model(tokens(), attention_mask=torch.ones(2, 1, 19, 19, dtype=torch.bool).tril())
+        model(
+            tokens(),
+            attention_mask=torch.ones(2, 1, 19, 19, dtype=torch.bool, device=DEVICE).tril(),
+        )
 
 
 def test_a_static_cache_is_refused():

@@ -2,12 +2,15 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import flashattn_triton
 from flashattn_triton.options import AttentionOptions
 from flashattn_triton.tiled import tiled_backward, tiled_forward
+
+pytest.importorskip("hypothesis")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 SETTINGS = settings(deadline=None, max_examples=25, derandomize=True)
 

@@ -262,12 +262,13 @@ def test_key_tiles_and_query_tiles_are_bounded_by_the_size():
     assert all(0 < end - start <= 48 for start, end in ranges)
 
 
+@pytest.mark.slow  # starts the compiler
 # PyTorch's own tracing of autograd functions instantiates them.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_function_compiles_without_graph_breaks():
     Q, K, V = torch.randn(3, 2, 33, 16).unbind()
     leaves = [x.requires_grad_() for x in (Q, K, V)]
-    compiled = torch.compile(FlashAttention2PyTorch.apply, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(FlashAttention2PyTorch.apply, backend="eager", fullgraph=True)
     out, expected = compiled(*leaves, True), FlashAttention2PyTorch.apply(*leaves, True)
     torch.testing.assert_close(out, expected)
     gradients = torch.autograd.grad(out.sum(), leaves)

@@ -120,9 +120,8 @@ def check_training(rank, world_size, variant):
     assert torch.equal(model.never.weight, net().never.weight)
 
 
-@pytest.mark.parametrize(("variant", "world_size"), [(v, 2) for v in VARIANTS] + [("both", 3)])
-def test_trains_like_the_plain_optimizer_on_averaged_gradients(variant, world_size):
-    run_ranks(check_training, world_size, variant)
+def test_three_ranks():
+    run_ranks(check_training, 3, "both")
 
 
 def check_accumulation(rank, world_size):
@@ -154,10 +153,6 @@ def check_accumulation(rank, world_size):
         optimizer.step()
 
 
-def test_gradient_accumulation():
-    run_ranks(check_accumulation, 2)
-
-
 def check_clipping(rank, world_size):
     expected, norms = reference(world_size, 3, cls=torch.optim.SGD, lr=0.5, max_norm=0.1)
     model = net()
@@ -182,10 +177,6 @@ def check_clipping(rank, world_size):
     torch.testing.assert_close(largest, torch.stack(grads).max(), **CLOSE)
     with pytest.raises(ValueError, match="norm_type must be positive, got 0"):
         optimizer.clip_grad_norm_(1.0, norm_type=0)
-
-
-def test_clipping_by_the_norm_over_all_ranks():
-    run_ranks(check_clipping, 2)
 
 
 class Recomputed(nn.Module):
@@ -218,10 +209,6 @@ def check_reentrant(rank, world_size):
     assert_close(models[1], models[0])
 
 
-def test_a_weight_shared_by_reentrant_checkpoints():
-    run_ranks(check_reentrant, 2)
-
-
 def check_exact(rank, world_size):
     """The average of two ranks is exact, so the update must be too; NaN reaches every rank."""
     torch.manual_seed(0)
@@ -252,10 +239,6 @@ def check_exact(rank, world_size):
         p.grad = torch.full_like(p, float("nan") if rank == 1 else 1.0)
     optimizer.step()
     assert all(p.isnan().all() for p in params)
-
-
-def test_two_ranks_average_exactly_and_nan_reaches_all():
-    run_ranks(check_exact, 2)
 
 
 class Sneaky(nn.Module):
@@ -310,10 +293,6 @@ def check_late_reads(rank, world_size):
     sneaky(torch.ones(1, 4)).sum().backward()
 
 
-def test_early_reads_wait_and_hidden_reads_are_found():
-    run_ranks(check_late_reads, 2)
-
-
 def check_unfreezing(rank, world_size):
     model = net()
     optimizer = make(model, "both")
@@ -329,10 +308,6 @@ def check_unfreezing(rank, world_size):
             o.step()
     optimizer.wait()
     assert_close(model, expected)
-
-
-def test_a_parameter_unfrozen_mid_training():
-    run_ranks(check_unfreezing, 2)
 
 
 def check_killed(rank, world_size, where):
@@ -363,3 +338,19 @@ def test_a_killed_rank_ends_in_a_named_error(where, what):
     assert survivor.error is not None
     assert re.search(rf"CollectiveError: .*{what}", survivor.error), survivor.error
     assert survivor.seconds < 40
+
+
+CHECKS = [
+    *((f"trains like plain: {variant}", check_training, (variant,)) for variant in VARIANTS),
+    ("gradient accumulation", check_accumulation, ()),
+    ("clipping by the norm over all ranks", check_clipping, ()),
+    ("a weight shared by re-entrant checkpoints", check_reentrant, ()),
+    ("two ranks average exactly and NaN reaches all", check_exact, ()),
+    ("early reads wait and hidden reads are found", check_late_reads, ()),
+    ("a parameter unfrozen mid-training", check_unfreezing, ()),
+]
+
+
+@pytest.mark.parametrize("check", [name for name, _, _ in CHECKS])
+def test_on_two_ranks(check, errors_on_two_ranks):
+    assert not errors_on_two_ranks[check], errors_on_two_ranks[check]

@@ -89,25 +89,29 @@ def rotary_tables(
     Position i turns pair k of a head by the angle i·theta^(-2k / head_dim).
 
     Returns:
-        Two fp32 tensors (length, head_dim / 2).
+        Two fp32 tensors (length, head_dim): the cosine of each pair's angle, twice, and its sine,
+        first negated, then as it is.
     """
     pairs = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device)
     frequencies = theta ** (-pairs / head_dim)
     positions = torch.arange(length, dtype=torch.float32, device=device)
     angles = positions[:, None] * frequencies  # [length, head_dim / 2]
-    return angles.cos(), angles.sin()
+    cos, sin = angles.cos(), angles.sin()
+    return cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turns the pairs (x[2k], x[2k + 1]) of the last dimension by the tables' angles.
 
+    A pair (a, b) becomes (a·cos - b·sin, b·cos + a·sin): the pair times the cosine plus the swapped
+    pair times the signed sine. That is four kernels, where slicing out both halves takes eight.
+
     Args:
         x: (..., seq, head_dim).
-        cos, sin: (seq, head_dim / 2), from :func:`rotary_tables`.
+        cos, sin: (seq, head_dim), from :func:`rotary_tables`.
 
     Returns:
-        (..., seq, head_dim) in x's dtype, computed in the tables' fp32 or wider.
+        (..., seq, head_dim) in x's dtype and memory order, computed in the tables' fp32 or wider.
     """
-    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
-    return turned.flatten(-2).to(x.dtype)
+    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return torch.addcmul(x * cos, swapped, sin).to(x.dtype)

@@ -73,9 +73,16 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises (..., d_model)."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
-        return (wide * scale * self.weight).to(x.dtype)
+        # The fused kernel takes one dtype, and sums in fp32 whatever it is.
+        common = torch.promote_types(x.dtype, self.weight.dtype)
+        weight = self.weight.to(common)
+        return F.rms_norm(x.to(common), weight.shape, weight, self.eps).to(x.dtype)
+
+
+def shared_input(x: Tensor) -> Tensor:
+    """``x`` in the dtype of the products under autocast: one cast for all of them, not one each."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 class SelfAttention(nn.Module):
@@ -99,7 +106,8 @@ class SelfAttention(nn.Module):
         self.output = Linear(width, width, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Maps (B, S, M) to (B, S, M); ``cos`` and ``sin`` are the rotary tables (S, D / 2)."""
+        """Maps (B, S, M) to (B, S, M); ``cos`` and ``sin`` are the rotary tables (S, D)."""
+        x = shared_input(x)
         query, key, value = (
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, S, D]
             for projection in (self.query, self.key, self.value)
@@ -127,6 +135,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (..., M) to (..., M) through (..., F)."""
+        x = shared_input(x)
         return cast(Tensor, self.down(F.silu(self.gate(x)) * self.up(x)))
 
 
@@ -159,7 +168,7 @@ class TransformerLM(nn.Module):
     Args:
         config: hyperparameters.
         attention: maps query, key, value (batch, heads, seq, head_dim) to an output of that shape,
-            with the causal mask inside. Query and key are contiguous, value is a strided view.
+            with the causal mask inside. All are views of (batch, seq, heads, head_dim) memory.
         device: where parameters are made; "meta" allocates nothing.
         dtype: of the parameters.
 

@@ -63,7 +63,7 @@ class _Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
             valid = ", ".join(self.list_commands(ctx))
-            raise typer.BadParameter(f"command must be one of {valid}; received {args[0]!r}")
+            raise ValueError(f"command must be one of {valid}; received {args[0]!r}")
         return super().resolve_command(ctx, args)
 
 
@@ -82,6 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complain(error.format_message())
     except (ValueError, StoreError, compare.ComparisonError) as error:
         return _complain(str(error))
+    except OSError as error:  # a full disk or a missing permission, wherever it shows
+        return _complain(f"{error.filename or 'system'}: {error.strerror}")
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     return code or 0

@@ -28,6 +28,7 @@ class Comparison:
     """One row measured in both runs.
 
     Attributes:
+        variant: what tells the row from others of its case, as far as the label does not say it.
         median_a, median_b: milliseconds.
         ratio: ``median_b / median_a``; below 1 means that B is faster.
         low, high: 95 % bootstrap interval of the ratio; None below three samples in either run.
@@ -97,7 +98,7 @@ def compare(
             Comparison(
                 experiment=a["experiment"],
                 label=a["label"],
-                variant=_described(identity[1]),
+                variant=_described(identity[1], a["label"]),
                 median_a=_median(a),
                 median_b=_median(b),
                 ratio=ratio,
@@ -130,6 +131,7 @@ def _texts(row: Row) -> tuple[str, ...]:
     return tuple(v for n, v in row.items() if n not in RESERVED and isinstance(v, str))
 
 
-def _described(texts: tuple[str, ...]) -> str:
-    """The words of the values, each once: a variant often repeats what its parts say."""
-    return " ".join(dict.fromkeys(" ".join(texts).split()))
+def _described(texts: tuple[str, ...], label: str) -> str:
+    """The words of the values, each once, without those of the case's label."""
+    words = dict.fromkeys(" ".join(texts).split())
+    return " ".join(word for word in words if word not in label.split())

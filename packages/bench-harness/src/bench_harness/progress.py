@@ -86,7 +86,7 @@ class ConsoleReporter:
             transient=True,
             disable=not console.is_terminal,
         )
-        self._task = self._live.add_task("", total=self._total, left="")
+        self._task = self._live.add_task("starting", total=self._total, left="")
 
     def __enter__(self) -> ConsoleReporter:
         self._live.start()

@@ -140,8 +140,9 @@ def write_report(store: Store, console: Console, *, tables: bool) -> None:
     """
     from bench_harness import report
 
-    built = report.build(store)
-    page = report.write(built, store.folder)
+    with console.status("Writing the report"):
+        built = report.build(store)
+        page = report.write(built, store.folder)
     if tables:
-        show.tables(built, console)
+        show.tables(built.sections, console)
     show.summary(built, page, console)

@@ -19,7 +19,7 @@ from bench_harness.runner import Planned
 if TYPE_CHECKING:
     from bench_harness.compare import Comparison
     from bench_harness.experiments import Table
-    from bench_harness.report import Report
+    from bench_harness.report import Report, Section
 
 _VERDICTS = {"faster": "green", "slower": "red", "same": "", "undecided": "yellow"}
 
@@ -49,10 +49,13 @@ def plan(planned: Sequence[Planned], folder: Path, console: Console) -> None:
         expected = "" if item.finished else _maybe(item.seconds)
         grid.add_row(Text(item.case.label), "finished" if item.finished else "to run", expected)
     console.print(grid)
-    left = sum(not item.finished for item in planned)
+    left = [item for item in planned if not item.finished]
     estimate = total_estimate(planned)
-    about = "unknown time" if estimate is None else f"about {duration(estimate)}"
-    _line(console, f"{left} of {len(planned)} cases to run, {about}, into {folder}")
+    if estimate is None:  # nothing like them has run here yet
+        about = f"at most {duration(sum(item.case.timeout_s for item in left))} by their limits"
+    else:
+        about = f"about {duration(estimate)}"
+    _line(console, f"{len(left)} of {len(planned)} cases to run, {about}, into {folder}")
 
 
 def summary(report: Report, page: Path, console: Console) -> None:
@@ -77,45 +80,37 @@ def summary(report: Report, page: Path, console: Console) -> None:
     console.print(Text(f"Report: {page}"), soft_wrap=True)
 
 
-def tables(report: Report, console: Console) -> None:
+def tables(sections: Sequence[Section], console: Console) -> None:
     """The experiments' own tables, as many columns as fit."""
     from bench_harness.report.write import table_stem
 
-    for section in report.sections:
+    for section in sections:
         for table in section.tables:
             console.print(_fitting(table, console, table_stem(section.name, table.title)))
 
 
 def _fitting(table: Table, console: Console, stem: str) -> Grid:
-    """The leading columns that fit; the rest is named in the caption and found in the CSV file.
+    """The leading columns that fit; the caption counts the rest, which the CSV file holds."""
+    from bench_harness.report.cells import cell, split
 
-    A column with one value for all rows moves to the caption first.
-    """
-    from bench_harness.report.write import cell
-
-    cells = {
-        str(name): [cell(value) for value in table.frame[name]] for name in table.frame.columns
-    }
-    constant = {
-        name: values[0] for name, values in cells.items() if len(set(values)) == 1 < len(values)
-    }
-    varying = {name: values for name, values in cells.items() if name not in constant}
+    constant, frame = split(table.frame)
     grid = Grid(title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     room, shown = console.width - 1, []
-    for name, values in varying.items():
+    for name in map(str, frame.columns):
+        values = [cell(value) for value in frame[name]]
         # A heading may break between words; a column's frame takes three more.
         width = max(map(cell_len, [*name.split(), *values])) + 3
         if width > room:
             break
         room -= width
-        shown.append(name)
+        shown.append(values)
         numeric = all(value == "" or _is_number(value) for value in values)
-        grid.add_column(name, justify="right" if numeric else "left", min_width=width - 3)
-    for row in zip(*(varying[name] for name in shown), strict=True):
+        grid.add_column(name, justify="right" if numeric else "left", width=width - 3)
+    for row in zip(*shown, strict=True):
         grid.add_row(*map(Text, row))
-    caption = [", ".join(f"{name} {value}" for name, value in constant.items() if value)]
-    if len(shown) < len(varying):
-        caption.append(f"{len(varying) - len(shown)} more columns in tables/{stem}.csv")
+    caption = [", ".join(f"{name} {text}" for name, text in constant.items())]
+    if len(shown) < len(frame.columns):
+        caption.append(f"{len(frame.columns) - len(shown)} more columns in tables/{stem}.csv")
     grid.caption = "; ".join(filter(None, caption)) or None
     grid.caption_justify = "left"
     return grid

@@ -91,8 +91,13 @@ class DataParallelBase(TransparentWrapper, ABC):
         self._policy = missing_gradients
         self._auto_finish = auto_finish
         self._roll_call = RollCall(self.process_group)
-        verify_same_model(module, self.process_group)
-        broadcast_coalesced([*module.parameters(), *module.buffers()], self.process_group)
+        self._step = -1  # errors of the constructor speak of step 0
+        begin = time.monotonic()
+        try:
+            verify_same_model(module, self.process_group)
+            broadcast_coalesced([*module.parameters(), *module.buffers()], self.process_group)
+        except RuntimeError as error:
+            raise self._named("the comparison and broadcast of models", begin, error) from error
 
         self._average = Averager(self.process_group, self.device)
         self._timer = WaitTimer(self.device)

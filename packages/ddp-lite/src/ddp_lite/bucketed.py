@@ -98,8 +98,8 @@ class BucketedDDP(OverlapDDP):
             ``DataParallelBase``.
 
     Raises:
-        ValueError: a size that is not positive, a ``wire_dtype`` that is not floating-point, or
-            both ``wire_dtype`` and ``comm_hook``.
+        ValueError: a size that is not positive, a ``wire_dtype`` that is not floating-point or
+            meets a complex parameter, or both ``wire_dtype`` and ``comm_hook``.
     """
 
     def __init__(
@@ -139,6 +139,13 @@ class BucketedDDP(OverlapDDP):
         return tuple(self._buckets)
 
     def _plan(self) -> list[tuple[int, ...]]:
+        if self._wire_dtype is not None:
+            for spec in self._specs:
+                if spec.dtype.is_complex:
+                    raise ValueError(
+                        f"wire_dtype can carry real gradients only, but {spec.name} is "
+                        f"{spec.dtype}; leave wire_dtype out or freeze the parameter"
+                    )
         self._arrival_order = [] if self._rebucket else None
         return self._plan_in_order(range(len(self._specs) - 1, -1, -1))
 

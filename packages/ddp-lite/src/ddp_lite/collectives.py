@@ -148,6 +148,9 @@ class Chain:
             first, *self._rest = stages
             self._first = first()
             return
+        # The stages own tensors of the current stream's memory pool that the side stream uses:
+        # they must not be freed before the current stream has waited.
+        self._rest = list(stages)
         side = stream if stream is not None else torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
@@ -160,6 +163,7 @@ class Chain:
         """Runs what is left and returns when the last stage's result may be used."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
+            self._rest = []
             return
         if self._first is not None:
             self._first.wait()

@@ -69,7 +69,15 @@ class RollCall:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._me = Peer.here()
-        self._peers: list[Peer] = all_gather(self._me, group)
+        begin = time.monotonic()
+        try:
+            self._peers: list[Peer] = all_gather(self._me, group)
+        except RuntimeError as error:
+            raise PeerFailureError(
+                "every rank must construct its wrapper, but the first exchange failed on rank "
+                f"{group.rank()} of {group.size()} after {time.monotonic() - begin:.1f} s: a "
+                f"peer exited or did something else. The backend reported: {error}"
+            ) from error
 
     def failure(self, waited_for: str, step: int, seconds: float, cause: Exception) -> Exception:
         """The error to raise, from ``cause``, naming every peer that did not answer.

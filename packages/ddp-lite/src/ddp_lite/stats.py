@@ -14,7 +14,7 @@ class SynchronizationStats:
 
     Attributes:
         step: number of the step, the first is 1.
-        collectives: collectives started for it.
+        collectives: collectives started for it; a call of a comm hook counts as one.
         bytes: payload handed to them by this rank.
         reductions: groups of parameters reduced.
         started_in_backward: how many of them were started before backward ended.

@@ -71,7 +71,7 @@ ATOMIC = tl.constexpr(1)
 BULK = tl.constexpr(2)
 
 
-@triton.jit(do_not_specialize=["N_QUERIES", "stride_lb", "stride_lh"])
+@triton.jit(do_not_specialize=["N_QUERIES"])
 def delta_kernel(
     O_ptr,
     dO_ptr,
@@ -166,7 +166,12 @@ def _differentiate_keys(
         q = load_rows(q_tile, rows, columns, stride_qq, n_rows, D, True)
         # Queries past the end have L = inf, so their P is exactly 0.
         logsumexp = tl.load(L_ptr + queries, mask=queries < n_queries, other=float("inf"))
+        do_tile = dO_ptr + query_start.to(tl.int64) * stride_doq
+        do = load_rows(do_tile, rows, value_columns, stride_doq, n_rows, E, True)
+        delta = tl.load(delta_ptr + queries, mask=queries < n_queries, other=0.0)
+        # Both products of scores are started before either is waited for, and so are the sums.
         s = dot(k, tl.trans(q), None, PRECISION, INTERPRETED)  # (K_TILE_SIZE, Q_TILE_SIZE)
+        dp = dot(v, tl.trans(do), None, PRECISION, INTERPRETED)
         if HAS_SOFTCAP:
             s = tanh(s * (scale / softcap))
             p = tl.exp2(s * (softcap * LOG2_E) - (logsumexp * LOG2_E)[None, :])
@@ -184,15 +189,11 @@ def _differentiate_keys(
                 is_causal,
             )
             p = tl.where(seen, p, 0.0)
-        do_tile = dO_ptr + query_start.to(tl.int64) * stride_doq
-        do = load_rows(do_tile, rows, value_columns, stride_doq, n_rows, E, True)
-        dv = dot(p.to(do.dtype), do, dv, PRECISION, INTERPRETED)
-        dp = dot(v, tl.trans(do), None, PRECISION, INTERPRETED)
-        delta = tl.load(delta_ptr + queries, mask=queries < n_queries, other=0.0)
         ds = p * (dp - delta[None, :])
         if HAS_SOFTCAP:
             ds = ds * (1.0 - s * s)
         ds = ds.to(q.dtype)
+        dv = dot(p.to(do.dtype), do, dv, PRECISION, INTERPRETED)
         dk = dot(ds, q, dk, PRECISION, INTERPRETED)
         if DQ_MODE == BULK:
             # Rows past the end carry zeros, which may be added to whatever follows.
@@ -207,16 +208,7 @@ def _differentiate_keys(
     return dk, dv
 
 
-@triton.jit(
-    do_not_specialize=[
-        "N_QUERIES",
-        "N_KEYS",
-        "window_left",
-        "window_right",
-        "stride_lb",
-        "stride_lh",
-    ]
-)
+@triton.jit(do_not_specialize=["N_QUERIES", "N_KEYS", "window_left", "window_right"])
 def key_pass_kernel(
     Q_ptr,
     K_ptr,
@@ -418,7 +410,10 @@ def _differentiate_queries(
         n_rows = n_keys - key_start
         k_tile = K_ptr + key_start.to(tl.int64) * stride_kk
         k = load_rows(k_tile, keys, columns, stride_kk, n_rows, D, MASKED)
+        v_tile = V_ptr + key_start.to(tl.int64) * stride_vk
+        v = load_rows(v_tile, keys, value_columns, stride_vk, n_rows, E, MASKED)
         s = dot(q, tl.trans(k), None, PRECISION, INTERPRETED)  # (Q_TILE_SIZE, K_TILE_SIZE)
+        dp = dot(do, tl.trans(v), None, PRECISION, INTERPRETED)
         if HAS_SOFTCAP:
             s = tanh(s * (scale / softcap))
             p = tl.exp2(s * (softcap * LOG2_E) - logsumexp[:, None])
@@ -436,9 +431,6 @@ def _differentiate_queries(
                 is_causal,
             )
             p = tl.where(seen, p, 0.0)
-        v_tile = V_ptr + key_start.to(tl.int64) * stride_vk
-        v = load_rows(v_tile, keys, value_columns, stride_vk, n_rows, E, MASKED)
-        dp = dot(do, tl.trans(v), None, PRECISION, INTERPRETED)
         ds = p * (dp - delta[:, None])
         if HAS_SOFTCAP:
             ds = ds * (1.0 - s * s)
@@ -446,16 +438,7 @@ def _differentiate_queries(
     return dq
 
 
-@triton.jit(
-    do_not_specialize=[
-        "N_QUERIES",
-        "N_KEYS",
-        "window_left",
-        "window_right",
-        "stride_lb",
-        "stride_lh",
-    ]
-)
+@triton.jit(do_not_specialize=["N_QUERIES", "N_KEYS", "window_left", "window_right"])
 def query_pass_kernel(
     Q_ptr,
     K_ptr,

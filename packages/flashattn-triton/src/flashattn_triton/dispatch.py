@@ -114,7 +114,7 @@ def _choose(
     reason = f"{gpu.name}, {gpu.shared_memory // 1024} KB of shared memory per block"
     if tiling is not None:
         return Plan(tier="triton", tiling=tiling, reason=f"{reason}; tiling given by the caller")
-    chosen = tiling_for(gpu.shared_memory, width, dtype)
+    chosen = tiling_for(gpu.shared_memory, width, dtype, options.band[1] is not None)
     return Plan(tier="triton", tiling=chosen, reason=f"{reason}; shipped table")
 
 

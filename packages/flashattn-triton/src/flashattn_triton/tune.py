@@ -119,7 +119,7 @@ def measure(problem: Problem, tiling: Tiling, role: str) -> dict[str, Any]:
             return row | {"ms": None, "note": "wrong result"}
         run = passes(problem, tiling, problem.inputs(problem.length))
         pass_name = "forward" if role == "forward" else "backward"
-        ms = triton.testing.do_bench(run[pass_name], warmup=5, rep=40, return_mode="median")
+        ms = triton.testing.do_bench(run[pass_name], warmup=5, rep=25, return_mode="median")
     except OutOfResources as error:
         return row | {"ms": None, "note": f"does not fit: {error}"}
     return row | {"ms": ms, "note": ""}
@@ -154,7 +154,7 @@ def variants(role: str, base: Tiling, problem: Problem) -> list[Tiling]:
 def tune(problem: Problem, jobs: int) -> tuple[Tiling, list[dict[str, Any]]]:
     """The best shape of each kernel, and every row that was measured."""
     gpu = describe_gpu(torch.cuda.current_device())
-    start = tiling_for(gpu.shared_memory, problem.head_dim, DTYPES[problem.dtype])
+    start = tiling_for(gpu.shared_memory, problem.head_dim, DTYPES[problem.dtype], problem.causal)
     tried = {role: variants(role, start, problem) for role in ROLES}
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=spawn) as pool:

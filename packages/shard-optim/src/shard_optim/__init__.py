@@ -2,13 +2,18 @@
 
 from shard_optim.checkpoint import load_checkpoint, save_checkpoint
 from shard_optim.collectives import CollectiveError
+from shard_optim.handoff import FlatBucket, ReduceScatterHook
 from shard_optim.optimizer import ShardedOptimizer
 from shard_optim.partition import BucketPlan, Partition, Span, plan_buckets
+from shard_optim.scaler import ShardedGradScaler
 
 __all__ = [
     "BucketPlan",
     "CollectiveError",
+    "FlatBucket",
     "Partition",
+    "ReduceScatterHook",
+    "ShardedGradScaler",
     "ShardedOptimizer",
     "Span",
     "load_checkpoint",

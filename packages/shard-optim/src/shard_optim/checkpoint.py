@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -28,6 +28,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from shard_optim.buckets import in_memory_order
 from shard_optim.collectives import CollectiveError, guarded
@@ -52,6 +54,10 @@ class _Range(Tensor):
         made = local.detach().as_subclass(_Range)
         made.offset, made.total = offset, total
         return made
+
+    def size(self, dim: int | None = None) -> Any:
+        """The whole vector's size, which loading compares with the saved one."""
+        return torch.Size([self.total]) if dim is None else self.total
 
     def _chunk(self) -> ChunkStorageMetadata:
         return ChunkStorageMetadata(
@@ -118,7 +124,7 @@ def save_checkpoint(optimizer: ShardedOptimizer, folder: str | Path) -> None:
     _run(
         "saving a checkpoint",
         optimizer,
-        lambda: dcp.save(
+        lambda: save(
             items,
             checkpoint_id=folder,
             planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
@@ -142,7 +148,7 @@ def load_checkpoint(optimizer: ShardedOptimizer, folder: str | Path) -> None:
             f"a checkpoint must have been saved completely, but {folder} holds none "
             f"({METADATA} is missing); load an earlier one"
         )
-    stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    stored = FileSystemReader(folder).read_metadata().state_dict_metadata
     header = _read(optimizer, folder, {"header": None})["header"]
     problem = _mismatch(header, optimizer)
     if problem is not None:
@@ -189,7 +195,7 @@ def _read(
     _run(
         "loading a checkpoint",
         optimizer,
-        lambda: dcp.load(
+        lambda: load(
             wanted,
             checkpoint_id=folder,
             planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),

@@ -19,10 +19,11 @@ from torch.optim import Optimizer
 from shard_optim.agreement import check_agreement
 from shard_optim.buckets import Bucket, Shard, check_layout, flat_gradient
 from shard_optim.collectives import guarded, resolve_group
+from shard_optim.handoff import FlatBucket, plans_from_layout
 from shard_optim.local import LocalOptimizer, default_settings, pack_groups, settings_of
 from shard_optim.norm import clip_sharded_
 from shard_optim.overlap import ForwardWaits
-from shard_optim.partition import PARTITIONS, Partition, plan_buckets
+from shard_optim.partition import PARTITIONS, BucketPlan, Partition, plan_buckets
 from shard_optim.reduction import GradientReducer
 from shard_optim.state import check_full_state, gather_full_state, scatter_full_state
 from shard_optim.support import check_supported
@@ -72,6 +73,9 @@ class ShardedOptimizer(Optimizer):
             finite reach all ranks with the average, like any others.
         overlap: None, or "next-forward" to let modules wait for updated parameters just in time;
             needs ``attach(module)`` before the first step.
+        layout: buckets to take over from a data-parallel wrapper that reduce-scatters them
+            (``handoff.py``), instead of planning with ``bucket_size_mb``. Not with
+            ``reduce_gradients``.
         kwargs: for ``optimizer_cls``: its defaults, and foreach, fused or capturable.
 
     Raises:
@@ -90,6 +94,7 @@ class ShardedOptimizer(Optimizer):
         master_dtype: torch.dtype | None = None,
         reduce_gradients: bool = False,
         overlap: Overlap | None = None,
+        layout: Sequence[FlatBucket] | None = None,
         **kwargs: Any,
     ) -> None:
         if partition not in PARTITIONS:
@@ -98,6 +103,11 @@ class ShardedOptimizer(Optimizer):
             raise ValueError(f"bucket_size_mb must be positive, got {bucket_size_mb}")
         if overlap not in (None, "next-forward"):
             raise ValueError(f"overlap must be None or 'next-forward', got {overlap!r}")
+        if layout is not None and (partition != "flat" or reduce_gradients):
+            raise ValueError(
+                'a layout means partition="flat" and gradients reduced by its owner, got '
+                f"partition={partition!r}, reduce_gradients={reduce_gradients}; leave both out"
+            )
         check_supported(optimizer_cls, partition, kwargs)
         self.process_group = resolve_group(process_group)
         self.optimizer_cls = optimizer_cls
@@ -120,7 +130,9 @@ class ShardedOptimizer(Optimizer):
         self._local = LocalOptimizer(
             optimizer_cls,
             self.param_groups,
-            self._shard(range(len(self.all_params()))),
+            self._shard(range(len(self.all_params())))
+            if layout is None
+            else self._shard_by_layout(layout),
             partition=partition,
             kwargs=kwargs,
         )
@@ -211,32 +223,50 @@ class ShardedOptimizer(Optimizer):
                 self._frozen.append(index)
         added = []
         for (dtype, _), members in kinds.items():
-            plans = plan_buckets(
-                [params[index].numel() for index in members],
-                world_size=self.world_size,
-                partition=self.partition,
-                bucket_numel=max(1, int(self._bucket_bytes / dtype.itemsize)),
-                alignment=max(1, ALIGNMENT_BYTES // dtype.itemsize),
-            )
-            for plan in plans:
+            for plan in self._plan([params[index].numel() for index in members], dtype):
                 chosen = [members[position] for position in plan.members]
-                added.append(
-                    Bucket(
-                        [params[index] for index in chosen],
-                        indices=chosen,
-                        names=[self.name_of(index) for index in chosen],
-                        plan=plan,
-                        shaped=self.partition == "whole",
-                        master_dtype=self._master_dtype,
-                        group=self.process_group,
-                    )
-                )
+                added.append(self._bucket([params[index] for index in chosen], chosen, plan))
+        self._register(added)
+        return [shard for bucket in added for shard in bucket.shards]
+
+    def _shard_by_layout(self, layout: Sequence[FlatBucket]) -> list[Shard]:
+        """Places all trainable parameters where a wrapper has them; returns our shards."""
+        params = self.all_params()
+        self._frozen = [index for index, param in enumerate(params) if not param.requires_grad]
+        trainable = {id(p): index for index, p in enumerate(params) if p.requires_grad}
+        plans = plans_from_layout(layout, trainable, world_size=self.world_size)
+        added = [
+            self._bucket([params[i] for i in plan.members], plan.members, plan) for plan in plans
+        ]
+        self._register(added)
+        return [shard for bucket in added for shard in bucket.shards]
+
+    def _plan(self, numels: Sequence[int], dtype: torch.dtype) -> list[BucketPlan]:
+        return plan_buckets(
+            numels,
+            world_size=self.world_size,
+            partition=self.partition,
+            bucket_numel=max(1, int(self._bucket_bytes / dtype.itemsize)),
+            alignment=max(1, ALIGNMENT_BYTES // dtype.itemsize),
+        )
+
+    def _bucket(self, params: Sequence[Tensor], indices: Sequence[int], plan: BucketPlan) -> Bucket:
+        return Bucket(
+            params,
+            indices=indices,
+            names=[self.name_of(index) for index in indices],
+            plan=plan,
+            shaped=self.partition == "whole",
+            master_dtype=self._master_dtype,
+            group=self.process_group,
+        )
+
+    def _register(self, added: Sequence[Bucket]) -> None:
         self.buckets += added
         if self._reducer is not None:
             self._reducer.add(added)
         if self._waits is not None:
             self._waits.add(added)
-        return [shard for bucket in added for shard in bucket.shards]
 
     def _adopt_unfrozen(self) -> None:
         """Gives parameters that became trainable a place; the same on every rank."""
@@ -354,14 +384,21 @@ class ShardedOptimizer(Optimizer):
         """
         if not norm_type > 0:
             raise ValueError(f"norm_type must be positive, got {norm_type}")
-        self._collect_gradients()
         return clip_sharded_(
-            self.local.gradients(),
+            self.local_gradients(),
             max_norm,
             norm_type=norm_type,
             group=self.process_group,
             device=self.all_params()[0].device,
         )
+
+    def local_gradients(self) -> list[Tensor]:
+        """This rank's shards of the averaged gradients, which the next ``step`` will use.
+
+        Every rank calls this after backward: it completes the reduction.
+        """
+        self._collect_gradients()
+        return self.local.gradients()
 
     def _collect_gradients(self) -> None:
         """Gives every shard its gradient, once per step."""

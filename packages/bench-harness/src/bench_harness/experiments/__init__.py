@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import importlib.util
 
 from bench_harness.experiments.base import CaseSkipped, Experiment, Figure, Table, option
 
@@ -34,12 +33,7 @@ _BUILT_IN = {
 
 def _targets() -> dict[str, str]:
     plug_ins = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
-    present = {
-        name: target
-        for name, target in _BUILT_IN.items()
-        if importlib.util.find_spec(target.partition(":")[0]) is not None
-    }
-    return present | {entry.name: entry.value for entry in plug_ins}
+    return _BUILT_IN | {entry.name: entry.value for entry in plug_ins}
 
 
 def names() -> list[str]:
@@ -51,12 +45,15 @@ def get(name: str) -> Experiment:
     """The experiment registered under ``name``.
 
     Raises:
-        ValueError: no experiment has that name; the message lists those that exist.
+        ValueError: no experiment has that name, and the message lists those that exist; or it
+            cannot be imported.
     """
     target = _targets().get(name)
     if target is None:
         raise ValueError(f"experiment must be one of {', '.join(names())}; received {name!r}")
     module, _, attribute = target.partition(":")
-    experiment_class = getattr(importlib.import_module(module), attribute)
-    experiment: Experiment = experiment_class()
+    try:
+        experiment: Experiment = getattr(importlib.import_module(module), attribute)()
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"experiment {name} ({target}) cannot be imported: {error}") from error
     return experiment

@@ -8,6 +8,7 @@ the plainest measure, the step minus a step without communication in the same ca
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,18 +148,18 @@ class Ddp(Experiment):
             return [
                 Table("Data-parallel steps", present.columns(frame, _CELL | {"status": "status"}))
             ]
-        samples = frame.dropna(subset=["variant"]).set_index(["label", "variant"])["samples_ms"]
-        medians = frame.set_index(["label", "variant"])["median_ms"].to_dict()
+        samples = frame.dropna(subset=["variant"]).set_index(["case_key", "variant"])["samples_ms"]
+        medians = frame.set_index(["case_key", "variant"])["median_ms"].to_dict()
         speedups = []
-        for label, variant in zip(frame["label"], frame["variant"], strict=True):
-            naive = samples.get((label, "naive"))
-            own = samples.get((label, variant))
+        for case, variant in zip(frame["case_key"], frame["variant"], strict=True):
+            naive = samples.get((case, "naive"))
+            own = samples.get((case, variant))
             speedups.append(ratio_interval(naive, own) if naive and own else (float("nan"),) * 3)
         frame[["speedup", "speedup_low", "speedup_high"]] = pd.DataFrame(
             speedups, index=frame.index
         )
         frame["beyond_none_ms"] = frame["median_ms"] - [
-            medians.get((label, "none"), float("nan")) for label in frame["label"]
+            medians.get((case, "none"), float("nan")) for case in frame["case_key"]
         ]
         frame["share"] = 100 * frame["beyond_none_ms"] / frame["median_ms"]
         frame["payload_mib"] = frame["payload_bytes"] / 2**20
@@ -215,10 +216,10 @@ class Ddp(Experiment):
                 "avg_step_time_ms": done["mean_ms"].round(4),
                 "speedup_vs_naive": (
                     [
-                        float(sum(samples[label, "naive"]) / len(samples[label, "naive"])) / mean
-                        if (label, "naive") in samples
+                        float(sum(samples[case, "naive"]) / len(samples[case, "naive"])) / mean
+                        if (case, "naive") in samples
                         else None
-                        for label, mean in zip(done["label"], done["mean_ms"], strict=True)
+                        for case, mean in zip(done["case_key"], done["mean_ms"], strict=True)
                     ]
                 ),
                 "batch": done["batch"],
@@ -266,7 +267,8 @@ class Ddp(Experiment):
             )
         ]
         shown = ["naive", "flat", "overlap", *_bucketed(done), "torch-ddp"]
-        for index, (label, cell) in enumerate(done.groupby("label", sort=False)):
+        for index, (_, cell) in enumerate(done.groupby("case_key", sort=False)):
+            label = cell["label"].iloc[0]
             lines = dict(zip(cell["variant"], cell["timeline"], strict=True))
             picked = {name: lines[name] for name in shown if name in lines}
             figures.append(
@@ -412,6 +414,10 @@ def _profile(
         dist.barrier()
         with phase(_PHASE, device):
             step()
+        if device.type == "cpu":
+            # A gloo worker ends its span just after it has released whoever waited for it.
+            dist.barrier()
+            time.sleep(0.05)
     trace = kineto.load(path)
     window = trace.phases(_PHASE)[0]
     found = trace.overlap(window)
@@ -460,9 +466,9 @@ def _bucketed(rows: pd.DataFrame) -> list[str]:
 def _draw_steps(done: pd.DataFrame) -> Any:
     from bench_harness.report.plots import COLOURS, new_figure
 
-    cells = list(done.groupby("label", sort=False))
+    cells = [cell for _, cell in done.groupby("case_key", sort=False)]
     figure, axes = new_figure(rows=len(cells), height=0.8 + 2.6 * len(cells))
-    for plot, (label, cell) in zip(axes[:, 0], cells, strict=True):
+    for plot, cell in zip(axes[:, 0], cells, strict=True):
         shown = cell[cell["variant"] != "none"]
         errors = [
             (shown["median_ms"] - shown["ci_low_ms"]).fillna(0).clip(lower=0),
@@ -473,6 +479,6 @@ def _draw_steps(done: pd.DataFrame) -> Any:
         if len(bare):
             plot.axvline(float(bare.iloc[0]), color="black", linestyle="--", linewidth=1)
         plot.invert_yaxis()
-        plot.set_title(label)
+        plot.set_title(cell["label"].iloc[0])
         plot.set_xlabel("median step time (ms)")
     return figure

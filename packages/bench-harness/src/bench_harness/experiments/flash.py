@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 #: These store the S×S scores; the others need memory linear in S.
 QUADRATIC = ("naive", "naive-compiled")
 #: "ours" is triton on a GPU and tiled on a CPU; a case names the one that it runs.
-#: ``ours`` lets flashattn_triton choose its tier: Triton on a GPU, tiled PyTorch on a CPU.
 VARIANTS = (
     "ours",
     "triton",
@@ -83,7 +82,8 @@ class Flash(Experiment):
         chosen = Options(**options)
         device = resolve_device(chosen.device)
         ours = "triton" if device == "cuda" else "tiled"
-        variants = [ours if name == "ours" else name for name in chosen.variants]
+        named = (ours if name == "ours" else name for name in chosen.variants)
+        variants = list(dict.fromkeys(named))
         reference, *others = variants
         cases = []
         for dtype in chosen.dtypes:
@@ -176,11 +176,11 @@ class Flash(Experiment):
         if "flops" in frame:
             frame["tflop_s"] = frame["flops"] / frame["median_ms"] / 1e9
             reference = frame[frame["variants"].str[0] == frame["variant"]]
-            medians = reference.set_index(["label", "phase"])["median_ms"].to_dict()
+            medians = reference.set_index(["case_key", "phase"])["median_ms"].to_dict()
             frame["relative"] = [
-                medians.get((label, phase), float("nan")) / median
-                for label, phase, median in zip(
-                    frame["label"], frame["phase"], frame["median_ms"], strict=True
+                medians.get((case, phase), float("nan")) / median
+                for case, phase, median in zip(
+                    frame["case_key"], frame["phase"], frame["median_ms"], strict=True
                 )
             ]
         first = frame["variants"].iloc[0][0] if len(frame) else ""
@@ -270,9 +270,8 @@ def implementation(name: str, *, causal: bool, device: torch.device) -> Attentio
                 return F.scaled_dot_product_attention(query, key, value, is_causal=causal)
 
         return scaled_dot_product
-    if name in ("ours", "triton", "tiled"):
-        tier = "auto" if name == "ours" else name
-        flash: Callable[..., Any] = partial(flash_attention, causal=causal, implementation=tier)
+    if name in ("triton", "tiled"):
+        flash: Callable[..., Any] = partial(flash_attention, causal=causal, implementation=name)
         return flash
     if name == "naive":
         return partial(_naive, causal=causal)

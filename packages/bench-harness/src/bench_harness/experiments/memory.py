@@ -146,7 +146,7 @@ class Memory(Experiment):
             "precision": "precision",
             "mode": "mode",
         }
-        cases = frame.drop_duplicates("label")
+        cases = frame.drop_duplicates("case_key")
         tables = [
             Table(
                 "Peak memory",
@@ -208,11 +208,11 @@ class Memory(Experiment):
             Figure(
                 f"memory_{place}",
                 f"Memory over time: {label}",
-                _draw(line, _labelled(rows[rows["label"] == label])),
+                _draw(line, _labelled(rows[rows["case_key"] == case])),
                 "Stacked by the phase that allocated. Dotted lines: phases begin.",
             )
-            for place, (label, line) in enumerate(
-                zip(drawn["label"], drawn["timeline"], strict=True)
+            for place, (case, label, line) in enumerate(
+                zip(drawn["case_key"], drawn["label"], drawn["timeline"], strict=True)
             )
         ]
 

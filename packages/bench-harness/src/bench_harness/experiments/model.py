@@ -126,6 +126,8 @@ class Model(Experiment):
 
     def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
         """Measures every variant of the case in turn, on one set of parameters."""
+        import torch
+
         from bench_harness import flops, timing
         from bench_harness.workload import compute_dtype, device_of, optimizer_class
 
@@ -137,6 +139,10 @@ class Model(Experiment):
         optimizer = optimizer_class(config["optimizer"], device)(
             workload.module.parameters(), lr=1e-4
         )
+        # Each variant compiles the same module anew. Past the compiler's limit it would quietly
+        # run uncompiled.
+        torch._dynamo.config.recompile_limit = 64
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
         runners = [
             _Variant(variant, workload, switch, optimizer, config["modes"])
             for variant in config["variants"]

@@ -138,11 +138,11 @@ class Optimizer(Experiment):
         timing = frame[frame["phase"].notna()].copy()
         bases = {}
         for _, line in timing[timing["variant"] == "unsharded"].iterrows():
-            bases[line["label"], line["phase"]] = line["median_ms"]
+            bases[line["case_key"], line["phase"]] = line["median_ms"]
         timing["relative"] = [
-            bases.get((label, phase), float("nan")) / median
-            for label, phase, median in zip(
-                timing["label"], timing["phase"], timing["median_ms"], strict=True
+            bases.get((case, phase), float("nan")) / median
+            for case, phase, median in zip(
+                timing["case_key"], timing["phase"], timing["median_ms"], strict=True
             )
         ]
         return [

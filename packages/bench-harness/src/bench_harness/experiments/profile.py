@@ -146,7 +146,8 @@ class Profile(Experiment):
             "share": "of the phase (%)",
         }
         top = kernels[kernels["rank"] <= _SHOWN_KERNELS]
-        other = kernels[kernels["work"] == "other"].groupby(["label", "phase"], sort=False).head(5)
+        without = kernels[kernels["work"] == "other"]
+        other = without.groupby(["case_key", "phase"], sort=False).head(5)
         return [
             Table(
                 "Phases",

@@ -51,7 +51,7 @@ def wrapped(kind: str, settings: Mapping[str, Any], module: nn.Module) -> Iterat
 
     import ddp_lite
 
-    classes = {
+    classes: dict[str, Callable[..., ddp_lite.DataParallelBase]] = {
         "naive": ddp_lite.NaiveDDP,
         "flat": ddp_lite.FlatDDP,
         "overlap": ddp_lite.OverlapDDP,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 import re
 from pathlib import Path
 from typing import Any
 
 from bench_harness.report.build import Report
+from bench_harness.report.cells import cell, split
 from bench_harness.report.plots import data_uri, png_bytes
 from bench_harness.store import RESULTS, replace_file
 
@@ -47,28 +47,6 @@ def table_stem(experiment: str, title: str) -> str:
     return slug if slug.startswith(experiment) else f"{experiment}-{slug}"
 
 
-def cell(value: Any) -> str:
-    """A table cell as text: six significant digits, empty for a missing value."""
-    if isinstance(value, str):
-        return value
-    if value is None or is_missing(value):
-        return ""
-    if isinstance(value, bool) or type(value).__name__ == "bool":
-        return "yes" if value else "no"
-    if isinstance(value, numbers.Integral):
-        return str(value)
-    if isinstance(value, numbers.Real):
-        return f"{float(value):.6g}"
-    return str(value)
-
-
-def is_missing(value: Any) -> bool:
-    """Whether a cell holds one of pandas' missing values."""
-    return type(value).__name__ in ("NAType", "NaTType") or (
-        isinstance(value, float) and math.isnan(value)
-    )
-
-
 def render(report: Report) -> str:
     """The page: one file that needs no network, with pictures inside."""
     import jinja2
@@ -85,7 +63,12 @@ def render(report: Report) -> str:
         isinstance(value, numbers.Real) and not isinstance(value, bool)
     )
     return templates.get_template(_TEMPLATE).render(
-        report=report, data_uri=data_uri, table_stem=table_stem, results=RESULTS, flags=_FLAGS
+        report=report,
+        data_uri=data_uri,
+        flags=_FLAGS,
+        results=RESULTS,
+        split=split,
+        table_stem=table_stem,
     )
 
 

@@ -54,8 +54,9 @@ def route_sdpa(*, strict: bool = False) -> Iterator[Routing]:
 
     Calls by a name imported from ``torch.nn.functional`` beforehand, calls in code compiled outside
     of the context, and calls in C++ (such as the fast path of ``torch.nn.TransformerEncoderLayer``
-    in inference) do not look the name up and are neither routed nor counted. Contexts may be
-    nested or overlap in several threads: the one entered last decides, and counts.
+    in inference) do not look the name up and are neither routed nor counted. Code compiled inside
+    of the context has a graph break at each call. Contexts may be nested or overlap in several
+    threads: the one entered last decides, and counts.
 
     Args:
         strict: raise instead of passing a call on.

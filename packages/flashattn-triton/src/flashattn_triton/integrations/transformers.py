@@ -259,6 +259,7 @@ def attention_mask(
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
+    device: torch.device | str = "cpu",
     **_: Any,
 ) -> Tensor | None:
     """What :func:`attention_forward` must know of the mask, after a check that it is all there is.
@@ -280,6 +281,7 @@ def attention_mask(
         attention_mask: (B, positions) bool, False for padding.
         local_size: width of a sliding window.
         use_vmap: whether the rule came from the user.
+        device: where the model computes.
 
     Returns:
         (B, N_k) integers, 0 for padding and the number of a token's sequence elsewhere; None if
@@ -294,7 +296,6 @@ def attention_mask(
         )
     sequences = None
     if mask_function is not None and not torch.compiler.is_compiling():
-        device = "cpu" if attention_mask is None else attention_mask.device
         queries = torch.arange(q_length, device=device) + int(q_offset)
         keys = (kv_offset, kv_offset + kv_length - 1)
         visible, distances = _evaluate(mask_function, batch_size, queries, keys, local_size)

@@ -1,0 +1,166 @@
+"""The experiments on GPUs: device events, kernels, allocator history, NCCL."""
+
+import json
+import pickle
+
+import pytest
+import torch
+
+from bench_harness import experiments
+from bench_harness.report.frame import to_frame
+from bench_harness.report.plots import png_bytes
+
+TINY = {"d_model": 128, "d_ff": 512, "num_layers": 2, "num_heads": 2, "vocab_size": 256}
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+    def run(name, **options):
+        experiment = experiments.get(name)
+        rows = []
+        for case in experiment.cases(device="cuda", **options):
+            found = experiment.run(case, print)
+            json.dumps(found, allow_nan=False)
+            about = {"case_key": case.key, "label": case.label, "status": "ok"}
+            rows += [{**about, **row, "config": dict(case.config)} for row in found]
+        frame = to_frame(rows)
+        for figure in experiment.figures(frame):
+            assert png_bytes(figure.figure)
+        return frame, {table.title: table.frame for table in experiment.tables(frame)}
+
+    return run
+
+
+def test_model_has_both_clocks(run):
+    frame, tables = run(
+        "model",
+        sizes=("custom",),
+        sequences=(64,),
+        precisions=("fp32", "tf32", "bf16"),
+        attentions=("naive", "flash"),
+        warmups=(2,),
+        samples=3,
+        **TINY,
+    )
+    for wall, device in zip(frame["samples_ms"], frame["samples_device_ms"], strict=True):
+        assert all(d <= w for w, d in zip(wall, device, strict=True))
+    assert tables["Time per phase"]["MFU (%)"].dropna().between(0, 100).all()
+
+
+def test_attention_keeps_what_is_predicted(run):
+    frame, _ = run(
+        "attention",
+        head_dims=(64,),
+        sequences=(512,),
+        samples=3,
+        warmup=1,
+        executions=("eager",),
+    )
+    measured, predicted = frame["saved_bytes"].iloc[0], frame["predicted_saved_bytes"].iloc[0]
+    assert measured == pytest.approx(predicted, rel=0.1)
+
+
+def test_running_out_of_memory_has_its_own_type(run):
+    with pytest.raises(torch.OutOfMemoryError):
+        run(
+            "attention",
+            head_dims=(16,),
+            sequences=(2**19,),
+            samples=1,
+            warmup=0,
+            executions=("eager",),
+        )
+    torch.cuda.empty_cache()
+
+
+def test_flash(run):
+    frame, _ = run(
+        "flash",
+        sequences=(256,),
+        head_dims=(64,),
+        variants=("triton", "naive", "sdpa-flash", "sdpa-math"),
+        dtypes=("bf16",),
+        rep_ms=30,
+        warmup_ms=10,
+    )
+    assert set(frame["variant"]) == {"triton", "naive", "sdpa-flash", "sdpa-math"}
+    assert (frame["clock"] == "do_bench").all()
+
+
+def test_leaderboard_at_a_small_size(run):
+    frame, _ = run(
+        "leaderboard", sequence=1024, heads=2, rep_ms=50, warmup_ms=10, peers=("sdpa-flash",)
+    )
+    assert list(frame["variant"]) == ["FlashAttention2Triton", "sdpa-flash"]
+
+
+def test_memory_history_agrees_with_the_allocators_own_figures(run, tmp_path):
+    torch.cuda.empty_cache()
+    frame, tables = run(
+        "memory", sizes=("custom",), sequences=(64,), precisions=("fp32",), modes=("step",), **TINY
+    )
+    phases = frame[frame["kind"] == "phase"].set_index("phase")
+    assert list(phases.index) == ["model", "forward", "backward", "optimizer"]
+    parameters = 4 * phases["parameters"].iloc[0]
+    assert phases.loc["model", "end_bytes"] == pytest.approx(parameters, rel=0.1)
+    assert phases.loc["optimizer", "end_bytes"] == pytest.approx(4 * parameters, rel=0.2)
+    assert any(".py:" in source for source in tables["Largest allocations"]["allocated by"])
+    with (tmp_path / "memory_snapshot.pickle").open("rb") as file:
+        assert pickle.load(file)["device_traces"]
+
+
+def test_matmul_kernels_dominate_backward(run):
+    frame, _ = run(
+        "profile",
+        sizes=("custom",),
+        sequences=(256,),
+        **TINY | {"d_model": 1024, "d_ff": 4096, "num_heads": 8},
+    )
+    phases = frame[frame["kind"] == "phase"].set_index("phase")
+    assert (phases["spans"] == "GPU kernels").all()
+    assert phases.loc["backward", "matmul_share"] > 50
+    assert phases.loc["optimizer", "matmul_share"] == 0
+    assert {"attention.scores", "attention.softmax", "attention.output"} <= set(
+        frame["range"].dropna()
+    )
+
+
+@pytest.mark.multi_gpu
+def test_ddp(run):
+    frame, _ = run(
+        "ddp",
+        sizes=("custom",),
+        sequences=(64,),
+        bucket_sizes_mb=(0.1, 1, 10),
+        rounds=1,
+        blocks=2,
+        calls=2,
+        warmup=2,
+        **TINY,
+    )
+    lines = frame.set_index("variant")
+    assert (lines["spans"] == "GPU kernels").all()
+    assert lines.loc["none", "communication_ms"] == 0
+    assert (lines["communication_ms"].drop("none") > 0).all()
+    # One after another on one stream after backward: nothing is left to hide under but copies.
+    assert lines.loc["flat", "exposed_ms"] > 0.5 * lines.loc["flat", "communication_ms"]
+
+
+@pytest.mark.multi_gpu
+def test_allreduce(run):
+    frame, tables = run("allreduce", sizes_mb=(1, 4, 16), samples=4, warmup=2)
+    assert set(frame["backend"]) == {"nccl"}
+    assert (tables["Collectives"]["bus bandwidth (GB/s)"] > 0).all()
+
+
+@pytest.mark.multi_gpu
+def test_optimizer(run):
+    _, tables = run("optimizer", size="custom", sequence=64, rounds=1, samples=2, warmup=1, **TINY)
+    memory = tables["Memory per rank at three moments"].set_index(["variant", "moment"])
+    after = memory.xs("after the optimizer step", level="moment")
+    state, full = after["optimizer state (MiB)"], after.loc["unsharded", "optimizer state (MiB)"]
+    assert state["sharded-flat"] == pytest.approx(full / 2, rel=0.05)
+    assert (after["allocated (MiB)"] > state).all()

@@ -1,0 +1,122 @@
+"""Which implementation and which tiles run, and what is said about it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashattn_triton import Plan, Tiles, Tiling, choose, explain, flash_attention
+from flashattn_triton.configs import SMALLEST, TABLE, tiling_for
+from flashattn_triton.options import resolve_options
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TILING = Tiling(
+    forward=Tiles(16, 32, 4, 2),
+    key_pass=Tiles(32, 16, 4, 1),
+    query_pass=Tiles(32, 32, 4, 1),
+    fused=Tiles(16, 64, 8, 2),
+    bulk=True,
+)
+
+
+def inputs(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.randn(1, 2, 40, 16, device=device, dtype=dtype) for _ in range(3)]
+
+
+def plan(device: str = "cpu", **keywords: object) -> Plan:
+    return choose(*inputs(device), resolve_options(head_dim=16), **keywords)
+
+
+def test_cpu_tensors_take_the_tiled_tier() -> None:
+    assert plan().tier == "tiled"
+    assert plan().tiling is None
+    assert "cpu" in plan().reason
+
+
+@pytest.mark.parametrize("name", ["tiled", "reference"])
+def test_a_name_insists(name: str) -> None:
+    assert plan(implementation=name).tier == name
+
+
+def test_triton_on_request() -> None:
+    chosen = plan(DEVICE, implementation="triton")
+    assert chosen.tier == "triton"
+    assert chosen.tiling is not None
+
+
+@pytest.mark.gpu
+def test_cuda_tensors_take_triton() -> None:
+    assert plan("cuda").tier == "triton"
+
+
+def test_unknown_implementation_lists_the_known() -> None:
+    q, k, v = inputs()
+    for call in (flash_attention, explain):
+        with pytest.raises(ValueError, match="auto, tiled, triton, reference; received 'cutlass'"):
+            call(q, k, v, implementation="cutlass")
+
+
+def test_triton_needs_cuda_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashattn_triton import dispatch
+
+    monkeypatch.setattr(dispatch, "interpreting", lambda: False)
+    dispatch._choose.cache_clear()
+    with pytest.raises(ValueError, match="'triton' needs CUDA tensors, received cpu"):
+        plan(implementation="triton")
+    dispatch._choose.cache_clear()
+
+
+def test_explicit_tiling_is_used_and_explained() -> None:
+    assert plan(DEVICE, implementation="triton", tiling=TILING).tiling == TILING
+    text = explain(*inputs(DEVICE), implementation="triton", tiling=TILING)
+    assert "16 queries x 32 keys, 4 warps, 2 stages" in text
+    assert "bulk reduction" in text
+    assert "16 queries x 64 keys, 8 warps" in text
+
+
+def test_deterministic_means_two_passes() -> None:
+    text = explain(*inputs(DEVICE), implementation="triton", tiling=TILING, deterministic=True)
+    assert "fused" not in text
+    assert "backward, keys (dK, dV): 32 queries x 16 keys" in text
+    assert "backward, queries (dQ): 32 queries x 32 keys" in text
+
+
+def test_explain_names_the_tier() -> None:
+    assert explain(*inputs(), causal=True).startswith("tier: tiled")
+
+
+def test_packing_a_tiling_loses_nothing() -> None:
+    assert Tiling.unpack(TILING.pack()) == TILING
+    for tiling in TABLE.values():
+        assert Tiling.unpack(tiling.pack()) == tiling
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("head_dim", [1, 40, 64, 65, 128, 129, 256])
+@pytest.mark.parametrize("kilobytes", [48, 64, 99, 163, 227, 512])
+def test_the_table_covers_everything(kilobytes: int, head_dim: int, dtype: torch.dtype) -> None:
+    for is_causal in (False, True):
+        tiling = tiling_for(kilobytes * 1024, head_dim, dtype, is_causal)
+        assert (tiling == SMALLEST) == (kilobytes < 96)
+
+
+def test_half_types_share_their_tiles() -> None:
+    for is_causal in (False, True):
+        bf16 = tiling_for(232448, 64, torch.bfloat16, is_causal)
+        assert bf16 == tiling_for(232448, 64, torch.float16, is_causal)
+
+
+def test_explicit_tiling_gives_the_same_result() -> None:
+    q, k, v = (x.requires_grad_() for x in inputs(DEVICE))
+    expected = flash_attention(q, k, v, implementation="reference")
+    small = Tiling(
+        forward=Tiles(16, 16, 4, 1), key_pass=Tiles(16, 16, 4, 1), query_pass=Tiles(16, 16, 4, 1)
+    )
+    actual = flash_attention(q, k, v, implementation="triton", tiling=small)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    for a, e in zip(
+        torch.autograd.grad(actual.sum(), (q, k, v)),
+        torch.autograd.grad(expected.sum(), (q, k, v)),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
