@@ -38,14 +38,14 @@ from ddp_lite import BucketedDDP, DataParallelBase, FlatDDP, NaiveDDP, OverlapDD
 from ddp_lite.peer import PeerCopyAverage
 
 ANCHOR_CELLS = ["bf16,4,512", "bf16,2,512", "fp32,2,512", "fp32,2,128"]
-# Largest relative error of a gradient tensor against torch's: float32 sums may be ordered
-# differently, bfloat16 keeps 8 bits.
 NEED_CUDA = (
     "inplace-250-high-priority",
     "inplace-250-16-ctas",
     "peer-copy-100",
     "peer-copy-250",
 )
+# Largest relative error of a gradient tensor against torch's: float32 sums may be ordered
+# differently, bfloat16 keeps 8 bits.
 TOLERANCE = {"default": 1e-5, "bf16-wire": 1e-2}
 
 PROFILED_STEPS = 2
@@ -161,18 +161,18 @@ def configuration(size: str, context_length: int) -> ModelConfig:
 @contextmanager
 def wrapped_by(build: Build, module: nn.Module, groups: Groups) -> Iterator[nn.Module]:
     """Wraps for the length of a block and leaves no hook and no gradient behind."""
+    # The wrapper of the block before is out of reach only now that its function has returned.
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     wrapped = build(module, groups)
     try:
         yield wrapped
     finally:
         if isinstance(wrapped, DataParallelBase):
             wrapped.detach()
-        del wrapped
         for parameter in module.parameters():
             parameter.grad = None
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
 
 
 def finish(wrapped: nn.Module) -> None:

@@ -1,6 +1,7 @@
 import torch
 
 from bench_harness.traces.allocations import (
+    NO_PHASE,
     MemoryEvent,
     allocated_after,
     follow,
@@ -87,8 +88,10 @@ def test_cuda_history_is_cut_at_the_boundaries_and_names_the_line():
         {"action": "free_completed", "size": 2, "addr": 6, "frames": []},
         {"action": "alloc", "size": 4, "addr": 7, "frames": [torch_frame]},
         {"action": "alloc", "size": 8, "addr": 8, "frames": [{**own_frame, "filename": "x.cpp"}]},
+        {"action": "free_requested", "size": 8, "addr": 8, "frames": []},
     ]
-    found = from_cuda_history(history, [("forward", 1), ("backward", 4)])
+    boundaries = [("forward", 1), (NO_PHASE, 5), ("backward", 5), (NO_PHASE, 7)]
+    found = from_cuda_history(history, boundaries)
     assert [(e.nbytes, e.phase, e.source) for e in found] == [
         (2, "forward", "model.py:42 forward"),
         (-2, "forward", ""),

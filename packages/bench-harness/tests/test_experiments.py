@@ -328,6 +328,28 @@ def test_fitted_constants_are_found_again():
     assert found == pytest.approx(per_call)
 
 
+def test_bucket_sweep_is_drawn_even_where_noise_makes_the_overhead_negative():
+    from bench_harness.experiments.bucket_model import draw_fit, fit_table
+
+    rows = pd.DataFrame(
+        {
+            "case_key": "a",
+            "label": "cell",
+            "variant": ["none", "bucketed 1 MB", "bucketed 2 MB", "bucketed 4 MB"],
+            "buckets": [None, 8, 4, 2],
+            "gradient_bytes": 2**23,
+            "median_ms": [5.0, 4.0, 4.5, 4.9],
+            "samples_ms": [[5.0] * 3, [4.0] * 3, [4.5] * 3, [4.9] * 3],
+        }
+    )
+    figure = draw_fit(rows)
+    assert figure is not None
+    assert png_bytes(figure)
+    (line,) = fit_table(rows).to_dict("records")
+    assert line["least overhead T* (ms)"] == 0
+    assert draw_fit(rows.iloc[:3]) is None, "two sizes do not make a sweep"
+
+
 def test_allreduce_fit_finds_overhead_and_bandwidth():
     from bench_harness.experiments.allreduce import fit_table
 

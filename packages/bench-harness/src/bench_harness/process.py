@@ -15,6 +15,7 @@ import multiprocessing.connection
 import multiprocessing.forkserver
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -45,6 +46,8 @@ _PRELOAD = [
     "bench_harness.process",
     "bench_harness.ranks",
 ]
+
+_QUIET_TRACKER = "ignore::UserWarning:nothing"
 
 #: Characters of output kept from a process that failed.
 _TAIL = 4000
@@ -77,9 +80,12 @@ def start_server() -> None:
     # The server imports with the default handler of SIGINT: without the mask, which it inherits,
     # Ctrl-C would end it with a traceback of its own.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    # A killed process cannot release its semaphores; the tracker does so, and need not say so.
+    sys.warnoptions.append(_QUIET_TRACKER)
     try:
         multiprocessing.forkserver.ensure_running()
     finally:
+        sys.warnoptions.remove(_QUIET_TRACKER)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -101,7 +102,9 @@ class Toy(Experiment):
         if kind == "artifact":
             Path("trace.txt").write_text("kept")
             row["artifact"] = "trace.txt"
-        time.sleep(case.config["seconds"])
+        lock = multiprocessing.get_context("forkserver").Lock()  # killed while it sleeps, a case cannot release this
+        with lock:
+            time.sleep(case.config["seconds"])
         samples = [1.0, 1.01, 1.02, 1.0, 1.01, 1.01]
         return [
             {"variant": "plain", "samples_ms": samples, **row},

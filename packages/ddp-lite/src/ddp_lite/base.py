@@ -92,12 +92,9 @@ class DataParallelBase(TransparentWrapper, ABC):
         self._auto_finish = auto_finish
         self._roll_call = RollCall(self.process_group)
         self._step = -1  # errors of the constructor speak of step 0
-        begin = time.monotonic()
-        try:
+        with self._naming_failures_of("the comparison and broadcast of models"):
             verify_same_model(module, self.process_group)
             broadcast_coalesced([*module.parameters(), *module.buffers()], self.process_group)
-        except RuntimeError as error:
-            raise self._named("the comparison and broadcast of models", begin, error) from error
 
         self._average = Averager(self.process_group, self.device)
         self._timer = WaitTimer(self.device)
@@ -155,7 +152,8 @@ class DataParallelBase(TransparentWrapper, ABC):
         self._engine_callback_queued = False
         self._notice_changed_requirements()
         if self._attendance is not None and self._synchronizing:
-            self._attendance.begin_step()
+            with self._naming_failures_of("the count of ranks that have a batch"):
+                self._attendance.begin_step()
         outputs = self.module(*inputs, **kwargs)
         if self._auto_finish and self._synchronizing:
             self._finish_after_backward_of(outputs)
@@ -210,7 +208,7 @@ class DataParallelBase(TransparentWrapper, ABC):
         self._attendance = attendance
         try:
             yield
-            while attendance.begin_shadow_step():
+            while self._others_have_batches(attendance):
                 for parameter in self._parameters_by_index:
                     parameter.grad = None
                 self._arrived = bytearray(b"\1" * len(self._specs))  # excused
@@ -219,13 +217,14 @@ class DataParallelBase(TransparentWrapper, ABC):
         finally:
             self._attendance = None
 
+    def _others_have_batches(self, attendance: Attendance) -> bool:
+        with self._naming_failures_of("the count of ranks that have a batch"):
+            return attendance.begin_shadow_step()
+
     def sync_buffers(self) -> None:
         """Overwrites the buffers (such as BatchNorm statistics) with rank 0's. Collective."""
-        begin = time.monotonic()
-        try:
+        with self._naming_failures_of("the broadcast of buffers"):
             broadcast_coalesced(list(self.module.buffers()), self.process_group)
-        except RuntimeError as error:
-            raise self._named("the broadcast of buffers", begin, error) from error
 
     def stats(self) -> SynchronizationStats | None:
         """The last synchronised step; None before the first. On CUDA the host waits for it."""
@@ -285,6 +284,8 @@ class DataParallelBase(TransparentWrapper, ABC):
 
     def _set_groups(self, groups: list[tuple[int, ...]]) -> None:
         self._groups = groups
+        self._group_names = [tuple(self._names_of(indices)) for indices in groups]
+        self._group_bytes = [sum(self._specs[i].nbytes for i in indices) for indices in groups]
         self._group_of = [0] * len(self._specs)
         for place, indices in enumerate(groups):
             for index in indices:
@@ -311,12 +312,8 @@ class DataParallelBase(TransparentWrapper, ABC):
         """Notices ``requires_grad`` changed since the last forward; then collective."""
         now = [p.requires_grad for p in self._all_parameters]
         if now != self._trainable_then:
-            begin = time.monotonic()
-            try:
+            with self._naming_failures_of("the comparison of models after requires_grad changed"):
                 verify_same_model(self.module, self.process_group)
-            except RuntimeError as error:
-                what = "the comparison of models after requires_grad changed"
-                raise self._named(what, begin, error) from error
             self._adopt_parameters()
 
     # -- during backward ---------------------------------------------------------------------
@@ -409,7 +406,8 @@ class DataParallelBase(TransparentWrapper, ABC):
             return
         if self._policy == "error":
             if float(self._presence.float().min()) < 1 - 0.5 / self._average.world_size:
-                names = all_gather(self._names_of(absent), self.process_group)
+                with self._naming_failures_of("the exchange of missing gradients' names"):
+                    names = all_gather(self._names_of(absent), self.process_group)
                 error = missing_gradients(names, self._step + 1)
                 self._reset()
                 raise error
@@ -427,13 +425,8 @@ class DataParallelBase(TransparentWrapper, ABC):
             bytes=self._average.bytes - nbytes,
             reductions=len(self._started),
             started_in_backward=started_in_backward,
-            group_bytes=tuple(
-                sum(self._specs[index].nbytes for index in self._groups[place])
-                for place in self._started
-            ),
-            group_parameters=tuple(
-                tuple(self._names_of(self._groups[place])) for place in self._started
-            ),
+            group_bytes=tuple(self._group_bytes[place] for place in self._started),
+            group_parameters=tuple(self._group_names[place] for place in self._started),
             exposed_wait_ms=0.0,
         )
 
@@ -463,6 +456,14 @@ class DataParallelBase(TransparentWrapper, ABC):
         if len(indices) == 1:
             return f"the reduction of {first}"
         return f"the reduction of {len(indices)} gradients from {first} to {last}"
+
+    @contextmanager
+    def _naming_failures_of(self, what: str) -> Iterator[None]:
+        begin = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._named(what, begin, error) from error
 
     def _named(self, what: str, begin: float, error: RuntimeError) -> Exception:
         """The backend's error with names; our own errors and lack of memory stay themselves."""

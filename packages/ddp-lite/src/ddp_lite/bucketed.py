@@ -166,7 +166,7 @@ class BucketedDDP(OverlapDDP):
         world_size = self._average.world_size
         return Bucket(
             index=place,
-            names=tuple(self._names_of(indices)),
+            names=self._group_names[place],
             parameters=tuple(self._parameters_by_index[index] for index in indices),
             slices=tuple(slices),
             numel=used,
@@ -233,7 +233,8 @@ class BucketedDDP(OverlapDDP):
         """Rank 0's order of arrival; what did not arrive there comes last, in reverse order."""
         everything = [*observed, *range(len(self._specs) - 1, -1, -1)]
         order = torch.tensor(list(dict.fromkeys(everything)), device=self.device)
-        dist.broadcast(order, group=self.process_group, group_src=0)
+        with self._naming_failures_of("the broadcast of the observed order"):
+            dist.broadcast(order, group=self.process_group, group_src=0)
         agreed: list[int] = order.tolist()
         return agreed
 

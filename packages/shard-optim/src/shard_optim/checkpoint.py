@@ -14,28 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from shard_optim.buckets import in_memory_order
 from shard_optim.collectives import CollectiveError, guarded
 from shard_optim.local import pack_groups
 from shard_optim.optimizer import ShardedOptimizer
 from shard_optim.state import check_full_state, placements
+
+if TYPE_CHECKING:
+    # Importing torch.distributed.checkpoint changes warning filters, so it waits for its first use.
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 Result = TypeVar("Result")
 
@@ -60,6 +53,8 @@ class _Range(Tensor):
         return torch.Size([self.total]) if dim is None else self.total
 
     def _chunk(self) -> ChunkStorageMetadata:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
         return ChunkStorageMetadata(
             offsets=torch.Size([self.offset]), sizes=torch.Size([self.numel()])
         )
@@ -95,6 +90,9 @@ def save_checkpoint(optimizer: ShardedOptimizer, folder: str | Path) -> None:
         FileExistsError: if the folder holds a checkpoint already.
         CollectiveError: if a peer died or timed out, or could not write.
     """
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.state_dict_saver import save
+
     if (Path(folder) / METADATA).exists():
         raise FileExistsError(
             f"a checkpoint is never overwritten, but {folder} holds one; save to a new folder"
@@ -143,6 +141,9 @@ def load_checkpoint(optimizer: ShardedOptimizer, folder: str | Path) -> None:
         ValueError: if it is of another model or optimizer class; nothing has changed then.
         CollectiveError: if a peer died or timed out, or could not read.
     """
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     if not (Path(folder) / METADATA).exists():
         raise FileNotFoundError(
             f"a checkpoint must have been saved completely, but {folder} holds none "
@@ -192,6 +193,9 @@ def load_checkpoint(optimizer: ShardedOptimizer, folder: str | Path) -> None:
 def _read(
     optimizer: ShardedOptimizer, folder: str | Path, wanted: dict[str, Any]
 ) -> dict[str, Any]:
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import load
+
     _run(
         "loading a checkpoint",
         optimizer,
@@ -206,6 +210,8 @@ def _read(
 
 
 def _run(what: str, optimizer: ShardedOptimizer, call: Callable[[], Result]) -> Result:
+    from torch.distributed.checkpoint.api import CheckpointException
+
     try:
         return guarded(what, optimizer.process_group, call)
     except CheckpointException as error:  # carries every rank's failure

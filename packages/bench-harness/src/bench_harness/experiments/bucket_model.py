@@ -102,8 +102,7 @@ def draw_fit(done: pd.DataFrame) -> Figure | None:
         model = 1e3 * (size / line * inverse + line * per_call)
         plot.plot(size / line / 2**20, model, "-", color=COLOURS[1], label="model")
         plot.set_title(label)
-        log_axes(plot, x="gradients per bucket (MiB)", y="overhead (ms)")
-        plot.set_yscale("linear")
+        log_axes(plot, x="gradients per bucket (MiB)", y="overhead (ms)", y_log=False)
         plot.set_ylim(bottom=min(0.0, 1.1 * float(overhead.min())))
         plot.legend()
     return figure

@@ -8,7 +8,6 @@ the plainest measure, the step minus a step without communication in the same ca
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -414,10 +413,6 @@ def _profile(
         dist.barrier()
         with phase(_PHASE, device):
             step()
-        if device.type == "cpu":
-            # A gloo worker ends its span just after it has released whoever waited for it.
-            dist.barrier()
-            time.sleep(0.05)
     trace = kineto.load(path)
     window = trace.phases(_PHASE)[0]
     found = trace.overlap(window)

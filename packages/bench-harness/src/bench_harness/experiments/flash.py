@@ -35,6 +35,8 @@ VARIANTS = (
     "sdpa-math",
     "flex",
 )
+#: Kernels that PyTorch has on a GPU for fp16 and bf16 only: fp32 cells go without them.
+HALF_ONLY = ("sdpa-flash", "sdpa-cudnn")
 #: Score matrices beyond this many bytes keep the quadratic variants in cases of their own.
 _SHARED_CASE_BYTES = 2**30
 _DTYPES = ("bf16", "fp32")
@@ -78,21 +80,32 @@ class Flash(Experiment):
     Options: ClassVar[type[Any]] = Options
 
     def cases(self, **options: Any) -> list[Case]:
-        """One case per cell; quadratic variants of large cells have cases with the reference."""
+        """One case per cell; quadratic variants of large cells have cases with the reference.
+
+        Raises:
+            ValueError: no variant supports one of the dtypes.
+        """
         chosen = Options(**options)
         device = resolve_device(chosen.device)
         ours = "triton" if device == "cuda" else "tiled"
         named = (ours if name == "ours" else name for name in chosen.variants)
         variants = list(dict.fromkeys(named))
-        reference, *others = variants
         cases = []
         for dtype in chosen.dtypes:
+            lacking = HALF_ONLY if device == "cuda" and dtype == "fp32" else ()
+            supported = [v for v in variants if v not in lacking]
+            if not supported:
+                raise ValueError(
+                    f"at least one variant must support {dtype} on a GPU; received "
+                    f"{', '.join(variants)}, which take fp16 and bf16 only"
+                )
+            reference, *others = supported
             for head_dim in chosen.head_dims:
                 for sequence in chosen.sequences:
                     scores = chosen.batch * chosen.heads * sequence**2 * 4
-                    groups = [variants]
+                    groups = [supported]
                     if scores > _SHARED_CASE_BYTES:
-                        linear = [v for v in variants if v not in QUADRATIC]
+                        linear = [v for v in supported if v not in QUADRATIC]
                         alone = [[reference, v] for v in others if v in QUADRATIC]
                         groups = [linear, *alone] if linear else alone
                     cases += [

@@ -284,9 +284,12 @@ class _CudaRecorder:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Everything allocated inside belongs to the phase."""
+        from bench_harness.traces.allocations import NO_PHASE
+
         # By the history's length: it needs no clock to agree with the allocator's.
         self._boundaries.append((name, len(self._entries())))
         yield
+        self._boundaries.append((NO_PHASE, len(self._entries())))
 
     def _entries(self) -> list[dict[str, Any]]:
         import torch

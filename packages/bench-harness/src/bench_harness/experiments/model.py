@@ -139,18 +139,17 @@ class Model(Experiment):
         optimizer = optimizer_class(config["optimizer"], device)(
             workload.module.parameters(), lr=1e-4
         )
-        # Each variant compiles the same module anew. Past the compiler's limit it would quietly
-        # run uncompiled.
-        torch._dynamo.config.recompile_limit = 64
-        torch._dynamo.config.fail_on_recompile_limit_hit = True
         runners = [
             _Variant(variant, workload, switch, optimizer, config["modes"])
             for variant in config["variants"]
         ]
-        for index, order in _rounds(config["warmup"] + config["samples"], len(runners)):
-            progress(f"step {index + 1} of {config['warmup'] + config['samples']}")
-            for position in order:
-                runners[position].run(measured=index >= config["warmup"])
+        # Variants compile the same module anew; past the compiler's limit it would quietly run
+        # uncompiled.
+        with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
+            for index, order in _rounds(config["warmup"] + config["samples"], len(runners)):
+                progress(f"step {index + 1} of {config['warmup'] + config['samples']}")
+                for position in order:
+                    runners[position].run(measured=index >= config["warmup"])
         overhead = timing.timer_overhead_ms(device)
         rows: list[Row] = []
         for runner in runners:
@@ -182,6 +181,8 @@ class Model(Experiment):
         if "flops" in frame:
             frame["tflop_s"] = frame["flops"] / seconds / 1e12
             frame["mfu"] = 100 * frame["tflop_s"] / frame["ceiling_tflop_s"]
+        if "timer_overhead_ms" in frame:
+            frame["timer"] = 100 * frame["timer_overhead_ms"] / frame["median_ms"]
         if "tokens" in frame:
             frame["tokens_s"] = frame["tokens"] / seconds
         subject = {
@@ -208,13 +209,15 @@ class Model(Experiment):
                     "tokens_s": "tokens/s",
                     "tflop_s": "TFLOP/s",
                     "mfu": "MFU (%)",
+                    "timer": "timer itself (%)",
                     "status": "status",
                 },
             ),
             "Wall clock, device synchronised around every sample. The parts of a training step are "
             "synchronised one by one, so they add up to more than the step. MFU refers to a matrix "
             "product measured in the same process and precision; the S×S attention products are "
-            "counted in full.",
+            "counted in full. Where the timer itself is more than 1 % of the median, the figure is "
+            "too short to quote.",
         )
         tables = [times]
         done = present.finished(frame)

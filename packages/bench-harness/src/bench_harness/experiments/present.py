@@ -59,17 +59,23 @@ def by(rows: pd.DataFrame, names: Iterable[str]) -> list[tuple[str, pd.DataFrame
     ]
 
 
-def log_axes(plot: Axes, *, x: str, y: str, x_base: int = 2) -> None:
-    """Logarithmic axes with the given labels and plain numbers at the ticks."""
+def log_axes(plot: Axes, *, x: str, y: str, x_base: int = 2, y_log: bool = True) -> None:
+    """Logarithmic axes with the given labels and plain numbers at the ticks.
+
+    Args:
+        x_base: of the ticks along x.
+        y_log: False keeps y linear, for values that may be 0 or less.
+    """
     from matplotlib.ticker import FuncFormatter
 
     plain = FuncFormatter(lambda value, _: f"{value:g}")
-    plot.set_xscale("log", base=x_base)
-    plot.set_yscale("log")
     plot.set_xlabel(x)
     plot.set_ylabel(y)
+    plot.set_xscale("log", base=x_base)
     plot.xaxis.set_major_formatter(plain)
-    plot.yaxis.set_major_formatter(plain)
-    low, high = plot.get_ylim()
-    # Within a decade or two there are too few major ticks to read a value.
-    plot.yaxis.set_minor_formatter(plain if high < 20 * low else FuncFormatter(lambda *_: ""))
+    if y_log:
+        plot.set_yscale("log")
+        plot.yaxis.set_major_formatter(plain)
+        low, high = plot.get_ylim()
+        # Within a decade or so there are too few major ticks to read a value.
+        plot.yaxis.set_minor_formatter(plain if high < 20 * low else FuncFormatter(lambda *_: ""))

@@ -38,6 +38,10 @@ class MemoryEvent:
     source: str
 
 
+#: Name of the stretches between phases.
+NO_PHASE = ""
+
+
 @dataclass(frozen=True)
 class Allocation:
     """A block of memory from its allocation to its release.
@@ -141,7 +145,8 @@ def from_cuda_history(
 
     Args:
         entries: one device's list in ``device_traces`` of a snapshot.
-        boundaries: phase names, each with the number of entries there were when it began.
+        boundaries: phase names, each with the number of entries there were when it began;
+            ``NO_PHASE`` where what follows is not looked at, such as the release of everything.
     """
     starts = [start for _, start in boundaries]
     events = []
@@ -149,7 +154,7 @@ def from_cuda_history(
         # "free_requested" is when the program lets go; completion may wait for streams.
         sign = {"alloc": 1, "free_requested": -1}.get(entry["action"])
         place = bisect.bisect_right(starts, index) - 1
-        if sign is None or place < 0:
+        if sign is None or place < 0 or boundaries[place][0] == NO_PHASE:
             continue
         events.append(
             MemoryEvent(
