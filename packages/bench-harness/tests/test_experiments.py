@@ -1,6 +1,8 @@
 """Every experiment, small, on this machine: rows with the right meaning, tables, pictures."""
 
 import json
+import subprocess
+import sys
 
 import pandas as pd
 import pytest
@@ -87,6 +89,17 @@ def test_cases_are_pure_json_and_distinct(name):
     assert experiment.summary
     for field in experiment.Options.__dataclass_fields__.values():
         assert field.metadata["help"]
+
+
+def test_listing_experiments_and_cases_loads_no_heavy_library():
+    program = (
+        "import sys; from bench_harness import experiments\n"
+        "for name in experiments.names(): experiments.get(name).cases(device='cpu')"
+        " if name != 'accounting' else experiments.get(name).cases()\n"
+        "heavy = {'torch', 'pandas', 'matplotlib', 'scipy', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("name", ALL)

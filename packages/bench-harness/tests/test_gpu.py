@@ -106,7 +106,8 @@ def test_memory_history_agrees_with_the_allocators_own_figures(run, tmp_path):
     assert list(phases.index) == ["model", "forward", "backward", "optimizer"]
     parameters = 4 * phases["parameters"].iloc[0]
     assert phases.loc["model", "end_bytes"] == pytest.approx(parameters, rel=0.1)
-    assert phases.loc["optimizer", "end_bytes"] == pytest.approx(4 * parameters, rel=0.2)
+    # Parameters, gradients, two moments; and the workspace that cuBLAS keeps.
+    assert 0.95 * 4 * parameters < phases.loc["optimizer", "end_bytes"] < 4 * parameters + 2**27
     assert any(".py:" in source for source in tables["Largest allocations"]["allocated by"])
     with (tmp_path / "memory_snapshot.pickle").open("rb") as file:
         assert pickle.load(file)["device_traces"]

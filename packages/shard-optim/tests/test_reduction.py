@@ -175,6 +175,9 @@ def check_clipping(rank, world_size):
     loss_of(plain, 0, 0).backward()
     grads = [p.grad.abs().max() for p in plain.parameters() if p.grad is not None]
     torch.testing.assert_close(largest, torch.stack(grads).max(), **CLOSE)
+    loss_of(model, 0, 0).backward()
+    with pytest.raises(RuntimeError, match="clip after the last backward"):
+        optimizer.step()
     with pytest.raises(ValueError, match="norm_type must be positive, got 0"):
         optimizer.clip_grad_norm_(1.0, norm_type=0)
 

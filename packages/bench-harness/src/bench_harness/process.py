@@ -47,7 +47,7 @@ _PRELOAD = [
     "bench_harness.ranks",
 ]
 
-_QUIET_TRACKER = "ignore::UserWarning:nothing"
+_QUIET_TRACKER = "ignore::UserWarning:multiprocessing.resource_tracker"
 
 #: Characters of output kept from a process that failed.
 _TAIL = 4000

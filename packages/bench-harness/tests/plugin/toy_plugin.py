@@ -102,7 +102,8 @@ class Toy(Experiment):
         if kind == "artifact":
             Path("trace.txt").write_text("kept")
             row["artifact"] = "trace.txt"
-        lock = multiprocessing.get_context("forkserver").Lock()  # killed while it sleeps, a case cannot release this
+        # Killed while it sleeps, a case cannot release this.
+        lock = multiprocessing.get_context("forkserver").Lock()
         with lock:
             time.sleep(case.config["seconds"])
         samples = [1.0, 1.01, 1.02, 1.0, 1.01, 1.01]

@@ -7,7 +7,7 @@ finds out. ``python -m flashattn_triton.tune`` measures a table for another GPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 
 import torch
 
@@ -75,42 +75,53 @@ def _tiling(
     )
 
 
-# Rows of the tables: shared memory of one block in KB that the shapes need, widest head_dim,
-# bytes of an element. Each shape compiles without spilled registers unless a comment says so.
+# Keys: KB of shared memory of one block, widest head_dim, bytes of an element. Shapes are
 # (queries, keys, warps, stages) of forward, key pass, query pass, fused.
+#
+# sm_90 rows of half types are measured (LOG.md). What they have in common: 64 rows for each warp
+# group of 4 warps (64 rows with 8 warps would be computed twice, and Triton 3.6 then reads past the
+# operand), and two blocks per multiprocessor where registers allow, because within a block softmax
+# and matrix products take turns. fp32 keeps to 32 rows, which leaves wgmma aside: its operands
+# are split into bf16 parts in shared memory that Triton 3.6 reuses while wgmma still reads them.
+# Rows for other GPUs are chosen from compiled registers and shared memory, and not measured.
 _LARGE = 220  # sm_90, sm_100
 _MEDIUM = 160  # sm_80
 _SMALL = 96  # sm_86, sm_89, sm_120
 
 TABLE = {
-    (_LARGE, 64, 2): _tiling((64, 128, 4, 3), (32, 64, 4, 3), (64, 64, 4, 3)),
-    (_LARGE, 128, 2): _tiling((128, 128, 8, 3), (64, 128, 8, 3), (128, 64, 8, 3)),
+    (_LARGE, 64, 2): _tiling(
+        (64, 128, 4, 3), (32, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), bulk=True
+    ),
+    (_LARGE, 128, 2): _tiling(
+        (128, 128, 8, 3), (64, 128, 8, 3), (128, 64, 8, 3), (64, 128, 8, 3), bulk=True
+    ),
     (_LARGE, 256, 2): _tiling((128, 64, 8, 2), (32, 32, 8, 2), (64, 32, 4, 2)),
-    (_LARGE, 64, 4): _tiling((64, 32, 4, 2), (32, 64, 4, 2), (64, 32, 4, 2)),
+    (_LARGE, 64, 4): _tiling((32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
     (_LARGE, 128, 4): _tiling((32, 32, 4, 2), (32, 32, 8, 2), (32, 32, 8, 2)),
     (_LARGE, 256, 4): _tiling((32, 16, 4, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
     (_MEDIUM, 64, 2): _tiling((128, 64, 8, 3), (64, 64, 8, 2), (64, 64, 4, 2)),
     (_MEDIUM, 128, 2): _tiling((128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2)),
     (_MEDIUM, 256, 2): _tiling((64, 32, 8, 2), (32, 64, 8, 2), (64, 32, 8, 2)),
-    (_MEDIUM, 64, 4): _tiling((64, 32, 4, 2), (32, 64, 8, 2), (64, 32, 8, 2)),
-    (_MEDIUM, 128, 4): _tiling((64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 2)),
-    (_MEDIUM, 256, 4): _tiling((32, 16, 8, 2), (16, 32, 8, 1), (32, 16, 8, 1)),
+    (_MEDIUM, 64, 4): _tiling((32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
+    (_MEDIUM, 128, 4): _tiling((32, 32, 4, 2), (16, 32, 4, 2), (32, 32, 8, 2)),
+    (_MEDIUM, 256, 4): _tiling((32, 16, 4, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
     (_SMALL, 64, 2): _tiling((64, 64, 4, 3), (32, 64, 4, 2), (64, 32, 4, 2)),
     (_SMALL, 128, 2): _tiling((64, 32, 4, 2), (32, 64, 8, 2), (64, 32, 8, 2)),
     (_SMALL, 256, 2): _tiling((64, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
-    (_SMALL, 64, 4): _tiling((64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
+    (_SMALL, 64, 4): _tiling((32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
     (_SMALL, 128, 4): _tiling((32, 32, 4, 2), (32, 32, 8, 1), (32, 32, 8, 1)),
-    (_SMALL, 256, 4): _tiling((32, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    (_SMALL, 256, 4): _tiling((32, 16, 4, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+}
+# Rows that differ without a causal mask, where every tile costs the same.
+FULL = {
+    (_LARGE, 64, 2): _tiling(
+        (128, 64, 8, 3), (32, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), bulk=True
+    ),
 }
 # What is left when less shared memory than in any row is to be had.
 SMALLEST = _tiling((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1))
 # The interpreter pays per operation, not per element; small problems still make several tiles.
 INTERPRETER = _tiling((64, 64, 4, 1), (64, 64, 4, 1), (64, 64, 4, 1))
-
-
-# Where full attention wants something else: without masked tiles, narrower key tiles that leave
-# room for more blocks per multiprocessor are faster.
-FULL_FORWARD = {(_LARGE, 64, 2): Tiles(64, 64, 4, 3)}
 
 
 def tiling_for(shared_memory: int, head_dim: int, dtype: torch.dtype, is_causal: bool) -> Tiling:
@@ -126,7 +137,5 @@ def tiling_for(shared_memory: int, head_dim: int, dtype: torch.dtype, is_causal:
         if shared_memory >= kilobytes * 1024:
             width = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
             row = (kilobytes, width, dtype.itemsize)
-            if not is_causal and row in FULL_FORWARD:
-                return replace(TABLE[row], forward=FULL_FORWARD[row])
-            return TABLE[row]
+            return TABLE[row] if is_causal else FULL.get(row, TABLE[row])
     return SMALLEST

@@ -60,6 +60,9 @@ class _Range(Tensor):
         )
 
     def __create_write_items__(self, fqn: str, value: Tensor) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         plain = self.as_subclass(Tensor)
         return [
             WriteItem(

@@ -403,6 +403,11 @@ class ShardedOptimizer(Optimizer):
     def _collect_gradients(self) -> None:
         """Gives every shard its gradient, once per step."""
         if self._collected:
+            if self._reducer is not None and self._reducer.active:
+                raise RuntimeError(
+                    "no backward may run between clipping or unscaling and step, but gradients "
+                    "have arrived; clip after the last backward"
+                )
             return
         if self._overlap is not None and self._waits is None:
             raise RuntimeError(

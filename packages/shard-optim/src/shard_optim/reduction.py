@@ -172,8 +172,7 @@ class GradientReducer:
             RuntimeError: if gradients are left that no pass covered.
             CollectiveError: if a peer died or timed out.
         """
-        started = any(r.arrived for r in self._reductions)
-        if started or any(r.shard is None for r in self._reductions):
+        if self.active or any(r.shard is None for r in self._reductions):
             self._finish_pass()
             self._exchange_flags()
         while self._in_flight:
@@ -186,6 +185,11 @@ class GradientReducer:
                         "was accumulated after the last reduction; leave the last backward before "
                         "a step out of no_sync()"
                     )
+
+    @property
+    def active(self) -> bool:
+        """Whether gradients have arrived that no pass has covered yet."""
+        return any(reduction.arrived for reduction in self._reductions)
 
     def _exchange_flags(self) -> None:
         """Shares which parameters had a gradient; read only by who lacked one."""

@@ -175,10 +175,12 @@ def measure_rank(
         # A multiple of the world size, so that every rank's share is equal.
         numel = max(1, round(size_mb * 2**20 / 4 / world_size)) * world_size
         samples = {operation: Samples() for operation in config["operations"]}
-        calls = {}
         for operation in config["operations"]:
             check(operation, rank, world_size, numel, device)
-            calls[operation] = collective(operation, torch.zeros(numel, device=device), world_size)
+        # One vector for all: their results do not matter any more, and the largest fill a GiB.
+        vector = torch.zeros(numel, device=device)
+        share = vector.new_empty(numel // world_size)
+        calls = {name: collective(name, vector, share) for name in config["operations"]}
         for index in range(config["warmup"] + config["samples"]):
             for operation, call in calls.items():
                 taken = Samples()
@@ -195,17 +197,18 @@ def measure_rank(
     return rows
 
 
-def collective(operation: str, vector: Tensor, world_size: int) -> Callable[[], object]:
-    """The call that is timed, on a vector of fp32 whose length the world size divides.
+def collective(operation: str, vector: Tensor, share: Tensor) -> Callable[[], object]:
+    """The call that is timed.
 
-    The share of a rank is a slice of the same vector where the collective allows working in place.
+    Args:
+        vector: the whole payload.
+        share: this rank's part of it: the result of a reduce-scatter, the input of an all-gather.
 
     Raises:
         ValueError: unknown operation.
     """
     import torch.distributed as dist
 
-    share = vector.new_empty(vector.numel() // world_size)
     calls: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: dist.all_reduce(vector),
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(share, vector),
@@ -226,8 +229,9 @@ def check(operation: str, rank: int, world_size: int, numel: int, device: torch.
     import torch
     import torch.distributed as dist
 
-    place = torch.arange(numel, device=device) % 251  # small whole numbers: sums are exact
-    vector = (place + rank).float()
+    # Small whole numbers, whose sums are exact in fp32.
+    place = torch.arange(numel, device=device, dtype=torch.int32) % 251
+    vector = place.float().add_(rank)
     share = numel // world_size
     mine = slice(rank * share, (rank + 1) * share)
     total = place * world_size + world_size * (world_size - 1) // 2

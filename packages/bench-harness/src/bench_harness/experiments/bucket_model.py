@@ -38,10 +38,11 @@ def sweeps(done: pd.DataFrame) -> list[tuple[str, pd.DataFrame, list[float]]]:
     """Cells with at least three bucket sizes: label, the bucketed rows, the bare step's samples."""
     found = []
     for _, cell in done.groupby("case_key", sort=False):
+        label = str(cell["label"].iloc[0])
         buckets = cell[cell["variant"].str.startswith("bucketed") & cell["buckets"].notna()]
         bare = cell.loc[cell["variant"] == "none", "samples_ms"]
         if buckets["buckets"].nunique() >= 3 and len(bare):
-            found.append((str(cell["label"].iloc[0]), buckets.sort_values("buckets"), list(bare.iloc[0])))
+            found.append((label, buckets.sort_values("buckets"), list(bare.iloc[0])))
     return found
 
 

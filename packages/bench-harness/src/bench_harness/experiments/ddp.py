@@ -366,7 +366,7 @@ def measure_rank(
         with wrapped(variant["wrapper"], variant["settings"], workload.module) as way:
             train_step(workload, way, None)
             error = (
-                check_gradients(variant["variant"], workload.module, expected)
+                check_gradients(variant["variant"], workload.module, expected, config["precision"])
                 if variant["wrapper"] != "none"
                 else None
             )

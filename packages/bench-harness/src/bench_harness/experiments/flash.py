@@ -41,7 +41,7 @@ HALF_ONLY = ("sdpa-flash", "sdpa-cudnn")
 _SHARED_CASE_BYTES = 2**30
 _DTYPES = ("bf16", "fp32")
 
-#: Largest error allowed, as a share of the largest value of the fp32 oracle: twice the error of
+#: Largest error allowed, as a share of the largest value of the fp64 oracle: twice the error of
 #: naive attention in the same dtype, plus this floor for where that happens to be almost exact.
 _ERROR_FLOOR = {"fp32": 1e-5, "bf16": 1e-2}
 #: Longer sequences are checked at this length, which keeps the oracle's memory small.
@@ -131,7 +131,7 @@ class Flash(Experiment):
         return cases
 
     def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
-        """Checks every variant against an fp32 oracle, then times its three passes."""
+        """Checks every variant against an fp64 oracle, then times its three passes."""
         import torch
 
         from bench_harness.workload import device_of
@@ -352,7 +352,7 @@ def time_kernel(
 def check(
     functions: Mapping[str, AttentionFunction], config: Mapping[str, Any], device: torch.device
 ) -> dict[str, Row]:
-    """Errors of output and gradients against fp32 attention, as shares of its largest value.
+    """Errors of output and gradients against fp64 attention, as shares of its largest value.
 
     Raises:
         ArithmeticError: a variant's error exceeds its bound; nothing of the case is timed then.
@@ -370,12 +370,13 @@ def check(
         return [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
 
     exact = results(
-        partial(_naive, causal=causal), *(t.detach().float() for t in (query, key, value, grad_out))
+        partial(_naive, causal=causal),
+        *(t.detach().double() for t in (query, key, value, grad_out)),
     )
 
     def errors(found: list[Tensor]) -> list[float]:
         return [
-            float((f.float() - e).abs().max() / e.abs().max())
+            float((f.double() - e).abs().max() / e.abs().max())
             for f, e in zip(found, exact, strict=True)
         ]
 

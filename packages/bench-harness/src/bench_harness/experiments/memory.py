@@ -265,7 +265,7 @@ class _CudaRecorder:
     def __enter__(self) -> _CudaRecorder:
         import torch
 
-        torch.cuda.memory._record_memory_history(max_entries=1_000_000)
+        torch.cuda.memory._record_memory_history(max_entries=1_000_000, stacks="python")
         return self
 
     def __exit__(self, *exception: object) -> None:

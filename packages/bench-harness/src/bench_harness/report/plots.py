@@ -48,8 +48,8 @@ def new_figure(
         The figure and an object array of axes, always of shape ``(rows, columns)``.
     """
     import matplotlib as mpl
-    from cycler import cycler
     from matplotlib.figure import Figure
+    from matplotlib.rcsetup import cycler
 
     with mpl.rc_context({**_STYLE, "axes.prop_cycle": cycler(color=COLOURS)}):
         figure = Figure(figsize=(width, height))
