@@ -96,6 +96,7 @@ def until_rows(folder: Path, count: int) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow  # two processes that each import torch
 def test_a_run_killed_then_stopped_then_resumed(
     command_line: tuple[list[str], dict[str, str]], bench: Bench, tmp_path: Path
 ) -> None:

@@ -48,6 +48,7 @@ def run(monkeypatch, tmp_path):
             json.dumps(found, allow_nan=False)
             assert said, "a case says what it does"
             assert all(row["variant"] for row in found)
+            check_identities(found)
             rows += measured(case, found)
         frame = to_frame(rows)
         tables = {table.title: table for table in experiment.tables(frame)}
@@ -62,6 +63,14 @@ def run(monkeypatch, tmp_path):
         return frame, tables, figures
 
     return run
+
+
+def check_identities(rows):
+    """Text tells rows with samples apart, which is how two runs are compared."""
+    sampled = [row for row in rows if "samples_ms" in row]
+    assert len({tuple(v for v in row.values() if isinstance(v, str)) for row in sampled}) == len(
+        sampled
+    )
 
 
 def check_columns(table):

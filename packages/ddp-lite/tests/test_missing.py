@@ -108,8 +108,9 @@ def forgotten(rank: int, world_size: int) -> None:
     for wrapper in ALL:
         wrapped = wrapper(nn.Linear(2, 1))
         wrapped(torch.ones(1, 2)).sum().backward()
-        with torch.no_grad():
-            wrapped(torch.ones(1, 2))  # evaluation between backward and finish is harmless
+        if rank == 0:
+            with torch.no_grad():
+                wrapped(torch.ones(1, 2))  # evaluation on one rank, even here, is harmless
         with pytest.raises(UnfinishedSynchronizationError, match=r"after step 0 .*2 parameters"):
             wrapped(torch.ones(1, 2))
         wrapped.finish_gradient_synchronization()

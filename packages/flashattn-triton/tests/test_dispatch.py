@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from flashattn_triton import Plan, Tiles, Tiling, choose, explain, flash_attention
-from flashattn_triton.configs import SMALLEST, TABLE, tiling_for
+from flashattn_triton.configs import FULL, SMALLEST, TABLE, tiling_for
+from flashattn_triton.dispatch import GPU, check_warps
 from flashattn_triton.options import resolve_options
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -120,3 +121,21 @@ def test_explicit_tiling_gives_the_same_result() -> None:
         strict=True,
     ):
         torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("key", "tiling"), [*TABLE.items(), *FULL.items()], ids=str)
+def test_shipped_tiles_respect_warp_groups(key: tuple[int, int, int], tiling: Tiling) -> None:
+    hopper = GPU(name="sm_90", capability=(9, 0), shared_memory=key[0] * 1024)
+    if key[0] >= 220:
+        check_warps(tiling, hopper)
+    ampere = GPU(name="sm_80", capability=(8, 0), shared_memory=key[0] * 1024)
+    check_warps(tiling, ampere)
+
+
+def test_repeated_rows_are_refused() -> None:
+    tiling = Tiling(
+        forward=Tiles(64, 64, 8, 2), key_pass=Tiles(64, 64, 4, 2), query_pass=Tiles(64, 64, 4, 2)
+    )
+    hopper = GPU(name="sm_90", capability=(9, 0), shared_memory=232448)
+    with pytest.raises(ValueError, match=r"tiling\.forward needs at least 16 rows per warp"):
+        check_warps(tiling, hopper)

@@ -15,7 +15,7 @@ from flashattn_triton import (
     flash_attention,
     flash_attention_varlen,
 )
-from flashattn_triton.configs import TABLE, Tiling
+from flashattn_triton.configs import TABLE, Tiling, tiling_for
 from flashattn_triton.dispatch import describe_gpu
 
 pytestmark = pytest.mark.gpu
@@ -203,13 +203,13 @@ def test_explain_names_gpu_and_tiles() -> None:
 
 
 @pytest.mark.parametrize(("key", "tiling"), TABLE.items(), ids=str)
-def test_every_shipped_tiling_that_fits(
+def test_every_shipped_tiling_for_this_gpu(
     key: tuple[int, int, int], tiling: Tiling, make_inputs: Any, assert_close_to_oracle: Any
 ) -> None:
     kilobytes, width, itemsize = key
-    if describe_gpu(0).shared_memory < kilobytes * 1024:
-        pytest.skip(f"needs {kilobytes} KB of shared memory per block")
     dtype = torch.bfloat16 if itemsize == 2 else torch.float32
+    if tiling_for(describe_gpu(0).shared_memory, width, dtype, True) != tiling:
+        pytest.skip(f"for GPUs with {kilobytes} KB of shared memory per block")
     leaves = random(1, 2, 333, width, dtype=dtype)
     for deterministic in (False, True):
         out, lse = flash_attention(

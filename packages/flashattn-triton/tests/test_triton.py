@@ -9,9 +9,6 @@ import pytest
 import torch
 
 from flashattn_triton import Tiles, Tiling, flash_attention, flash_attention_varlen
-from flashattn_triton.backward import triton_backward
-from flashattn_triton.forward import triton_forward
-from flashattn_triton.options import resolve_options
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = Tiles(16, 32, 4, 1)
@@ -35,3 +32,31 @@ def test_dense_cases(case: Any, make_inputs: Any, assert_close_to_oracle: Any) -
 
 def test_packed_cases(varlen_case: Any, make_inputs: Any, assert_close_to_oracle: Any) -> None:
     assert_close_to_oracle(attend(varlen_case), make_inputs(varlen_case, DEVICE))
+
+
+@pytest.mark.parametrize("layout", ["bshd", "padded", "strided", "expanded"])
+def test_strides(
+    strided_case: Any, layout: str, make_inputs: Any, assert_close_to_oracle: Any
+) -> None:
+    assert_close_to_oracle(attend(strided_case), make_inputs(strided_case, DEVICE, layout))
+
+
+@pytest.mark.parametrize("tiling", [FUSED, TWO_PASS], ids=["fused", "two-pass"])
+def test_both_backward_forms(
+    strided_case: Any, tiling: Tiling, make_inputs: Any, assert_close_to_oracle: Any
+) -> None:
+    assert_close_to_oracle(attend(strided_case, tiling=tiling), make_inputs(strided_case, DEVICE))
+
+
+def test_deterministic_takes_two_passes_and_agrees(
+    strided_case: Any, make_inputs: Any, assert_close_to_oracle: Any
+) -> None:
+    attention = attend(strided_case, tiling=FUSED, deterministic=True)
+    assert_close_to_oracle(attention, make_inputs(strided_case, DEVICE))
+
+
+def test_gradient_of_the_output_alone(
+    strided_case: Any, make_inputs: Any, assert_close_to_oracle: Any
+) -> None:
+    attention = attend(strided_case, return_lse=False)
+    assert_close_to_oracle(attention, make_inputs(strided_case, DEVICE), lse_gradient=False)

@@ -58,6 +58,7 @@ def check_leg(rank, world_size, folder, leg, partition):
     save_checkpoint(optimizer, f"{folder}/{leg}")
 
 
+@pytest.mark.slow
 def test_resharding_2_3_1_4_is_bit_exact(tmp_path):
     legs = [(2, "flat"), (3, "whole"), (1, "flat"), (4, "flat")]
     for leg, (world_size, partition) in enumerate(legs):

@@ -90,7 +90,8 @@ def flash_attention(
     if implementation == "reference":
         from flashattn_triton.reference import attention_reference
 
-        out, lse = attention_reference(query, key, value, options)
+        with torch.autocast(query.device.type, enabled=False):
+            out, lse = attention_reference(query, key, value, options)
         out = out.to(query.dtype)
     else:
         arguments = ops.operator_arguments(options, implementation=implementation, tiling=tiling)
@@ -155,7 +156,8 @@ def flash_attention_varlen(
         from flashattn_triton.reference import attention_reference_varlen
 
         starts = (cu_seqlens_q, cu_seqlens_k)
-        out, lse = attention_reference_varlen(query, key, value, *starts, options)
+        with torch.autocast(query.device.type, enabled=False):
+            out, lse = attention_reference_varlen(query, key, value, *starts, options)
         out = out.to(query.dtype)
         return (out, lse) if return_lse else out
     packing = Packing(
@@ -240,7 +242,8 @@ class FlashAttention2TritonCompiledBackward(FlashAttention2Triton):
     @once_differentiable
     def backward(ctx: Any, dO: Tensor) -> tuple[Tensor | None, ...]:
         """dQ, dK, dV by :func:`flashattn_triton.compiled_backward.compiled_flash_backward`."""
-        L, Q, K, V, O = ctx.saved_tensors  # noqa: E741 - the paper's name
+        # Detached, because a compiler looks at the history of what it is given, and O has one.
+        L, Q, K, V, O = (x.detach() for x in ctx.saved_tensors)  # noqa: E741 - the paper's name
         scale = 1.0 / math.sqrt(Q.shape[-1])
         return *compiled_flash_backward(Q, K, V, O, dO, L, ctx.is_causal, scale), None
 

@@ -39,6 +39,15 @@ class Tiling:
     fused: Tiles | None = None
     bulk: bool = False
 
+    def owners(self) -> list[tuple[str, int, Tiles]]:
+        """For each kernel its name, the rows that one program owns, and its shape."""
+        rows = [
+            ("forward", self.forward.queries, self.forward),
+            ("key_pass", self.key_pass.keys, self.key_pass),
+            ("query_pass", self.query_pass.queries, self.query_pass),
+        ]
+        return rows if self.fused is None else [*rows, ("fused", self.fused.keys, self.fused)]
+
     def pack(self) -> list[int]:
         """As the flat list that the operators take; an absent ``fused`` is four zeros."""
         kernels = (self.forward, self.key_pass, self.query_pass, self.fused or Tiles(0, 0, 0, 0))

@@ -113,9 +113,26 @@ def _choose(
     gpu = describe_gpu(device.index)
     reason = f"{gpu.name}, {gpu.shared_memory // 1024} KB of shared memory per block"
     if tiling is not None:
+        check_warps(tiling, gpu)
         return Plan(tier="triton", tiling=tiling, reason=f"{reason}; tiling given by the caller")
     chosen = tiling_for(gpu.shared_memory, width, dtype, options.band[1] is not None)
     return Plan(tier="triton", tiling=chosen, reason=f"{reason}; shipped table")
+
+
+def check_warps(tiling: Tiling, gpu: GPU) -> None:
+    """Refuses shapes that Triton 3.6 compiles wrongly for sm_90.
+
+    A warp group of 4 warps works on 64 rows. With fewer rows than that for each group, Triton lets
+    groups repeat rows and read past the end of the operand.
+    """
+    if gpu.capability[0] != 9:
+        return
+    for name, rows, tiles in tiling.owners():
+        if 64 <= rows < 16 * tiles.warps:
+            raise ValueError(
+                f"tiling.{name} needs at least 16 rows per warp on {gpu.name}, or fewer than 64 "
+                f"rows; received {rows} rows and {tiles.warps} warps"
+            )
 
 
 def interpreting() -> bool:

@@ -75,7 +75,9 @@ def candidates(role: str, head_dim: int, itemsize: int) -> Iterator[Tiles]:
         own, other = (queries, keys) if owns_queries else (keys, queries)
         accumulators = own * head_dim * (1 if owns_queries else 2)
         scores = queries * keys * (1 if role == "forward" else 2)
-        if own >= other // 2 and 40 <= (accumulators + scores) / (32 * warps) <= 240:
+        repeated = 64 <= own < 16 * warps  # see dispatch.check_warps
+        registers = (accumulators + scores) / (32 * warps)
+        if not repeated and own >= other // 2 and 40 <= registers <= 240:
             yield Tiles(queries, keys, warps, stages)
 
 

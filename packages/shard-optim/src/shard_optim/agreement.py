@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,26 @@ def check_agreement(
         "every rank must construct the sharded optimizer from the same class, groups and "
         f"parameters, but {first_difference(everyone)}; build the same optimizer on every rank"
     )
+
+
+def describe_groups(groups: Sequence[Mapping[str, Any]], *, first: int) -> list[str]:
+    """One line per hyperparameter and per parameter.
+
+    Args:
+        groups: parameter groups.
+        first: number of the first of them.
+    """
+    lines = []
+    for number, group in enumerate(groups, start=first):
+        settings = {key: value for key, value in group.items() if key != "params"}
+        names = settings.pop("param_names", [""] * len(group["params"]))
+        lines += [f"group {number}: {key} = {value}" for key, value in sorted(settings.items())]
+        lines += [
+            f"group {number}: parameter {position} {name} {tuple(param.shape)} {param.dtype} "
+            f"{param.device.type} {'trainable' if param.requires_grad else 'frozen'}"
+            for position, (param, name) in enumerate(zip(group["params"], names, strict=True))
+        ]
+    return lines
 
 
 def first_difference(everyone: Sequence[Sequence[str]]) -> str:

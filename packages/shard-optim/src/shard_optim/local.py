@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -132,6 +132,18 @@ class LocalOptimizer:
             params = list(range(first, number))
             packed["param_groups"].append(settings_of(new) | {"params": params})
         self._optimizer.load_state_dict(packed)
+
+
+def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+    """Normalises the constructor's argument to a list of groups, without copying parameters."""
+    if isinstance(params, Tensor):
+        raise TypeError("params must be an iterable of parameters or groups, got one tensor")
+    items = list(params)
+    if not items:
+        raise ValueError("a sharded optimizer needs at least one parameter, got an empty list")
+    if not isinstance(items[0], dict):
+        return [{"params": items}]
+    return [dict(group) for group in items]
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:

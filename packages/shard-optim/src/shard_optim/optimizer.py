@@ -16,11 +16,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shard_optim.agreement import check_agreement
+from shard_optim.agreement import check_agreement, describe_groups
 from shard_optim.buckets import Bucket, Shard, check_layout, flat_gradient
 from shard_optim.collectives import guarded, resolve_group
 from shard_optim.handoff import FlatBucket, plans_from_layout
-from shard_optim.local import LocalOptimizer, default_settings, pack_groups, settings_of
+from shard_optim.local import (
+    LocalOptimizer,
+    as_groups,
+    default_settings,
+    pack_groups,
+    settings_of,
+)
 from shard_optim.norm import clip_sharded_
 from shard_optim.overlap import ForwardWaits
 from shard_optim.partition import PARTITIONS, BucketPlan, Partition, plan_buckets
@@ -124,7 +130,7 @@ class ShardedOptimizer(Optimizer):
         self._reducer = GradientReducer(self.process_group) if reduce_gradients else None
         self._collected = False
 
-        groups = _as_groups(params)
+        groups = as_groups(params)
         super().__init__(groups, default_settings(optimizer_cls, groups, kwargs))
         self._agree(self.param_groups)
         self._local = LocalOptimizer(
@@ -195,22 +201,15 @@ class ShardedOptimizer(Optimizer):
 
     def _agree(self, groups: Sequence[dict[str, Any]]) -> None:
         """Raises on every rank unless all ranks describe the same optimizer."""
-        lines = [
-            f"{self.optimizer_cls.__module__}.{self.optimizer_cls.__qualname__}, "
-            f"partition {self.partition}, {len(self.param_groups)} groups"
-        ]
-        for number, group in enumerate(groups, start=len(self.param_groups) - len(groups)):
-            settings = {key: value for key, value in group.items() if key != "params"}
-            names = settings.pop("param_names", [""] * len(group["params"]))
-            lines += [f"group {number}: {key} = {value}" for key, value in sorted(settings.items())]
-            lines += [
-                f"group {number}: parameter {position} {name} {tuple(param.shape)} {param.dtype} "
-                f"{param.device.type} {'trainable' if param.requires_grad else 'frozen'}"
-                for position, (param, name) in enumerate(zip(group["params"], names, strict=True))
-            ]
+        cls = self.optimizer_cls
+        title = (
+            f"{cls.__module__}.{cls.__qualname__}, partition {self.partition}, "
+            f"{len(self.param_groups)} groups"
+        )
+        lines = describe_groups(groups, first=len(self.param_groups) - len(groups))
         params = [param for group in groups for param in group["params"]]
         device = params[0].device if params else torch.device("cpu")
-        check_agreement(lines, group=self.process_group, device=device)
+        check_agreement([title, *lines], group=self.process_group, device=device)
 
     def _shard(self, indices: Iterable[int]) -> list[Shard]:
         """Places the trainable ones of these parameters in new buckets; returns our shards."""
@@ -585,15 +584,3 @@ class ShardedOptimizer(Optimizer):
         for group, new in zip(self.param_groups, settings, strict=True):
             group.update(settings_of(new))
         self.local.expose(self.state)
-
-
-def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """Normalises the constructor's argument to a list of groups, without copying parameters."""
-    if isinstance(params, Tensor):
-        raise TypeError("params must be an iterable of parameters or groups, got one tensor")
-    items = list(params)
-    if not items:
-        raise ValueError("a sharded optimizer needs at least one parameter, got an empty list")
-    if not isinstance(items[0], dict):
-        return [{"params": items}]
-    return [dict(group) for group in items]

@@ -191,7 +191,12 @@ def measure_rank(
                     samples[operation].wall_ms += taken.wall_ms
                     samples[operation].device_ms += taken.device_ms
         rows += [
-            {"variant": operation, "size_bytes": 4 * numel, **taken.row()}
+            {
+                "variant": operation,
+                "payload": f"{4 * numel / 2**20:.4g} MiB",
+                "size_bytes": 4 * numel,
+                **taken.row(),
+            }
             for operation, taken in samples.items()
         ]
     return rows

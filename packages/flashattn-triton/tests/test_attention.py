@@ -1,0 +1,185 @@
+"""The public functions: layouts, arguments, errors, and the assignment's class."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from flashattn_triton import (
+    FlashAttention2PyTorch,
+    FlashAttention2Triton,
+    FlashAttention2TritonCompiledBackward,
+    flash_attention,
+    flash_attention_varlen,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def inputs(*shape: int, **keywords: Any) -> list[torch.Tensor]:
+    keywords = {"device": DEVICE, **keywords}
+    return [torch.randn(shape or (2, 2, 20, 16), **keywords) for _ in range(3)]
+
+
+@pytest.mark.parametrize("implementation", ["tiled", "triton", "reference"])
+def test_layouts_are_transposes_of_each_other(implementation: str) -> None:
+    q, k, v = inputs(2, 20, 3, 16)
+    out, lse = flash_attention(
+        q, k, v, layout="bshd", return_lse=True, implementation=implementation
+    )
+    views = (x.transpose(1, 2) for x in (q, k, v))
+    expected, expected_lse = flash_attention(*views, return_lse=True, implementation=implementation)
+    assert out.shape == q.shape
+    assert torch.equal(out.transpose(1, 2), expected)
+    assert torch.equal(lse, expected_lse)
+    if implementation != "reference":
+        assert out.is_contiguous()
+
+
+def test_causal_by_all_its_names() -> None:
+    q, k, v = inputs()
+    top_left = flash_attention(q, k, v, causal="top-left")
+    assert torch.equal(flash_attention(q, k, v, causal=True), top_left)
+    assert torch.equal(flash_attention(q, k, v, causal="bottom-right"), top_left)  # equal lengths
+    assert torch.equal(flash_attention(q, k, v, window=(None, 0)), top_left)
+    assert not torch.equal(flash_attention(q, k, v), top_left)
+
+
+def test_default_scale() -> None:
+    q, k, v = inputs()
+    assert torch.equal(flash_attention(q, k, v), flash_attention(q, k, v, scale=0.25))
+
+
+BAD_DENSE: list[tuple[dict[str, Any], str]] = [
+    ({"query": (2, 20, 16)}, "query must have 4 dimensions"),
+    ({"key": (2, 2, 20, 8)}, "key must have query's head_dim 16; received 8"),
+    ({"key": (1, 2, 20, 16)}, "key must have query's batch size 2; received 1"),
+    ({"value": (2, 2, 21, 16)}, "value must have key's sequence length 20; received 21"),
+    ({"value": (2, 1, 20, 16)}, "value must have key's 2 heads; received 1"),
+    ({"query": (2, 3, 20, 16)}, "multiple of key's; received 3 and 2"),
+    ({"query": (2, 2, 20, 257), "key": (2, 2, 20, 257)}, "from 1 to 256; received 257"),
+    ({"query": (2, 2, 0, 16)}, "query must have a batch and a sequence of length >= 1"),
+    ({"dtype": torch.float64}, "query must be float16, bfloat16 or float32"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_DENSE, ids=[m for _, m in BAD_DENSE])
+def test_bad_tensors(change: dict[str, Any], message: str) -> None:
+    shapes = {name: change.get(name, (2, 2, 20, 16)) for name in ("query", "key", "value")}
+    tensors = {
+        name: torch.zeros(shape, dtype=change.get("dtype", torch.float32), device=DEVICE)
+        for name, shape in shapes.items()
+    }
+    with pytest.raises(ValueError, match=message):
+        flash_attention(**tensors)
+
+
+def test_mixed_dtypes_and_devices() -> None:
+    q, k, v = inputs()
+    with pytest.raises(ValueError, match=r"value must have query's dtype torch\.float32"):
+        flash_attention(q, k, v.half())
+    with pytest.raises(ValueError, match="key must be on query's device"):
+        flash_attention(q, k.to("meta"), v)
+
+
+BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"causal": "lower"}, "causal must be False, True, 'top-left' or 'bottom-right'"),
+    ({"scale": math.nan}, "scale must be a finite number"),
+    ({"scale": "1"}, "scale must be a finite number"),
+    ({"window": 5}, r"window must be None or a pair \(left, right\)"),
+    ({"window": (-1, 0)}, "window left must be an integer >= 0"),
+    ({"window": (0, 1.5)}, "window right must be an integer >= 0"),
+    ({"softcap": 0.0}, "softcap must be a finite number > 0"),
+    ({"layout": "sbhd"}, "layout must be one of bhsd, bshd"),
+    ({"implementation": "fast"}, "implementation must be one of auto, tiled, triton, reference"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_ARGUMENTS, ids=[m for _, m in BAD_ARGUMENTS])
+def test_bad_arguments(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        flash_attention(*inputs(), **change)
+
+
+def starts(*values: int, **keywords: Any) -> torch.Tensor:
+    return torch.tensor(values, **{"dtype": torch.int32, "device": "cpu", **keywords})
+
+
+BAD_PACKED: list[tuple[tuple[torch.Tensor, torch.Tensor, int, int], str]] = [
+    ((starts(0, 30), starts(0, 10, 20), 30, 20), "as many sequences as cu_seqlens_q"),
+    ((starts(0, 30, dtype=torch.int64), starts(0, 20), 30, 20), "contiguous int32 tensor"),
+    ((starts(30), starts(0, 20), 30, 20), "at least one sequence"),
+    ((starts(0, 29), starts(0, 20), 30, 20), "rise from 0 to the number of tokens, 30"),
+    ((starts(0, 20, 10, 30), starts(0, 5, 5, 20), 30, 20), "never fall"),
+    ((starts(0, 30), starts(0, 20), 29, 20), "max_seqlen_q must be at least the longest"),
+    ((starts(0, 30), starts(0, 20), 30, -1), "max_seqlen_k must be an integer >= 0"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_PACKED, ids=[m for _, m in BAD_PACKED])
+def test_bad_packing(arguments: tuple[Any, ...], message: str) -> None:
+    q, k = torch.zeros(30, 2, 16), torch.zeros(20, 2, 16)
+    with pytest.raises(ValueError, match=message):
+        flash_attention_varlen(q, k, k, *arguments)
+
+
+def test_packed_results_are_those_of_each_sequence() -> None:
+    q, k, v = (x.transpose(0, 1).contiguous() for x in inputs(2, 30, 16))
+    cu = starts(0, 12, 12, 30, device=DEVICE)
+    out, lse = flash_attention_varlen(q, k, v, cu, cu, 18, 18, causal=True, return_lse=True)
+    assert out.shape == q.shape
+    assert lse.shape == (2, 30)
+    for first, last in ((0, 12), (12, 30)):
+        alone = (x[first:last].transpose(0, 1)[None] for x in (q, k, v))
+        expected, expected_lse = flash_attention(*alone, causal=True, return_lse=True)
+        torch.testing.assert_close(out[first:last].transpose(0, 1)[None], expected)
+        torch.testing.assert_close(lse[None, :, first:last], expected_lse)
+
+
+FUNCTIONS = [
+    FlashAttention2PyTorch,
+    FlashAttention2Triton,
+    FlashAttention2TritonCompiledBackward,
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("shape", [(2, 40, 16), (2, 3, 33, 16), (2, 1, 2, 17, 8)], ids=str)
+def test_assignment_functions(function: Any, shape: tuple[int, ...]) -> None:
+    leaves = inputs(*shape, requires_grad=True)
+    out = function.apply(*leaves, True)
+    saved = [x for x in out.grad_fn.saved_tensors if x.shape == leaves[0].shape[:-1]]
+    assert len(saved) == 1
+    q, k, v = (x.reshape(-1, 1, *x.shape[-2:]) for x in leaves)
+    expected, lse = flash_attention(
+        q, k, v, causal=True, return_lse=True, implementation="reference"
+    )
+    torch.testing.assert_close(out, expected.view(shape), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(saved[0], lse.view(shape[:-1]), rtol=1e-5, atol=1e-5)
+    grad_out = torch.randn_like(out)
+    actual = torch.autograd.grad(out, leaves, grad_out)
+    wanted = torch.autograd.grad(expected, leaves, grad_out.view(expected.shape))
+    for a, w in zip(actual, wanted, strict=True):
+        torch.testing.assert_close(a, w, rtol=1e-4, atol=1e-5)
+
+
+def test_assignment_function_is_not_causal_by_default() -> None:
+    q, k, v = inputs(2, 40, 16)
+    assert torch.equal(
+        FlashAttention2Triton.apply(q, k, v), FlashAttention2Triton.apply(q, k, v, False)
+    )
+    assert not torch.equal(
+        FlashAttention2Triton.apply(q, k, v), FlashAttention2Triton.apply(q, k, v, True)
+    )
+
+
+def test_assignment_function_checks_its_inputs() -> None:
+    q, k, v = inputs(2, 40, 16)
+    with pytest.raises(ValueError, match=r"Q must be \(..., sequence, head_dim\)"):
+        FlashAttention2Triton.apply(q[0], k[0], v[0])
+    with pytest.raises(ValueError, match="K must be"):
+        FlashAttention2Triton.apply(q, k[:1], v)

@@ -1,0 +1,210 @@
+"""The operators under torch.compile, opcheck, autocast, vmap, checkpointing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from flashattn_triton import FlashAttention2Triton, flash_attention, flash_attention_varlen, ops
+from flashattn_triton.launch import Packing
+from flashattn_triton.options import resolve_options
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+IMPLEMENTATIONS = ["tiled", "triton"]
+FORWARD = torch.ops.flashattn_triton.forward.default
+BACKWARD = torch.ops.flashattn_triton.backward.default
+# Importing torch's compiler warns about its own use of torch.jit.
+compiler = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+
+
+def leaves(length: int = 40, **keywords: Any) -> list[torch.Tensor]:
+    keywords = {"device": DEVICE, "requires_grad": True, **keywords}
+    return [torch.randn(2, heads, length, 16, **keywords) for heads in (2, 1, 1)]
+
+
+def gradients(out: torch.Tensor, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(7)
+    return torch.autograd.grad(out, inputs, torch.randn_like(out))
+
+
+@compiler
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_opcheck(implementation: str, transposed: bool) -> None:
+    arguments = ops.operator_arguments(
+        resolve_options(head_dim=16, causal=True), implementation=implementation
+    )
+    inputs = leaves(33)
+    if transposed:
+        inputs = [
+            x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in inputs
+        ]
+    torch.library.opcheck(FORWARD, (*inputs, *arguments))
+
+
+@compiler
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_opcheck_of_the_backward_operator(implementation: str) -> None:
+    arguments = ops.operator_arguments(
+        resolve_options(head_dim=16, window=(5, 3)), implementation=implementation
+    )
+    inputs = [x.detach() for x in leaves(33)]
+    out, lse = FORWARD(*inputs, *arguments)
+    results = (out, lse, torch.randn_like(out), torch.randn_like(lse))
+    torch.library.opcheck(BACKWARD, (*inputs, *results, *arguments))
+
+
+@compiler
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_opcheck_packed(implementation: str) -> None:
+    starts = torch.tensor([0, 10, 10, 30], dtype=torch.int32, device=DEVICE)
+    packing = Packing(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=20, max_seqlen_k=20)
+    arguments = ops.operator_arguments(
+        resolve_options(head_dim=16), implementation=implementation, packing=packing
+    )
+    packed = [torch.randn(30, 2, 16, device=DEVICE) for _ in range(3)]
+    inputs = [x.transpose(0, 1).unsqueeze(0).requires_grad_() for x in packed]
+    torch.library.opcheck(FORWARD, (*inputs, *arguments))
+
+
+@compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_compiled_without_breaks_for_any_length(implementation: str) -> None:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return flash_attention(q, k, v, causal=True, return_lse=True, implementation=implementation)
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True)
+    for length in (40, 33, 57):
+        inputs = leaves(length)
+        out, lse = compiled(*inputs)
+        expected, expected_lse = attend(*inputs)
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(lse, expected_lse)
+        actual = gradients(out.sum() + lse.sum(), inputs)
+        wanted = gradients(expected.sum() + expected_lse.sum(), inputs)
+        for a, w in zip(actual, wanted, strict=True):
+            torch.testing.assert_close(a, w)
+
+
+@compiler
+@pytest.mark.slow
+def test_compiled_packed() -> None:
+    compiled = torch.compile(flash_attention_varlen, fullgraph=True, dynamic=True)
+    for lengths in ((5, 0, 20), (9, 30, 2)):
+        starts = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).to(torch.int32)
+        inputs = [
+            torch.randn(sum(lengths), 2, 16, device=DEVICE, requires_grad=True) for _ in range(3)
+        ]
+        arguments = (*inputs, starts, starts, max(lengths), max(lengths))
+        out, expected = compiled(*arguments), flash_attention_varlen(*arguments)
+        torch.testing.assert_close(out, expected)
+        for a, w in zip(gradients(out, inputs), gradients(expected, inputs), strict=True):
+            torch.testing.assert_close(a, w)
+
+
+@compiler
+@pytest.mark.slow
+def test_compiled_assignment_function() -> None:
+    inputs = [x.flatten(0, 1)[:2].detach().requires_grad_() for x in leaves()]
+    compiled = torch.compile(FlashAttention2Triton.apply, fullgraph=True)
+    out, expected = compiled(*inputs, True), FlashAttention2Triton.apply(*inputs, True)
+    torch.testing.assert_close(out, expected)
+    for a, w in zip(gradients(out, inputs), gradients(expected, inputs), strict=True):
+        torch.testing.assert_close(a, w)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_the_operator_itself_is_differentiable(implementation: str) -> None:
+    arguments = ops.operator_arguments(
+        resolve_options(head_dim=16, causal=True), implementation=implementation
+    )
+    inputs = leaves()
+    out, lse = FORWARD(*inputs, *arguments)
+    expected, expected_lse = flash_attention(
+        *inputs, causal=True, return_lse=True, implementation="reference"
+    )
+    for ours, theirs in ((out, expected), (lse, expected_lse)):
+        actual = torch.autograd.grad(ours.sum(), inputs, retain_graph=True, materialize_grads=True)
+        wanted = torch.autograd.grad(
+            theirs.sum(), inputs, retain_graph=True, materialize_grads=True
+        )
+        for a, w in zip(actual, wanted, strict=True):
+            torch.testing.assert_close(a, w, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_second_derivatives_are_refused(implementation: str) -> None:
+    inputs = leaves()
+    out = flash_attention(*inputs, implementation=implementation)
+    (gradient,) = torch.autograd.grad(out.square().sum(), inputs[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("key_dim", [None, 0, 2])
+def test_vmap(implementation: str, key_dim: int | None) -> None:
+    queries = torch.randn(3, 2, 2, 20, 16, device=DEVICE)
+    keys = torch.randn(3, 2, 1, 20, 16, device=DEVICE)
+    shared = keys[0] if key_dim is None else keys.movedim(0, key_dim)
+
+    def attend(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return flash_attention(q, k, k, causal=True, implementation=implementation)
+
+    out = torch.func.vmap(attend, in_dims=(0, key_dim))(queries, shared)
+    for i in range(3):
+        expected = attend(queries[i], keys[0] if key_dim is None else keys[i])
+        torch.testing.assert_close(out[i], expected)
+
+
+def test_vmap_over_packed_batches_is_refused() -> None:
+    starts = torch.tensor([0, 10], dtype=torch.int32, device=DEVICE)
+    x = torch.randn(3, 10, 2, 16, device=DEVICE)
+    with pytest.raises(ValueError, match="vmap over packed sequences"):
+        torch.func.vmap(lambda q: flash_attention_varlen(q, q, q, starts, starts, 10, 10))(x)
+
+
+@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, "reference"])
+def test_autocast(implementation: str) -> None:
+    inputs = leaves()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        out = flash_attention(*inputs, implementation=implementation)
+    assert out.dtype == torch.bfloat16
+    half = [x.detach().bfloat16() for x in inputs]
+    assert torch.equal(out, flash_attention(*half, implementation=implementation))
+    for gradient, x in zip(torch.autograd.grad(out.sum(), inputs), inputs, strict=True):
+        assert gradient.dtype == x.dtype
+
+
+def test_checkpointing() -> None:
+    inputs = leaves()
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return flash_attention(q, k, v, causal=True)
+
+    out = checkpoint(attend, *inputs, use_reentrant=False)
+    for a, w in zip(gradients(out, inputs), gradients(attend(*inputs), inputs), strict=True):
+        assert torch.equal(a, w)
+
+
+def test_fake_tensors_have_the_real_strides() -> None:
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        q = torch.empty(2, 30, 4, 16).transpose(1, 2)
+        out, lse = flash_attention(q, q, q, return_lse=True)
+        assert out.stride() == q.stride()
+        assert lse.shape == (2, 4, 30)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_nothing_is_saved_without_gradients(implementation: str) -> None:
+    inputs = leaves()
+    with torch.no_grad():
+        assert not flash_attention(*inputs, implementation=implementation).requires_grad
+    detached = [x.detach() for x in inputs]
+    assert flash_attention(*detached, implementation=implementation).grad_fn is None
