@@ -136,10 +136,10 @@ def test_kinds_of_kernels(name, expected):
 def cpu_trace(tmp_path_factory):
     """A real training step of naive attention on this machine's CPU."""
     config = basics_model.ModelConfig(
-        vocab_size=64, context_length=32, d_model=128, d_ff=512, num_layers=2, num_heads=2
+        vocab_size=64, context_length=64, d_model=256, d_ff=1024, num_layers=2, num_heads=2
     )
     model = basics_model.TransformerLM(config, attention=basics_model.softmax_attention)
-    tokens = torch.randint(64, (4, 32))
+    tokens = torch.randint(64, (4, 64))
     path = tmp_path_factory.mktemp("trace") / "step.json"
     model(tokens).sum().backward()
     with kineto.recording(path, CPU):

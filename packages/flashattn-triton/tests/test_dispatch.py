@@ -7,7 +7,7 @@ import torch
 
 from flashattn_triton import Plan, Tiles, Tiling, choose, explain, flash_attention
 from flashattn_triton.configs import FULL, SMALLEST, TABLE, tiling_for
-from flashattn_triton.dispatch import GPU, check_warps
+from flashattn_triton.dispatch import GPU, check_tiling
 from flashattn_triton.options import resolve_options
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -123,19 +123,25 @@ def test_explicit_tiling_gives_the_same_result() -> None:
         torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
 
 
+def gpu(capability: tuple[int, int], kilobytes: int) -> GPU:
+    return GPU(name=f"sm_{capability[0]}0", capability=capability, shared_memory=kilobytes * 1024)
+
+
 @pytest.mark.parametrize(("key", "tiling"), [*TABLE.items(), *FULL.items()], ids=str)
 def test_shipped_tiles_respect_warp_groups(key: tuple[int, int, int], tiling: Tiling) -> None:
-    hopper = GPU(name="sm_90", capability=(9, 0), shared_memory=key[0] * 1024)
-    if key[0] >= 220:
-        check_warps(tiling, hopper)
-    ampere = GPU(name="sm_80", capability=(8, 0), shared_memory=key[0] * 1024)
-    check_warps(tiling, ampere)
+    kilobytes, _, itemsize = key
+    dtype = torch.float32 if itemsize == 4 else torch.bfloat16
+    if kilobytes >= 220:
+        check_tiling(tiling, gpu((9, 0), kilobytes), dtype)
+    check_tiling(tiling, gpu((8, 0), kilobytes), dtype)
 
 
-def test_repeated_rows_are_refused() -> None:
-    tiling = Tiling(
-        forward=Tiles(64, 64, 8, 2), key_pass=Tiles(64, 64, 4, 2), query_pass=Tiles(64, 64, 4, 2)
-    )
-    hopper = GPU(name="sm_90", capability=(9, 0), shared_memory=232448)
+def test_wrongly_compiled_tilings_are_refused() -> None:
+    small = Tiles(64, 64, 4, 2)
+    repeated = Tiling(forward=Tiles(64, 64, 8, 2), key_pass=small, query_pass=small)
     with pytest.raises(ValueError, match=r"tiling\.forward needs at least 16 rows per warp"):
-        check_warps(tiling, hopper)
+        check_tiling(repeated, gpu((9, 0), 227), torch.bfloat16)
+    split = Tiling(forward=Tiles(32, 64, 4, 2), key_pass=small, query_pass=small)
+    with pytest.raises(ValueError, match=r"tiling\.key_pass needs fewer than 64 rows for float32"):
+        check_tiling(split, gpu((9, 0), 227), torch.float32)
+    check_tiling(split, gpu((9, 0), 227), torch.bfloat16)

@@ -113,17 +113,21 @@ def _choose(
     gpu = describe_gpu(device.index)
     reason = f"{gpu.name}, {gpu.shared_memory // 1024} KB of shared memory per block"
     if tiling is not None:
-        check_warps(tiling, gpu)
+        check_tiling(tiling, gpu, dtype)
         return Plan(tier="triton", tiling=tiling, reason=f"{reason}; tiling given by the caller")
     chosen = tiling_for(gpu.shared_memory, width, dtype, options.band[1] is not None)
     return Plan(tier="triton", tiling=chosen, reason=f"{reason}; shipped table")
 
 
-def check_warps(tiling: Tiling, gpu: GPU) -> None:
-    """Refuses shapes that Triton 3.6 compiles wrongly for sm_90.
+def check_tiling(tiling: Tiling, gpu: GPU, dtype: torch.dtype) -> None:
+    """Refuses shapes that Triton 3.6 compiles wrongly for sm_90's warp-group matrix products.
 
     A warp group of 4 warps works on 64 rows. With fewer rows than that for each group, Triton lets
-    groups repeat rows and read past the end of the operand.
+    groups repeat rows and read past the end of the operand. Operands of fp32 products are split
+    into parts whose shared memory it reuses too early; fewer than 64 rows take other instructions.
+
+    Raises:
+        ValueError: naming the kernel and its shape.
     """
     if gpu.capability[0] != 9:
         return
@@ -132,6 +136,10 @@ def check_warps(tiling: Tiling, gpu: GPU) -> None:
             raise ValueError(
                 f"tiling.{name} needs at least 16 rows per warp on {gpu.name}, or fewer than 64 "
                 f"rows; received {rows} rows and {tiles.warps} warps"
+            )
+        if rows >= 64 and dtype == torch.float32:
+            raise ValueError(
+                f"tiling.{name} needs fewer than 64 rows for float32 on {gpu.name}; received {rows}"
             )
 
 

@@ -49,12 +49,21 @@ def _rounded(series: pd.Series[Any], digits: int) -> pd.Series[Any]:
 
 
 def by(rows: pd.DataFrame, names: Iterable[str]) -> list[tuple[str, pd.DataFrame]]:
-    """Groups by the columns that vary; each group's text says only what tells it from others."""
+    """Groups by the columns that vary; each group's text says only what tells it from others.
+
+    Text speaks for itself; a number is preceded by its column's name.
+    """
     varying = [name for name in names if name in rows and rows[name].nunique(dropna=False) > 1]
     if not varying:
         return [("", rows)]
     return [
-        (", ".join(f"{name} {value}" for name, value in zip(varying, values, strict=True)), group)
+        (
+            ", ".join(
+                value if isinstance(value, str) else f"{name} {value}"
+                for name, value in zip(varying, values, strict=True)
+            ),
+            group,
+        )
         for values, group in rows.groupby(varying, sort=False, dropna=False)
     ]
 
