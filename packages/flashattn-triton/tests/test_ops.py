@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +19,13 @@ FORWARD = torch.ops.flashattn_triton.forward.default
 BACKWARD = torch.ops.flashattn_triton.backward.default
 # Importing torch's compiler warns about its own use of torch.jit.
 compiler = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    """Leaves no compiled code behind: autograd functions share the code object of ``apply``."""
+    yield
+    torch.compiler.reset()
 
 
 def leaves(length: int = 40, **keywords: Any) -> list[torch.Tensor]:

@@ -96,6 +96,9 @@ def check_memory(rank, world_size):
     model = stack(device, width=1024, layers=16)
     numel = sum(p.numel() for p in model.parameters())
     dist.all_reduce(torch.zeros(1, device=device))
+    # The matrix library allocates its workspaces, one per thread that calls it, on first use.
+    model(torch.ones(1, 1024, device=device)).sum().backward()
+    model.zero_grad()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     optimizer = ShardedOptimizer(
@@ -105,11 +108,13 @@ def check_memory(rank, world_size):
     assert abs(after_init - before) < 0.01 * 4 * numel
     model(torch.ones(1, 1024, device=device)).sum().backward()
     optimizer.step()
+    optimizer.zero_grad()
     torch.cuda.synchronize()
     predicted = rank_memory(numel, world_size=world_size, stage=2)
     expected = predicted.parameters + predicted.optimizer_state
     others = before - 4 * numel
-    assert abs(torch.cuda.memory_allocated() - others - expected) < 0.03 * expected
+    measured = torch.cuda.memory_allocated() - others
+    assert abs(measured - expected) < 0.03 * expected, (measured, expected)
 
 
 @pytest.mark.multi_gpu

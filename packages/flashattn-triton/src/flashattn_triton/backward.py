@@ -76,6 +76,7 @@ def delta_kernel(
     O_ptr,
     dO_ptr,
     dL_ptr,  # (B, H, N_q) fp32, or None
+    L_ptr,
     delta_ptr,  # (B, H, N_q) or (H, T_q) fp32
     stride_ob,
     stride_oh,
@@ -112,8 +113,11 @@ def delta_kernel(
     if HAS_DL:
         dl_tile = dL_ptr + b * stride_dlb + h * stride_dlh + query_start * stride_dlq
         delta -= tl.load(dl_tile + rows * stride_dlq, mask=inside, other=0.0)
-    delta_tile = delta_ptr + b * stride_lb + h * stride_lh + query_start
-    tl.store(delta_tile + rows, delta, mask=inside)
+    row = b * stride_lb + h * stride_lh + query_start
+    # A constant logsumexp has no derivative, whatever its gradient claims (0 · NaN is NaN).
+    logsumexp = tl.load(L_ptr + row + rows, mask=inside, other=0.0)
+    delta = tl.where(logsumexp == float("-inf"), 0.0, delta)
+    tl.store(delta_ptr + row + rows, delta, mask=inside)
 
 
 @triton.jit
@@ -612,7 +616,7 @@ def triton_backward(
     )
     starts = (None, None) if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k)
     with on_device_of(query):
-        delta_launch(out, grad_out, grad_logsumexp, delta)
+        delta_launch(out, grad_out, grad_logsumexp, logsumexp, delta)
         if fused is None:
             key_launch(*inputs, dq, dk, dv, *starts)
             query_launch(*inputs, dq, *starts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 Result = TypeVar("Result")
@@ -28,6 +29,12 @@ def guarded(what: str, group: dist.ProcessGroup, call: Callable[[], Result]) -> 
             f"{dist.get_rank(group)} of {group.size()}: {error}. A peer has probably died or left; "
             "look at the first error in the other ranks' logs and restart from the last checkpoint."
         ) from error
+
+
+def point_to_point_device(device: torch.device, group: dist.ProcessGroup) -> torch.device:
+    """Where a tensor of ``device`` must lie to be sent or received: gloo takes host memory only."""
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    return torch.device("cpu") if backends.get(device.type) == "gloo" else device
 
 
 def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shard_optim.buckets import Bucket, Shard, in_memory_order
-from shard_optim.collectives import guarded
+from shard_optim.collectives import guarded, point_to_point_device
 
 MASTER = "master_param"
 
@@ -127,9 +127,10 @@ def _collect(
     group: dist.ProcessGroup,
 ) -> Tensor | None:
     """One tensor, from its owners to rank 0's CPU."""
+    device = point_to_point_device(bucket.device, group)
     if rank != 0:
         if local is not None:
-            dist.send(local.detach().reshape(-1), group=group, group_dst=0)
+            dist.send(local.detach().reshape(-1).to(device), group=group, group_dst=0)
         return None
     param = bucket.params[position]
     sliced = entry.kind == "sliced"
@@ -143,7 +144,7 @@ def _collect(
             assert local is not None
             target.copy_(local.detach().reshape(-1))
         else:
-            part = torch.empty(target.numel(), dtype=entry.dtype, device=bucket.device)
+            part = torch.empty(target.numel(), dtype=entry.dtype, device=device)
             dist.recv(part, group=group, group_src=owner)
             target.copy_(part)
     return flat.as_strided(shape, param.stride()) if sliced else flat.view(shape)
@@ -216,6 +217,7 @@ def _distribute(
     group: dist.ProcessGroup,
 ) -> Tensor | None:
     """One tensor, from rank 0's CPU to its owners; returns this rank's part, if it owns one."""
+    device = point_to_point_device(bucket.device, group)
     mine: Tensor | None = None
     sliced = entry.kind == "sliced"
     flat = None
@@ -231,10 +233,11 @@ def _distribute(
                 # Never an alias of the caller's dictionary.
                 mine = torch.empty(length, dtype=entry.dtype, device=bucket.device).copy_(part)
             else:
-                dist.send(part.to(bucket.device).contiguous(), group=group, group_dst=owner)
+                dist.send(part.to(device).contiguous(), group=group, group_dst=owner)
         elif owner == rank:
-            mine = torch.empty(length, dtype=entry.dtype, device=bucket.device)
+            mine = torch.empty(length, dtype=entry.dtype, device=device)
             dist.recv(mine, group=group, group_src=0)
+            mine = mine.to(bucket.device)
     return mine if sliced or mine is None else mine.view(entry.shape)
 
 
