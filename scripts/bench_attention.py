@@ -342,8 +342,8 @@ def draw(frame: Any, path: Path) -> None:
             axis.plot(line["length"], line["tflops"], marker="o", markersize=3, label=name)
         axis.set(xscale="log", xlabel="sequence length", title=f"head_dim {head_dim}, {mask}")
         axis.set_xscale("log", base=2)
-        axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
+    axes[0][0].set_ylim(bottom=0)  # shared
     axes[0][0].set_ylabel("forward + backward, TFLOP/s")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=len(labels), fontsize=8, frameon=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -226,6 +227,28 @@ def test_every_shipped_tiling_for_this_gpu(
         wanted = torch.autograd.grad(expected, leaves, grad_out)
         for a, w in zip(actual, wanted, strict=True):
             torch.testing.assert_close(a, w, rtol=2 * tolerance, atol=4 * tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dims", [(32, 16), (64, 32), (128, 64), (32, 64), (16, 128)], ids=str)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_unequal_head_dims(
+    head_dims: tuple[int, int],
+    dtype: torch.dtype,
+    deterministic: bool,
+    plain_causal_case: Any,
+    make_inputs: Any,
+    assert_close_to_oracle: Any,
+) -> None:
+    name = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+    case = replace(
+        plain_causal_case,
+        heads=(4, 2),
+        lengths=((270, 333),),
+        head_dims=head_dims,
+        dtype_name=name,
+    )
+    assert_close_to_oracle(attend(case, deterministic=deterministic), make_inputs(case, "cuda"))
 
 
 @pytest.mark.parametrize("head_dims", [(16, 16), (32, 16), (64, 64), (128, 24)], ids=str)
