@@ -15,7 +15,8 @@ trap 'rm -rf "$scratch"' EXIT
 cd "$scratch"
 uv venv --quiet venv
 uv pip install --quiet --python venv/bin/python "${wheels[0]}"
-venv/bin/python -W error -c "
+# Without NumPy, which it can do without, torch warns by itself.
+venv/bin/python -W error -W "ignore:Failed to initialize NumPy" -c "
 import $module
 for name in $module.__all__:
     getattr($module, name)

@@ -1,1 +1,10 @@
-"""Measures and explains Transformer training: one command per experiment, one report."""
+"""Measures and explains Transformer training: one command per experiment, one report.
+
+The names here are what a package needs that adds an experiment of its own, through the entry point
+group ``bench_harness.experiments``. Importing them imports neither torch nor pandas.
+"""
+
+from bench_harness.case import Case
+from bench_harness.experiments.base import CaseSkipped, Experiment, Figure, Table, option
+
+__all__ = ["Case", "CaseSkipped", "Experiment", "Figure", "Table", "option"]
