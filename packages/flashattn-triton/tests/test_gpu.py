@@ -98,7 +98,7 @@ def test_cuda_graph() -> None:
     leaves = random(1, 4, 777, 64)
     static_grad = torch.randn_like(leaves[0])
 
-    def step() -> tuple[torch.Tensor, ...]:
+    def step(leaves: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         out = flash_attention(*leaves, causal=True, deterministic=True)
         return (out, *torch.autograd.grad(out, leaves, static_grad))
 
@@ -106,16 +106,18 @@ def test_cuda_graph() -> None:
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(2):
-            step()
+            step(leaves)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
+    with torch.cuda.graph(graph, stream=side):
+        results = step(leaves)
     with torch.no_grad():
         for leaf in leaves:
             leaf.copy_(torch.randn_like(leaf))
     graph.replay()
-    for replayed, eager in zip(results, step(), strict=True):
+    # Leaves of their own: autograd ties a leaf to the stream that first used it.
+    fresh = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+    for replayed, eager in zip(results, step(fresh), strict=True):
         assert torch.equal(replayed, eager)
 
 
