@@ -1,0 +1,101 @@
+"""Writes the measured results of the README from the committed rows.
+
+    python scripts/readme_results.py           # rewrite the section
+    python scripts/readme_results.py --check   # exit 1 if it differs from the rows
+
+It reads the leaderboard rows of docs/results/flash and the data-parallel rows of docs/results/ddp.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import pandas as pd
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+BEGIN = "<!-- results: scripts/readme_results.py writes what is between these marks -->\n"
+END = "<!-- end of results -->"
+ATTENTION_ROWS = "docs/results/flash/h200_portable_leaderboard.json"
+ATTENTION_PICTURE = "docs/results/flash/h200_portable_lengths.png"
+DDP_ROWS = "docs/results/ddp/h200x2_xl_bf16.jsonl"
+WRAPPERS = {
+    "no-communication": "no communication (a bound, not training)",
+    "naive": "ddp-lite, naive",
+    "flat": "ddp-lite, flat",
+    "overlap": "ddp-lite, overlapped",
+    "inplace-100": "ddp-lite, bucketed, 100 MB (default)",
+    "inplace-250": "ddp-lite, bucketed, 250 MB",
+    "inplace-500": "ddp-lite, bucketed, 500 MB",
+    "torch-25": "torch DDP, 25 MB (its default)",
+    "torch-100": "torch DDP, 100 MB",
+    "torch-100-views": "torch DDP, 100 MB, views",
+    "torch-100-views-static": "torch DDP, 100 MB, views, static graph",
+}
+
+
+def attention_table(path: Path) -> str:
+    """One line per implementation, fastest first; milliseconds."""
+    rows = pd.DataFrame(json.loads(path.read_text()))
+    table = rows.pivot_table(index="implementation", columns="pass", values="ms")
+    table = table.sort_values("both")[["forward", "backward", "both"]]
+    table.columns = ["forward (ms)", "backward (ms)", "forward + backward (ms)"]
+    return str(table.reset_index().to_markdown(index=False, floatfmt=".2f"))
+
+
+def ddp_table(path: Path) -> str:
+    """One line per wrapper, fastest first; milliseconds and GiB."""
+    rows = pd.DataFrame(map(json.loads, path.read_text().splitlines())).set_index("variant")
+    table = rows.loc[list(WRAPPERS), ["median_ms", "min_ms", "peak_gib"]].sort_values("median_ms")
+    table.index = table.index.map(WRAPPERS)
+    table.columns = ["step, median (ms)", "fastest block (ms)", "peak memory (GiB)"]
+    return str(table.rename_axis("wrapper").reset_index().to_markdown(index=False, floatfmt=".1f"))
+
+
+def section(root: Path = ROOT) -> str:
+    """The README's text between the marks."""
+    return f"""
+**Attention.** One NVIDIA H200, 16 heads × 64, 16,384 tokens, bf16, causal; backward of
+`out.sum()`; medians of interleaved rounds.
+
+{attention_table(root / ATTENTION_ROWS)}
+
+![Throughput over sequence length, against SDPA's kernels]({ATTENTION_PICTURE})
+
+**Data parallelism.** Two NVIDIA H200s, the 2.0-billion-parameter model, batch 4 × 512 per GPU, bf16
+autocast, fused AdamW; three interleaved blocks of six steps. The host of this machine limits the
+step, and blocks differ by up to a fifth, so differences below ten per cent are not results.
+
+{ddp_table(root / DDP_ROWS)}
+
+"""
+
+
+def rendered(text: str, root: Path = ROOT) -> str:
+    """``text`` with the section renewed.
+
+    Raises:
+        ValueError: a mark is missing.
+    """
+    if BEGIN not in text or END not in text:
+        raise ValueError(f"README.md must hold the marks {BEGIN.strip()!r} and {END!r}")
+    before, _, rest = text.partition(BEGIN)
+    after = rest.partition(END)[2]
+    return before + BEGIN + section(root) + END + after
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if outdated")
+    arguments = parser.parse_args()
+    current = README.read_text()
+    new = rendered(current)
+    if arguments.check:
+        sys.exit(0 if new == current else "README.md is outdated: run scripts/readme_results.py")
+    README.write_text(new)
+
+
+if __name__ == "__main__":
+    main()
