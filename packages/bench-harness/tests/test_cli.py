@@ -8,7 +8,7 @@ import resource
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -96,7 +96,16 @@ def until_rows(folder: Path, count: int) -> None:
         time.sleep(0.05)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ignored signals are inherited by children, and a shell's background job ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.slow  # two processes that each import torch
+@pytest.mark.usefixtures("interruptible")
 def test_a_run_killed_then_stopped_then_resumed(
     command_line: tuple[list[str], dict[str, str]], bench: Bench, tmp_path: Path
 ) -> None:
