@@ -217,6 +217,9 @@ class Trainer:
         model = TransformerLM(inputs.config, attention=inputs.attention, device=device)
         if checkpoint is not None:  # on rank 0 alone: the wrapper gives its weights to the others
             model.load_state_dict(checkpoint.model)
+        if settings.compile:
+            for block in model.blocks:
+                block.compile()
         self.model = model
         self.wrapped = (
             BucketedDDP(model, bucket_size_mb=settings.bucket_size_mb)
@@ -364,14 +367,15 @@ class Trainer:
         """The prompt and its continuation."""
         settings = self.settings
         prompt = encode_bytes(settings.prompt).to(self.device)
-        tokens = generate(
-            self.model,
-            prompt[None],
-            max_new_tokens=settings.sample_length,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            generator=torch.Generator(self.device).manual_seed(settings.seed),
-        )
+        with torch.compiler.set_stance("force_eager"):  # every new token is a new length
+            tokens = generate(
+                self.model,
+                prompt[None],
+                max_new_tokens=settings.sample_length,
+                temperature=settings.temperature,
+                top_p=settings.top_p,
+                generator=torch.Generator(self.device).manual_seed(settings.seed),
+            )
         return decode_bytes(tokens[0])
 
 

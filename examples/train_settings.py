@@ -130,6 +130,10 @@ class Settings:
     precision: Annotated[
         str, option("bf16 computes under autocast.", "Training", metavar="|".join(PRECISIONS))
     ] = "fp32"
+    compile: Annotated[
+        bool,
+        option("Compile the Transformer blocks; the first update then takes longer.", "Training"),
+    ] = False
     log_every: Annotated[int, option("Updates between two reports.", "Training", min=1)] = 20
     validate_every: Annotated[
         int, option("Updates between two validations.", "Training", min=1)

@@ -227,7 +227,7 @@ def test_any_module_example_learns() -> None:
 @pytest.mark.multi_gpu
 def test_two_gpus_train_and_continue(text: Path, tmp_path: Path) -> None:
     settings = {"data": text, "checkpoint_dir": tmp_path / "run", "device": "cuda"}
-    command = [*TORCHRUN, str(SCRIPT), *arguments(**settings, precision="bf16")]
+    command = [*TORCHRUN, str(SCRIPT), *arguments("--compile", **settings, precision="bf16")]
     kill_at_first_checkpoint(start(command), tmp_path / "run")
     output = finish(start(command))
     assert "2 ranks on cuda" in output
