@@ -1,27 +1,32 @@
 """Times data-parallel wrappers against torch's own, interleaved in one run.
 
-    python scripts/bench_ddp.py --size xl --output rows.jsonl
-    python scripts/bench_ddp.py --size tiny --device cpu        # smoke test, gloo
+    python scripts/bench_ddp.py --output docs/results/ddp/h200x2_xl      # two GPUs, four minutes
+    python scripts/bench_ddp.py --size tiny --device cpu --output /tmp/x  # smoke test, gloo
 
 Two ranks share one model and one fused AdamW among all variants: each variant wraps the model,
 warms up, runs a block of steps timed without synchronising inside, and unwraps. Rounds go
-through the variants forwards and backwards in turn, so drift hits all alike. Before anything is
-timed, every variant must produce torch's gradients on a small model. Each (cell, variant) becomes
-one JSON line, written after its cell.
+through cells, and through the variants forwards and backwards in turn, so drift hits all alike.
+Before anything is timed, every variant must produce torch's gradients on a small model.
+
+Every block is one line of ``blocks.jsonl`` in the output folder. A run that is repeated, or was
+stopped by ``--seconds``, measures only what is missing. ``rows.jsonl`` holds one line per cell and
+variant, medians over its blocks. ``--traces`` adds one profiled step of each variant named, which
+``scripts/draw_ddp_traces.py`` draws.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import gzip
 import json
 import os
 import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -34,29 +39,32 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from basics_model import SIZES, ModelConfig, TransformerLM, model_config
-from ddp_lite import BucketedDDP, DataParallelBase, FlatDDP, NaiveDDP, OverlapDDP
+from ddp_lite import Bucket, BucketedDDP, DataParallelBase, FlatDDP, NaiveDDP, OverlapDDP
 from ddp_lite.peer import PeerCopyAverage
 
-ANCHOR_CELLS = ["bf16,4,512", "bf16,2,512", "fp32,2,512", "fp32,2,128"]
+# precision, batch per rank, sequence: the most telling first, for runs that are cut short.
+CELLS = ("bf16,4,512", "bf16,2,512", "fp32,2,512", "fp32,2,128")
+TRACED = (
+    "no-communication",
+    "naive",
+    "flat",
+    "overlap",
+    "default",
+    "default-peer-copy",
+    "torch-100-views",
+)
 NEED_CUDA = (
+    "default-high-priority",
+    "default-16-ctas",
     "inplace-250-high-priority",
     "inplace-250-16-ctas",
+    "default-peer-copy",
     "peer-copy-100",
     "peer-copy-250",
 )
 # Largest relative error of a gradient tensor against torch's: float32 sums may be ordered
 # differently, bfloat16 keeps 8 bits.
 TOLERANCE = {"default": 1e-5, "bf16-wire": 1e-2}
-
-PROFILED_STEPS = 2
-# The first kind with a fitting part of the kernel's name.
-KERNEL_KINDS = {
-    "nccl": ("nccl",),
-    "attention": ("flash", "fmha"),
-    "matmul": ("gemm", "cutlass", "nvjet", "xmma"),
-    "optimizer": ("adam",),
-    "copy": ("memcpy", "memset", "copy"),
-}
 
 Build = Callable[[nn.Module, "Groups"], nn.Module]
 
@@ -78,6 +86,36 @@ class Groups:
                 options.config.max_ctas = max_ctas
             self._special[key] = dist.new_group(pg_options=options)
         return self._special[key]
+
+
+class GatedDDP(BucketedDDP):
+    """An experiment: a collective of one element before each bucket's.
+
+    It waits for the slower rank with one thread block instead of with all of NCCL's.
+    """
+
+    def _reduce(self, bucket: Bucket, gradients: Any, extra: Any) -> Any:
+        gate = bucket.parameters[0].new_zeros(1)
+        dist.all_reduce(gate, group=self.process_group, async_op=True)
+        return super()._reduce(bucket, gradients, extra)
+
+
+class TaperedDDP(BucketedDDP):
+    """An experiment: no bucket takes more than half of what is left, so the last ones shrink."""
+
+    def _plan_in_order(self, order: Sequence[int]) -> list[tuple[int, ...]]:
+        groups: list[list[int]] = []
+        left = sum(spec.nbytes for spec in self._specs)
+        room = 0
+        for index in order:
+            nbytes = self._specs[index].nbytes
+            if nbytes > room:
+                groups.append([])
+                room = min(self._bucket_bytes or left, max(self._last_bucket_bytes or 0, left // 2))
+            groups[-1].append(index)
+            room -= nbytes
+            left -= nbytes
+        return [tuple(group) for group in groups]
 
 
 def torch_ddp(**kwargs: Any) -> Build:
@@ -127,21 +165,53 @@ VARIANTS: dict[str, Build] = {
     "naive": lambda module, groups: NaiveDDP(module),
     "flat": lambda module, groups: FlatDDP(module),
     "overlap": lambda module, groups: OverlapDDP(module),
-    "copy-100": bucketed(bucket_size_mb=100, copy=True),
-    "copy-250": bucketed(bucket_size_mb=250, copy=True),
+    "default": bucketed(),
     "inplace-25": bucketed(bucket_size_mb=25),
     "inplace-100": bucketed(bucket_size_mb=100),
     "inplace-250": bucketed(bucket_size_mb=250),
     "inplace-500": bucketed(bucket_size_mb=500),
     "inplace-1000": bucketed(bucket_size_mb=1000),
-    "inplace-250-no-small-last": bucketed(bucket_size_mb=250, last_bucket_size_mb=None),
+    "inplace-250-last-10": bucketed(bucket_size_mb=250, last_bucket_size_mb=10),
+    "inplace-250-last-250": bucketed(bucket_size_mb=250, last_bucket_size_mb=None),
     "inplace-250-high-priority": tuned_nccl(bucket_size_mb=250, high_priority=True),
     "inplace-250-16-ctas": tuned_nccl(bucket_size_mb=250, max_ctas=16),
+    "copy-100": bucketed(bucket_size_mb=100, copy=True),
+    "copy-250": bucketed(bucket_size_mb=250, copy=True),
+    "default-peer-copy": peer_copies(),
+    "default-gated": lambda module, groups: GatedDDP(module),
+    "default-high-priority": tuned_nccl(high_priority=True),
+    "default-16-ctas": tuned_nccl(max_ctas=16),
+    "default-bf16-wire": bucketed(wire_dtype=torch.bfloat16),
+    "default-copy": bucketed(copy=True),
+    "default-tapered": lambda module, groups: TaperedDDP(module),
+    "inplace-100-gated": lambda module, groups: GatedDDP(module, 100),
     "peer-copy-100": peer_copies(bucket_size_mb=100),
     "peer-copy-250": peer_copies(bucket_size_mb=250),
     "bf16-wire-100": bucketed(bucket_size_mb=100, wire_dtype=torch.bfloat16),
     "bf16-wire-250": bucketed(bucket_size_mb=250, wire_dtype=torch.bfloat16),
 }
+# What a cell measures when --variants does not say; the first cell has the full comparison.
+SHORT = ("no-communication", "torch-25", "torch-100-views", "torch-100-views-static", "default")
+FULL = (
+    *SHORT,
+    "torch-25-views",
+    "torch-25-views-static",
+    "naive",
+    "flat",
+    "overlap",
+    "inplace-100",
+    "inplace-250",
+    "inplace-500",
+    "default-copy",
+    "default-high-priority",
+    "default-16-ctas",
+    "default-bf16-wire",
+    "default-gated",
+    "default-tapered",
+    "inplace-100-gated",
+    "default-peer-copy",
+    "peer-copy-250",
+)
 
 
 def configuration(size: str, context_length: int) -> ModelConfig:
@@ -163,8 +233,6 @@ def wrapped_by(build: Build, module: nn.Module, groups: Groups) -> Iterator[nn.M
     """Wraps for the length of a block and leaves no hook and no gradient behind."""
     # The wrapper of the block before is out of reach only now that its function has returned.
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
     wrapped = build(module, groups)
     try:
         yield wrapped
@@ -225,40 +293,55 @@ def variants_that_agree(names: list[str], groups: Groups, device: torch.device) 
 
 def disagreement(name: str, ours: list[Tensor], theirs: list[Tensor]) -> str | None:
     """What is wrong with a variant's gradients, None if nothing is."""
-    limit = TOLERANCE["bf16-wire" if name.startswith("bf16-wire") else "default"]
+    limit = TOLERANCE["bf16-wire" if "bf16-wire" in name else "default"]
     errors = [float((a - b).norm() / b.norm()) for a, b in zip(ours, theirs, strict=True)]
     worst = max(errors)
     return None if worst <= limit else f"relative error {worst:.2e}, allowed {limit:.0e}"
 
 
-def time_block(
-    build: Build,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: tuple[Tensor, Tensor],
-    precision: str,
-    groups: Groups,
-    args: argparse.Namespace,
-    profiled: bool,
-) -> dict[str, Any]:
-    """One block of one variant: milliseconds per step (the slower rank's) and peak memory."""
-    device = batch[0].device
-    tokens, targets = batch
+class Workload:
+    """One model and optimizer on this rank, and the batches of each cell.
 
-    def autocast() -> Any:
-        return torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext()
+    Args:
+        size: of the model.
+        cells: that will be asked for; the longest sequence sizes the model.
+        device: where everything lives.
+    """
 
-    with wrapped_by(build, model, groups) as wrapped:
+    def __init__(self, size: str, cells: Sequence[str], device: torch.device) -> None:
+        torch.manual_seed(0)
+        longest = max(int(cell.split(",")[2]) for cell in cells)
+        self.device = device
+        self.model = TransformerLM(configuration(size, longest), device=device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+
+    def step_of(self, cell: str, wrapped: nn.Module) -> Callable[[], None]:
+        """A training step of the wrapped model in one cell."""
+        precision, batch, sequence = cell.split(",")
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        shape = (int(batch), int(sequence) + 1)
+        tokens = torch.randint(self.model.config.vocab_size, shape, generator=generator)
+        tokens = tokens.to(self.device)
+        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].flatten()
 
         def step() -> None:
-            optimizer.zero_grad(set_to_none=True)
-            with autocast():
-                logits = wrapped(tokens)
-                loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            self.optimizer.zero_grad(set_to_none=True)
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bf16"):
+                loss = F.cross_entropy(wrapped(inputs).flatten(0, 1), targets)
             loss.backward()
             finish(wrapped)
-            optimizer.step()
+            self.optimizer.step()
 
+        return step
+
+
+def time_block(
+    variant: str, cell: str, workload: Workload, groups: Groups, args: argparse.Namespace
+) -> dict[str, Any]:
+    """One block of one variant: milliseconds per step (the slower rank's) and peak memory."""
+    device = workload.device
+    with wrapped_by(VARIANTS[variant], workload.model, groups) as wrapped, collector_paused():
+        step = workload.step_of(cell, wrapped)
         step()
         first = wrapped.stats() if isinstance(wrapped, DataParallelBase) else None
         for _ in range(args.warmup - 1):
@@ -271,10 +354,15 @@ def time_block(
         begin = time.perf_counter()
         for _ in range(args.block):
             step()
+        launched = time.perf_counter() - begin
         synchronize(device)
-        seconds = torch.tensor([(time.perf_counter() - begin) / args.block], device=device)
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        result: dict[str, Any] = {"step_ms": seconds.item() * 1e3}
+        elapsed = time.perf_counter() - begin
+        slowest = torch.tensor([elapsed, launched], device=device) / args.block
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        result: dict[str, Any] = {
+            "step_ms": slowest[0].item() * 1e3,
+            "host_ms": slowest[1].item() * 1e3,
+        }
         if device.type == "cuda":
             result["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
         if first is not None:
@@ -282,70 +370,50 @@ def time_block(
             result |= {
                 "first_step_started_in_backward": first.started_in_backward,
                 "reductions": last.reductions,
-                "collectives": last.collectives,
                 "bytes": last.bytes,
                 "exposed_wait_ms": last.exposed_wait_ms,
                 "explain": wrapped.explain(),
             }
-        if profiled:
-            result["kernel_ms"] = kernel_times(step, device)
     return result
 
 
-def kernel_times(step: Callable[[], None], device: torch.device) -> dict[str, float]:
-    """Where a step's device time goes, in ms, from a profiler trace of two steps.
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """No garbage collection inside: it would hit some blocks and not others."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
-    Sums over kernels by kind; "nccl_alone" is communication under which nothing else ran. A kind
-    that grows against "no-communication" is slowed by contention.
+
+def write_trace(
+    variant: str, cell: str, workload: Workload, groups: Groups, folder: Path, steps: int
+) -> None:
+    """Profiles a few steps after one another; rank 0 writes what its device did.
+
+    Host operators are not recorded: that slows the host down, and with it the step.
     """
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as trace:
-        for _ in range(PROFILED_STEPS):
+    device = workload.device
+    on_gpu = device.type == "cuda"
+    with wrapped_by(VARIANTS[variant], workload.model, groups) as wrapped, collector_paused():
+        step = workload.step_of(cell, wrapped)
+        for _ in range(3):
             step()
         synchronize(device)
-    totals: dict[str, float] = dict.fromkeys([*KERNEL_KINDS, "other"], 0.0)
-    edges: list[tuple[float, int, bool]] = []
-    for event in trace.events():
-        on_device = event.device_type == torch.autograd.DeviceType.CUDA
-        if not on_device or event.is_user_annotation or event.name.startswith("nccl:"):
-            continue  # ranges drawn over kernels are no kernels
-        begin, end = event.time_range.start, event.time_range.end
-        kind = kind_of(event.name)
-        totals[kind] += end - begin
-        edges += [(begin, 1, kind == "nccl"), (end, -1, kind == "nccl")]
-    totals["nccl_alone"] = time_of_communication_alone(sorted(edges))
-    return {kind: us / 1e3 / PROFILED_STEPS for kind, us in totals.items()}
-
-
-def kind_of(kernel: str) -> str:
-    """The kind of a kernel by its name."""
-    name = kernel.lower()
-    found = (kind for kind, parts in KERNEL_KINDS.items() if any(part in name for part in parts))
-    return next(found, "other")
-
-
-def time_of_communication_alone(edges: list[tuple[float, int, bool]]) -> float:
-    """Microseconds in which communication runs and nothing else, from (time, ±1, is nccl)."""
-    alone, before = 0.0, 0.0
-    running = {True: 0, False: 0}
-    for now, change, is_nccl in edges:
-        if running[True] and not running[False]:
-            alone += now - before
-        running[is_nccl] += change
-        before = now
-    return alone
-
-
-def summarize(name: str, blocks: list[dict[str, Any]]) -> dict[str, Any]:
-    """One row from all blocks of a variant."""
-    times = [block["step_ms"] for block in blocks]
-    row = {"variant": name, "median_ms": statistics.median(times), "min_ms": min(times)}
-    row["block_ms"] = times
-    row["exposed_wait_ms"] = statistics.median(b.get("exposed_wait_ms", 0.0) for b in blocks)
-    row["peak_gib"] = max(block.get("peak_gib", 0.0) for block in blocks)
-    return {**blocks[-1], **row}
+        dist.barrier()
+        kinds = {"use_cpu": not on_gpu, "use_device": "cuda" if on_gpu else None}
+        with torch.autograd.profiler.profile(use_kineto=True, **kinds) as profiler:
+            for _ in range(steps):
+                step()
+            synchronize(device)
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory() as temporary:
+            raw = Path(temporary) / "trace.json"
+            profiler.export_chrome_trace(str(raw))
+            with gzip.open(folder / f"{variant}.json.gz", "wb", compresslevel=1) as file:
+                file.write(raw.read_bytes())
 
 
 def environment(device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
@@ -375,77 +443,126 @@ def environment(device: torch.device, args: argparse.Namespace) -> dict[str, Any
         "size": args.size,
         "matmul_precision": torch.get_float32_matmul_precision(),
         "steps_per_block": args.block,
-        "rounds": args.rounds,
     }
 
 
-def run_cell(
-    cell: str,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    names: list[str],
-    groups: Groups,
-    args: argparse.Namespace,
-) -> None:
-    """Times all variants in one (precision, batch, sequence) cell, round by round."""
-    precision, batch_size, sequence = cell.split(",")
-    device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    vocabulary = model.config.vocab_size
-    shape = (int(batch_size), int(sequence) + 1)
-    tokens = torch.randint(vocabulary, shape, generator=generator).to(device)
-    batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-    blocks: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    for turn in range(args.rounds):
-        profiled = args.profile and turn == args.rounds - 1
-        for name in names if turn % 2 == 0 else names[::-1]:
-            result = time_block(
-                VARIANTS[name], model, optimizer, batch, precision, groups, args, profiled
-            )
-            blocks[name].append(result)
-            if dist.get_rank() == 0:
-                print(f"{cell} round {turn} {name}: {result['step_ms']:.2f} ms", flush=True)
-    if dist.get_rank() == 0:
-        report(cell, {name: summarize(name, found) for name, found in blocks.items()}, device, args)
+def blocks_in(path: Path) -> list[dict[str, Any]]:
+    """The blocks measured so far."""
+    return list(map(json.loads, path.read_text().splitlines())) if path.exists() else []
 
 
-def report(
-    cell: str, rows: dict[str, dict[str, Any]], device: torch.device, args: argparse.Namespace
-) -> None:
-    """Adds what compares variants, prints the cell in order of speed and appends its rows."""
-    precision, batch_size, sequence = cell.split(",")
-    alone = rows.get("no-communication", {}).get("median_ms")
-    theirs = [row["median_ms"] for name, row in rows.items() if name.startswith("torch-")]
-    facts = environment(device, args) | {
-        "precision": precision,
-        "batch": int(batch_size),
-        "sequence": int(sequence),
-    }
-    lines = []
-    for row in sorted(rows.values(), key=lambda row: row["median_ms"]):
+def rows_of(blocks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row per cell and variant: medians over its blocks, and comparisons inside its cell.
+
+    ``ratio_to_best_torch`` divides by the least median of torch's variants, ``exposed_ms``
+    subtracts the median without communication, ``exposed_ratio`` divides that by the same of
+    torch's best.
+    """
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for block in blocks:
+        found.setdefault((block["cell"], block["variant"]), []).append(block)
+    rows = []
+    for of_one in found.values():
+        times = [block["step_ms"] for block in of_one]
+        medians = {
+            key: statistics.median(block[key] for block in of_one)
+            for key in ("host_ms", "exposed_wait_ms")
+            if key in of_one[0]
+        }
+        row = {key: value for key, value in of_one[-1].items() if key not in ("step_ms", "round")}
+        row |= medians | {
+            "median_ms": statistics.median(times),
+            "min_ms": min(times),
+            "block_ms": times,
+            "peak_gib": max(block.get("peak_gib", 0.0) for block in of_one),
+        }
+        rows.append(row)
+    for cell in {row["cell"]: None for row in rows}:
+        compare([row for row in rows if row["cell"] == cell])
+    return rows
+
+
+def compare(rows: Sequence[dict[str, Any]]) -> None:
+    """Adds to the rows of one cell what relates them to each other."""
+    medians = {row["variant"]: row["median_ms"] for row in rows}
+    alone = medians.get("no-communication")
+    theirs = min((ms for name, ms in medians.items() if name.startswith("torch-")), default=None)
+    for row in rows:
+        if theirs is not None:
+            row["ratio_to_best_torch"] = row["median_ms"] / theirs
         if alone is not None:
             row["exposed_ms"] = row["median_ms"] - alone
-        if theirs:
-            row["ratio_to_best_torch"] = row["median_ms"] / min(theirs)
+        if alone is not None and theirs is not None and theirs > alone:
+            row["exposed_ratio"] = row["exposed_ms"] / (theirs - alone)
+
+
+def table_of(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows for reading, cell by cell, fastest first."""
+    lines = []
+    for cell in {row["cell"]: None for row in rows}:
+        lines.append(f"{cell}: median, fastest block, host (ms); exposed (ms); ratios; peak (GiB)")
+        own = sorted((r for r in rows if r["cell"] == cell), key=lambda row: row["median_ms"])
+        for row in own:
+            numbers = [f"{row[key]:8.2f}" for key in ("median_ms", "min_ms", "host_ms")]
+            comparisons = ("exposed_ms", "ratio_to_best_torch", "exposed_ratio", "peak_gib")
+            numbers += [f"{row[key]:8.3f}" if key in row else " " * 8 for key in comparisons]
+            lines.append(f"  {row['variant']:28}" + " ".join(numbers))
+    return "\n".join(lines)
+
+
+class Recorder:
+    """Rank 0 writes; all ranks ask it what is left to do, and so agree.
+
+    Args:
+        folder: of the run.
+        facts: added to every block.
+        seconds: after which nothing new is begun.
+    """
+
+    def __init__(self, folder: Path, facts: dict[str, Any], seconds: float) -> None:
+        self._folder = folder
+        self._facts = facts
+        self._deadline = time.monotonic() + seconds
+        self._blocks = blocks_in(folder / "blocks.jsonl")
+        self._done = {(b["cell"], b["variant"], b["round"]) for b in self._blocks}
+
+    def wants(self, cell: str, variant: str, turn: int) -> bool:
+        """Whether this block is still to be measured. Collective."""
+        answer = [
+            (cell, variant, turn) not in self._done and time.monotonic() < self._deadline
+            if dist.get_rank() == 0
+            else None
+        ]
+        dist.broadcast_object_list(answer, 0)
+        return bool(answer[0])
+
+    def add(self, cell: str, variant: str, turn: int, result: dict[str, Any]) -> None:
+        """Keeps one block."""
+        if dist.get_rank() != 0:
+            return
+        block = {"cell": cell, "variant": variant, "round": turn} | result | self._facts
+        self._blocks.append(block)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with (self._folder / "blocks.jsonl").open("a") as file:
+            file.write(json.dumps(block) + "\n")
         print(
-            f"{cell} {row['variant']}: median {row['median_ms']:.2f} min {row['min_ms']:.2f} ms, "
-            f"exposed {row.get('exposed_ms', float('nan')):.2f} ms, "
-            f"ratio {row.get('ratio_to_best_torch', float('nan')):.3f}, "
-            f"peak {row['peak_gib']:.2f} GiB",
+            f"{cell} round {turn} {variant}: {result['step_ms']:.2f} ms, host "
+            f"{result['host_ms']:.2f} ms",
             flush=True,
         )
-        if "kernel_ms" in row:
-            kinds = ", ".join(f"{kind} {ms:.2f}" for kind, ms in row["kernel_ms"].items())
-            print(f"  kernels, ms a step: {kinds}", flush=True)
-        lines.append(json.dumps(facts | row))
-    if args.output is not None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        with args.output.open("a") as file:
-            file.write("\n".join(lines) + "\n")
+
+    def summarize(self) -> None:
+        """Writes ``rows.jsonl`` anew from all blocks and prints it."""
+        if dist.get_rank() == 0 and self._blocks:
+            rows = rows_of(self._blocks)
+            lines = "".join(json.dumps(row) + "\n" for row in rows)
+            (self._folder / "rows.jsonl").write_text(lines)
+            print(table_of(rows), flush=True)
 
 
 def worker(rank: int, store: str, args: argparse.Namespace) -> None:
-    """One rank: correctness first, then every cell."""
+    """One rank: correctness first, then every cell, then traces."""
+    begin = time.monotonic()
     on_gpu = args.device == "cuda"
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -463,23 +580,48 @@ def worker(rank: int, store: str, args: argparse.Namespace) -> None:
     )
     try:
         groups = Groups()
-        names = args.variants or list(VARIANTS)
-        names = variants_that_agree(names, groups, device)
+        plan = {cell: variants_for(cell, args) for cell in args.cells}
+        wanted = list(dict.fromkeys(name for names in plan.values() for name in names))
+        agreeing = variants_that_agree([*wanted, *args.traces], groups, device)
+        workload = Workload(args.size, args.cells, device)
         if rank == 0:
-            print(f"{len(names)} variants agree with torch on a small model", flush=True)
-        longest = max(int(cell.split(",")[2]) for cell in args.cells)
-        torch.manual_seed(0)
-        model = TransformerLM(configuration(args.size, longest), device=device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-        for cell in args.cells:
-            run_cell(cell, model, optimizer, names, groups, args)
+            print(
+                f"{len(agreeing)} variants agree with torch on a small model; ready after "
+                f"{time.monotonic() - begin:.0f} s",
+                flush=True,
+            )
+        recorder = Recorder(args.output, environment(device, args), args.seconds)
+        for turn in range(args.rounds):
+            for cell, names in plan.items():
+                for name in names if turn % 2 == 0 else names[::-1]:
+                    if name in agreeing and recorder.wants(cell, name, turn):
+                        result = time_block(name, cell, workload, groups, args)
+                        recorder.add(cell, name, turn, result)
+        recorder.summarize()
+        for name in args.traces:
+            if name in agreeing:
+                folder = args.output / "traces"
+                write_trace(name, args.cells[0], workload, groups, folder, args.traced_steps)
     finally:
         dist.destroy_process_group()
+
+
+def variants_for(cell: str, args: argparse.Namespace) -> list[str]:
+    """What to measure in a cell."""
+    chosen = args.variants or (FULL if cell == args.cells[0] else SHORT)
+    return possible(chosen, args)
+
+
+def possible(names: Sequence[str], args: argparse.Namespace) -> list[str]:
+    """Those of the variants that this run may use."""
+    impossible = (*args.without, *(NEED_CUDA if args.device == "cpu" else ()))
+    return [name for name in names if name not in impossible]
 
 
 def main() -> None:
     """Reads the command line and starts the ranks."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True, help="folder of the run")
     parser.add_argument("--size", choices=["tiny", *SIZES], default="xl")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--world-size", type=int, default=2)
@@ -487,25 +629,31 @@ def main() -> None:
         "--cells",
         nargs="+",
         help="precision,batch,sequence (bf16 is autocast; batch per rank); default: "
-        + " ".join(ANCHOR_CELLS),
+        + " ".join(CELLS),
     )
-    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), help="default: all")
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        choices=list(VARIANTS),
+        help="default: a full comparison in the first cell, a short one in the others",
+    )
+    parser.add_argument("--without", nargs="+", choices=list(VARIANTS), default=[])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--block", type=int, default=6, help="steps timed together")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before each block")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before each block, at least 2")
     parser.add_argument("--matmul-precision", choices=["highest", "high"], default="highest")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no block after so many")
     parser.add_argument(
-        "--profile", action="store_true", help="add kernel times from a trace of the last round"
+        "--traces", nargs="*", choices=list(VARIANTS), help=f"no value: {' '.join(TRACED)}"
     )
-    parser.add_argument("--output", type=Path, help="JSON lines are appended here")
+    parser.add_argument("--traced-steps", type=int, default=2)
     parser.add_argument("--commit", help="recorded; default: git rev-parse HEAD")
     args = parser.parse_args()
     # Multicast over NVLink stays off in every measurement; the rows record the settings.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    args.cells = args.cells or (["fp32,2,16", "bf16,2,16"] if args.size == "tiny" else ANCHOR_CELLS)
-    if args.device == "cpu":
-        args.variants = args.variants or [name for name in VARIANTS if name not in NEED_CUDA]
+    args.cells = args.cells or (["fp32,2,16", "bf16,2,16"] if args.size == "tiny" else list(CELLS))
+    args.traces = [] if args.traces is None else possible(args.traces or TRACED, args)
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(
             worker, args=(f"{folder}/store", args), nprocs=args.world_size, start_method="spawn"

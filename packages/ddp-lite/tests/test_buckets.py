@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from ddp_lite.buckets import (
     ParameterSpec,
+    automatic_bucket_bytes,
     bytes_from_mb,
     one_per_kind,
     one_per_parameter,
@@ -55,8 +56,8 @@ def test_one_per_parameter_keeps_the_order() -> None:
     assert one_per_parameter(reversed(specs(1, 2, 3))) == [(2,), (1,), (0,)]
 
 
-@pytest.mark.parametrize("size", [0, -1, float("nan"), float("inf")])
-def test_sizes_must_be_positive_and_finite(size: float) -> None:
+@pytest.mark.parametrize("size", [0, -1, float("nan"), float("inf"), "large"])
+def test_sizes_must_be_positive_and_finite(size: float | str) -> None:
     with pytest.raises(ValueError, match=r"bucket_size_mb must be a positive number.*received"):
         bytes_from_mb(size, "bucket_size_mb")
 
@@ -65,6 +66,12 @@ def test_mb_is_two_to_the_twentieth() -> None:
     assert bytes_from_mb(1, "x") == 1024**2
     assert bytes_from_mb(0.0001, "x") == 104
     assert bytes_from_mb(None, "x") is None
+
+
+def test_automatic_size_is_a_sixteenth_but_at_least_25_mb() -> None:
+    assert automatic_bucket_bytes(specs(1, 2)) == 25 * 1024**2
+    assert automatic_bucket_bytes(specs(*[25 * 2**18] * 64)) == 100 * 1024**2
+    assert automatic_bucket_bytes([]) == 25 * 1024**2
 
 
 def test_no_parameters_no_buckets() -> None:

@@ -59,7 +59,7 @@ def bad_input(rank: int, world_size: int) -> None:
     other = DistributedDataParallel.__new__(DistributedDataParallel)  # its constructor is slow
     nn.Module.__init__(other)
     expect(TypeError, "is a DistributedDataParallel", lambda: BucketedDDP(other))
-    for size in (0, -1, float("nan")):
+    for size in (0, -1, float("nan"), "large"):
         expect(ValueError, "bucket_size_mb", lambda s=size: BucketedDDP(plain, s))
     expect(ValueError, "last_bucket", lambda: BucketedDDP(plain, 1, last_bucket_size_mb=0))
     expect(ValueError, "floating-point", lambda: BucketedDDP(plain, wire_dtype=torch.int8))

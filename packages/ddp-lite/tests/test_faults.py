@@ -1,6 +1,12 @@
-"""Injected faults: every surviving rank ends with an error that names what happened, in time."""
+"""Injected faults: every surviving rank ends with an error that names what happened, in time.
 
+Each test prints what it injected and how long the slowest survivor took to its error;
+``scripts/ddp_readme.py faults`` makes the README's table of that.
+"""
+
+import json
 import os
+import re
 import signal
 import time
 
@@ -15,6 +21,26 @@ WRAPPERS = {"naive": NaiveDDP, "flat": FlatDDP, "overlap": OverlapDDP, "bucketed
 COLLECTIVE_TIMEOUT = 3.0  # what the process group is given
 # the hung collective, the roll call of 2 s, and a slow machine
 BOUND = COLLECTIVE_TIMEOUT + 2.0 + 6.0
+
+
+def record(fault: str, wrapper: str, world_size: int, errors: list) -> None:
+    """Prints the row of one test: ``errors`` holds (message, seconds) of each rank that has one."""
+    row = {
+        "fault": fault,
+        "wrapper": wrapper,
+        "ranks": world_size,
+        "error": " / ".join(sorted({message.partition(":")[0] for message, _ in errors})),
+        "seconds": round(max(seconds for _, seconds in errors), 2),
+    }
+    print("FAULT " + json.dumps(row))
+
+
+FAULTS = {
+    "kill": "killed (SIGKILL) in backward",
+    "stop": "stopped (SIGSTOP) in backward",
+    "raise": "raises in backward",
+    "skip": "takes no part in a step",
+}
 
 
 class Fails(torch.autograd.Function):
@@ -66,16 +92,17 @@ def step_with_fault(rank: int, world_size: int, name: str, fault: str, victim: i
     [
         ("bucketed", "kill", 2),
         ("overlap", "kill", 3),
+        ("bucketed", "kill", 4),
         ("naive", "kill", 2),
+        ("flat", "kill", 2),
         ("flat", "raise", 2),
         ("bucketed", "raise", 3),
         ("bucketed", "stop", 2),
+        ("overlap", "stop", 2),
         ("bucketed", "skip", 2),
     ],
 )
-def test_survivors_name_the_lost_rank(
-    name: str, fault: str, world_size: int, record_property
-) -> None:
+def test_survivors_name_the_lost_rank(name: str, fault: str, world_size: int) -> None:
     victim = world_size - 1
     outcomes = run_ranks(
         step_with_fault,
@@ -96,19 +123,100 @@ def test_survivors_name_the_lost_rank(
         assert words[fault] in message
         assert f"on rank {outcome.rank} in step 2" in message
         assert seconds < BOUND, message
-        record_property(f"seconds to error on rank {outcome.rank}", round(seconds, 2))
+    errors = [outcome.value for outcome in outcomes[:victim]]
+    record(FAULTS[fault], name, world_size, errors)
     if fault == "raise":
         assert "injected into backward" in outcomes[victim].error
 
 
-def construct_or_leave(rank: int, world_size: int) -> str:
+def thaw_alone(rank: int, world_size: int, before: bool) -> tuple[str, float]:
+    """Rank 1 alone changes ``requires_grad`` between steps."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+    model[1].requires_grad_(before)
+    wrapped = BucketedDDP(model, 0.00005)
+
+    def step() -> None:
+        wrapped(torch.ones(2, 4)).sum().backward()
+        wrapped.finish_gradient_synchronization()
+
+    step()
     if rank == 1:
-        return "left"
+        model[1].requires_grad_(not before)
+    begin = time.monotonic()
+    try:
+        step()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - begin
+    return "finished", time.monotonic() - begin
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["freeze", "thaw"])
+def test_requires_grad_changed_on_one_rank_is_named_on_all(before: bool) -> None:
+    outcomes = run_ranks(thaw_alone, 3, before, timeout=40, collective_timeout=COLLECTIVE_TIMEOUT)
+    for outcome in outcomes:
+        message, seconds = outcome.value
+        assert "1.weight, 1.bias" in message, message
+        if outcome.rank == 1:
+            assert message.startswith("ModelMismatchError")
+            assert "changed on rank 1 before step 2 and not on ranks 0, 2" in message
+        else:
+            assert message.startswith("PeerFailureError"), message
+            assert "rank 1 says: requires_grad of" in message, message
+        assert seconds < BOUND, message
+    fault = f"{'freezes' if before else 'thaws'} a parameter alone"
+    record(fault, "bucketed", 3, [outcome.value for outcome in outcomes])
+
+
+def construct_or_leave(rank: int, world_size: int) -> tuple[str, float]:
+    if rank == 1:
+        return "left", 0.0
+    begin = time.monotonic()
     with pytest.raises(PeerFailureError, match=r"construct its wrapper.*on rank 0 of 2") as caught:
         BucketedDDP(nn.Linear(2, 2))
-    return str(caught.value)
+    return f"{caught.typename}: {caught.value}", time.monotonic() - begin
 
 
 def test_a_rank_that_never_wraps_is_noticed() -> None:
     outcomes = run_ranks(construct_or_leave, 2, collective_timeout=COLLECTIVE_TIMEOUT)
-    assert outcomes[0].seconds < BOUND
+    assert outcomes[0].value[1] < BOUND
+    record("never constructs its wrapper", "bucketed", 2, [outcomes[0].value])
+
+
+def differ(rank: int, world_size: int, name: str, what: str) -> tuple[str, float]:
+    """A model of another shape, a parameter without gradient, a forgotten finish."""
+    odd = rank == world_size - 1
+    kwargs = {"missing_gradients": "error"} if what == "parameter" else {}
+    begin = time.monotonic()
+    try:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 5 if odd and what == "shape" else 6))
+        wrapped = WRAPPERS[name](model, **kwargs)
+        if what == "parameter" and odd:
+            model[0](torch.ones(2, 4)).sum().backward()
+        else:
+            wrapped(torch.ones(2, 4)).sum().backward()
+        if what == "finish":
+            wrapped(torch.ones(2, 4))
+        wrapped.finish_gradient_synchronization()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - begin
+    return "finished", time.monotonic() - begin
+
+
+@pytest.mark.parametrize("name", list(WRAPPERS))
+@pytest.mark.parametrize(
+    ("what", "fault", "words"),
+    [
+        ("shape", "has a parameter of another shape", "ModelMismatchError.*1.weight.*rank 2"),
+        ("parameter", "gives a parameter no gradient", "MissingGradientError.*1.weight on rank 2"),
+        ("finish", "forgets to finish, as all do", "UnfinishedSynchronizationError.*after step 0"),
+    ],
+)
+def test_what_ranks_do_differently_is_named_on_all(
+    name: str, what: str, fault: str, words: str
+) -> None:
+    outcomes = run_ranks(differ, 3, name, what, collective_timeout=COLLECTIVE_TIMEOUT)
+    for outcome in outcomes:
+        message, seconds = outcome.value
+        assert re.search(words, message, re.S), message
+        assert seconds < BOUND
+    record(fault, name, 3, [outcome.value for outcome in outcomes])

@@ -84,6 +84,33 @@ def test_accumulation_and_several_backwards() -> None:
     run_ranks(accumulation, 2)
 
 
+def groups(rank: int, world_size: int) -> None:
+    """Only some ranks train, and their group's ranks are not the world's."""
+    some = dist.new_group([1, 2])
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
+    for wrapper in EVERY:
+        wrapped = wrapper(mlp(seed=rank), process_group=mesh)
+        wrapped.load_state_dict(mlp().state_dict())
+        wrapped(batch(rank)).sum().backward()
+        wrapped.finish_gradient_synchronization()
+        assert_gradients(wrapped, reference(world_size))
+        if rank == 0:
+            continue
+        wrapped = wrapper(mlp(seed=rank), process_group=some)  # takes rank 1's weights
+        for own, first in zip(wrapped.parameters(), mlp(seed=1).parameters(), strict=True):
+            assert torch.equal(own, first)
+        wrapped.load_state_dict(mlp().state_dict())
+        for _ in range(2):
+            wrapped.zero_grad()
+            wrapped(batch(rank - 1)).sum().backward()
+            wrapped.finish_gradient_synchronization()
+            assert_gradients(wrapped, reference(2))
+
+
+def test_any_process_group_or_mesh() -> None:
+    run_ranks(groups, 3)
+
+
 class Checkpointed(nn.Module):
     """One layer is used in two checkpoints."""
 

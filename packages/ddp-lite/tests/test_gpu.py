@@ -123,6 +123,107 @@ def test_peak_memory() -> None:
     run_ranks(memory, 2, backend="nccl", timeout=120)
 
 
+def averaged_alone(model: nn.Module, rank: int, step: int, device: torch.device) -> list:
+    """The gradients of one step, averaged without a wrapper."""
+    loss = model(batch(rank, step, device)).square().mean()
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    for gradient in gradients:
+        dist.all_reduce(gradient, dist.ReduceOp.AVG)
+    return list(gradients)
+
+
+def captured(rank: int, world_size: int) -> None:
+    """A whole step in one CUDA graph, replayed: forward, backward, reductions, finish."""
+    device = torch.device("cuda", rank)
+    for kwargs in ({}, {"copy": True}, {"missing_gradients": "zeros"}):
+        wrapped = BucketedDDP(mlp(device), 0.6, **kwargs)
+        inputs = batch(rank, 0, device)
+
+        def step(wrapped=wrapped, inputs=inputs) -> None:
+            for p in wrapped.parameters():
+                p.grad = None
+            wrapped(inputs).square().mean().backward()
+            wrapped.finish_gradient_synchronization()
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):  # plans its buckets anew after the first
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            step()
+        for number in range(1, 4):
+            inputs.copy_(batch(rank, number, device))
+            graph.replay()
+            expected = averaged_alone(mlp(device), rank, number, device)
+            for p, g in zip(wrapped.parameters(), expected, strict=True):
+                torch.testing.assert_close(p.grad, g, **TOLERANCE)
+        del graph
+        wrapped.detach()
+
+
+def test_a_step_in_a_cuda_graph() -> None:
+    run_ranks(captured, 2, backend="nccl", timeout=120)
+
+
+def graphed_inside(rank: int, world_size: int) -> None:
+    """A module that replays CUDA graphs of its own."""
+    device = torch.device("cuda", rank)
+    model = mlp(device)
+    sample = torch.zeros(32, 256, device=device, requires_grad=True)
+    model[2] = torch.cuda.make_graphed_callables(model[2], (sample,))
+    wrapped = BucketedDDP(model, 0.6)
+    for step in range(3):
+        for p in wrapped.parameters():
+            p.grad = None
+        wrapped(batch(rank, step, device)).square().mean().backward()
+        wrapped.finish_gradient_synchronization()
+        expected = averaged_alone(mlp(device), rank, step, device)
+        for p, g in zip(wrapped.parameters(), expected, strict=True):
+            torch.testing.assert_close(p.grad, g, **TOLERANCE)
+
+
+def test_cuda_graphs_inside_the_module() -> None:
+    run_ranks(graphed_inside, 2, backend="nccl", timeout=120)
+
+
+def peers(rank: int, world_size: int) -> None:
+    """Copies between peers: uneven sizes, gradients that accumulate, several buckets."""
+    device = torch.device("cuda", rank)
+    torch.manual_seed(0)
+    layers = [nn.Linear(256, 333), nn.GELU(), nn.Linear(333, 1), nn.Linear(1, 77)]
+    model = nn.Sequential(*layers).to(device)
+    for size_mb in (None, 0.2, 0.001):
+        hook = PeerCopyAverage(dist.group.WORLD)
+        wrapped = BucketedDDP(model, size_mb, comm_hook=hook)
+        for step in range(6):
+            before = [0 if p.grad is None or step % 2 else p.grad for p in model.parameters()]
+            if step % 2:
+                for p in model.parameters():
+                    p.grad = None
+            before = [b if isinstance(b, int) else b.clone() for b in before]
+            wrapped(batch(rank, step, device)).square().mean().backward()
+            wrapped.finish_gradient_synchronization()
+            ours = [p.grad.clone() for p in model.parameters()]
+            # a plain function of the parameters: hooks fire on .grad only
+            expected = averaged_alone(model, rank, step, device)
+            for mine, old, new in zip(ours, before, expected, strict=True):
+                torch.testing.assert_close(mine, old + new, **TOLERANCE)
+                from_rank_0 = mine.clone()
+                dist.broadcast(from_rank_0, 0)
+                assert torch.equal(mine, from_rank_0)
+        wrapped.detach()
+        for p in model.parameters():
+            p.grad = None
+
+
+def test_copies_between_peers() -> None:
+    run_ranks(peers, 2, backend="nccl", timeout=120)
+
+
 def wrong_device(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="serve the module's device"):
         NaiveDDP(nn.Linear(2, 2))

@@ -1,7 +1,8 @@
 """Data-parallel training in four documented steps: naive, flat, overlapped, bucketed."""
 
 from ddp_lite.base import DataParallelBase
-from ddp_lite.bucketed import Bucket, BucketedDDP
+from ddp_lite.bucketed import BucketedDDP
+from ddp_lite.buckets import Bucket
 from ddp_lite.errors import (
     MissingGradientError,
     ModelMismatchError,

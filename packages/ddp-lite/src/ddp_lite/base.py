@@ -3,7 +3,7 @@
 A synchronised step has four moments, and a variant chooses what happens at the middle two::
 
     forward                          nothing is sent
-    a gradient has been accumulated  _gradient_ready(index)     overlap: start reductions
+    a gradient has been accumulated  Progress.arrived(index)    overlap: start reductions
     finish_gradient_synchronization  _start_remaining()         start what has not been started
                                      wait, put averages back into ``parameter.grad``
 
@@ -14,8 +14,8 @@ therefore never races with the first: it is averaged on its own and added at the
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import itertools
 import time
 import warnings
 from abc import ABC, abstractmethod
@@ -29,15 +29,20 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ddp_lite import checks
-from ddp_lite.buckets import ParameterSpec
+from ddp_lite.buckets import Bucket, ParameterSpec
 from ddp_lite.collectives import Averager, broadcast_coalesced
 from ddp_lite.diagnostics import RollCall, missing_gradients, warn_about_environment
-from ddp_lite.errors import SynchronizationError, UnfinishedSynchronizationError
+from ddp_lite.errors import (
+    ModelMismatchError,
+    SynchronizationError,
+    UnfinishedSynchronizationError,
+)
+from ddp_lite.progress import ABSENT, ACCUMULATED, Progress
 from ddp_lite.reduction import InPlaceReduction, Reduction
 from ddp_lite.stats import SynchronizationStats, WaitTimer
 from ddp_lite.transparent import TransparentWrapper
 from ddp_lite.uneven import Attendance, AverageOver
-from ddp_lite.verification import all_gather, verify_same_model
+from ddp_lite.verification import all_gather, name_ranks, verify_same_model
 
 MissingGradients = Literal["skip-if-all", "zeros", "error"]
 _POLICIES = ("skip-if-all", "zeros", "error")
@@ -99,11 +104,11 @@ class DataParallelBase(TransparentWrapper, ABC):
         self._average = Averager(self.process_group, self.device)
         self._timer = WaitTimer(self.device)
         self._step = 0  # synchronised steps completed
-        self._synchronizing = True
+        self._changes = 0  # of requires_grad
         self._attendance: Attendance | None = None
         self._in_flight: dict[int, Reduction] = {}  # by the group's place
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._stats: SynchronizationStats | None = None
+        self._last_step: Callable[[], SynchronizationStats] | None = None
         self._adopt_parameters()
         if not self._parameters_by_index:
             warnings.warn(
@@ -118,8 +123,8 @@ class DataParallelBase(TransparentWrapper, ABC):
     def _plan(self) -> list[tuple[int, ...]]:
         """Groups of parameter indices reduced together, in the order of reduction."""
 
-    def _gradient_ready(self, index: int) -> None:
-        """Called during backward when parameter ``index`` has accumulated a gradient."""
+    def _start_in_backward(self, place: int) -> None:
+        """Called during backward when group ``place`` and all groups before it are complete."""
 
     def _start_remaining(self) -> None:
         """Starts, in the plan's order, every reduction that backward has not started."""
@@ -127,15 +132,10 @@ class DataParallelBase(TransparentWrapper, ABC):
             self._start(place)
 
     def _reduce(
-        self,
-        indices: tuple[int, ...],
-        gradients: Sequence[Tensor | None],
-        extra: Sequence[Tensor],
+        self, bucket: Bucket, gradients: Sequence[Tensor | None], extra: Sequence[Tensor]
     ) -> Reduction:
         """Starts reducing the gradients of one group; ``extra`` is to be averaged as well."""
-        return InPlaceReduction(
-            indices, self._parameters_of(indices), gradients, self._average, extra
-        )
+        return InPlaceReduction(bucket, gradients, self._average, extra)
 
     # -- using the wrapper -------------------------------------------------------------------
 
@@ -147,15 +147,15 @@ class DataParallelBase(TransparentWrapper, ABC):
         """
         if not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
-        if self._backward_seen and self._synchronizing:
+        if self._progress.begun and not self._progress.accumulating:
             self._raise_unfinished()
         self._engine_callback_queued = False
         self._notice_changed_requirements()
-        if self._attendance is not None and self._synchronizing:
+        if self._attendance is not None and not self._progress.accumulating:
             with self._naming_failures_of("the count of ranks that have a batch"):
                 self._attendance.begin_step()
         outputs = self.module(*inputs, **kwargs)
-        if self._auto_finish and self._synchronizing:
+        if self._auto_finish and not self._progress.accumulating:
             self._finish_after_backward_of(outputs)
         return outputs
 
@@ -171,7 +171,7 @@ class DataParallelBase(TransparentWrapper, ABC):
             PeerFailureError: a peer died, hangs, or runs other collectives.
             RuntimeError: called inside ``no_sync``.
         """
-        if not self._synchronizing:
+        if self._progress.accumulating:
             raise RuntimeError(
                 "finish_gradient_synchronization() must be called outside no_sync(), whose "
                 "purpose is to accumulate without synchronising; leave the block first"
@@ -182,12 +182,12 @@ class DataParallelBase(TransparentWrapper, ABC):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside only accumulate locally; the next one outside sends the sum."""
-        before = self._synchronizing
-        self._synchronizing = False
+        before = self._progress.accumulating
+        self._progress.accumulating = True
         try:
             yield
         finally:
-            self._synchronizing = before
+            self._progress.accumulating = before
 
     @contextmanager
     def join(
@@ -211,7 +211,7 @@ class DataParallelBase(TransparentWrapper, ABC):
             while self._others_have_batches(attendance):
                 for parameter in self._parameters_by_index:
                     parameter.grad = None
-                self._arrived = bytearray(b"\1" * len(self._specs))  # excused
+                self._progress.marks[:] = bytes([ACCUMULATED]) * len(self._specs)  # excused
                 self._finish()
                 shadow_step()
         finally:
@@ -228,9 +228,7 @@ class DataParallelBase(TransparentWrapper, ABC):
 
     def stats(self) -> SynchronizationStats | None:
         """The last synchronised step; None before the first. On CUDA the host waits for it."""
-        if self._stats is None:
-            return None
-        return dataclasses.replace(self._stats, exposed_wait_ms=self._timer.milliseconds())
+        return None if self._last_step is None else self._last_step()
 
     def explain(self) -> str:
         """One line: what is sent, when, how and among whom."""
@@ -275,96 +273,142 @@ class DataParallelBase(TransparentWrapper, ABC):
             ParameterSpec(index=index, name=name, numel=p.numel(), dtype=p.dtype, device=p.device)
             for index, (name, p) in enumerate(named)
         ]
+        self._progress = Progress(len(named), self._on_first_gradient, self._start_in_backward)
+        arrived = self._progress.arrived
         self._hooks = [
-            p.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, index))
+            p.register_post_accumulate_grad_hook(functools.partial(arrived, index))
             for index, p in enumerate(self._parameters_by_index)
         ]
         self._set_groups(self._plan() if named else [])
-        self._reset()
 
     def _set_groups(self, groups: list[tuple[int, ...]]) -> None:
-        self._groups = groups
-        self._group_names = [tuple(self._names_of(indices)) for indices in groups]
-        self._group_bytes = [sum(self._specs[i].nbytes for i in indices) for indices in groups]
-        self._group_of = [0] * len(self._specs)
-        for place, indices in enumerate(groups):
-            for index in indices:
-                self._group_of[index] = place
+        self._groups = [self._make_bucket(place, indices) for place, indices in enumerate(groups)]
+        self._progress.plan(groups)
+        self._reset()
+
+    def _make_bucket(self, place: int, indices: tuple[int, ...]) -> Bucket:
+        specs = [self._specs[index] for index in indices]
+        ends = list(itertools.accumulate(spec.numel for spec in specs))
+        world_size = self._average.world_size
+        return Bucket(
+            index=place,
+            names=tuple(spec.name for spec in specs),
+            indices=indices,
+            parameters=tuple(self._parameters_by_index[index] for index in indices),
+            slices=tuple(map(slice, [0, *ends], ends)),
+            numel=ends[-1],
+            padded_numel=-(-ends[-1] // world_size) * world_size,
+            dtype=specs[0].dtype,
+            device=specs[0].device,
+            process_group=self.process_group,
+        )
 
     def _reset(self) -> None:
         """Back to the state before a backward."""
-        self._arrived = bytearray(len(self._specs))  # has accumulated since the last finish
-        self._present = bytearray(len(self._specs))  # counts as having a gradient
-        self._presence: Tensor | None = None  # mean of _present over the ranks
-        self._backward_seen = False
+        self._progress.reset()
+        self._absent: set[int] = set()  # parameters without a gradient on this rank
+        self._presence: Tensor | None = None  # mean over the ranks of who has which gradient
         self._engine_callback_queued = False
         self._in_flight = {}
         self._started: list[int] = []  # places in the order of reduction
         self._collectives_before = (self._average.collectives, self._average.bytes)
-
-    def _parameters_of(self, indices: tuple[int, ...]) -> list[Tensor]:
-        return [self._parameters_by_index[index] for index in indices]
-
-    def _names_of(self, indices: Sequence[int]) -> list[str]:
-        return [self._specs[index].name for index in indices]
 
     def _notice_changed_requirements(self) -> None:
         """Notices ``requires_grad`` changed since the last forward; then collective."""
         now = [p.requires_grad for p in self._all_parameters]
         if now != self._trainable_then:
             with self._naming_failures_of("the comparison of models after requires_grad changed"):
+                self._require_the_change_everywhere(now)
                 verify_same_model(self.module, self.process_group)
+            accumulating = self._progress.accumulating
             self._adopt_parameters()
+            self._progress.accumulating = accumulating
+
+    def _require_the_change_everywhere(self, now: list[bool]) -> None:
+        """Waits for all ranks to notice a change, for as long as a collective would."""
+        names = [
+            name
+            for (name, _), is_now, was in zip(
+                self.module.named_parameters(), now, self._trainable_then, strict=True
+            )
+            if is_now != was
+        ]
+        changed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        me, step = self.process_group.rank(), self._step + 1
+        self._changes += 1
+        absent = self._roll_call.absentees(
+            f"change {self._changes}",
+            f"requires_grad of {changed} changed on this rank before step {step}, which waits "
+            "for all ranks to change it",
+            step,
+            checks.timeout_of(self.process_group, self.device),
+        )
+        if absent:
+            raise ModelMismatchError(
+                f"requires_grad must be changed on all ranks before the same step, but that of "
+                f"{changed} changed on rank {me} before step {step} and not on "
+                f"{name_ranks(absent)} within the process group's timeout; change it on every "
+                "rank"
+            )
 
     # -- during backward ---------------------------------------------------------------------
 
-    def _on_gradient(self, index: int, _parameter: Tensor) -> None:
-        self._arrived[index] = 1
-        if not self._synchronizing:
-            return
-        if not self._backward_seen:  # setting a module's attribute is slow, reading is not
-            self._backward_seen = True
-        if self._auto_finish and not self._engine_callback_queued:
+    def _on_first_gradient(self) -> None:
+        if self._auto_finish:
             self._queue_finish()
-        self._gradient_ready(index)
 
-    def _start(self, place: int) -> None:
-        """Takes the gradients of one group and starts reducing them."""
-        indices = self._groups[place]
-        self._started.append(place)
-        gradients = []
-        for index in indices:
-            parameter = self._parameters_by_index[index]
-            gradient = parameter.grad
-            if gradient is not None and gradient.layout is not torch.strided:
-                raise ValueError(
-                    f"gradients must be dense, but {self._specs[index].name} got a "
-                    f"{gradient.layout} gradient in step {self._step + 1}; build its layer with "
-                    "sparse=False"
-                )
-            here = self._arrived[index] if self._policy == "error" else gradient is not None
-            self._present[index] |= bool(here)
+    def _start(self, place: int, *, again: bool = False) -> None:
+        """Takes the gradients of one group and starts reducing them.
+
+        Args:
+            again: the group was reduced in this step already and got more gradient since.
+        """
+        bucket = self._groups[place]
+        gradients = [parameter.grad for parameter in bucket.parameters]
+        self._note_absent(bucket, gradients, again)
+        for parameter in bucket.parameters:
             parameter.grad = None
-            gradients.append(gradient)
+        self._started.append(place)
         extra = self._presence_for(place)
         begin = time.monotonic()
         try:
-            self._in_flight[place] = self._reduce(indices, gradients, extra)
+            self._in_flight[place] = self._reduce(bucket, gradients, extra)
         except RuntimeError as error:
-            raise self._named(self._describe(indices), begin, error) from error
+            self._refuse_sparse(bucket, gradients)
+            raise self._named(_describe(bucket), begin, error) from error
+
+    def _note_absent(self, bucket: Bucket, gradients: Sequence[Tensor | None], again: bool) -> None:
+        if self._policy == "error":
+            marks = self._progress.marks
+            absent = [index for index in bucket.indices if marks[index] == ABSENT]
+        else:
+            places = zip(bucket.indices, gradients, strict=True)
+            absent = [index for index, gradient in places if gradient is None]
+        if again:
+            self._absent -= set(bucket.indices) - set(absent)
+        else:
+            self._absent.update(absent)
+
+    def _refuse_sparse(self, bucket: Bucket, gradients: Sequence[Tensor | None]) -> None:
+        for name, gradient in zip(bucket.names, gradients, strict=True):
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise ValueError(
+                    f"gradients must be dense, but {name} got a {gradient.layout} gradient in "
+                    f"step {self._step + 1}; build its layer with sparse=False"
+                )
 
     def _presence_for(self, place: int) -> list[Tensor]:
         """Who has which gradient travels with the last group, at no extra collective."""
         is_last = place == len(self._groups) - 1
         if not is_last or self._policy == "zeros" or self._presence is not None:
             return []
-        dtype = self._specs[self._groups[place][0]].dtype
+        dtype = self._groups[place].dtype
         dtype = dtype.to_real() if dtype.is_complex else dtype
-        if all(self._present):
-            self._presence = torch.ones(len(self._present), dtype=dtype, device=self.device)
-        else:
-            present = list(map(float, self._present))
+        if self._absent:
+            present = [float(index not in self._absent) for index in range(len(self._specs))]
             self._presence = torch.tensor(present, dtype=dtype, device=self.device)
+        else:
+            self._presence = torch.ones(len(self._specs), dtype=dtype, device=self.device)
         return [self._presence]
 
     # -- after backward ----------------------------------------------------------------------
@@ -377,8 +421,7 @@ class DataParallelBase(TransparentWrapper, ABC):
             for place in list(self._in_flight):
                 self._complete(place)
             self._timer.stop()
-            absent = [index for index, present in enumerate(self._present) if not present]
-            self._settle_missing(absent)
+            self._settle_missing()
             if self._attendance is not None:
                 found = [p.grad for p in self._parameters_by_index if p.grad is not None]
                 self._attendance.end_step(found)
@@ -388,46 +431,46 @@ class DataParallelBase(TransparentWrapper, ABC):
 
     def _complete(self, place: int) -> None:
         """Waits for the reduction of one group and puts its averages back."""
-        reduction = self._in_flight.pop(place)
+        reduction, bucket = self._in_flight.pop(place), self._groups[place]
         begin = time.monotonic()
         try:
             gradients = reduction.wait()
         except RuntimeError as error:
-            raise self._named(self._describe(reduction.indices), begin, error) from error
-        for index, gradient in zip(reduction.indices, gradients, strict=True):
-            parameter = self._parameters_by_index[index]
+            raise self._named(_describe(bucket), begin, error) from error
+        for parameter, gradient in zip(bucket.parameters, gradients, strict=True):
             if parameter.grad is None:
                 parameter.grad = gradient
             else:
                 parameter.grad.add_(gradient)
 
-    def _settle_missing(self, absent: list[int]) -> None:
+    def _settle_missing(self) -> None:
         if self._policy == "zeros" or self._presence is None:
             return
         if self._policy == "error":
             if float(self._presence.float().min()) < 1 - 0.5 / self._average.world_size:
                 with self._naming_failures_of("the exchange of missing gradients' names"):
-                    names = all_gather(self._names_of(absent), self.process_group)
+                    absent = [self._specs[index].name for index in sorted(self._absent)]
+                    names = all_gather(absent, self.process_group)
                 error = missing_gradients(names, self._step + 1)
                 self._reset()
                 raise error
-        elif absent:
+        elif self._absent:
             anywhere = self._presence.tolist()
-            for index in absent:
+            for index in self._absent:
                 if anywhere[index] == 0:
                     self._parameters_by_index[index].grad = None
 
     def _record_stats(self, started_in_backward: int) -> None:
+        """Remembers what ``stats`` puts together when it is asked."""
         collectives, nbytes = self._collectives_before
-        self._stats = SynchronizationStats(
+        self._last_step = functools.partial(
+            _stats_of,
+            [self._groups[place] for place in self._started],
+            self._timer,
             step=self._step,
             collectives=self._average.collectives - collectives,
             bytes=self._average.bytes - nbytes,
-            reductions=len(self._started),
             started_in_backward=started_in_backward,
-            group_bytes=tuple(self._group_bytes[place] for place in self._started),
-            group_parameters=tuple(self._group_names[place] for place in self._started),
-            exposed_wait_ms=0.0,
         )
 
     # -- synchronising without being asked ---------------------------------------------------
@@ -443,19 +486,13 @@ class DataParallelBase(TransparentWrapper, ABC):
                 leaf.register_hook(self._queue_finish)
 
     def _queue_finish(self, _gradient: Tensor | None = None) -> None:
-        if self._engine_callback_queued or not self._synchronizing:
+        if self._engine_callback_queued or self._progress.accumulating:
             return
         self._engine_callback_queued = True
         engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._finish)
 
     # -- errors ------------------------------------------------------------------------------
-
-    def _describe(self, indices: tuple[int, ...]) -> str:
-        first, last = self._specs[indices[0]].name, self._specs[indices[-1]].name
-        if len(indices) == 1:
-            return f"the reduction of {first}"
-        return f"the reduction of {len(indices)} gradients from {first} to {last}"
 
     @contextmanager
     def _naming_failures_of(self, what: str) -> Iterator[None]:
@@ -473,11 +510,32 @@ class DataParallelBase(TransparentWrapper, ABC):
         return self._roll_call.failure(what, self._step + 1, seconds, error)
 
     def _raise_unfinished(self) -> NoReturn:
+        marks = self._progress.marks
+        arrived = len(marks) - marks.count(ABSENT)
         raise UnfinishedSynchronizationError(
             f"every backward must be finished before the next forward, but after step "
             f"{self._step} a backward produced gradients of "
-            f"{sum(self._arrived)} parameters on rank {self.process_group.rank()} that were "
+            f"{arrived} parameters on rank {self.process_group.rank()} that were "
             "never synchronised, so an optimizer step would make the ranks differ; call "
             "finish_gradient_synchronization() after backward, or use no_sync() or "
             "auto_finish=True"
         )
+
+
+def _describe(bucket: Bucket) -> str:
+    if len(bucket.names) == 1:
+        return f"the reduction of {bucket.names[0]}"
+    return (
+        f"the reduction of {len(bucket.names)} gradients from {bucket.names[0]} to "
+        f"{bucket.names[-1]}"
+    )
+
+
+def _stats_of(buckets: list[Bucket], timer: WaitTimer, **counts: int) -> SynchronizationStats:
+    return SynchronizationStats(
+        reductions=len(buckets),
+        group_bytes=tuple(bucket.nbytes for bucket in buckets),
+        group_parameters=tuple(bucket.names for bucket in buckets),
+        exposed_wait_ms=timer.milliseconds(),
+        **counts,
+    )

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 MEBIBYTE = 1024**2
 
@@ -40,7 +42,49 @@ class ParameterSpec:
         return self.numel * self.dtype.itemsize
 
 
-def bytes_from_mb(size_mb: float | None, argument: str) -> int | None:
+@dataclass(kw_only=True, eq=False)
+class Bucket:
+    """Parameters whose gradients are reduced together.
+
+    Attributes:
+        index: place in the order of reduction.
+        names: the parameters' names in the module.
+        indices: their places in the module's order of trainable parameters.
+        parameters: the parameters.
+        slices: where each one's gradient, row-major, lies in the flat tensor.
+        numel: elements of all gradients.
+        padded_numel: length of the flat tensor, a multiple of the world size; zeros fill it up.
+        dtype: of the gradients and the flat tensor.
+        device: of the same.
+        process_group: the ranks to reduce over.
+        nbytes: size of the gradients in bytes, padding left out.
+        flat: this step's flat gradients, from the bucket's completion until the bucket's next
+            completion or ``release()``; None before, and always None for buckets reduced in
+            place.
+    """
+
+    index: int
+    names: tuple[str, ...]
+    indices: tuple[int, ...]
+    parameters: tuple[nn.Parameter, ...]
+    slices: tuple[slice, ...]
+    numel: int
+    padded_numel: int
+    dtype: torch.dtype
+    device: torch.device
+    process_group: dist.ProcessGroup
+    flat: Tensor | None = field(default=None, repr=False)
+    nbytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.nbytes = self.numel * self.dtype.itemsize
+
+    def release(self) -> None:
+        """Drops the flat tensor; its memory is free once no gradient is a view of it."""
+        self.flat = None
+
+
+def bytes_from_mb(size_mb: float | str | None, argument: str) -> int | None:
     """Converts a size in MB (1024² bytes) to whole bytes; None, "no limit", stays None.
 
     Raises:
@@ -48,12 +92,21 @@ def bytes_from_mb(size_mb: float | None, argument: str) -> int | None:
     """
     if size_mb is None:
         return None
-    if not (math.isfinite(size_mb) and size_mb > 0):
+    if isinstance(size_mb, str) or not (math.isfinite(size_mb) and size_mb > 0):
         raise ValueError(
             f"{argument} must be a positive number of MB (1024**2 bytes) or None, received "
             f"{size_mb!r}; pass None for one bucket holding everything"
         )
     return max(1, math.floor(size_mb * MEBIBYTE))
+
+
+def automatic_bucket_bytes(specs: Iterable[ParameterSpec]) -> int:
+    """A sixteenth of the gradients, but at least 25 MB.
+
+    Every reduction costs a fixed time, and has to wait for the slower rank; what is reduced last
+    has nothing to hide under. LOG.md has the sizes that were measured.
+    """
+    return max(25 * MEBIBYTE, sum(spec.nbytes for spec in specs) // 16)
 
 
 def one_per_parameter(specs: Iterable[ParameterSpec]) -> list[tuple[int, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -99,6 +100,12 @@ def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessG
             "this rank must belong to the process group, received a group it is not part of"
         )
     return group
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long a collective on the device's tensors may take in the group."""
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout
 
 
 def check_backend(group: dist.ProcessGroup, device: torch.device) -> None:

@@ -67,6 +67,7 @@ class Averager:
         self.bytes = 0
         has_avg = backend_for(group, device) in _BACKENDS_WITH_AVG
         self._plain = dist.ReduceOp(dist.ReduceOp.AVG if has_avg else dist.ReduceOp.SUM)
+        self._sum = dist.ReduceOp(dist.ReduceOp.SUM)
         self._scale_after = None if has_avg else 1.0 / self.world_size
 
     def describe(self, dtype: torch.dtype) -> str:
@@ -77,22 +78,27 @@ class Averager:
             return f"SUM of values/{self._half_divisor()}, then scaled"
         return "AVG" if self._scale_after is None else "SUM, then scaled"
 
-    def __call__(self, tensors: Sequence[Tensor]) -> Waitable:
+    def __call__(self, tensors: Sequence[Tensor], nbytes: int | None = None) -> Waitable:
         """Starts averaging contiguous tensors of one dtype in place.
 
         Args:
-            tensors: at least one; complex ones are averaged as pairs of reals.
+            tensors: at least one; complex ones are averaged as pairs of reals (a real one may be
+                among them).
+            nbytes: size of all, for the count; None asks the tensors, which takes longer.
         """
         if self.world_size == 1:
             return Completed()
-        values = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+        values = list(tensors)
+        dtype = values[0].dtype
         operation, after = self._plain, self._scale_after
-        if values[0].dtype == torch.float16:
+        if dtype.is_complex:
+            values = [torch.view_as_real(t) if t.is_complex() else t for t in values]
+        elif dtype == torch.float16:
             before = self._half_divisor()
             torch._foreach_mul_(values, 1.0 / before)
-            operation, after = dist.ReduceOp(dist.ReduceOp.SUM), before / self.world_size
+            operation, after = self._sum, before / self.world_size
         self.collectives += 1
-        self.bytes += sum(value.nbytes for value in values)
+        self.bytes += sum(value.nbytes for value in values) if nbytes is None else nbytes
         work = _start_all_reduce(self.group, values, operation)
         return work if after is None or after == 1.0 else _Scaled(work, values, after)
 
@@ -125,6 +131,18 @@ def _start_all_reduce(
     several.reduceOp = operation
     several.asyncOp = True
     return group.allreduce_coalesced(values, several)
+
+
+class Both:
+    """Two collectives that do not depend on each other, as one waitable."""
+
+    def __init__(self, first: Waitable, second: Waitable) -> None:
+        self._first, self._second = first, second
+
+    def wait(self) -> None:
+        """Waits for both."""
+        self._first.wait()
+        self._second.wait()
 
 
 class Chain:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+import uuid
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,13 +72,38 @@ class RollCall:
         self._me = Peer.here()
         begin = time.monotonic()
         try:
-            self._peers: list[Peer] = all_gather(self._me, group)
+            everyone: list[tuple[Peer, str]] = all_gather((self._me, uuid.uuid4().hex), group)
         except RuntimeError as error:
             raise PeerFailureError(
                 "every rank must construct its wrapper, but the first exchange failed on rank "
                 f"{group.rank()} of {group.size()} after {time.monotonic() - begin:.1f} s: a "
                 f"peer exited or did something else. The backend reported: {error}"
             ) from error
+        self._peers = [peer for peer, _ in everyone]
+        self._name = everyone[0][1]  # of this roll call, the same on all ranks
+
+    def absentees(self, occasion: str, report: str, step: int, timeout: timedelta) -> list[int]:
+        """Waits until all ranks have come to the same place; returns those that have not.
+
+        Nothing is sent through the group, whose collectives the absent ranks may be running.
+
+        Args:
+            occasion: names the place, once per roll call.
+            report: what ranks whose reductions fail meanwhile are told of this one.
+            step: the step that is being made.
+            timeout: how long to wait.
+        """
+        self._reports(step).set(str(self._group.rank()), report)
+        here = self._store(f"attendance/{occasion}")
+        here.set(str(self._group.rank()), "")
+        here.add("count", 1)
+        deadline = time.monotonic() + timeout.total_seconds()
+        while here.add("count", 0) < self._group.size():
+            if time.monotonic() > deadline:
+                ranks = range(self._group.size())
+                return [rank for rank in ranks if not here.check([str(rank)])]
+            time.sleep(0.02)
+        return []
 
     def failure(self, waited_for: str, step: int, seconds: float, cause: Exception) -> Exception:
         """The error to raise, from ``cause``, naming every peer that did not answer.
@@ -88,7 +114,7 @@ class RollCall:
             seconds: how long it was waited for.
             cause: what the backend raised.
         """
-        findings = self._findings(f"rank failed in step {step} on {waited_for}", step)
+        findings = self._findings("", step)
         return PeerFailureError(
             f"every rank must take part in every reduction, but {waited_for} failed on rank "
             f"{self._group.rank()} in step {step} after {seconds:.1f} s: {'; '.join(findings)}. "
@@ -100,8 +126,11 @@ class RollCall:
         me = self._group.rank()
         others = [rank for rank in range(self._group.size()) if rank != me]
         troubles: dict[int, str] = {}
+        reports: dict[int, str] = {}
         try:
             answered = self._call(report, step, others, troubles)
+            store = self._reports(step)
+            reports = {rank: store.get(str(rank)).decode() for rank in sorted(answered)}
         except RuntimeError as error:  # torch's store errors derive from it
             self._look(others, troubles)
             answered = set()
@@ -111,6 +140,7 @@ class RollCall:
             f"rank {rank} (pid {self._peers[rank].pid}) {what}" if rank >= 0 else what
             for rank, what in sorted(troubles.items())
         ]
+        findings += [f"rank {rank} says: {text}" for rank, text in reports.items() if text]
         if silent:
             findings.append(f"{name_ranks(silent)} did not answer within {ROLL_CALL_SECONDS:.0f} s")
         if not findings:
@@ -121,11 +151,8 @@ class RollCall:
         self, report: str, step: int, others: Sequence[int], troubles: dict[int, str]
     ) -> set[int]:
         """Announces this rank and waits for the others; returns the ranks that answered."""
-        store = dist.distributed_c10d.PrefixStore(
-            f"ddp_lite/roll_call/{self._group.group_name}/{step}",
-            dist.distributed_c10d._get_default_store(),
-        )
-        store.set_timeout(timedelta(seconds=ROLL_CALL_SECONDS))
+        store = self._reports(step)
+        store.set_timeout(timedelta(seconds=ROLL_CALL_SECONDS))  # all stores' from here on
         store.set(str(self._group.rank()), report)
         deadline = time.monotonic() + ROLL_CALL_SECONDS
         answered: set[int] = set()
@@ -136,6 +163,14 @@ class RollCall:
         for rank in answered:
             troubles.pop(rank, None)
         return answered
+
+    def _reports(self, step: int) -> dist.distributed_c10d.PrefixStore:
+        return self._store(f"reports/{step}")
+
+    def _store(self, place: str) -> dist.distributed_c10d.PrefixStore:
+        return dist.distributed_c10d.PrefixStore(
+            f"ddp_lite/{self._name}/{place}", dist.distributed_c10d._get_default_store()
+        )
 
     def _look(self, others: Sequence[int], troubles: dict[int, str]) -> None:
         for rank in others:

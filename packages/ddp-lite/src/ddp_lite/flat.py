@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ddp_lite.base import DataParallelBase
-from ddp_lite.buckets import one_per_kind
+from ddp_lite.buckets import Bucket, one_per_kind
 from ddp_lite.reduction import FlatReduction, Reduction
 
 
@@ -26,17 +26,9 @@ class FlatDDP(DataParallelBase):
         return one_per_kind(self._specs)
 
     def _reduce(
-        self,
-        indices: tuple[int, ...],
-        gradients: Sequence[Tensor | None],
-        extra: Sequence[Tensor],
+        self, bucket: Bucket, gradients: Sequence[Tensor | None], extra: Sequence[Tensor]
     ) -> Reduction:
-        return FlatReduction(
-            indices,
-            self._parameters_of(indices),
-            gradients,
-            lambda flat: self._average([flat, *extra]),
-        )
+        return FlatReduction(bucket, gradients, lambda flat: self._average([flat, *extra]))
 
     def _explain_when(self) -> str:
         return "flattened, all at once after backward"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ddp_lite.bucketed import Bucket
+from ddp_lite.buckets import Bucket
 from ddp_lite.collectives import Averager, Chain, Waitable
 
 

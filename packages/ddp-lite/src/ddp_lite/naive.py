@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ddp_lite.base import DataParallelBase
-from ddp_lite.buckets import one_per_parameter
+from ddp_lite.buckets import Bucket, one_per_parameter
 from ddp_lite.reduction import Reduction
 
 
@@ -25,11 +25,8 @@ class NaiveDDP(DataParallelBase):
         return one_per_parameter(self._specs)
 
     def _reduce(
-        self,
-        indices: tuple[int, ...],
-        gradients: Sequence[Tensor | None],
-        extra: Sequence[Tensor],
+        self, bucket: Bucket, gradients: Sequence[Tensor | None], extra: Sequence[Tensor]
     ) -> Reduction:
-        reduction = super()._reduce(indices, gradients, extra)
+        reduction = super()._reduce(bucket, gradients, extra)
         reduction.wait()  # before the next one starts
         return reduction

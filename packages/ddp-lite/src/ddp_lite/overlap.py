@@ -25,32 +25,16 @@ class OverlapDDP(DataParallelBase):
         # Backward meets the last registered parameters first.
         return one_per_parameter(reversed(self._specs))
 
-    def _reset(self) -> None:
-        super()._reset()
-        self._outstanding = [len(indices) for indices in self._groups]
-        self._counted = bytearray(len(self._specs))
-        self._next = 0  # first group that has not been started
-        self._late: set[int] = set()  # started groups whose parameters got more gradient since
-
-    def _gradient_ready(self, index: int) -> None:
-        place = self._group_of[index]
-        if place < self._next:
-            self._late.add(place)
-        elif not self._counted[index]:
-            self._counted[index] = 1
-            self._outstanding[place] -= 1
-            while self._next < len(self._groups) and not self._outstanding[self._next]:
-                self._next += 1
-                self._start(self._next - 1)
+    def _start_in_backward(self, place: int) -> None:
+        self._start(place)
 
     def _start_remaining(self) -> None:
-        for place in range(self._next, len(self._groups)):
+        for place in range(self._progress.next, len(self._groups)):
             self._start(place)
-        self._next = len(self._groups)
-        for place in sorted(self._late):
+        for place in sorted(self._progress.late):
             # The earlier average joins the later gradient; averaging an average changes nothing.
             self._complete(place)
-            self._start(place)
+            self._start(place, again=True)
 
     def _explain_when(self) -> str:
         return "each started during backward, in reverse registration order"

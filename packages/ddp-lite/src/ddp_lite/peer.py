@@ -1,28 +1,45 @@
-"""Averaging between two GPUs without NCCL: pulls over NVLink, no thread blocks spent on copying.
+"""Averaging between two GPUs with copy engines: no NCCL kernel competes with the backward pass.
 
-NCCL's kernels occupy SMs and so compete with the backward pass's matrix products. A copy between
-two GPUs of one host needs none: each rank pulls the half it is responsible for from its peer,
-adds it to its own, and pulls the other half back when the peer has done the same. What runs on
-SMs is one addition over half of the bucket and three barriers of one thread block each.
+NCCL's thread blocks hold SMs for as long as a reduction runs, waiting for the slower rank
+included, and matrix products that were tuned for all SMs become slower by much more than their
+share. Here the transfers are plain copies between the two GPUs, which need no SM. Each rank
+averages half of every bucket::
 
-The flat gradients live in symmetric memory, allocated once, so one copy of the gradients stays
-allocated between steps. Multicast is not used.
+    barrier     both have this bucket's gradients, and nobody reads last step's averages
+    push        my gradients of the peer's half go to the peer's memory       (copy engine)
+    barrier     both have the other's gradients of their own half
+    average     my half: what arrived and my own gradients                    (one kernel)
+    push        my averages go to the peer                                    (copy engine)
+    barrier     both have all averages
+
+Barriers are kernels of one small thread block. The averages live in symmetric memory, which
+stays allocated: one flat copy of the gradients beside those that autograd produces. Multicast is
+not used.
 """
 
 from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_lite.bucketed import Bucket
+from ddp_lite.buckets import Bucket
 from ddp_lite.collectives import Chain, Waitable, backend_for
 
 _BARRIER_TIMEOUT_MS = 120_000  # a peer that never comes ends in a CUDA error
+# Gradients are freed when so many further buckets have been started, so that at most this many
+# buckets' gradients exist twice.
+_BUCKETS_IN_FLIGHT = 3
 
 
 class PeerCopyAverage:
-    """A comm hook for exactly two CUDA ranks with peer access. Keep one instance per wrapper.
+    """A gradient hook for exactly two CUDA ranks with peer access. Keep one per wrapper.
+
+    The average is a + (b - a)/2, made by one rank and copied to the other, so both have the same
+    bits; they may differ from NCCL's in the last place.
 
     Args:
         group: the wrapper's process group.
@@ -38,44 +55,127 @@ class PeerCopyAverage:
                 f"{group.size()} ranks with {dist.get_backend_config(group)!r}"
             )
         self._group = group
-        self._peer = 1 - group.rank()
         self._stream: torch.cuda.Stream | None = None
-        self._memory: dict[int, tuple[Tensor, Tensor, object]] = {}
+        self._exchanges: dict[tuple[int, ...], HalfExchange] = {}
+        self._in_flight: deque[Chain] = deque()
 
-    def allocate(self, bucket: Bucket) -> Tensor:
-        """The bucket's symmetric memory, made on first use. Collective then."""
-        if bucket.index not in self._memory:
-            from torch.distributed import _symmetric_memory
-
-            flat = _symmetric_memory.empty(
-                bucket.padded_numel, dtype=bucket.dtype, device=bucket.device
-            )
-            handle = _symmetric_memory.rendezvous(flat, self._group)
-            theirs = handle.get_buffer(self._peer, (bucket.padded_numel,), bucket.dtype)
-            self._memory[bucket.index] = (flat, theirs, handle)
-        return self._memory[bucket.index][0]
-
-    def __call__(self, flat: Tensor, bucket: Bucket) -> Waitable:
-        """Starts averaging ``flat`` in place."""
-        _, theirs, handle = self._memory[bucket.index]
+    def reduce(self, bucket: Bucket, gradients: Sequence[Tensor | None]) -> PeerReduction:
+        """Starts averaging; collective the first time that it sees a bucket."""
+        if bucket.indices not in self._exchanges:
+            self._exchanges[bucket.indices] = self._share_memory(bucket)
+        exchange = self._exchanges[bucket.indices]
         if self._stream is None:
             self._stream = torch.cuda.Stream(bucket.device)
-        half = flat.numel() // 2
-        mine = slice(0, half) if self._peer == 1 else slice(half, None)
-        other = slice(half, None) if self._peer == 1 else slice(0, half)
+        while len(self._in_flight) >= _BUCKETS_IN_FLIGHT:
+            self._in_flight.popleft().wait()  # frees the gradients that it has read
+        chain = Chain(exchange.stages(gradients), bucket.device, self._stream)
+        self._in_flight.append(chain)
+        bucket.flat = exchange.flat
+        return PeerReduction(chain, exchange.views)
+
+    def _share_memory(self, bucket: Bucket) -> HalfExchange:
+        from torch.distributed import _symmetric_memory
+
+        flat = _symmetric_memory.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+        handle = _symmetric_memory.rendezvous(flat, self._group)
+        me = self._group.rank()
+        theirs = handle.get_buffer(1 - me, (bucket.numel,), bucket.dtype)
 
         def barrier() -> None:
-            handle.barrier(channel=0, timeout_ms=_BARRIER_TIMEOUT_MS)  # type: ignore[attr-defined]
+            handle.barrier(channel=0, timeout_ms=_BARRIER_TIMEOUT_MS)
 
-        def average_my_half() -> None:
-            barrier()  # both have packed their gradients
-            pulled = torch.empty_like(flat[mine])
-            pulled.copy_(theirs[mine])
-            flat[mine].add_(pulled).mul_(0.5)
+        return HalfExchange(bucket, me, flat, theirs, barrier)
 
-        def fetch_the_other() -> None:
-            barrier()  # both halves are averaged
-            flat[other].copy_(theirs[other])
-            barrier()  # nobody packs the next gradients while the peer still reads
 
-        return Chain([average_my_half, fetch_the_other], bucket.device, self._stream)
+class PeerReduction:
+    """One bucket on its way; see ``ddp_lite.reduction``."""
+
+    def __init__(self, work: Waitable, views: Sequence[Tensor]) -> None:
+        self._work, self._views = work, views
+
+    def wait(self) -> Sequence[Tensor]:
+        """The averaged gradients, as views of the flat tensor, in the bucket's order."""
+        self._work.wait()
+        return self._views
+
+
+class HalfExchange:
+    """What two ranks do to average one bucket, each its own half.
+
+    Args:
+        bucket: the parameters.
+        rank: 0 averages the first half, 1 the second.
+        flat: this rank's memory for the averages, ``bucket.numel`` elements.
+        theirs: the other rank's, mapped here.
+        barrier: returns (on CUDA: lets the stream go on) when both ranks have called it.
+
+    Attributes:
+        flat: as given.
+        views: the averages, shaped as the parameters.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        rank: int,
+        flat: Tensor,
+        theirs: Tensor,
+        barrier: Callable[[], None],
+    ) -> None:
+        self.flat = flat
+        self.views = [
+            flat[span].view(parameter.shape)
+            for span, parameter in zip(bucket.slices, bucket.parameters, strict=True)
+        ]
+        self._parameters = bucket.parameters
+        self._barrier = barrier
+        half = bucket.numel // 2
+        mine = slice(0, half) if rank == 0 else slice(half, bucket.numel)
+        other = slice(half, bucket.numel) if rank == 0 else slice(0, half)
+        self._my_half, self._their_copy = flat[mine], theirs[mine]
+        self._kept = _pieces(bucket, mine, flat)
+        self._pushed = _pieces(bucket, other, theirs)
+
+    def stages(self, gradients: Sequence[Tensor | None]) -> list[Callable[[], None]]:
+        """The steps of a ``Chain`` that averages ``gradients`` into ``views``."""
+        values = [
+            self._readable(gradient, parameter)
+            for gradient, parameter in zip(gradients, self._parameters, strict=True)
+        ]
+
+        def exchange() -> None:
+            self._barrier()
+            for place, part, target in self._pushed:
+                target.copy_(values[place][part])
+            self._barrier()
+
+        def average() -> None:
+            if self._kept:
+                targets = [target for _, _, target in self._kept]
+                own = [values[place][part] for place, part, _ in self._kept]
+                torch._foreach_lerp_(targets, own, 0.5)
+            self._their_copy.copy_(self._my_half)
+            self._barrier()
+
+        return [exchange, average]
+
+    def _readable(self, gradient: Tensor | None, parameter: Tensor) -> Tensor:
+        """The gradient, flat, outside the memory that the peer is going to write to."""
+        if gradient is None:
+            return parameter.new_zeros(parameter.numel())
+        value = gradient.reshape(-1)
+        begin = self.flat.data_ptr()
+        if begin <= value.data_ptr() < begin + self.flat.nbytes:
+            return value.clone()
+        return value
+
+
+def _pieces(bucket: Bucket, region: slice, memory: Tensor) -> list[tuple[int, slice, Tensor]]:
+    """The parts of parameters in a region: (place in the bucket, part of it, view of memory)."""
+    found = []
+    for place, span in enumerate(bucket.slices):
+        begin, end = max(span.start, region.start), min(span.stop, region.stop)
+        if begin < end:
+            part = slice(begin - span.start, end - span.start)
+            found.append((place, part, memory[begin:end]))
+    return found

@@ -15,47 +15,57 @@ A gradient that is missing on this rank takes part as zeros.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ddp_lite.buckets import Bucket
 from ddp_lite.collectives import Waitable
 
-Average = Callable[[Sequence[Tensor]], Waitable]
+Average = Callable[[Sequence[Tensor], int], Waitable]
+
+
+class Reduction(Protocol):
+    """The gradients of one bucket on their way."""
+
+    def wait(self) -> Sequence[Tensor]:
+        """The averages in the bucket's order, when they may be used (as for a ``Waitable``)."""
 
 
 class InPlaceReduction:
     """Averages each gradient where it lies, all in one coalesced collective.
 
     Args:
-        indices: the parameters' positions.
-        parameters: the parameters themselves.
+        bucket: the parameters.
         gradients: theirs on this rank; None where there is none.
-        average: starts the collective.
+        average: starts the collective, from the tensors and their size in bytes.
         extra: tensors of the same dtype that travel along.
     """
 
     def __init__(
         self,
-        indices: tuple[int, ...],
-        parameters: Sequence[Tensor],
+        bucket: Bucket,
         gradients: Sequence[Tensor | None],
         average: Average,
         extra: Sequence[Tensor] = (),
     ) -> None:
-        self.indices = indices
-        self._gradients = _with_zeros(parameters, gradients)
+        self._gradients = [
+            torch.zeros_like(parameter) if gradient is None else gradient
+            for parameter, gradient in zip(bucket.parameters, gradients, strict=True)
+        ]
         # Collectives need contiguous memory; a strided gradient travels as a copy.
-        values = [gradient.contiguous() for gradient in self._gradients]
+        values = [g if g.is_contiguous() else g.contiguous() for g in self._gradients]
         self._copies = [
             (gradient, value)
             for gradient, value in zip(self._gradients, values, strict=True)
             if gradient is not value
         ]
-        self._work = average([*values, *extra])
+        nbytes = bucket.nbytes + sum(tensor.nbytes for tensor in extra)
+        self._work = average([*values, *extra], nbytes)
 
     def wait(self) -> Sequence[Tensor]:
-        """The averaged gradients, in the order of ``indices``."""
+        """The averaged gradients, in the bucket's order."""
         self._work.wait()
         for gradient, value in self._copies:
             gradient.copy_(value)
@@ -66,8 +76,7 @@ class FlatReduction:
     """Copies the gradients into one flat tensor and reduces that.
 
     Args:
-        indices: the parameters' positions.
-        parameters: the parameters themselves.
+        bucket: the parameters.
         gradients: theirs on this rank; None where there is none.
         start: starts the reduction of the flat tensor, in place.
         flat: where to; None allocates exactly the room that the gradients need. What lies past
@@ -76,20 +85,18 @@ class FlatReduction:
 
     def __init__(
         self,
-        indices: tuple[int, ...],
-        parameters: Sequence[Tensor],
+        bucket: Bucket,
         gradients: Sequence[Tensor | None],
         start: Callable[[Tensor], Waitable],
         flat: Tensor | None = None,
     ) -> None:
-        self.indices = indices
         if flat is None:
-            flat = parameters[0].new_empty(sum(parameter.numel() for parameter in parameters))
-        self._views = _pack(parameters, gradients, flat)
+            flat = bucket.parameters[0].new_empty(bucket.numel)
+        self._views = _pack(bucket, gradients, flat)
         self._work = start(flat)
 
     def wait(self) -> Sequence[Tensor]:
-        """The reduced gradients, as views of the flat tensor, in the order of ``indices``."""
+        """The reduced gradients, as views of the flat tensor, in the bucket's order."""
         self._work.wait()
         return self._views
 
@@ -98,8 +105,7 @@ class WireReduction:
     """Sends the gradients in another dtype and converts the average back.
 
     Args:
-        indices: the parameters' positions.
-        parameters: the parameters themselves.
+        bucket: the parameters.
         gradients: theirs on this rank; None where there is none.
         start: starts averaging the flat tensor, in place.
         flat: where to; its dtype travels. What lies past the gradients is set to zero.
@@ -107,49 +113,47 @@ class WireReduction:
 
     def __init__(
         self,
-        indices: tuple[int, ...],
-        parameters: Sequence[Tensor],
+        bucket: Bucket,
         gradients: Sequence[Tensor | None],
         start: Callable[[Tensor], Waitable],
         flat: Tensor,
     ) -> None:
-        self.indices = indices
-        self._views = _pack(parameters, gradients, flat)
+        self._views = _pack(bucket, gradients, flat)
         self._gradients = [
             torch.empty_like(parameter) if gradient is None else gradient
-            for parameter, gradient in zip(parameters, gradients, strict=True)
+            for parameter, gradient in zip(bucket.parameters, gradients, strict=True)
         ]
         self._work = start(flat)
 
     def wait(self) -> Sequence[Tensor]:
-        """The averaged gradients in their own dtype, in the order of ``indices``."""
+        """The averaged gradients in their own dtype, in the bucket's order."""
         self._work.wait()
         torch._foreach_copy_(self._gradients, self._views)
         self._views = []
         return self._gradients
 
 
-Reduction = InPlaceReduction | FlatReduction | WireReduction
+class WithExtra:
+    """A reduction, and a collective on something else that its group waits for."""
+
+    def __init__(self, reduction: Reduction, extra: Waitable) -> None:
+        self._reduction, self._extra = reduction, extra
+
+    def wait(self) -> Sequence[Tensor]:
+        """The reduction's gradients, when both are done."""
+        gradients = self._reduction.wait()
+        self._extra.wait()
+        return gradients
 
 
-def _with_zeros(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
-    return [
-        torch.zeros_like(parameter) if gradient is None else gradient
-        for parameter, gradient in zip(parameters, gradients, strict=True)
-    ]
-
-
-def _pack(
-    parameters: Sequence[Tensor], gradients: Sequence[Tensor | None], flat: Tensor
-) -> list[Tensor]:
+def _pack(bucket: Bucket, gradients: Sequence[Tensor | None], flat: Tensor) -> list[Tensor]:
     """Copies gradients, zeros for None, one after the other; returns a view of each."""
-    sizes = [parameter.numel() for parameter in parameters]
-    total = sum(sizes)
-    if flat.numel() > total:
-        flat[total:].zero_()
-    pieces = flat[:total].split(sizes)
+    if flat.numel() > bucket.numel:
+        flat[bucket.numel :].zero_()
+    pieces = flat[: bucket.numel].split([parameter.numel() for parameter in bucket.parameters])
     views = [
-        piece.view(parameter.shape) for piece, parameter in zip(pieces, parameters, strict=True)
+        piece.view(parameter.shape)
+        for piece, parameter in zip(pieces, bucket.parameters, strict=True)
     ]
     targets, sources = [], []
     for view, gradient in zip(views, gradients, strict=True):

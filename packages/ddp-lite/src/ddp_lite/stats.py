@@ -40,33 +40,29 @@ class WaitTimer:
     def __init__(self, device: torch.device) -> None:
         self._on_device = device.type == "cuda"
         self._device = device
-        self._marks: list[torch.cuda.Event | float] = []
+        self._seconds = [0.0, 0.0]
+        self._events: list[torch.cuda.Event] = []
 
     def start(self) -> None:
         """Marks the beginning of the wait."""
-        self._marks = []
-        self._mark()
+        self._mark(0)
 
     def stop(self) -> None:
         """Marks its end."""
-        self._mark()
+        self._mark(1)
 
     def milliseconds(self) -> float:
         """The last wait's length; on CUDA the host waits until it is over."""
-        if len(self._marks) < 2:
-            return 0.0
-        begin, end = self._marks
-        if isinstance(begin, float) or isinstance(end, float):
-            assert isinstance(begin, float)
-            assert isinstance(end, float)
+        if not self._events:
+            begin, end = self._seconds
             return (end - begin) * 1e3
-        end.synchronize()
-        return float(begin.elapsed_time(end))
+        self._events[1].synchronize()
+        return float(self._events[0].elapsed_time(self._events[1]))
 
-    def _mark(self) -> None:
+    def _mark(self, place: int) -> None:
         if not self._on_device:
-            self._marks.append(time.perf_counter())
-        elif not torch.cuda.is_current_stream_capturing():
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self._device))
-            self._marks.append(event)
+            self._seconds[place] = time.perf_counter()
+        elif not torch.cuda.is_current_stream_capturing():  # a graph's waits have no clock
+            if not self._events:
+                self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            self._events[place].record(torch.cuda.current_stream(self._device))
