@@ -4,10 +4,13 @@
     python scripts/bench_optimizer.py --size tiny --device cpu        # smoke test, gloo
 
 One variant is in memory at a time: each block builds the model, the wrapper and the optimizer,
-warms up, runs a block of steps timed without synchronising inside, then a few with the optimizer's
-step timed alone. Rounds go through the variants forwards and backwards in turn, so drift hits all
-alike. Before anything is timed, every variant must end at torch's parameters on a small model.
-Each variant becomes one JSON line. ``--trace DIR`` also writes one profiler trace per variant.
+weighs two steps moment by moment (they are the warm-up), times a block of steps without
+synchronising inside, then a few optimizer steps alone. Rounds go through the variants forwards and
+backwards in turn, so drift hits all alike. Before anything is timed, every variant must end at
+torch's parameters on a small model. Each block becomes one JSON line as soon as it is measured; a
+run with the same ``--output`` and settings skips the blocks that are there, so it can be resumed.
+``--trace DIR`` also writes one profiler trace per variant. ``scripts/optimizer_results.py`` makes
+the table and the picture from the lines.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ class Trainer:
     forward: nn.Module
     optimizer: torch.optim.Optimizer
     finish: Callable[[], None] = lambda: None
-    close: Callable[[], None] = lambda: None
+    close: Callable[[], object] = lambda: None
 
 
 Build = Callable[[nn.Module], Trainer]
@@ -84,12 +87,12 @@ def build_torch_zero(model: nn.Module) -> Trainer:
     return Trainer(torch_ddp(model), optimizer)
 
 
-def build_ddp_lite(*, shard: bool) -> Build:
+def build_ddp_lite(*, shard: bool, bucket_size_mb: float = 250) -> Build:
     """Our wrapper with either optimizer."""
 
     def build(model: nn.Module) -> Trainer:
         optimizer = sharded(model) if shard else adamw(model)
-        wrapped = BucketedDDP(model, bucket_size_mb=250)
+        wrapped = BucketedDDP(model, bucket_size_mb=bucket_size_mb)
         return Trainer(wrapped, optimizer, wrapped.finish_gradient_synchronization, wrapped.detach)
 
     return build
@@ -119,13 +122,15 @@ VARIANTS: dict[str, Build] = {
     "torch-ddp": lambda model: Trainer(torch_ddp(model), adamw(model)),
     "torch-ddp+zero": build_torch_zero,
     "ddp-lite": build_ddp_lite(shard=False),
+    "ddp-lite-500": build_ddp_lite(shard=False, bucket_size_mb=500),
     "torch-ddp+sharded": lambda model: Trainer(torch_ddp(model), sharded(model)),
     "ddp-lite+sharded": build_ddp_lite(shard=True),
     "ddp-lite+handoff": build_handoff,
-    "reduce-100": build_sharded(bucket_size_mb=100),
-    "reduce-100-overlap": build_sharded(bucket_size_mb=100, overlap="next-forward"),
+    "reduce": build_sharded(),
+    "reduce-overlap": build_sharded(overlap="next-forward"),
     "reduce-250-overlap": build_sharded(bucket_size_mb=250, overlap="next-forward"),
-    "reduce-50-overlap": build_sharded(bucket_size_mb=50, overlap="next-forward"),
+    "reduce-500-overlap": build_sharded(bucket_size_mb=500, overlap="next-forward"),
+    "reduce-1000-overlap": build_sharded(bucket_size_mb=1000, overlap="next-forward"),
 }
 
 
@@ -195,22 +200,27 @@ def nbytes(tensors: list[Tensor]) -> int:
 
 
 class Memory:
-    """Allocated and peak bytes at named moments; zero on CPU, where torch does not count."""
+    """Bytes at named moments, above what was allocated when it was made; empty on CPU, where torch
+    does not count."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
         self._device = device
         self.moments: dict[str, dict[str, int]] = {}
-        if self._cuda:
+        self.before = 0
+        if device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+            self.before = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
 
-    def mark(self, moment: str) -> None:
-        """Records what is allocated now, and the peak since the previous mark."""
-        if self._cuda:
+    def mark(self, moment: str, **parts: int) -> None:
+        """Records what is allocated now, the peak since the previous mark, and known parts."""
+        if self._device.type == "cuda":
             synchronize(self._device)
             self.moments[moment] = {
-                "allocated": torch.cuda.memory_allocated(self._device),
-                "peak": torch.cuda.max_memory_allocated(self._device),
+                "allocated": torch.cuda.memory_allocated(self._device) - self.before,
+                "peak": torch.cuda.max_memory_allocated(self._device) - self.before,
+                **parts,
             }
             torch.cuda.reset_peak_memory_stats(self._device)
 
@@ -223,64 +233,79 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return nbytes([v for state in states for v in state.values() if isinstance(v, Tensor)])
 
 
+def gradient_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the gradients that a rank holds after backward, whole or in shards."""
+    whole = [p.grad for p in model.parameters() if p.grad is not None]
+    if not whole and isinstance(optimizer, ShardedOptimizer):
+        return nbytes(optimizer.local_gradients())
+    return nbytes(whole)
+
+
 def time_block(
     name: str, batch: Tensor, args: argparse.Namespace, *, trace: bool
 ) -> dict[str, Any]:
     """One block of one variant: milliseconds per step (the slower rank's) and memory."""
     device = batch.device
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
     memory = Memory(device)
     torch.manual_seed(0)
     model = TransformerLM(configuration(args.size, args.sequence), device=device)
     trainer = VARIANTS[name](model)
-    memory.mark("after_init")
+    parameters = nbytes(list(model.parameters()))
+    memory.mark("after_init", parameters=parameters)
 
-    def autocast() -> Any:
+    def forward() -> Tensor:
+        trainer.optimizer.zero_grad(set_to_none=True)
         use = args.precision == "bf16"
-        return torch.autocast(device.type, torch.bfloat16) if use else nullcontext()
+        with torch.autocast(device.type, torch.bfloat16) if use else nullcontext():
+            return loss_of(trainer, batch)
 
     def backward() -> None:
-        trainer.optimizer.zero_grad(set_to_none=True)
-        with autocast():
-            loss = loss_of(trainer, batch)
-        loss.backward()
+        forward().backward()
         trainer.finish()
 
     def step() -> None:
         backward()
         trainer.optimizer.step()
 
-    for _ in range(args.warmup):
-        step()
-    memory.mark("warm_up")
-    backward()
-    memory.mark("before_step")
-    gradients = nbytes([p.grad for p in model.parameters() if p.grad is not None])
-    trainer.optimizer.step()
-    memory.mark("after_step")
+    for number in (1, 2):
+        loss = forward()
+        state = state_bytes(trainer.optimizer)
+        memory.mark(f"forward_{number}", parameters=parameters, optimizer_state=state)
+        loss.backward()
+        trainer.finish()
+        gradients = gradient_bytes(model, trainer.optimizer)
+        parts = {"parameters": parameters, "gradients": gradients}
+        memory.mark(f"before_step_{number}", **parts, optimizer_state=state)
+        del loss
+        trainer.optimizer.step()
+        whole = nbytes([p.grad for p in model.parameters() if p.grad is not None])
+        parts = {"parameters": parameters, "gradients": whole}
+        memory.mark(f"after_step_{number}", **parts, optimizer_state=state_bytes(trainer.optimizer))
+    step()
 
     dist.barrier()
     synchronize(device)
     begin = time.perf_counter()
     for _ in range(args.block):
         step()
+    host = time.perf_counter() - begin
     synchronize(device)
-    seconds = torch.tensor([(time.perf_counter() - begin) / args.block], device=device)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    times = torch.tensor([time.perf_counter() - begin, host], device=device) / args.block
+    dist.all_reduce(times, dist.ReduceOp.MAX)
     memory.mark("timed_block")
 
-    optimizer_ms = statistics.median(time_optimizer(backward, trainer, device) for _ in range(3))
+    optimizer_ms = [time_optimizer(backward, trainer, device) for _ in range(3)]
     if trace:
         write_trace(name, step, device, args)
     result = {
-        "step_ms": seconds.item() * 1e3,
-        "optimizer_ms": optimizer_ms,
+        "step_ms": times[0].item() * 1e3,
+        "host_ms": times[1].item() * 1e3,
+        "optimizer_ms": statistics.median(optimizer_ms),
         "memory": memory.moments,
-        "parameter_bytes": nbytes(list(model.parameters())),
-        "full_gradient_bytes_before_step": gradients,
+        "held_before": memory.before,
+        "parameter_bytes": parameters,
         "state_bytes": state_bytes(trainer.optimizer),
+        "buckets": len(getattr(trainer.optimizer, "buckets", ())),
     }
     trainer.close()
     return result
@@ -346,7 +371,6 @@ def environment(device: torch.device, args: argparse.Namespace) -> dict[str, Any
         "batch": args.batch,
         "sequence": args.sequence,
         "steps_per_block": args.block,
-        "rounds": args.rounds,
     }
 
 
@@ -368,49 +392,51 @@ def predicted(name: str, parameters: int, world_size: int) -> dict[str, float]:
     }
 
 
-def report(
-    blocks: dict[str, list[dict[str, Any]]], device: torch.device, args: argparse.Namespace
-) -> None:
-    """Prints all variants in order of speed and appends their rows."""
-    facts = environment(device, args)
-    rows = []
-    for name, found in blocks.items():
-        times = [block["step_ms"] for block in found]
-        steps = [block["optimizer_ms"] for block in found]
-        moments = found[-1]["memory"]
-        rows.append(
-            facts
-            | found[-1]
-            | {
-                "variant": name,
-                "median_ms": statistics.median(times),
-                "min_ms": min(times),
-                "block_ms": times,
-                "optimizer_ms": statistics.median(steps),
-                "optimizer_block_ms": steps,
-                "peak_gib": max((m["peak"] for m in moments.values()), default=0) / 2**30,
-                "predicted_bytes": predicted(
-                    name, found[-1]["parameter_bytes"], dist.get_world_size()
-                ),
-            }
-        )
-    medians = {row["variant"]: row["median_ms"] for row in rows}
-    for row in sorted(rows, key=lambda row: row["median_ms"]):
-        row["ratios"] = {
-            base: row["median_ms"] / medians[base]
+# What must be equal for two blocks to belong to one run.
+SETTINGS = (
+    "commit",
+    "hardware",
+    "world_size",
+    "size",
+    "precision",
+    "batch",
+    "sequence",
+    "steps_per_block",
+)
+
+
+def measured_already(facts: dict[str, Any], output: Path | None) -> list[dict[str, Any]]:
+    """Rows of earlier runs with the same settings."""
+    if output is None or not output.exists():
+        return []
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    return [row for row in rows if all(row.get(key) == facts[key] for key in SETTINGS)]
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """One line per variant, fastest first."""
+    blocks: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        blocks.setdefault(row["variant"], []).append(row)
+
+    def median(name: str, key: str) -> float:
+        return statistics.median(row[key] for row in blocks[name])
+
+    lines = []
+    for name in sorted(blocks, key=lambda name: median(name, "step_ms")):
+        ratios = ", ".join(
+            f"{median(name, 'step_ms') / median(base, 'step_ms'):.3f} of {base}"
             for base in ("no-communication", "torch-ddp", "torch-ddp+zero", "ddp-lite")
-            if base in medians
-        }
-        ratios = ", ".join(f"{value:.3f} of {base}" for base, value in row["ratios"].items())
-        print(
-            f"{row['variant']}: median {row['median_ms']:.2f} min {row['min_ms']:.2f} ms, "
-            f"optimizer {row['optimizer_ms']:.2f} ms, peak {row['peak_gib']:.2f} GiB; {ratios}",
-            flush=True,
+            if base in blocks
         )
-    if args.output is not None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        with args.output.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        peak = max((m["peak"] for row in blocks[name] for m in row["memory"].values()), default=0)
+        lines.append(
+            f"{name}: median {median(name, 'step_ms'):.2f} min "
+            f"{min(row['step_ms'] for row in blocks[name]):.2f} ms, host "
+            f"{median(name, 'host_ms'):.2f} ms, optimizer {median(name, 'optimizer_ms'):.2f} ms, "
+            f"peak {peak / 2**30:.2f} GiB; {ratios}"
+        )
+    return "\n".join(lines)
 
 
 def worker(rank: int, store: str, args: argparse.Namespace) -> None:
@@ -438,15 +464,26 @@ def worker(rank: int, store: str, args: argparse.Namespace) -> None:
         vocabulary = configuration(args.size, args.sequence).vocab_size
         shape = (args.batch, args.sequence + 1)
         batch = torch.randint(vocabulary, shape, generator=generator).to(device)
-        blocks: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+        facts = environment(device, args)
+        rows = measured_already(facts, args.output)
+        done = {(row["variant"], row.get("round")) for row in rows}
         for turn in range(args.rounds):
             for name in names if turn % 2 == 0 else names[::-1]:
+                if (name, turn) in done:
+                    continue
                 trace = args.trace is not None and turn == args.rounds - 1
-                blocks[name].append(time_block(name, batch, args, trace=trace))
+                block = time_block(name, batch, args, trace=trace)
+                expected = predicted(name, block["parameter_bytes"], args.world_size)
+                row = facts | {"variant": name, "round": turn} | block
+                rows.append(row | {"predicted_bytes": expected})
                 if rank == 0:
-                    print(f"round {turn} {name}: {blocks[name][-1]['step_ms']:.2f} ms", flush=True)
+                    print(f"round {turn} {name}: {block['step_ms']:.2f} ms", flush=True)
+                    if args.output is not None:
+                        args.output.parent.mkdir(parents=True, exist_ok=True)
+                        with args.output.open("a") as file:
+                            file.write(json.dumps(rows[-1]) + "\n")
         if rank == 0:
-            report(blocks, device, args)
+            print(summary(rows), flush=True)
     finally:
         dist.destroy_process_group()
 
@@ -463,7 +500,6 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), help="default: all")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--block", type=int, default=6, help="steps timed together")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before each block")
     parser.add_argument("--trace", type=Path, help="folder for one profiler trace per variant")
     parser.add_argument("--output", type=Path, help="JSON lines are appended here")
     parser.add_argument("--commit", help="recorded; default: git rev-parse HEAD")

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from shard_optim import __main__ as command
 from shard_optim import accounting
 
 XL = 1_998_235_200
@@ -79,3 +80,35 @@ def test_bad_arguments_are_named():
         accounting.DtypePolicy(state=-1)
     with pytest.raises(ValueError, match="split matrices over fewer ranks"):
         accounting.compute_bound_batch(mesh=accounting.Mesh(tensor=64))
+
+
+def test_buffers_are_bounded_by_the_model():
+    settings = {"world_size": 4, "in_flight": 500.0}
+    assert accounting.rank_memory(1000, stage=1, **settings).buffers == 0
+    assert accounting.rank_memory(1000, stage=2, **settings).buffers == 500
+    assert accounting.rank_memory(10, stage=2, **settings).buffers == 40
+    assert accounting.rank_memory(10, stage=3, **settings).buffers == 80
+    memory = accounting.rank_memory(1000, stage=2, **settings)
+    assert memory.total == 4 * 1000 + 4 * 250 + 8 * 250 + 500
+
+
+def test_memory_on_the_command_line(capsys):
+    command.main(["memory", "--parameters", str(XL), "--ranks", "2", "4"])
+    header, *rows, unit = capsys.readouterr().out.splitlines()
+    assert header.split()[-4:] == ["total", "sent", "per", "step"]
+    assert "GB" in unit
+    assert len(rows) == 8
+    stage_1_of_4 = rows[5].split()
+    assert stage_1_of_4[:2] == ["1", "4"]
+    assert float(stage_1_of_4[-2]) == pytest.approx(20, rel=1e-3)
+    assert float(stage_1_of_4[-1]) == pytest.approx(3 * 4 * XL * 3 / 4 / 1e9, abs=1e-3)
+
+
+def test_communication_on_the_command_line(capsys):
+    command.main(["communication", "--device-gb", "95"])
+    out = capsys.readouterr().out
+    assert "fsdp_ranks: 38.000 devices" in out
+    assert "compute_bound_batch.per_device: 395." in out
+    assert "master_weights: 879.395 GB" in out
+    with pytest.raises(SystemExit, match="use fewer than 100000 tokens"):
+        command.main(["communication", "--tokens", "100000"])

@@ -22,7 +22,12 @@ def check_update(rank, world_size):
     """With the same gradients on all ranks, sharding changes no bit."""
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    for variant in ({"fused": True}, {"foreach": True}, {"foreach": False}):
+    for variant in (
+        {"fused": True},
+        {"foreach": True},
+        {"foreach": False},
+        {"capturable": True},
+    ):
         plain_model = stack(device)
         model = copy.deepcopy(plain_model)
         plain = torch.optim.AdamW(plain_model.parameters(), lr=0.1, **variant)

@@ -47,6 +47,23 @@ class RowNorm(torch.optim.Optimizer):
                     p.sub_(p.grad, alpha=group["lr"])
 
 
+class Lamb(torch.optim.Optimizer):
+    """A user's own shape-dependent optimizer: each step is scaled by the norms of its parameter."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                    momentum.lerp_(p.grad, 0.1)
+                    ratio = p.norm() / (momentum.norm() + 1e-6)
+                    p.sub_(momentum * (group["lr"] * ratio))
+
+
 ELEMENTWISE = [
     (torch.optim.Adadelta, {}),
     (torch.optim.Adagrad, {"initial_accumulator_value": 0.1}),
@@ -222,7 +239,7 @@ def check_mixed(rank, world_size):
 
 def check_whole(rank, world_size):
     model = nn.Sequential(nn.Linear(6, 9, bias=False), nn.Linear(9, 5, bias=False))
-    for cls in (torch.optim.Adafactor, torch.optim.Muon, torch.optim.AdamW):
+    for cls in (torch.optim.Adafactor, torch.optim.Muon, Lamb, torch.optim.AdamW):
         models, plain, sharded = pair(cls, model=model, sharded={"partition": "whole"}, lr=0.1)
         for step in range(5):
             generator = torch.Generator().manual_seed(step)
@@ -333,7 +350,8 @@ def check_disagreement(rank, world_size, what):
         optimizer = ShardedOptimizer(params, cls, lr=lr)
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(rank + 1))]})
     else:
-        ShardedOptimizer(params, cls, lr=lr)
+        size = 2 if what == "bucket" and rank == 1 else 1
+        ShardedOptimizer(params, cls, lr=lr, bucket_size_mb=size)
 
 
 @pytest.mark.parametrize(
@@ -343,6 +361,7 @@ def check_disagreement(rank, world_size, what):
         ("class", "AdamW, .* where rank 1 has .*Adam,"),
         ("lr", r"lr = 0\.1\] where rank 1 has .*lr = 0\.2\]"),
         ("count", r"parameter 1 .* where rank 1 has \[nothing\]"),
+        ("bucket", r"bucket_size_mb 1, .* where rank 1 has .*bucket_size_mb 2,"),
         ("group", r"group 1: parameter 0  \(1,\).* where rank 1 has .*\(2,\)"),
     ],
 )

@@ -1,35 +1,45 @@
 """Counts and bytes of collectives, and memory, at any world size, on the fake process group."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from shard_optim import ShardedOptimizer
+from shard_optim import ShardedOptimizer, reduction
 from shard_optim.accounting import rank_memory, step_traffic
 
 WORLD_SIZES = [2, 8, 64, 1024]
 
 
+# Which argument of a collective is its whole buffer.
+WHOLE_BUFFER = {"_allgather_base_": 0, "_reduce_scatter_base_": 1, "allreduce_": 0}
+
+
+class Calls(TorchDispatchMode):
+    """Every collective that runs on this thread, as (name, bytes of the whole buffer)."""
+
+    def __init__(self):
+        super().__init__()
+        self.recorded = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            name = func._schema.name.removeprefix("c10d::")
+            whole = args[WHOLE_BUFFER[name]]
+            whole = whole[0] if isinstance(whole, list) else whole
+            self.recorded.append((name, whole.nbytes))
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.fixture
-def calls(monkeypatch):
-    """Every collective that runs, as (name, bytes of the whole buffer)."""
-    recorded = []
-
-    def record(name, argument):
-        original = getattr(dist, name)
-
-        def wrapper(*args, **kwargs):
-            recorded.append((name, args[argument].nbytes))
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(dist, name, wrapper)
-
-    record("all_gather_into_tensor", 0)
-    record("reduce_scatter_tensor", 1)
-    record("all_reduce", 0)
-    return recorded
+def calls():
+    with Calls() as mode:
+        yield mode.recorded
 
 
 @pytest.fixture
@@ -63,21 +73,21 @@ def test_collectives_of_one_step(fake_group, calls, reduce_gradients):
         bucket_size_mb=3 * 64 * 65 * 4 / 1024**2,
         reduce_gradients=reduce_gradients,
     )
-    assert calls == [("all_reduce", 16)]  # the comparison of descriptions
+    assert calls == [("allreduce_", 16)]  # the comparison of descriptions
     calls.clear()
     buckets = len(optimizer.buckets)
     assert buckets == 4
     run_step(model, optimizer)
     padded = [bucket.flat.nbytes for bucket in optimizer.buckets]
-    gathers = [("all_gather_into_tensor", size) for size in padded]
-    scatters = [("reduce_scatter_tensor", size) for size in reversed(padded)]
-    flags = [("all_reduce", 20)]
+    gathers = [("_allgather_base_", size) for size in padded]
+    scatters = [("_reduce_scatter_base_", size) for size in reversed(padded)]
+    flags = [("allreduce_", 20)]
     assert calls == (scatters + flags if reduce_gradients else []) + gathers
 
     numel = sum(p.numel() for p in model.parameters())
     padding = sum(bucket.plan.padding for bucket in optimizer.buckets) * 4
     assert padding < buckets * world_size * 4
-    moved = sum(size for name, size in calls if name != "all_reduce")
+    moved = sum(size for name, size in calls if name != "allreduce_")
     ring = (world_size - 1) / world_size
     predicted = step_traffic(numel, world_size=world_size, stage=2 if reduce_gradients else 1)
     if not reduce_gradients:
@@ -103,8 +113,9 @@ def test_state_per_rank(fake_group, partition):
 
 
 @pytest.mark.parametrize("fake_group", [8], indirect=True)
-def test_gradients_in_flight_stay_few(fake_group):
+def test_gradients_in_flight_stay_few(fake_group, monkeypatch):
     """While backward runs, whole gradients exist for a few buckets only."""
+    monkeypatch.setattr(reduction, "MAX_BYTES_IN_FLIGHT", 4 * 64 * 65 * 4)
     model = stack()
     optimizer = ShardedOptimizer(
         model.parameters(),
@@ -122,3 +133,17 @@ def test_gradients_in_flight_stay_few(fake_group):
     assert len(optimizer._reducer._in_flight) <= 4
     shards = sum(r.shard.numel() for r in optimizer._reducer._reductions if r.shard is not None)
     assert shards <= sum(p.numel() for p in model.parameters()) / 8 + 10
+
+
+@pytest.mark.parametrize("fake_group", [2], indirect=True)
+def test_a_dropped_optimizer_and_model_leave_no_memory(fake_group):
+    model = stack()
+    optimizer = ShardedOptimizer(
+        model.parameters(), torch.optim.AdamW, reduce_gradients=True, overlap="next-forward"
+    )
+    optimizer.attach(model)
+    run_step(model, optimizer)
+    weights = [weakref.ref(p) for p in model.parameters()]
+    del model, optimizer
+    gc.collect()
+    assert not any(weight() is not None for weight in weights)

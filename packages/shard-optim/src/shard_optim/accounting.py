@@ -14,6 +14,8 @@ from typing import Literal
 
 Stage = Literal[0, 1, 2, 3]
 
+STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
+
 GB = 10**9
 
 
@@ -44,21 +46,36 @@ MIXED_BF16 = DtypePolicy(parameter=2, gradient=2, master=4, state=8)
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Predicted bytes on one rank, activations and temporary buffers excluded."""
+    """Predicted bytes on one rank, activations excluded.
+
+    Attributes:
+        parameters: the parameters that the model computes with.
+        gradients: accumulated gradients.
+        master_copies: higher-precision copies of the parameters.
+        optimizer_state: what the optimizer keeps.
+        buffers: at most this much more while collectives are under way.
+    """
 
     parameters: float
     gradients: float
     master_copies: float
     optimizer_state: float
+    buffers: float
 
     @property
     def total(self) -> float:
         """Their sum, in bytes."""
-        return self.parameters + self.gradients + self.master_copies + self.optimizer_state
+        kept = self.parameters + self.gradients + self.master_copies + self.optimizer_state
+        return kept + self.buffers
 
 
 def rank_memory(
-    numel: int, *, world_size: int, stage: Stage, policy: DtypePolicy = FP32
+    numel: int,
+    *,
+    world_size: int,
+    stage: Stage,
+    policy: DtypePolicy = FP32,
+    in_flight: float = 0,
 ) -> RankMemory:
     """Bytes per rank after the first optimizer step, with gradients present.
 
@@ -67,11 +84,14 @@ def rank_memory(
         world_size: data-parallel ranks.
         stage: 0, 1, 2 or 3.
         policy: bytes per element.
+        in_flight: bytes of whole gradients on their way into shards (stages 2 and 3) and of
+            parameters gathered for use (stage 3) that a rank holds at once. ``ShardedOptimizer``
+            with ``reduce_gradients=True`` keeps at most 1 GiB, or two buckets.
 
     Raises:
         ValueError: for an unknown stage or a world size below 1.
     """
-    if stage not in (0, 1, 2, 3):
+    if stage not in STAGES:
         raise ValueError(f"stage must be 0, 1, 2 or 3, got {stage}")
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
@@ -81,6 +101,11 @@ def rank_memory(
         gradients=policy.gradient * (share if stage >= 2 else numel),
         master_copies=policy.master * (share if stage >= 1 else numel),
         optimizer_state=policy.state * (share if stage >= 1 else numel),
+        buffers=(
+            0.0
+            if stage < 2 or world_size == 1
+            else min(in_flight, numel * (policy.gradient + (policy.parameter if stage == 3 else 0)))
+        ),
     )
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shard_optim.collectives import guarded
+from shard_optim.collectives import all_gather, guarded
 from shard_optim.partition import BucketPlan, Span
 
 
@@ -28,6 +29,7 @@ class Shard:
         index: the parameter's number over all groups in order: its key in a plain state dict.
         name: the parameter's name, for errors.
         span: the owned elements of the flattened parameter.
+        begin: their place inside this rank's range of the bucket.
         view: those elements inside the parameter's storage: one-dimensional under "flat", of the
             parameter's own shape under "whole".
         tensor: what the local optimizer updates: ``view`` itself, or a master copy of it.
@@ -37,6 +39,7 @@ class Shard:
     index: int
     name: str
     span: Span
+    begin: int
     view: Tensor
     tensor: Tensor
 
@@ -49,13 +52,17 @@ class Shard:
 class Bucket:
     """One flat buffer holding whole parameters, and this rank's shards of them.
 
+    Attributes:
+        flat: the buffer, shape (world_size * chunk,).
+        owned: this rank's range of it, shape (chunk,).
+        shards: this rank's parts of the members, in the plan's order.
+
     Args:
         params: the members, in the plan's order; one dtype, one device.
         indices: each member's number over all groups.
         names: each member's name, for errors.
         plan: where the members lie.
         shaped: whether shards keep their parameter's shape ("whole").
-        master_dtype: dtype of the copies that the optimizer updates, or None for none.
         group: the ranks that share the work.
     """
 
@@ -67,7 +74,6 @@ class Bucket:
         names: Sequence[str],
         plan: BucketPlan,
         shaped: bool,
-        master_dtype: torch.dtype | None,
         group: dist.ProcessGroup,
     ) -> None:
         self.params = list(params)
@@ -79,8 +85,10 @@ class Bucket:
         self.dtype = self.params[0].dtype
         self.device = self.params[0].device
         self.flat = torch.zeros(plan.numel, dtype=self.dtype, device=self.device)
+        self.owned = self.flat.narrow(0, self.rank * plan.chunk, plan.chunk)
         self.shards: list[Shard] = []
         self._gather: dist.Work | None = None
+        self._gather_words = self.describe("the all-gather of updated parameters")
         for position, param in enumerate(self.params):
             self._adopt(param, plan.offsets[position])
             span = plan.span(position, self.rank)
@@ -89,15 +97,15 @@ class Bucket:
                 keep_shape = shaped or param.ndim == 0
                 begin = plan.offsets[position] + span.start
                 view = param.detach() if keep_shape else self.flat.narrow(0, begin, span.length)
-                wants_master = master_dtype is not None and master_dtype != self.dtype
                 self.shards.append(
                     Shard(
                         param=param,
                         index=self.indices[position],
                         name=self.names[position],
                         span=span,
+                        begin=begin - self.rank * plan.chunk,
                         view=view,
-                        tensor=view.to(master_dtype) if wants_master else view,
+                        tensor=view,
                     )
                 )
 
@@ -107,33 +115,27 @@ class Bucket:
         view.copy_(param.detach())
         param.data = view
 
-    @property
-    def owned(self) -> Tensor:
-        """This rank's range of the flat buffer, shape (chunk,)."""
-        return self.flat.narrow(0, self.rank * self.plan.chunk, self.plan.chunk)
-
     def describe(self, what: str) -> str:
         """``what`` and this bucket in words, for errors."""
         more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
         return f"{what} ({self.names[0]}{more})"
 
-    def write_back_masters(self) -> None:
-        """Rounds updated master copies into the parameters."""
-        mastered = [shard for shard in self.shards if shard.has_master]
-        if mastered:
-            torch._foreach_copy_(
-                [shard.view for shard in mastered], [shard.tensor for shard in mastered]
+    @property
+    def packed(self) -> bool:
+        """Whether the members, row-major, follow each other without gaps from the start."""
+        ends = accumulate(self.plan.numels)
+        return all(
+            offset + numel == end and param.is_contiguous()
+            for param, offset, numel, end in zip(
+                self.params, self.plan.offsets, self.plan.numels, ends, strict=True
             )
+        )
 
     def launch_gather(self) -> None:
         """Starts the all-gather of updated parameters, in place and asynchronously."""
         if self.plan.world_size > 1 and self.plan.chunk > 0:
             self._gather = guarded(
-                self.describe("the all-gather of updated parameters"),
-                self.group,
-                lambda: dist.all_gather_into_tensor(
-                    self.flat, self.owned, group=self.group, async_op=True
-                ),
+                self._gather_words, self.group, all_gather, self.flat, self.owned, self.group
             )
 
     @property
@@ -145,7 +147,7 @@ class Bucket:
         """Waits for the all-gather. On CUDA the current stream waits, not the host."""
         if self._gather is not None:
             work, self._gather = self._gather, None
-            guarded(self.describe("the all-gather of updated parameters"), self.group, work.wait)
+            guarded(self._gather_words, self.group, work.wait)
 
 
 def check_layout(param: Tensor, name: str) -> None:
@@ -173,15 +175,15 @@ def _is_dense(param: Tensor) -> bool:
     return True
 
 
-def check_gradient(param: Tensor, name: str) -> None:
+def check_gradient(grad: Tensor | None, name: str) -> None:
     """Refuses gradients that cannot be sliced.
 
     Raises:
         ValueError: for a sparse gradient.
     """
-    if param.grad is not None and param.grad.layout != torch.strided:
+    if grad is not None and grad.layout != torch.strided:
         raise ValueError(
-            f"gradients must be dense, but {name} received one of layout {param.grad.layout}; "
+            f"gradients must be dense, but {name} received one of layout {grad.layout}; "
             "use sparse=False in its embedding"
         )
 
@@ -194,8 +196,9 @@ def flat_gradient(param: Tensor, name: str) -> Tensor | None:
     Raises:
         ValueError: for a sparse gradient.
     """
-    check_gradient(param, name)
-    return None if param.grad is None else in_memory_order(param.grad, param)
+    grad = param.grad
+    check_gradient(grad, name)
+    return None if grad is None else in_memory_order(grad, param)
 
 
 def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ checkpoint of N ranks loads bit-exactly on M and under either partition. Keys:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,60 +27,11 @@ from shard_optim.state import check_full_state, placements
 
 if TYPE_CHECKING:
     # Importing torch.distributed.checkpoint changes warning filters, so it waits for its first use.
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-    from torch.distributed.checkpoint.planner import WriteItem
+    from shard_optim.planners import Range
 
 Result = TypeVar("Result")
 
 METADATA = ".metadata"  # written last, and moved into place: its presence means "complete"
-
-
-class _Range(Tensor):
-    """A rank's range of a vector, in the form that torch.distributed.checkpoint asks for."""
-
-    offset: int
-    total: int
-
-    @staticmethod
-    def of(local: Tensor, offset: int, total: int) -> _Range:
-        """``local`` as elements ``[offset, offset + len(local))`` of ``total``."""
-        made = local.detach().as_subclass(_Range)
-        made.offset, made.total = offset, total
-        return made
-
-    def size(self, dim: int | None = None) -> Any:
-        """The whole vector's size, which loading compares with the saved one."""
-        return torch.Size([self.total]) if dim is None else self.total
-
-    def _chunk(self) -> ChunkStorageMetadata:
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-        return ChunkStorageMetadata(
-            offsets=torch.Size([self.offset]), sizes=torch.Size([self.numel()])
-        )
-
-    def __create_write_items__(self, fqn: str, value: Tensor) -> list[WriteItem]:
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-        plain = self.as_subclass(Tensor)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, torch.Size([self.offset])),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=self._chunk(),
-                    properties=TensorProperties.create_from_tensor(plain),
-                    size=torch.Size([self.total]),
-                ),
-            )
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self._chunk()]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return self.as_subclass(Tensor)
 
 
 def save_checkpoint(optimizer: ShardedOptimizer, folder: str | Path) -> None:
@@ -93,8 +44,9 @@ def save_checkpoint(optimizer: ShardedOptimizer, folder: str | Path) -> None:
         FileExistsError: if the folder holds a checkpoint already.
         CollectiveError: if a peer died or timed out, or could not write.
     """
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.state_dict_saver import save
+
+    from shard_optim.planners import Range, RangeSavePlanner
 
     if (Path(folder) / METADATA).exists():
         raise FileExistsError(
@@ -103,6 +55,7 @@ def save_checkpoint(optimizer: ShardedOptimizer, folder: str | Path) -> None:
     optimizer.wait()
     places = placements(optimizer.buckets)
     items: dict[str, Any] = {"header": _header(optimizer)}
+    ranges: dict[str, Range] = {}
     for index, state in optimizer.local.states().items():
         bucket, position = places[index]
         span = bucket.plan.span(position, optimizer.rank)
@@ -116,7 +69,9 @@ def save_checkpoint(optimizer: ShardedOptimizer, folder: str | Path) -> None:
             elif value.shape == shard.tensor.shape:
                 whole = value.shape == param.shape
                 flat = in_memory_order(value, param) if whole else value
-                items[f"state.{index}.elements.{key}"] = _Range.of(flat, span.start, param.numel())
+                ranges[f"state.{index}.elements.{key}"] = Range(
+                    values=flat.detach(), offset=span.start, total=param.numel()
+                )
             elif value.numel() > 1:
                 items[f"state.{index}.tensor.{key}"] = value
             else:
@@ -128,7 +83,7 @@ def save_checkpoint(optimizer: ShardedOptimizer, folder: str | Path) -> None:
         lambda: save(
             items,
             checkpoint_id=folder,
-            planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            planner=RangeSavePlanner(ranges),
             process_group=optimizer.process_group,
         ),
     )
@@ -147,13 +102,15 @@ def load_checkpoint(optimizer: ShardedOptimizer, folder: str | Path) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+    from shard_optim.planners import Range
+
     if not (Path(folder) / METADATA).exists():
         raise FileNotFoundError(
             f"a checkpoint must have been saved completely, but {folder} holds none "
             f"({METADATA} is missing); load an earlier one"
         )
     stored = FileSystemReader(folder).read_metadata().state_dict_metadata
-    header = _read(optimizer, folder, {"header": None})["header"]
+    header = _read(optimizer, folder, {"header": None}, {})["header"]
     problem = _mismatch(header, optimizer)
     if problem is not None:
         raise ValueError(
@@ -161,6 +118,7 @@ def load_checkpoint(optimizer: ShardedOptimizer, folder: str | Path) -> None:
             f"{problem}; load it into the optimizer that it was saved from"
         )
     wanted: dict[str, Any] = {}
+    ranges: dict[str, Range] = {}
     for bucket in optimizer.buckets:
         for shard in bucket.shards:
             prefix = f"state.{shard.index}."
@@ -172,32 +130,38 @@ def load_checkpoint(optimizer: ShardedOptimizer, folder: str | Path) -> None:
                 dtype, device = entry.properties.dtype, bucket.device
                 if name.startswith(prefix + "elements."):
                     local = torch.empty(shard.span.length, dtype=dtype, device=device)
-                    wanted[name] = _Range.of(local, shard.span.start, shard.param.numel())
+                    ranges[name] = Range(
+                        values=local, offset=shard.span.start, total=shard.param.numel()
+                    )
                 else:
                     wanted[name] = torch.empty(entry.size, dtype=dtype, device=device)
-    loaded = _read(optimizer, folder, wanted)
+    loaded = _read(optimizer, folder, wanted, ranges)
     states: dict[int, dict[str, Any]] = {}
     for bucket in optimizer.buckets:
         for shard in bucket.shards:
             prefix = f"state.{shard.index}."
             state = dict(loaded.get(prefix + "values", {}))
             for name, value in loaded.items():
-                if name.startswith(prefix + "elements."):
-                    flat = value.as_subclass(Tensor)
-                    in_shape = flat.as_strided(shard.tensor.size(), shard.tensor.stride())
-                    state[name.removeprefix(prefix + "elements.")] = in_shape
-                elif name.startswith(prefix + "tensor."):
+                if name.startswith(prefix + "tensor."):
                     state[name.removeprefix(prefix + "tensor.")] = value
+            for name, part in ranges.items():
+                if name.startswith(prefix + "elements."):
+                    in_shape = part.values.as_strided(shard.tensor.size(), shard.tensor.stride())
+                    state[name.removeprefix(prefix + "elements.")] = in_shape
             if state:
                 states[shard.index] = state
     optimizer.install(states, header["param_groups"])
 
 
 def _read(
-    optimizer: ShardedOptimizer, folder: str | Path, wanted: dict[str, Any]
+    optimizer: ShardedOptimizer,
+    folder: str | Path,
+    wanted: dict[str, Any],
+    ranges: Mapping[str, Range],
 ) -> dict[str, Any]:
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import load
+
+    from shard_optim.planners import RangeLoadPlanner
 
     _run(
         "loading a checkpoint",
@@ -205,7 +169,7 @@ def _read(
         lambda: load(
             wanted,
             checkpoint_id=folder,
-            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            planner=RangeLoadPlanner(ranges),
             process_group=optimizer.process_group,
         ),
     )

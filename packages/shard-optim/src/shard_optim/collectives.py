@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 Result = TypeVar("Result")
 
@@ -15,20 +17,41 @@ class CollectiveError(RuntimeError):
     """A peer died, timed out, or left the group while this rank was communicating."""
 
 
-def guarded(what: str, group: dist.ProcessGroup, call: Callable[[], Result]) -> Result:
-    """Calls ``call`` and names what failed if the process group reports an error.
+def guarded(
+    what: str, group: dist.ProcessGroup, call: Callable[..., Result], *arguments: Any
+) -> Result:
+    """Calls ``call(*arguments)`` and names what failed if the process group reports an error.
 
     Raises:
         CollectiveError: from the back end's own error.
     """
     try:
-        return call()
+        return call(*arguments)
     except RuntimeError as error:  # torch reports every back end's failures as RuntimeError
         raise CollectiveError(
             f"every rank of the group must take part in {what}, but it failed on rank "
             f"{dist.get_rank(group)} of {group.size()}: {error}. A peer has probably died or left; "
             "look at the first error in the other ranks' logs and restart from the last checkpoint."
         ) from error
+
+
+def reduce_scatter(output: Tensor, flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Starts averaging ``flat``, shape (world_size * n,), of which each rank gets its n elements.
+
+    The group's own method, here and below: the functions of ``torch.distributed`` check their
+    arguments again at every call.
+    """
+    options = ReduceScatterOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+    options.asyncOp = True
+    return group._reduce_scatter_base(output, flat, options)
+
+
+def all_gather(flat: Tensor, owned: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Starts filling ``flat``, shape (world_size * n,), with each rank's n elements."""
+    options = AllgatherOptions()
+    options.asyncOp = True
+    return group._allgather_base(flat, owned, options)
 
 
 def point_to_point_device(device: torch.device, group: dist.ProcessGroup) -> torch.device:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from shard_optim.collectives import guarded, resolve_group
+from shard_optim.collectives import guarded, reduce_scatter, resolve_group
 from shard_optim.partition import BucketPlan
 
 
@@ -66,9 +66,10 @@ class ReduceScatterHook:
         work = guarded(
             "the reduce-scatter of a gradient bucket",
             self._group,
-            lambda: dist.reduce_scatter_tensor(
-                owned, flat, op=dist.ReduceOp.AVG, group=self._group, async_op=True
-            ),
+            reduce_scatter,
+            owned,
+            flat,
+            self._group,
         )
         return self.Work(self._group, work)
 

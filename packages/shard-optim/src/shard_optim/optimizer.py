@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shard_optim.agreement import check_agreement, describe_groups
-from shard_optim.buckets import Bucket, Shard, check_layout, flat_gradient
+from shard_optim.buckets import Bucket, check_layout
 from shard_optim.collectives import guarded, resolve_group
 from shard_optim.handoff import FlatBucket, plans_from_layout
 from shard_optim.local import (
@@ -37,6 +37,12 @@ from shard_optim.support import check_supported
 Overlap = Literal["next-forward"]
 
 MIB = 1024**2
+
+# Buckets of a default size: few enough that starting them costs the host little, many enough that
+# they overlap with backward and forward, and large enough for the network's full bandwidth.
+DEFAULT_BUCKETS = 16
+SMALLEST_DEFAULT_MB = 25
+LARGEST_DEFAULT_MB = 500
 
 # What vectorised loads, cuBLAS and Hopper's tensor memory accelerator need at least.
 ALIGNMENT_BYTES = 16
@@ -71,7 +77,8 @@ class ShardedOptimizer(Optimizer):
         partition: "flat" gives every rank an equal contiguous slice of each bucket, for optimizers
             that treat every element alike; "whole" gives ranks whole parameters, for optimizers
             that look at shapes.
-        bucket_size_mb: size of one all-gather in MB (1024² bytes).
+        bucket_size_mb: size of one collective in MB (1024² bytes). None: a sixteenth of the
+            parameters, but between 25 and 500 MB.
         master_dtype: if given, parameters of another floating dtype are updated through copies of
             this dtype (1/world_size of them per rank) and rounded back after each step.
         reduce_gradients: average gradients in shards, during backward. The model must then not be
@@ -96,7 +103,7 @@ class ShardedOptimizer(Optimizer):
         *,
         process_group: dist.ProcessGroup | None = None,
         partition: Partition = "flat",
-        bucket_size_mb: float = 100.0,
+        bucket_size_mb: float | None = None,
         master_dtype: torch.dtype | None = None,
         reduce_gradients: bool = False,
         overlap: Overlap | None = None,
@@ -105,7 +112,7 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         if partition not in PARTITIONS:
             raise ValueError(f"partition must be one of {PARTITIONS}, got {partition!r}")
-        if bucket_size_mb <= 0:
+        if bucket_size_mb is not None and bucket_size_mb <= 0:
             raise ValueError(f"bucket_size_mb must be positive, got {bucket_size_mb}")
         if overlap not in (None, "next-forward"):
             raise ValueError(f"overlap must be None or 'next-forward', got {overlap!r}")
@@ -121,10 +128,18 @@ class ShardedOptimizer(Optimizer):
         self.rank = dist.get_rank(self.process_group)
         self.world_size = self.process_group.size()
         self.buckets: list[Bucket] = []
-        self._bucket_bytes = bucket_size_mb * MIB
-        self._master_dtype = master_dtype
+        self._bucket_size_mb = bucket_size_mb
         self._frozen: list[int] = []
-        self._local: LocalOptimizer | None = None
+        self._local = LocalOptimizer(
+            optimizer_cls,
+            partition=partition,
+            merge=reduce_gradients and partition == "flat",
+            master_dtype=master_dtype,
+            kwargs=kwargs,
+        )
+        self._exposed: defaultdict[Tensor, Any] = defaultdict(dict)
+        self._exposed_is_current = True
+        self._constructed = False
         self._overlap = overlap
         self._waits: ForwardWaits | None = None
         self._reducer = GradientReducer(self.process_group) if reduce_gradients else None
@@ -133,22 +148,28 @@ class ShardedOptimizer(Optimizer):
         groups = as_groups(params)
         super().__init__(groups, default_settings(optimizer_cls, groups, kwargs))
         self._agree(self.param_groups)
-        self._local = LocalOptimizer(
-            optimizer_cls,
-            self.param_groups,
-            self._shard(range(len(self.all_params())))
-            if layout is None
-            else self._shard_by_layout(layout),
-            partition=partition,
-            kwargs=kwargs,
-        )
-        self._local.expose(self.state)
+        if layout is None:
+            self._place(range(len(self.all_params())))
+        else:
+            self._place_by_layout(layout)
+        self._constructed = True
 
     @property
     def local(self) -> LocalOptimizer:
-        """The optimizer over this rank's shards."""
-        assert self._local is not None
+        """The optimizers over this rank's shards."""
         return self._local
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """This rank's state, by the whole parameter that it belongs to a part of."""
+        if not self._exposed_is_current:
+            self._local.expose(self._exposed)
+            self._exposed_is_current = True
+        return self._exposed
+
+    @state.setter
+    def state(self, state: defaultdict[Tensor, Any]) -> None:
+        self._exposed = state
 
     # --- parameters and groups -------------------------------------------------------------
 
@@ -179,15 +200,13 @@ class ShardedOptimizer(Optimizer):
         group = self.param_groups[-1]
         try:
             self._check_group(group, first)
-            if self._local is not None:
+            if self._constructed:
                 self._agree([group])
         except (ValueError, RuntimeError):
             self.param_groups.pop()
             raise
-        if self._local is not None:
-            shards = self._shard(range(first, first + len(group["params"])))
-            self._local.add_group(group, shards)
-            self._local.expose(self.state)
+        if self._constructed:
+            self._place(range(first, first + len(group["params"])))
 
     def _check_group(self, group: dict[str, Any], first: int) -> None:
         params = group["params"]
@@ -204,6 +223,7 @@ class ShardedOptimizer(Optimizer):
         cls = self.optimizer_cls
         title = (
             f"{cls.__module__}.{cls.__qualname__}, partition {self.partition}, "
+            f"bucket_size_mb {self._bucket_size_mb}, reduce_gradients {self._reducer is not None}, "
             f"{len(self.param_groups)} groups"
         )
         lines = describe_groups(groups, first=len(self.param_groups) - len(groups))
@@ -211,8 +231,8 @@ class ShardedOptimizer(Optimizer):
         device = params[0].device if params else torch.device("cpu")
         check_agreement([title, *lines], group=self.process_group, device=device)
 
-    def _shard(self, indices: Iterable[int]) -> list[Shard]:
-        """Places the trainable ones of these parameters in new buckets; returns our shards."""
+    def _place(self, indices: Iterable[int]) -> None:
+        """Places the trainable ones of these parameters in new buckets."""
         params = self.all_params()
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
         for index in indices:
@@ -226,10 +246,9 @@ class ShardedOptimizer(Optimizer):
                 chosen = [members[position] for position in plan.members]
                 added.append(self._bucket([params[index] for index in chosen], chosen, plan))
         self._register(added)
-        return [shard for bucket in added for shard in bucket.shards]
 
-    def _shard_by_layout(self, layout: Sequence[FlatBucket]) -> list[Shard]:
-        """Places all trainable parameters where a wrapper has them; returns our shards."""
+    def _place_by_layout(self, layout: Sequence[FlatBucket]) -> None:
+        """Places all trainable parameters where a wrapper has them."""
         params = self.all_params()
         self._frozen = [index for index, param in enumerate(params) if not param.requires_grad]
         trainable = {id(p): index for index, p in enumerate(params) if p.requires_grad}
@@ -238,14 +257,17 @@ class ShardedOptimizer(Optimizer):
             self._bucket([params[i] for i in plan.members], plan.members, plan) for plan in plans
         ]
         self._register(added)
-        return [shard for bucket in added for shard in bucket.shards]
 
     def _plan(self, numels: Sequence[int], dtype: torch.dtype) -> list[BucketPlan]:
+        size_mb = self._bucket_size_mb
+        if size_mb is None:
+            share = sum(numels) * dtype.itemsize / DEFAULT_BUCKETS / MIB
+            size_mb = min(max(share, SMALLEST_DEFAULT_MB), LARGEST_DEFAULT_MB)
         return plan_buckets(
             numels,
             world_size=self.world_size,
             partition=self.partition,
-            bucket_numel=max(1, int(self._bucket_bytes / dtype.itemsize)),
+            bucket_numel=max(1, int(size_mb * MIB / dtype.itemsize)),
             alignment=max(1, ALIGNMENT_BYTES // dtype.itemsize),
         )
 
@@ -256,7 +278,6 @@ class ShardedOptimizer(Optimizer):
             names=[self.name_of(index) for index in indices],
             plan=plan,
             shaped=self.partition == "whole",
-            master_dtype=self._master_dtype,
             group=self.process_group,
         )
 
@@ -265,7 +286,8 @@ class ShardedOptimizer(Optimizer):
         if self._reducer is not None:
             self._reducer.add(added)
         if self._waits is not None:
-            self._waits.add(added)
+            self._await(self._waits, added)
+        self._local.add(self.param_groups, added)
 
     def _adopt_unfrozen(self) -> None:
         """Gives parameters that became trainable a place; the same on every rank."""
@@ -274,7 +296,7 @@ class ShardedOptimizer(Optimizer):
         if not thawed:
             return
         self._frozen = [index for index in self._frozen if index not in thawed]
-        self.local.extend_groups(self.param_groups, self._shard(thawed))
+        self._place(thawed)
 
     # --- step ------------------------------------------------------------------------------
 
@@ -297,14 +319,10 @@ class ShardedOptimizer(Optimizer):
                 loss = closure()
         self._collect_gradients()
         self._collected = False
-        self.local.step(self.param_groups, **kwargs)
-        for bucket in self.buckets:
-            bucket.write_back_masters()
-        self.local.expose(self.state)
+        self.local.step(self.param_groups, Bucket.launch_gather, **kwargs)
+        self._exposed_is_current = False
         if self._reducer is not None:
             self._reducer.discard()
-        for bucket in self.buckets:
-            bucket.launch_gather()
         if self._waits is not None:
             self._waits.started()
         else:
@@ -347,7 +365,14 @@ class ShardedOptimizer(Optimizer):
                     f"{self.name_of(index)} is not in it; attach the module that contains it"
                 )
         self._waits = ForwardWaits(module, self.wait)
-        self._waits.add(self.buckets)
+        if self._reducer is not None:
+            self._reducer.check_read = self._waits.check_read
+        self._await(self._waits, self.buckets)
+
+    def _await(self, waits: ForwardWaits, added: Sequence[Bucket]) -> None:
+        waits.add(added)
+        if self._reducer is None:
+            waits.hook_gradients(added)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it, ``reduce_gradients=True`` lets gradients accumulate without communication.
@@ -413,19 +438,14 @@ class ShardedOptimizer(Optimizer):
                 'overlap="next-forward" needs to know the module whose forward waits; call '
                 "attach(module) before the first step"
             )
-        self.wait()
         self._adopt_unfrozen()
-        if self._reducer is not None:
-            self._reducer.finish()
-            reduced = self._reducer.gradients()
-            for shard in self.local.shards:
-                self.local.give_gradient(shard, reduced.get(shard.index))
+        if self._reducer is None:
+            self.wait()
+            self.local.take_gradients()
         else:
-            for shard in self.local.shards:
-                grad = flat_gradient(shard.param, shard.name)
-                if grad is not None:
-                    grad = grad.narrow(0, shard.span.start, shard.span.length)
-                self.local.give_gradient(shard, grad)
+            self._reducer.finish()
+            self.wait()
+            self.local.take_reduced(self._reducer.slices(), self._reducer.unused())
         self._collected = True
 
     # --- state -----------------------------------------------------------------------------
@@ -583,4 +603,4 @@ class ShardedOptimizer(Optimizer):
         self.local.install(states, settings)
         for group, new in zip(self.param_groups, settings, strict=True):
             group.update(settings_of(new))
-        self.local.expose(self.state)
+        self._exposed_is_current = False

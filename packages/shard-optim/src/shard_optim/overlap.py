@@ -6,6 +6,7 @@ layers overlap the computation of earlier ones.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,7 +20,7 @@ class ForwardWaits:
 
     A module's parameters count as read when its ``forward`` starts; ``state_dict`` and
     ``load_state_dict`` of the root wait for everything. A parameter that receives a gradient
-    although its module was not called was read too early, which raises during that backward.
+    although its module was not called was read too early, which ``check_read`` finds.
 
     Args:
         module: the root; all its submodules are hooked.
@@ -27,12 +28,18 @@ class ForwardWaits:
     """
 
     def __init__(self, module: nn.Module, wait_all: Callable[[], None]) -> None:
-        self._bucket_of: dict[int, Bucket] = {}
-        self._read: set[int] = set()
+        self._readers: dict[int, list[nn.Module]] = {}
+        self._reads: dict[nn.Module, tuple[list[Bucket], set[int]]] = {}
+        self._names: dict[int, str] = {}
+        self._unread: set[int] = set()
         self._pending = False
         for child in module.modules():
-            if next(child.parameters(recurse=False), None) is not None:
+            own = [id(param) for param in child.parameters(recurse=False)]
+            if own:
+                self._reads[child] = [], set()
                 child.register_forward_pre_hook(self._before_forward)
+            for key in own:
+                self._readers.setdefault(key, []).append(child)
         module.register_state_dict_pre_hook(lambda *_: wait_all())
         module.register_load_state_dict_pre_hook(lambda *_: wait_all())
 
@@ -40,34 +47,54 @@ class ForwardWaits:
         """Makes modules wait for these buckets too."""
         for bucket in buckets:
             for param, name in zip(bucket.params, bucket.names, strict=True):
-                self._bucket_of[id(param)] = bucket
-                param.register_post_accumulate_grad_hook(self._check_read(name))
+                self._names[id(param)] = name
+                for reader in self._readers.get(id(param), ()):
+                    awaited, keys = self._reads[reader]
+                    keys.add(id(param))
+                    if bucket not in awaited:
+                        awaited.append(bucket)
 
     def started(self) -> None:
         """All-gathers were launched: from here on, reads must wait."""
         self._pending = True
-        self._read.clear()
+        self._unread = set(self._names)
 
     def settled(self) -> None:
         """All all-gathers were awaited: any read is safe."""
         self._pending = False
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if not self._pending:
-            return
-        for param in module.parameters(recurse=False):
-            bucket = self._bucket_of.get(id(param))
-            if bucket is not None:
+        if self._pending:
+            awaited, keys = self._reads[module]
+            for bucket in awaited:
                 bucket.wait_gather()
-                self._read.add(id(param))
+            self._unread -= keys
 
-    def _check_read(self, name: str) -> Callable[[Tensor], None]:
+    def check_read(self, params: Iterable[Tensor]) -> None:
+        """Call with parameters that received gradients, during the backward that made them.
+
+        Raises:
+            RuntimeError: if a module read one of them without being called, so without waiting.
+        """
+        if self._pending and self._unread:
+            for param in params:
+                if id(param) in self._unread:
+                    raise RuntimeError(
+                        'under overlap="next-forward" a parameter may be read only inside its own '
+                        f"module's forward, but {self._names[id(param)]} received a gradient "
+                        "although its module was not called; call wait() before the forward, or "
+                        "use overlap=None"
+                    )
+
+    def hook_gradients(self, buckets: Iterable[Bucket]) -> None:
+        """Makes every gradient of these buckets' parameters call ``check_read``."""
+        waits_if_alive = weakref.ref(self)  # a hook must not keep other parameters alive
+
         def on_gradient(param: Tensor) -> None:
-            if self._pending and id(param) not in self._read:
-                raise RuntimeError(
-                    'under overlap="next-forward" a parameter may be read only inside its own '
-                    f"module's forward, but {name} received a gradient although its module was "
-                    "not called; call wait() before the forward, or use overlap=None"
-                )
+            waits = waits_if_alive()
+            if waits is not None:
+                waits.check_read((param,))
 
-        return on_gradient
+        for bucket in buckets:
+            for param in bucket.params:
+                param.register_post_accumulate_grad_hook(on_gradient)

@@ -13,8 +13,9 @@ rank had a gradient for it, as under torch's DistributedDataParallel.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -23,11 +24,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shard_optim.buckets import Bucket, check_gradient
-from shard_optim.collectives import guarded
+from shard_optim.collectives import guarded, reduce_scatter
 
-# Buckets whose packed gradients may wait for the network before backward waits for them: enough to
-# ride out jitter, few enough that gradients in flight stay a small part of the memory.
-MAX_IN_FLIGHT = 4
+# Packed gradients that may wait for the network before backward waits for them: enough to ride out
+# jitter between ranks, a small part of the memory of any model that needs sharding. At least two
+# buckets may always be in flight.
+MAX_BYTES_IN_FLIGHT = 1024**3
 
 
 @dataclass(eq=False)
@@ -46,6 +48,36 @@ class Reduction:
     present: set[int] = field(default_factory=set)
     shard: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        self.size = len(self.bucket.params)
+        self.words = self.bucket.describe("the reduce-scatter of gradients")
+        self._packed = self.bucket.packed
+
+    def pack(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """Gradients of all members in a new flat tensor, zeros for those that are None.
+
+        Returns:
+            Laid out like the bucket; what lies between members is unspecified.
+        """
+        bucket = self.bucket
+        sources = [
+            torch.zeros_like(param) if grad is None else grad
+            for param, grad in zip(bucket.params, grads, strict=True)
+        ]
+        if self._packed:
+            if bucket.plan.padding:
+                sources.append(bucket.flat.new_zeros(bucket.plan.padding))
+            # One call, where a view of the target for each member costs more than the copies.
+            flat: Tensor = torch._utils._flatten_dense_tensors(sources)
+            return flat.to(bucket.dtype)
+        flat = torch.empty_like(bucket.flat)
+        targets = [
+            flat.as_strided(param.size(), param.stride(), offset)
+            for param, offset in zip(bucket.params, bucket.plan.offsets, strict=True)
+        ]
+        torch._foreach_copy_(targets, sources)
+        return flat
+
 
 @dataclass(eq=False)
 class _Flight:
@@ -62,13 +94,18 @@ class GradientReducer:
 
     Args:
         group: the ranks to average over.
+
+    Attributes:
+        check_read: called with the parameters whose gradients are about to be reduced.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        self.check_read: Callable[[Iterable[Tensor]], None] = lambda params: None
         self._group = group
         self._reductions: list[Reduction] = []
         self._next = 0  # launched reductions of this pass, in launch order
         self._in_flight: deque[_Flight] = deque()
+        self._bytes_in_flight = 0
         self._paused = False
         self._flags: tuple[Tensor, dist.Work | None] | None = None
 
@@ -81,14 +118,20 @@ class GradientReducer:
                 param.register_post_accumulate_grad_hook(self._hook(reduction, position))
 
     def _hook(self, reduction: Reduction, position: int) -> Callable[[Tensor], None]:
+        # A parameter keeps its hooks alive where the garbage collector cannot follow, so a hook
+        # that held the bucket would keep all parameters for ever.
+        reducer_if_alive = weakref.ref(self)
+        arrived, size = reduction.arrived, reduction.size
+
         def on_gradient(param: Tensor) -> None:
-            if self._paused:
+            reducer = reducer_if_alive()
+            if reducer is None or reducer._paused:
                 return
-            if position in reduction.arrived:
-                self._finish_pass()
-            reduction.arrived.add(position)
-            if len(reduction.arrived) == len(reduction.bucket.params):
-                self._launch_ready()
+            if position in arrived:
+                reducer._finish_pass()
+            arrived.add(position)
+            if len(arrived) == size:
+                reducer._launch_ready()
 
         return on_gradient
 
@@ -105,7 +148,7 @@ class GradientReducer:
         """Launches complete buckets, but only in the order that all ranks share."""
         while self._next < len(self._reductions):
             reduction = self._reductions[self._next]
-            if len(reduction.arrived) < len(reduction.bucket.params):
+            if len(reduction.arrived) < reduction.size:
                 return
             self._launch(reduction)
             self._next += 1
@@ -120,46 +163,31 @@ class GradientReducer:
     @torch.no_grad()
     def _launch(self, reduction: Reduction) -> None:
         bucket = reduction.bucket
-        while len(self._in_flight) >= MAX_IN_FLIGHT:
+        self._bytes_in_flight += bucket.flat.nbytes
+        while len(self._in_flight) > 1 and self._bytes_in_flight > MAX_BYTES_IN_FLIGHT:
             self._land()
-        packed = torch.empty(bucket.plan.numel, dtype=bucket.dtype, device=bucket.device)
-        targets, grads = [], []
-        for position, (param, offset) in enumerate(
-            zip(bucket.params, bucket.plan.offsets, strict=True)
-        ):
-            target = packed.as_strided(param.size(), param.stride(), offset)
-            if param.grad is None:
-                target.zero_()
-                continue
-            check_gradient(param, bucket.names[position])
-            reduction.present.add(position)
-            targets.append(target)
-            grads.append(param.grad)
+        grads = [param.grad for param in bucket.params]
+        found = [position for position, grad in enumerate(grads) if grad is not None]
+        self.check_read(bucket.params[position] for position in found)
+        for grad, name in zip(grads, bucket.names, strict=True):
+            check_gradient(grad, name)
+        packed = reduction.pack(grads)
+        for param in bucket.params:
             param.grad = None
-        if grads:
-            torch._foreach_copy_(targets, grads)
+        reduction.present.update(found)
         if self._group.size() == 1 or bucket.plan.chunk == 0:
             self._in_flight.append(_Flight(reduction, packed, packed, None))
             return
-        output = torch.empty(bucket.plan.chunk, dtype=bucket.dtype, device=bucket.device)
-        work = guarded(
-            bucket.describe("the reduce-scatter of gradients"),
-            self._group,
-            lambda: dist.reduce_scatter_tensor(
-                output, packed, op=dist.ReduceOp.AVG, group=self._group, async_op=True
-            ),
-        )
+        output = torch.empty_like(bucket.owned)
+        work = guarded(reduction.words, self._group, reduce_scatter, output, packed, self._group)
         self._in_flight.append(_Flight(reduction, packed, output, work))
 
     def _land(self) -> None:
         """Awaits the oldest reduce-scatter (on CUDA the stream does) and lets its buffer go."""
         flight = self._in_flight.popleft()
+        self._bytes_in_flight -= flight.packed.nbytes
         if flight.work is not None:
-            guarded(
-                flight.reduction.bucket.describe("the reduce-scatter of gradients"),
-                self._group,
-                flight.work.wait,
-            )
+            guarded(flight.reduction.words, self._group, flight.work.wait)
         if flight.reduction.shard is None:
             flight.reduction.shard = flight.output
         else:
@@ -193,14 +221,11 @@ class GradientReducer:
 
     def _exchange_flags(self) -> None:
         """Shares which parameters had a gradient; read only by who lacked one."""
-        present = [
-            position in reduction.present
-            for reduction in self._reductions
-            for position in range(len(reduction.bucket.params))
-        ]
         device = self._reductions[0].bucket.device
-        flags = torch.ones(len(present), dtype=torch.uint8, device=device)
-        if not all(present):
+        count = sum(reduction.size for reduction in self._reductions)
+        flags = torch.ones(count, dtype=torch.uint8, device=device)
+        if any(len(reduction.present) < reduction.size for reduction in self._reductions):
+            present = [p in r.present for r in self._reductions for p in range(r.size)]
             flags.copy_(torch.tensor(present, dtype=torch.uint8))
         work = None
         if self._group.size() > 1:
@@ -213,34 +238,28 @@ class GradientReducer:
             )
         self._flags = (flags, work)
 
-    def gradients(self) -> dict[int, Tensor]:
-        """After ``finish``: the averaged gradient of each shard of this rank that has one.
-
-        Returns:
-            By parameter number; vectors, views of the bucket's slice.
-        """
-        used = self._used()
-        found: dict[int, Tensor] = {}
-        first = 0
+    def slices(self) -> dict[Bucket, Tensor]:
+        """After ``finish``: this rank's range of each bucket's averaged gradients."""
+        found = {}
         for reduction in self._reductions:
-            bucket = reduction.bucket
             assert reduction.shard is not None
-            positions = {index: position for position, index in enumerate(bucket.indices)}
-            for shard in bucket.shards:
-                position = positions[shard.index]
-                if position in reduction.present or (used is not None and used[first + position]):
-                    begin = bucket.plan.offsets[position] + shard.span.start
-                    begin -= bucket.rank * bucket.plan.chunk
-                    found[shard.index] = reduction.shard.narrow(0, begin, shard.span.length)
-            first += len(bucket.params)
+            found[reduction.bucket] = reduction.shard
         return found
 
-    def _used(self) -> list[int] | None:
-        """Which parameters had a gradient on any rank; None if this rank need not ask.
+    def unused(self) -> frozenset[int]:
+        """After ``finish``: numbers of the parameters that had no gradient on any rank.
 
-        Asking waits for the device, so only a rank that lacked a gradient does.
+        Finding them waits for the device, so only a rank that lacked a gradient looks.
         """
-        if all(len(r.present) == len(r.bucket.params) for r in self._reductions):
+        used = self._used()
+        if used is None:
+            return frozenset()
+        numbers = [index for reduction in self._reductions for index in reduction.bucket.indices]
+        return frozenset(index for index, flag in zip(numbers, used, strict=True) if not flag)
+
+    def _used(self) -> list[int] | None:
+        """Whether each parameter had a gradient on any rank; None if this rank had all."""
+        if all(len(reduction.present) == reduction.size for reduction in self._reductions):
             return None
         assert self._flags is not None
         flags, work = self._flags

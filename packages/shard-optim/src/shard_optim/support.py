@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shard_optim.buckets import Shard
 from shard_optim.partition import Partition
+from shard_optim.runs import Run
 
 # Updates that depend on a parameter's shape: factored moments, orthogonalised matrices.
 SHAPE_DEPENDENT: tuple[type[Optimizer], ...] = (torch.optim.Adafactor, torch.optim.Muon)
@@ -49,16 +49,16 @@ def check_supported(
         )
 
 
-def check_elementwise_state(optimizer: Optimizer, shard: Shard) -> None:
+def check_elementwise_state(optimizer: Optimizer, run: Run) -> None:
     """Refuses state that an element-wise optimizer would not have.
 
     Raises:
-        ValueError: if some state tensor is neither one number nor of the shard's shape.
+        ValueError: if some state tensor is neither one number nor of the run's shape.
     """
-    for key, value in optimizer.state.get(shard.tensor, {}).items():
-        if isinstance(value, Tensor) and value.numel() != 1 and value.shape != shard.tensor.shape:
+    for key, value in optimizer.state.get(run.tensor, {}).items():
+        if isinstance(value, Tensor) and value.numel() != 1 and value.shape != run.tensor.shape:
             raise ValueError(
                 'under partition="flat" a state tensor must hold one number or one per element '
-                f"({tuple(shard.tensor.shape)}), but {type(optimizer).__name__} keeps {key!r} of "
+                f"({tuple(run.tensor.shape)}), but {type(optimizer).__name__} keeps {key!r} of "
                 f'shape {tuple(value.shape)}; pass partition="whole"'
             )
