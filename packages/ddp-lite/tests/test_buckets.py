@@ -41,6 +41,12 @@ def test_last_bucket_is_never_larger_than_the_others() -> None:
     assert plan_buckets(specs(1, 1, 1), 4, last_bucket_bytes=100) == [(0,), (1,), (2,)]
 
 
+def test_tapered_buckets_hold_at_most_half_of_what_is_left() -> None:
+    sixteen = specs(*[1] * 16)  # 64 bytes: 24, then half of 40, of 20, of 12, and the last 8
+    assert [len(g) for g in plan_buckets(sixteen, 24, 8, taper=True)] == [6, 5, 2, 1, 2]
+    assert [len(g) for g in plan_buckets(sixteen, 24, 8)] == [6, 6, 2, 2]
+
+
 def test_large_parameters_stand_alone() -> None:
     assert plan_buckets(specs(9, 1, 9), 8, 8) == [(0,), (1,), (2,)]
 
@@ -83,10 +89,11 @@ def test_no_parameters_no_buckets() -> None:
     bucket=st.integers(1, 200),
     last=st.none() | st.integers(1, 200),
     kinds=st.sampled_from([(torch.float32,), (torch.float32, torch.bfloat16)]),
+    taper=st.booleans(),
 )
-def test_plans_are_partitions_within_the_limits(sizes, bucket, last, kinds) -> None:
+def test_plans_are_partitions_within_the_limits(sizes, bucket, last, kinds, taper) -> None:
     chosen = specs(*sizes, dtypes=kinds)
-    plan = plan_buckets(chosen, bucket, last)
+    plan = plan_buckets(chosen, bucket, last, taper=taper)
     assert sorted(index for group in plan for index in group) == list(range(len(sizes)))
     for place, group in enumerate(plan):
         limit = min(bucket, last or bucket) if place == len(plan) - 1 else bucket

@@ -127,6 +127,9 @@ def test_buckets_of_the_real_xl() -> None:
     automatic = automatic_bucket_bytes(specs)
     assert automatic // MEBIBYTE == 476
     assert len(plan_buckets(specs[::-1], automatic, 25 * MEBIBYTE)) == 18
+    tapered = plan_buckets(specs[::-1], automatic, 25 * MEBIBYTE, taper=True)
+    sizes = [sum(specs[i].nbytes for i in group) // MEBIBYTE for group in tapered]
+    assert sizes == [451, *[468] * 14, 273, 156, 87, 29, 61]
 
 
 def host_milliseconds(wrapped: DataParallelBase) -> float:

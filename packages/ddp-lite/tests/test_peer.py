@@ -20,7 +20,7 @@ class Shared:
         self._folder = Path(folder)
         self._exchanges: dict[tuple[int, ...], HalfExchange] = {}
 
-    def reduce(self, bucket, gradients) -> PeerReduction:
+    def reduce_gradients(self, bucket, gradients) -> PeerReduction:
         if bucket.indices not in self._exchanges:
             me = dist.get_rank()
             both = [

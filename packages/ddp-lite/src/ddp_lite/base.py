@@ -144,6 +144,8 @@ class DataParallelBase(TransparentWrapper, ABC):
 
         Raises:
             UnfinishedSynchronizationError: the last backward was never finished.
+            ModelMismatchError: ``requires_grad`` changed since the last forward, but not alike on
+                all ranks.
         """
         if not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)

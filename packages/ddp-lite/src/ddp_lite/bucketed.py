@@ -26,7 +26,7 @@ from ddp_lite.wire import average_on_wire
 class GradientHook(Protocol):
     """A comm hook that takes the gradients where autograd put them, not in a flat tensor."""
 
-    def reduce(self, bucket: Bucket, gradients: Sequence[Tensor | None]) -> Reduction:
+    def reduce_gradients(self, bucket: Bucket, gradients: Sequence[Tensor | None]) -> Reduction:
         """Starts averaging the gradients of a complete bucket; None stands for zeros."""
 
 
@@ -40,7 +40,7 @@ class BucketedDDP(OverlapDDP):
         module: see ``DataParallelBase``.
         bucket_size_mb: most MB (1024² bytes) of gradients in a bucket; a larger parameter has
             one of its own. None: one bucket per dtype. "auto": a sixteenth of the gradients, at
-            least 25 MB.
+            least 25 MB, and at most half of what is left toward the end.
         last_bucket_size_mb: the same for the bucket reduced last, if smaller. None: no extra
             limit.
         copy: False reduces the gradients where autograd put them, coalesced into one collective
@@ -114,7 +114,9 @@ class BucketedDDP(OverlapDDP):
 
     def _plan_in_order(self, order: Sequence[int]) -> list[tuple[int, ...]]:
         specs = [self._specs[index] for index in order]
-        return plan_buckets(specs, self._bucket_bytes, self._last_bucket_bytes)
+        return plan_buckets(
+            specs, self._bucket_bytes, self._last_bucket_bytes, taper=self._automatic_size
+        )
 
     def _reduce(
         self, bucket: Bucket, gradients: Sequence[Tensor | None], extra: Sequence[Tensor]
@@ -123,7 +125,7 @@ class BucketedDDP(OverlapDDP):
         if isinstance(hook, GradientHook):
             self._average.collectives += 1
             self._average.bytes += bucket.nbytes
-            return WithExtra(hook.reduce(bucket, gradients), self._average_if_any(extra))
+            return WithExtra(hook.reduce_gradients(bucket, gradients), self._average_if_any(extra))
         if hook is None and self._wire_dtype is None and not self._copy:
             return super()._reduce(bucket, gradients, extra)
 

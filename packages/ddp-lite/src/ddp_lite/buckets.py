@@ -126,6 +126,8 @@ def plan_buckets(
     specs: Sequence[ParameterSpec],
     bucket_bytes: int | None,
     last_bucket_bytes: int | None = None,
+    *,
+    taper: bool = False,
 ) -> list[tuple[int, ...]]:
     """Fills buckets greedily in the order given, one open bucket per (dtype, device).
 
@@ -137,24 +139,30 @@ def plan_buckets(
         bucket_bytes: most bytes in a bucket; a larger parameter gets a bucket of its own.
             None puts everything of one kind in one bucket, the last included.
         last_bucket_bytes: most bytes in the bucket that is reduced last, if that is smaller.
+        taper: also let no bucket begin that could hold more than half of what is left, so that
+            less is on its way when backward ends.
 
     Returns:
         Groups of parameter indices, ordered by when their last gradient is expected.
     """
     if bucket_bytes is None:
         return _by_completion(one_per_kind(specs), specs)
-    tail = _tail(specs, min(bucket_bytes, last_bucket_bytes or bucket_bytes))
+    least = min(bucket_bytes, last_bucket_bytes or bucket_bytes)
+    tail = _tail(specs, least)
     head = specs[: len(specs) - len(tail)]
     groups: list[list[int]] = []
     open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    left = sum(spec.nbytes for spec in specs)
     for spec in head:
         kind = (spec.dtype, spec.device)
-        group, used = open_groups.get(kind, ([], 0))
-        if not group or used + spec.nbytes > bucket_bytes:
-            group, used = [], 0
+        group, room = open_groups.get(kind, ([], 0))
+        if not group or spec.nbytes > room:
+            group = []
             groups.append(group)
+            room = min(bucket_bytes, max(least, left // 2)) if taper else bucket_bytes
         group.append(spec.index)
-        open_groups[kind] = (group, used + spec.nbytes)
+        open_groups[kind] = (group, room - spec.nbytes)
+        left -= spec.nbytes
     plan = _by_completion([tuple(group) for group in groups], specs)
     return [*plan, tuple(spec.index for spec in tail)] if tail else plan
 

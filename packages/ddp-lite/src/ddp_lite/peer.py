@@ -59,7 +59,7 @@ class PeerCopyAverage:
         self._exchanges: dict[tuple[int, ...], HalfExchange] = {}
         self._in_flight: deque[Chain] = deque()
 
-    def reduce(self, bucket: Bucket, gradients: Sequence[Tensor | None]) -> PeerReduction:
+    def reduce_gradients(self, bucket: Bucket, gradients: Sequence[Tensor | None]) -> PeerReduction:
         """Starts averaging; collective the first time that it sees a bucket."""
         if bucket.indices not in self._exchanges:
             self._exchanges[bucket.indices] = self._share_memory(bucket)
