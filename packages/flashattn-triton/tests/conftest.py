@@ -12,6 +12,9 @@ Ask for them by name; nothing is imported from here.
     Parts of ``case``: the few worth repeating for every ``layout``; those that the assignment's
     Function can express (equal heads, no mask or the causal one, the default scale); one of these.
 
+``hopper_case``
+    The part of ``gpu_case`` that the Hopper tier takes.
+
 ``varlen_case``, ``gpu_varlen_case``
     The same for packed batches; ``case.seqlens`` holds (queries, keys) for each sequence.
 
@@ -227,6 +230,13 @@ def is_plain(case: Case) -> bool:
     return unmasked and plain and case.heads[0] == case.heads[1]
 
 
+def is_for_hopper(case: Case) -> bool:
+    """Whether the Hopper tier takes it."""
+    plain = not any_bound(case.window) and case.softcap is None and case.scale != 0
+    width = case.head_dims in ((64, 64), (128, 128)) and case.dtype_name != "fp32"
+    return plain and width and not case.packed
+
+
 def packed(
     heads: tuple[int, int],
     lengths: tuple[tuple[int, int], ...],
@@ -313,6 +323,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         "varlen_case": lambda: VARLEN_CASES,
         "gpu_case": lambda: CASES + list(full_matrix()),
         "gpu_varlen_case": lambda: VARLEN_CASES + list(full_varlen_matrix()),
+        "hopper_case": lambda: [c for c in full_matrix() if is_for_hopper(c)],
     }
     for name, cases in matrices.items():
         if name in metafunc.fixturenames:

@@ -94,7 +94,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"window": (0, 1.5)}, "window right must be an integer >= 0"),
     ({"softcap": 0.0}, "softcap must be a finite number > 0"),
     ({"layout": "sbhd"}, "layout must be one of bhsd, bshd"),
-    ({"implementation": "fast"}, "implementation must be one of auto, tiled, triton, reference"),
+    ({"implementation": "fast"}, "implementation must be one of auto, tiled, triton, hopper"),
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -31,14 +32,56 @@ def attend(case: Any, **keywords: Any) -> Callable[..., Any]:
     return lambda q, k, v: flash_attention_varlen(q, k, v, *starts, *longest, **keywords)
 
 
+@pytest.fixture(params=["triton", "hopper"])
+def implementation(request: pytest.FixtureRequest) -> str:
+    """Each tier for CUDA tensors that this GPU has."""
+    if request.param == "hopper" and describe_gpu(0).capability != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    return request.param
+
+
 def test_full_matrix(gpu_case: Any, make_inputs: Any, assert_close_to_oracle: Any) -> None:
     assert_close_to_oracle(attend(gpu_case), make_inputs(gpu_case, "cuda"))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_full_hopper_matrix(
+    hopper_case: Any, deterministic: bool, make_inputs: Any, assert_close_to_oracle: Any
+) -> None:
+    if describe_gpu(0).capability != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    attention = attend(hopper_case, implementation="hopper", deterministic=deterministic)
+    assert_close_to_oracle(attention, make_inputs(hopper_case, "cuda"))
 
 
 def test_full_packed_matrix(
     gpu_varlen_case: Any, make_inputs: Any, assert_close_to_oracle: Any
 ) -> None:
     assert_close_to_oracle(attend(gpu_varlen_case), make_inputs(gpu_varlen_case, "cuda"))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_hopper_problems(
+    seed: int, dense_case: Any, make_inputs: Any, assert_close_to_oracle: Any
+) -> None:
+    """Ten problems each, both directions: none may be wrong, and none may hang."""
+    if describe_gpu(0).capability != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    pick = Random(seed)
+    for _ in range(10):
+        kv_heads = pick.choice([1, 1, 2, 3])
+        case = dense_case(
+            pick.choice([1, 2, 3]),
+            (kv_heads * pick.choice([1, 1, 2, 4]), kv_heads),
+            pick.randint(1, 700),
+            pick.randint(1, 700),
+            pick.choice([64, 128]),
+            pick.choice(["bf16", "fp16"]),
+            causal=pick.choice(["none", "top-left", "bottom-right"]),
+            scale=pick.choice([None, None, 0.3, -0.1]),
+        )
+        inputs = make_inputs(case, "cuda", pick.choice(["bhsd", "bshd", "padded"]))
+        assert_close_to_oracle(attend(case, implementation="hopper"), inputs)
 
 
 @pytest.mark.parametrize("layout", ["bshd", "padded", "strided", "expanded"])
@@ -59,16 +102,17 @@ def gradients(
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_deterministic_gradients_are_bit_identical(head_dim: int) -> None:
+def test_deterministic_gradients_are_bit_identical(head_dim: int, implementation: str) -> None:
     leaves = random(2, 8, 2048, head_dim)
     grad_out = torch.randn_like(leaves[0])
-    first = gradients(leaves, grad_out, causal=True, deterministic=True)
+    keywords = {"causal": True, "deterministic": True, "implementation": implementation}
+    first = gradients(leaves, grad_out, **keywords)
     for _ in range(3):
-        again = gradients(leaves, grad_out, causal=True, deterministic=True)
+        again = gradients(leaves, grad_out, **keywords)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-def test_addresses_past_two_billion_elements() -> None:
+def test_addresses_past_two_billion_elements(implementation: str) -> None:
     rows, gap = 4096, 2**31 // 4096 + 64  # the last row starts past 2^31 elements
     storage = torch.empty(rows * gap, device="cuda", dtype=torch.bfloat16)
     view = storage.as_strided((1, 1, rows, 64), (0, 0, gap, 1))
@@ -76,30 +120,32 @@ def test_addresses_past_two_billion_elements() -> None:
     view.copy_(near)
     far = [view.detach().requires_grad_() for _ in range(3)]
     close = [near.detach().clone().requires_grad_() for _ in range(3)]
-    out, expected = flash_attention(*far, causal=True), flash_attention(*close, causal=True)
+    keywords: dict[str, Any] = {"causal": True, "implementation": implementation}
+    out, expected = flash_attention(*far, **keywords), flash_attention(*close, **keywords)
     assert torch.equal(out, expected)
     grad_out = torch.randn_like(expected)
-    a = torch.autograd.grad(flash_attention(*far, causal=True, deterministic=True), far, grad_out)
-    b = torch.autograd.grad(
-        flash_attention(*close, causal=True, deterministic=True), close, grad_out
-    )
+    a = gradients(far, grad_out, **keywords, deterministic=True)
+    b = gradients(close, grad_out, **keywords, deterministic=True)
     assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def test_many_heads_past_two_billion_elements() -> None:
+def test_many_heads_past_two_billion_elements(implementation: str) -> None:
     heads = 2**31 // (512 * 64) + 2
     q = torch.randn(1, heads, 512, 64, device="cuda", dtype=torch.bfloat16)
-    out = flash_attention(q, q, q, causal=True)
-    expected = flash_attention(q[:, -2:], q[:, -2:], q[:, -2:], causal=True)
+    last = q[:, -2:]
+    out = flash_attention(q, q, q, causal=True, implementation=implementation)
+    expected = flash_attention(last, last, last, causal=True, implementation=implementation)
     assert torch.equal(out[:, -2:], expected)
 
 
-def test_cuda_graph() -> None:
+def test_cuda_graph(implementation: str) -> None:
     leaves = random(1, 4, 777, 64)
     static_grad = torch.randn_like(leaves[0])
 
     def step(leaves: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        out = flash_attention(*leaves, causal=True, deterministic=True)
+        out = flash_attention(
+            *leaves, causal=True, deterministic=True, implementation=implementation
+        )
         return (out, *torch.autograd.grad(out, leaves, static_grad))
 
     side = torch.cuda.Stream()
@@ -121,47 +167,51 @@ def test_cuda_graph() -> None:
         assert torch.equal(replayed, eager)
 
 
-def test_another_stream() -> None:
+def test_another_stream(implementation: str) -> None:
     leaves = random(2, 4, 1024, 64)
     grad_out = torch.randn_like(leaves[0])
-    expected = gradients(leaves, grad_out, deterministic=True)
+    keywords = {"deterministic": True, "implementation": implementation}
+    expected = gradients(leaves, grad_out, **keywords)
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        actual = gradients(leaves, grad_out, deterministic=True)
+        actual = gradients(leaves, grad_out, **keywords)
     stream.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.multi_gpu
-def test_a_device_that_is_not_current() -> None:
+def test_a_device_that_is_not_current(implementation: str) -> None:
     leaves = [x.detach().to("cuda:1").requires_grad_() for x in random(1, 2, 300, 64)]
     grad_out = torch.randn_like(leaves[0])
-    actual = gradients(leaves, grad_out, deterministic=True)
+    keywords = {"deterministic": True, "implementation": implementation}
+    actual = gradients(leaves, grad_out, **keywords)
     with torch.cuda.device(1):
-        expected = gradients(leaves, grad_out, deterministic=True)
+        expected = gradients(leaves, grad_out, **keywords)
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
-def test_every_element_is_written() -> None:
+def test_every_element_is_written(implementation: str) -> None:
     """Outputs come from uninitialised memory; filling the allocator's cache with NaN shows gaps."""
-    leaves = random(2, 4, 517, 72)
+    shape = (2, 4, 517, 72 if implementation == "triton" else 64)
+    leaves = random(*shape)
     grad_out = torch.randn_like(leaves[0])
+    keywords = {"implementation": implementation}
     for _ in range(2):
-        poison = [torch.full((2, 4, 517, 72), float("nan"), device="cuda") for _ in range(16)]
+        poison = [torch.full(shape, float("nan"), device="cuda") for _ in range(16)]
         del poison
-        results = (flash_attention(*leaves), *gradients(leaves, grad_out))
+        results = (flash_attention(*leaves, **keywords), *gradients(leaves, grad_out, **keywords))
         assert all(torch.isfinite(x).all() for x in results)
 
 
-def test_memory() -> None:
+def test_memory(implementation: str) -> None:
     """Forward keeps the output and the logsumexp; backward adds three gradients and fp32 dQ."""
     leaves = random(1, 16, 8192, 64)
     size = leaves[0].numel() * 2
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    out = flash_attention(*leaves, causal=True)
+    out = flash_attention(*leaves, causal=True, implementation=implementation)
     rows = 16 * 8192 * 4
     assert torch.cuda.max_memory_allocated() - before <= size + rows + 2**20
     grad_out = torch.randn_like(out)
@@ -197,10 +247,16 @@ def test_compiled_assignment_function() -> None:
         torch.testing.assert_close(leaf.grad, gradient)
 
 
+def test_the_assignment_function_takes_the_chosen_tier() -> None:
+    leaves = [x.detach() for x in random(2, 4, 500, 64)]
+    actual = FlashAttention2Triton.apply(*leaves, True)
+    assert torch.equal(actual, flash_attention(*leaves, causal=True))
+
+
 def test_explain_names_gpu_and_tiles() -> None:
     q = torch.empty(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16)
     text = explain(q, q, q, causal=True)
-    assert "triton" in text
+    assert "tier: triton" in text or "tier: hopper" in text
     assert torch.cuda.get_device_name() in text
     assert "queries x" in text
 
@@ -211,7 +267,7 @@ def test_every_shipped_tiling_for_this_gpu(
 ) -> None:
     kilobytes, width, itemsize = key
     dtype = torch.bfloat16 if itemsize == 2 else torch.float32
-    if tiling_for(describe_gpu(0).shared_memory, width, dtype, True) != tiling:
+    if tiling_for(describe_gpu(0).shared_memory, width, dtype) != tiling:
         pytest.skip(f"for GPUs with {kilobytes} KB of shared memory per block")
     leaves = random(1, 2, 333, width, dtype=dtype)
     for deterministic in (False, True):

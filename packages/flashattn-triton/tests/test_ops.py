@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from flashattn_triton import FlashAttention2Triton, flash_attention, flash_attention_varlen, ops
@@ -167,6 +168,50 @@ def test_vmap(implementation: str, key_dim: int | None) -> None:
     for i in range(3):
         expected = attend(queries[i], keys[0] if key_dim is None else keys[i])
         torch.testing.assert_close(out[i], expected)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_func_grad_and_its_vmap(implementation: str) -> None:
+    queries = torch.randn(3, 2, 2, 20, 16, device=DEVICE)
+    keys = torch.randn(2, 1, 20, 16, device=DEVICE)
+
+    def loss(q: torch.Tensor, k: torch.Tensor, implementation: str) -> torch.Tensor:
+        out, lse = flash_attention(
+            q, k, k, causal=True, return_lse=True, implementation=implementation
+        )
+        return out.square().sum() + lse.sum()
+
+    differentiate = torch.func.vmap(torch.func.grad(loss, (0, 1)), in_dims=(0, None, None))
+    actual = differentiate(queries, keys, implementation)
+    for a, e in zip(actual, differentiate(queries, keys, "reference"), strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
+    alone = torch.func.grad(loss, (0, 1))(queries[1], keys, implementation)
+    for a, e in zip(alone, actual, strict=True):
+        torch.testing.assert_close(a, e[1])
+
+
+@compiler
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_other_derivatives_are_refused(implementation: str) -> None:
+    x = torch.randn(1, 1, 20, 16, device=DEVICE)
+
+    def total(q: torch.Tensor) -> torch.Tensor:
+        return flash_attention(q, x, x, implementation=implementation).square().sum()
+
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        torch.func.grad(lambda q: torch.func.grad(total)(q).sum())(x)
+    with pytest.raises(RuntimeError, match="forward"):
+        torch.func.jvp(total, (x,), (x,))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, x)
+        with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+            total(dual)
+
+
+def test_the_assignment_function_refuses_func_grad() -> None:
+    x = torch.randn(2, 20, 16, device=DEVICE)
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.grad(lambda q: FlashAttention2Triton.apply(q, x, x, True).sum())(x)
 
 
 def test_vmap_over_packed_batches_is_refused() -> None:

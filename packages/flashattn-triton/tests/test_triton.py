@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from flashattn_triton import Tiles, Tiling, flash_attention, flash_attention_varlen
+from flashattn_triton.launch import can_be_copied
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = Tiles(16, 32, 4, 1)
 FUSED = Tiling(forward=SMALL, key_pass=SMALL, query_pass=SMALL, fused=SMALL)
 TWO_PASS = Tiling(forward=SMALL, key_pass=SMALL, query_pass=SMALL)
+COPYING = Tiles(16, 32, 4, 1, copied=True)
+COPIED = Tiling(forward=COPYING, key_pass=COPYING, query_pass=COPYING)
 
 
 def attend(case: Any, **keywords: Any) -> Callable[..., Any]:
@@ -46,6 +49,35 @@ def test_both_backward_forms(
     strided_case: Any, tiling: Tiling, make_inputs: Any, assert_close_to_oracle: Any
 ) -> None:
     assert_close_to_oracle(attend(strided_case, tiling=tiling), make_inputs(strided_case, DEVICE))
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "padded", "expanded"])
+def test_reading_with_the_copy_engine(
+    strided_case: Any, layout: str, make_inputs: Any, assert_close_to_oracle: Any
+) -> None:
+    """Where strides don't allow it, the same tiling reads through pointers."""
+    inputs = make_inputs(strided_case, DEVICE, layout)
+    assert_close_to_oracle(attend(strided_case, tiling=COPIED), inputs)
+
+
+def test_the_copy_engine_does_not_read_packed_sequences(
+    varlen_case: Any, make_inputs: Any, assert_close_to_oracle: Any
+) -> None:
+    inputs = make_inputs(varlen_case, DEVICE)
+    assert_close_to_oracle(attend(varlen_case, tiling=COPIED), inputs)
+
+
+def test_what_can_be_copied() -> None:
+    x = torch.empty(2, 3, 8, 16, device=DEVICE, dtype=torch.bfloat16)
+    assert can_be_copied(x)
+    assert can_be_copied(x.transpose(1, 2))
+    assert can_be_copied(x[:1])
+    assert can_be_copied(x[..., :12])
+    assert not can_be_copied(x[..., 1:])  # starts 2 bytes after a multiple of 16
+    assert not can_be_copied(x[..., ::2])  # elements of a row are no neighbours
+    assert not can_be_copied(x[:, :1].expand(2, 3, 8, 16))
+    assert not can_be_copied(torch.empty(2, 3, 8, 12, device=DEVICE, dtype=torch.bfloat16))
+    assert can_be_copied(torch.empty(2, 3, 8, 12, device=DEVICE))
 
 
 def test_deterministic_takes_two_passes_and_agrees(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flashattn_triton import ops
+from flashattn_triton import eager, ops
 from flashattn_triton.compiled_backward import compiled_flash_backward
 from flashattn_triton.configs import Tiling
 from flashattn_triton.dispatch import check_implementation
@@ -59,8 +59,9 @@ def flash_attention(
         layout: "bhsd" or "bshd", of inputs and output.
         return_lse: also return the logsumexp.
         deterministic: gradients are bit-identical from run to run.
-        implementation: "auto" (Triton for CUDA tensors, else tiled PyTorch), "triton", "tiled", or
-            "reference" (the definition: all scores in memory, any number of derivatives).
+        implementation: "auto" (for CUDA tensors "hopper" where that tier can run, else "triton";
+            "tiled" PyTorch for all others), one of these, or "reference" (the definition: all
+            scores in memory, any number of derivatives).
         tiling: kernel shapes to use instead of the shipped table's.
 
     Under autocast the inputs are cast to its dtype. fp32 products use TF32 only if
@@ -73,30 +74,44 @@ def flash_attention(
     Raises:
         ValueError: an argument is not what is described above.
     """
-    check_layout(layout)
-    check_implementation(implementation)
     query, key, value = _autocast(query, key, value)
-    if query.dim() == key.dim() == value.dim() == 4:
+    kind = eager.kind_of(
+        query, key, value,
+        causal, scale, window, softcap, layout, deterministic, implementation, tiling,
+    )  # fmt: skip
+    call = None if kind is None else eager.find(kind)
+    if call is None:
+        check_layout(layout)
+        check_implementation(implementation)
+    if layout == "bshd" and query.dim() == key.dim() == value.dim() == 4:
         query, key, value = (to_heads_first(x, layout) for x in (query, key, value))
-    check_dense(query, key, value)
-    options = resolve_options(
-        head_dim=query.shape[-1],
-        causal=causal,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        deterministic=deterministic,
-    )
-    if implementation == "reference":
-        from flashattn_triton.reference import attention_reference
+    if call is None:
+        check_dense(query, key, value)
+        options = resolve_options(
+            head_dim=query.shape[-1],
+            causal=causal,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            deterministic=deterministic,
+        )
+        if implementation == "reference":
+            from flashattn_triton.reference import attention_reference
 
-        with torch.autocast(query.device.type, enabled=False):
-            out, lse = attention_reference(query, key, value, options)
-        out = out.to(query.dtype)
+            with torch.autocast(query.device.type, enabled=False):
+                out, lse = attention_reference(query, key, value, options)
+            out = to_heads_first(out.to(query.dtype), layout)
+            return (out, lse) if return_lse else out
+        if kind is not None:
+            call = eager.Call(query, key, value, options, implementation, tiling)
+            eager.remember(kind, call)
+    if call is not None:
+        out, lse = call(query, key, value)
     else:
         arguments = ops.operator_arguments(options, implementation=implementation, tiling=tiling)
         out, lse = ops.attend(query, key, value, *arguments)
-    out = to_heads_first(out, layout)
+    if layout == "bshd":
+        out = to_heads_first(out, layout)
     return (out, lse) if return_lse else out
 
 
@@ -191,7 +206,8 @@ class FlashAttention2Triton(torch.autograd.Function):
     one); the output is (..., N_q, E). The scale is 1/sqrt(D); ``is_causal`` lets query i see the
     keys j <= i. Saves L, Q, K, V, O; L is the natural-log logsumexp, shaped ``Q.shape[:-1]``.
 
-    CPU tensors run in Triton's interpreter if it is active, and are refused if not.
+    CUDA tensors take the tier that ``flash_attention`` chooses, the portable one or Hopper's. CPU
+    tensors run in Triton's interpreter if it is active, and are refused if not.
     :class:`FlashAttention2TritonCompiledBackward` is the same with the backward pass in PyTorch.
 
     Raises:
@@ -210,7 +226,8 @@ class FlashAttention2Triton(torch.autograd.Function):
         query, key, value = (_as_heads(x) for x in (Q, K, V))
         check_dense(query, key, value)
         ctx.arguments = ops.operator_arguments(
-            _assignment_options(Q, is_causal), implementation="triton"
+            _assignment_options(Q, is_causal),
+            implementation="auto" if query.is_cuda else "triton",
         )
         out, lse = torch.ops.flashattn_triton.forward(query, key, value, *ctx.arguments)
         O: Tensor = out.view(*Q.shape[:-1], V.shape[-1])  # noqa: E741 - the paper's name

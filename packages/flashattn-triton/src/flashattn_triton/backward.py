@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashattn_triton.backward_kernels import (
     ATOMIC,
     BULK,
     NONE,
-    delta_kernel,
     key_pass_kernel,
+    prepare_kernel,
     query_pass_kernel,
 )
 from flashattn_triton.configs import Tiles, Tiling
@@ -25,9 +26,11 @@ from flashattn_triton.launch import (
     Packing,
     Sizes,
     Strides,
+    TileView,
+    alignment,
+    can_be_copied,
     dot_precision,
     empty_output,
-    empty_row_statistic,
     is_wide,
     on_device_of,
     option_constants,
@@ -38,7 +41,7 @@ from flashattn_triton.launch import (
 )
 from flashattn_triton.options import AttentionOptions
 
-DELTA_TILES = Tiles(64, 1, 4, 1)
+PREPARE_TILES = Tiles(64, 1, 4, 1)
 
 
 def triton_backward(
@@ -68,45 +71,146 @@ def triton_backward(
         dQ, dK and dV in the inputs' shapes and dtype. dQ is accumulated in fp32.
     """
     query, key, value, out, grad_out = map(unit_last_stride, (query, key, value, out, grad_out))
-    delta = empty_row_statistic(query)
-    dq, dk, dv = (empty_output(x, x.shape[3]) for x in (query, key, value))
-    fused = None if options.deterministic else tiling.fused
-    dq_sum = dq
-    if fused is not None:
-        # Padded, so that a tile is one block of memory.
-        width = padded(query.shape[3], query.dtype)
-        dq_sum = query.new_zeros(*query.shape[:3], width, dtype=torch.float32)
-    inputs = (query, key, value, grad_out, logsumexp, delta)
-    delta_launch, key_launch, query_launch = _backward_launches(
+    call = backward_call(query, key, value, out, grad_out, grad_logsumexp, options, tiling, packing)
+    starts = () if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k)
+    return call(query, key, value, out, logsumexp, grad_out, grad_logsumexp, *starts)
+
+
+def backward_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    grad_out: Tensor,
+    grad_logsumexp: Tensor | None,
+    options: AttentionOptions,
+    tiling: Tiling,
+    packing: Packing | None = None,
+) -> BackwardCall:
+    """The call for inputs of these shapes, strides and types; their last stride is 1."""
+    return _backward_call(
         query.device,
         query.dtype,
         (query.shape, key.shape, value.shape),
-        tuple([x.stride() for x in (*inputs[:4], dq_sum, dk, dv, delta, out)]),
+        tuple([x.stride() for x in (query, key, value, grad_out, out)]),
         None if grad_logsumexp is None else grad_logsumexp.stride(),
         options,
         tiling,
         dot_precision(query.dtype),
         None if packing is None else packing.sizes,
+        packing is None and all(can_be_copied(x) for x in (query, key, value, grad_out)),
     )
-    starts = (None, None) if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k)
-    with on_device_of(query):
-        delta_launch(out, grad_out, grad_logsumexp, logsumexp, delta)
-        if fused is None:
-            key_launch(*inputs, dq, dk, dv, *starts)
-            query_launch(*inputs, dq, *starts)
-            return dq, dk, dv
-        target = dq_sum
-        if tiling.bulk:
-            rows = dq_sum.flatten(0, 2)
-            target = TensorDescriptor.from_tensor(rows, [fused.queries, rows.shape[1]])
-        key_launch(*inputs, target, dk, dv, *starts)
-        # One elementwise kernel: scale and cast.
-        torch.mul(dq_sum[..., : query.shape[3]], options.scale, out=dq)
+
+
+class RepeatedBackward:
+    """The backward pass of dense inputs of one shape and type, for which calls are remembered."""
+
+    def __init__(self, options: AttentionOptions, tiling: Tiling) -> None:
+        self.options = options
+        self.tiling = tiling
+        self.calls: dict[tuple[Any, ...], BackwardCall] = {}
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        logsumexp: Tensor,
+        grad_out: Tensor,
+        grad_logsumexp: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dQ, dK and dV, as :func:`triton_backward` gives them."""
+        if grad_out.stride(3) != 1:  # as of a sum's
+            grad_out = grad_out.contiguous()
+        tensors = (query, key, value, out, grad_out)
+        kind = (
+            *[x.stride() for x in tensors],
+            None if grad_logsumexp is None else grad_logsumexp.stride(),
+            alignment(tensors),
+            dot_precision(query.dtype),
+        )
+        call = self.calls.get(kind)
+        if call is None:
+            if any(x.stride(3) != 1 for x in tensors):
+                statistics = (logsumexp.contiguous(), grad_out, grad_logsumexp)
+                return triton_backward(
+                    query, key, value, out, *statistics, self.options, self.tiling
+                )
+            call = backward_call(*tensors, grad_logsumexp, self.options, self.tiling)
+            self.calls[kind] = call
+        logsumexp = logsumexp.contiguous()  # what was saved may come back with other strides
+        return call(query, key, value, out, logsumexp, grad_out, grad_logsumexp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardCall:
+    """The backward kernels on one kind of input: what their launches need, found out once.
+
+    ``views``: of Q, dO, the statistics and the sum of dQ for the key pass, of K and V for the query
+    pass; None where a kernel takes a pointer.
+    """
+
+    prepare: Launch
+    key_pass: Launch
+    query_pass: Launch | None
+    statistics: Sequence[int]
+    gradients: Sequence[tuple[Sequence[int], Strides]]
+    dq_sum: Sequence[int] | None
+    views: Sequence[TileView | None]
+    scale: float
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        logsumexp: Tensor,
+        grad_out: Tensor,
+        grad_logsumexp: Tensor | None,
+        starts_q: Tensor | None = None,
+        starts_k: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dQ, dK and dV of inputs whose last stride is 1."""
+        fp32 = torch.float32
+        dq, dk, dv = [query.new_empty_strided(*like) for like in self.gradients]
+        statistics = query.new_empty(self.statistics, dtype=fp32)
+        dq_sum = None if self.dq_sum is None else query.new_empty(self.dq_sum, dtype=fp32)
+        q_view, do_view, statistics_view, dq_view, k_view, v_view = self.views
+        with on_device_of(query):
+            self.prepare(out, grad_out, grad_logsumexp, logsumexp, statistics, dq_sum)
+            self.key_pass(
+                query if q_view is None else q_view.of(query),
+                key,
+                value,
+                grad_out if do_view is None else do_view.of(grad_out),
+                statistics if statistics_view is None else statistics_view.of(statistics),
+                dq if dq_sum is None else dq_sum if dq_view is None else dq_view.of(dq_sum),
+                dk,
+                dv,
+                starts_q,
+                starts_k,
+            )
+            if self.query_pass is not None:
+                self.query_pass(
+                    query,
+                    key if k_view is None else k_view.of(key),
+                    value if v_view is None else v_view.of(value),
+                    grad_out,
+                    statistics,
+                    dq,
+                    starts_q,
+                    starts_k,
+                )
+            if dq_sum is not None:
+                # One elementwise kernel: scale and cast.
+                torch.mul(dq_sum[..., : query.shape[3]], self.scale, out=dq)
         return dq, dk, dv
 
 
 @functools.lru_cache(maxsize=4096)
-def _backward_launches(
+def _backward_call(
     device: torch.device,
     dtype: torch.dtype,
     shapes: tuple[torch.Size, ...],
@@ -116,39 +220,66 @@ def _backward_launches(
     tiling: Tiling,
     precision: str,
     sizes: Sizes | None,
-) -> tuple[Launch, Launch, Launch]:
-    """Delta, key pass, query pass. ``device`` only tells apart what is compiled separately."""
+    copyable: bool,
+) -> BackwardCall:
+    """``device`` only tells apart what is compiled separately."""
     (batch, heads, n_queries, head_dim), (_, kv_heads, n_keys, _), (*_, value_dim) = shapes
-    *matrices, row_stride, out_stride = strides
-    delta_launch = Launch(
-        delta_kernel,
-        -(-n_queries // DELTA_TILES.queries) * batch * heads,
+    *inputs, out_stride = strides
+    gradients = [
+        empty_output(torch.empty_strided(shape, stride, dtype=dtype, device="meta"), shape[3])
+        for shape, stride in zip(shapes, strides[:3], strict=True)
+    ]
+    dq, dk, dv = (x.stride() for x in gradients)
+    fused = None if options.deterministic else tiling.fused
+    width, value_width = padded(head_dim, dtype), padded(value_dim, dtype)
+    if fused is not None:  # padded, so that a tile is one block of memory
+        dq = (heads * n_queries * width, n_queries * width, width, 1)
+    longest_tile = max(t.queries for t in (PREPARE_TILES, tiling.key_pass, tiling.query_pass))
+    multiple = max(longest_tile, 0 if fused is None else fused.queries)
+    n_padded = -(-n_queries // multiple) * multiple
+    prepare = Launch(
+        prepare_kernel,
+        -(-n_padded // PREPARE_TILES.queries) * batch * heads,
         [
             *out_stride[:3],
-            *matrices[3][:3],
+            *inputs[3][:3],
             *(grad_logsumexp_stride or (0, 0, 0)),
-            *row_stride[:2],
-            *(n_queries, heads),
+            *(n_queries, n_padded, heads),
         ],
         {
             "E": value_dim,
-            "E_PADDED": padded(value_dim, dtype),
-            "ROWS": DELTA_TILES.queries,
+            "E_PADDED": value_width,
+            "D_PADDED": width,
+            "ROWS": PREPARE_TILES.queries,
             "HAS_DL": grad_logsumexp_stride is not None,
+            "ZEROES": fused is not None,
         },
-        DELTA_TILES,
+        PREPARE_TILES,
     )
+    views: list[TileView | None] = [None] * 6
+    if fused is not None and tiling.bulk:
+        rows = batch * heads * n_queries
+        views[3] = TileView([rows, width], [width, 1], [fused.queries, width])
+    key_tiles, query_tiles = fused or tiling.key_pass, tiling.query_pass
+    if copyable and key_tiles.copied:
+        do_shape, block = (*shapes[0][:3], value_dim), [1, 1, key_tiles.queries]
+        views[0] = TileView(shapes[0], strides[0], [*block, width])
+        views[1] = TileView(do_shape, strides[3], [*block, value_width])
+        views[2] = TileView([2 * batch * heads, n_padded], [n_padded, 1], block[1:])
+    if copyable and query_tiles.copied:
+        block = [1, 1, query_tiles.keys]
+        views[4] = TileView(shapes[1], strides[1], [*block, width])
+        views[5] = TileView(shapes[2], strides[2], [*block, value_width])
+    statistics, dq_sum = (batch * heads, 2, n_padded), (batch, heads, n_queries, width)
     if sizes is not None:
         batch, n_queries, n_keys = sizes
-    *inputs, dq, dk, dv = [outer(stride, sizes) for stride in matrices]
-    statistic = ((row_stride[0] if sizes is None else 0), row_stride[1])
     constants = {
         "D": head_dim,
         "E": value_dim,
-        "D_PADDED": padded(head_dim, dtype),
-        "E_PADDED": padded(value_dim, dtype),
+        "D_PADDED": width,
+        "E_PADDED": value_width,
         "PACKED": sizes is not None,
-        "WIDE": is_wide(*matrices),
+        "WIDE": is_wide(*inputs, dq, dk, dv),
         "PRECISION": precision,
         "INTERPRETED": not isinstance(key_pass_kernel, triton.JITFunction),
         **option_constants(options),
@@ -156,24 +287,40 @@ def _backward_launches(
 
     def launch(kernel: Any, tiles: Tiles, programs: int, outputs: list[Strides], n_heads: int,
                **more: Any) -> Launch:  # fmt: skip
+        starts = [outer(stride, sizes) for stride in inputs]
         numbers = [
-            *itertools.chain.from_iterable((*inputs, *outputs, statistic)),
-            *(n_queries, n_keys, n_heads, heads // kv_heads),
+            *itertools.chain.from_iterable((*starts, *outputs)),
+            *(n_padded, n_queries, n_keys, n_heads, heads // kv_heads),
             *option_numbers(options),
         ]
-        shape = {"Q_TILE_SIZE": tiles.queries, "K_TILE_SIZE": tiles.keys}
+        shape = {
+            "Q_TILE_SIZE": tiles.queries,
+            "K_TILE_SIZE": tiles.keys,
+            "COPIED": copyable and tiles.copied,
+        }
         return Launch(kernel, programs, numbers, constants | shape | more, tiles)
 
-    fused = None if options.deterministic else tiling.fused
     mode = NONE if fused is None else BULK if tiling.bulk else ATOMIC
+    dq_outer, dk_outer, dv_outer = (outer(stride, sizes) for stride in (dq, dk, dv))
     # A descriptor counts rows, a pointer elements.
-    unit = padded(head_dim, dtype) if mode is BULK else 1
-    target = tuple(stride // unit for stride in dq)
-    tiles = fused or tiling.key_pass
-    programs = -(-n_keys // tiles.keys) * batch * kv_heads
-    key_launch = launch(
-        key_pass_kernel, tiles, programs, [target, dk, dv], kv_heads, DQ_MODE=mode.value
+    unit = width if mode is BULK else 1
+    target = tuple(stride // unit for stride in dq_outer)
+    programs = -(-n_keys // key_tiles.keys) * batch * kv_heads
+    key_pass = launch(
+        key_pass_kernel, key_tiles, programs, [target, dk_outer, dv_outer], kv_heads,
+        DQ_MODE=mode.value,
+    )  # fmt: skip
+    query_pass = None
+    if fused is None:
+        programs = -(-n_queries // query_tiles.queries) * batch * heads
+        query_pass = launch(query_pass_kernel, query_tiles, programs, [dq_outer], heads)
+    return BackwardCall(
+        prepare=prepare,
+        key_pass=key_pass,
+        query_pass=query_pass,
+        statistics=statistics,
+        gradients=[(x.shape, x.stride()) for x in gradients],
+        dq_sum=None if fused is None else dq_sum,
+        views=views,
+        scale=options.scale,
     )
-    tiles = tiling.query_pass
-    programs = -(-n_queries // tiles.queries) * batch * heads
-    return delta_launch, key_launch, launch(query_pass_kernel, tiles, programs, [dq], heads)

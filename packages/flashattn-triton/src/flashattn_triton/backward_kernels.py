@@ -27,6 +27,7 @@ import triton.language as tl
 
 from flashattn_triton.forward import (
     LOG2_E,
+    copy_rows,
     dot,
     key_range,
     load_rows,
@@ -45,12 +46,13 @@ BULK = tl.constexpr(2)
 
 
 @triton.jit(do_not_specialize=["N_QUERIES"])
-def delta_kernel(
+def prepare_kernel(
     O_ptr,
     dO_ptr,
     dL_ptr,  # (B, H, N_q) fp32, or None
     L_ptr,
-    delta_ptr,  # (B, H, N_q) or (H, T_q) fp32
+    statistics_ptr,  # (B · H, 2, N_PADDED) fp32
+    dQ_ptr,  # (B · H, N_q, D_PADDED) fp32 to be zeroed, or None
     stride_ob,
     stride_oh,
     stride_oq,
@@ -60,19 +62,26 @@ def delta_kernel(
     stride_dlb,
     stride_dlh,
     stride_dlq,
-    stride_lb,
-    stride_lh,
     N_QUERIES,
+    N_PADDED,
     N_HEADS,
     E: tl.constexpr,
     E_PADDED: tl.constexpr,
+    D_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_DL: tl.constexpr,
+    ZEROES: tl.constexpr,
 ):
-    """delta = rowsum(O ∘ dO) - dL for ROWS queries of one head. Grid: tiles · B · H."""
-    n_tiles = tl.cdiv(N_QUERIES, ROWS)
-    h = ((tl.program_id(0) // n_tiles) % N_HEADS).to(tl.int64)
-    b = (tl.program_id(0) // n_tiles // N_HEADS).to(tl.int64)
+    """L · log2(e), and delta = rowsum(O ∘ dO) - dL, for ROWS queries of one head.
+
+    Grid: tiles · B · H. N_PADDED queries have statistics: those past the end have L = inf and
+    delta = 0, so that their P and dS are exactly 0 and no other kernel needs to ask where the end
+    is. A packed batch is one sequence here.
+    """
+    n_tiles = tl.cdiv(N_PADDED, ROWS)
+    both = tl.program_id(0) // n_tiles
+    h = (both % N_HEADS).to(tl.int64)
+    b = (both // N_HEADS).to(tl.int64)
     query_start = ((tl.program_id(0) % n_tiles) * ROWS).to(tl.int64)
     rows = tl.arange(0, ROWS).to(tl.int64)
     columns = tl.arange(0, E_PADDED)
@@ -86,11 +95,26 @@ def delta_kernel(
     if HAS_DL:
         dl_tile = dL_ptr + b * stride_dlb + h * stride_dlh + query_start * stride_dlq
         delta -= tl.load(dl_tile + rows * stride_dlq, mask=inside, other=0.0)
-    row = b * stride_lb + h * stride_lh + query_start
+    row = both.to(tl.int64) * N_QUERIES + query_start
+    logsumexp = tl.load(L_ptr + row + rows, mask=inside, other=float("inf"))
     # A constant logsumexp has no derivative, whatever its gradient claims (0 · NaN is NaN).
-    logsumexp = tl.load(L_ptr + row + rows, mask=inside, other=0.0)
     delta = tl.where(logsumexp == float("-inf"), 0.0, delta)
-    tl.store(delta_ptr + row + rows, delta, mask=inside)
+    target = statistics_ptr + both.to(tl.int64) * 2 * N_PADDED + query_start + rows
+    stored = rows < N_PADDED - query_start
+    tl.store(target, logsumexp * LOG2_E, mask=stored)
+    tl.store(target + N_PADDED, delta, mask=stored)
+    if ZEROES:
+        dq_rows = tl.zeros([ROWS, D_PADDED], tl.float32)
+        all_columns = tl.arange(0, D_PADDED)
+        store_rows(dQ_ptr + row * D_PADDED, dq_rows, rows, all_columns, D_PADDED, n_rows, D_PADDED)
+
+
+@triton.jit
+def load_statistic(ptr, queries, n_queries, other, PACKED: tl.constexpr):
+    """One statistic of ``queries``: padded, or followed by those of the next sequence."""
+    if PACKED:
+        return tl.load(ptr + queries, mask=queries < n_queries, other=other)
+    return tl.load(ptr + queries)
 
 
 @triton.jit
@@ -99,11 +123,14 @@ def _differentiate_keys(
     dv,  # (K_TILE_SIZE, E_PADDED) fp32
     k,
     v,
-    Q_ptr,
-    dO_ptr,
+    Q,  # a pointer to this head, or a descriptor of all of (B, H, N_q, D); so is dO
+    dO,
     dQ,
-    L_ptr,
-    delta_ptr,
+    statistics,  # a pointer to this head's, or a descriptor of (2 · B · H, N_PADDED)
+    n_padded,
+    batch,
+    head,
+    both,  # batch · H + head
     dq_start,
     stride_qq,
     stride_doq,
@@ -129,6 +156,8 @@ def _differentiate_keys(
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
     DQ_MODE: tl.constexpr,
+    COPIED: tl.constexpr,
+    PACKED: tl.constexpr,
     is_causal: tl.constexpr,
     MASKED: tl.constexpr,
 ):
@@ -139,21 +168,26 @@ def _differentiate_keys(
         query_start = query_start + 0  # a tensor under the interpreter too
         n_rows = n_queries - query_start
         queries = query_start + tl.arange(0, Q_TILE_SIZE)
-        q_tile = Q_ptr + query_start.to(tl.int64) * stride_qq
-        q = load_rows(q_tile, rows, columns, stride_qq, n_rows, D, True)
-        # Queries past the end have L = inf, so their P is exactly 0.
-        logsumexp = tl.load(L_ptr + queries, mask=queries < n_queries, other=float("inf"))
-        do_tile = dO_ptr + query_start.to(tl.int64) * stride_doq
-        do = load_rows(do_tile, rows, value_columns, stride_doq, n_rows, E, True)
-        delta = tl.load(delta_ptr + queries, mask=queries < n_queries, other=0.0)
+        if COPIED:  # rows and columns past the end are 0
+            q = copy_rows(Q, batch, head, query_start, Q_TILE_SIZE, columns.shape[0])
+            logsumexp = statistics.load([2 * both, query_start]).reshape(Q_TILE_SIZE)
+            do = copy_rows(dO, batch, head, query_start, Q_TILE_SIZE, value_columns.shape[0])
+            delta = statistics.load([2 * both + 1, query_start]).reshape(Q_TILE_SIZE)
+        else:
+            q_tile = Q + query_start.to(tl.int64) * stride_qq
+            q = load_rows(q_tile, rows, columns, stride_qq, n_rows, D, True)
+            logsumexp = load_statistic(statistics, queries, n_queries, float("inf"), PACKED)
+            do_tile = dO + query_start.to(tl.int64) * stride_doq
+            do = load_rows(do_tile, rows, value_columns, stride_doq, n_rows, E, True)
+            delta = load_statistic(statistics + n_padded, queries, n_queries, 0.0, PACKED)
         # Both products of scores are started before either is waited for, and so are the sums.
         s = dot(k, tl.trans(q), None, PRECISION, INTERPRETED)  # (K_TILE_SIZE, Q_TILE_SIZE)
         dp = dot(v, tl.trans(do), None, PRECISION, INTERPRETED)
         if HAS_SOFTCAP:
             s = tanh(s * (scale / softcap))
-            p = tl.exp2(s * (softcap * LOG2_E) - (logsumexp * LOG2_E)[None, :])
+            p = tl.exp2(s * (softcap * LOG2_E) - logsumexp[None, :])
         else:
-            p = tl.exp2(s * (scale * LOG2_E) - (logsumexp * LOG2_E)[None, :])
+            p = tl.exp2(s * (scale * LOG2_E) - logsumexp[None, :])
         if MASKED:
             seen = visible(
                 queries[None, :],
@@ -187,12 +221,11 @@ def _differentiate_keys(
 
 @triton.jit(do_not_specialize=["N_QUERIES", "N_KEYS", "window_left", "window_right"])
 def key_pass_kernel(
-    Q_ptr,
+    Q,  # a pointer, or if COPIED a descriptor of (B, H, N_q, D); so is dO
     K_ptr,
     V_ptr,
-    dO_ptr,
-    L_ptr,
-    delta_ptr,
+    dO,
+    statistics,  # a pointer, or if COPIED a descriptor of (2 · B · H, N_PADDED)
     dQ,  # fp32, zeroed: a pointer, or a descriptor of (rows, D_PADDED); unused in mode NONE
     dK_ptr,
     dV_ptr,
@@ -219,8 +252,7 @@ def key_pass_kernel(
     stride_dvb,
     stride_dvh,
     stride_dvk,
-    stride_lb,
-    stride_lh,
+    N_PADDED,
     N_QUERIES,
     N_KEYS,
     N_KV_HEADS,
@@ -243,6 +275,7 @@ def key_pass_kernel(
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
     DQ_MODE: tl.constexpr,
+    COPIED: tl.constexpr,
     is_causal: tl.constexpr,
 ):
     """dK and dV of one key tile of one key head. Grid: tiles · B · G.
@@ -255,15 +288,15 @@ def key_pass_kernel(
     key_start = (tl.program_id(0) % n_tiles) * K_TILE_SIZE
 
     b, kv_h = batch.to(tl.int64), kv_head.to(tl.int64)
-    Q_ptr += b * stride_qb
+    if not COPIED:
+        Q += b * stride_qb
+        dO += b * stride_dob
     K_ptr += b * stride_kb + kv_h * stride_kh
     V_ptr += b * stride_vb + kv_h * stride_vh
-    dO_ptr += b * stride_dob
     dK_ptr += b * stride_dkb + kv_h * stride_dkh
     dV_ptr += b * stride_dvb + kv_h * stride_dvh
-    L_ptr += b * stride_lb
-    delta_ptr += b * stride_lb
     dq_start = b * stride_dqb
+    first_statistic = 0
     if PACKED:
         first_query = tl.load(cu_seqlens_q_ptr + batch)
         first_key = tl.load(cu_seqlens_k_ptr + batch)
@@ -271,15 +304,14 @@ def key_pass_kernel(
         N_KEYS = tl.load(cu_seqlens_k_ptr + batch + 1) - first_key
         if key_start >= N_KEYS:
             return
-        Q_ptr += first_query.to(tl.int64) * stride_qq
+        Q += first_query.to(tl.int64) * stride_qq
         K_ptr += first_key.to(tl.int64) * stride_kk
         V_ptr += first_key.to(tl.int64) * stride_vk
-        dO_ptr += first_query.to(tl.int64) * stride_doq
+        dO += first_query.to(tl.int64) * stride_doq
         dq_start += first_query.to(tl.int64) * stride_dqq
         dK_ptr += first_key.to(tl.int64) * stride_dkk
         dV_ptr += first_key.to(tl.int64) * stride_dvk
-        L_ptr += first_query
-        delta_ptr += first_query
+        first_statistic = first_query
     offset = 0
     if BOTTOM_RIGHT:
         offset = N_KEYS - N_QUERIES
@@ -313,33 +345,41 @@ def key_pass_kernel(
     dk = tl.zeros([K_TILE_SIZE, D_PADDED], tl.float32)
     dv = tl.zeros([K_TILE_SIZE, E_PADDED], tl.float32)
     for member in range(loop_bound(HEADS_PER_KV, INTERPRETED)):
-        h = kv_h * HEADS_PER_KV + member
-        q_head = Q_ptr + h * stride_qh
-        do_head = dO_ptr + h * stride_doh
-        dq_head = dq_start + h * stride_dqh
-        l_head = L_ptr + h * stride_lh
-        delta_head = delta_ptr + h * stride_lh
+        head = kv_head * HEADS_PER_KV + member
+        both = batch * N_KV_HEADS * HEADS_PER_KV + head
+        if PACKED:  # all sequences are one row of each head
+            both = head
+        q_head, do_head, head_statistics = Q, dO, statistics
+        if not COPIED:
+            h = head.to(tl.int64)
+            q_head += h * stride_qh
+            do_head += h * stride_doh
+            head_statistics += both.to(tl.int64) * 2 * N_PADDED + first_statistic
+        dq_head = dq_start + head.to(tl.int64) * stride_dqh
         dk, dv = _differentiate_keys(
-            dk, dv, k, v, q_head, do_head, dQ, l_head, delta_head, dq_head,
+            dk, dv, k, v, q_head, do_head, dQ, head_statistics, N_PADDED, batch, head, both,
+            dq_head,
             stride_qq, stride_doq, stride_dqq, start, tl.minimum(full_start, stop),
             keys, rows, columns, value_columns, offset, N_QUERIES, N_KEYS,
             window_left, window_right, scale, softcap, D, E, Q_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT,
-            PRECISION, INTERPRETED, DQ_MODE, is_causal, True,
+            PRECISION, INTERPRETED, DQ_MODE, COPIED, PACKED, is_causal, True,
         )  # fmt: skip
         dk, dv = _differentiate_keys(
-            dk, dv, k, v, q_head, do_head, dQ, l_head, delta_head, dq_head,
+            dk, dv, k, v, q_head, do_head, dQ, head_statistics, N_PADDED, batch, head, both,
+            dq_head,
             stride_qq, stride_doq, stride_dqq, full_start, full_stop,
             keys, rows, columns, value_columns, offset, N_QUERIES, N_KEYS,
             window_left, window_right, scale, softcap, D, E, Q_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT,
-            PRECISION, INTERPRETED, DQ_MODE, is_causal, False,
+            PRECISION, INTERPRETED, DQ_MODE, COPIED, PACKED, is_causal, False,
         )  # fmt: skip
         if HAS_LEFT:
             dk, dv = _differentiate_keys(
-                dk, dv, k, v, q_head, do_head, dQ, l_head, delta_head, dq_head,
+                dk, dv, k, v, q_head, do_head, dQ, head_statistics, N_PADDED, batch, head, both,
+            dq_head,
                 stride_qq, stride_doq, stride_dqq, tl.maximum(full_start, full_stop), stop,
                 keys, rows, columns, value_columns, offset, N_QUERIES, N_KEYS,
                 window_left, window_right, scale, softcap, D, E, Q_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT,
-                PRECISION, INTERPRETED, DQ_MODE, is_causal, True,
+                PRECISION, INTERPRETED, DQ_MODE, COPIED, PACKED, is_causal, True,
             )  # fmt: skip
     dk_tile = dK_ptr + first * stride_dkk
     store_rows(dk_tile, dk * scale, key_rows, columns, stride_dkk, n_rows, D)
@@ -353,8 +393,10 @@ def _differentiate_queries(
     do,
     logsumexp,
     delta,
-    K_ptr,
-    V_ptr,
+    K,  # a pointer to this head, or a descriptor of all of (B, G, N_k, D); so is V
+    V,
+    batch,
+    kv_head,
     stride_kk,
     stride_vk,
     start,
@@ -376,6 +418,7 @@ def _differentiate_queries(
     HAS_LEFT: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    COPIED: tl.constexpr,
     is_causal: tl.constexpr,
     MASKED: tl.constexpr,
 ):
@@ -385,10 +428,14 @@ def _differentiate_queries(
     ):
         key_start = key_start + 0  # a tensor under the interpreter too
         n_rows = n_keys - key_start
-        k_tile = K_ptr + key_start.to(tl.int64) * stride_kk
-        k = load_rows(k_tile, keys, columns, stride_kk, n_rows, D, MASKED)
-        v_tile = V_ptr + key_start.to(tl.int64) * stride_vk
-        v = load_rows(v_tile, keys, value_columns, stride_vk, n_rows, E, MASKED)
+        if COPIED:
+            k = copy_rows(K, batch, kv_head, key_start, K_TILE_SIZE, columns.shape[0])
+            v = copy_rows(V, batch, kv_head, key_start, K_TILE_SIZE, value_columns.shape[0])
+        else:
+            k_tile = K + key_start.to(tl.int64) * stride_kk
+            k = load_rows(k_tile, keys, columns, stride_kk, n_rows, D, MASKED)
+            v_tile = V + key_start.to(tl.int64) * stride_vk
+            v = load_rows(v_tile, keys, value_columns, stride_vk, n_rows, E, MASKED)
         s = dot(q, tl.trans(k), None, PRECISION, INTERPRETED)  # (Q_TILE_SIZE, K_TILE_SIZE)
         dp = dot(do, tl.trans(v), None, PRECISION, INTERPRETED)
         if HAS_SOFTCAP:
@@ -418,11 +465,10 @@ def _differentiate_queries(
 @triton.jit(do_not_specialize=["N_QUERIES", "N_KEYS", "window_left", "window_right"])
 def query_pass_kernel(
     Q_ptr,
-    K_ptr,
-    V_ptr,
+    K,  # a pointer, or if COPIED a descriptor of (B, G, N_k, D); so is V
+    V,
     dO_ptr,
-    L_ptr,
-    delta_ptr,
+    statistics_ptr,  # (B · H, 2, N_PADDED) fp32, see prepare_kernel
     dQ_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
@@ -441,8 +487,7 @@ def query_pass_kernel(
     stride_dqb,
     stride_dqh,
     stride_dqq,
-    stride_lb,
-    stride_lh,
+    N_PADDED,
     N_QUERIES,
     N_KEYS,
     N_HEADS,
@@ -464,6 +509,7 @@ def query_pass_kernel(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    COPIED: tl.constexpr,
     is_causal: tl.constexpr,
 ):
     """dQ of one query tile of one head; the same walk over keys as the forward kernel."""
@@ -473,14 +519,17 @@ def query_pass_kernel(
     query_start = (n_tiles - 1 - tl.program_id(0) % n_tiles) * Q_TILE_SIZE
 
     b, h = batch.to(tl.int64), head.to(tl.int64)
-    kv_h = (head // HEADS_PER_KV).to(tl.int64)
+    kv_head = head // HEADS_PER_KV
     Q_ptr += b * stride_qb + h * stride_qh
-    K_ptr += b * stride_kb + kv_h * stride_kh
-    V_ptr += b * stride_vb + kv_h * stride_vh
+    if not COPIED:
+        K += b * stride_kb + kv_head.to(tl.int64) * stride_kh
+        V += b * stride_vb + kv_head.to(tl.int64) * stride_vh
     dO_ptr += b * stride_dob + h * stride_doh
     dQ_ptr += b * stride_dqb + h * stride_dqh
-    L_ptr += b * stride_lb + h * stride_lh
-    delta_ptr += b * stride_lb + h * stride_lh
+    both = batch * N_HEADS + head
+    if PACKED:  # all sequences are one row of each head
+        both = head
+    statistics_ptr += both.to(tl.int64) * 2 * N_PADDED
     if PACKED:
         first_query = tl.load(cu_seqlens_q_ptr + batch)
         first_key = tl.load(cu_seqlens_k_ptr + batch)
@@ -489,12 +538,11 @@ def query_pass_kernel(
         if query_start >= N_QUERIES:
             return
         Q_ptr += first_query.to(tl.int64) * stride_qq
-        K_ptr += first_key.to(tl.int64) * stride_kk
-        V_ptr += first_key.to(tl.int64) * stride_vk
+        K += first_key.to(tl.int64) * stride_kk
+        V += first_key.to(tl.int64) * stride_vk
         dO_ptr += first_query.to(tl.int64) * stride_doq
         dQ_ptr += first_query.to(tl.int64) * stride_dqq
-        L_ptr += first_query
-        delta_ptr += first_query
+        statistics_ptr += first_query
     offset = 0
     if BOTTOM_RIGHT:
         offset = N_KEYS - N_QUERIES
@@ -512,29 +560,27 @@ def query_pass_kernel(
     first = query_start.to(tl.int64)
     q = load_rows(Q_ptr + first * stride_qq, rows, columns, stride_qq, n_rows, D, True)
     do = load_rows(dO_ptr + first * stride_doq, rows, value_columns, stride_doq, n_rows, E, True)
-    # Queries past the end have L = inf, so their P is exactly 0.
-    inside = queries < N_QUERIES
-    logsumexp = tl.load(L_ptr + queries, mask=inside, other=float("inf")) * LOG2_E
-    delta = tl.load(delta_ptr + queries, mask=inside, other=0.0)
+    logsumexp = load_statistic(statistics_ptr, queries, N_QUERIES, float("inf"), PACKED)
+    delta = load_statistic(statistics_ptr + N_PADDED, queries, N_QUERIES, 0.0, PACKED)
 
     dq = tl.zeros([Q_TILE_SIZE, D_PADDED], tl.float32)
     if HAS_LEFT:
         dq = _differentiate_queries(
-            dq, q, do, logsumexp, delta, K_ptr, V_ptr, stride_kk, stride_vk,
+            dq, q, do, logsumexp, delta, K, V, batch, kv_head, stride_kk, stride_vk,
             start, tl.minimum(full_start, stop), queries, keys, columns, value_columns, offset,
             N_KEYS, window_left, window_right, scale, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP,
-            HAS_LEFT, PRECISION, INTERPRETED, is_causal, True,
+            HAS_LEFT, PRECISION, INTERPRETED, COPIED, is_causal, True,
         )  # fmt: skip
     dq = _differentiate_queries(
-        dq, q, do, logsumexp, delta, K_ptr, V_ptr, stride_kk, stride_vk,
+        dq, q, do, logsumexp, delta, K, V, batch, kv_head, stride_kk, stride_vk,
         full_start, full_stop, queries, keys, columns, value_columns, offset,
         N_KEYS, window_left, window_right, scale, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP,
-        HAS_LEFT, PRECISION, INTERPRETED, is_causal, False,
+        HAS_LEFT, PRECISION, INTERPRETED, COPIED, is_causal, False,
     )  # fmt: skip
     dq = _differentiate_queries(
-        dq, q, do, logsumexp, delta, K_ptr, V_ptr, stride_kk, stride_vk,
+        dq, q, do, logsumexp, delta, K, V, batch, kv_head, stride_kk, stride_vk,
         tl.maximum(full_start, full_stop), stop, queries, keys, columns, value_columns, offset,
         N_KEYS, window_left, window_right, scale, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP,
-        HAS_LEFT, PRECISION, INTERPRETED, is_causal, True,
+        HAS_LEFT, PRECISION, INTERPRETED, COPIED, is_causal, True,
     )  # fmt: skip
     store_rows(dQ_ptr + first * stride_dqq, dq * scale, rows, columns, stride_dqq, n_rows, D)

@@ -14,12 +14,17 @@ import torch
 
 @dataclass(frozen=True)
 class Tiles:
-    """The shape of one kernel: rows of queries and of keys per tile, warps, pipeline stages."""
+    """The shape of one kernel: rows of queries and of keys per tile, warps, pipeline stages.
+
+    ``copied``: where strides allow it, what the kernel walks over is read as whole tiles by the
+    copy engine of sm_90 and later, and the program spends no instructions on addresses.
+    """
 
     queries: int
     keys: int
     warps: int
     stages: int
+    copied: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,83 +54,88 @@ class Tiling:
         return rows if self.fused is None else [*rows, ("fused", self.fused.keys, self.fused)]
 
     def pack(self) -> list[int]:
-        """As the flat list that the operators take; an absent ``fused`` is four zeros."""
+        """As the flat list that the operators take; an absent ``fused`` is five zeros."""
         kernels = (self.forward, self.key_pass, self.query_pass, self.fused or Tiles(0, 0, 0, 0))
-        return [*(number for tiles in kernels for number in astuple(tiles)), int(self.bulk)]
+        return [*(int(n) for tiles in kernels for n in astuple(tiles)), int(self.bulk)]
 
     @classmethod
     def unpack(cls, numbers: Sequence[int]) -> Tiling:
         """The inverse of :meth:`pack`."""
         forward, key_pass, query_pass, fused = (
-            Tiles(*numbers[start : start + 4]) for start in range(0, 16, 4)
+            _tiles(numbers[start : start + 5]) for start in range(0, 20, 5)
         )
         return cls(
             forward=forward,
             key_pass=key_pass,
             query_pass=query_pass,
             fused=fused if fused.warps else None,
-            bulk=bool(numbers[16]),
+            bulk=bool(numbers[20]),
         )
 
 
+def _tiles(numbers: Sequence[int]) -> Tiles:
+    queries, keys, warps, stages, *copied = numbers
+    return Tiles(queries, keys, warps, stages, copied=any(copied))
+
+
 def _tiling(
-    forward: tuple[int, int, int, int],
-    key_pass: tuple[int, int, int, int],
-    query_pass: tuple[int, int, int, int],
-    fused: tuple[int, int, int, int] | None = None,
+    forward: tuple[int, ...],
+    key_pass: tuple[int, ...],
+    query_pass: tuple[int, ...],
+    fused: tuple[int, ...] | None = None,
     bulk: bool = False,
 ) -> Tiling:
     return Tiling(
-        forward=Tiles(*forward),
-        key_pass=Tiles(*key_pass),
-        query_pass=Tiles(*query_pass),
-        fused=Tiles(*fused) if fused else None,
+        forward=_tiles(forward),
+        key_pass=_tiles(key_pass),
+        query_pass=_tiles(query_pass),
+        fused=_tiles(fused) if fused else None,
         bulk=bulk,
     )
 
 
 # Keys: KB of shared memory of one block, widest head_dim, bytes of an element. Shapes are
-# (queries, keys, warps, stages) of forward, key pass, query pass, fused.
+# (queries, keys, warps, stages) of forward, key pass, query pass, fused; _COPIED marks those that
+# the copy engine feeds.
 #
-# sm_90 rows of half types are measured (LOG.md). What they have in common: 64 rows for each warp
-# group of 4 warps (64 rows with 8 warps would be computed twice, and Triton 3.6 then reads past the
-# operand), and two blocks per multiprocessor where registers allow, because within a block softmax
-# and matrix products take turns. fp32 keeps to 32 rows, which leaves wgmma aside: its operands
-# are split into bf16 parts in shared memory that Triton 3.6 reuses while wgmma still reads them.
-# Rows for other GPUs are chosen from compiled registers and shared memory, and not measured.
+# sm_90 rows are measured (LOG.md). What they have in common: 64 rows for each warp group of 4 warps
+# (64 rows with 8 warps would be computed twice, and Triton 3.6 then reads past the operand), and
+# several blocks per multiprocessor where registers allow, because within a block softmax and matrix
+# products take turns. Half types take two passes backward: the additions to dQ of the fused form
+# take longer than two more products. fp32 has dearer products, so there it is the other way round;
+# and fp32 keeps to 32 rows, which leaves wgmma aside: its operands are split into bf16 parts in
+# shared memory that Triton 3.6 reuses while wgmma still reads them.
+# Rows for other GPUs are chosen from compiled registers and shared memory, and not measured. Warps
+# split a tile of scores by rows of 16 or by columns of 8; more warps than that repeat each other's
+# work, so tiles of 32 by 32 have 4 warps where registers allow.
 _LARGE = 220  # sm_90, sm_100
 _MEDIUM = 160  # sm_80
 _SMALL = 96  # sm_86, sm_89, sm_120
+_COPIED = 1
 
 TABLE = {
     (_LARGE, 64, 2): _tiling(
-        (64, 128, 4, 3), (32, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), bulk=True
+        (64, 128, 4, 2, _COPIED), (64, 64, 4, 3, _COPIED), (64, 64, 4, 3, _COPIED)
     ),
-    (_LARGE, 128, 2): _tiling(
-        (128, 128, 8, 3), (64, 128, 8, 3), (128, 64, 8, 3), (64, 128, 8, 3), bulk=True
+    (_LARGE, 128, 2): _tiling((128, 128, 8, 3), (32, 64, 4, 3, _COPIED), (128, 64, 8, 3, _COPIED)),
+    (_LARGE, 256, 2): _tiling((128, 64, 8, 2), (32, 32, 4, 2), (64, 32, 4, 2, _COPIED)),
+    (_LARGE, 64, 4): _tiling((32, 64, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
+    (_LARGE, 128, 4): _tiling(
+        (32, 32, 4, 2, _COPIED), (32, 32, 4, 2), (32, 32, 8, 2), (32, 32, 4, 2), bulk=True
     ),
-    (_LARGE, 256, 2): _tiling((128, 64, 8, 2), (32, 32, 8, 2), (64, 32, 4, 2)),
-    (_LARGE, 64, 4): _tiling((32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
-    (_LARGE, 128, 4): _tiling((32, 32, 4, 2), (32, 32, 8, 2), (32, 32, 8, 2)),
     (_LARGE, 256, 4): _tiling((32, 16, 4, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
-    (_MEDIUM, 64, 2): _tiling((128, 64, 8, 3), (64, 64, 8, 2), (64, 64, 4, 2)),
+    (_MEDIUM, 64, 2): _tiling((128, 64, 8, 3), (64, 128, 8, 2), (64, 64, 4, 2)),
     (_MEDIUM, 128, 2): _tiling((128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2)),
     (_MEDIUM, 256, 2): _tiling((64, 32, 8, 2), (32, 64, 8, 2), (64, 32, 8, 2)),
     (_MEDIUM, 64, 4): _tiling((32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
     (_MEDIUM, 128, 4): _tiling((32, 32, 4, 2), (16, 32, 4, 2), (32, 32, 8, 2)),
     (_MEDIUM, 256, 4): _tiling((32, 16, 4, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
     (_SMALL, 64, 2): _tiling((64, 64, 4, 3), (32, 64, 4, 2), (64, 32, 4, 2)),
-    (_SMALL, 128, 2): _tiling((64, 32, 4, 2), (32, 64, 8, 2), (64, 32, 8, 2)),
+    (_SMALL, 128, 2): _tiling((64, 32, 4, 2), (32, 64, 4, 2), (64, 32, 4, 2)),
     (_SMALL, 256, 2): _tiling((64, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
     (_SMALL, 64, 4): _tiling((32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
     (_SMALL, 128, 4): _tiling((32, 32, 4, 2), (32, 32, 8, 1), (32, 32, 8, 1)),
     (_SMALL, 256, 4): _tiling((32, 16, 4, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
-}
-# Rows that differ without a causal mask, where every tile costs the same.
-FULL = {
-    (_LARGE, 64, 2): _tiling(
-        (128, 64, 8, 3), (32, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), bulk=True
-    ),
 }
 # What is left when less shared memory than in any row is to be had.
 SMALLEST = _tiling((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1))
@@ -133,18 +143,16 @@ SMALLEST = _tiling((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1))
 INTERPRETER = _tiling((64, 64, 4, 1), (64, 64, 4, 1), (64, 64, 4, 1))
 
 
-def tiling_for(shared_memory: int, head_dim: int, dtype: torch.dtype, is_causal: bool) -> Tiling:
+def tiling_for(shared_memory: int, head_dim: int, dtype: torch.dtype) -> Tiling:
     """The shipped table's entry.
 
     Args:
         shared_memory: bytes that one block may have.
         head_dim: the larger of D and E.
         dtype: of the inputs.
-        is_causal: whether keys after the diagonal are hidden.
     """
     for kilobytes in (_LARGE, _MEDIUM, _SMALL):
         if shared_memory >= kilobytes * 1024:
             width = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
-            row = (kilobytes, width, dtype.itemsize)
-            return TABLE[row] if is_causal else FULL.get(row, TABLE[row])
+            return TABLE[kilobytes, width, dtype.itemsize]
     return SMALLEST

@@ -7,24 +7,30 @@ silently: an implementation that was asked for by name and cannot run is an erro
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from flashattn_triton.configs import INTERPRETER, Tiling, tiling_for
+from flashattn_triton.hopper import eligibility
+from flashattn_triton.hopper.configs import describe_backward, describe_forward
 from flashattn_triton.options import AttentionOptions, resolve_options, to_heads_first
 
-Implementation = Literal["auto", "tiled", "triton", "reference"]
-Tier = Literal["tiled", "triton", "reference"]
+Implementation = Literal["auto", "tiled", "triton", "hopper", "reference"]
+Tier = Literal["tiled", "triton", "hopper", "reference"]
 
 IMPLEMENTATIONS = get_args(Implementation)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What will run. ``tiling`` holds every kernel's tiles, warps and stages ("triton" only)."""
+    """What will run.
+
+    ``tiling``: tiles, warps and stages of the portable kernels. The "hopper" tier uses those of the
+    two-pass backward form, where gradients must be deterministic.
+    """
 
     tier: Tier
     tiling: Tiling | None
@@ -68,33 +74,59 @@ def choose(
     *,
     implementation: str = "auto",
     tiling: Tiling | None = None,
+    packed: bool = False,
 ) -> Plan:
     """The plan for (B, H, N_q, D), (B, G, N_k, D), (B, G, N_k, E) inputs, or packed views of them.
 
     Args:
-        query: and ``key``, ``value``: only widths, dtype and device are looked at.
+        query: and ``key``, ``value``: only widths, dtype, device and places in memory are looked
+            at.
         options: mask, scale, soft-cap.
-        implementation: "auto" takes Triton for CUDA tensors and the tiled PyTorch tier for all
-            others; a name insists.
-        tiling: explicit kernel shapes instead of the shipped table's.
+        implementation: "auto" takes Triton for CUDA tensors (the Hopper tier, on sm_90, for what
+            it supports) and the tiled PyTorch tier for all others; a name insists.
+        tiling: explicit kernel shapes instead of the shipped table's, for the portable kernels.
+        packed: whether the inputs are views of packed sequences.
 
     Raises:
         ValueError: an unknown implementation, or one that cannot run these inputs.
     """
-    width = max(query.shape[-1], value.shape[-1])
-    return _choose(query.device, query.dtype, width, options, implementation, tiling)
+    head_dims = (query.shape[-1], value.shape[-1])
+    kind = (query.device, query.dtype, head_dims, options)
+    plan = _choose(*kind, implementation, tiling, packed)
+    if plan.tier != "hopper":
+        return plan
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        refusal = eligibility.copy_refusal(name, x.shape, x.stride(), x.data_ptr() % 16)
+        if refusal is not None and implementation == "hopper":
+            raise ValueError(f"implementation 'hopper' cannot run this: {refusal}")
+        if refusal is not None:
+            return _portable_instead(*kind, refusal)
+    return plan
+
+
+@functools.lru_cache(maxsize=1024)
+def _portable_instead(
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dims: tuple[int, int],
+    options: AttentionOptions,
+    refusal: str,
+) -> Plan:
+    plan = _choose(device, dtype, head_dims, options, "triton", None, False)
+    return replace(plan, reason=f"{plan.reason}; not the Hopper tier: {refusal}")
 
 
 @functools.lru_cache(maxsize=1024)
 def _choose(
     device: torch.device,
     dtype: torch.dtype,
-    width: int,
+    head_dims: tuple[int, int],
     options: AttentionOptions,
     implementation: str,
     tiling: Tiling | None,
+    packed: bool,
 ) -> Plan:
-    """The plan depends on nothing else, and asking again must cost less than a launch."""
+    """The plan as far as it does not depend on memory; asking again costs less than a launch."""
     check_implementation(implementation)
     if implementation in ("reference", "tiled"):
         tier: Tier = "reference" if implementation == "reference" else "tiled"
@@ -102,6 +134,13 @@ def _choose(
     if implementation == "auto" and device.type != "cuda":
         reason = f"{device.type} tensors: Triton's kernels need CUDA"
         return Plan(tier="tiled", tiling=None, reason=reason)
+    if implementation == "hopper" and device.type != "cuda":
+        raise ValueError(
+            f"implementation 'hopper' needs CUDA tensors, received {device.type}; move them to a "
+            f"GPU or use implementation='tiled'"
+        )
+    if implementation == "hopper" and tiling is not None:
+        raise ValueError("tiling shapes the portable kernels; use it with implementation='triton'")
     if device.type != "cuda":
         if not interpreting():
             raise ValueError(
@@ -115,7 +154,16 @@ def _choose(
     if tiling is not None:
         check_tiling(tiling, gpu, dtype)
         return Plan(tier="triton", tiling=tiling, reason=f"{reason}; tiling given by the caller")
-    chosen = tiling_for(gpu.shared_memory, width, dtype, options.band[1] is not None)
+    chosen = tiling_for(gpu.shared_memory, max(head_dims), dtype)
+    if implementation == "triton":
+        return Plan(tier="triton", tiling=chosen, reason=f"{reason}; shipped table")
+    refusal = eligibility.refusal(gpu.capability, dtype, head_dims, options, packed)
+    if refusal is None:
+        return Plan(tier="hopper", tiling=chosen, reason=gpu.name)
+    if implementation == "hopper":
+        raise ValueError(f"implementation 'hopper' cannot run this: {refusal}")
+    if gpu.capability == eligibility.CAPABILITY:
+        reason = f"{reason}; not the Hopper tier: {refusal}"
     return Plan(tier="triton", tiling=chosen, reason=f"{reason}; shipped table")
 
 
@@ -173,8 +221,13 @@ def explain(
     resolved = resolve_options(head_dim=query.shape[-1], **options)
     plan = choose(query, key, value, resolved, implementation=implementation, tiling=tiling)
     lines = [f"tier: {plan.tier} ({plan.reason})"]
-    if plan.tiling is not None:
-        kernels = {"forward": plan.tiling.forward}
+    row = (query.shape[-1], resolved.causal != "none")
+    if plan.tier == "hopper":
+        lines.append(describe_forward(*row, query.shape[-2]))
+    if plan.tier == "hopper" and not resolved.deterministic:
+        lines.append(describe_backward(*row))
+    elif plan.tiling is not None:
+        kernels = {} if plan.tier == "hopper" else {"forward": plan.tiling.forward}
         if plan.tiling.fused is not None and not resolved.deterministic:
             addition = "bulk reduction" if plan.tiling.bulk else "atomic addition"
             kernels[f"backward, fused (dQ by fp32 {addition})"] = plan.tiling.fused
@@ -183,6 +236,7 @@ def explain(
             kernels["backward, queries (dQ)"] = plan.tiling.query_pass
         lines += [
             f"{name}: {t.queries} queries x {t.keys} keys, {t.warps} warps, {t.stages} stages"
+            f"{', fed by the copy engine where strides allow it' if t.copied else ''}"
             for name, t in kernels.items()
         ]
     return "\n".join(lines)

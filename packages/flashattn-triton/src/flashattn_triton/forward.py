@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -33,6 +34,8 @@ from flashattn_triton.launch import (
     Packing,
     Sizes,
     Strides,
+    TileView,
+    can_be_copied,
     dot_precision,
     empty_output,
     empty_row_statistic,
@@ -45,6 +48,9 @@ from flashattn_triton.launch import (
     unit_last_stride,
 )
 from flashattn_triton.options import AttentionOptions
+
+if TYPE_CHECKING:
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -78,6 +84,12 @@ def load_rows(ptr, rows, columns, stride_row, n_rows, WIDTH: tl.constexpr, MASKE
     if MASKED:
         inside = inside & (rows < n_rows)[:, None]
     return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
+def copy_rows(descriptor, batch, head, start, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """``load_rows`` by the copy engine, from a descriptor of (B, H, N, D): 0 outside it."""
+    return descriptor.load([batch, head, start, 0]).reshape(ROWS, COLUMNS)
 
 
 @triton.jit
@@ -155,8 +167,10 @@ def _attend(
     row_sum,  # (Q_TILE_SIZE,) fp32
     row_max,  # (Q_TILE_SIZE,) fp32, in units of log2
     q,  # (Q_TILE_SIZE, D_PADDED)
-    K_ptr,
-    V_ptr,
+    K,  # a pointer to this head, or a descriptor of all of (B, G, N_k, D); so is V
+    V,
+    batch,
+    kv_head,
     stride_kk,
     stride_vk,
     start,
@@ -178,6 +192,7 @@ def _attend(
     HAS_LEFT: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    COPIED: tl.constexpr,
     is_causal: tl.constexpr,
     MASKED: tl.constexpr,
 ):
@@ -186,8 +201,11 @@ def _attend(
         loop_bound(start, INTERPRETED), loop_bound(stop, INTERPRETED), K_TILE_SIZE
     ):
         key_start = key_start + 0  # a tensor under the interpreter too
-        k_tile = K_ptr + key_start.to(tl.int64) * stride_kk
-        k = load_rows(k_tile, keys, columns, stride_kk, n_keys - key_start, D, MASKED)
+        if COPIED:
+            k = copy_rows(K, batch, kv_head, key_start, K_TILE_SIZE, columns.shape[0])
+        else:
+            k_tile = K + key_start.to(tl.int64) * stride_kk
+            k = load_rows(k_tile, keys, columns, stride_kk, n_keys - key_start, D, MASKED)
         s = dot(q, tl.trans(k), None, PRECISION, INTERPRETED)  # (Q_TILE_SIZE, K_TILE_SIZE)
         if HAS_SOFTCAP:
             s = tanh(s * (scale_log2 / (softcap * LOG2_E)))
@@ -218,8 +236,11 @@ def _attend(
         correction = tl.exp2(row_max - shift)
         row_sum = row_sum * correction + tl.sum(p, 1)
         acc = acc * correction[:, None]
-        v_tile = V_ptr + key_start.to(tl.int64) * stride_vk
-        v = load_rows(v_tile, keys, value_columns, stride_vk, n_keys - key_start, E, MASKED)
+        if COPIED:
+            v = copy_rows(V, batch, kv_head, key_start, K_TILE_SIZE, value_columns.shape[0])
+        else:
+            v_tile = V + key_start.to(tl.int64) * stride_vk
+            v = load_rows(v_tile, keys, value_columns, stride_vk, n_keys - key_start, E, MASKED)
         acc = dot(p.to(v.dtype), v, acc, PRECISION, INTERPRETED)
         row_max = new_max
     return acc, row_sum, row_max
@@ -228,8 +249,8 @@ def _attend(
 @triton.jit(do_not_specialize=["N_QUERIES", "N_KEYS", "window_left", "window_right"])
 def flash_forward_kernel(
     Q_ptr,
-    K_ptr,
-    V_ptr,
+    K,  # a pointer, or if COPIED a descriptor of (B, G, N_k, D); so is V
+    V,
     O_ptr,
     L_ptr,  # (B, H, N_q) or (H, T_q) fp32
     cu_seqlens_q_ptr,  # (B + 1,) int32, or None for a dense batch
@@ -270,6 +291,7 @@ def flash_forward_kernel(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    COPIED: tl.constexpr,
     is_causal: tl.constexpr,
 ):
     """One query tile of one head. ``is_causal``: no key after diagonal + window_right is visible.
@@ -283,10 +305,11 @@ def flash_forward_kernel(
     query_start = (n_tiles - 1 - tl.program_id(0) % n_tiles) * Q_TILE_SIZE
 
     b, h = batch.to(tl.int64), head.to(tl.int64)
-    kv_h = (head // HEADS_PER_KV).to(tl.int64)
+    kv_head = head // HEADS_PER_KV
     Q_ptr += b * stride_qb + h * stride_qh
-    K_ptr += b * stride_kb + kv_h * stride_kh
-    V_ptr += b * stride_vb + kv_h * stride_vh
+    if not COPIED:
+        K += b * stride_kb + kv_head.to(tl.int64) * stride_kh
+        V += b * stride_vb + kv_head.to(tl.int64) * stride_vh
     O_ptr += b * stride_ob + h * stride_oh
     L_ptr += b * stride_lb + h * stride_lh
     if PACKED:
@@ -297,8 +320,8 @@ def flash_forward_kernel(
         if query_start >= N_QUERIES:
             return
         Q_ptr += first_query.to(tl.int64) * stride_qq
-        K_ptr += first_key.to(tl.int64) * stride_kk
-        V_ptr += first_key.to(tl.int64) * stride_vk
+        K += first_key.to(tl.int64) * stride_kk
+        V += first_key.to(tl.int64) * stride_vk
         O_ptr += first_query.to(tl.int64) * stride_oq
         L_ptr += first_query
     offset = 0
@@ -326,25 +349,25 @@ def flash_forward_kernel(
     row_max = tl.full([Q_TILE_SIZE], float("-inf"), tl.float32)
     if HAS_LEFT:
         acc, row_sum, row_max = _attend(
-            acc, row_sum, row_max, q, K_ptr, V_ptr, stride_kk, stride_vk,
+            acc, row_sum, row_max, q, K, V, batch, kv_head, stride_kk, stride_vk,
             start, tl.minimum(full_start, stop),
             queries, keys, columns, value_columns, offset, N_KEYS, window_left, window_right,
-            scale_log2, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, PRECISION, INTERPRETED,
-            is_causal, True,
+            scale_log2, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, PRECISION,
+            INTERPRETED, COPIED, is_causal, True,
         )  # fmt: skip
     acc, row_sum, row_max = _attend(
-        acc, row_sum, row_max, q, K_ptr, V_ptr, stride_kk, stride_vk,
+        acc, row_sum, row_max, q, K, V, batch, kv_head, stride_kk, stride_vk,
         full_start, full_stop,
         queries, keys, columns, value_columns, offset, N_KEYS, window_left, window_right,
-        scale_log2, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, PRECISION, INTERPRETED,
-        is_causal, False,
+        scale_log2, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, PRECISION,
+        INTERPRETED, COPIED, is_causal, False,
     )  # fmt: skip
     acc, row_sum, row_max = _attend(
-        acc, row_sum, row_max, q, K_ptr, V_ptr, stride_kk, stride_vk,
+        acc, row_sum, row_max, q, K, V, batch, kv_head, stride_kk, stride_vk,
         tl.maximum(full_start, full_stop), stop,
         queries, keys, columns, value_columns, offset, N_KEYS, window_left, window_right,
-        scale_log2, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, PRECISION, INTERPRETED,
-        is_causal, True,
+        scale_log2, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, PRECISION,
+        INTERPRETED, COPIED, is_causal, True,
     )  # fmt: skip
 
     # A row that saw no key has sum 0: output 0 / 1, logsumexp -inf + log2(1).
@@ -378,26 +401,70 @@ def triton_forward(
         Output (B, H, N_q, E) in the inputs' dtype and logsumexp (B, H, N_q) in fp32.
     """
     query, key, value = unit_last_stride(query), unit_last_stride(key), unit_last_stride(value)
-    out = empty_output(query, value.shape[3])
-    logsumexp = empty_row_statistic(query)
-    launch = _forward_launch(
+    call = forward_call(query, key, value, options, tiles, packing)
+    starts = () if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k)
+    return call(query, key, value, *starts)
+
+
+class ForwardCall:
+    """The forward kernel on one kind of input: what its launch needs, found out once."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        out: Tensor,
+        logsumexp: Tensor,
+        views: tuple[TileView, TileView] | None,
+    ) -> None:
+        self.launch = launch
+        self.views = views
+        self.out = (out.shape, out.stride())
+        self.logsumexp = (logsumexp.shape, logsumexp.stride())
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        starts_q: Tensor | None = None,
+        starts_k: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Output and logsumexp of inputs whose last stride is 1."""
+        out = query.new_empty_strided(*self.out)
+        logsumexp = query.new_empty_strided(*self.logsumexp, dtype=torch.float32)
+        k: Tensor | TensorDescriptor = key
+        v: Tensor | TensorDescriptor = value
+        if self.views is not None:
+            k, v = self.views[0].of(key), self.views[1].of(value)
+        with on_device_of(query):
+            self.launch(query, k, v, out, logsumexp, starts_q, starts_k)
+        return out, logsumexp
+
+
+def forward_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: AttentionOptions,
+    tiles: Tiles,
+    packing: Packing | None = None,
+) -> ForwardCall:
+    """The call for inputs of these shapes, strides and types; their last stride is 1."""
+    return _forward_call(
         query.device,
         query.dtype,
         (query.shape, key.shape, value.shape),
-        (query.stride(), key.stride(), value.stride(), out.stride(), logsumexp.stride()),
+        (query.stride(), key.stride(), value.stride()),
         options,
         tiles,
         dot_precision(query.dtype),
         None if packing is None else packing.sizes,
+        tiles.copied and packing is None and can_be_copied(key) and can_be_copied(value),
     )
-    starts = (None, None) if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k)
-    with on_device_of(query):
-        launch(query, key, value, out, logsumexp, *starts)
-    return out, logsumexp
 
 
 @functools.lru_cache(maxsize=4096)
-def _forward_launch(
+def _forward_call(
     device: torch.device,
     dtype: torch.dtype,
     shapes: tuple[torch.Size, ...],
@@ -406,19 +473,21 @@ def _forward_launch(
     tiles: Tiles,
     precision: str,
     sizes: Sizes | None,
-) -> Launch:
-    """``device`` and ``dtype`` only tell apart what is compiled separately."""
+    copied: bool,
+) -> ForwardCall:
+    like = torch.empty_strided(shapes[0], strides[0], dtype=dtype, device="meta")
+    out, logsumexp = empty_output(like, shapes[2][3]), empty_row_statistic(like)
     (batch, heads, n_queries, head_dim), (_, kv_heads, n_keys, _), (*_, value_dim) = shapes
     if sizes is not None:
         batch, n_queries, n_keys = sizes
-    *matrices, row_stride = strides
+    matrices, row_stride = [*strides, out.stride()], logsumexp.stride()
     numbers = [
         *itertools.chain.from_iterable(outer(stride, sizes) for stride in matrices),
         *((row_stride[0] if sizes is None else 0), row_stride[1]),
         *(n_queries, n_keys, heads, heads // kv_heads),
         *option_numbers(options),
     ]
-    constants = {
+    constants: dict[str, Any] = {
         "D": head_dim,
         "E": value_dim,
         "D_PADDED": padded(head_dim, dtype),
@@ -430,7 +499,14 @@ def _forward_launch(
         "WIDE": is_wide(*matrices),
         "PRECISION": precision,
         "INTERPRETED": not isinstance(flash_forward_kernel, triton.JITFunction),
+        "COPIED": copied,
         **option_constants(options),
     }
     programs = -(-n_queries // tiles.queries) * batch * heads
-    return Launch(flash_forward_kernel, programs, numbers, constants, tiles)
+    launch = Launch(flash_forward_kernel, programs, numbers, constants, tiles)
+    views = None
+    if copied:
+        k_block = [1, 1, tiles.keys, constants["D_PADDED"]]
+        v_block = [1, 1, tiles.keys, constants["E_PADDED"]]
+        views = (TileView(shapes[1], strides[1], k_block), TileView(shapes[2], strides[2], v_block))
+    return ForwardCall(launch, out, logsumexp, views)

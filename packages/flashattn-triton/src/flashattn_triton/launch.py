@@ -7,7 +7,8 @@ its (T, H, D), together with a :class:`Packing`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +104,57 @@ def option_constants(options: AttentionOptions) -> dict[str, bool]:
     }
 
 
+def alignment(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """The addresses' remainders by 16; nothing if all are multiples."""
+    addresses = [x.data_ptr() % 16 for x in tensors]
+    return tuple(addresses) if any(addresses) else ()
+
+
+def can_be_copied(x: Tensor) -> bool:
+    """Whether the copy engine can read tiles of a (B, H, N, D) tensor: its base and its strides.
+
+    Strides of dimensions of size 1 are never used.
+    """
+    if x.data_ptr() % 16 or x.stride(3) != 1:
+        return False
+    unit = 16 // x.element_size()
+    used = [stride for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if n > 1]
+    longest = 2**40 // x.element_size()
+    return all(0 < stride < longest and stride % unit == 0 for stride in used)
+
+
+class TileView:
+    """How the copy engine sees tensors of one shape: all of a descriptor but the address.
+
+    Heads and batch keep dimensions of their own, so that a tile past the last row reads zeros, and
+    not the next head.
+    """
+
+    def __init__(self, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]) -> None:
+        self.shape = list(shape)
+        # Those of dimensions of size 1 may be anything, which a descriptor may not be.
+        self.strides = [s if n > 1 else 256 for n, s in zip(shape, strides, strict=True)]
+        self.strides[-1] = 1
+        self.block = list(block)
+
+    def of(self, x: Tensor) -> TensorDescriptor:
+        """The descriptor of ``x``, which must have this shape and these strides."""
+        return _descriptor_type()(x, self.shape, self.strides, self.block)
+
+
+@functools.cache
+def _descriptor_type() -> type[TensorDescriptor]:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    class Descriptor(TensorDescriptor):
+        """Triton's own checks cost the host more than the encoding of a descriptor does."""
+
+        def __post_init__(self) -> None:
+            """Checks nothing; :func:`can_be_copied` did."""
+
+    return Descriptor
+
+
 class Launch:
     """One kernel with all arguments but the tensors, compiled once and then launched directly.
 
@@ -121,28 +173,62 @@ class Launch:
     ) -> None:
         self.kernel = kernel
         self.grid = (programs, 1, 1)
-        self.numbers = tuple(numbers)
         # In the order of the kernel's parameters: the compiled kernel takes no names.
         self.constants = {n: constants[n] for n in kernel.arg_names if n in constants}
+        self.numbers = tuple(numbers)
+        self.rest = (*self.numbers, *self.constants.values())
         self.tiles = tiles
-        self.compiled: dict[tuple[bool, ...], Any] = {}
+        self.started: dict[tuple[bool, ...], Callable[..., None]] = {}
 
     def __call__(self, *tensors: Tensor | TensorDescriptor | None) -> None:
         """Launches on the current device and stream; nothing if there is no program to run."""
         if self.grid[0] == 0:
             return
-        aligned = tuple([isinstance(x, Tensor) and x.data_ptr() % 16 == 0 for x in tensors])
-        compiled = self.compiled.get(aligned)
-        if compiled is not None:
-            compiled[self.grid](*tensors, *self.numbers, *self.constants.values())
+        # Addresses as numbers: the compiled launcher would ask the driver about each tensor.
+        pointers = [x.data_ptr() if isinstance(x, Tensor) else x for x in tensors]
+        aligned = tuple([type(p) is int and p % 16 == 0 for p in pointers])
+        start = self.started.get(aligned)
+        if start is not None:
+            start(*pointers, *self.rest)
             return
-        self.compiled[aligned] = self.kernel[self.grid](
+        compiled = self.kernel[self.grid](
             *tensors,
             *self.numbers,
             **self.constants,
             num_warps=self.tiles.warps,
             num_stages=self.tiles.stages,
         )
+        if compiled is not None:  # as in Triton's interpreter
+            self.started[aligned] = _starter(compiled, self.grid)
+
+
+def _starter(compiled: Any, grid: tuple[int, int, int]) -> Callable[..., None]:
+    """Starts a compiled kernel on the current stream, given all of its arguments.
+
+    ``compiled[grid]`` describes every launch to profilers' hooks, in Python, even where there are
+    none. Without hooks the launcher below it is called, whose interface is Triton 3.6's own.
+    """
+    import triton
+
+    described: Callable[..., None] = compiled[grid]
+    if not triton.__version__.startswith("3.6."):
+        return described
+    from triton import knobs
+    from triton.runtime.driver import driver
+
+    device = driver.active.get_current_device()
+    current_stream = driver.active.get_current_stream
+    runtime = knobs.runtime
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+
+    def start(*arguments: Any) -> None:
+        if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+            described(*arguments)
+        else:
+            stream = current_stream(device)
+            run(*grid, stream, function, metadata, None, None, None, *arguments)
+
+    return start
 
 
 def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[object]:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flashattn_triton.configs import Tiling
 from flashattn_triton.dispatch import Plan, choose
@@ -122,13 +123,32 @@ def _problem(
             max_seqlen_q=max_seqlen_q,
             max_seqlen_k=max_seqlen_k,
         )
-    plan = choose(query, key, value, options, implementation=implementation, tiling=explicit)
+    packed = packing is not None
+    plan = choose(
+        query, key, value, options, implementation=implementation, tiling=explicit, packed=packed
+    )
     return options, packing, plan
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
     """Output (B, H, N_q, E) and logsumexp (B, H, N_q) fp32, by the tier that ``choose`` names."""
     options, packing, plan = _problem(query, key, value, *problem)
+    return run_forward(query, key, value, options, packing, plan)
+
+
+def run_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: AttentionOptions,
+    packing: Packing | None,
+    plan: Plan,
+) -> tuple[Tensor, Tensor]:
+    """:func:`forward` by the tier of ``plan``."""
+    if plan.tier == "hopper":
+        from flashattn_triton.hopper.forward import hopper_forward
+
+        return hopper_forward(query, key, value, options)
     if plan.tiling is not None:
         from flashattn_triton.forward import triton_forward
 
@@ -156,7 +176,29 @@ def backward(
     *problem: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK, dV of :func:`forward`."""
+    tensors = (query, key, value, out, lse, grad_out, grad_lse)
     options, packing, plan = _problem(query, key, value, *problem)
+    return run_backward(*tensors, options, packing, plan)
+
+
+def run_backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    options: AttentionOptions,
+    packing: Packing | None,
+    plan: Plan,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`backward` by the tier of ``plan``."""
+    lse = lse.contiguous()  # what was saved may come back with other strides
+    if plan.tier == "hopper" and not options.deterministic:
+        from flashattn_triton.hopper.backward import hopper_backward
+
+        return hopper_backward(query, key, value, out, lse, grad_out, grad_lse, options)
     if plan.tiling is not None:
         from flashattn_triton.backward import triton_backward
 
@@ -213,7 +255,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _differentiate(
-    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, operator: Any = _BACKWARD
 ) -> tuple[Tensor | None, ...]:
     query, key, value, out, lse, *starts = ctx.saved_tensors
     nothing = (None,) * (len(starts) + len(ctx.problem))
@@ -221,7 +263,7 @@ def _differentiate(
         return (None, None, None, *nothing)
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    gradients = _BACKWARD(query, key, value, out, lse, grad_out, grad_lse, *starts, *ctx.problem)
+    gradients = operator(query, key, value, out, lse, grad_out, grad_lse, *starts, *ctx.problem)
     return (*gradients, *nothing)
 
 
@@ -238,12 +280,18 @@ class _Attention(torch.autograd.Function):
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
-    """``torch.ops.flashattn_triton.forward``, differentiable in eager mode at less overhead."""
+    """``torch.ops.flashattn_triton.forward``: in eager mode at less overhead, in transforms at all.
+
+    What is registered with an operator serves autograd and compilers, but not ``torch.func.grad``.
+    """
+    refuse_forward_mode(query, key, value)
     differentiated = query.requires_grad or key.requires_grad or value.requires_grad
-    if differentiated and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        result: tuple[Tensor, Tensor] = _Attention.apply(  # type: ignore[no-untyped-call]
+    if not torch.compiler.is_compiling() and is_transformed():
+        result: tuple[Tensor, Tensor] = _Transformed.apply(  # type: ignore[no-untyped-call]
             query, key, value, *problem
         )
+    elif differentiated and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        result = _Attention.apply(query, key, value, *problem)  # type: ignore[no-untyped-call]
     else:
         result = _FORWARD(query, key, value, *problem)
     return result
@@ -281,6 +329,59 @@ def _vmap(operator: Any, n_tensors: int) -> Any:
         return tuple(x.unflatten(0, (size, -1)) for x in results), (0,) * len(results)
 
     return batched
+
+
+def refuse_forward_mode(*tensors: Tensor) -> None:
+    """Raises ``RuntimeError`` for dual tensors, whose tangents kernels would silently drop."""
+    if forward_ad._current_level < 0 or torch.compiler.is_compiling():
+        return
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise RuntimeError(
+            "flash attention has no forward-mode derivative, and a dual tensor was given; "
+            "use torch.func.grad or backward(), or implementation='reference'"
+        )
+
+
+def is_transformed() -> bool:
+    """Whether a transform of ``torch.func`` is being applied."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+class _Transformed(torch.autograd.Function):
+    """Attention as ``torch.func`` takes it: the context apart from the computation."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> Any:
+        return _FORWARD(*inputs)
+
+    setup_context = staticmethod(_save_for_backward)
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        return _differentiate(ctx, grad_out, grad_lse, _TransformedBackward.apply)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        batched: tuple[Any, Any] = _vmap(_Transformed.apply, 3)(info, in_dims, *args)
+        return batched
+
+
+class _TransformedBackward(torch.autograd.Function):
+    """Its derivative, which has none."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> Any:
+        return _BACKWARD(*inputs)
+
+    setup_context = staticmethod(_save_nothing)
+    backward = staticmethod(_refuse_second_derivative)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        batched: tuple[Any, Any] = _vmap(_TransformedBackward.apply, 7)(info, in_dims, *args)
+        return batched
 
 
 _LIBRARY.impl("forward", forward, "CompositeExplicitAutograd")

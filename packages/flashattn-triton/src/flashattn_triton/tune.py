@@ -151,14 +151,16 @@ def variants(role: str, base: Tiling, problem: Problem) -> list[Tiling]:
     itemsize = DTYPES[problem.dtype].itemsize
     if role in ("key_pass", "query_pass"):
         base = dataclasses.replace(base, fused=None)
-    shapes = candidates(role, problem.head_dim, itemsize)
+    shapes = list(candidates(role, problem.head_dim, itemsize))
+    if torch.cuda.get_device_capability() >= (9, 0):
+        shapes += [dataclasses.replace(shape, copied=True) for shape in shapes]
     return [_with(base, role, shape) for shape in shapes]
 
 
 def tune(problem: Problem, jobs: int) -> tuple[Tiling, list[dict[str, Any]]]:
     """The best shape of each kernel, and every row that was measured."""
     gpu = describe_gpu(torch.cuda.current_device())
-    start = tiling_for(gpu.shared_memory, problem.head_dim, DTYPES[problem.dtype], problem.causal)
+    start = tiling_for(gpu.shared_memory, problem.head_dim, DTYPES[problem.dtype])
     tried = {role: variants(role, start, problem) for role in ROLES}
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=spawn) as pool:
@@ -172,7 +174,7 @@ def tune(problem: Problem, jobs: int) -> tuple[Tiling, list[dict[str, Any]]]:
         timed = [row for row in measured if row["ms"] is not None]
         if timed:
             row = min(timed, key=lambda row: row["ms"])
-            shape = Tiles(row["queries"], row["keys"], row["warps"], row["stages"])
+            shape = Tiles(**{field.name: row[field.name] for field in dataclasses.fields(Tiles)})
             best = _with(best, role, shape)
             fastest[role] = row["ms"]
     # The two passes were tuned one at a time; only both at their best compare with the fused form.

@@ -1,0 +1,160 @@
+"""Eager calls on dense batches: what depends only on the kind of input is worked out once.
+
+Checking arguments, normalising options, choosing a tier and passing through PyTorch's dispatcher
+take the host longer than a small problem takes a GPU, and give the same answers for every call
+with equal shapes, strides, types and options. They are given for the first such call, and found
+again by one look-up.
+
+Tensor subclasses, transforms, compilers and dispatch modes must see the operators themselves: such
+calls are left to :mod:`flashattn_triton.ops`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashattn_triton import ops
+from flashattn_triton.configs import Tiling
+from flashattn_triton.dispatch import choose
+from flashattn_triton.launch import alignment, dot_precision
+from flashattn_triton.options import AttentionOptions
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+# Beyond this many kinds of input all are worked out again: lengths that never repeat would
+# otherwise be remembered for ever.
+_LIMIT = 4096
+
+_calls: dict[Hashable, Call] = {}
+
+
+class Call:
+    """One kind of input, heads first: which tier runs, with which options."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        options: AttentionOptions,
+        implementation: str,
+        tiling: Tiling | None,
+    ) -> None:
+        plan = choose(query, key, value, options, implementation=implementation, tiling=tiling)
+        self.problem = ops.operator_arguments(options, implementation=implementation, tiling=tiling)
+        self.forward: Callable[..., tuple[Tensor, Tensor]] = functools.partial(
+            ops.run_forward, options=options, packing=None, plan=plan
+        )
+        self.backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = functools.partial(
+            ops.run_backward, options=options, packing=None, plan=plan
+        )
+        if plan.tier == "hopper":
+            from flashattn_triton.hopper.forward import hopper_forward_call
+
+            self.forward = hopper_forward_call(query, key, value, options)
+        if plan.tier == "triton" and all(x.stride(-1) == 1 for x in (query, key, value)):
+            from flashattn_triton.backward import RepeatedBackward
+            from flashattn_triton.forward import forward_call
+
+            assert plan.tiling is not None
+            self.forward = forward_call(query, key, value, options, plan.tiling.forward)
+            self.backward = RepeatedBackward(options, plan.tiling)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Output and logsumexp, (B, H, N_q, E) and (B, H, N_q)."""
+        ops.refuse_forward_mode(query, key, value)
+        differentiated = query.requires_grad or key.requires_grad or value.requires_grad
+        if differentiated and torch.is_grad_enabled():
+            result: tuple[Tensor, Tensor] = _Attention.apply(  # type: ignore[no-untyped-call]
+                query, key, value, self
+            )
+            return result
+        return self.forward(query, key, value)
+
+
+class _Attention(torch.autograd.Function):
+    """The derivative of a call."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Any:
+        out, lse = call.forward(query, key, value)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        if grad_out is None and grad_lse is None:
+            return None, None, None, None
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        tensors = (query, key, value, out, lse, grad_out, grad_lse)
+        # With a graph of its own, the backward pass must say that it has no derivative.
+        if torch.is_grad_enabled() or operators_are_watched():
+            gradients = torch.ops.flashattn_triton.backward(*tensors, *ctx.call.problem)
+        else:
+            gradients = ctx.call.backward(*tensors)
+        return (*gradients, None)
+
+
+def operators_are_watched() -> bool:
+    """Whether a compiler, a transform or a mode is to see operators instead of their effects."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or ops.is_transformed()
+    )
+
+
+def kind_of(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> Hashable | None:
+    """What tells one kind of call from others, or None for calls that are left to the operators.
+
+    Equal values of unequal types (True and 1) are not equally valid, so types are part of it.
+    """
+    if operators_are_watched():
+        return None
+    if type(query) not in _PLAIN or type(key) not in _PLAIN or type(value) not in _PLAIN:
+        return None
+    return (
+        query.shape,
+        key.shape,
+        value.shape,
+        query.stride(),
+        key.stride(),
+        value.stride(),
+        query.dtype,
+        key.dtype,
+        value.dtype,
+        query.device,
+        key.device,
+        value.device,
+        alignment((query, key, value)),
+        dot_precision(query.dtype),
+        arguments,
+        tuple([tuple(map(type, x)) if type(x) is tuple else type(x) for x in arguments]),
+    )
+
+
+def find(kind: Hashable | None) -> Call | None:
+    """The call of this kind, if there was one before."""
+    try:
+        return _calls.get(kind)
+    except TypeError:  # an argument that cannot be hashed, valid or not
+        return None
+
+
+def remember(kind: Hashable | None, call: Call) -> None:
+    """Makes ``call`` what :func:`find` finds."""
+    if len(_calls) >= _LIMIT:
+        _calls.clear()
+    with contextlib.suppress(TypeError):
+        _calls[kind] = call

@@ -1,0 +1,101 @@
+"""Kernel shapes of the Hopper tier, and what its compile test allows them to spill. See LOG.md."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardConfig:
+    """The forward kernel's shape.
+
+    consumers: warp groups of 4 warps, each with 64 rows of queries.
+    keys: per tile.
+    stages: tiles of K and of V that are in shared memory at a time.
+    registers: of a consumer's thread.
+    rounds: of all programs on one group of heads. With few, K and V of a group stay in L2; with
+        many, tiles of one round are of almost equal length in spite of a causal mask. 0 means one
+        head at a time.
+    spills: bytes that one thread may spill, as ptxas counts them (stores and loads).
+    """
+
+    consumers: int
+    keys: int
+    stages: int
+    registers: int
+    rounds: int = 0
+    spills: int = 0
+
+    @property
+    def queries(self) -> int:
+        """Rows of one program."""
+        return 64 * self.consumers
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardConfig:
+    """The backward kernel's shape: 128 keys by two consumers of 64, two stages, 240 registers.
+
+    queries: per step, 64 for head_dim 128 and 128 for head_dim 64, so that a consumer's half of a
+        tile of dQ is 64 x 64.
+    dq_buffers: tiles of dQ in shared memory that wait for the copy engine to add them; with 0,
+        consumers add from registers.
+    parts: in which P and dS of a step are computed; with 2, a product of the first part runs while
+        the second is computed.
+    dk_first: dK of a tile is issued before its dQ.
+    spills: bytes that one thread may spill, as ptxas counts them (stores and loads).
+    """
+
+    queries: int
+    dq_buffers: int
+    parts: int
+    dk_first: bool
+    spills: int = 0
+
+
+_TWO = ForwardConfig(consumers=2, keys=128, stages=2, registers=240)
+_THREE = ForwardConfig(consumers=3, keys=128, stages=2, registers=160)
+# Keys: head_dim, whether there is a causal mask. Rows: up to how many queries, and which shape.
+# Tiles of 128 queries leave less of the last tile empty than tiles of 192.
+FORWARD: dict[tuple[int, bool], tuple[tuple[float, ForwardConfig], ...]] = {
+    (64, True): (
+        (1024, replace(_TWO, rounds=2)),
+        # The step over a diagonal that is not aligned to tiles spills, once in a tile.
+        (math.inf, replace(_THREE, rounds=8, spills=464)),
+    ),
+    (64, False): ((1024, _TWO), (math.inf, _THREE)),
+    (128, True): ((2048, replace(_TWO, rounds=2)), (math.inf, replace(_TWO, rounds=4))),
+    (128, False): ((math.inf, _TWO),),
+}
+# Keys: head_dim, whether there is a causal mask.
+BACKWARD = {
+    (64, True): BackwardConfig(queries=128, dq_buffers=0, parts=2, dk_first=False, spills=200),
+    (64, False): BackwardConfig(queries=128, dq_buffers=2, parts=1, dk_first=True, spills=400),
+    (128, True): BackwardConfig(queries=64, dq_buffers=1, parts=1, dk_first=True, spills=160),
+    (128, False): BackwardConfig(queries=64, dq_buffers=1, parts=1, dk_first=True, spills=80),
+}
+
+
+def forward_config(head_dim: int, is_causal: bool, n_queries: int) -> ForwardConfig:
+    """The shipped table's entry."""
+    rows = FORWARD[head_dim, is_causal]
+    return next(config for limit, config in rows if n_queries <= limit)
+
+
+def describe_forward(head_dim: int, is_causal: bool, n_queries: int) -> str:
+    """The forward kernel's shape in words."""
+    config = forward_config(head_dim, is_causal, n_queries)
+    return (
+        f"forward: {config.queries} queries x {config.keys} keys, {config.consumers} consumers "
+        f"of 4 warps, {config.stages} stages"
+    )
+
+
+def describe_backward(head_dim: int, is_causal: bool) -> str:
+    """The backward kernel's shape in words."""
+    config = BACKWARD[head_dim, is_causal]
+    return (
+        f"backward, fused (dQ by fp32 addition): {config.queries} queries x 128 keys, "
+        f"2 consumers of 4 warps, 2 stages"
+    )

@@ -1,0 +1,85 @@
+"""Which inputs the Hopper tier takes, and in words why not the others. Imports no kernels."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+import torch
+
+from flashattn_triton.options import AttentionOptions
+
+CAPABILITY = (9, 0)
+HEAD_DIMS = (64, 128)
+DTYPES = (torch.float16, torch.bfloat16)
+# Kernels use private interfaces, which the next version may not have.
+TRITON = ("3", "6")
+# A copy addresses 40 bits of bytes from one row, head or batch element to the next.
+_LONGEST_STRIDE = 2**40
+# Smaller factors on scores are zero or denormal in fp32, and masked scores are infinite.
+_SMALLEST_SCALE = 1e-30
+
+
+@functools.cache
+def triton_refusal() -> str | None:
+    """Why the installed Triton cannot compile this tier; None if it can."""
+    try:
+        version = importlib.import_module("triton").__version__
+    except ImportError:
+        return "Triton is not installed"
+    if tuple(version.split(".")[:2]) != TRITON:
+        return f"it is written for Triton {'.'.join(TRITON)}, and {version} is installed"
+    return None
+
+
+def refusal(
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    head_dims: tuple[int, int],
+    options: AttentionOptions,
+    packed: bool,
+) -> str | None:
+    """Why not this kind of problem; None if it can be computed.
+
+    Args:
+        capability: compute capability of the GPU.
+        dtype: of the inputs.
+        head_dims: D of query and key, E of value.
+        options: mask, scale, soft-cap.
+        packed: whether sequences are packed.
+    """
+    if capability != CAPABILITY:
+        return f"it needs compute capability 9.0, and this is {capability[0]}.{capability[1]}"
+    if dtype not in DTYPES:
+        return f"it takes float16 and bfloat16, and this is {str(dtype).removeprefix('torch.')}"
+    if head_dims not in tuple((d, d) for d in HEAD_DIMS):
+        return f"it takes head_dim 64 or 128 of query, key and value, and this is {head_dims}"
+    if packed:
+        return "it takes no packed sequences"
+    if options.window != (None, None):
+        return "it takes no window"
+    if options.softcap is not None:
+        return "it takes no soft-cap"
+    if abs(options.scale) < _SMALLEST_SCALE:
+        return "it needs a scale other than 0"
+    return triton_refusal()
+
+
+@functools.lru_cache(maxsize=1024)
+def copy_refusal(
+    name: str, shape: torch.Size, strides: tuple[int, ...], address: int
+) -> str | None:
+    """Why the copy engine cannot read a (B, H, N, D) tensor of half type; None if it can.
+
+    Args:
+        name: of the tensor, for the answer.
+        shape: of the tensor.
+        strides: in elements.
+        address: in bytes, or as much of it as is known: its remainder by 16 is what counts.
+    """
+    if strides[3] != 1 or address % 16:
+        return f"{name}'s rows must be contiguous and aligned to 16 bytes"
+    for n, stride in zip(shape[:3], strides[:3], strict=True):
+        if n > 1 and (stride % 8 or not 0 < stride < _LONGEST_STRIDE // 2):
+            return f"{name}'s strides must be positive multiples of 8 elements, and are {strides}"
+    return None

@@ -1,0 +1,111 @@
+# Kernels are typed by Triton's compiler, not by annotations.
+# mypy: disable-error-code="no-untyped-def,attr-defined"
+"""What runs before and after the backward pass on sm_90, in plain Triton: rows of queries.
+
+Rows are padded to whole tiles (N_PADDED of a head), so that the main kernel's copies need no mask.
+Rows past the end have L = inf, which makes P zero. Legend as in ``backward``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+ROWS = 64  # of one program
+
+
+@triton.jit(do_not_specialize=["N_QUERIES", "N_PADDED", "N_HEADS"])
+def prepare_kernel(
+    O_ptr,
+    dO_ptr,
+    L_ptr,  # (B, H, N_q) fp32, contiguous
+    dL_ptr,  # (B, H, N_q) fp32, or None
+    statistics_ptr,  # (2, B, H, N_PADDED) fp32: -L · log2(e), and -delta
+    dq_ptr,  # (B, H, N_PADDED, D) fp32
+    stride_ob,
+    stride_oh,
+    stride_oq,
+    stride_dob,
+    stride_doh,
+    stride_doq,
+    stride_dlb,
+    stride_dlh,
+    stride_dlq,
+    N_QUERIES,
+    N_PADDED,
+    N_HEADS,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    LOG2_E: tl.constexpr,
+    HAS_DL: tl.constexpr,
+):
+    """What the main kernel reads of L, O and dL, and zeros where it adds. Grid: tiles · B · H."""
+    n_tiles = N_PADDED // ROWS
+    first_row = (tl.program_id(0) % n_tiles) * ROWS
+    head = (tl.program_id(0) // n_tiles).to(tl.int64)  # of B · H
+    h = head % N_HEADS
+    b = head // N_HEADS
+    rows = first_row + tl.arange(0, ROWS)
+    columns = tl.arange(0, D)
+    inside = rows < N_QUERIES
+    wide = rows.to(tl.int64)
+    o_rows = O_ptr + b * stride_ob + h * stride_oh + wide * stride_oq
+    do_rows = dO_ptr + b * stride_dob + h * stride_doh + wide * stride_doq
+    o = tl.load(o_rows[:, None] + columns[None, :], mask=inside[:, None], other=0.0)
+    do = tl.load(do_rows[:, None] + columns[None, :], mask=inside[:, None], other=0.0)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    if HAS_DL:
+        dl_rows = dL_ptr + b * stride_dlb + h * stride_dlh + wide * stride_dlq
+        delta -= tl.load(dl_rows, mask=inside, other=0.0)
+    logsumexp = tl.load(L_ptr + head * N_QUERIES + rows, mask=inside, other=float("inf"))
+    # A row that sees no key has L = -inf, a constant: P and whatever dL claims count for nothing.
+    blind = logsumexp == float("-inf")
+    logsumexp = tl.where(blind, float("inf"), logsumexp)
+    delta = tl.where(blind, 0.0, delta)
+    row = head * N_PADDED + rows
+    tl.store(statistics_ptr + row, -LOG2_E * logsumexp)
+    n_rows = (tl.num_programs(0) // n_tiles).to(tl.int64) * N_PADDED
+    tl.store(statistics_ptr + n_rows + row, -delta)
+    tl.store(dq_ptr + row[:, None] * D + columns[None, :], tl.zeros([ROWS, D], tl.float32))
+
+
+@triton.jit(do_not_specialize=["N_QUERIES", "N_PADDED", "N_HEADS"])
+def finish_kernel(
+    sum_ptr,  # (B, H, N_PADDED, D) fp32, or the same memory in the order of FRAGMENTS
+    dq_ptr,
+    stride_qb,
+    stride_qh,
+    stride_qq,
+    N_QUERIES,
+    N_PADDED,
+    N_HEADS,
+    scale,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    FRAGMENTS: tl.constexpr,
+):
+    """dQ = scale · sum, in the inputs' dtype. Grid: tiles · B · H.
+
+    FRAGMENTS: each (64, 64) block lies as wgmma leaves it in registers, in the order of
+    ``backward._fragment_offsets``.
+    """
+    n_tiles = N_PADDED // ROWS
+    first_row = (tl.program_id(0) % n_tiles) * ROWS
+    head = (tl.program_id(0) // n_tiles).to(tl.int64)
+    h = head % N_HEADS
+    b = head // N_HEADS
+    rows = tl.arange(0, ROWS)[:, None]
+    columns = tl.arange(0, D)[None, :]
+    if FRAGMENTS:
+        quad = (rows // 16) * 32 + (rows % 8) * 4 + (columns % 8) // 2
+        element = ((rows % 16) // 8) * 2 + columns % 2
+        offsets = (columns // 8) * 512 + quad * 4 + element  # a second block follows
+    else:
+        offsets = rows * D + columns
+    total = tl.load(sum_ptr + (head * N_PADDED + first_row) * D + offsets)
+    dq_rows = dq_ptr + b * stride_qb + h * stride_qh + (first_row + rows).to(tl.int64) * stride_qq
+    tl.store(
+        dq_rows + columns,
+        (total * scale).to(dq_ptr.dtype.element_ty),
+        mask=first_row + rows < N_QUERIES,
+    )

@@ -1,0 +1,154 @@
+# Kernels are typed by Triton's compiler, not by annotations.
+# mypy: disable-error-code="no-untyped-def,attr-defined"
+"""What the Hopper kernels use of Triton 3.6 beyond its public interface, and some lines of PTX.
+
+Imported only after :func:`flashattn_triton.hopper.eligibility.triton_refusal` has said that the
+installed Triton is one that this was written for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+
+# Hardware barriers 0 to 7 are left to Triton, which takes one per partition.
+FIRST_NAMED_BARRIER = gl.constexpr(8)
+
+
+@builtin
+def tma_reduce_add(tensor_desc, coord, src, _semantic=None):
+    """Adds the tile ``src`` in shared memory to global memory; ``tma.store_wait`` waits for it.
+
+    Gluon has the copies of this copy engine, but not its reductions. As with a copy, rows and
+    columns outside the descriptor are left alone, and ``fence_async_shared`` comes before.
+    """
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
+
+
+@gluon.jit
+def reduce_add(pointers, x):
+    """Adds fp32 ``x`` to global memory in any order, 16 bytes at a time.
+
+    ``pointers``: of each group of four elements that a thread holds, the first one's is used; they
+    are neighbours, and aligned to 16 bytes.
+    """
+    gl.inline_asm_elementwise(
+        """{
+        red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11};
+        mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
+        }""",
+        "=r,=r,=r,=r,l,l,l,l,f,f,f,f",
+        [pointers.to(gl.int64), x],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=4,
+    )
+
+
+@gluon.jit
+def exp2(x):
+    """2^x by the special function unit alone; results below 2^-126 are 0."""
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.constexpr_function
+def _barrier_instruction(operation, barrier, threads):
+    return f"{{ {operation} {barrier}, {threads}; mov.b32 $0, 0; }}"
+
+
+@gluon.jit
+def named_barrier_sync(INDEX: gl.constexpr, THREADS: gl.constexpr):
+    """Arrives at hardware barrier ``INDEX`` (0 to 7) and waits until ``THREADS`` have arrived."""
+    PTX: gl.constexpr = _barrier_instruction("bar.sync", FIRST_NAMED_BARRIER + INDEX, THREADS)
+    gl.inline_asm_elementwise(PTX, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def named_barrier_arrive(INDEX: gl.constexpr, THREADS: gl.constexpr):
+    """Arrives at hardware barrier ``INDEX`` (0 to 7) without waiting."""
+    PTX: gl.constexpr = _barrier_instruction("bar.arrive", FIRST_NAMED_BARRIER + INDEX, THREADS)
+    gl.inline_asm_elementwise(PTX, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def named_barrier_sync_at(index, THREADS: gl.constexpr):
+    """:func:`named_barrier_sync`, of a barrier that is known only at run time."""
+    PTX: gl.constexpr = _barrier_instruction("bar.sync", "$1", THREADS)
+    barrier = gl.to_tensor(FIRST_NAMED_BARRIER + index)
+    gl.inline_asm_elementwise(PTX, "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def named_barrier_arrive_at(index, THREADS: gl.constexpr):
+    """:func:`named_barrier_arrive`, of a barrier that is known only at run time."""
+    PTX: gl.constexpr = _barrier_instruction("bar.arrive", "$1", THREADS)
+    barrier = gl.to_tensor(FIRST_NAMED_BARRIER + index)
+    gl.inline_asm_elementwise(PTX, "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1)
+
+
+class _Descriptor(TensorDescriptor):
+    """Triton's own checks cost the host more than encoding does; ``eligibility`` has made them."""
+
+    def __post_init__(self) -> None:
+        """Checks nothing."""
+
+
+@dataclass(frozen=True)
+class TileMap:
+    """The tiles that one copy moves of tensors of one shape: a descriptor without its address."""
+
+    shape: Sequence[int]
+    strides: Sequence[int]
+    block: Sequence[int]
+    layout: Any
+
+    def of(self, x: Tensor) -> TensorDescriptor:
+        """The descriptor of ``x``, which must have this shape and these strides."""
+        return _Descriptor(x, self.shape, self.strides, self.block, self.layout)
+
+
+def tile_map(
+    shape: Sequence[int],
+    strides: Sequence[int],
+    block: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    swizzled: bool = True,
+) -> TileMap:
+    """Tiles of ``block`` elements of tensors of up to five dimensions.
+
+    Heads and batch have dimensions of their own, so that a tile that runs past the last row reads
+    zeros and writes nothing, instead of touching the next head. A tile of shape (1, 1, N, D) is
+    copied from and to shared memory of shape (N, D).
+
+    Args:
+        shape: of the tensor.
+        strides: in elements; the last is 1, the others are multiples of 16 bytes, except that those
+            of dimensions of size 1 are never used and may be anything.
+        block: powers of two.
+        dtype: of the tensor.
+        swizzled: whether they lie in shared memory as matrix operands do, or row after row.
+    """
+    spare = max(16, shape[-1])
+    used = [spare if n == 1 else s for n, s in zip(shape[:-1], strides[:-1], strict=True)]
+    element = DTYPES[dtype]
+    if swizzled:
+        layout = gl.NVMMASharedLayout.get_default_for(list(block), element)
+    else:
+        layout = gl.NVMMASharedLayout(0, element.primitive_bitwidth, len(block))
+    return TileMap(list(shape), [*used, 1], list(block), layout)

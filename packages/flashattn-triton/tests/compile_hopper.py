@@ -1,0 +1,145 @@
+"""Compiles the Hopper tier's kernels without a GPU, and reads what ptxas says about them.
+
+Run as a program, in a process where TRITON_INTERPRET is not set: it reads a JSON list of requests
+from standard input and writes one JSON row for each compiled kernel. The launchers themselves are
+called, on the "meta" device, as compile_kernels.py does for the portable tier.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from flashattn_triton.hopper import forward
+from flashattn_triton.hopper.backward import hopper_backward
+from flashattn_triton.options import resolve_options
+
+PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class AbsentHopper:
+    """What the launcher asks of a driver before it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One problem. ``direction``: "forward" or "backward"."""
+
+    head_dim: int
+    dtype: str
+    options: dict[str, Any]
+    lengths: tuple[int, int] = (4096, 4096)
+    direction: str = "forward"
+
+
+def launch(request: Request) -> None:
+    """Calls the launcher of one problem."""
+    (n_queries, n_keys), width = request.lengths, request.head_dim
+    query, key, value = (
+        torch.empty(2, heads, rows, width, dtype=DTYPES[request.dtype], device="meta")
+        for heads, rows in ((4, n_queries), (2, n_keys), (2, n_keys))
+    )
+    options = resolve_options(head_dim=width, **request.options)
+    if request.direction == "forward":
+        forward.hopper_forward(query, key, value, options)
+    else:
+        lse = torch.empty(query.shape[:3], device="meta")
+        hopper_backward(query, key, value, query, lse, query, None, options)
+
+
+def compiled(work: Callable[[], None]) -> Iterator[tuple[str, Any]]:
+    """(name, compiled kernel) of everything that ``work`` launches; nothing is."""
+    kernels = []
+    run = JITFunction.run
+
+    def compile_only(self: JITFunction, *args: Any, **kwargs: Any) -> None:
+        kernels.append((self.__name__, run(self, *args, **kwargs | {"warmup": True})))
+
+    driver.set_active(AbsentHopper())
+    forward.multiprocessors = lambda device: 132
+    JITFunction.run = compile_only
+    try:
+        work()
+    finally:
+        JITFunction.run = run
+    yield from kernels
+
+
+def assembled(kernel: Any) -> dict[str, Any]:
+    """What ptxas says for sm_90a, and where it spills.
+
+    registers: at entry. spills: bytes of a thread, stores and loads. warnings: codes. shared: bytes
+    of a block. loops: for each innermost loop with matrix products, in the order of the code, how
+    many instructions access spilled registers.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        source, binary = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        source.write_text(kernel.asm["ptx"])
+        said = output([PTXAS, "-v", "--gpu-name=sm_90a", source, "-o", binary])
+        loops = inner_loops(output([PTXAS.with_name("cuobjdump"), "-sass", binary]))
+    return {
+        "registers": int(re.findall(r"Used (\d+) registers", said)[0]),
+        "spills": sum(int(n) for n in re.findall(r"(\d+) bytes spill", said)),
+        "warnings": re.findall(r"C7\d{3}", said),
+        "shared": kernel.metadata.shared,
+        "loops": loops,
+    }
+
+
+def output(command: list[Any]) -> str:
+    """Both streams of a program that must succeed."""
+    result = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True)
+    return result.stdout + result.stderr
+
+
+INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,6})\*/\s+(@!?U?P\w+ )?([A-Z0-9]+)\S* ?([^;]*);")
+
+
+def inner_loops(sass: str) -> list[int]:
+    """Counts of LDL and STL in innermost loops with HGMMA; a loop ends in a conditional branch."""
+    code = [(int(a, 16), guard, op, rest) for a, guard, op, rest in INSTRUCTION.findall(sass)]
+    loops = []
+    for address, guard, op, target in code:
+        if op == "BRA" and guard and int(target.split()[-1], 16) < address:
+            body = [op for at, _, op, _ in code if int(target.split()[-1], 16) <= at <= address]
+            if "HGMMA" in body:
+                loops.append((int(target.split()[-1], 16), address, body))
+    innermost = [
+        x for x in loops if not any(x[0] <= y[0] and y[1] <= x[1] and y != x for y in loops)
+    ]
+    return [body.count("LDL") + body.count("STL") for _, _, body in sorted(innermost)]
+
+
+def main() -> None:
+    """Requests from standard input, rows to standard output."""
+    for request in (Request(**r) for r in json.load(sys.stdin)):
+        for name, kernel in compiled(lambda request=request: launch(request)):
+            row = dataclasses.asdict(request) | {"kernel": name} | assembled(kernel)
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""Calls that repeat: found again by their kind, and never taken for another kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flashattn_triton import eager, flash_attention
+
+IMPLEMENTATIONS = ["tiled", "triton"]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_remembered() -> Iterator[None]:
+    eager._calls.clear()
+    yield
+    eager._calls.clear()
+
+
+def inputs(*shape: int, **keywords: Any) -> list[Tensor]:
+    return [torch.randn(shape or (1, 2, 20, 16), **keywords) for _ in range(3)]
+
+
+def calls() -> int:
+    return len(eager._calls)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_repeated_call_is_found_and_computes_the_same(implementation: str) -> None:
+    leaves = inputs(requires_grad=True)
+    grad_out = torch.randn(1, 2, 20, 16)
+    results = []
+    for _ in range(2):
+        out, lse = flash_attention(
+            *leaves, causal=True, return_lse=True, implementation=implementation
+        )
+        gradients = torch.autograd.grad((out, lse), leaves, (grad_out, torch.ones_like(lse)))
+        results.append((out, lse, *gradients))
+        assert calls() == 1
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first, second)
+    expected = flash_attention(*leaves, causal=True, implementation="reference")
+    torch.testing.assert_close(results[1][0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_found_call_reads_its_own_inputs() -> None:
+    first, second = inputs(), inputs()
+    flash_attention(*first)
+    found = flash_attention(*second)
+    assert calls() == 1
+    eager._calls.clear()
+    assert torch.equal(found, flash_attention(*second))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True},
+        {"causal": "bottom-right"},
+        {"scale": 0.3},
+        {"window": (3, None)},
+        {"softcap": 2.0},
+        {"deterministic": True},
+        {"implementation": "tiled"},
+    ],
+    ids=str,
+)
+def test_options_tell_kinds_apart(options: dict[str, Any]) -> None:
+    q, k, v = inputs()
+    plain = flash_attention(q, k, v)
+    other = flash_attention(q, k, v, **options)
+    assert calls() == 2
+    eager._calls.clear()
+    assert torch.equal(other, flash_attention(q, k, v, **options))
+    if not options.keys() & {"deterministic", "implementation"}:
+        assert not torch.equal(plain, other)
+
+
+def test_layouts_and_strides_tell_kinds_apart() -> None:
+    q, k, v = inputs(1, 20, 20, 16)
+    heads_first = flash_attention(q, k, v)
+    rows_first = flash_attention(q, k, v, layout="bshd")
+    views = [x.transpose(1, 2) for x in (q, k, v)]
+    transposed = flash_attention(*views)
+    assert calls() == 3
+    assert torch.equal(rows_first, transposed.transpose(1, 2))
+    assert not torch.equal(rows_first, heads_first)
+    for _ in range(2):
+        assert torch.equal(rows_first, flash_attention(q, k, v, layout="bshd"))
+
+
+def test_equal_values_of_another_type_are_still_refused() -> None:
+    q, k, v = inputs()
+    flash_attention(q, k, v, causal=True, window=(1, None))
+    with pytest.raises(ValueError, match="causal"):
+        flash_attention(q, k, v, causal=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="window left"):
+        flash_attention(q, k, v, causal=True, window=(True, None))
+
+
+def test_arguments_that_cannot_be_hashed() -> None:
+    q, k, v = inputs()
+    listed = flash_attention(q, k, v, window=[3, None])  # type: ignore[arg-type]
+    assert torch.equal(listed, flash_attention(q, k, v, window=(3, None)))
+    with pytest.raises(ValueError, match="causal"):
+        flash_attention(q, k, v, causal=[True])  # type: ignore[arg-type]
+
+
+def test_no_gradient_is_recorded_where_none_is_wanted() -> None:
+    leaves = inputs(requires_grad=True)
+    assert flash_attention(*leaves).requires_grad
+    with torch.no_grad():
+        assert not flash_attention(*leaves).requires_grad
+    assert not flash_attention(*(x.detach() for x in leaves)).requires_grad
+    assert calls() == 1
+
+
+class Seen(TorchDispatchMode):
+    """Records the names of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_dispatch_modes_see_the_operators() -> None:
+    leaves = inputs(requires_grad=True)
+    flash_attention(*leaves)
+    with Seen() as seen:
+        flash_attention(*leaves).sum().backward()
+    assert "flashattn_triton.forward.default" in seen.names
+    assert "flashattn_triton.backward.default" in seen.names
+
+
+def test_subclasses_are_left_to_the_operators() -> None:
+    class Named(Tensor):
+        pass
+
+    q, k, v = (x.as_subclass(Named) for x in inputs())
+    assert isinstance(flash_attention(q, k, v), Tensor)
+    assert calls() == 0
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eager, "_LIMIT", 4)
+    for length in range(1, 12):
+        flash_attention(*inputs(1, 1, length, 16))
+        assert calls() <= 4
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_gradients_of_any_strides(implementation: str) -> None:
+    leaves = inputs(requires_grad=True)
+    gradients_out = [
+        torch.randn(1, 2, 20, 16),
+        torch.randn(1, 2, 16, 20).transpose(2, 3),
+        torch.randn(1, 20, 2, 16).transpose(1, 2),
+        torch.randn(1, 2, 20, 17)[..., 1:],
+        torch.ones(()).expand(1, 2, 20, 16),
+    ]
+    for grad_out in gradients_out * 2:
+        out = flash_attention(*leaves, causal=True, implementation=implementation)
+        expected = flash_attention(*leaves, causal=True, implementation="reference")
+        actual = torch.autograd.grad(out, leaves, grad_out)
+        for a, e in zip(actual, torch.autograd.grad(expected, leaves, grad_out), strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
+    assert calls() == 1
+
+
+def test_saved_tensors_may_come_back_elsewhere() -> None:
+    leaves = inputs(requires_grad=True)
+
+    def moved(x: Tensor) -> Tensor:
+        return torch.cat([x.flatten(), x.new_zeros(1)])[:-1].view(x.shape).clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(moved, lambda x: x.mT.contiguous().mT):
+        out = flash_attention(*leaves, causal=True, implementation="triton")
+    expected = flash_attention(*leaves, causal=True, implementation="reference")
+    grad_out = torch.randn_like(out)
+    actual = torch.autograd.grad(out, leaves, grad_out)
+    for a, e in zip(actual, torch.autograd.grad(expected, leaves, grad_out), strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)

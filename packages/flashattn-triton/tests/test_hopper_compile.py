@@ -1,0 +1,107 @@
+"""The Hopper tier's kernels, compiled for sm_90a without a GPU: ptxas has nothing to complain of.
+
+The compiler runs in other processes, because Triton's interpreter, which the tests use where there
+is no GPU, replaces it in this one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashattn_triton.hopper import eligibility
+from flashattn_triton.hopper.configs import BACKWARD, forward_config
+
+SCRIPT = Path(__file__).with_name("compile_hopper.py")
+SHARED_MEMORY = 227 * 1024  # of one block on sm_90
+# All wgmma run one after another: an accumulator is read, or set, while products are in flight.
+SERIALISED = {"C7512", "C7514", "C7515"}
+
+REQUESTS = [
+    {"head_dim": d, "dtype": dtype, "options": options, "lengths": lengths, "direction": direction}
+    for direction in ("forward", "backward")
+    for d in eligibility.HEAD_DIMS
+    for dtype, options, lengths in (
+        ("bf16", {"causal": False}, (4096, 4096)),
+        ("bf16", {"causal": True}, (4096, 4096)),
+        ("bf16", {"causal": "bottom-right"}, (4096, 5000)),
+        ("fp16", {"causal": True}, (4000, 2000)),
+        ("bf16", {"causal": True, "scale": -0.5}, (4096, 4096)),
+    )
+]
+# Kernels depend on lengths where there are other configurations for short sequences.
+REQUESTS += [
+    {"head_dim": 64, "dtype": "bf16", "options": {"causal": causal}, "lengths": (1000, 2000)}
+    for causal in (False, True, "bottom-right")
+]
+
+
+def config_of(row: dict[str, Any]) -> Any:
+    is_causal = row["options"]["causal"] is not False
+    if row["direction"] == "backward":
+        return BACKWARD[row["head_dim"], is_causal]
+    return forward_config(row["head_dim"], is_causal, row["lengths"][0])
+
+
+def compile_all(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, str(SCRIPT)],
+        input=json.dumps(requests),
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, Any]]:
+    """One for each kernel with matrix products; the others take and give what these need."""
+    refusal = eligibility.triton_refusal()
+    if refusal is not None:
+        pytest.skip(refusal)
+    with ThreadPoolExecutor(2) as pool:
+        parts = pool.map(compile_all, (REQUESTS[::2], REQUESTS[1::2]))
+    found = [row for part in parts for row in part if row["loops"]]
+    assert len(found) == len(REQUESTS)
+    return found
+
+
+@pytest.mark.slow
+def test_products_are_not_serialised(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        assert not SERIALISED & set(row["warnings"]), row
+
+
+@pytest.mark.slow
+def test_shared_memory_suffices(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        assert row["shared"] <= SHARED_MEMORY, row
+
+
+@pytest.mark.slow
+def test_spills_are_those_of_the_table(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        assert row["spills"] <= config_of(row).spills, row
+
+
+@pytest.mark.slow
+def test_the_forward_loop_over_whole_tiles_does_not_spill(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        if row["direction"] == "forward":
+            consumers = config_of(row).consumers
+            # A diagonal that is not aligned has a loop of its own, with at most one iteration.
+            loops_of_one = len(row["loops"]) // consumers
+            assert len(row["loops"]) in (consumers, 2 * consumers), row
+            assert not any(row["loops"][loops_of_one - 1 :: loops_of_one]), row

@@ -1,0 +1,176 @@
+"""Which inputs the Hopper tier takes, and what is said of the others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from flashattn_triton import dispatch, explain
+from flashattn_triton.configs import Tiles, Tiling
+from flashattn_triton.hopper import eligibility
+from flashattn_triton.options import AttentionOptions
+
+PLAIN = AttentionOptions(scale=0.125)
+
+
+def refusal(
+    capability: tuple[int, int] = (9, 0),
+    dtype: torch.dtype = torch.bfloat16,
+    head_dims: tuple[int, int] = (64, 64),
+    options: AttentionOptions = PLAIN,
+    packed: bool = False,
+) -> str | None:
+    return eligibility.refusal(capability, dtype, head_dims, options, packed)
+
+
+@pytest.fixture
+def right_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eligibility, "triton_refusal", lambda: None)
+
+
+@pytest.mark.usefixtures("right_triton")
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("causal", ["none", "top-left", "bottom-right"])
+@pytest.mark.parametrize("scale", [0.125, -2.0])
+def test_what_it_takes(head_dim: int, dtype: torch.dtype, causal: Any, scale: float) -> None:
+    options = AttentionOptions(causal=causal, scale=scale)
+    assert refusal(dtype=dtype, head_dims=(head_dim, head_dim), options=options) is None
+
+
+@pytest.mark.usefixtures("right_triton")
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"capability": (8, 0)}, "needs compute capability 9.0, and this is 8.0"),
+        ({"capability": (10, 0)}, "needs compute capability 9.0, and this is 10.0"),
+        ({"dtype": torch.float32}, "takes float16 and bfloat16, and this is float32"),
+        ({"head_dims": (96, 96)}, r"takes head_dim 64 or 128 .* this is \(96, 96\)"),
+        ({"head_dims": (128, 64)}, r"takes head_dim 64 or 128 .* this is \(128, 64\)"),
+        ({"packed": True}, "no packed sequences"),
+        ({"options": AttentionOptions(scale=1.0, window=(3, None))}, "no window"),
+        ({"options": AttentionOptions(scale=1.0, softcap=2.0)}, "no soft-cap"),
+        ({"options": AttentionOptions(scale=0.0)}, "a scale other than 0"),
+    ],
+)
+def test_what_it_refuses(arguments: dict[str, Any], reason: str) -> None:
+    assert re.search(reason, str(refusal(**arguments)))
+
+
+def test_another_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("triton")
+    eligibility.triton_refusal.cache_clear()
+    monkeypatch.setattr(triton, "__version__", "3.7.1")
+    assert eligibility.triton_refusal() == "it is written for Triton 3.6, and 3.7.1 is installed"
+    eligibility.triton_refusal.cache_clear()
+
+
+@pytest.fixture
+def on_sm90(right_triton: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Plans are made as if every CUDA device were an H200."""
+    gpu = dispatch.GPU(name="H200", capability=(9, 0), shared_memory=232448)
+    monkeypatch.setattr(dispatch, "describe_gpu", lambda index: gpu)
+    dispatch._choose.cache_clear()
+    yield
+    dispatch._choose.cache_clear()
+
+
+def plan(
+    implementation: str = "auto",
+    head_dims: tuple[int, int] = (64, 64),
+    options: AttentionOptions = PLAIN,
+    tiling: Tiling | None = None,
+) -> dispatch.Plan:
+    device = torch.device("cuda", 0)
+    return dispatch._choose(
+        device, torch.bfloat16, head_dims, options, implementation, tiling, False
+    )
+
+
+@pytest.mark.usefixtures("on_sm90")
+@pytest.mark.parametrize("implementation", ["auto", "hopper"])
+def test_it_is_chosen(implementation: str) -> None:
+    assert plan(implementation).tier == "hopper"
+
+
+@pytest.mark.usefixtures("on_sm90")
+def test_the_portable_tier_says_why_not() -> None:
+    chosen = plan(head_dims=(80, 80))
+    assert chosen.tier == "triton"
+    assert "not the Hopper tier: it takes head_dim 64 or 128" in chosen.reason
+    assert "Hopper" not in plan("triton").reason
+    assert plan("triton").tier == "triton"
+
+
+@pytest.mark.usefixtures("on_sm90")
+def test_an_unsupported_triton_is_one_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eligibility, "triton_refusal", lambda: "it is written for Triton 3.6")
+    assert plan().tier == "triton"
+    assert "not the Hopper tier: it is written for Triton 3.6" in plan().reason
+
+
+@pytest.mark.usefixtures("on_sm90")
+def test_by_name_it_insists() -> None:
+    with pytest.raises(ValueError, match="'hopper' cannot run this: it takes head_dim 64 or 128"):
+        plan("hopper", head_dims=(80, 80))
+    small = Tiles(64, 64, 4, 2)
+    tiling = Tiling(forward=small, key_pass=small, query_pass=small)
+    with pytest.raises(ValueError, match="tiling shapes the portable kernels"):
+        plan("hopper", tiling=tiling)
+    assert plan("auto", tiling=tiling).tier == "triton"
+
+
+def test_it_needs_cuda() -> None:
+    q = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="'hopper' needs CUDA tensors, received cpu"):
+        explain(q, q, q, implementation="hopper")
+
+
+@pytest.mark.gpu
+def test_tensors_that_cannot_be_copied_take_the_portable_tier() -> None:
+    if dispatch.describe_gpu(0).capability != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    q = torch.empty(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16)
+    text = explain(q, q, q, causal=True)
+    assert text.startswith("tier: hopper")
+    assert "forward: 128 queries x 128 keys, 2 consumers of 4 warps, 2 stages" in text
+    assert "backward, fused (dQ by fp32 addition): 128 queries x 128 keys" in text
+    text = explain(q, q, q, causal=True, deterministic=True)
+    assert text.startswith("tier: hopper")
+    assert "fused" not in text
+    assert "backward, keys (dK, dV)" in text
+    shared = q[:, :1].expand(-1, 2, -1, -1)
+    text = explain(q, shared, q)
+    assert text.startswith("tier: triton")
+    assert "not the Hopper tier: key's strides must be positive multiples of 8" in text
+    with pytest.raises(ValueError, match="'hopper' cannot run this: key's strides"):
+        explain(q, shared, q, implementation="hopper")
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "address", "reason"),
+    [
+        ((2, 3, 5, 64), (960, 320, 64, 1), 512, None),
+        ((2, 3, 5, 64), (960, 64, 192, 1), 512, None),  # (batch, sequence, heads, head_dim)
+        ((1, 1, 5, 64), (0, 3, 64, 1), 512, None),  # never used
+        ((2, 3, 5, 64), (960, 320, 64, 1), 520, "aligned to 16 bytes"),
+        ((2, 3, 5, 64), (960, 320, 64, 2), 512, "must be contiguous"),
+        ((2, 3, 5, 64), (960, 320, 68, 1), 512, "multiples of 8 elements"),
+        ((2, 3, 5, 64), (960, 0, 64, 1), 512, "strides must be positive"),
+        ((2, 3, 5, 64), (2**39, 320, 64, 1), 512, "strides must be positive"),
+    ],
+)
+def test_what_can_be_copied(
+    shape: tuple[int, ...], strides: tuple[int, ...], address: int, reason: str | None
+) -> None:
+    actual = eligibility.copy_refusal("key", torch.Size(shape), strides, address)
+    if reason is None:
+        assert actual is None
+    else:
+        assert actual is not None
+        assert "key's" in actual
+        assert reason in actual

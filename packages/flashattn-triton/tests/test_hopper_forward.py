@@ -1,0 +1,125 @@
+"""The Hopper tier's forward kernel, launched directly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flashattn_triton.hopper import eligibility
+from flashattn_triton.options import resolve_options
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def hopper_forward(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The launcher, its outputs full of NaN beforehand; skips where there is no such GPU."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    refusal = eligibility.triton_refusal()
+    if refusal is not None:
+        pytest.skip(refusal)
+    from flashattn_triton.hopper.forward import hopper_forward
+
+    empty = torch.Tensor.new_empty_strided
+
+    def poisoned(self: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        return empty(self, *arguments, **keywords).fill_(float("nan"))
+
+    monkeypatch.setattr(torch.Tensor, "new_empty_strided", poisoned)
+    return hopper_forward
+
+
+def check(launch: Any, inputs: Any, assert_results_close: Any) -> None:
+    tensors = (x.detach() for x in (inputs.query, inputs.key, inputs.value))
+    out, lse = launch(*tensors, inputs.options)
+    assert_results_close(inputs, {"out": out, "lse": lse})
+
+
+def test_full_matrix(
+    hopper_case: Any, hopper_forward: Any, make_inputs: Any, assert_results_close: Any
+) -> None:
+    check(hopper_forward, make_inputs(hopper_case, "cuda"), assert_results_close)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", ["none", "top-left", "bottom-right"])
+@pytest.mark.parametrize(
+    ("heads", "n_queries", "n_keys"),
+    [
+        ((32, 8), 500, 500),
+        ((6, 1), 333, 1000),
+        ((5, 5), 1, 4096),
+        ((2, 1), 4096, 1),
+        ((3, 3), 1000, 300),  # bottom-right: whole tiles of queries see no key
+        ((2, 2), 192, 129),
+        ((2, 2), 193, 128),
+        ((70, 10), 1100, 700),  # many tiles for each program, more than one group of heads
+        ((70, 70), 500, 500),
+    ],
+    ids=str,
+)
+def test_heads_and_lengths(
+    heads: tuple[int, int],
+    n_queries: int,
+    n_keys: int,
+    head_dim: int,
+    causal: str,
+    dense_case: Any,
+    hopper_forward: Any,
+    make_inputs: Any,
+    assert_results_close: Any,
+) -> None:
+    case = dense_case(2, heads, n_queries, n_keys, head_dim, "bf16", causal=causal)
+    check(hopper_forward, make_inputs(case, "cuda"), assert_results_close)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "padded"])
+@pytest.mark.parametrize("causal", ["none", "top-left", "bottom-right"])
+def test_strides(
+    layout: str,
+    causal: str,
+    dense_case: Any,
+    hopper_forward: Any,
+    make_inputs: Any,
+    assert_results_close: Any,
+) -> None:
+    case = dense_case(2, (4, 2), 333, 411, 64, "fp16", causal=causal)
+    inputs = make_inputs(case, "cuda", layout)
+    check(hopper_forward, inputs, assert_results_close)
+
+
+@pytest.mark.parametrize("scale", [-0.2, 1e-20, 3.0])
+@pytest.mark.parametrize("causal", ["none", "top-left", "bottom-right"])
+def test_scale(
+    scale: float,
+    causal: str,
+    dense_case: Any,
+    hopper_forward: Any,
+    make_inputs: Any,
+    assert_results_close: Any,
+) -> None:
+    case = dense_case(1, 2, 411, 333, 128, "bf16", causal=causal, scale=scale)
+    check(hopper_forward, make_inputs(case, "cuda"), assert_results_close)
+
+
+def test_repetitions_are_bit_identical(hopper_forward: Any) -> None:
+    q, k, v = (torch.randn(2, 8, 2000, 64, device="cuda").bfloat16() for _ in range(3))
+    options = resolve_options(head_dim=64, causal=True)
+    first = hopper_forward(q, k, v, options)
+    for _ in range(20):
+        again = hopper_forward(q, k, v, options)
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+
+
+def test_rows_past_two_billion_elements(hopper_forward: Any) -> None:
+    rows, gap = 4096, 2**31 // 4096 + 64
+    storage = torch.empty(rows * gap, device="cuda", dtype=torch.bfloat16)
+    far = storage.as_strided((1, 1, rows, 64), (0, 0, gap, 1))
+    near = torch.randn(1, 1, rows, 64, device="cuda", dtype=torch.bfloat16)
+    far.copy_(near)
+    options = resolve_options(head_dim=64, causal=True)
+    actual, expected = (hopper_forward(x, x, x, options) for x in (far, near))
+    assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
