@@ -1,16 +1,18 @@
-"""Times and weighs sharded optimizers against torch's own, interleaved in one run.
+"""Weighs and times sharded optimizers against torch's own.
 
     python scripts/bench_optimizer.py --size xl --output rows.jsonl
     python scripts/bench_optimizer.py --size tiny --device cpu        # smoke test, gloo
 
-One variant is in memory at a time: each block builds the model, the wrapper and the optimizer,
-weighs two steps moment by moment (they are the warm-up), times a block of steps without
-synchronising inside, then a few optimizer steps alone. Rounds go through the variants forwards and
-backwards in turn, so drift hits all alike. Before anything is timed, every variant must end at
-torch's parameters on a small model. Each block becomes one JSON line as soon as it is measured; a
-run with the same ``--output`` and settings skips the blocks that are there, so it can be resumed.
-``--trace DIR`` also writes one profiler trace per variant. ``scripts/optimizer_results.py`` makes
-the table and the picture from the lines.
+First every variant must end at torch's parameters on a small model. Then each variant of
+``--weigh`` is built alone, and its memory is recorded moment by moment over two steps. Then all
+variants of ``--timed`` are built, and rounds go through them forwards and backwards in turn: a
+short block of steps timed without synchronising inside, and one optimizer step alone. Neighbouring
+blocks of different variants see the same state of the machine, which matters more than the length
+of a block; the variants must fit into memory together.
+
+Every measurement becomes one JSON line at once. A run with the same ``--output`` and settings skips
+what is there, so it can be resumed. ``--trace DIR`` also writes one profiler trace per timed
+variant. ``scripts/optimizer_results.py`` makes tables and a picture from the lines.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -87,7 +89,7 @@ def build_torch_zero(model: nn.Module) -> Trainer:
     return Trainer(torch_ddp(model), optimizer)
 
 
-def build_ddp_lite(*, shard: bool, bucket_size_mb: float = 250) -> Build:
+def build_ddp_lite(*, shard: bool, bucket_size_mb: float | Literal["auto"] = "auto") -> Build:
     """Our wrapper with either optimizer."""
 
     def build(model: nn.Module) -> Trainer:
@@ -121,10 +123,11 @@ VARIANTS: dict[str, Build] = {
     "no-communication": lambda model: Trainer(model, adamw(model)),
     "torch-ddp": lambda model: Trainer(torch_ddp(model), adamw(model)),
     "torch-ddp+zero": build_torch_zero,
-    "ddp-lite": build_ddp_lite(shard=False),
+    "ddp-lite-auto": build_ddp_lite(shard=False),
+    "ddp-lite": build_ddp_lite(shard=False, bucket_size_mb=250),
     "ddp-lite-500": build_ddp_lite(shard=False, bucket_size_mb=500),
     "torch-ddp+sharded": lambda model: Trainer(torch_ddp(model), sharded(model)),
-    "ddp-lite+sharded": build_ddp_lite(shard=True),
+    "ddp-lite+sharded": build_ddp_lite(shard=True, bucket_size_mb=250),
     "ddp-lite+handoff": build_handoff,
     "reduce": build_sharded(),
     "reduce-overlap": build_sharded(overlap="next-forward"),
@@ -132,6 +135,10 @@ VARIANTS: dict[str, Build] = {
     "reduce-500-overlap": build_sharded(bucket_size_mb=500, overlap="next-forward"),
     "reduce-1000-overlap": build_sharded(bucket_size_mb=1000, overlap="next-forward"),
 }
+
+
+# Together these fit the memory of one H200 at the size "xl".
+TIMED = ("reduce-overlap", "ddp-lite-auto", "torch-ddp", "torch-ddp+zero")
 
 
 def configuration(size: str, context_length: int) -> ModelConfig:
@@ -208,9 +215,12 @@ class Memory:
         self.moments: dict[str, dict[str, int]] = {}
         self.before = 0
         if device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()
-            self.before = torch.cuda.memory_allocated(device)
+            held = -1
+            while held != self.before:  # what one collection frees may hold more to collect
+                held = self.before
+                gc.collect()
+                torch.cuda.empty_cache()
+                self.before = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
 
     def mark(self, moment: str, **parts: int) -> None:
@@ -241,105 +251,133 @@ def gradient_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     return nbytes(whole)
 
 
-def time_block(
-    name: str, batch: Tensor, args: argparse.Namespace, *, trace: bool
-) -> dict[str, Any]:
-    """One block of one variant: milliseconds per step (the slower rank's) and memory."""
-    device = batch.device
-    memory = Memory(device)
-    torch.manual_seed(0)
-    model = TransformerLM(configuration(args.size, args.sequence), device=device)
-    trainer = VARIANTS[name](model)
-    parameters = nbytes(list(model.parameters()))
-    memory.mark("after_init", parameters=parameters)
+class Training:
+    """One variant in memory, with its model, its batch and its precision."""
 
-    def forward() -> Tensor:
-        trainer.optimizer.zero_grad(set_to_none=True)
-        use = args.precision == "bf16"
-        with torch.autocast(device.type, torch.bfloat16) if use else nullcontext():
-            return loss_of(trainer, batch)
+    def __init__(self, name: str, batch: Tensor, args: argparse.Namespace) -> None:
+        torch.manual_seed(0)
+        self.name = name
+        self.batch = batch
+        self.autocast = args.precision == "bf16"
+        config = configuration(args.size, args.sequence)
+        self.model = TransformerLM(config, device=batch.device)
+        self.trainer = VARIANTS[name](self.model)
+        self.optimizer = self.trainer.optimizer
 
-    def backward() -> None:
-        forward().backward()
-        trainer.finish()
+    def forward(self) -> Tensor:
+        """The loss, with all gradients reset."""
+        self.optimizer.zero_grad(set_to_none=True)
+        kind = self.batch.device.type
+        with torch.autocast(kind, torch.bfloat16) if self.autocast else nullcontext():
+            return loss_of(self.trainer, self.batch)
 
-    def step() -> None:
-        backward()
-        trainer.optimizer.step()
-
-    for number in (1, 2):
-        loss = forward()
-        state = state_bytes(trainer.optimizer)
-        memory.mark(f"forward_{number}", parameters=parameters, optimizer_state=state)
+    def backward(self, loss: Tensor) -> None:
+        """Averaged gradients."""
         loss.backward()
-        trainer.finish()
-        gradients = gradient_bytes(model, trainer.optimizer)
-        parts = {"parameters": parameters, "gradients": gradients}
-        memory.mark(f"before_step_{number}", **parts, optimizer_state=state)
-        del loss
-        trainer.optimizer.step()
-        whole = nbytes([p.grad for p in model.parameters() if p.grad is not None])
-        parts = {"parameters": parameters, "gradients": whole}
-        memory.mark(f"after_step_{number}", **parts, optimizer_state=state_bytes(trainer.optimizer))
-    step()
+        self.trainer.finish()
 
+    def step(self) -> None:
+        """A whole training step."""
+        self.backward(self.forward())
+        self.optimizer.step()
+
+    def whole_gradient_bytes(self) -> int:
+        """Bytes of the gradients in the parameters."""
+        return nbytes([p.grad for p in self.model.parameters() if p.grad is not None])
+
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients that a rank holds after backward, whole or in shards."""
+        if isinstance(self.optimizer, ShardedOptimizer) and not self.whole_gradient_bytes():
+            return nbytes(self.optimizer.local_gradients())
+        return self.whole_gradient_bytes()
+
+
+def weigh(name: str, batch: Tensor, args: argparse.Namespace) -> dict[str, Any]:
+    """Memory of one variant over construction and two steps; nothing else is in memory."""
+    memory = Memory(batch.device)
+    training = Training(name, batch, args)
+    parameters = nbytes(list(training.model.parameters()))
+    memory.mark("after_init", parameters=parameters)
+    for number in (1, 2):
+        loss = training.forward()
+        state = state_bytes(training.optimizer)
+        memory.mark(f"forward_{number}", parameters=parameters, optimizer_state=state)
+        training.backward(loss)
+        gradients = training.gradient_bytes()
+        memory.mark(
+            f"before_step_{number}",
+            parameters=parameters,
+            gradients=gradients,
+            optimizer_state=state,
+        )
+        del loss
+        training.optimizer.step()
+        memory.mark(
+            f"after_step_{number}",
+            parameters=parameters,
+            gradients=training.whole_gradient_bytes(),
+            optimizer_state=state_bytes(training.optimizer),
+        )
+    training.trainer.close()
+    return {
+        "memory": memory.moments,
+        "held_before": memory.before,
+        "parameter_bytes": parameters,
+        "predicted_bytes": predicted(name, parameters, args.world_size),
+    }
+
+
+def time_block(training: Training, args: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds per step, the slower rank's, and of one optimizer step alone."""
+    device = training.batch.device
+    training.step()
     dist.barrier()
     synchronize(device)
     begin = time.perf_counter()
     for _ in range(args.block):
-        step()
+        training.step()
     host = time.perf_counter() - begin
     synchronize(device)
     times = torch.tensor([time.perf_counter() - begin, host], device=device) / args.block
     dist.all_reduce(times, dist.ReduceOp.MAX)
-    memory.mark("timed_block")
-
-    optimizer_ms = [time_optimizer(backward, trainer, device) for _ in range(3)]
-    if trace:
-        write_trace(name, step, device, args)
-    result = {
+    alone = time_optimizer(training)
+    training.optimizer.zero_grad(set_to_none=True)  # the other variants need the memory
+    return {
         "step_ms": times[0].item() * 1e3,
         "host_ms": times[1].item() * 1e3,
-        "optimizer_ms": statistics.median(optimizer_ms),
-        "memory": memory.moments,
-        "held_before": memory.before,
-        "parameter_bytes": parameters,
-        "state_bytes": state_bytes(trainer.optimizer),
-        "buckets": len(getattr(trainer.optimizer, "buckets", ())),
+        "optimizer_ms": alone,
+        "buckets": len(getattr(training.optimizer, "buckets", ())),
     }
-    trainer.close()
-    return result
 
 
-def time_optimizer(backward: Callable[[], None], trainer: Trainer, device: torch.device) -> float:
+def time_optimizer(training: Training) -> float:
     """Milliseconds from a finished backward to updated parameters."""
-    backward()
+    training.backward(training.forward())
     dist.barrier()
-    synchronize(device)
+    synchronize(training.batch.device)
     begin = time.perf_counter()
-    trainer.optimizer.step()
-    if isinstance(trainer.optimizer, ShardedOptimizer):
-        trainer.optimizer.wait()
-    synchronize(device)
+    training.optimizer.step()
+    if isinstance(training.optimizer, ShardedOptimizer):
+        training.optimizer.wait()
+    synchronize(training.batch.device)
     return (time.perf_counter() - begin) * 1e3
 
 
-def write_trace(
-    name: str, step: Callable[[], None], device: torch.device, args: argparse.Namespace
-) -> None:
+def write_trace(training: Training, folder: Path) -> None:
     """A profiler trace of three steps of rank 0."""
     from torch.profiler import ProfilerActivity, profile
 
+    device = training.batch.device
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     with profile(activities=activities) as profiler:
         for _ in range(3):
-            step()
+            training.step()
         synchronize(device)
     if dist.get_rank() == 0:
-        args.trace.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(args.trace / f"{name}.json.gz"))
+        folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(folder / f"{training.name}.json.gz"))
 
 
 def environment(device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
@@ -392,55 +430,90 @@ def predicted(name: str, parameters: int, world_size: int) -> dict[str, float]:
     }
 
 
-# What must be equal for two blocks to belong to one run.
-SETTINGS = (
-    "commit",
-    "hardware",
-    "world_size",
-    "size",
-    "precision",
-    "batch",
-    "sequence",
-    "steps_per_block",
-)
+# What must be equal for two rows to belong to one run.
+SETTINGS = ("commit", "hardware", "world_size", "size", "precision", "batch", "sequence")
 
 
-def measured_already(facts: dict[str, Any], output: Path | None) -> list[dict[str, Any]]:
-    """Rows of earlier runs with the same settings."""
-    if output is None or not output.exists():
-        return []
-    rows = [json.loads(line) for line in output.read_text().splitlines()]
-    return [row for row in rows if all(row.get(key) == facts[key] for key in SETTINGS)]
+class Rows:
+    """The measurements of this run, and of earlier ones with the same settings.
+
+    Args:
+        facts: what every row says about the machine and the settings.
+        output: JSON lines are read from here and appended to it; None keeps them in memory.
+    """
+
+    def __init__(self, facts: dict[str, Any], output: Path | None) -> None:
+        self._facts = facts
+        self._output = output
+        self.rows: list[dict[str, Any]] = []
+        if output is not None and output.exists():
+            found = [json.loads(line) for line in output.read_text().splitlines()]
+            self.rows = [row for row in found if all(row[key] == facts[key] for key in SETTINGS)]
+
+    def has(self, kind: str, variant: str, turn: int) -> bool:
+        """Whether this was measured already."""
+        wanted = (kind, variant, turn)
+        return any((row["kind"], row["variant"], row["round"]) == wanted for row in self.rows)
+
+    def add(self, kind: str, variant: str, turn: int, result: dict[str, Any]) -> None:
+        """Keeps a measurement, on disk at once; rank 0 writes."""
+        row = self._facts | {"kind": kind, "variant": variant, "round": turn} | result
+        self.rows.append(row)
+        if dist.get_rank() == 0 and self._output is not None:
+            self._output.parent.mkdir(parents=True, exist_ok=True)
+            with self._output.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+    def summary(self) -> str:
+        """One line per timed variant, fastest first."""
+        blocks: dict[str, list[dict[str, Any]]] = {}
+        for row in self.rows:
+            if row["kind"] == "time":
+                blocks.setdefault(row["variant"], []).append(row)
+
+        def median(name: str, key: str) -> float:
+            return float(statistics.median(row[key] for row in blocks[name]))
+
+        lines = []
+        for name in sorted(blocks, key=lambda name: median(name, "step_ms")):
+            ratios = ", ".join(
+                f"{median(name, 'step_ms') / median(base, 'step_ms'):.3f} of {base}"
+                for base in blocks
+            )
+            lines.append(
+                f"{name}: median {median(name, 'step_ms'):.2f} min "
+                f"{min(row['step_ms'] for row in blocks[name]):.2f} ms, host "
+                f"{median(name, 'host_ms'):.2f} ms, optimizer "
+                f"{median(name, 'optimizer_ms'):.2f} ms; {ratios}"
+            )
+        return "\n".join(lines)
 
 
-def summary(rows: list[dict[str, Any]]) -> str:
-    """One line per variant, fastest first."""
-    blocks: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        blocks.setdefault(row["variant"], []).append(row)
-
-    def median(name: str, key: str) -> float:
-        return statistics.median(row[key] for row in blocks[name])
-
-    lines = []
-    for name in sorted(blocks, key=lambda name: median(name, "step_ms")):
-        ratios = ", ".join(
-            f"{median(name, 'step_ms') / median(base, 'step_ms'):.3f} of {base}"
-            for base in ("no-communication", "torch-ddp", "torch-ddp+zero", "ddp-lite")
-            if base in blocks
-        )
-        peak = max((m["peak"] for row in blocks[name] for m in row["memory"].values()), default=0)
-        lines.append(
-            f"{name}: median {median(name, 'step_ms'):.2f} min "
-            f"{min(row['step_ms'] for row in blocks[name]):.2f} ms, host "
-            f"{median(name, 'host_ms'):.2f} ms, optimizer {median(name, 'optimizer_ms'):.2f} ms, "
-            f"peak {peak / 2**30:.2f} GiB; {ratios}"
-        )
-    return "\n".join(lines)
+def time_together(batch: Tensor, rows: Rows, args: argparse.Namespace) -> None:
+    """All rounds over all timed variants."""
+    if all(rows.has("time", name, turn) for name in args.timed for turn in range(args.rounds)):
+        return
+    Memory(batch.device)  # lets go of what the weighed variants left
+    trainings = [Training(name, batch, args) for name in args.timed]
+    for training in trainings:
+        training.step()
+        training.optimizer.zero_grad(set_to_none=True)
+    for turn in range(args.rounds):
+        for training in trainings if turn % 2 == 0 else trainings[::-1]:
+            if rows.has("time", training.name, turn):
+                continue
+            block = time_block(training, args)
+            rows.add("time", training.name, turn, block)
+            if dist.get_rank() == 0:
+                print(f"round {turn} {training.name}: {block['step_ms']:.2f} ms", flush=True)
+    for training in trainings:
+        if args.trace is not None:
+            write_trace(training, args.trace)
+        training.trainer.close()
 
 
 def worker(rank: int, store: str, args: argparse.Namespace) -> None:
-    """One rank: correctness first, then all rounds."""
+    """One rank: correctness first, then memory, then all rounds."""
     on_gpu = args.device == "cuda"
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -456,7 +529,7 @@ def worker(rank: int, store: str, args: argparse.Namespace) -> None:
         device_id=device if on_gpu else None,
     )
     try:
-        names = args.variants or list(VARIANTS)
+        names = sorted({*args.weigh, *args.timed}, key=list(VARIANTS).index)
         check_variants(names, device)
         if rank == 0:
             print(f"{len(names)} variants agree with torch on a small model", flush=True)
@@ -464,26 +537,13 @@ def worker(rank: int, store: str, args: argparse.Namespace) -> None:
         vocabulary = configuration(args.size, args.sequence).vocab_size
         shape = (args.batch, args.sequence + 1)
         batch = torch.randint(vocabulary, shape, generator=generator).to(device)
-        facts = environment(device, args)
-        rows = measured_already(facts, args.output)
-        done = {(row["variant"], row.get("round")) for row in rows}
-        for turn in range(args.rounds):
-            for name in names if turn % 2 == 0 else names[::-1]:
-                if (name, turn) in done:
-                    continue
-                trace = args.trace is not None and turn == args.rounds - 1
-                block = time_block(name, batch, args, trace=trace)
-                expected = predicted(name, block["parameter_bytes"], args.world_size)
-                row = facts | {"variant": name, "round": turn} | block
-                rows.append(row | {"predicted_bytes": expected})
-                if rank == 0:
-                    print(f"round {turn} {name}: {block['step_ms']:.2f} ms", flush=True)
-                    if args.output is not None:
-                        args.output.parent.mkdir(parents=True, exist_ok=True)
-                        with args.output.open("a") as file:
-                            file.write(json.dumps(rows[-1]) + "\n")
+        rows = Rows(environment(device, args), args.output)
+        for name in args.weigh:
+            if not rows.has("memory", name, 0):
+                rows.add("memory", name, 0, weigh(name, batch, args))
+        time_together(batch, rows, args)
         if rank == 0:
-            print(summary(rows), flush=True)
+            print(rows.summary(), flush=True)
     finally:
         dist.destroy_process_group()
 
@@ -497,9 +557,17 @@ def main() -> None:
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--batch", type=int, default=4, help="sequences per rank")
     parser.add_argument("--sequence", type=int, help="default: 512, or 16 for tiny")
-    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), help="default: all")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--block", type=int, default=6, help="steps timed together")
+    names = list(VARIANTS)
+    parser.add_argument("--weigh", nargs="*", choices=names, default=names, help="default: all")
+    parser.add_argument(
+        "--timed",
+        nargs="*",
+        choices=names,
+        default=list(TIMED),
+        help=f"default: {', '.join(TIMED)}",
+    )
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--block", type=int, default=4, help="steps timed together")
     parser.add_argument("--trace", type=Path, help="folder for one profiler trace per variant")
     parser.add_argument("--output", type=Path, help="JSON lines are appended here")
     parser.add_argument("--commit", help="recorded; default: git rev-parse HEAD")

@@ -88,6 +88,19 @@ def check_refusals(rank, world_size, folder):
     with pytest.raises(ValueError, match=r"has shape \(\) in it, here \(2, 2\)"):
         load_checkpoint(reshaped, f"{folder}/good")
     assert not reshaped.state
+    check_wrong_length(f"{folder}/good")
+
+
+def check_wrong_length(folder):
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    from shard_optim.planners import Range, RangeLoadPlanner
+
+    key = "state.1.elements.exp_avg"
+    planner = RangeLoadPlanner({key: Range(values=torch.empty(1), offset=0, total=1)})
+    planner.set_up_planner({}, FileSystemReader(folder).read_metadata())
+    with pytest.raises(ValueError, match=r"must hold 1 elements under state\.1\..* \(35,\)"):
+        planner.create_local_plan()
 
 
 def test_other_checkpoints_are_refused(tmp_path):

@@ -111,11 +111,15 @@ def check_memory(rank, world_size):
     )
     after_init = torch.cuda.memory_allocated()
     assert abs(after_init - before) < 0.01 * 4 * numel
+    predicted = rank_memory(numel, world_size=world_size, stage=2)
     model(torch.ones(1, 1024, device=device)).sum().backward()
+    optimizer.local_gradients()
+    torch.cuda.synchronize()
+    gradients = torch.cuda.memory_allocated() - after_init
+    assert abs(gradients - predicted.gradients) < 0.03 * predicted.gradients, gradients
     optimizer.step()
     optimizer.zero_grad()
     torch.cuda.synchronize()
-    predicted = rank_memory(numel, world_size=world_size, stage=2)
     expected = predicted.parameters + predicted.optimizer_state
     others = before - 4 * numel
     measured = torch.cuda.memory_allocated() - others

@@ -313,6 +313,33 @@ def check_unfreezing(rank, world_size):
     assert_close(model, expected)
 
 
+def check_growing(rank, world_size):
+    """A module added after attach() waits for its own group."""
+    model, expected = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))
+    settings = {"lr": 0.1, "overlap": "next-forward", "reduce_gradients": True}
+    dist.broadcast(model[0].weight.data, 0)
+    dist.broadcast(model[0].bias.data, 0)
+    expected.load_state_dict(model.state_dict())
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, **settings)
+    optimizer.attach(model)
+    plain = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for step in range(4):
+        if step == 2:
+            torch.manual_seed(1)
+            model.append(nn.Linear(4, 2))
+            expected.append(copy.deepcopy(model[1]))
+            optimizer.add_param_group({"params": model[1].parameters()})
+            plain.add_param_group({"params": expected[1].parameters()})
+        for m, o in ((model, optimizer), (expected, plain)):
+            o.zero_grad()
+            m(torch.ones(2, 4)).square().sum().backward()
+            o.step()
+    assert any(bucket.gathering for bucket in optimizer.buckets)
+    model(torch.ones(2, 4))
+    assert not any(bucket.gathering for bucket in optimizer.buckets)
+    assert_close(model, expected)
+
+
 def check_killed(rank, world_size, where):
     model = net()
     optimizer = make(model, "reduce")
@@ -351,6 +378,7 @@ CHECKS = [
     ("two ranks average exactly and NaN reaches all", check_exact, ()),
     ("early reads wait and hidden reads are found", check_late_reads, ()),
     ("a parameter unfrozen mid-training", check_unfreezing, ()),
+    ("a module added mid-training", check_growing, ()),
 ]
 
 

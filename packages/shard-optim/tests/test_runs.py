@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from ranks import run_ranks
-from shard_optim import ShardedOptimizer, load_checkpoint, save_checkpoint
+from shard_optim import ShardedOptimizer, load_checkpoint, local, save_checkpoint
+from shard_optim.buckets import Bucket
 
 CLASSES = {
     "Adadelta": {},
@@ -122,6 +123,71 @@ def check_masters(rank, world_size):
             assert torch.equal(full["state"][index]["master_param"], master)
 
 
+class Counting(torch.optim.SGD):
+    """Counts its steps in its groups, once for each group that has parameters."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            if group["params"]:
+                group["calls"] = group.get("calls", 0) + 1
+
+
+def check_pieces(rank, world_size, reduce_gradients):
+    """Many local optimizers: the same bits, one count, any group in any piece, loadable."""
+    before, local.MIN_PIECE_BYTES = local.MIN_PIECE_BYTES, 1
+    try:
+        models = build(), build()
+
+        def groups(model):
+            matrices = [p for p in model.parameters() if p.ndim == 2]
+            return [
+                {"params": [p for p in model.parameters() if p.ndim < 2], "lr": 0.02},
+                {"params": matrices, "momentum": 0.5},
+            ]
+
+        settings = {"bucket_size_mb": 0.0001, "reduce_gradients": reduce_gradients, "lr": 0.1}
+        plain = Counting(groups(models[0]), lr=0.1)
+        optimizer = ShardedOptimizer(groups(models[1]), Counting, **settings)
+        assert len(optimizer.local.pieces) > 2
+        launched = []
+        for step in range(6):
+            if step == 3:
+                for model, o in zip(models, (plain, optimizer), strict=True):
+                    o.add_param_group({"params": [model[3].weight], "lr": 0.5})
+            for group in (*plain.param_groups, *optimizer.param_groups):
+                group["lr"] *= 0.9
+            give_gradients(models, step)
+            plain.step()
+            optimizer.step()
+            assert_same(models)
+        calls = [group["calls"] for group in optimizer.param_groups]
+        assert calls == [group["calls"] for group in plain.param_groups] == [6, 6, 3]
+
+        full = optimizer.full_state_dict()
+        again = copy.deepcopy(models[1])
+        resumed = ShardedOptimizer(groups(again), Counting, **settings)
+        resumed.add_param_group({"params": [again[3].weight]})
+        resumed.load_full_state_dict(full)
+        launch = Bucket.launch_gather
+
+        def record(bucket):
+            launched.append(bucket)
+            launch(bucket)
+
+        Bucket.launch_gather = record
+        give_gradients([*models, again], 6)
+        for o in (plain, optimizer, resumed):
+            launched.clear()
+            o.step()
+        Bucket.launch_gather = launch
+        assert launched == resumed.buckets  # in the order in which forward reads them
+        assert_same(models)
+        assert_same((models[0], again))
+    finally:
+        local.MIN_PIECE_BYTES = before
+
+
 def check_loading(rank, world_size, folder):
     """Loaded state joins runs where it can and parts them where steps differ."""
     models = build(), build()
@@ -158,6 +224,8 @@ CHECKS = [
     *((f"bitwise {name}", check_class, (name,)) for name in CLASSES),
     ("runs part where gradients are missing", check_split, ()),
     ("master copies", check_masters, ()),
+    ("many pieces, averaged gradients", check_pieces, (False,)),
+    ("many pieces, reduced gradients", check_pieces, (True,)),
 ]
 
 

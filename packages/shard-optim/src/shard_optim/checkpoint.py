@@ -12,7 +12,7 @@ checkpoint of N ranks loads bit-exactly on M and under either partition. Keys:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -119,16 +119,16 @@ def load_checkpoint(optimizer: ShardedOptimizer, folder: str | Path) -> None:
         )
     wanted: dict[str, Any] = {}
     ranges: dict[str, Range] = {}
+    named = _names_by_parameter(stored)
     for bucket in optimizer.buckets:
         for shard in bucket.shards:
-            prefix = f"state.{shard.index}."
-            for name in (name for name in stored if name.startswith(prefix)):
+            for name, kind, _ in named.get(shard.index, ()):
                 entry = stored[name]
                 if not isinstance(entry, TensorStorageMetadata):
                     wanted[name] = None
                     continue
                 dtype, device = entry.properties.dtype, bucket.device
-                if name.startswith(prefix + "elements."):
+                if kind == "elements":
                     local = torch.empty(shard.span.length, dtype=dtype, device=device)
                     ranges[name] = Range(
                         values=local, offset=shard.span.start, total=shard.param.numel()
@@ -139,18 +139,29 @@ def load_checkpoint(optimizer: ShardedOptimizer, folder: str | Path) -> None:
     states: dict[int, dict[str, Any]] = {}
     for bucket in optimizer.buckets:
         for shard in bucket.shards:
-            prefix = f"state.{shard.index}."
-            state = dict(loaded.get(prefix + "values", {}))
-            for name, value in loaded.items():
-                if name.startswith(prefix + "tensor."):
-                    state[name.removeprefix(prefix + "tensor.")] = value
-            for name, part in ranges.items():
-                if name.startswith(prefix + "elements."):
-                    in_shape = part.values.as_strided(shard.tensor.size(), shard.tensor.stride())
-                    state[name.removeprefix(prefix + "elements.")] = in_shape
+            state: dict[str, Any] = {}
+            for name, kind, key in named.get(shard.index, ()):
+                if kind == "values":
+                    state |= loaded[name]
+                elif kind == "tensor":
+                    state[key] = loaded[name]
+                else:
+                    flat = ranges[name].values
+                    state[key] = flat.as_strided(shard.tensor.size(), shard.tensor.stride())
             if state:
                 states[shard.index] = state
     optimizer.install(states, header["param_groups"])
+
+
+def _names_by_parameter(stored: Iterable[str]) -> dict[int, list[tuple[str, str, str]]]:
+    """The stored names of each parameter's state, as (name, kind, key)."""
+    found: dict[int, list[tuple[str, str, str]]] = {}
+    for name in stored:
+        prefix, *rest = name.split(".", 3)
+        if prefix == "state":
+            index, kind, *key = rest
+            found.setdefault(int(index), []).append((name, kind, "".join(key)))
+    return found
 
 
 def _read(

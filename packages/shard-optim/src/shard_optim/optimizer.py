@@ -57,13 +57,15 @@ class ShardedOptimizer(Optimizer):
        gradients are equal on all ranks already, averaged by a data-parallel wrapper (stage 1), or
        ``reduce_gradients=True`` averages them by one reduce-scatter per bucket during backward,
        which frees ``param.grad`` (stage 2).
-    2. **Local step.** ``optimizer_cls`` steps this rank's shards. No communication.
-    3. **All-gather.** Each bucket's owners send their updated elements to everyone, in place:
-       before ``step`` returns, or under the next forward with ``overlap="next-forward"``.
+    2. **Local step.** ``optimizer_cls`` steps this rank's shards, a few buckets at a time.
+    3. **All-gather.** Each bucket's owners send their updated elements to everyone, in place, as
+       soon as the bucket is updated. Awaited before ``step`` returns, or under the next forward
+       with ``overlap="next-forward"``.
 
     A real ``torch.optim.Optimizer``: ``param_groups`` hold the whole parameters and keep identity,
     so learning-rate schedulers, hooks and ``zero_grad`` work; hyperparameters are read from them
-    at every step. ``state`` maps each parameter that this rank owns part of to that part's state.
+    at every step. ``state`` maps each parameter that this rank owns part of to that part's state:
+    for inspection, and tensors in it may be changed in place.
 
     Parameters become views of flat buffers (see ``buckets.py``), so construct this after moving
     the model to its device and dtype. A parameter that is frozen at construction takes no space

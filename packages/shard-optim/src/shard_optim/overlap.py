@@ -7,7 +7,7 @@ layers overlap the computation of earlier ones.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,31 +28,28 @@ class ForwardWaits:
     """
 
     def __init__(self, module: nn.Module, wait_all: Callable[[], None]) -> None:
-        self._readers: dict[int, list[nn.Module]] = {}
+        self._module = module
         self._reads: dict[nn.Module, tuple[list[Bucket], set[int]]] = {}
         self._names: dict[int, str] = {}
         self._unread: set[int] = set()
         self._pending = False
-        for child in module.modules():
-            own = [id(param) for param in child.parameters(recurse=False)]
-            if own:
-                self._reads[child] = [], set()
-                child.register_forward_pre_hook(self._before_forward)
-            for key in own:
-                self._readers.setdefault(key, []).append(child)
         module.register_state_dict_pre_hook(lambda *_: wait_all())
         module.register_load_state_dict_pre_hook(lambda *_: wait_all())
 
-    def add(self, buckets: Iterable[Bucket]) -> None:
-        """Makes modules wait for these buckets too."""
+    def add(self, buckets: Sequence[Bucket]) -> None:
+        """Makes the modules that own parameters of these buckets wait for them too."""
+        bucket_of = {id(param): bucket for bucket in buckets for param in bucket.params}
         for bucket in buckets:
-            for param, name in zip(bucket.params, bucket.names, strict=True):
-                self._names[id(param)] = name
-                for reader in self._readers.get(id(param), ()):
-                    awaited, keys = self._reads[reader]
-                    keys.add(id(param))
-                    if bucket not in awaited:
-                        awaited.append(bucket)
+            self._names |= zip(map(id, bucket.params), bucket.names, strict=True)
+        for child in self._module.modules():
+            own = {id(param) for param in child.parameters(recurse=False)} & bucket_of.keys()
+            if own and child not in self._reads:
+                self._reads[child] = [], set()
+                child.register_forward_pre_hook(self._before_forward)
+            if own:
+                awaited, keys = self._reads[child]
+                awaited += {bucket_of[key] for key in own}
+                keys |= own
 
     def started(self) -> None:
         """All-gathers were launched: from here on, reads must wait."""
