@@ -1,6 +1,8 @@
 """The experiments of several ranks, small, with gloo; and their checks, which must catch errors."""
 
 import json
+import socket
+import subprocess
 
 import pandas as pd
 import pytest
@@ -72,8 +74,11 @@ def test_ddp(run, tmp_path):
     ]
     naive = published.set_index("implementation").loc["naive"]
     assert naive["speedup_vs_naive"] == pytest.approx(1.0)
-    assert len(tables["Bucket overhead model"]) == 1
-    assert len(list(tmp_path.glob("*.trimmed.json"))) == len(lines)
+    link = lines.loc["none", "all_reduce"]  # all-reduces alone, from the same run
+    assert [len(samples) for samples in link["samples_ms"]] == [10] * len(link["size_bytes"])
+    (fitted,) = tables["Bucket overhead model"].to_dict("records")
+    assert fitted["predicted least overhead T* (ms)"] >= 0
+    assert len(list(tmp_path.glob("*.trimmed.json.gz"))) == len(lines)
 
 
 def test_allreduce(run):
@@ -98,6 +103,76 @@ def test_optimizer(run):
     times = frame[frame["phase"].notna()]
     assert set(times["phase"]) == {"step", "optimizer"}
     assert all(len(samples) == 2 for samples in times["samples_ms"])
+
+
+@pytest.mark.slow  # two command lines that each import torch
+def test_the_same_command_on_two_machines_measures_one_case(command_line, tmp_path):
+    """Two agents on loopback, one rank each; both folders hold the rows of all ranks."""
+    command, environment = command_line
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    agents = [
+        subprocess.Popen(
+            [
+                *(*command, "allreduce", "--sizes-mb", "0.01", "--operations", "all_reduce"),
+                *("--samples", "3", "--device", "cpu", "--world-sizes", "2", "--nnodes", "2"),
+                *("--rdzv-endpoint", f"localhost:{port}", "--node-rank", str(number)),
+                *("--output", f"node-{number}", "--timeout", "100"),
+            ],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    for agent in agents:
+        output, _ = agent.communicate(timeout=200)
+        assert agent.returncode == 0, output
+    first, second = (
+        [
+            json.loads(line)
+            for line in (tmp_path / folder / "results.jsonl").read_text().splitlines()
+        ]
+        for folder in ("node-0", "node-1")
+    )
+    assert len(first) == len(second) == 1
+    assert first[0]["case_key"] == second[0]["case_key"]
+    assert first[0]["config"]["world_size"] == 2
+    assert first[0]["samples_ms"] == second[0]["samples_ms"]
+    assert len(first[0]["samples_ms"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nnodes": 2}, "rdzv_endpoint host:port with a fixed port"),
+        ({"nnodes": 2, "rdzv_endpoint": "host"}, "received .*rdzv_endpoint='host'"),
+        ({"nnodes": 2, "rdzv_endpoint": "host:0"}, "with a fixed port"),
+        (
+            {"nnodes": 2, "rdzv_endpoint": "host:1", "node_rank": 2},
+            "node_rank must be from 0 to 1; received 2",
+        ),
+        ({"nnodes": 0}, "nnodes must be at least 1; received 0"),
+    ],
+)
+def test_machines_that_do_not_fit_together_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        experiments.get("ddp").cases(**options)
+
+
+def test_machines_share_a_case_whatever_their_number():
+    cases = [
+        experiments.get("allreduce").cases(
+            device="cpu", nnodes=2, rdzv_endpoint="host:29400", node_rank=number
+        )
+        for number in range(2)
+    ]
+    ((first,), (second,)) = cases
+    assert first.key == second.key
+    assert first.config["world_size"] == 4
+    assert (first.placement["node_rank"], second.placement["node_rank"]) == (0, 1)
 
 
 def test_too_few_gpus_skip_the_case():

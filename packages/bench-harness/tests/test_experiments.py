@@ -326,7 +326,7 @@ def test_profile(run, tmp_path):
     assert (kernels["total_ms"].diff().dropna() <= 0).all(), "longest first"
     parts = frame[frame["kind"] == "range"]
     assert set(parts["range"]) == {"attention.scores", "attention.softmax", "attention.output"}
-    assert (tmp_path / "trace.trimmed.json").exists()
+    assert (tmp_path / "trace.trimmed.json.gz").exists()
     assert not (tmp_path / "trace.json").exists()
 
 
@@ -370,6 +370,41 @@ def test_bucket_sweep_is_drawn_even_where_noise_makes_the_overhead_negative():
     (line,) = fit_table(rows).to_dict("records")
     assert line["least overhead T* (ms)"] == 0
     assert draw_fit(rows.iloc[:3]) is None, "two sizes do not make a sweep"
+
+
+def test_all_reduces_alone_predict_the_same_optimum_where_the_model_holds():
+    from bench_harness.experiments.bucket_model import fit_table
+
+    size, bandwidth, per_call = 8e9, 3e11, 4e-4
+    counts = [8.0, 80.0, 400.0]
+    steps = [100 + 1e3 * (size / n / bandwidth + n * per_call) for n in counts]
+    link = [1e6, 1e7, 1e8]
+    rows = pd.DataFrame(
+        {
+            "case_key": "a",
+            "label": "cell",
+            "variant": ["none", *(f"bucketed {n:g}" for n in counts)],
+            "buckets": [None, *counts],
+            "gradient_bytes": size,
+            "samples_ms": [[step] * 3 for step in (100.0, *steps)],
+        }
+    )
+    rows["all_reduce"] = None
+    rows.at[0, "all_reduce"] = {
+        "size_bytes": link,
+        "samples_ms": [[1e3 * (per_call + s / bandwidth)] * 3 for s in link],
+    }
+    rows["largest_parameter_bytes"] = 1e6
+    (line,) = fit_table(rows).to_dict("records")
+    assert line["all-reduce w (GB/s)"] == pytest.approx(300, rel=1e-3)
+    assert line["all-reduce o (µs)"] == pytest.approx(400, rel=1e-3)
+    best = (size * per_call * bandwidth) ** 0.5
+    assert line["best bucket b* (MiB)"] == pytest.approx(best / 2**20, rel=1e-3)
+    for name in ("best bucket b* (MiB)", "least overhead T* (ms)"):
+        assert line[f"predicted {name}"] == pytest.approx(line[name], rel=1e-3)
+    rows["largest_parameter_bytes"] = 2e9  # a bucket holds at least one parameter
+    (line,) = fit_table(rows).to_dict("records")
+    assert line["best bucket b* (MiB)"] == pytest.approx(2e9 / 2**20, rel=1e-3)
 
 
 def test_allreduce_fit_finds_overhead_and_bandwidth():

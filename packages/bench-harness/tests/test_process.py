@@ -62,6 +62,19 @@ def test_cuda_is_untouched_in_a_new_process(calls: ModuleType, tmp_path: Path) -
     assert call(calls.cuda_state, folder=tmp_path).value is False
 
 
+def test_ranks_are_forked_from_the_call_s_process_and_may_use_cuda(
+    calls: ModuleType, tmp_path: Path
+) -> None:
+    """Each is a child of the process that the fork server made, not of a server of its own."""
+    outcome = call(calls.ranks, folder=tmp_path)
+    assert outcome.status == "ok", outcome.detail
+    (first, parent, bad), (second, other, also_bad) = outcome.value
+    assert (first, second) == (0, 1)
+    assert parent == other
+    assert not bad
+    assert not also_bad
+
+
 @pytest.mark.gpu
 def test_every_new_process_may_use_cuda(calls: ModuleType, tmp_path: Path) -> None:
     outcomes = [call(calls.cuda_sum, folder=tmp_path) for _ in range(2)]

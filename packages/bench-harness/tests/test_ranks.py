@@ -1,5 +1,6 @@
 import importlib
 import multiprocessing
+import socket
 import time
 from pathlib import Path
 
@@ -61,6 +62,14 @@ def test_ranks_end_when_their_launcher_is_killed(functions, tmp_path):
     launcher.join()
     _, alive = psutil.wait_procs([psutil.Process(p) for p in pids if psutil.pid_exists(p)], 20)
     assert not alive
+
+
+def test_a_machine_that_does_not_come_is_said(functions):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"localhost:{server.getsockname()[1]}"
+    nodes = Nodes(nnodes=2, rdzv_endpoint=endpoint, run_id="lonely")
+    with pytest.raises(RankError, match=rf"2 machines must meet at {endpoint} within 2 s"):
+        launch(functions.report, 2, "hello", timeout_s=2, nodes=nodes)
 
 
 def test_bad_arguments_are_refused_before_anything_starts(functions):

@@ -84,6 +84,16 @@ def test_a_measured_row_says_what_where_when_and_how(store: Store) -> None:
     assert not (store.folder / "artifacts").exists()
 
 
+def test_timed_rows_say_what_the_timer_itself_takes(store: Store) -> None:
+    sleep = experiments.get("attention").cases(
+        head_dims=(8,), sequences=(16,), samples=3, executions=("eager",), device="cpu"
+    )
+    run([*sleep, *toy_cases("ok")], store)
+    rows = store.load().rows
+    assert all(row["timer_overhead_ms"] > 0 for row in rows if row["experiment"] == "attention")
+    assert all("timer_overhead_ms" not in row for row in rows if row["experiment"] == "toy")
+
+
 def test_a_hanging_case_is_ended_and_recorded(store: Store) -> None:
     run(toy_cases("hangs", "ok"), store, timeout_s=3.0)
     rows = by_label(store)

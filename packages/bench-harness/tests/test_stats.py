@@ -80,3 +80,19 @@ def test_rows_without_samples_get_empty_cells():
     assert frame["n"].iloc[0] == 3
     assert pd.isna(frame["median_ms"].iloc[1])
     assert pd.isna(with_summary(pd.DataFrame({"status": ["oom"]}))["median_ms"].iloc[0])
+
+
+def test_medians_near_the_timer_s_own_time_are_marked() -> None:
+    rows = pd.DataFrame(
+        {
+            "samples_ms": [[1.0, 1.1, 1.2], [100.0] * 3, None, [5.0] * 3],
+            "timer_overhead_ms": [0.02, 0.02, 0.02, None],
+        }
+    )
+    assert list(with_summary(rows)["too_short"].fillna("unknown")) == [
+        True,
+        False,
+        "unknown",
+        "unknown",
+    ]
+    assert "too_short" not in with_summary(rows[["samples_ms"]])

@@ -1,5 +1,6 @@
 """Reading traces: made-up ones with known answers, and real ones of this machine."""
 
+import gzip
 import json
 import sqlite3
 from contextlib import closing
@@ -86,14 +87,16 @@ def test_kernels_belong_to_the_range_that_launched_them(gpu_trace):
 
 
 def test_a_trimmed_trace_keeps_the_window_and_can_be_read(gpu_trace, tmp_path):
-    target = tmp_path / "small.json"
+    target = tmp_path / "small.json.gz"
     kineto.trimmed(gpu_trace, target, kineto.load(gpu_trace).phases("forward"))
     small = kineto.load(target)
     assert {event.name for event in small.operators} == {
         "sm90_xmma_gemm_bf16",
         "softmax_warp_forward",
     }
-    assert any(e["ph"] == "M" for e in json.loads(target.read_text())["traceEvents"])
+    assert any(
+        e["ph"] == "M" for e in json.loads(gzip.decompress(target.read_bytes()))["traceEvents"]
+    )
 
 
 def test_times_far_from_zero_stay_exact(tmp_path):
@@ -136,7 +139,7 @@ def test_kinds_of_kernels(name, expected):
 def cpu_trace(tmp_path_factory):
     """A real training step of naive attention on this machine's CPU."""
     config = basics_model.ModelConfig(
-        vocab_size=64, context_length=64, d_model=256, d_ff=1024, num_layers=2, num_heads=2
+        vocab_size=64, context_length=64, d_model=512, d_ff=2048, num_layers=2, num_heads=2
     )
     model = basics_model.TransformerLM(config, attention=basics_model.softmax_attention)
     tokens = torch.randint(64, (4, 64))
@@ -289,13 +292,9 @@ def test_a_missing_nsys_is_said_plainly(monkeypatch, tmp_path):
         nsight.nsys()
 
 
-def fake_nsys(folder, version, fail=False):
+def fake_nsys(folder, version):
     tool = folder / "nsys"
-    code = "echo broken >&2; exit 3" if fail else "exit 0"
-    tool.write_text(
-        f'#!/bin/sh\nif [ "$1" = --version ]; then echo "NVIDIA Nsight Systems version {version}"; '
-        f"exit 0; fi\n{code}\n"
-    )
+    tool.write_text(f'#!/bin/sh\necho "NVIDIA Nsight Systems version {version}"\n')
     tool.chmod(0o755)
 
 
@@ -306,10 +305,3 @@ def test_an_old_nsys_is_refused(monkeypatch, tmp_path):
         nsight.nsys()
     fake_nsys(tmp_path, "2024.4.1")
     assert nsight.nsys() == str(tmp_path / "nsys")
-
-
-def test_a_failed_recording_shows_its_output(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    fake_nsys(tmp_path, "2024.4.1", fail=True)
-    with pytest.raises(nsight.NsightError, match=r"profile ended with 3: broken"):
-        nsight.record(["true"], tmp_path / "report", timeout_s=10)

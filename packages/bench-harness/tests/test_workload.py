@@ -5,6 +5,7 @@ from torch import nn
 from bench_harness.experiments.base import CaseSkipped
 from bench_harness.workload import (
     AttentionSwitch,
+    Workload,
     attention_by_name,
     device_of,
     imported_module,
@@ -112,6 +113,25 @@ def test_inputs_are_made_from_their_specification():
 def test_inputs_that_do_not_parse_are_quoted(spec):
     with pytest.raises(ValueError, match="an input must look like"):
         parse_inputs(spec, CPU)
+
+
+def test_a_module_s_length_does_not_decide_what_is_called():
+    """A compiled module has a length that raises where the module itself has none."""
+
+    class Wrapper(torch.nn.Module):
+        def __len__(self):
+            raise TypeError("no length")
+
+        def forward(self, x):
+            return 2 * x
+
+    def loss_of(output):
+        return output.sum()
+
+    own = torch.nn.Identity()
+    workload = Workload(own, "fp32", torch.device("cpu"), loss_of, args=(torch.ones(3),))
+    assert workload.loss().item() == 3
+    assert workload.loss(Wrapper()).item() == 6
 
 
 def test_any_module_is_a_workload():

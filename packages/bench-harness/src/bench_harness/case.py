@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 #: Anything :mod:`json` can write. Left open because each experiment knows its own values.
@@ -30,12 +30,14 @@ class Case:
             given, is only its name and takes no part in the identity.
         timeout_s: seconds after which the case's processes are killed.
         estimate_s: expected seconds, for the dry run and the remaining time; None if unknown.
+        placement: how this machine takes part in a case of several machines; not in the key.
     """
 
     experiment: str
     config: Mapping[str, JsonValue]
     timeout_s: float = 300.0
     estimate_s: float | None = None
+    placement: Mapping[str, JsonValue] = field(default_factory=dict)
 
     @property
     def label(self) -> str:

@@ -232,12 +232,24 @@ def _carry_out(
     return 0 if session.measure(request, Console(), tables=tables) else FAILED
 
 
-def _report(run: RunFolder) -> int:
+def _report(
+    run: RunFolder,
+    write_up: Annotated[
+        bool,
+        typer.Option(
+            "--write-up",
+            help="The folder holds runs and answers/NAME.md: write a page per answer, an index, "
+            "one printable page, and its PDF (by Chromium).",
+        ),
+    ] = False,
+) -> int:
     """Rebuild tables, pictures and page of a run from its saved rows."""
     from rich.console import Console
 
     from bench_harness import session
 
+    if write_up:
+        return 0 if session.write_up(run, Console()) else FAILED
     session.write_report(Store(run), Console(), tables=False)
     return 0
 

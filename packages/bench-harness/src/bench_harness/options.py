@@ -42,13 +42,18 @@ class OptionSpec:
 
 
 def specs(experiment: Experiment) -> list[OptionSpec]:
-    """The options of an experiment, in declaration order.
+    """The options of an experiment, in declaration order, those of a base class last.
 
     Raises:
         TypeError: a field's type is none of those that :class:`Experiment` lists.
     """
     hints = typing.get_type_hints(experiment.Options)
-    return [_spec(field, hints[field.name]) for field in dataclasses.fields(experiment.Options)]
+    bases = filter(dataclasses.is_dataclass, experiment.Options.__mro__[1:])
+    inherited = {field.name for base in bases for field in dataclasses.fields(base)}
+    fields = sorted(
+        dataclasses.fields(experiment.Options), key=lambda field: field.name in inherited
+    )
+    return [_spec(field, hints[field.name]) for field in fields]
 
 
 def _spec(field: dataclasses.Field[Any], hint: Any) -> OptionSpec:

@@ -47,6 +47,9 @@ _PRELOAD = [
     "bench_harness.ranks",
 ]
 
+#: Name of the processes in which calls run; :mod:`bench_harness.ranks` knows them by it.
+PROCESS_NAME = "bench-case"
+
 _QUIET_TRACKER = "ignore::UserWarning:multiprocessing.resource_tracker"
 
 #: Characters of output kept from a process that failed.
@@ -170,7 +173,7 @@ def _process(
     context = multiprocessing.get_context("forkserver")
     receiver, sender = context.Pipe(duplex=False)
     watched, lifeline = context.Pipe(duplex=False)
-    process = context.Process(target=target, args=(sender, watched, *args))
+    process = context.Process(name=PROCESS_NAME, target=target, args=(sender, watched, *args))
     try:
         process.start()
         sender.close()

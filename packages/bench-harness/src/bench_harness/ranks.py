@@ -1,9 +1,14 @@
 """Runs a function on several ranks through torch's own elastic launcher.
 
-Ranks start from a fork server that has torch imported, meet through a store on a free port, and
+Ranks are forked from a process that has torch imported, meet through a store on a free port, and
 end together: a rank that raises, dies or outlives the deadline ends the launch with one error that
-names it and carries its traceback. Ranks are the server's children, not the launcher's, so each of
-them also watches the launcher and ends when that is gone.
+names it and carries its traceback.
+
+The process of a case was itself forked from a server with torch imported and has not computed
+anything yet, so ranks are forked from it directly. Any other process may hold thread pools that a
+fork would break, so its ranks come from a fork server, at the price of one more import of torch.
+There they are the server's children, not the launcher's, so each rank also watches the launcher
+and ends when that is gone.
 """
 
 from __future__ import annotations
@@ -25,7 +30,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from bench_harness.process import PROCESS_NAME
 
 _LIFELINE = "launcher-is-alive"
 
@@ -41,21 +48,36 @@ class Nodes:
     Attributes:
         nnodes: number of machines, each running the same command.
         rdzv_endpoint: ``host:port`` of the machine that hosts the rendezvous; port 0 means free.
+        node_rank: this machine's number; that of 0 hosts the rendezvous.
         run_id: name that the machines share; None makes a fresh one (one machine only).
     """
 
     nnodes: int = 1
     rdzv_endpoint: str = "localhost:0"
+    node_rank: int = 0
     run_id: str | None = None
 
     def __post_init__(self) -> None:
         if self.nnodes < 1:
             raise ValueError(f"nnodes must be at least 1; received {self.nnodes}")
-        if self.nnodes > 1 and (self.run_id is None or self.rdzv_endpoint.endswith(":0")):
+        if not 0 <= self.node_rank < self.nnodes:
             raise ValueError(
-                "several nodes must share run_id and a rdzv_endpoint with a fixed port; received "
-                f"run_id={self.run_id!r}, rdzv_endpoint={self.rdzv_endpoint!r}"
+                f"node_rank must be from 0 to {self.nnodes - 1}; received {self.node_rank}"
             )
+        if self.nnodes == 1:
+            return
+        host, _, port = self.rdzv_endpoint.rpartition(":")
+        if self.run_id is None or not host or not port.isdigit() or int(port) == 0:
+            raise ValueError(
+                "several nodes must share run_id and a rdzv_endpoint host:port with a fixed port; "
+                f"received run_id={self.run_id!r}, rdzv_endpoint={self.rdzv_endpoint!r}"
+            )
+
+    @property
+    def on_loopback(self) -> bool:
+        """Whether all of them are this machine."""
+        host = self.rdzv_endpoint.rpartition(":")[0]
+        return self.nnodes == 1 or host in ("localhost", "127.0.0.1")
 
 
 def launch(
@@ -65,6 +87,7 @@ def launch(
     backend: str = "gloo",
     timeout_s: float = 300.0,
     nodes: Nodes | None = None,
+    start_method: Literal["fork", "forkserver", "spawn"] | None = None,
 ) -> list[Any]:
     """Calls ``function(rank, world_size, device, *args)`` on every rank of a new process group.
 
@@ -76,14 +99,16 @@ def launch(
         timeout_s: seconds after which a rank prints where it is and ends; also the process
             group's own timeout for one collective.
         nodes: machines that take part.
+        start_method: how ranks come to be; None chooses fork or forkserver, as above. A profiler
+            that follows programs rather than forks needs "spawn".
 
     Returns:
-        The functions' results in rank order, those of this machine's ranks.
+        The functions' results in rank order, those of other machines included.
 
     Raises:
         ValueError: unknown backend, or a world size that the nodes cannot share evenly.
         torch.OutOfMemoryError: a rank ran out of device memory.
-        RankError: a rank raised, died or outlived the deadline.
+        RankError: a rank raised, died or outlived the deadline, or a machine did not come.
     """
     if backend not in ("gloo", "nccl"):
         raise ValueError(f"backend must be gloo or nccl; received {backend!r}")
@@ -92,16 +117,22 @@ def launch(
         raise ValueError(
             f"world_size must be a positive multiple of {nodes.nnodes} nodes; received {world_size}"
         )
-    # Before torch is imported here, so that both imports overlap. torch._dynamo is what making
-    # any torch optimizer imports.
-    multiprocessing.set_forkserver_preload(
-        ["torch", "torch.distributed", "torch._dynamo", __name__]
-    )
+    if start_method is None:
+        fresh = multiprocessing.current_process().name == PROCESS_NAME
+        start_method = "fork" if fresh else "forkserver"
+    if start_method == "forkserver":
+        # Before torch is imported here, so that both imports overlap. torch._dynamo is what making
+        # any torch optimizer imports.
+        multiprocessing.set_forkserver_preload(
+            ["torch", "torch.distributed", "torch._dynamo", __name__]
+        )
 
     import torch
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.numa.binding import AffinityMode, NumaOptions
 
     with (
         tempfile.TemporaryDirectory(prefix="bench-ranks-") as folder,
@@ -115,20 +146,39 @@ def launch(
             run_id=nodes.run_id or uuid.uuid4().hex,
             rdzv_backend="c10d",
             rdzv_endpoint=nodes.rdzv_endpoint,
-            rdzv_configs={"timeout": max(1, int(timeout_s))},
+            rdzv_configs={
+                "timeout": max(1, int(timeout_s)),
+                "join_timeout": max(1, int(timeout_s)),
+                "is_host": nodes.node_rank == 0,
+            },
             max_restarts=0,
             monitor_interval=0.05,
-            start_method="forkserver",
+            start_method=start_method,
             logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL),
-            local_addr="127.0.0.1" if nodes.nnodes == 1 else None,
+            local_addr="127.0.0.1" if nodes.on_loopback else None,
+            # Without any, the configuration would count CUDA devices to choose a default, and then
+            # no fork of this process may use CUDA. Ranks are not bound, as by that default.
+            numa_options=NumaOptions(affinity_mode=AffinityMode.NODE),
         )
+        config.numa_options = None
         try:
-            results = elastic_launch(config, _rank_main)(function, backend, timeout_s, folder, args)
+            results = elastic_launch(config, _rank_main)(
+                function, backend, timeout_s, folder, nodes.nnodes > 1, args
+            )
+        except RendezvousError as error:
+            raise RankError(
+                f"{nodes.nnodes} machines must meet at {nodes.rdzv_endpoint} within "
+                f"{timeout_s:g} s: {error or type(error).__name__}. Was the same command given on "
+                "each, and can they reach that address?"
+            ) from None
         except ChildFailedError as error:
             message = _describe(error, Path(folder), world_size, timeout_s)
             if torch.OutOfMemoryError.__name__ in message.rstrip().rpartition("\n")[2]:
                 raise torch.OutOfMemoryError(message) from None
             raise RankError(message) from None
+    if nodes.nnodes > 1:
+        everyone: list[Any] = next(iter(results.values()))
+        return everyone
     return [results[rank] for rank in sorted(results)]
 
 
@@ -137,9 +187,14 @@ def _rank_main(
     backend: str,
     timeout_s: float,
     folder: str,
+    gathered: bool,
     args: tuple[Any, ...],
 ) -> Any:
-    """What every rank runs: deadline, process group, the function, and an orderly end."""
+    """What every rank runs: deadline, process group, the function, and an orderly end.
+
+    Args:
+        gathered: return the results of all ranks: those on other machines reach the launcher so.
+    """
     import torch
     import torch.distributed as dist
 
@@ -162,6 +217,10 @@ def _rank_main(
                 device_id=device if backend == "nccl" else None,
             )
             result = function(rank, world_size, device, *args)
+            if gathered:
+                everyone: list[Any] = [None] * world_size
+                dist.all_gather_object(everyone, result)
+                result = everyone
             (Path(folder) / f"done-{rank}").touch()
             return result
         except BaseException:

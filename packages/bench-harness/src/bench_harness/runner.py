@@ -135,7 +135,21 @@ def run_case(case: Case, progress: process.Progress) -> JsonValue:
     for row in rows:
         if taken := sorted(RESERVED & row.keys()):
             raise ValueError(f"rows must not use the names {taken}; received {sorted(row)}")
+    _add_timer_overhead(rows, case)
     return {"rows": rows, "machine_before": before, "machine_after": environment.snapshot()}
+
+
+def _add_timer_overhead(rows: list[Row], case: Case) -> None:
+    """Says of every timed row how long a step that does nothing seems to take on its device."""
+    timed = [row for row in rows if row.get("samples_ms") and "timer_overhead_ms" not in row]
+    if timed and case.config.get("device") in ("cpu", "cuda"):
+        import torch
+
+        from bench_harness.timing import timer_overhead_ms
+
+        overhead = timer_overhead_ms(torch.device(case.config["device"]))
+        for row in timed:
+            row["timer_overhead_ms"] = overhead
 
 
 def _rows(case: Case, outcome: Outcome, about: Row) -> list[Row]:

@@ -31,14 +31,14 @@ def start(planned: Sequence[Planned], folder: Path, console: Console) -> None:
     estimate = total_estimate(planned)
     if left and estimate is not None:
         text += f", about {duration(estimate)}"
-    _line(console, f"{text}, into {folder}")
+    line(console, f"{text}, into {folder}")
 
 
 def interrupted(planned: Sequence[Planned], folder: Path, console: Console) -> None:
     """How to go on after Ctrl-C."""
     done = sum(item.finished for item in planned)
-    _line(console, f"Stopped: {done} of {len(planned)} cases are kept in {folder}.")
-    _line(console, "The same command goes on with the rest.")
+    line(console, f"Stopped: {done} of {len(planned)} cases are kept in {folder}.")
+    line(console, "The same command goes on with the rest.")
 
 
 def plan(planned: Sequence[Planned], folder: Path, console: Console) -> None:
@@ -55,7 +55,7 @@ def plan(planned: Sequence[Planned], folder: Path, console: Console) -> None:
         about = f"at most {duration(sum(item.case.timeout_s for item in left))} by their limits"
     else:
         about = f"about {duration(estimate)}"
-    _line(console, f"{len(left)} of {len(planned)} cases to run, {about}, into {folder}")
+    line(console, f"{len(left)} of {len(planned)} cases to run, {about}, into {folder}")
 
 
 def summary(report: Report, page: Path, console: Console) -> None:
@@ -68,7 +68,7 @@ def summary(report: Report, page: Path, console: Console) -> None:
         grid.add_row(section.name, str(len(section.cases)), *counts, duration(section.seconds))
     console.print(grid)
     for note in report.notes:
-        _line(console, note, style="yellow")
+        line(console, note, style="yellow")
     for section in report.sections:
         for case in section.cases:
             if case.status != "ok":
@@ -76,7 +76,7 @@ def summary(report: Report, page: Path, console: Console) -> None:
                 text.append(f"{case.label}: {case.error}", style="default")
                 console.print(text, no_wrap=True, overflow="ellipsis")
         for problem in section.problems:
-            _line(console, f"{section.name} could not be shown: {problem}", style="red")
+            line(console, f"{section.name} could not be shown: {problem}", style="red")
     console.print(Text(f"Report: {page}"), soft_wrap=True)
 
 
@@ -143,9 +143,9 @@ def comparisons(found: Sequence[Comparison], console: Console) -> None:
         )
     console.print(grid)
     counts = {name: sum(each.verdict == name for each in found) for name in _VERDICTS}
-    _line(console, ", ".join(f"{count} {name}" for name, count in counts.items() if count))
+    line(console, ", ".join(f"{count} {name}" for name, count in counts.items() if count))
     if not all(each.same_hardware for each in found):
-        _line(console, "* measured on different hardware or libraries", style="yellow")
+        line(console, "* measured on different hardware or libraries", style="yellow")
 
 
 def environment(description: Row, identity: str, console: Console) -> None:
@@ -174,7 +174,8 @@ def _grid(*columns: str, numbers_from: int | None = None) -> Grid:
     return grid
 
 
-def _line(console: Console, text: str, *, style: str = "") -> None:
+def line(console: Console, text: str, *, style: str = "") -> None:
+    """One line, wrapped on a terminal and whole in a file."""
     console.print(Text(text, style=style), soft_wrap=not console.is_terminal)
 
 

@@ -23,6 +23,8 @@ CONFIDENCE = 0.95
 #: Relative width of the interval, or relative drift, beyond which a figure is called unstable.
 UNSTABLE_WIDTH = 0.10
 UNSTABLE_DRIFT = 0.05
+#: Share of a median beyond which the timer's own time makes it too short to quote.
+TIMER_SHARE = 0.01
 
 
 class Summary(TypedDict):
@@ -109,7 +111,8 @@ def with_summary(
 ) -> pd.DataFrame:
     """A copy of ``rows`` with the summary of ``column`` as columns ``median_ms``, ``mean_ms``, ...
 
-    Rows without samples (cases that ran out of memory, for one) get empty cells.
+    Rows without samples (cases that ran out of memory, for one) get empty cells. Where rows say
+    how long the timer itself takes, ``too_short`` marks medians of which that is over 1 %.
     """
     import pandas as pd
 
@@ -120,6 +123,11 @@ def with_summary(
         summaries.append({f"{k}{suffix}" if k in timed else k: v for k, v in summary.items()})
     names = [f"{k}{suffix}" if k in timed else k for k in Summary.__annotations__]
     added = pd.DataFrame(summaries, index=rows.index, columns=pd.Index(names))
+    if "timer_overhead_ms" in rows and suffix == "_ms":
+        known = rows["timer_overhead_ms"].notna() & added["median_ms"].notna()
+        short = rows["timer_overhead_ms"] > TIMER_SHARE * added["median_ms"].astype("float64")
+        added["too_short"] = short.astype(object).where(known)
+        names.append("too_short")
     return pd.concat([rows.drop(columns=[n for n in names if n in rows]), added], axis=1)
 
 

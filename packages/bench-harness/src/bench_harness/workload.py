@@ -53,7 +53,8 @@ class Workload:
             module: called instead of the workload's own, for a wrapper around it.
         """
         with precision_context(self.precision, self.device):
-            return self.loss_of((module or self.module)(*self.args, **self.kwargs))
+            called = self.module if module is None else module
+            return self.loss_of(called(*self.args, **self.kwargs))
 
     def parameters(self) -> int:
         """Number of parameters, shared ones once."""

@@ -32,6 +32,18 @@ def cuda_sum(progress: Progress) -> float:
     return float(torch.ones(1000, device="cuda").sum())
 
 
+def ranks(progress: Progress) -> list[object]:
+    from bench_harness.ranks import launch
+
+    return launch(_rank_state, 2, timeout_s=60)
+
+
+def _rank_state(rank: int, world_size: int, device: object) -> list[object]:
+    import torch
+
+    return [rank, os.getppid(), torch.cuda._is_in_bad_fork()]
+
+
 def raises(progress: Progress) -> None:
     print("on stdout", flush=True)
     print("on stderr", file=sys.stderr)

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from bench_harness.case import Case, Row
 from bench_harness.experiments import CaseSkipped, Experiment, Figure, Table, option
+from bench_harness.ranks import launch
 
 KINDS = (
     "ok",
@@ -30,7 +31,21 @@ KINDS = (
     "reserved",
     "nan",
     "empty",
+    "rank-dies",
+    "sleeps",
 )
+
+
+def _last_rank_dies(rank: int, world_size: int, device: Any) -> None:
+    if rank == world_size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+
+
+def _sleep_ms(milliseconds: float) -> float:
+    start = time.perf_counter()
+    time.sleep(milliseconds / 1000)
+    return (time.perf_counter() - start) * 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +113,10 @@ class Toy(Experiment):
             return [{"value": float("nan")}]
         if kind == "empty":
             return []
+        if kind == "rank-dies":
+            launch(_last_rank_dies, 2, timeout_s=60)
+        if kind == "sleeps":
+            return [{"variant": "plain", "samples_ms": [_sleep_ms(20) for _ in range(15)]}]
         row: Row = {"in_bad_fork": torch.cuda._is_in_bad_fork(), "pid": os.getpid()}
         if kind == "artifact":
             Path("trace.txt").write_text("kept")

@@ -50,6 +50,7 @@ class Accounting(Experiment):
                     "shard_device_gb": chosen.shard_device_gb,
                     "label": "accounting",
                 },
+                estimate_s=0.5,
             )
         ]
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.case import Case, Row
 from bench_harness.environment import resolve_device
-from bench_harness.experiments import present
+from bench_harness.experiments import estimates, present
 from bench_harness.experiments.base import Experiment, Figure, Table, option
-from bench_harness.experiments.ddp import default_world_size, require_gpus
+from bench_harness.experiments.distributed import (
+    NodeOptions,
+    default_world_size,
+    run_on_ranks,
+    slowest_rank,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -21,7 +27,7 @@ OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(NodeOptions):
     """Options of :class:`AllReduce`.
 
     Small enough for a quick run on two cores: ``sizes_mb=[0.1, 1, 4]``, ``samples=8``,
@@ -52,53 +58,38 @@ class AllReduce(Experiment):
         chosen = Options(**options)
         device = resolve_device(chosen.device)
         backend = "nccl" if device == "cuda" else "gloo"
+        configs: list[Row] = [
+            {
+                "backend": backend,
+                "world_size": world_size,
+                "nnodes": chosen.nnodes,
+                "sizes_mb": list(chosen.sizes_mb),
+                "operations": list(chosen.operations),
+                "warmup": chosen.warmup,
+                "samples": chosen.samples,
+                "device": device,
+                "label": f"allreduce {backend} {world_size} ranks",
+            }
+            for world_size in chosen.world_sizes or (default_world_size(device, chosen.nnodes),)
+        ]
+        # The check of a result counts as a few calls.
+        calls = len(chosen.operations) * (chosen.warmup + chosen.samples + 3)
         return [
             Case(
                 experiment=self.name,
-                config={
-                    "backend": backend,
-                    "world_size": world_size,
-                    "sizes_mb": list(chosen.sizes_mb),
-                    "operations": list(chosen.operations),
-                    "warmup": chosen.warmup,
-                    "samples": chosen.samples,
-                    "device": device,
-                    "label": f"allreduce {backend} {world_size} ranks",
-                },
+                config=config,
+                placement=chosen.placement(),
                 timeout_s=900,
+                estimate_s=estimates.RANKS_S[device]
+                + calls * sum(estimates.all_reduce_s(config, 2**20 * s) for s in chosen.sizes_mb),
             )
-            for world_size in chosen.world_sizes or (default_world_size(device),)
+            for config in configs
         ]
 
     def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
         """Checks the result of every collective at every size, then times it."""
-        from bench_harness.experiments.steps import over_ranks
-        from bench_harness.ranks import launch
-
-        config = dict(case.config)
-        require_gpus(config)
-        progress(f"starting {config['world_size']} ranks")
-        results = launch(
-            measure_rank,
-            config["world_size"],
-            config,
-            backend=config["backend"],
-            timeout_s=0.9 * case.timeout_s,
-        )
-        rows = []
-        for index, first in enumerate(results[0]):
-            ranks = [result[index] for result in results]
-            row = {
-                **first,
-                "samples_ms": over_ranks([rank["samples_ms"] for rank in ranks], max),
-                "samples_fastest_rank_ms": over_ranks([rank["samples_ms"] for rank in ranks], min),
-            }
-            if "samples_device_ms" in first:
-                row["samples_device_ms"] = over_ranks(
-                    [rank["samples_device_ms"] for rank in ranks], max
-                )
-            rows.append(row)
-        return rows
+        results = run_on_ranks(case, progress, measure_rank)
+        return [slowest_rank(list(ranks)) for ranks in zip(*results, strict=True)]
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """Time and bandwidth of every collective; overhead and bandwidth fitted."""
@@ -225,6 +216,27 @@ def collective(operation: str, vector: Tensor, share: Tensor) -> Callable[[], ob
     return calls[operation]
 
 
+def sweep(
+    size_bytes: Sequence[int], device: torch.device, *, warmup: int, samples: int
+) -> list[list[float]]:
+    """Milliseconds of this rank's all-reduces of each size; all ranks call it together."""
+    import torch
+    import torch.distributed as dist
+
+    from bench_harness.timing import Samples, record_sample
+
+    found = []
+    for size in size_bytes:
+        vector = torch.zeros(size // 4, device=device)
+        taken = Samples()
+        for _ in range(warmup + samples):
+            dist.barrier()
+            with record_sample(taken, device):
+                dist.all_reduce(vector)
+        found.append(taken.wall_ms[warmup:])
+    return found
+
+
 def check(operation: str, rank: int, world_size: int, numel: int, device: torch.device) -> None:
     """Runs the collective once on known values.
 
@@ -280,41 +292,79 @@ def with_bandwidth(frame: pd.DataFrame) -> pd.DataFrame:
 
 def fit_table(done: pd.DataFrame) -> pd.DataFrame:
     """o and w of t = o + S/w per collective and number of ranks, with at least three sizes."""
-    import numpy as np
     import pandas as pd
-    from scipy.optimize import nnls
 
     if "size_bytes" not in done:
         return pd.DataFrame()
-    rng = np.random.default_rng(0)
     lines = []
     for (backend, world_size, operation), group in done.groupby(
         ["backend", "world_size", "variant"], sort=False
     ):
         if group["size_bytes"].nunique() < 3:
             continue
-        size = group["size_bytes"].to_numpy(np.float64)
-
-        def once(draw: Any, group: Any = group, size: Any = size) -> Any:
-            seconds = np.array([np.median(draw(s)) for s in group["samples_ms"]]) / 1e3
-            # Dividing by the time makes every size count alike, from µs to seconds.
-            design = np.stack([np.ones_like(size), size], axis=1) / seconds[:, None]
-            scale = design.max(axis=0)
-            return nnls(design / scale, np.ones_like(size))[0] / scale
-
-        overhead, inverse = once(np.asarray)
-        draws = np.array([once(lambda s: rng.choice(s, len(s))) for _ in range(400)])
-        low, high = np.percentile(draws, [2.5, 97.5], axis=0)
+        cost = fit(list(group["size_bytes"]), list(group["samples_ms"]))
         numbers = {
-            "overhead o (µs)": overhead * 1e6,
-            "o 95 % low (µs)": low[0] * 1e6,
-            "o 95 % high (µs)": high[0] * 1e6,
-            "bandwidth w (GB/s)": 1e-9 / inverse if inverse else None,
-            "w 95 % low (GB/s)": 1e-9 / high[1] if high[1] else None,
-            "w 95 % high (GB/s)": 1e-9 / low[1] if low[1] else None,
+            "overhead o (µs)": cost.overhead_s * 1e6,
+            "o 95 % low (µs)": cost.overhead_low_s * 1e6,
+            "o 95 % high (µs)": cost.overhead_high_s * 1e6,
+            "bandwidth w (GB/s)": cost.bandwidth / 1e9,
+            "w 95 % low (GB/s)": cost.bandwidth_low / 1e9,
+            "w 95 % high (GB/s)": cost.bandwidth_high / 1e9,
         }
         lines.append(
             {"backend": backend, "world size (ranks)": world_size, "collective": operation}
-            | {k: None if v is None else float(f"{v:.4g}") for k, v in numbers.items()}
+            | {k: float(f"{v:.4g}") if math.isfinite(v) else None for k, v in numbers.items()}
         )
     return pd.DataFrame(lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What a collective costs, t = o + S/w, with 95 % intervals by bootstrap over the samples.
+
+    Attributes:
+        overhead_s: o, seconds per call.
+        bandwidth: w, bytes per second; infinite where the sizes do not show one.
+    """
+
+    overhead_s: float
+    overhead_low_s: float
+    overhead_high_s: float
+    bandwidth: float
+    bandwidth_low: float
+    bandwidth_high: float
+
+
+def fit(size_bytes: Sequence[float], samples_ms: Sequence[Sequence[float]]) -> Cost:
+    """Fits o and w, both at least 0, by least squares with relative weights.
+
+    Args:
+        samples_ms: of each size.
+    """
+    import numpy as np
+    from scipy.optimize import nnls
+
+    rng = np.random.default_rng(0)
+    size = np.asarray(size_bytes, np.float64)
+
+    def once(draw: Callable[[Any], Any]) -> Any:
+        seconds = np.array([np.median(draw(samples)) for samples in samples_ms]) / 1e3
+        # Dividing by the time makes every size count alike, from µs to seconds.
+        design = np.stack([np.ones_like(size), size], axis=1) / seconds[:, None]
+        scale = design.max(axis=0)
+        return nnls(design / scale, np.ones_like(size))[0] / scale
+
+    overhead, inverse = once(np.asarray)
+    draws = np.array([once(lambda samples: rng.choice(samples, len(samples))) for _ in range(400)])
+    low, high = np.percentile(draws, [2.5, 97.5], axis=0)
+    fastest, typical, slowest = (
+        1 / float(value) if value else math.inf for value in (low[1], inverse, high[1])
+    )
+    return Cost(
+        overhead_s=float(overhead),
+        overhead_low_s=float(low[0]),
+        overhead_high_s=float(high[0]),
+        bandwidth=typical,
+        bandwidth_low=slowest,
+        bandwidth_high=fastest,
+    )

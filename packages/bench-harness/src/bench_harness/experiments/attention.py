@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.case import Case, Row
 from bench_harness.environment import resolve_device
-from bench_harness.experiments import present
+from bench_harness.experiments import estimates, present
 from bench_harness.experiments.base import Experiment, Figure, Table, option
 
 if TYPE_CHECKING:
     import pandas as pd
     import torch
-
-#: Score matrices beyond this many bytes are measured one variant to a case: a variant that runs
-#: out of memory then takes no other along.
-_SHARED_CASE_BYTES = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +36,11 @@ class Options:
     )
     warmup: int = option(5, "Warm-up passes.")
     samples: int = option(100, "Measured forward and backward passes.")
+    isolate_gib: float = option(
+        1.0,
+        "Cells with larger scores (GiB) are measured one variant to a case, so that one without "
+        "enough memory takes no other along.",
+    )
     device: str = option("auto", "Where to run.", choices=("auto", "cpu", "cuda"))
 
 
@@ -51,97 +52,43 @@ class Attention(Experiment):
     Options: ClassVar[type[Any]] = Options
 
     def cases(self, **options: Any) -> list[Case]:
-        """One case per cell; cells with large score matrices have one per variant."""
+        """One case per head dimension; cells with large scores have one per variant."""
         chosen = Options(**options)
         device = resolve_device(chosen.device)
-        cases = []
-        for head_dim in chosen.head_dims:
-            for sequence in chosen.sequences:
-                scores = chosen.batch * sequence**2 * 4
-                together = scores <= _SHARED_CASE_BYTES
-                groups = [list(chosen.executions)] if together else [[e] for e in chosen.executions]
-                cases += [
-                    Case(
-                        experiment=self.name,
-                        config={
-                            "batch": chosen.batch,
-                            "sequence": sequence,
-                            "head_dim": head_dim,
-                            "dtype": chosen.dtype,
-                            "executions": group,
-                            "warmup": chosen.warmup,
-                            "samples": chosen.samples,
-                            "device": device,
-                            "label": f"attention s{sequence} d{head_dim} {'+'.join(group)}",
-                        },
-                    )
-                    for group in groups
-                ]
-        return cases
+        limit = chosen.isolate_gib * 2**30 / (4 * chosen.batch)
+        together = [s for s in chosen.sequences if s**2 <= limit]
+        groups = [(together, list(chosen.executions))] if together else []
+        groups += [([s], [e]) for s in chosen.sequences if s**2 > limit for e in chosen.executions]
+        return [
+            _case(
+                {
+                    "batch": chosen.batch,
+                    "sequences": sequences,
+                    "head_dim": head_dim,
+                    "dtype": chosen.dtype,
+                    "executions": group,
+                    "warmup": chosen.warmup,
+                    "samples": chosen.samples,
+                    "device": device,
+                }
+            )
+            for head_dim in chosen.head_dims
+            for sequences, group in groups
+        ]
 
     def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
         """Measures forward and backward of every variant, and what forward keeps for backward."""
         import torch
 
-        from basics_model import softmax_attention
-        from bench_harness.timing import Samples, record_sample
         from bench_harness.workload import device_of
 
-        config = case.config
-        device = device_of(config["device"])
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config["dtype"]]
-        shape = (config["batch"], config["sequence"], config["head_dim"])
-        query, key, value = (
-            torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
-        )
-        grad_out = torch.randn(shape, device=device, dtype=dtype)
-        table: dict[str, Callable[..., torch.Tensor]] = {"eager": softmax_attention}
-        if "compiled" in config["executions"]:
-            table["compiled"] = torch.compile(softmax_attention)
-        phases = {
-            (execution, phase): Samples()
-            for execution in config["executions"]
-            for phase in ("forward", "backward")
-        }
-        saved: dict[str, int] = {}
-        rounds = config["warmup"] + config["samples"]
-        for index in range(rounds):
-            if index % 10 == 0:
-                progress(f"pass {index + 1} of {rounds}")
-            for execution in config["executions"]:
-                taken = {"forward": Samples(), "backward": Samples()}
-                before = _allocated(device)
-                with record_sample(taken["forward"], device):
-                    out = table[execution](query, key, value)
-                saved[execution] = _allocated(device) - before
-                with record_sample(taken["backward"], device):
-                    out.backward(grad_out)
-                del out
-                query.grad = key.grad = value.grad = None
-                for phase, samples in taken.items():
-                    kept = phases[execution, phase]
-                    if index == 0:
-                        kept.first_ms = samples.wall_ms[0]
-                    if index >= config["warmup"]:
-                        kept.wall_ms += samples.wall_ms
-                        kept.device_ms += samples.device_ms
-        if device.type != "cuda":
-            saved = {
-                execution: _saved_bytes(
-                    partial(table[execution], query, key, value), (query, key, value)
-                )
-                for execution in config["executions"]
-            }
-        return [
-            {
-                "variant": execution,
-                "phase": phase,
-                "saved_bytes": saved[execution],
-                **predicted_bytes(*shape, dtype.itemsize),
-                **samples.row(),
-            }
-            for (execution, phase), samples in phases.items()
-        ]
+        device = device_of(case.config["device"])
+        rows: list[Row] = []
+        for sequence in case.config["sequences"]:
+            # Meeting a second length, the compiler would give up static shapes.
+            torch.compiler.reset()
+            rows += measure(case.config, sequence, device, progress)
+        return rows
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """The grid with times, memory and cells without enough memory; the smallest such cell."""
@@ -153,6 +100,7 @@ class Attention(Experiment):
         frame["execution"] = frame.get("variant", pd.Series(index=frame.index, dtype=object))
         missing = frame["execution"].isna()
         frame.loc[missing, "execution"] = frame.loc[missing, "executions"].map("+".join)
+        frame = present.lengths(frame)
         if "saved_bytes" in frame:
             frame["saved_mib"] = frame["saved_bytes"] / 2**20
             frame["predicted_mib"] = frame["predicted_saved_bytes"] / 2**20
@@ -187,10 +135,11 @@ class Attention(Experiment):
         ]
         failed = frame[frame["status"] == "oom"] if "status" in frame else frame.iloc[:0]
         if len(failed):
-            smallest = failed.sort_values(["sequence", "head_dim"]).iloc[0]
+            # A case of several lengths ends at the longest.
+            smallest = failed.sort_values(["longest", "head_dim"]).iloc[0]
             size = {"fp32": 4, "bf16": 2}[smallest["dtype"]]
             batch, sequence, head_dim = (
-                int(smallest[name]) for name in ("batch", "sequence", "head_dim")
+                int(smallest[name]) for name in ("batch", "longest", "head_dim")
             )
             tables.append(
                 Table(
@@ -228,6 +177,91 @@ class Attention(Experiment):
         if len(axes[0, 0].get_lines()) > 1:
             axes[0, 0].legend()
         return [Figure("attention_grid", "Attention over sequence length", figure)]
+
+
+def _case(config: Row) -> Case:
+    """The case of a configuration, with its label and how long it may take."""
+    sequences, group = config["sequences"], config["executions"]
+    length = f"s{sequences[0]}" + (f"–{sequences[-1]}" if len(sequences) > 1 else "")
+    passes = config["warmup"] + config["samples"]
+    compiling = 5.0 * len(sequences) if "compiled" in group else 0.0
+    return Case(
+        experiment=Attention.name,
+        config={**config, "label": f"attention {length} d{config['head_dim']} {'+'.join(group)}"},
+        timeout_s=1800,
+        estimate_s=estimates.START_S[config["device"]]
+        + compiling
+        + len(group) * passes * sum(estimates.attention_s(config, s) for s in sequences),
+    )
+
+
+def measure(
+    config: Mapping[str, Any],
+    sequence: int,
+    device: torch.device,
+    progress: Callable[[str], None],
+) -> list[Row]:
+    """One row per variant and phase at one length; variants take turns."""
+    import torch
+
+    from basics_model import softmax_attention
+    from bench_harness.timing import Samples, record_sample
+
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config["dtype"]]
+    shape = (config["batch"], sequence, config["head_dim"])
+    query, key, value = (
+        torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
+    )
+    grad_out = torch.randn(shape, device=device, dtype=dtype)
+    table: dict[str, Callable[..., torch.Tensor]] = {"eager": softmax_attention}
+    if "compiled" in config["executions"]:
+        table["compiled"] = torch.compile(softmax_attention)
+    phases = {
+        (execution, phase): Samples()
+        for execution in config["executions"]
+        for phase in ("forward", "backward")
+    }
+    saved: dict[str, int] = {}
+    rounds = config["warmup"] + config["samples"]
+    for index in range(rounds):
+        if index % 10 == 0:
+            progress(f"length {sequence}, pass {index + 1} of {rounds}")
+        for execution in config["executions"]:
+            taken = {"forward": Samples(), "backward": Samples()}
+            before = _allocated(device)
+            with record_sample(taken["forward"], device):
+                out = table[execution](query, key, value)
+            saved[execution] = _allocated(device) - before
+            with record_sample(taken["backward"], device):
+                out.backward(grad_out)
+            del out
+            query.grad = key.grad = value.grad = None
+            for phase, samples in taken.items():
+                kept = phases[execution, phase]
+                if index == 0:
+                    kept.first_ms = samples.wall_ms[0]
+                if index >= config["warmup"]:
+                    kept.wall_ms += samples.wall_ms
+                    kept.device_ms += samples.device_ms
+    if device.type != "cuda":
+        saved = {
+            execution: _saved_bytes(
+                partial(table[execution], query, key, value), (query, key, value)
+            )
+            for execution in config["executions"]
+        }
+    return [
+        {
+            "variant": execution,
+            "phase": phase,
+            "sequence": sequence,
+            "length": f"s{sequence}",
+            "saved_bytes": saved[execution],
+            **predicted_bytes(*shape, dtype.itemsize),
+            **samples.row(),
+        }
+        for (execution, phase), samples in phases.items()
+    ]
 
 
 def predicted_bytes(batch: int, sequence: int, head_dim: int, itemsize: int) -> Row:

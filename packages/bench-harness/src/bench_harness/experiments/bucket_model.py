@@ -10,6 +10,7 @@ It is linear in 1/w and o, so both come from non-negative least squares.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,42 +35,64 @@ def fit(
     return float(inverse_bandwidth), float(per_call)
 
 
-def sweeps(done: pd.DataFrame) -> list[tuple[str, pd.DataFrame, list[float]]]:
-    """Cells with at least three bucket sizes: label, the bucketed rows, the bare step's samples."""
+@dataclass(frozen=True)
+class Sweep:
+    """A cell with at least three bucket sizes.
+
+    Attributes:
+        rows: of the bucketed variants, fewest buckets first.
+        bare: row of the step without communication.
+    """
+
+    label: str
+    rows: pd.DataFrame
+    bare: pd.Series[Any]
+
+    @property
+    def bare_ms(self) -> list[float]:
+        """Samples of the step without communication."""
+        return list(self.bare["samples_ms"])
+
+
+def sweeps(done: pd.DataFrame) -> list[Sweep]:
+    """The cells that the model can be fitted to."""
     found = []
     for _, cell in done.groupby("case_key", sort=False):
-        label = str(cell["label"].iloc[0])
         buckets = cell[cell["variant"].str.startswith("bucketed") & cell["buckets"].notna()]
-        bare = cell.loc[cell["variant"] == "none", "samples_ms"]
+        bare = cell[cell["variant"] == "none"]
         if buckets["buckets"].nunique() >= 3 and len(bare):
-            found.append((label, buckets.sort_values("buckets"), list(bare.iloc[0])))
+            label = str(cell["label"].iloc[0])
+            found.append(Sweep(label, buckets.sort_values("buckets"), bare.iloc[0]))
     return found
 
 
 def fit_table(done: pd.DataFrame) -> pd.DataFrame:
-    """The constants of each sweep with bootstrap intervals, and the optimum they imply."""
+    """The constants of each sweep with bootstrap intervals, and the optimum they imply.
+
+    Beside them stands what all-reduces alone predict, where the case timed some.
+    """
     import pandas as pd
 
     rng = np.random.default_rng(0)
     lines = []
-    for label, rows, bare in sweeps(done):
-        size = float(rows["gradient_bytes"].iloc[0])
-        counts = rows["buckets"].to_numpy(np.float64)
+    for sweep in sweeps(done):
+        size = float(sweep.rows["gradient_bytes"].iloc[0])
+        counts = sweep.rows["buckets"].to_numpy(np.float64)
 
         def once(
-            draw: Any, rows: Any = rows, bare: Any = bare, size: Any = size, counts: Any = counts
+            draw: Any, sweep: Sweep = sweep, size: Any = size, counts: Any = counts
         ) -> tuple[float, float]:
-            base = np.median(draw(bare))
-            overhead = np.array([np.median(draw(s)) - base for s in rows["samples_ms"]]) / 1e3
-            return fit(size, counts, overhead)
+            base = np.median(draw(sweep.bare_ms))
+            overhead = [np.median(draw(samples)) - base for samples in sweep.rows["samples_ms"]]
+            return fit(size, counts, np.array(overhead) / 1e3)
 
         inverse, per_call = once(np.asarray)
         resampled = np.array([once(lambda s: rng.choice(s, len(s))) for _ in range(_RESAMPLES)])
         low, high = np.percentile(resampled, [2.5, 97.5], axis=0)
-        optimum = float(np.sqrt(size * per_call / inverse)) if inverse > 0 else None
+        least = sweep.bare.get("largest_parameter_bytes", 0.0)
         lines.append(
             {
-                "cell": label,
+                "cell": sweep.label,
                 "gradients s (MiB)": round(size / 2**20, 3),
                 "bandwidth w (GB/s)": _rounded(1e-9 / inverse if inverse else None),
                 "w 95 % low (GB/s)": _rounded(1e-9 / high[0] if high[0] else None),
@@ -77,11 +100,39 @@ def fit_table(done: pd.DataFrame) -> pd.DataFrame:
                 "per call o (µs)": _rounded(per_call * 1e6),
                 "o 95 % low (µs)": _rounded(low[1] * 1e6),
                 "o 95 % high (µs)": _rounded(high[1] * 1e6),
-                "best bucket b* (MiB)": _rounded(optimum / 2**20 if optimum else None),
-                "least overhead T* (ms)": _rounded(2e3 * float(np.sqrt(size * per_call * inverse))),
+                **_optimum("", size, inverse, per_call, least),
+                **_prediction(sweep.bare.get("all_reduce"), size, least),
             }
         )
     return pd.DataFrame(lines)
+
+
+def _prediction(link: Any, size: float, least: float) -> dict[str, float | None]:
+    """Constants of all-reduces alone, and the optimum that they predict."""
+    from bench_harness.experiments import allreduce
+
+    if not isinstance(link, dict):
+        return {}
+    cost = allreduce.fit(link["size_bytes"], link["samples_ms"])
+    inverse = 1 / cost.bandwidth  # 0 where the sizes show no bandwidth
+    return {
+        "all-reduce w (GB/s)": _rounded(1e-9 / inverse if inverse else None),
+        "all-reduce o (µs)": _rounded(cost.overhead_s * 1e6),
+        **_optimum("predicted ", size, inverse, cost.overhead_s, least),
+    }
+
+
+def _optimum(
+    prefix: str, size: float, inverse: float, per_call: float, least: float
+) -> dict[str, float | None]:
+    """The best bucket, no smaller than the largest parameter, and the overhead that is left."""
+    best = max(float(np.sqrt(size * per_call / inverse)), least) if inverse > 0 else None
+    count = size / best if best else 1.0
+    overhead = size / count * inverse + count * per_call
+    return {
+        f"{prefix}best bucket b* (MiB)": _rounded(best / 2**20 if best else None),
+        f"{prefix}least overhead T* (ms)": _rounded(1e3 * overhead),
+    }
 
 
 def draw_fit(done: pd.DataFrame) -> Figure | None:
@@ -93,7 +144,8 @@ def draw_fit(done: pd.DataFrame) -> Figure | None:
     if not found:
         return None
     figure, axes = new_figure(rows=len(found), height=0.8 + 3 * len(found))
-    for plot, (label, rows, bare) in zip(axes[:, 0], found, strict=True):
+    for plot, sweep in zip(axes[:, 0], found, strict=True):
+        rows, bare, label = sweep.rows, sweep.bare_ms, sweep.label
         size = float(rows["gradient_bytes"].iloc[0])
         counts = rows["buckets"].to_numpy(np.float64)
         overhead = rows["median_ms"].to_numpy(np.float64) - np.median(bare)

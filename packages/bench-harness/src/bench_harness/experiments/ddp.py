@@ -14,10 +14,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.case import Case, Row
-from bench_harness.environment import gpu_count, resolve_device
-from bench_harness.experiments import present
-from bench_harness.experiments.base import CaseSkipped, Experiment, Figure, Table, option
-from bench_harness.workload import DIMENSIONS, OPTIMIZERS, PRECISIONS, SIZES
+from bench_harness.environment import resolve_device
+from bench_harness.experiments import estimates, present
+from bench_harness.experiments.base import Experiment, Figure, Table, option
+from bench_harness.experiments.distributed import (
+    NodeOptions,
+    default_world_size,
+    require_gpus,
+    run_on_ranks,
+    slowest_of,
+    slowest_rank,
+)
+from bench_harness.experiments.shape import ShapeOptions
+from bench_harness.workload import OPTIMIZERS, PRECISIONS, SIZES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,10 +36,12 @@ if TYPE_CHECKING:
 
 VARIANTS = ("naive", "flat", "overlap", "bucketed", "torch-ddp", "torch-ddp-tuned")
 _PHASE = "step"
+#: Shares of the gradients whose all-reduce is timed, for the prediction beside the bucket sweep.
+_SWEEP_SHARES = (1000, 100, 10)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(ShapeOptions, NodeOptions):
     """Options of :class:`Ddp`.
 
     Small enough for a quick run on two cores: ``sizes=["custom"]``, ``d_model=64``, ``d_ff=128``,
@@ -39,11 +50,6 @@ class Options:
     """
 
     sizes: tuple[str, ...] = option(("xl",), "Model sizes.", choices=SIZES)
-    d_model: int | None = option(None, "Width; overrides the size's.")
-    d_ff: int | None = option(None, "Feed-forward width; overrides the size's.")
-    num_layers: int | None = option(None, "Number of blocks; overrides the size's.")
-    num_heads: int | None = option(None, "Attention heads; overrides the size's.")
-    vocab_size: int = option(10_000, "Vocabulary.")
     batches: tuple[int, ...] = option((2,), "Sequences per rank.")
     sequences: tuple[int, ...] = option((128,), "Context lengths.")
     precisions: tuple[str, ...] = option(("fp32",), "Precisions.", choices=PRECISIONS)
@@ -57,6 +63,14 @@ class Options:
     blocks: int = option(4, "Samples per turn.")
     calls: int = option(5, "Steps per sample, without synchronisation between them.")
     warmup: int = option(5, "Warm-up steps per turn.")
+    profiled: bool = option(
+        True, "Also profile one step of each: takes longer than timing it, for a large model."
+    )
+    nsight: bool = option(
+        False,
+        "Instead of timing, record one step of each variant with Nsight Systems; the case is "
+        "skipped where nsys is missing.",
+    )
     device: str = option("auto", "Where to run.", choices=("auto", "cpu", "cuda"))
 
 
@@ -71,65 +85,78 @@ class Ddp(Experiment):
         """One case per size, batch, context length and precision; all wrappers in each."""
         chosen = Options(**options)
         device = resolve_device(chosen.device)
-        given = {n: v for n in DIMENSIONS if (v := getattr(chosen, n)) is not None}
-        world_size = chosen.world_size or default_world_size(device)
-        return [
-            Case(
-                experiment=self.name,
-                config={
-                    "size": size,
-                    **given,
-                    "vocab_size": chosen.vocab_size,
-                    "batch": batch,
-                    "sequence": sequence,
-                    "precision": precision,
-                    "optimizer": chosen.optimizer,
-                    "variants": expand(chosen.variants, chosen.bucket_sizes_mb),
-                    "world_size": world_size,
-                    "rounds": chosen.rounds,
-                    "blocks": chosen.blocks,
-                    "calls": chosen.calls,
-                    "warmup": chosen.warmup,
-                    "device": device,
-                    "label": f"ddp {size} b{batch} s{sequence} {precision} {world_size} ranks",
-                },
-                timeout_s=900,
-            )
+        world_size = chosen.world_size or default_world_size(device, chosen.nnodes)
+        variants = expand(chosen.variants, chosen.bucket_sizes_mb)
+        if chosen.nsight:  # nothing to see without communication
+            variants = [each for each in variants if each["wrapper"] != "none"]
+        how = " Nsight Systems" if chosen.nsight else " profiled" * chosen.profiled
+        configs: list[Row] = [
+            {
+                "size": size,
+                **chosen.shape(),
+                "batch": batch,
+                "sequence": sequence,
+                "precision": precision,
+                "optimizer": chosen.optimizer,
+                "variants": variants,
+                "world_size": world_size,
+                "nnodes": chosen.nnodes,
+                "rounds": chosen.rounds,
+                "blocks": chosen.blocks,
+                "calls": chosen.calls,
+                "warmup": chosen.warmup,
+                "profiled": chosen.profiled,
+                "nsight": chosen.nsight,
+                "device": device,
+                "label": f"ddp {size} b{batch} s{sequence} {precision} {world_size} ranks{how}",
+            }
             for size in chosen.sizes
             for batch in chosen.batches
             for sequence in chosen.sequences
             for precision in chosen.precisions
         ]
+        steps = 1 + chosen.rounds * (chosen.warmup + chosen.blocks * chosen.calls)
+        return [
+            Case(
+                experiment=self.name,
+                config=config,
+                placement=chosen.placement(),
+                timeout_s=900,
+                estimate_s=estimates.RANKS_S[device]
+                + estimates.build_s(config)
+                + len(variants)
+                * (
+                    20.0 * chosen.nsight
+                    + steps * estimates.step_s(config, config["precision"])
+                    + steps * estimates.all_reduce_s(config, 4 * estimates.parameters(config))
+                    + chosen.profiled * (0.3 + 3e-9 * estimates.parameters(config))
+                ),
+            )
+            for config in configs
+        ]
 
     def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
         """Checks every wrapper's gradients, times all in turn, and profiles one step of each."""
-        from bench_harness.experiments.steps import over_ranks
-        from bench_harness.ranks import launch
+        from bench_harness.experiments import ddp_nsight
 
-        config = dict(case.config)
-        require_gpus(config)
-        progress(f"starting {config['world_size']} ranks")
-        results = launch(
-            measure_rank,
-            config["world_size"],
-            config,
-            str(Path.cwd()),
-            backend="nccl" if config["device"] == "cuda" else "gloo",
-            timeout_s=0.9 * case.timeout_s,
-        )
+        if case.config["nsight"]:
+            require_gpus(case.config)
+            return ddp_nsight.rows(dict(case.config), case.timeout_s / 3, progress)
         rows: list[Row] = []
-        for index, first in enumerate(results[0]):
-            ranks = [result[index] for result in results]
-            row = {
-                **first,
-                "samples_ms": over_ranks([rank["samples_ms"] for rank in ranks], max),
-                "samples_fastest_rank_ms": over_ranks([rank["samples_ms"] for rank in ranks], min),
-            }
-            if "samples_device_ms" in first:
-                row["samples_device_ms"] = over_ranks(
-                    [rank["samples_device_ms"] for rank in ranks], max
-                )
-            for name in ("communication_ms", "exposed_ms", "hidden_ms", "idle_ms"):
+        for ranks in zip(*run_on_ranks(case, progress, measure_rank, str(Path.cwd())), strict=True):
+            row = slowest_rank(list(ranks))
+            if "all_reduce" in row:
+                row["all_reduce"] = {
+                    "size_bytes": row["all_reduce"]["size_bytes"],
+                    "samples_ms": [
+                        slowest_of(list(size))
+                        for size in zip(
+                            *(rank["all_reduce"]["samples_ms"] for rank in ranks), strict=True
+                        )
+                    ],
+                }
+            profiled = ("communication_ms", "exposed_ms", "hidden_ms", "idle_ms")
+            for name in profiled if case.config["profiled"] else ():
                 row[name] = max(rank[name] for rank in ranks)
                 row[f"{name.removesuffix('_ms')}_min_ms"] = min(rank[name] for rank in ranks)
             rows.append(row)
@@ -147,7 +174,10 @@ class Ddp(Experiment):
             return [
                 Table("Data-parallel steps", present.columns(frame, _CELL | {"status": "status"}))
             ]
-        samples = frame.dropna(subset=["variant"]).set_index(["case_key", "variant"])["samples_ms"]
+        timed = frame[frame["median_ms"].notna()]
+        samples: dict[Any, list[float]] = {}
+        if len(timed):
+            samples = timed.set_index(["case_key", "variant"])["samples_ms"].to_dict()
         medians = frame.set_index(["case_key", "variant"])["median_ms"].to_dict()
         speedups = []
         for case, variant in zip(frame["case_key"], frame["variant"], strict=True):
@@ -161,12 +191,11 @@ class Ddp(Experiment):
             medians.get((case, "none"), float("nan")) for case in frame["case_key"]
         ]
         frame["share"] = 100 * frame["beyond_none_ms"] / frame["median_ms"]
-        frame["payload_mib"] = frame["payload_bytes"] / 2**20
-        source = frame["spans"].dropna().iloc[0] if frame["spans"].notna().any() else ""
+        frame["payload_mib"] = frame["payload_bytes"].astype("float64") / 2**20
         steps = Table(
             "Data-parallel steps",
             present.columns(
-                frame,
+                frame[frame["median_ms"].notna() | (frame["status"] != "ok")],
                 _CELL
                 | {"variant": "variant"}
                 | present.STATISTICS
@@ -183,10 +212,12 @@ class Ddp(Experiment):
             "Samples are means over blocks of steps without synchronisation inside, the slowest "
             "rank's. 'none' averages nothing and marks what a step costs without communication.",
         )
+        done = present.finished(frame)
+        profiled = done[done["spans"].notna()] if "spans" in done else done.iloc[:0]
         communication = Table(
             "Communication in one profiled step",
             present.columns(
-                present.finished(frame),
+                profiled,
                 _CELL
                 | {
                     "variant": "variant",
@@ -198,13 +229,16 @@ class Ddp(Experiment):
                     "exposed_ms": "exposed (ms)",
                     "exposed_min_ms": "exposed, least rank (ms)",
                     "idle_ms": "idle (ms)",
+                    "spans": "spans",
                 },
             ),
-            f"Spans: {source}. Exposed is communication with nothing computed meanwhile; hidden is "
+            "Exposed is communication with nothing computed meanwhile; hidden is "
             "the rest. Each figure is the largest over ranks unless marked. Collectives wait for "
             "the slowest rank, and that waiting counts.",
         )
-        done = present.finished(frame)
+        done = done[done["median_ms"].notna()]
+        if done.empty:  # recorded for their pictures only
+            return [communication]
         submission = pd.DataFrame(
             {
                 "implementation": done["variant"],
@@ -228,7 +262,7 @@ class Ddp(Experiment):
         )
         tables = [
             steps,
-            communication,
+            *([communication] if len(profiled) else []),
             Table(
                 "Step times for comparison by column",
                 submission.round({"speedup_vs_naive": 4}).reset_index(drop=True),
@@ -243,7 +277,9 @@ class Ddp(Experiment):
                     "Bucket overhead model",
                     fitted,
                     "T(n) = s/(n·w) + n·o fitted to the step beyond no communication, with the "
-                    "bucket counts that the wrapper really used; b* = √(s·o·w).",
+                    "bucket counts that the wrapper really used; b* = √(s·o·w), at least the "
+                    "largest parameter. Predicted: the same with o and w of all-reduces alone, "
+                    "t = o + S/w, timed in the same run.",
                 )
             )
         return tables
@@ -257,16 +293,21 @@ class Ddp(Experiment):
         done = with_summary(present.finished(rows))
         if "variant" not in done or done.empty:
             return []
-        figures = [
-            Figure(
-                "ddp_steps",
-                "Step time by variant",
-                _draw_steps(done),
-                "Bars: median; whiskers: 95 % interval. Dashed: the step without communication.",
+        timed = done[done["median_ms"].notna()]
+        figures = []
+        if len(timed):
+            figures.append(
+                Figure(
+                    "ddp_steps",
+                    "Step time by variant",
+                    _draw_steps(timed),
+                    "Bars: median; whiskers: 95 % interval. Dashed: the step without "
+                    "communication.",
+                )
             )
-        ]
         shown = ["naive", "flat", "overlap", *_bucketed(done), "torch-ddp"]
-        for index, (_, cell) in enumerate(done.groupby("case_key", sort=False)):
+        profiled = done[done["timeline"].notna()] if "timeline" in done else done.iloc[:0]
+        for index, (_, cell) in enumerate(profiled.groupby("case_key", sort=False)):
             label = cell["label"].iloc[0]
             lines = dict(zip(cell["variant"], cell["timeline"], strict=True))
             picked = {name: lines[name] for name in shown if name in lines}
@@ -278,7 +319,7 @@ class Ddp(Experiment):
                     f"One profiled step of rank 0; {cell['spans'].iloc[0]}. Black line: its end.",
                 )
             )
-        sweep = draw_fit(done)
+        sweep = draw_fit(timed)
         if sweep is not None:
             figures.append(
                 Figure(
@@ -298,21 +339,6 @@ _CELL = {
     "precision": "precision",
     "world_size": "world size (ranks)",
 }
-
-
-def default_world_size(device: str) -> int:
-    """Two ranks, or one where there is a single GPU."""
-    return min(2, gpu_count()) if device == "cuda" else 2
-
-
-def require_gpus(config: Mapping[str, Any]) -> None:
-    """Ends a case that wants more GPUs than there are.
-
-    Raises:
-        CaseSkipped: naming both numbers.
-    """
-    if config["device"] == "cuda" and gpu_count() < config["world_size"]:
-        raise CaseSkipped(f"needs {config['world_size']} CUDA devices; found {gpu_count()}")
 
 
 def expand(variants: tuple[str, ...], bucket_sizes_mb: tuple[float, ...]) -> list[Row]:
@@ -344,6 +370,7 @@ def measure_rank(
     rank: int, world_size: int, device: torch.device, config: Mapping[str, Any], folder: str
 ) -> list[Row]:
     """One rank's part of a case: one row per variant with this rank's samples."""
+    from bench_harness.experiments.allreduce import sweep
     from bench_harness.experiments.steps import (
         averaged_gradients,
         check_gradients,
@@ -360,6 +387,9 @@ def measure_rank(
     expected = averaged_gradients(workload)
     optimizer = optimizer_class(config["optimizer"], device)(workload.module.parameters(), lr=1e-5)
     gc.freeze()  # what exists by now stays: ``wrapped`` collects garbage often
+    largest = max(p.numel() * p.element_size() for p in workload.module.parameters())
+    sizes = [max(4096, 4 * workload.parameters() // share) for share in _SWEEP_SHARES]
+    link = {"size_bytes": sizes, "samples_ms": sweep(sizes, device, warmup=3, samples=10)}
     rows: dict[str, Row] = {}
     for variant in config["variants"]:
         # The check comes first for all, while the parameters are still those of ``expected``.
@@ -371,6 +401,7 @@ def measure_rank(
                 else None
             )
         rows[variant["variant"]] = {"variant": variant["variant"], **facts, "gradient_error": error}
+    rows["none"] |= {"all_reduce": link, "largest_parameter_bytes": largest}
     del expected
     samples = {name: Samples() for name in rows}
     order = list(config["variants"])
@@ -392,16 +423,31 @@ def measure_rank(
                 if turn == 0:
                     rows[name] |= _peak(device)
                 if turn == config["rounds"] - 1:
-                    rows[name] |= _profile(
-                        step, way.module, workload, Path(folder) / f"step-{name}-rank{rank}.json"
-                    )
+                    rows[name] |= counted(way.module)
+                    if config["profiled"]:
+                        rows[name] |= _profile(
+                            step, workload, Path(folder) / f"step-{name}-rank{rank}.json"
+                        )
     return [{**row, **samples[name].row()} for name, row in rows.items()]
 
 
-def _profile(
-    step: Callable[[], None], module: torch.nn.Module, workload: Workload, path: Path
-) -> Row:
-    """Communication of one profiled step by interval arithmetic, and what the wrapper counted."""
+def counted(module: torch.nn.Module) -> Row:
+    """Collectives and payload of the last step, as the wrapper counted them."""
+    stats = getattr(module, "stats", None)
+    stats = stats() if callable(stats) else stats
+    return {
+        "collectives": getattr(stats, "collectives", None),
+        "in_backward": getattr(stats, "started_in_backward", None),
+        "buckets": getattr(stats, "reductions", None),
+        "payload_bytes": getattr(stats, "bytes", None),
+        "gradient_bytes": sum(
+            p.numel() * p.element_size() for p in module.parameters() if p.requires_grad
+        ),
+    }
+
+
+def _profile(step: Callable[[], None], workload: Workload, path: Path) -> Row:
+    """Communication of one profiled step by interval arithmetic."""
     import torch.distributed as dist
 
     from bench_harness.traces import kineto
@@ -417,10 +463,8 @@ def _profile(
     window = trace.phases(_PHASE)[0]
     found = trace.overlap(window)
     if dist.get_rank() == 0:
-        kineto.trimmed(path, path.with_suffix(".trimmed.json"), [window])
+        kineto.trimmed(path, path.with_suffix(".trimmed.json.gz"), [window])
     path.unlink()
-    stats = getattr(module, "stats", None)
-    stats = stats() if callable(stats) else stats
     return {
         "communication_ms": found.communication_ns / 1e6,
         "exposed_ms": found.exposed_ns / 1e6,
@@ -429,13 +473,6 @@ def _profile(
         "overlap_ratio": found.ratio,
         "spans": "GPU kernels" if trace.on_device else "host spans (gloo on a CPU)",
         "timeline": timeline(trace, window),
-        "collectives": getattr(stats, "collectives", None),
-        "in_backward": getattr(stats, "started_in_backward", None),
-        "buckets": getattr(stats, "reductions", None),
-        "payload_bytes": getattr(stats, "bytes", None),
-        "gradient_bytes": sum(
-            p.numel() * p.element_size() for p in workload.module.parameters() if p.requires_grad
-        ),
     }
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.case import Case, Row
 from bench_harness.environment import resolve_device
-from bench_harness.experiments import present
+from bench_harness.experiments import estimates, present
 from bench_harness.experiments.base import CaseSkipped, Experiment, Figure, Table, option
 
 if TYPE_CHECKING:
@@ -37,8 +37,6 @@ VARIANTS = (
 )
 #: Kernels that PyTorch has on a GPU for fp16 and bf16 only: fp32 cells go without them.
 HALF_ONLY = ("sdpa-flash", "sdpa-cudnn")
-#: Score matrices beyond this many bytes keep the quadratic variants in cases of their own.
-_SHARED_CASE_BYTES = 2**30
 _DTYPES = ("bf16", "fp32")
 
 #: Largest error allowed, as a share of the largest value of the fp64 oracle: twice the error of
@@ -69,6 +67,12 @@ class Options:
     )
     rep_ms: int = option(300, "Milliseconds of measurement per variant and pass.")
     warmup_ms: int = option(100, "Milliseconds of warm-up per variant and pass.")
+    rounds: int = option(3, "Turns that share those milliseconds, so that drift meets everyone.")
+    isolate_gib: float = option(
+        1.0,
+        "Where fp32 scores would be larger (GiB), variants that store them get cases of their own, "
+        "so that one without enough memory takes no other along.",
+    )
     device: str = option("auto", "Where to run.", choices=("auto", "cpu", "cuda"))
 
 
@@ -80,7 +84,9 @@ class Flash(Experiment):
     Options: ClassVar[type[Any]] = Options
 
     def cases(self, **options: Any) -> list[Case]:
-        """One case per cell; quadratic variants of large cells have cases with the reference.
+        """One case per dtype and head dimension; lengths with large scores have their own.
+
+        There the variants that store the scores are apart, each beside the reference.
 
         Raises:
             ValueError: no variant supports one of the dtypes.
@@ -100,34 +106,33 @@ class Flash(Experiment):
                     f"{', '.join(variants)}, which take fp16 and bf16 only"
                 )
             reference, *others = supported
-            for head_dim in chosen.head_dims:
-                for sequence in chosen.sequences:
-                    scores = chosen.batch * chosen.heads * sequence**2 * 4
-                    groups = [supported]
-                    if scores > _SHARED_CASE_BYTES:
-                        linear = [v for v in supported if v not in QUADRATIC]
-                        alone = [[reference, v] for v in others if v in QUADRATIC]
-                        groups = [linear, *alone] if linear else alone
-                    cases += [
-                        Case(
-                            experiment=self.name,
-                            config={
-                                "dtype": dtype,
-                                "head_dim": head_dim,
-                                "sequence": sequence,
-                                "batch": chosen.batch,
-                                "heads": chosen.heads,
-                                "causal": chosen.causal,
-                                "variants": group,
-                                "rep_ms": chosen.rep_ms,
-                                "warmup_ms": chosen.warmup_ms,
-                                "device": device,
-                                "label": f"flash s{sequence} d{head_dim} {dtype} {'+'.join(group)}",
-                            },
-                            timeout_s=600,
-                        )
-                        for group in groups
-                    ]
+            linear = [v for v in supported if v not in QUADRATIC]
+            apart = [[reference, v] for v in others if v in QUADRATIC]
+            if linear and (linear != [reference] or not apart):  # else the reference has its turn
+                apart.insert(0, linear)
+            limit = chosen.isolate_gib * 2**30 / (4 * chosen.batch * chosen.heads)
+            together = [s for s in chosen.sequences if s**2 <= limit]
+            groups = [(together, supported)] if together else []
+            groups += [([s], group) for s in chosen.sequences if s**2 > limit for group in apart]
+            cases += [
+                _case(
+                    {
+                        "dtype": dtype,
+                        "head_dim": head_dim,
+                        "sequences": sequences,
+                        "batch": chosen.batch,
+                        "heads": chosen.heads,
+                        "causal": chosen.causal,
+                        "variants": group,
+                        "rep_ms": chosen.rep_ms,
+                        "warmup_ms": chosen.warmup_ms,
+                        "rounds": chosen.rounds,
+                        "device": device,
+                    }
+                )
+                for head_dim in chosen.head_dims
+                for sequences, group in groups
+            ]
         return cases
 
     def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
@@ -142,40 +147,23 @@ class Flash(Experiment):
             name: implementation(name, causal=config["causal"], device=device)
             for name in config["variants"]
         }
-        progress("checking results")
-        errors = check(functions, config, device)
-        if config["sequence"] > _CHECKED_SEQUENCE:
-            # The check used another length, after which the compiler gives up static shapes.
+        errors: dict[int, dict[str, Row]] = {}
+        rows: list[Row] = []
+        for sequence in config["sequences"]:
+            checked = min(sequence, _CHECKED_SEQUENCE)
+            # Meeting a second length, the compiler would give up static shapes.
             torch.compiler.reset()
-        inputs = _inputs(config, device, config["sequence"])
-        # Three rounds, so that a drift of the clocks meets every variant.
-        rounds = 3
-        samples: dict[tuple[str, str], Samples] = {}
-        for index in range(rounds):
-            for name, function in functions.items():
-                progress(f"round {index + 1} of {rounds}: {name}")
-                for name_of_pass, call in passes(function, *inputs).items():
-                    taken = time_kernel(
-                        call,
-                        device,
-                        config["warmup_ms"] / rounds,
-                        config["rep_ms"] / rounds,
-                        inputs,
-                    )
-                    kept = samples.setdefault((name, name_of_pass), taken)
-                    if kept is not taken:
-                        kept.wall_ms += taken.wall_ms
-        return [
-            {
-                "variant": name,
-                "phase": name_of_pass,
-                **errors[name],
-                "clock": "do_bench" if device.type == "cuda" else "wall",
-                "flops": _flops(config, name_of_pass),
-                **taken.row(),
-            }
-            for (name, name_of_pass), taken in samples.items()
-        ]
+            if checked not in errors:
+                progress(f"length {sequence}: checking results")
+                errors[checked] = check(functions, {**config, "sequence": checked}, device)
+                if checked != sequence:
+                    torch.compiler.reset()
+            cell = {**config, "sequence": sequence}
+            rows += [
+                {**row, **errors[checked][row["variant"]]}
+                for row in measure(functions, cell, device, progress)
+            ]
+        return rows
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """The full grid with speedups over the same case's reference, and cells without memory."""
@@ -186,14 +174,16 @@ class Flash(Experiment):
             frame["variant"] = None
         missing = frame["variant"].isna()
         frame.loc[missing, "variant"] = frame.loc[missing, "variants"].map("+".join)
+        frame = present.lengths(frame)
         if "flops" in frame:
             frame["tflop_s"] = frame["flops"] / frame["median_ms"] / 1e9
             reference = frame[frame["variants"].str[0] == frame["variant"]]
-            medians = reference.set_index(["case_key", "phase"])["median_ms"].to_dict()
+            cell = ["case_key", "sequence", "phase"]
+            medians = reference.set_index(cell)["median_ms"].to_dict()
             frame["relative"] = [
-                medians.get((case, phase), float("nan")) / median
-                for case, phase, median in zip(
-                    frame["case_key"], frame["phase"], frame["median_ms"], strict=True
+                medians.get(where, float("nan")) / median
+                for where, median in zip(
+                    frame[cell].itertuples(index=False, name=None), frame["median_ms"], strict=True
                 )
             ]
         first = frame["variants"].iloc[0][0] if len(frame) else ""
@@ -253,6 +243,61 @@ class Flash(Experiment):
             plot.set_visible(False)
         figure.legend(drawn.values(), drawn.keys(), loc="outside upper center", ncols=4)
         return [Figure("flash_grid", "Forward and backward over sequence length", figure)]
+
+
+def _case(config: dict[str, Any]) -> Case:
+    """The case of a configuration, with its label and how long it may take."""
+    sequences, group = config["sequences"], config["variants"]
+    length = f"s{sequences[0]}" + (f"–{sequences[-1]}" if len(sequences) > 1 else "")
+    # do_bench calls at least eight times, whatever time it was given.
+    slowest = sum(estimates.attention_s(config, s, heads=config["heads"]) for s in sequences)
+    quadratic = sum(name in QUADRATIC for name in group)
+    told_s = (config["rep_ms"] + config["warmup_ms"]) / 1e3
+    return Case(
+        experiment=Flash.name,
+        config={
+            **config,
+            "label": f"flash {length} d{config['head_dim']} {config['dtype']} {'+'.join(group)}",
+        },
+        timeout_s=1800,
+        estimate_s=estimates.START_S[config["device"]]
+        + len(sequences) * len(group) * (0.2 + 3 * told_s)
+        + 16 * config["rounds"] * quadratic * slowest,
+    )
+
+
+def measure(
+    functions: Mapping[str, AttentionFunction],
+    config: Mapping[str, Any],
+    device: torch.device,
+    progress: Callable[[str], None],
+) -> list[Row]:
+    """Times three passes of every variant at one length, in turns."""
+    sequence, rounds = config["sequence"], config["rounds"]
+    inputs = _inputs(config, device, sequence)
+    samples: dict[tuple[str, str], Samples] = {}
+    for index in range(rounds):
+        for name, function in functions.items():
+            progress(f"length {sequence}, round {index + 1} of {rounds}: {name}")
+            for name_of_pass, call in passes(function, *inputs).items():
+                taken = time_kernel(
+                    call, device, config["warmup_ms"] / rounds, config["rep_ms"] / rounds, inputs
+                )
+                kept = samples.setdefault((name, name_of_pass), taken)
+                if kept is not taken:
+                    kept.wall_ms += taken.wall_ms
+    return [
+        {
+            "variant": name,
+            "phase": name_of_pass,
+            "sequence": sequence,
+            "length": f"s{sequence}",
+            "clock": "do_bench" if device.type == "cuda" else "wall",
+            "flops": _flops(config, name_of_pass),
+            **taken.row(),
+        }
+        for (name, name_of_pass), taken in samples.items()
+    ]
 
 
 def implementation(name: str, *, causal: bool, device: torch.device) -> AttentionFunction:

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.case import Case, Row
 from bench_harness.environment import resolve_device
-from bench_harness.experiments import present
+from bench_harness.experiments import estimates, present
 from bench_harness.experiments.base import Experiment, Figure, Table, option
-from bench_harness.workload import ATTENTIONS, DIMENSIONS, PRECISIONS, SIZES
+from bench_harness.experiments.shape import ShapeOptions
+from bench_harness.workload import ATTENTIONS, PRECISIONS, SIZES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,7 +34,7 @@ _LARGEST = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(ShapeOptions):
     """Options of :class:`Memory`.
 
     Small enough for a quick run on two cores: ``sizes=["custom"]``, ``d_model=64``, ``d_ff=128``,
@@ -42,11 +43,6 @@ class Options:
     """
 
     sizes: tuple[str, ...] = option(("2.7B",), "Model sizes.", choices=SIZES)
-    d_model: int | None = option(None, "Width; overrides the size's.")
-    d_ff: int | None = option(None, "Feed-forward width; overrides the size's.")
-    num_layers: int | None = option(None, "Number of blocks; overrides the size's.")
-    num_heads: int | None = option(None, "Attention heads; overrides the size's.")
-    vocab_size: int = option(10_000, "Vocabulary.")
     batch: int = option(4, "Sequences per batch.")
     sequences: tuple[int, ...] = option((128, 256, 512), "Context lengths.")
     precisions: tuple[str, ...] = option(("fp32", "bf16"), "Precisions.", choices=PRECISIONS)
@@ -66,28 +62,34 @@ class Memory(Experiment):
         """One case per size, context length, precision and mode: any of them may not fit."""
         chosen = Options(**options)
         device = resolve_device(chosen.device)
-        given = {n: v for n in DIMENSIONS if (v := getattr(chosen, n)) is not None}
-        return [
-            Case(
-                experiment=self.name,
-                config={
-                    "size": size,
-                    **given,
-                    "vocab_size": chosen.vocab_size,
-                    "batch": chosen.batch,
-                    "sequence": sequence,
-                    "precision": precision,
-                    "mode": mode,
-                    "attention": chosen.attention,
-                    "device": device,
-                    "label": f"memory {size} s{sequence} {precision} {mode}",
-                },
-                timeout_s=600,
-            )
+        configs: list[Row] = [
+            {
+                "size": size,
+                **chosen.shape(),
+                "batch": chosen.batch,
+                "sequence": sequence,
+                "precision": precision,
+                "mode": mode,
+                "attention": chosen.attention,
+                "device": device,
+                "label": f"memory {size} s{sequence} {precision} {mode}",
+            }
             for size in chosen.sizes
             for sequence in chosen.sequences
             for precision in chosen.precisions
             for mode in chosen.modes
+        ]
+        return [
+            Case(
+                experiment=self.name,
+                config=config,
+                timeout_s=600,
+                estimate_s=estimates.START_S[device]
+                + estimates.build_s(config)
+                + estimates.step_s(config, config["precision"])
+                + 3.0,  # reading the history
+            )
+            for config in configs
         ]
 
     def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.case import Case, Row
 from bench_harness.environment import resolve_device
-from bench_harness.experiments import present
+from bench_harness.experiments import estimates, present
 from bench_harness.experiments.base import Experiment, Figure, Table, option
-from bench_harness.workload import ATTENTIONS, DIMENSIONS, OPTIMIZERS, PRECISIONS, SIZES
+from bench_harness.experiments.shape import ShapeOptions
+from bench_harness.workload import ATTENTIONS, OPTIMIZERS, PRECISIONS, SIZES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,7 +28,7 @@ MODES = ("forward", "forward-backward", "step")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(ShapeOptions):
     """Options of :class:`Model`.
 
     Small enough for a quick run on two cores: ``sizes=["custom"]``, ``d_model=64``, ``d_ff=128``,
@@ -36,11 +37,6 @@ class Options:
     """
 
     sizes: tuple[str, ...] = option(("small",), "Model sizes.", choices=SIZES)
-    d_model: int | None = option(None, "Width; overrides the size's.")
-    d_ff: int | None = option(None, "Feed-forward width; overrides the size's.")
-    num_layers: int | None = option(None, "Number of blocks; overrides the size's.")
-    num_heads: int | None = option(None, "Attention heads; overrides the size's.")
-    vocab_size: int = option(10_000, "Vocabulary.")
     batch: int = option(4, "Sequences per batch.")
     sequences: tuple[int, ...] = option((256,), "Context lengths.")
     precisions: tuple[str, ...] = option(("fp32",), "Precisions, compared.", choices=PRECISIONS)
@@ -95,12 +91,10 @@ class Model(Experiment):
         if chosen.model is not None:
             subjects: list[Row] = [{"model": chosen.model, "input": chosen.input}]
         else:
-            given = {n: v for n in DIMENSIONS if (v := getattr(chosen, n)) is not None}
             subjects = [
                 {
                     "size": size,
-                    **given,
-                    "vocab_size": chosen.vocab_size,
+                    **chosen.shape(),
                     "batch": chosen.batch,
                     "sequence": sequence,
                 }
@@ -118,6 +112,7 @@ class Model(Experiment):
                     "label": _label(subject, group, warmup),
                 },
                 timeout_s=900,
+                estimate_s=_estimate(subject, group, warmup + chosen.samples, common),
             )
             for subject in subjects
             for warmup in chosen.warmups
@@ -217,7 +212,7 @@ class Model(Experiment):
             "synchronised one by one, so they add up to more than the step. MFU refers to a matrix "
             "product measured in the same process and precision; the S×S attention products are "
             "counted in full. Where the timer itself is more than 1 % of the median, the figure is "
-            "too short to quote.",
+            "marked too short to quote.",
         )
         tables = [times]
         done = present.finished(frame)
@@ -271,7 +266,8 @@ class Model(Experiment):
         figure, axes = new_figure(height=1.4 + 0.4 * len(groups))
         plot = axes[0, 0]
         for position, (_, group) in enumerate(groups):
-            medians = group.set_index("phase")["median_ms"]
+            # Two cases may have measured the same, each beside variants of its own.
+            medians = group.groupby("phase")["median_ms"].median()
             left = 0.0
             for index, part in enumerate(parts):
                 width = float(medians.get(part, 0.0))
@@ -307,8 +303,31 @@ class Model(Experiment):
 
 def _label(subject: Row, variants: list[dict[str, str]], warmup: int) -> str:
     what = subject.get("model") or f"{subject['size']} b{subject['batch']} s{subject['sequence']}"
-    which = " ".join(variants[0].values()) if len(variants) == 1 else f"{len(variants)} variants"
+    which = " ".join(
+        "+".join(dict.fromkeys(variant[name] for variant in variants)) for name in variants[0]
+    )
     return f"model {what} {which} warm-up {warmup}"
+
+
+def _estimate(
+    subject: Row, variants: list[dict[str, str]], rounds: int, common: Row
+) -> float | None:
+    """Seconds; None for a module of whose work nothing is known."""
+    if "model" in subject:
+        return None
+    config = {**subject, **common}
+    share = {"forward": 0.3, "forward-backward": 1.0, "step": 1.1}
+    steps = rounds * sum(share[mode] for mode in config["modes"])
+    graphs = 1 + ("forward" in config["modes"])
+    return (
+        estimates.START_S[config["device"]]
+        + estimates.build_s(config)
+        + sum(
+            steps * estimates.step_s(config, variant["precision"])
+            + (estimates.COMPILE_S * graphs if variant["execution"] == "compiled" else 0.0)
+            for variant in variants
+        )
+    )
 
 
 def _subject(config: Any, device: torch.device) -> tuple[Workload, AttentionSwitch | None]:

@@ -9,10 +9,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.case import Case, Row
 from bench_harness.environment import resolve_device
-from bench_harness.experiments import present
+from bench_harness.experiments import estimates, present
 from bench_harness.experiments.base import Experiment, Figure, Table, option
-from bench_harness.experiments.ddp import default_world_size, require_gpus
-from bench_harness.workload import DIMENSIONS, PRECISIONS, SIZES
+from bench_harness.experiments.distributed import (
+    NodeOptions,
+    default_world_size,
+    run_on_ranks,
+    slowest_rank,
+)
+from bench_harness.experiments.shape import ShapeOptions
+from bench_harness.workload import PRECISIONS, SIZES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,7 +36,7 @@ _TOLERANCE = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(ShapeOptions, NodeOptions):
     """Options of :class:`Optimizer`.
 
     Small enough for a quick run on two cores: ``size="custom"``, ``d_model=64``, ``d_ff=128``,
@@ -39,11 +45,6 @@ class Options:
     """
 
     size: str = option("xl", "Model size.", choices=SIZES)
-    d_model: int | None = option(None, "Width; overrides the size's.")
-    d_ff: int | None = option(None, "Feed-forward width; overrides the size's.")
-    num_layers: int | None = option(None, "Number of blocks; overrides the size's.")
-    num_heads: int | None = option(None, "Attention heads; overrides the size's.")
-    vocab_size: int = option(10_000, "Vocabulary.")
     batch: int = option(2, "Sequences per rank.")
     sequence: int = option(128, "Context length.")
     precision: str = option("fp32", "Precision.", choices=PRECISIONS)
@@ -66,55 +67,46 @@ class Optimizer(Experiment):
         """One case; all variants in it."""
         chosen = Options(**options)
         device = resolve_device(chosen.device)
-        world_size = chosen.world_size or default_world_size(device)
-        given = {n: v for n in DIMENSIONS if (v := getattr(chosen, n)) is not None}
+        world_size = chosen.world_size or default_world_size(device, chosen.nnodes)
+        config: Row = {
+            "size": chosen.size,
+            **chosen.shape(),
+            "batch": chosen.batch,
+            "sequence": chosen.sequence,
+            "precision": chosen.precision,
+            "variants": list(chosen.variants),
+            "world_size": world_size,
+            "nnodes": chosen.nnodes,
+            "rounds": chosen.rounds,
+            "samples": chosen.samples,
+            "warmup": chosen.warmup,
+            "device": device,
+            "label": f"optimizer {chosen.size} b{chosen.batch} s{chosen.sequence} "
+            f"{chosen.precision} {world_size} ranks",
+        }
+        steps = chosen.rounds * (1 + 1.2 * (chosen.warmup + chosen.samples))
+        exchange = estimates.all_reduce_s(config, 4 * estimates.parameters(config))
         return [
             Case(
                 experiment=self.name,
-                config={
-                    "size": chosen.size,
-                    **given,
-                    "vocab_size": chosen.vocab_size,
-                    "batch": chosen.batch,
-                    "sequence": chosen.sequence,
-                    "precision": chosen.precision,
-                    "variants": list(chosen.variants),
-                    "world_size": world_size,
-                    "rounds": chosen.rounds,
-                    "samples": chosen.samples,
-                    "warmup": chosen.warmup,
-                    "device": device,
-                    "label": f"optimizer {chosen.size} b{chosen.batch} s{chosen.sequence} "
-                    f"{chosen.precision} {world_size} ranks",
-                },
+                config=config,
+                placement=chosen.placement(),
                 timeout_s=900,
+                estimate_s=estimates.RANKS_S[device]
+                + estimates.build_s(config)
+                + len(chosen.variants)
+                * steps
+                * (estimates.step_s(config, chosen.precision) + exchange),
             )
         ]
 
     def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
         """Checks every variant against unsharded AdamW, then measures memory and time in turn."""
-        from bench_harness.experiments.steps import over_ranks
-        from bench_harness.ranks import launch
-
-        config = dict(case.config)
-        require_gpus(config)
-        progress(f"starting {config['world_size']} ranks")
-        results = launch(
-            measure_rank,
-            config["world_size"],
-            config,
-            backend="nccl" if config["device"] == "cuda" else "gloo",
-            timeout_s=0.9 * case.timeout_s,
-        )
         rows = []
-        for index, first in enumerate(results[0]):
-            ranks = [result[index] for result in results]
-            row = dict(first)
-            for name in ("samples_ms", "samples_device_ms"):
-                if name in first:
-                    row[name] = over_ranks([rank[name] for rank in ranks], max)
+        for ranks in zip(*run_on_ranks(case, progress, measure_rank), strict=True):
+            row = slowest_rank(list(ranks))
             for name in ("state_bytes", "allocated_bytes", "peak_bytes"):
-                if first.get(name) is not None:
+                if row.get(name) is not None:
                     row[name] = max(rank[name] for rank in ranks)
             rows.append(row)
         return rows

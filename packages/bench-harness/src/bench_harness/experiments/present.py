@@ -19,12 +19,30 @@ STATISTICS = {
     "n": "samples (count)",
     "outliers": "outliers (count)",
     "unstable": "unstable",
+    "too_short": "too short",
 }
 
 
 def finished(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows that hold a measurement."""
     return rows[rows["status"] == "ok"] if "status" in rows else rows
+
+
+def lengths(rows: pd.DataFrame) -> pd.DataFrame:
+    """A copy with the lengths of cases that failed, from the lengths they were to measure.
+
+    ``sequence`` becomes the one length, or the range as text; ``longest`` the longest of them.
+    """
+    own = rows["sequence"] if "sequence" in rows else [None] * len(rows)
+    held = rows["sequences"] if "sequences" in rows else [None] * len(rows)
+    known = [
+        [int(length)] if length == length and length is not None else list(lengths)
+        for length, lengths in zip(own, held, strict=True)
+    ]
+    return rows.assign(
+        sequence=[s[0] if len(s) == 1 else f"{s[0]}–{s[-1]}" for s in known],
+        longest=[max(s) for s in known],
+    )
 
 
 def columns(rows: pd.DataFrame, names: Mapping[str, str], *, digits: int = 4) -> pd.DataFrame:

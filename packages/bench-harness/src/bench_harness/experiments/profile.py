@@ -1,7 +1,7 @@
 """Kernels of inference and of a training step, phase by phase, by torch.profiler or Nsight Systems.
 
 The program that Nsight Systems runs is this module itself: ``python -m
-bench_harness.experiments.profile CASE.json``.
+bench_harness.experiments.profile CASE.json FINISHED``.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.case import Case, Row
 from bench_harness.environment import resolve_device
-from bench_harness.experiments import present
+from bench_harness.experiments import estimates, present
 from bench_harness.experiments.base import CaseSkipped, Experiment, Figure, Table, option
-from bench_harness.workload import ATTENTIONS, DIMENSIONS, OPTIMIZERS, PRECISIONS, SIZES
+from bench_harness.experiments.shape import ShapeOptions
+from bench_harness.workload import ATTENTIONS, OPTIMIZERS, PRECISIONS, SIZES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,12 +30,12 @@ PHASES = ("inference", "forward", "backward", "optimizer")
 #: Ranges that naive attention records around its steps.
 RANGES = ("attention.scores", "attention.softmax", "attention.output")
 _TRACE = "trace.json"
-_TRIMMED = "trace.trimmed.json"
+_TRIMMED = "trace.trimmed.json.gz"
 _SHOWN_KERNELS = 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(ShapeOptions):
     """Options of :class:`Profile`.
 
     Small enough for a quick run on two cores: ``sizes=["custom"]``, ``d_model=64``, ``d_ff=128``,
@@ -43,11 +44,6 @@ class Options:
     """
 
     sizes: tuple[str, ...] = option(("small",), "Model sizes.", choices=SIZES)
-    d_model: int | None = option(None, "Width; overrides the size's.")
-    d_ff: int | None = option(None, "Feed-forward width; overrides the size's.")
-    num_layers: int | None = option(None, "Number of blocks; overrides the size's.")
-    num_heads: int | None = option(None, "Attention heads; overrides the size's.")
-    vocab_size: int = option(10_000, "Vocabulary.")
     batch: int = option(4, "Sequences per batch.")
     sequences: tuple[int, ...] = option((128, 256, 512, 1024), "Context lengths.")
     precision: str = option("fp32", "Precision.", choices=PRECISIONS)
@@ -71,28 +67,35 @@ class Profile(Experiment):
         """One case per size and context length."""
         chosen = Options(**options)
         device = resolve_device(chosen.device)
-        given = {n: v for n in DIMENSIONS if (v := getattr(chosen, n)) is not None}
+        configs: list[Row] = [
+            {
+                "size": size,
+                **chosen.shape(),
+                "batch": chosen.batch,
+                "sequence": sequence,
+                "precision": chosen.precision,
+                "attention": chosen.attention,
+                "optimizer": chosen.optimizer,
+                "warmup": chosen.warmup,
+                "tool": "nsight" if chosen.nsight else "torch.profiler",
+                "device": device,
+                "label": f"profile {size} s{sequence} {chosen.precision}"
+                + " Nsight Systems" * chosen.nsight,
+            }
+            for size in chosen.sizes
+            for sequence in chosen.sequences
+        ]
         return [
             Case(
                 experiment=self.name,
-                config={
-                    "size": size,
-                    **given,
-                    "vocab_size": chosen.vocab_size,
-                    "batch": chosen.batch,
-                    "sequence": sequence,
-                    "precision": chosen.precision,
-                    "attention": chosen.attention,
-                    "optimizer": chosen.optimizer,
-                    "warmup": chosen.warmup,
-                    "tool": "nsight" if chosen.nsight else "torch.profiler",
-                    "device": device,
-                    "label": f"profile {size} s{sequence} {chosen.precision}",
-                },
+                config=config,
                 timeout_s=600,
+                estimate_s=estimates.START_S[device]
+                + estimates.build_s(config)
+                + 1.3 * (chosen.warmup + 1) * estimates.step_s(config, chosen.precision)
+                + (20.0 if chosen.nsight else 4.0),  # writing and reading the trace
             )
-            for size in chosen.sizes
-            for sequence in chosen.sequences
+            for config in configs
         ]
 
     def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
@@ -110,12 +113,16 @@ class Profile(Experiment):
                 raise CaseSkipped(str(missing)) from None
             settings = Path("case.json").absolute()
             settings.write_text(json.dumps(config), encoding="utf-8")
+            finished = Path("finished").absolute()
             export = nsight.record(
-                [sys.executable, "-m", __name__, str(settings)],
+                [sys.executable, "-m", __name__, str(settings), str(finished)],
                 Path("nsight").absolute(),
-                timeout_s=case.timeout_s / 2,
+                finished=finished,
+                timeout_s=case.timeout_s / 3,
             )
             trace = nsight.load(export)
+            for scaffold in (export, settings, finished):  # the report itself stays
+                scaffold.unlink()
         else:
             path = Path(_TRACE)
             step = prepare(config, device)
@@ -328,7 +335,7 @@ def _spans(trace: Trace) -> str:
     return "GPU kernels" if trace.on_device else "host operators, nested ones left out (CPU)"
 
 
-def _under_nsight(settings: Path) -> None:
+def _under_nsight(settings: Path, finished: Path) -> None:
     """The program that Nsight Systems runs: the same phases, with every range as NVTX."""
     import torch
 
@@ -338,7 +345,8 @@ def _under_nsight(settings: Path) -> None:
     step = prepare(config, device_of(config["device"]))
     with torch.autograd.profiler.emit_nvtx():
         step()
+    finished.touch()
 
 
 if __name__ == "__main__":
-    _under_nsight(Path(sys.argv[1]))
+    _under_nsight(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -156,8 +156,3 @@ def check_gradients(
             )
         worst = max(worst, error)
     return worst
-
-
-def over_ranks(values: list[list[float]], reduce: Callable[[list[float]], float]) -> list[float]:
-    """Combines the ranks' samples one by one: a step takes as long as its slowest rank."""
-    return [reduce(list(sample)) for sample in zip(*values, strict=True)]

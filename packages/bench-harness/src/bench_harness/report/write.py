@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from bench_harness.experiments import Table
 from bench_harness.report.build import Report
 from bench_harness.report.cells import cell, split
 from bench_harness.report.plots import data_uri, png_bytes
@@ -16,7 +17,7 @@ PAGE = "report.html"
 _TEMPLATE = "page.html.jinja"
 
 #: Columns whose "yes" a reader must not miss.
-_FLAGS = ("unstable", "prediction missed")
+_FLAGS = ("unstable", "too short", "prediction missed")
 
 
 def write(report: Report, folder: Path) -> Path:
@@ -32,7 +33,7 @@ def write(report: Report, folder: Path) -> Path:
         for table in section.tables:
             stem = folder / "tables" / table_stem(section.name, table.title)
             replace_file(stem.with_suffix(".csv"), table.frame.to_csv(index=False).encode())
-            replace_file(stem.with_suffix(".md"), _markdown(table).encode())
+            replace_file(stem.with_suffix(".md"), markdown(table).encode())
         for figure in section.figures:
             path = folder / "figures" / f"{section.name}-{figure.name}.png"
             replace_file(path, png_bytes(figure.figure))
@@ -49,6 +50,17 @@ def table_stem(experiment: str, title: str) -> str:
 
 def render(report: Report) -> str:
     """The page: one file that needs no network, with pictures inside."""
+    return render_template(
+        _TEMPLATE,
+        report=report,
+        flags=_FLAGS,
+        results=RESULTS,
+        table_stem=table_stem,
+    )
+
+
+def render_template(name: str, **values: Any) -> str:
+    """A template of this package as HTML; values are escaped."""
     import jinja2
 
     templates = jinja2.Environment(
@@ -62,17 +74,10 @@ def render(report: Report) -> str:
     templates.tests["number"] = lambda value: (
         isinstance(value, numbers.Real) and not isinstance(value, bool)
     )
-    return templates.get_template(_TEMPLATE).render(
-        report=report,
-        data_uri=data_uri,
-        flags=_FLAGS,
-        results=RESULTS,
-        split=split,
-        table_stem=table_stem,
-    )
+    return templates.get_template(name).render(data_uri=data_uri, split=split, **values)
 
 
-def _markdown(table: Any) -> str:
+def markdown(table: Table) -> str:
     """A table as Markdown with its title and note."""
     shown = table.frame.astype(object).map(cell)
     text = shown.to_markdown(index=False, disable_numparse=True)

@@ -8,6 +8,7 @@ communication the spans that gloo records around each collective.
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -45,13 +46,12 @@ def recording(path: Path, device: torch.device, *, memory: bool = False) -> Iter
 
 
 def load(path: Path) -> Trace:
-    """Reads a Chrome-format trace that ``torch.profiler`` exported.
+    """Reads a Chrome-format trace that ``torch.profiler`` exported, plain or gzip-compressed.
 
     Raises:
         ValueError: the file holds no trace events.
     """
-    # Decimal keeps the three digits after the microsecond exact, whatever the clock's origin.
-    content = json.loads(path.read_text(encoding="utf-8"), parse_float=Decimal)
+    content = _content(path)
     events = content.get("traceEvents") if isinstance(content, dict) else None
     if not events:
         raise ValueError(f"a trace must hold traceEvents; {path} holds none")
@@ -97,8 +97,12 @@ def load(path: Path) -> Trace:
 
 
 def trimmed(path: Path, target: Path, windows: Sequence[Interval]) -> None:
-    """Writes the events that touch the windows to a smaller trace that Perfetto still opens."""
-    content = json.loads(path.read_text(encoding="utf-8"), parse_float=Decimal)
+    """Writes the events that touch the windows to a smaller trace that Perfetto still opens.
+
+    Args:
+        target: gzip-compressed; a name in ``.json.gz`` tells viewers so.
+    """
+    content = _content(path)
     kept = []
     for event in content["traceEvents"]:
         if "ts" in event and event.get("ph") != "M":
@@ -107,7 +111,14 @@ def trimmed(path: Path, target: Path, windows: Sequence[Interval]) -> None:
                 continue
         kept.append(event)
     content["traceEvents"] = kept
-    target.write_text(json.dumps(content, default=float), encoding="utf-8")
+    with gzip.open(target, "wt", encoding="utf-8") as file:
+        json.dump(content, file, default=float)
+
+
+def _content(path: Path) -> Any:
+    # Decimal keeps the three digits after the microsecond exact, whatever the clock's origin.
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
+        return json.load(file, parse_float=Decimal)
 
 
 def _span(event: dict[str, Any]) -> Interval:

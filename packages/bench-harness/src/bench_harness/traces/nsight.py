@@ -25,6 +25,8 @@ _COPIES = ("CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_MEMSET")
 _NVTX = "NVTX_EVENTS"
 #: ``NvtxPushPopRange`` in the export's own enumeration.
 _PUSH_POP = 59
+#: Makes a report of a raw recording; part of Nsight Systems.
+_IMPORTER = "QdstrmImporter"
 
 
 class NsightError(RuntimeError):
@@ -54,60 +56,99 @@ def nsys() -> str:
     return path
 
 
-def record(command: Sequence[str], report: Path, *, timeout_s: float) -> Path:
+def record(command: Sequence[str], report: Path, *, finished: Path, timeout_s: float) -> Path:
     """Runs a command under ``nsys`` and exports the report.
+
+    An ``nsys`` without its importer (as in other tools' installations) leaves a raw recording and
+    ends with an error. That is imported by ``QdstrmImporter``, if the PATH has it.
 
     Args:
         command: program and arguments.
         report: path of the report without suffix.
-        timeout_s: seconds for the command; exporting gets as many again.
+        finished: file that the command writes at its end; without it the report does not count,
+            whatever ``nsys`` made of the command's exit code.
+        timeout_s: seconds for the command, for importing, and for exporting.
 
     Returns:
         The SQLite export, beside the report.
 
     Raises:
-        NsightError: no usable ``nsys``, or recording or exporting failed.
+        NsightError: no usable ``nsys``, or recording, importing or exporting failed.
     """
     tool = nsys()
+    imported, raw = report.with_suffix(".nsys-rep"), report.with_suffix(".qdstrm")
+    for old in (imported, raw, finished):
+        old.unlink(missing_ok=True)
     # CPU sampling and context switches make reports large and need privileges.
     profile = [tool, "profile", "-t", "cuda,nvtx", "--sample=none", "--cpuctxsw=none"]
+    done = _run([*profile, "--force-overwrite=true", "-o", str(report), *command], timeout_s)
+    if not finished.exists() or not (imported.exists() or raw.exists()):
+        raise _failure("nsys profile", done)
+    if not imported.exists():
+        importer = shutil.which(_IMPORTER)
+        if importer is None:
+            raise NsightError(
+                f"nsys left {raw.name} without importing it: {_IMPORTER} of the same version must "
+                "be on the PATH; found none. Install the whole of NVIDIA Nsight Systems, or add "
+                "the importer's folder to the PATH"
+            )
+        done = _run([importer, "-i", str(raw), "-o", str(imported)], timeout_s)
+        if done.returncode or not imported.exists():
+            raise _failure(_IMPORTER, done)
+        raw.unlink()
     export = report.with_suffix(".sqlite")
-    for arguments in (
-        [*profile, "--force-overwrite=true", "-o", str(report), *command],
+    done = _run(
         [
             *(tool, "export", "--type=sqlite", "--force-overwrite=true"),
-            *("-o", str(export), str(report.with_suffix(".nsys-rep"))),
+            *("-o", str(export), str(imported)),
         ],
-    ):
-        done = subprocess.run(arguments, capture_output=True, text=True, timeout=timeout_s)
-        if done.returncode:
-            output = (done.stdout + done.stderr).strip()[-2000:]
-            raise NsightError(f"{' '.join(arguments[:2])} ended with {done.returncode}: {output}")
+        timeout_s,
+    )
+    if done.returncode:
+        raise _failure("nsys export", done)
     return export
 
 
-def load(path: Path) -> Trace:
+def _run(arguments: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=timeout_s)
+
+
+def _failure(what: str, done: subprocess.CompletedProcess[str]) -> NsightError:
+    output = (done.stdout + done.stderr).strip()[-2000:]
+    return NsightError(f"{what} ended with {done.returncode}: {output}")
+
+
+def load(path: Path, device: int | None = None) -> Trace:
     """Reads an export.
+
+    Args:
+        device: keep what this GPU ran and the process behind it, for a report of several ranks;
+            None keeps everything.
 
     Raises:
         NsightError: the file holds no kernels: a report counts only if it does.
     """
     with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
         columns = _schema(database)
-        if _KERNELS not in columns or not _count(database, _KERNELS):
+        kernels: list[Event] = []
+        processes: set[int] | None = None
+        if _KERNELS in columns:
+            kernels, processes = _kernels(database, columns[_KERNELS], device)
+        if not kernels:
+            where = "" if device is None else f" of GPU {device}"
             raise NsightError(
-                f"a report counts only with kernels in it; {path} has none. Was the program "
+                f"a report counts only with kernels{where} in it; {path} has none. Was the program "
                 "traced with -t cuda, and did it use the GPU?"
             )
-        kernels = _kernels(database)
-        launches = _launches(database) if _RUNTIME in columns else {}
+        launches = _launches(database, processes) if _RUNTIME in columns else {}
+        copies = [c for table in _COPIES if table in columns for c in _copies(database, table)]
         return Trace(
             on_device=True,
             compute=[k for k in kernels if not is_communication(k.name)],
             communication=[k for k in kernels if is_communication(k.name)],
             operators=kernels,
-            copies=[c for table in _COPIES if table in columns for c in _copies(database, table)],
-            ranges=_ranges(database, columns.get(_NVTX, set())),
+            copies=[c for c in copies if device is None or c.thread[0] == device],
+            ranges=_ranges(database, columns.get(_NVTX, set()), processes),
             launches=launches,
         )
 
@@ -127,23 +168,28 @@ def _schema(database: sqlite3.Connection) -> dict[str, set[str]]:
     }
 
 
-def _count(database: sqlite3.Connection, table: str) -> int:
-    return int(database.execute(f"SELECT count(*) FROM {table}").fetchone()[0])  # noqa: S608
-
-
-def _kernels(database: sqlite3.Connection) -> list[Event]:
-    rows = database.execute(
-        "SELECT s.value, k.start, k.end, k.deviceId, k.streamId, k.correlationId "
-        "FROM CUPTI_ACTIVITY_KIND_KERNEL k JOIN StringIds s ON s.id = k.demangledName "
-        "ORDER BY k.start"
+def _kernels(
+    database: sqlite3.Connection, columns: set[str], wanted: int | None
+) -> tuple[list[Event], set[int] | None]:
+    """Kernels, and the processes that launched them; None where those are not to be told apart."""
+    process = "k.globalPid" if "globalPid" in columns else "0"
+    rows = list(
+        database.execute(
+            "SELECT s.value, k.start, k.end, k.deviceId, k.streamId, k.correlationId, "  # noqa: S608
+            f"{process} FROM CUPTI_ACTIVITY_KIND_KERNEL k "
+            "JOIN StringIds s ON s.id = k.demangledName ORDER BY k.start"
+        )
     )
-    return [
+    kept = [row for row in rows if wanted is None or row[3] == wanted]
+    events = [
         Event(str(name), start, end, (device, stream), end - start, correlation)
-        for name, start, end, device, stream, correlation in rows
+        for name, start, end, device, stream, correlation, _ in kept
     ]
+    apart = wanted is not None and "globalPid" in columns
+    return events, {_thread(row[6])[0] for row in kept} if apart else None
 
 
-def _launches(database: sqlite3.Connection) -> dict[int, Event]:
+def _launches(database: sqlite3.Connection, processes: set[int] | None) -> dict[int, Event]:
     rows = database.execute(
         "SELECT s.value, r.start, r.end, r.globalTid, r.correlationId "
         "FROM CUPTI_ACTIVITY_KIND_RUNTIME r JOIN StringIds s ON s.id = r.nameId"
@@ -151,6 +197,7 @@ def _launches(database: sqlite3.Connection) -> dict[int, Event]:
     return {
         correlation: Event(str(name), start, end, _thread(thread), end - start, correlation)
         for name, start, end, thread, correlation in rows
+        if processes is None or _thread(thread)[0] in processes
     }
 
 
@@ -164,7 +211,9 @@ def _copies(database: sqlite3.Connection, table: str) -> list[Event]:
     ]
 
 
-def _ranges(database: sqlite3.Connection, columns: set[str]) -> list[Event]:
+def _ranges(
+    database: sqlite3.Connection, columns: set[str], processes: set[int] | None
+) -> list[Event]:
     """Push/pop ranges; a name is inline text or, where registered, an id of a string."""
     if not columns:
         return []
@@ -179,7 +228,7 @@ def _ranges(database: sqlite3.Connection, columns: set[str]) -> list[Event]:
     return [
         Event(str(name), start, end, _thread(thread), end - start)
         for name, start, end, thread in rows
-        if name is not None
+        if name is not None and (processes is None or _thread(thread)[0] in processes)
     ]
 
 

@@ -1,0 +1,126 @@
+"""One data-parallel training step of each wrapper under Nsight Systems: one report per wrapper.
+
+The program that Nsight Systems runs is this module itself: ``python -m
+bench_harness.experiments.ddp_nsight CASE.json VARIANT FINISHED``. It starts every rank as a program
+of its own, because Nsight Systems follows programs, not forks.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench_harness.case import Row
+from bench_harness.experiments.base import CaseSkipped
+
+if TYPE_CHECKING:
+    import torch
+
+_PHASE = "step"
+
+
+def rows(config: Row, timeout_s: float, progress: Callable[[str], None]) -> list[Row]:
+    """Records every wrapper of a case, and reads communication and overlap from the exports.
+
+    Raises:
+        CaseSkipped: no usable ``nsys``.
+        NsightError: recording failed, or a report holds no kernels.
+    """
+    from bench_harness.traces import nsight
+
+    try:
+        nsight.nsys()
+    except nsight.NsightError as missing:
+        raise CaseSkipped(str(missing)) from None
+    settings = Path("case.json").absolute()
+    settings.write_text(json.dumps(config), encoding="utf-8")
+    found = []
+    for variant in config["variants"]:
+        name = variant["variant"]
+        progress(f"recording {name} with Nsight Systems")
+        finished = Path("finished.json").absolute()
+        export = nsight.record(
+            [sys.executable, "-m", __name__, str(settings), name, str(finished)],
+            Path(f"step-{name.replace(' ', '-')}").absolute(),
+            finished=finished,
+            timeout_s=timeout_s / len(config["variants"]),
+        )
+        progress(f"reading the report of {name}")
+        counted = json.loads(finished.read_text(encoding="utf-8"))
+        found.append({"variant": name, **counted, **read(export, config["world_size"])})
+        finished.unlink()
+        export.unlink()  # the report itself stays
+    settings.unlink()
+    return found
+
+
+def read(export: Path, world_size: int) -> Row:
+    """Communication of the recorded step over all ranks, and the picture's data of rank 0."""
+    from bench_harness.traces import nsight
+    from bench_harness.traces.picture import timeline
+
+    traces = [nsight.load(export, device) for device in range(world_size)]
+    overlaps = [trace.overlap(trace.phases(_PHASE)[0]) for trace in traces]
+    row: Row = {"spans": "GPU kernels (Nsight Systems)"}
+    for name in ("communication", "exposed", "hidden", "idle"):
+        values = [getattr(overlap, f"{name}_ns") / 1e6 for overlap in overlaps]
+        row |= {f"{name}_ms": max(values), f"{name}_min_ms": min(values)}
+    return {
+        **row,
+        "overlap_ratio": overlaps[0].ratio,
+        "timeline": timeline(traces[0], traces[0].phases(_PHASE)[0]),
+    }
+
+
+def measure_rank(
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    config: Mapping[str, Any],
+    variant: Mapping[str, Any],
+) -> Row:
+    """One rank's part: warm-up, then one step in a range of its own."""
+    import torch.distributed as dist
+
+    from bench_harness.experiments.ddp import counted
+    from bench_harness.experiments.steps import train_step, wrapped
+    from bench_harness.traces.trace import phase
+    from bench_harness.workload import language_model, optimizer_class, shape_row
+
+    workload = language_model(config, device, precision=config["precision"], batch_seed=rank)
+    assert workload.model_config is not None
+    optimizer = optimizer_class(config["optimizer"], device)(workload.module.parameters(), lr=1e-5)
+    with wrapped(variant["wrapper"], variant["settings"], workload.module) as way:
+        for _ in range(config["warmup"]):
+            train_step(workload, way, optimizer)
+        dist.barrier()
+        with phase(_PHASE, device):
+            train_step(workload, way, optimizer)
+        return {**shape_row(workload.model_config), **counted(way.module)}
+
+
+def _main(settings: Path, name: str, finished: Path) -> None:
+    """The program that Nsight Systems runs."""
+    from bench_harness.ranks import launch
+
+    config = json.loads(settings.read_text(encoding="utf-8"))
+    (variant,) = (each for each in config["variants"] if each["variant"] == name)
+    results = launch(
+        measure_rank,
+        config["world_size"],
+        config,
+        variant,
+        backend="nccl" if config["device"] == "cuda" else "gloo",
+        start_method="spawn",
+    )
+    finished.write_text(json.dumps(results[0]), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    # By its importable name: ranks look the function up in the module that it says it is from.
+    from bench_harness.experiments import ddp_nsight
+
+    ddp_nsight._main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

@@ -1,0 +1,64 @@
+"""A headless Chromium, where one is installed: prints pages, and shows tests what a reader sees."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+#: Names under which Chromium and its relatives are installed.
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+
+
+class BrowserError(RuntimeError):
+    """There is no browser, or it failed; the text says what to do, in one line."""
+
+
+def find() -> str | None:
+    """The path of a Chromium on the PATH; None if there is none."""
+    return next(filter(None, map(shutil.which, NAMES)), None)
+
+
+def run(page: Path, *options: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+    """Opens a local page headless, with a profile of its own, and waits until the browser ends.
+
+    Raises:
+        BrowserError: there is none, or it failed or did not end.
+    """
+    browser = find()
+    if browser is None:
+        raise BrowserError(
+            f"needs Chromium: one of {', '.join(NAMES)} must be on the PATH; found none"
+        )
+    # Chromium's sandbox refuses to run as root, as in a container.
+    rights = ["--no-sandbox"] if os.geteuid() == 0 else []
+    with tempfile.TemporaryDirectory(prefix="bench-browser-") as profile:
+        try:
+            done = subprocess.run(
+                [
+                    *(browser, "--headless", "--disable-gpu", f"--user-data-dir={profile}"),
+                    *("--no-first-run", "--disable-background-networking", *rights, *options),
+                    page.absolute().as_uri(),
+                ],
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
+            )
+        except subprocess.TimeoutExpired:
+            raise BrowserError(f"{browser} did not end within {timeout_s:g} s") from None
+    if done.returncode:
+        raise BrowserError(f"{browser} ended with {done.returncode}: {done.stderr.strip()[-500:]}")
+    return done
+
+
+def print_pdf(page: Path, target: Path) -> None:
+    """Prints a local page.
+
+    Raises:
+        BrowserError: there is no browser, or it wrote nothing.
+    """
+    run(page, f"--print-to-pdf={target.absolute()}", "--no-pdf-header-footer")
+    if not target.is_file():
+        raise BrowserError(f"{find()} wrote no {target}")

@@ -1,0 +1,178 @@
+"""Recording with Nsight Systems: which files and programs count, and reports of several ranks.
+
+``nsys`` itself is played by a script that runs the program and leaves the files that the real one
+leaves; the export is made up, so that its answers are known.
+"""
+
+import sqlite3
+import stat
+import sys
+from contextlib import closing
+
+import pytest
+
+from bench_harness import experiments
+from bench_harness.report.frame import to_frame
+from bench_harness.report.plots import png_bytes
+from bench_harness.traces import nsight
+
+TINY = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 64}
+
+NSYS = """#!{python}
+import pathlib, shutil, subprocess, sys
+here = pathlib.Path(__file__).parent
+if sys.argv[1] == "--version":
+    print("NVIDIA Nsight Systems version 2025.3.1")
+elif sys.argv[1] == "profile":
+    out = sys.argv.index("-o")
+    code = subprocess.run(sys.argv[out + 2 :]).returncode
+    pathlib.Path(sys.argv[out + 1]).with_suffix("{suffix}").write_text("a report")
+    sys.exit(code or {code})
+else:
+    assert pathlib.Path(sys.argv[-1]).suffix == ".nsys-rep"
+    shutil.copy(here / "export.sqlite", sys.argv[sys.argv.index("-o") + 1])
+"""
+IMPORTER = """#!{python}
+import pathlib, sys
+assert pathlib.Path(sys.argv[2]).suffix == ".qdstrm"
+pathlib.Path(sys.argv[4]).write_text("a report")
+"""
+
+
+def program(path, text, **values):
+    path.write_text(text.format(python=sys.executable, **values))
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+@pytest.fixture
+def tools(tmp_path, monkeypatch):
+    """A folder that is the whole PATH, with an nsys that needs no importer."""
+    folder = tmp_path / "tools"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    program(folder / "nsys", NSYS, suffix=".nsys-rep", code=0)
+    two_ranks(folder / "export.sqlite")
+    return folder
+
+
+def two_ranks(path):
+    """An export of a step on two GPUs, whose processes reuse each other's correlation ids.
+
+    GPU 0 communicates 60 of 100 µs, 20 of them exposed; GPU 1 50, all exposed.
+    """
+    with closing(sqlite3.connect(path)) as database, database:
+        database.executescript(
+            """
+            CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT);
+            CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start INT, end INT, deviceId INT,
+                streamId INT, correlationId INT, demangledName INT, globalPid INT);
+            CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INT, end INT, globalTid INT,
+                correlationId INT, nameId INT);
+            CREATE TABLE NVTX_EVENTS (start INT, end INT, eventType INT, text TEXT,
+                globalTid INT);
+            """
+        )
+        names = ["sm90_xmma_gemm", "ncclDevKernel_AllReduce", "cudaLaunchKernel"]
+        database.executemany("INSERT INTO StringIds VALUES (?, ?)", enumerate(names))
+        process = [(1 << 56) | (pid << 24) for pid in (500, 501)]
+        kernels = [
+            (0, 80_000, 0, 7, 1, 0, process[0]),
+            (40_000, 100_000, 0, 9, 2, 1, process[0]),
+            (200_000, 240_000, 1, 7, 1, 0, process[1]),
+            (240_000, 290_000, 1, 9, 2, 1, process[1]),
+        ]
+        database.executemany(
+            "INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?, ?, ?, ?, ?, ?, ?)", kernels
+        )
+        launches = [
+            (start, start + 10, pid | 500, correlation, 2)
+            for start, _, _, _, correlation, _, pid in kernels
+        ]
+        database.executemany(
+            "INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, ?, ?, ?)", launches
+        )
+        phases = [(0, 100_000, process[0] | 500), (200_000, 300_000, process[1] | 501)]
+        database.executemany("INSERT INTO NVTX_EVENTS VALUES (?, ?, 59, 'phase:step', ?)", phases)
+
+
+def record(folder, code="import pathlib, sys; pathlib.Path(sys.argv[1]).touch()"):
+    finished = folder / "finished"
+    command = [sys.executable, "-c", code, str(finished)]
+    return nsight.record(command, folder / "report", finished=finished, timeout_s=60)
+
+
+def test_a_report_is_recorded_and_exported(tools, tmp_path):
+    assert len(nsight.load(record(tmp_path)).operators) == 4
+    assert (tmp_path / "report.nsys-rep").exists()
+
+
+def test_a_raw_recording_is_imported(tools, tmp_path):
+    program(tools / "nsys", NSYS, suffix=".qdstrm", code=1)
+    with pytest.raises(nsight.NsightError, match="QdstrmImporter of the same version"):
+        record(tmp_path)
+    program(tools / "QdstrmImporter", IMPORTER)
+    assert len(nsight.load(record(tmp_path)).operators) == 4
+    assert not (tmp_path / "report.qdstrm").exists()
+
+
+def test_a_program_that_did_not_finish_has_no_report(tools, tmp_path):
+    with pytest.raises(nsight.NsightError, match=r"(?s)nsys profile ended with 1.*half way"):
+        record(tmp_path, "raise SystemExit('half way')")
+
+
+def test_a_failing_importer_is_named(tools, tmp_path):
+    program(tools / "nsys", NSYS, suffix=".qdstrm", code=1)
+    program(tools / "QdstrmImporter", "#!/bin/sh\necho wrong version >&2; exit 4\n")
+    with pytest.raises(nsight.NsightError, match="QdstrmImporter ended with 4: wrong version"):
+        record(tmp_path)
+
+
+def test_a_rank_s_part_is_its_gpu_s_and_its_process_s(tools):
+    first, second = (nsight.load(tools / "export.sqlite", device) for device in (0, 1))
+    assert first.phases("step") == [(0, 100_000)]
+    assert second.phases("step") == [(200_000, 300_000)]
+    assert first.overlap((0, 100_000)).exposed_ns == 20_000
+    assert second.overlap((200_000, 300_000)).exposed_ns == 50_000
+    assert first.launches[1].start_ns == 0
+    assert second.launches[1].start_ns == 200_000
+    with pytest.raises(nsight.NsightError, match="kernels of GPU 5 in it"):
+        nsight.load(tools / "export.sqlite", 5)
+
+
+@pytest.mark.slow  # every rank is a program that imports torch
+def test_ddp_records_one_report_per_wrapper(tools, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    experiment = experiments.get("ddp")
+    (case,) = experiment.cases(
+        sizes=("custom",),
+        batches=(2,),
+        sequences=(16,),
+        variants=("naive", "overlap"),
+        warmup=1,
+        nsight=True,
+        device="cpu",
+        **TINY,
+    )
+    rows = experiment.run(case, print)
+    assert [row["variant"] for row in rows] == ["naive", "overlap"]
+    # The figures are the made-up export's; the counts are the wrappers' own.
+    assert {(row["exposed_ms"], row["exposed_min_ms"]) for row in rows} == {(0.05, 0.02)}
+    assert rows[0]["in_backward"] == 0
+    assert rows[1]["in_backward"] == rows[1]["collectives"] == rows[0]["collectives"]
+    left = sorted(path.name for path in tmp_path.iterdir() if path.is_file())
+    assert left == ["step-naive.nsys-rep", "step-overlap.nsys-rep"]
+    about = {"case_key": case.key, "label": case.label, "status": "ok"}
+    frame = to_frame([{**about, **row, "config": dict(case.config)} for row in rows])
+    (table,) = experiment.tables(frame)
+    assert set(table.frame["spans"]) == {"GPU kernels (Nsight Systems)"}
+    (picture,) = experiment.figures(frame)
+    assert png_bytes(picture.figure)
+
+
+@pytest.mark.parametrize("name", ["ddp", "profile"])
+def test_without_nsys_the_case_is_skipped(name, tools):
+    (tools / "nsys").unlink()
+    experiment = experiments.get(name)
+    case = experiment.cases(sizes=("custom",), nsight=True, device="cpu", **TINY)[0]
+    with pytest.raises(experiments.CaseSkipped, match="nsys must be on the PATH"):
+        experiment.run(case, print)
