@@ -224,10 +224,16 @@ def test_any_module_example_learns() -> None:
     assert accuracies[-1] > 0.75
 
 
+@pytest.mark.gpu
+def test_compiled_blocks_learn(text: Path) -> None:
+    options = arguments("--compile", data=text, device="cuda", precision="bf16")
+    assert losses(finish(start([str(SCRIPT), *options])))[40] < 1.0
+
+
 @pytest.mark.multi_gpu
 def test_two_gpus_train_and_continue(text: Path, tmp_path: Path) -> None:
     settings = {"data": text, "checkpoint_dir": tmp_path / "run", "device": "cuda"}
-    command = [*TORCHRUN, str(SCRIPT), *arguments("--compile", **settings, precision="bf16")]
+    command = [*TORCHRUN, str(SCRIPT), *arguments(**settings, precision="bf16")]
     kill_at_first_checkpoint(start(command), tmp_path / "run")
     output = finish(start(command))
     assert "2 ranks on cuda" in output
