@@ -20,25 +20,32 @@ import argparse
 import gc
 import gzip
 import json
-import os
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 import torch.nn.functional as F
+from ranks_bench import (
+    add_arguments,
+    collector_paused,
+    compiler,
+    facts,
+    graphs,
+    new_model,
+    small_model,
+    start_ranks,
+    synchronize,
+    time_steps,
+)
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from basics_model import SIZES, ModelConfig, TransformerLM, model_config
 from ddp_lite import BucketedDDP, DataParallelBase, FlatDDP, NaiveDDP, OverlapDDP
 from ddp_lite.peer import PeerCopyAverage
 
@@ -178,20 +185,6 @@ FULL = (
 )
 
 
-def configuration(size: str, context_length: int) -> ModelConfig:
-    """A named size of basics_model, or "tiny" for smoke and correctness tests."""
-    if size == "tiny":
-        return ModelConfig(
-            vocab_size=256,
-            context_length=context_length,
-            d_model=32,
-            d_ff=64,
-            num_layers=2,
-            num_heads=2,
-        )
-    return model_config(size, context_length=context_length)
-
-
 @contextmanager
 def wrapped_by(build: Build, module: nn.Module, groups: Groups) -> Iterator[nn.Module]:
     """Wraps for the length of a block and leaves no hook and no gradient behind."""
@@ -213,16 +206,11 @@ def finish(wrapped: nn.Module) -> None:
         wrapped.finish_gradient_synchronization()
 
 
-def synchronize(device: torch.device) -> None:
-    """Waits for the device, if it runs asynchronously."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def gradients_of(build: Build, groups: Groups, device: torch.device) -> list[Tensor]:
+def gradients_of(
+    build: Build, groups: Groups, device: torch.device, args: argparse.Namespace
+) -> list[Tensor]:
     """Averaged gradients of a small model after two steps; the batch differs between ranks."""
-    torch.manual_seed(0)
-    model = TransformerLM(configuration("tiny", 16), device=device)
+    model = small_model(device, args)
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     with wrapped_by(build, model, groups) as wrapped:
         for _ in range(2):
@@ -235,15 +223,18 @@ def gradients_of(build: Build, groups: Groups, device: torch.device) -> list[Ten
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def variants_that_agree(names: list[str], groups: Groups, device: torch.device) -> list[str]:
+def variants_that_agree(
+    names: list[str], groups: Groups, device: torch.device, args: argparse.Namespace
+) -> list[str]:
     """The variants that produce the gradients of torch's wrapper; says why others do not."""
-    expected = gradients_of(VARIANTS["torch-25"], groups, device)
+    expected = gradients_of(VARIANTS["torch-25"], groups, device, args)
     agreeing = []
     for name in names:
         trouble = None
         if name != "no-communication":
             try:
-                trouble = disagreement(name, gradients_of(VARIANTS[name], groups, device), expected)
+                found = gradients_of(VARIANTS[name], groups, device, args)
+                trouble = disagreement(name, found, expected)
             except Exception as error:  # noqa: BLE001 - reported, and the others still run
                 trouble = f"{type(error).__name__}: {error}"
         everyone: list[str | None] = [None] * dist.get_world_size()
@@ -267,16 +258,15 @@ class Workload:
     """One model and optimizer on this rank, and the batches of each cell.
 
     Args:
-        size: of the model.
-        cells: that will be asked for; the longest sequence sizes the model.
         device: where everything lives.
+        args: the cells that will be asked for, of which the longest sequence sizes the model, and
+            what the model is.
     """
 
-    def __init__(self, size: str, cells: Sequence[str], device: torch.device) -> None:
-        torch.manual_seed(0)
-        longest = max(int(cell.split(",")[2]) for cell in cells)
+    def __init__(self, device: torch.device, args: argparse.Namespace) -> None:
+        longest = max(int(cell.split(",")[2]) for cell in args.cells)
         self.device = device
-        self.model = TransformerLM(configuration(size, longest), device=device)
+        self.model = new_model(args.size, longest, device, compiler(args))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
 
     def step_of(self, cell: str, wrapped: nn.Module) -> Callable[[], None]:
@@ -313,20 +303,7 @@ def time_block(
         synchronize(device)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        dist.barrier()
-        synchronize(device)
-        begin = time.perf_counter()
-        for _ in range(args.block):
-            step()
-        launched = time.perf_counter() - begin
-        synchronize(device)
-        elapsed = time.perf_counter() - begin
-        slowest = torch.tensor([elapsed, launched], device=device) / args.block
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        result: dict[str, Any] = {
-            "step_ms": slowest[0].item() * 1e3,
-            "host_ms": slowest[1].item() * 1e3,
-        }
+        result: dict[str, Any] = time_steps(step, args.block, device)
         if device.type == "cuda":
             result["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
         if first is not None:
@@ -339,16 +316,6 @@ def time_block(
                 "explain": wrapped.explain(),
             }
     return result
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """No garbage collection inside: it would hit some blocks and not others."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def write_trace(
@@ -378,36 +345,6 @@ def write_trace(
             profiler.export_chrome_trace(str(raw))
             with gzip.open(folder / f"{variant}.json.gz", "wb", compresslevel=1) as file:
                 file.write(raw.read_bytes())
-
-
-def environment(device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
-    """What a reader must know to compare the row with another."""
-    commit = args.commit
-    if commit is None:
-        answer = subprocess.run(
-            ["git", "rev-parse", "HEAD"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        commit = answer.stdout.strip() or "unknown"
-    on_gpu = device.type == "cuda"
-    return {
-        "experiment": "ddp-variants",
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit,
-        "hardware": torch.cuda.get_device_name(device) if on_gpu else "CPU",
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
-        "backend": dist.get_backend(),
-        "environment": {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "TORCH_"))},
-        "world_size": dist.get_world_size(),
-        "size": args.size,
-        "matmul_precision": torch.get_float32_matmul_precision(),
-        "steps_per_block": args.block,
-    }
 
 
 def blocks_in(path: Path) -> list[dict[str, Any]]:
@@ -528,50 +465,34 @@ class Recorder:
             print(table_of(rows), flush=True)
 
 
-def worker(rank: int, store: str, args: argparse.Namespace) -> None:
+def measure(device: torch.device, args: argparse.Namespace) -> None:
     """One rank: correctness first, then every cell, then traces."""
     begin = time.monotonic()
-    on_gpu = args.device == "cuda"
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision(args.matmul_precision)
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        store=dist.FileStore(store, args.world_size),
-        rank=rank,
-        world_size=args.world_size,
-        timeout=timedelta(seconds=120),
-        device_id=device if on_gpu else None,
-    )
-    try:
-        groups = Groups()
-        plan = {cell: variants_for(cell, args) for cell in args.cells}
-        wanted = list(dict.fromkeys(name for names in plan.values() for name in names))
-        agreeing = variants_that_agree([*wanted, *args.traces], groups, device)
-        workload = Workload(args.size, args.cells, device)
-        if rank == 0:
-            print(
-                f"{len(agreeing)} variants agree with torch on a small model; ready after "
-                f"{time.monotonic() - begin:.0f} s",
-                flush=True,
-            )
-        recorder = Recorder(args.output, environment(device, args), args.seconds)
-        for turn in range(args.rounds):
-            for cell, names in plan.items():
-                for name in names if turn % 2 == 0 else names[::-1]:
-                    if name in agreeing and recorder.wants(cell, name, turn):
-                        result = time_block(name, cell, workload, groups, args)
-                        recorder.add(cell, name, turn, result)
-        recorder.summarize()
-        for name in args.traces:
-            if name in agreeing:
-                folder = args.output / "traces"
-                write_trace(name, args.cells[0], workload, groups, folder, args.traced_steps)
-    finally:
-        dist.destroy_process_group()
+    groups = Groups()
+    plan = {cell: variants_for(cell, args) for cell in args.cells}
+    wanted = list(dict.fromkeys(name for names in plan.values() for name in names))
+    agreeing = variants_that_agree([*wanted, *args.traces], groups, device, args)
+    workload = Workload(device, args)
+    if dist.get_rank() == 0:
+        print(
+            f"{len(agreeing)} variants agree with torch on a small model; ready after "
+            f"{time.monotonic() - begin:.0f} s",
+            flush=True,
+        )
+    recorder = Recorder(args.output, facts("ddp-variants", device, args), args.seconds)
+    for turn in range(args.rounds):
+        for cell, names in plan.items():
+            for name in names if turn % 2 == 0 else names[::-1]:
+                if name in agreeing and recorder.wants(cell, name, turn):
+                    result = time_block(name, cell, workload, groups, args)
+                    recorder.add(cell, name, turn, result)
+    recorder.summarize()
+    if args.compile:
+        print(f"rank {dist.get_rank()} compiled {graphs()} graphs", flush=True)
+    for name in args.traces:
+        if name in agreeing:
+            folder = args.output / "traces"
+            write_trace(name, args.cells[0], workload, groups, folder, args.traced_steps)
 
 
 def variants_for(cell: str, args: argparse.Namespace) -> list[str]:
@@ -590,9 +511,7 @@ def main() -> None:
     """Reads the command line and starts the ranks."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="folder of the run")
-    parser.add_argument("--size", choices=["tiny", *SIZES], default="xl")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--world-size", type=int, default=2)
+    add_arguments(parser)
     parser.add_argument(
         "--cells",
         nargs="+",
@@ -609,23 +528,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--block", type=int, default=6, help="steps timed together")
     parser.add_argument("--warmup", type=int, default=2, help="steps before each block, at least 2")
-    parser.add_argument("--matmul-precision", choices=["highest", "high"], default="highest")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no block after so many")
     parser.add_argument(
         "--traces", nargs="*", choices=list(VARIANTS), help=f"no value: {' '.join(TRACED)}"
     )
     parser.add_argument("--traced-steps", type=int, default=2)
-    parser.add_argument("--commit", help="recorded; default: git rev-parse HEAD")
     args = parser.parse_args()
-    # Multicast over NVLink stays off in every measurement; the rows record the settings.
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     args.cells = args.cells or (["fp32,2,16", "bf16,2,16"] if args.size == "tiny" else list(CELLS))
     args.traces = [] if args.traces is None else possible(args.traces or TRACED, args)
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.start_processes(
-            worker, args=(f"{folder}/store", args), nprocs=args.world_size, start_method="spawn"
-        )
+    start_ranks(measure, args)
 
 
 if __name__ == "__main__":

@@ -20,27 +20,34 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import statistics
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 import torch.nn.functional as F
+from ranks_bench import (
+    add_arguments,
+    collector_paused,
+    compiler,
+    configuration,
+    facts,
+    graphs,
+    new_model,
+    small_model,
+    start_ranks,
+    synchronize,
+    time_steps,
+)
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from basics_model import SIZES, ModelConfig, TransformerLM, model_config
 from ddp_lite import BucketedDDP
 from shard_optim import ReduceScatterHook, ShardedOptimizer
 from shard_optim.accounting import rank_memory
@@ -141,30 +148,15 @@ VARIANTS: dict[str, Build] = {
 TIMED = ("reduce-overlap", "ddp-lite-auto", "torch-ddp", "torch-ddp+zero")
 
 
-def configuration(size: str, context_length: int) -> ModelConfig:
-    """A named size of basics_model, or "tiny" for smoke and correctness tests."""
-    if size == "tiny":
-        return ModelConfig(
-            vocab_size=256,
-            context_length=context_length,
-            d_model=32,
-            d_ff=64,
-            num_layers=2,
-            num_heads=2,
-        )
-    return model_config(size, context_length=context_length)
-
-
 def loss_of(trainer: Trainer, tokens: Tensor) -> Tensor:
     """Next-token cross-entropy; ``tokens`` has shape (batch, sequence + 1)."""
     logits = trainer.forward(tokens[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def final_parameters(build: Build, device: torch.device) -> list[Tensor]:
+def final_parameters(build: Build, device: torch.device, args: argparse.Namespace) -> list[Tensor]:
     """Parameters of a small model after three fp32 steps; the batch differs between ranks."""
-    torch.manual_seed(0)
-    model = TransformerLM(configuration("tiny", 16), device=device)
+    model = small_model(device, args)
     trainer = build(model)
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     for _ in range(3):
@@ -178,13 +170,13 @@ def final_parameters(build: Build, device: torch.device) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def check_variants(names: list[str], device: torch.device) -> None:
+def check_variants(names: list[str], device: torch.device, args: argparse.Namespace) -> None:
     """Raises on every rank unless every variant that communicates ends where torch does."""
-    expected = final_parameters(VARIANTS["torch-ddp"], device)
+    expected = final_parameters(VARIANTS["torch-ddp"], device, args)
     for name in names:
         if name == "no-communication":
             continue
-        found = final_parameters(VARIANTS[name], device)
+        found = final_parameters(VARIANTS[name], device, args)
         worst = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
         agreed = torch.tensor([worst], device=device)
         dist.all_reduce(agreed, dist.ReduceOp.MAX)
@@ -193,12 +185,6 @@ def check_variants(names: list[str], device: torch.device) -> None:
                 f"{name} must end within {TOLERANCE:.0e} of torch's parameters, but is "
                 f"{agreed.item():.2e} away; nothing was timed"
             )
-
-
-def synchronize(device: torch.device) -> None:
-    """Waits for the device, if it runs asynchronously."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def nbytes(tensors: list[Tensor]) -> int:
@@ -243,24 +229,14 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return nbytes([v for state in states for v in state.values() if isinstance(v, Tensor)])
 
 
-def gradient_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the gradients that a rank holds after backward, whole or in shards."""
-    whole = [p.grad for p in model.parameters() if p.grad is not None]
-    if not whole and isinstance(optimizer, ShardedOptimizer):
-        return nbytes(optimizer.local_gradients())
-    return nbytes(whole)
-
-
 class Training:
     """One variant in memory, with its model, its batch and its precision."""
 
     def __init__(self, name: str, batch: Tensor, args: argparse.Namespace) -> None:
-        torch.manual_seed(0)
         self.name = name
         self.batch = batch
         self.autocast = args.precision == "bf16"
-        config = configuration(args.size, args.sequence)
-        self.model = TransformerLM(config, device=batch.device)
+        self.model = new_model(args.size, args.sequence, batch.device, compiler(args))
         self.trainer = VARIANTS[name](self.model)
         self.optimizer = self.trainer.optimizer
 
@@ -329,25 +305,13 @@ def weigh(name: str, batch: Tensor, args: argparse.Namespace) -> dict[str, Any]:
 
 def time_block(training: Training, args: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds per step, the slower rank's, and of one optimizer step alone."""
-    device = training.batch.device
-    training.step()
-    dist.barrier()
-    synchronize(device)
-    begin = time.perf_counter()
-    for _ in range(args.block):
+    with collector_paused():
         training.step()
-    host = time.perf_counter() - begin
-    synchronize(device)
-    times = torch.tensor([time.perf_counter() - begin, host], device=device) / args.block
-    dist.all_reduce(times, dist.ReduceOp.MAX)
-    alone = time_optimizer(training)
+        result: dict[str, Any] = time_steps(training.step, args.block, training.batch.device)
+        result["optimizer_ms"] = time_optimizer(training)
     training.optimizer.zero_grad(set_to_none=True)  # the other variants need the memory
-    return {
-        "step_ms": times[0].item() * 1e3,
-        "host_ms": times[1].item() * 1e3,
-        "optimizer_ms": alone,
-        "buckets": len(getattr(training.optimizer, "buckets", ())),
-    }
+    result["buckets"] = len(getattr(training.optimizer, "buckets", ()))
+    return result
 
 
 def time_optimizer(training: Training) -> float:
@@ -380,38 +344,6 @@ def write_trace(training: Training, folder: Path) -> None:
         profiler.export_chrome_trace(str(folder / f"{training.name}.json.gz"))
 
 
-def environment(device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
-    """What a reader must know to compare the row with another."""
-    commit = args.commit
-    if commit is None:
-        answer = subprocess.run(
-            ["git", "rev-parse", "HEAD"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        commit = answer.stdout.strip() or "unknown"
-    on_gpu = device.type == "cuda"
-    return {
-        "experiment": "optimizer-variants",
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit,
-        "hardware": torch.cuda.get_device_name(device) if on_gpu else "CPU",
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
-        "backend": dist.get_backend(),
-        "environment": {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "TORCH_"))},
-        "world_size": dist.get_world_size(),
-        "size": args.size,
-        "precision": args.precision,
-        "batch": args.batch,
-        "sequence": args.sequence,
-        "steps_per_block": args.block,
-    }
-
-
 def predicted(name: str, parameters: int, world_size: int) -> dict[str, float]:
     """Bytes per rank by the accounting, activations and buffers excluded."""
     stage = (
@@ -431,24 +363,35 @@ def predicted(name: str, parameters: int, world_size: int) -> dict[str, float]:
 
 
 # What must be equal for two rows to belong to one run.
-SETTINGS = ("commit", "hardware", "world_size", "size", "precision", "batch", "sequence")
+SETTINGS = (
+    "commit",
+    "hardware",
+    "world_size",
+    "size",
+    "compiled_blocks",
+    "precision",
+    "batch",
+    "sequence",
+)
 
 
 class Rows:
     """The measurements of this run, and of earlier ones with the same settings.
 
     Args:
-        facts: what every row says about the machine and the settings.
+        common: what every row says about the machine and the settings.
         output: JSON lines are read from here and appended to it; None keeps them in memory.
     """
 
-    def __init__(self, facts: dict[str, Any], output: Path | None) -> None:
-        self._facts = facts
+    def __init__(self, common: dict[str, Any], output: Path | None) -> None:
+        self._facts = common
         self._output = output
         self.rows: list[dict[str, Any]] = []
         if output is not None and output.exists():
             found = [json.loads(line) for line in output.read_text().splitlines()]
-            self.rows = [row for row in found if all(row[key] == facts[key] for key in SETTINGS)]
+            self.rows = [
+                row for row in found if all(row.get(key) == common[key] for key in SETTINGS)
+            ]
 
     def has(self, kind: str, variant: str, turn: int) -> bool:
         """Whether this was measured already."""
@@ -512,48 +455,33 @@ def time_together(batch: Tensor, rows: Rows, args: argparse.Namespace) -> None:
         training.trainer.close()
 
 
-def worker(rank: int, store: str, args: argparse.Namespace) -> None:
+def measure(device: torch.device, args: argparse.Namespace) -> None:
     """One rank: correctness first, then memory, then all rounds."""
-    on_gpu = args.device == "cuda"
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        store=dist.FileStore(store, args.world_size),
-        rank=rank,
-        world_size=args.world_size,
-        timeout=timedelta(seconds=120),
-        device_id=device if on_gpu else None,
-    )
-    try:
-        names = sorted({*args.weigh, *args.timed}, key=list(VARIANTS).index)
-        check_variants(names, device)
-        if rank == 0:
-            print(f"{len(names)} variants agree with torch on a small model", flush=True)
-        generator = torch.Generator().manual_seed(rank)
-        vocabulary = configuration(args.size, args.sequence).vocab_size
-        shape = (args.batch, args.sequence + 1)
-        batch = torch.randint(vocabulary, shape, generator=generator).to(device)
-        rows = Rows(environment(device, args), args.output)
-        for name in args.weigh:
-            if not rows.has("memory", name, 0):
-                rows.add("memory", name, 0, weigh(name, batch, args))
-        time_together(batch, rows, args)
-        if rank == 0:
-            print(rows.summary(), flush=True)
-    finally:
-        dist.destroy_process_group()
+    names = sorted({*args.weigh, *args.timed}, key=list(VARIANTS).index)
+    check_variants(names, device, args)
+    first = dist.get_rank() == 0
+    if first:
+        print(f"{len(names)} variants agree with torch on a small model", flush=True)
+    vocabulary = configuration(args.size, args.sequence).vocab_size
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    shape = (args.batch, args.sequence + 1)
+    batch = torch.randint(vocabulary, shape, generator=generator).to(device)
+    settings = {key: getattr(args, key) for key in ("precision", "batch", "sequence")}
+    rows = Rows(facts("optimizer-variants", device, args) | settings, args.output)
+    for name in args.weigh:
+        if not rows.has("memory", name, 0):
+            rows.add("memory", name, 0, weigh(name, batch, args))
+    time_together(batch, rows, args)
+    if args.compile:
+        print(f"rank {dist.get_rank()} compiled {graphs()} graphs", flush=True)
+    if first:
+        print(rows.summary(), flush=True)
 
 
 def main() -> None:
     """Reads the command line and starts the ranks."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--size", choices=["tiny", *SIZES], default="xl")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--world-size", type=int, default=2)
+    add_arguments(parser)
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--batch", type=int, default=4, help="sequences per rank")
     parser.add_argument("--sequence", type=int, help="default: 512, or 16 for tiny")
@@ -570,15 +498,9 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=4, help="steps timed together")
     parser.add_argument("--trace", type=Path, help="folder for one profiler trace per variant")
     parser.add_argument("--output", type=Path, help="JSON lines are appended here")
-    parser.add_argument("--commit", help="recorded; default: git rev-parse HEAD")
     args = parser.parse_args()
     args.sequence = args.sequence or (16 if args.size == "tiny" else 512)
-    # Multicast over NVLink stays off in every measurement; the rows record the setting.
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.start_processes(
-            worker, args=(f"{folder}/store", args), nprocs=args.world_size, start_method="spawn"
-        )
+    start_ranks(measure, args)
 
 
 if __name__ == "__main__":

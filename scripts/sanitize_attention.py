@@ -2,9 +2,11 @@
 
     python scripts/sanitize_attention.py [--checks memcheck racecheck] [--sanitizer PATH]
 
-Forward and backward of every kind of problem, by both GPU tiers where both run, all checks at the
-same time. The compute sanitizer is part of the CUDA toolkit; it is looked for on PATH and beside
-the toolkit's compiler.
+Forward and backward of every kind of problem, by the portable kernels and, where another tier takes
+a problem, by that one too. Everything is compiled first, at full speed and in parallel; then each
+kind of problem is a program of its own under each check, as many at a time as there are processors.
+The compute sanitizer is part of the CUDA toolkit; it is looked for on PATH and beside the toolkit's
+compiler.
 Exit status 1 if a check reports an error, 2 if the sanitizer is not found.
 """
 
@@ -16,6 +18,7 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,34 +42,40 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-def run_problems(implementation: str, full: bool) -> None:
-    """All problems in this process."""
+def run_problems(implementation: str, kinds: list[int], options: list[int], quick: bool) -> None:
+    """The problems of these kinds with these options, in this process.
+
+    "auto" stands for what it chooses besides the portable kernels, and leaves the rest out.
+    """
     import torch
 
-    from flashattn_triton import flash_attention, flash_attention_varlen
+    from flashattn_triton import choose, flash_attention, flash_attention_varlen
+    from flashattn_triton.options import resolve_options
 
     def leaves(*shapes: tuple[int, ...], dtype: str) -> list[torch.Tensor]:
         kind = getattr(torch, dtype)
         return [torch.randn(s, device="cuda", dtype=kind, requires_grad=True) for s in shapes]
 
     ran = 0
-    for dim, value_dim, dtype in KINDS if full else KINDS[:2]:
-        for n, m in LENGTHS if full else LENGTHS[2:]:
-            for options in OPTIONS if full else OPTIONS[:2]:
-                q, k, v = leaves((1, 4, n, dim), (1, 2, m, dim), (1, 2, m, value_dim), dtype=dtype)
-                keywords = {**options, "implementation": implementation, "return_lse": True}
-                out, lse = flash_attention(q, k, v, **keywords)
-                visible = torch.where(lse.isinf(), 0.0, lse)
-                (out.float().sum() + visible.sum()).backward()
-                ran += 1
     starts = torch.tensor([0, 3, 3, 70], dtype=torch.int32, device="cuda")
-    for dim, value_dim, dtype in KINDS if full else ():
-        q, k, v = leaves((70, 4, dim), (70, 2, dim), (70, 2, value_dim), dtype=dtype)
-        out = flash_attention_varlen(
-            q, k, v, starts, starts, 67, 67, causal=True, implementation=implementation
-        )
-        out.float().sum().backward()
-        ran += 1
+    for (dim, value_dim, dtype), given in product(
+        [KINDS[i] for i in kinds], [OPTIONS[i] for i in options]
+    ):
+        keywords = {**given, "implementation": implementation}
+        for n, m in LENGTHS[2:] if quick else LENGTHS:
+            q, k, v = leaves((1, 4, n, dim), (1, 2, m, dim), (1, 2, m, value_dim), dtype=dtype)
+            tier = choose(q, k, v, resolve_options(head_dim=dim, **given)).tier
+            if implementation == "auto" and tier == "triton":
+                continue
+            out, lse = flash_attention(q, k, v, return_lse=True, **keywords)
+            visible = torch.where(lse.isinf(), 0.0, lse)
+            (out.float().sum() + visible.sum()).backward()
+            ran += 1
+        if implementation != "auto" and not quick:
+            q, k, v = leaves((70, 4, dim), (70, 2, dim), (70, 2, value_dim), dtype=dtype)
+            out = flash_attention_varlen(q, k, v, starts, starts, 67, 67, **keywords)
+            out.float().sum().backward()
+            ran += 1
     torch.cuda.synchronize()
     print(f"{ran} problems ran with implementation {implementation!r}", flush=True)
 
@@ -74,7 +83,7 @@ def run_problems(implementation: str, full: bool) -> None:
 def find_sanitizer(given: Path | None) -> str | None:
     """Where the tool is."""
     if given is not None:
-        return str(given) if given.exists() else None
+        return str(given.resolve()) if given.exists() else None
     compiler = shutil.which("nvcc")
     beside = None if compiler is None else str(Path(compiler).resolve().parent)
     return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=beside)
@@ -88,24 +97,39 @@ def main() -> int:
     parser.add_argument("--sanitizer", type=Path, help="the compute-sanitizer program")
     parser.add_argument("--implementations", nargs="+", default=["triton", "auto"])
     parser.add_argument("--quick", action="store_true", help="half types and plain masks only")
-    parser.add_argument("--run", help=argparse.SUPPRESS)  # in the process that is watched
+    # What is run in the processes that are watched:
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    parser.add_argument("--kinds", type=int, nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--options", type=int, nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.run:
-        run_problems(arguments.run, not arguments.quick)
+        run_problems(arguments.run, arguments.kinds, arguments.options, arguments.quick)
         return 0
     sanitizer = find_sanitizer(arguments.sanitizer)
     if sanitizer is None:
         print("compute-sanitizer was not found; say where it is by --sanitizer", file=sys.stderr)
         return 2
     quick = ["--quick"] if arguments.quick else []
-    programs = [[sys.executable, __file__, "--run", i, *quick] for i in arguments.implementations]
-    with ThreadPoolExecutor() as pool:
-        # Compiles everything at full speed first.
-        if any(pool.map(lambda program: subprocess.run(program, check=False).returncode, programs)):
+    options = [str(i) for i in range(2 if arguments.quick else len(OPTIONS))]
+    # No other tier than the portable one takes more than the first two kinds.
+    pairs = [
+        (implementation, str(kind))
+        for implementation in arguments.implementations
+        for kind in range(2 if arguments.quick or implementation == "auto" else len(KINDS))
+    ]
+
+    def program(pair: tuple[str, str], options: list[str]) -> list[str]:
+        implementation, kind = pair
+        problems = ["--run", implementation, "--kinds", kind, "--options", *options, *quick]
+        return [sys.executable, __file__, *problems]
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        parts = [program(pair, [option]) for pair in pairs for option in options]
+        if any(pool.map(lambda part: subprocess.run(part, check=False).returncode, parts)):
             print("the problems do not run without a sanitizer either", file=sys.stderr)
             return 1
-        pairs = [(check, program) for program in programs for check in arguments.checks]
-        return int(any([*pool.map(lambda pair: checked(sanitizer, *pair), pairs)]))
+        checks = [(check, program(pair, options)) for check in arguments.checks for pair in pairs]
+        return int(any([*pool.map(lambda pair: checked(sanitizer, *pair), checks)]))
 
 
 def checked(sanitizer: str, check: str, program: list[str]) -> bool:

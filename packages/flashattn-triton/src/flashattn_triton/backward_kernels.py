@@ -45,7 +45,7 @@ ATOMIC = tl.constexpr(1)
 BULK = tl.constexpr(2)
 
 
-@triton.jit(do_not_specialize=["N_QUERIES"])
+@triton.jit(do_not_specialize=["N_QUERIES", "N_HEADS"])
 def prepare_kernel(
     O_ptr,
     dO_ptr,
@@ -219,7 +219,7 @@ def _differentiate_keys(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["N_QUERIES", "N_KEYS", "window_left", "window_right"])
+@triton.jit(do_not_specialize=["N_QUERIES", "N_KEYS", "N_KV_HEADS", "window_left", "window_right"])
 def key_pass_kernel(
     Q,  # a pointer, or if COPIED a descriptor of (B, H, N_q, D); so is dO
     K_ptr,
@@ -462,7 +462,7 @@ def _differentiate_queries(
     return dq
 
 
-@triton.jit(do_not_specialize=["N_QUERIES", "N_KEYS", "window_left", "window_right"])
+@triton.jit(do_not_specialize=["N_QUERIES", "N_KEYS", "N_HEADS", "window_left", "window_right"])
 def query_pass_kernel(
     Q_ptr,
     K,  # a pointer, or if COPIED a descriptor of (B, G, N_k, D); so is V

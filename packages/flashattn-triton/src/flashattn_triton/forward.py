@@ -246,7 +246,17 @@ def _attend(
     return acc, row_sum, row_max
 
 
-@triton.jit(do_not_specialize=["N_QUERIES", "N_KEYS", "window_left", "window_right"])
+@triton.jit(
+    do_not_specialize=[
+        "stride_lb",
+        "stride_lh",
+        "N_QUERIES",
+        "N_KEYS",
+        "N_HEADS",
+        "window_left",
+        "window_right",
+    ]
+)
 def flash_forward_kernel(
     Q_ptr,
     K,  # a pointer, or if COPIED a descriptor of (B, G, N_k, D); so is V

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from shard_optim.agreement import check_agreement, describe_groups
 from shard_optim.buckets import Bucket, check_layout
 from shard_optim.collectives import guarded, resolve_group
-from shard_optim.handoff import FlatBucket, plans_from_layout
+from shard_optim.handoff import FlatBucket
 from shard_optim.local import (
     LocalOptimizer,
     as_groups,
@@ -29,23 +29,13 @@ from shard_optim.local import (
 )
 from shard_optim.norm import clip_sharded_
 from shard_optim.overlap import ForwardWaits
-from shard_optim.partition import PARTITIONS, BucketPlan, Partition, plan_buckets
+from shard_optim.partition import PARTITIONS, Partition
+from shard_optim.placement import Placement, all_params, name_of
 from shard_optim.reduction import GradientReducer
 from shard_optim.state import check_full_state, gather_full_state, scatter_full_state
 from shard_optim.support import check_supported
 
 Overlap = Literal["next-forward"]
-
-MIB = 1024**2
-
-# Buckets of a default size: few enough that starting them costs the host little, many enough that
-# they overlap with backward and forward, and large enough for the network's full bandwidth.
-DEFAULT_BUCKETS = 16
-SMALLEST_DEFAULT_MB = 25
-LARGEST_DEFAULT_MB = 500
-
-# What vectorised loads, cuBLAS and Hopper's tensor memory accelerator need at least.
-ALIGNMENT_BYTES = 16
 
 
 class ShardedOptimizer(Optimizer):
@@ -129,9 +119,7 @@ class ShardedOptimizer(Optimizer):
         self.partition: Partition = partition
         self.rank = dist.get_rank(self.process_group)
         self.world_size = self.process_group.size()
-        self.buckets: list[Bucket] = []
-        self._bucket_size_mb = bucket_size_mb
-        self._frozen: list[int] = []
+        self._placement = Placement(self.process_group, partition, bucket_size_mb)
         self._local = LocalOptimizer(
             optimizer_cls,
             partition=partition,
@@ -151,10 +139,16 @@ class ShardedOptimizer(Optimizer):
         super().__init__(groups, default_settings(optimizer_cls, groups, kwargs))
         self._agree(self.param_groups)
         if layout is None:
-            self._place(range(len(self.all_params())))
+            every = range(len(self.all_params()))
+            self._register(self._placement.place(self.param_groups, every))
         else:
-            self._place_by_layout(layout)
+            self._register(self._placement.place_by_layout(self.param_groups, layout))
         self._constructed = True
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The flat buffers that hold the trainable parameters."""
+        return self._placement.buckets
 
     @property
     def local(self) -> LocalOptimizer:
@@ -177,18 +171,11 @@ class ShardedOptimizer(Optimizer):
 
     def all_params(self) -> list[Tensor]:
         """Every parameter over all groups, in order: position is its key in a state dict."""
-        return [param for group in self.param_groups for param in group["params"]]
+        return all_params(self.param_groups)
 
     def name_of(self, index: int) -> str:
         """The parameter's name if groups carry names, else its number, group and shape."""
-        for number, group in enumerate(self.param_groups):
-            if index < len(group["params"]):
-                if "param_names" in group:
-                    return str(group["param_names"][index])
-                shape = tuple(group["params"][index].shape)
-                return f"parameter {index} of group {number} with shape {shape}"
-            index -= len(group["params"])
-        raise IndexError(f"no parameter has number {index}")
+        return name_of(self.param_groups, index)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, at any time. Every rank must add the same group.
@@ -208,7 +195,8 @@ class ShardedOptimizer(Optimizer):
             self.param_groups.pop()
             raise
         if self._constructed:
-            self._place(range(first, first + len(group["params"])))
+            added = range(first, first + len(group["params"]))
+            self._register(self._placement.place(self.param_groups, added))
 
     def _check_group(self, group: dict[str, Any], first: int) -> None:
         params = group["params"]
@@ -225,80 +213,20 @@ class ShardedOptimizer(Optimizer):
         cls = self.optimizer_cls
         title = (
             f"{cls.__module__}.{cls.__qualname__}, partition {self.partition}, "
-            f"bucket_size_mb {self._bucket_size_mb}, reduce_gradients {self._reducer is not None}, "
-            f"{len(self.param_groups)} groups"
+            f"bucket_size_mb {self._placement.bucket_size_mb}, "
+            f"reduce_gradients {self._reducer is not None}, {len(self.param_groups)} groups"
         )
         lines = describe_groups(groups, first=len(self.param_groups) - len(groups))
         params = [param for group in groups for param in group["params"]]
         device = params[0].device if params else torch.device("cpu")
         check_agreement([title, *lines], group=self.process_group, device=device)
 
-    def _place(self, indices: Iterable[int]) -> None:
-        """Places the trainable ones of these parameters in new buckets."""
-        params = self.all_params()
-        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
-        for index in indices:
-            if params[index].requires_grad:
-                kinds[params[index].dtype, params[index].device].append(index)
-            else:
-                self._frozen.append(index)
-        added = []
-        for (dtype, _), members in kinds.items():
-            for plan in self._plan([params[index].numel() for index in members], dtype):
-                chosen = [members[position] for position in plan.members]
-                added.append(self._bucket([params[index] for index in chosen], chosen, plan))
-        self._register(added)
-
-    def _place_by_layout(self, layout: Sequence[FlatBucket]) -> None:
-        """Places all trainable parameters where a wrapper has them."""
-        params = self.all_params()
-        self._frozen = [index for index, param in enumerate(params) if not param.requires_grad]
-        trainable = {id(p): index for index, p in enumerate(params) if p.requires_grad}
-        plans = plans_from_layout(layout, trainable, world_size=self.world_size)
-        added = [
-            self._bucket([params[i] for i in plan.members], plan.members, plan) for plan in plans
-        ]
-        self._register(added)
-
-    def _plan(self, numels: Sequence[int], dtype: torch.dtype) -> list[BucketPlan]:
-        size_mb = self._bucket_size_mb
-        if size_mb is None:
-            share = sum(numels) * dtype.itemsize / DEFAULT_BUCKETS / MIB
-            size_mb = min(max(share, SMALLEST_DEFAULT_MB), LARGEST_DEFAULT_MB)
-        return plan_buckets(
-            numels,
-            world_size=self.world_size,
-            partition=self.partition,
-            bucket_numel=max(1, int(size_mb * MIB / dtype.itemsize)),
-            alignment=max(1, ALIGNMENT_BYTES // dtype.itemsize),
-        )
-
-    def _bucket(self, params: Sequence[Tensor], indices: Sequence[int], plan: BucketPlan) -> Bucket:
-        return Bucket(
-            params,
-            indices=indices,
-            names=[self.name_of(index) for index in indices],
-            plan=plan,
-            shaped=self.partition == "whole",
-            group=self.process_group,
-        )
-
     def _register(self, added: Sequence[Bucket]) -> None:
-        self.buckets += added
         if self._reducer is not None:
             self._reducer.add(added)
         if self._waits is not None:
             self._await(self._waits, added)
         self._local.add(self.param_groups, added)
-
-    def _adopt_unfrozen(self) -> None:
-        """Gives parameters that became trainable a place; the same on every rank."""
-        params = self.all_params()
-        thawed = [index for index in self._frozen if params[index].requires_grad]
-        if not thawed:
-            return
-        self._frozen = [index for index in self._frozen if index not in thawed]
-        self._place(thawed)
 
     # --- step ------------------------------------------------------------------------------
 
@@ -348,6 +276,9 @@ class ShardedOptimizer(Optimizer):
         Every parameter of this optimizer must belong to ``module``, and be read only while the
         ``forward`` of a module that owns it runs. ``module.state_dict()`` and
         ``module.load_state_dict()`` wait for everything; other reads call ``wait()`` first.
+
+        Compile the module, or parts of it, before: a compiled part waits for all parameters
+        inside it when it is called, so compile layer by layer to keep the overlap.
 
         Raises:
             RuntimeError: without ``overlap="next-forward"``, or if called twice.
@@ -440,7 +371,8 @@ class ShardedOptimizer(Optimizer):
                 'overlap="next-forward" needs to know the module whose forward waits; call '
                 "attach(module) before the first step"
             )
-        self._adopt_unfrozen()
+        if thawed := self._placement.place_unfrozen(self.param_groups):
+            self._register(thawed)
         if self._reducer is None:
             self.wait()
             self.local.take_gradients()
@@ -579,7 +511,7 @@ class ShardedOptimizer(Optimizer):
             name_of=self.name_of,
         )
         if problem is None and not shards:
-            frozen = sorted(set(self._by_number(state_dict)) & set(self._frozen))
+            frozen = sorted(set(self._by_number(state_dict)) & set(self._placement.frozen))
             if frozen:
                 return f"it has state for {self.name_of(frozen[0])}, which is frozen"
         return problem

@@ -1,0 +1,87 @@
+"""A rank is lost under NCCL: the other ends in bounded time, with a name where the host waits.
+
+NCCL's kernels spin until the lost rank comes, and the host does not wait for them. So the group's
+timeout ends the process (torch's watchdog does), unless TORCH_NCCL_BLOCKING_WAIT makes the host
+wait: then the wrapper names what happened.
+"""
+
+import os
+import signal
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_lite import BucketedDDP, PeerFailureError
+from ranks import run_ranks
+
+pytestmark = pytest.mark.multi_gpu
+
+COLLECTIVE_TIMEOUT = 4.0
+# the hung collective, the roll call's 2 s or what the watchdog takes to write its report, and
+# ranks that start afresh
+BOUND = COLLECTIVE_TIMEOUT + 40.0
+
+
+def lose_rank_1(rank: int, world_size: int, how: signal.Signals) -> str:
+    device = torch.device("cuda", rank)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).to(device)
+    wrapped = BucketedDDP(model, 0.3)
+    pid_of_rank_1 = wrapped._roll_call._peers[1].pid
+
+    def step(lost: bool) -> None:
+        hidden = model[1](model[0](torch.ones(8, 256, device=device)))
+        if lost:
+            hidden.register_hook(lambda _: os.kill(os.getpid(), how))
+        model[3](model[2](hidden)).sum().backward()
+        wrapped.finish_gradient_synchronization()
+
+    try:
+        step(lost=False)
+        torch.cuda.synchronize()
+        step(lost=rank == 1)
+        torch.cuda.synchronize()
+    except PeerFailureError as error:
+        return str(error)
+    finally:
+        if rank == 0 and how == signal.SIGSTOP:  # nothing else ends a stopped process
+            os.kill(pid_of_rank_1, signal.SIGKILL)
+    return "finished"
+
+
+@pytest.mark.parametrize(
+    ("how", "words"), [(signal.SIGKILL, "has exited"), (signal.SIGSTOP, "is stopped")]
+)
+def test_a_host_that_waits_names_the_lost_rank(
+    how: signal.Signals, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
+    survivor, _ = run_ranks(
+        lose_rank_1,
+        2,
+        how,
+        backend="nccl",
+        timeout=BOUND,
+        collective_timeout=COLLECTIVE_TIMEOUT,
+        check=False,
+    )
+    assert survivor.error is None, survivor.error
+    message = survivor.value
+    assert "on rank 0 in step 2" in message, message
+    assert "rank 1" in message, message
+    assert words in message, message
+
+
+def test_a_host_that_runs_ahead_is_ended_by_the_watchdog() -> None:
+    survivor, _ = run_ranks(
+        lose_rank_1,
+        2,
+        signal.SIGKILL,
+        backend="nccl",
+        timeout=BOUND,
+        collective_timeout=COLLECTIVE_TIMEOUT,
+        check=False,
+    )
+    assert survivor.value is None, survivor.value
+    assert "died without a report" in survivor.error, survivor.error
+    assert survivor.seconds < BOUND
