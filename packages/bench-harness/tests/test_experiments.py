@@ -223,6 +223,8 @@ def test_flash(run):
     grid = tables["FlashAttention grid"].frame
     own = grid[grid["variant"] == "tiled"]
     assert (own["speedup over tiled (ratio)"] == 1).all()
+    assert (own["tier"] == "tiled").all()
+    assert grid.loc[grid["variant"] == "naive", "tier"].isna().all()
 
 
 def test_a_wrong_attention_is_not_timed(monkeypatch):
@@ -245,13 +247,13 @@ def test_flash_keeps_large_quadratic_variants_apart():
         sequences=(65536,), head_dims=(64,), dtypes=("bf16",), device="cpu"
     )
     assert [case.config["variants"] for case in cases] == [
-        ["triton", "sdpa-flash", "sdpa-cudnn", "flex"],
-        ["triton", "naive"],
-        ["triton", "naive-compiled"],
+        ["auto", "sdpa-flash", "sdpa-cudnn", "flex"],
+        ["auto", "naive"],
+        ["auto", "naive-compiled"],
     ]
 
 
-@pytest.mark.parametrize("variant", ["triton", "flex", "sdpa-cudnn"])
+@pytest.mark.parametrize("variant", ["triton", "flex", "sdpa-cudnn", "sdpa-efficient"])
 def test_flash_variants_that_need_a_gpu_skip_the_case(variant):
     from bench_harness.experiments.flash import implementation
 

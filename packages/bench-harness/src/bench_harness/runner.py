@@ -166,8 +166,9 @@ def _rows(case: Case, outcome: Outcome, about: Row) -> list[Row]:
     }
     if outcome.status != "ok":
         return [identified]
+    first, *others = ({**identified, **row} for row in outcome.value["rows"])
     machine = {name: outcome.value[name] for name in ("machine_before", "machine_after")}
-    return [{**identified, **machine, **row} for row in outcome.value["rows"]]
+    return [{**first, **machine}, *others]  # the state of the machine belongs to the case
 
 
 def _record_run(

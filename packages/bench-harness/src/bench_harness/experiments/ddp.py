@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import torch
 
+    from bench_harness.timing import Samples
     from bench_harness.workload import Workload
 
 VARIANTS = ("naive", "flat", "overlap", "bucketed", "torch-ddp", "torch-ddp-tuned")
@@ -155,10 +156,8 @@ class Ddp(Experiment):
                         )
                     ],
                 }
-            profiled = ("communication_ms", "exposed_ms", "hidden_ms", "idle_ms")
-            for name in profiled if case.config["profiled"] else ():
-                row[name] = max(rank[name] for rank in ranks)
-                row[f"{name.removesuffix('_ms')}_min_ms"] = min(rank[name] for rank in ranks)
+            if case.config["profiled"]:
+                row |= over_ranks(list(ranks))
             rows.append(row)
         return rows
 
@@ -316,7 +315,7 @@ class Ddp(Experiment):
                     f"ddp_overlap_{index}",
                     f"Overlap: {label}",
                     draw_overlap(picked),
-                    f"One profiled step of rank 0; {cell['spans'].iloc[0]}. Black line: its end.",
+                    f"One step of {_drawn(cell)}; {cell['spans'].iloc[0]}. Black line: its end.",
                 )
             )
         sweep = draw_fit(timed)
@@ -371,13 +370,7 @@ def measure_rank(
 ) -> list[Row]:
     """One rank's part of a case: one row per variant with this rank's samples."""
     from bench_harness.experiments.allreduce import sweep
-    from bench_harness.experiments.steps import (
-        averaged_gradients,
-        check_gradients,
-        timed_blocks,
-        train_step,
-        wrapped,
-    )
+    from bench_harness.experiments.steps import averaged_gradients
     from bench_harness.timing import Samples
     from bench_harness.workload import language_model, optimizer_class, shape_row
 
@@ -393,13 +386,7 @@ def measure_rank(
     rows: dict[str, Row] = {}
     for variant in config["variants"]:
         # The check comes first for all, while the parameters are still those of ``expected``.
-        with wrapped(variant["wrapper"], variant["settings"], workload.module) as way:
-            train_step(workload, way, None)
-            error = (
-                check_gradients(variant["variant"], workload.module, expected, config["precision"])
-                if variant["wrapper"] != "none"
-                else None
-            )
+        error = _check(variant, workload, expected, config["precision"])
         rows[variant["variant"]] = {"variant": variant["variant"], **facts, "gradient_error": error}
     rows["none"] |= {"all_reduce": link, "largest_parameter_bytes": largest}
     del expected
@@ -409,26 +396,76 @@ def measure_rank(
         start = turn % len(order)
         for variant in order[start:] + order[:start]:
             name = variant["variant"]
-            with wrapped(variant["wrapper"], variant["settings"], workload.module) as way:
-
-                def step(way: Any = way) -> None:
-                    train_step(workload, way, optimizer)
-
-                for _ in range(config["warmup"]):
-                    step()
-                _reset_peak(device)
-                timed_blocks(
-                    step, samples[name], device, blocks=config["blocks"], calls=config["calls"]
-                )
-                if turn == 0:
-                    rows[name] |= _peak(device)
-                if turn == config["rounds"] - 1:
-                    rows[name] |= counted(way.module)
-                    if config["profiled"]:
-                        rows[name] |= _profile(
-                            step, workload, Path(folder) / f"step-{name}-rank{rank}.json"
-                        )
+            trace = Path(folder) / f"step-{name}-rank{rank}.json"
+            rows[name] |= _turn(variant, workload, optimizer, config, samples[name], turn, trace)
     return [{**row, **samples[name].row()} for name, row in rows.items()]
+
+
+def over_ranks(ranks: list[Row]) -> Row:
+    """Communication in a step: largest and least over ranks, and the timeline worth drawing.
+
+    NCCL's kernels spin while they wait for other ranks. The rank whose communication is exposed
+    least waits least, so its timeline shows what the exchange itself takes.
+    """
+    row: Row = {}
+    for name in ("communication_ms", "exposed_ms", "hidden_ms", "idle_ms"):
+        values = [rank[name] for rank in ranks]
+        row |= {name: max(values), f"{name.removesuffix('_ms')}_min_ms": min(values)}
+    drawn = min(range(len(ranks)), key=lambda rank: float(ranks[rank]["exposed_ms"]))
+    kept = {name: ranks[drawn][name] for name in ("overlap_ratio", "timeline", "spans")}
+    return {**row, **kept, "drawn_rank": drawn}
+
+
+# A function per turn, so that nothing holds a wrapper, and with it torch's buckets, when the next
+# one begins.
+
+
+def _check(
+    variant: Mapping[str, Any],
+    workload: Workload,
+    expected: Mapping[str, torch.Tensor],
+    precision: str,
+) -> float | None:
+    """One step of a wrapper; the error of its gradients, or None if it averages none."""
+    from bench_harness.experiments.steps import check_gradients, train_step, wrapped
+
+    with wrapped(variant["wrapper"], variant["settings"], workload.module) as way:
+        train_step(workload, way, None)
+        if variant["wrapper"] == "none":
+            return None
+        return check_gradients(variant["variant"], workload.module, expected, precision)
+
+
+def _turn(
+    variant: Mapping[str, Any],
+    workload: Workload,
+    optimizer: torch.optim.Optimizer,
+    config: Mapping[str, Any],
+    samples: Samples,
+    turn: int,
+    trace: Path,
+) -> Row:
+    """One turn of a wrapper: warm-up and samples; the last one also counts and profiles."""
+    from bench_harness.experiments.steps import timed_blocks, train_step, wrapped
+
+    found: Row = {}
+    device = workload.device
+    with wrapped(variant["wrapper"], variant["settings"], workload.module) as way:
+
+        def step() -> None:
+            train_step(workload, way, optimizer)
+
+        for _ in range(config["warmup"]):
+            step()
+        _reset_peak(device)
+        timed_blocks(step, samples, device, blocks=config["blocks"], calls=config["calls"])
+        if turn == 0:
+            found |= _peak(device)
+        if turn == config["rounds"] - 1:
+            found |= counted(way.module)
+            if config["profiled"]:
+                found |= _profile(step, workload, trace)
+    return found
 
 
 def counted(module: torch.nn.Module) -> Row:
@@ -489,6 +526,12 @@ def _peak(device: torch.device) -> Row:
     if device.type != "cuda":
         return {"peak_gib": None}
     return {"peak_gib": torch.cuda.max_memory_allocated(device) / 2**30}
+
+
+def _drawn(cell: pd.DataFrame) -> str:
+    if "drawn_rank" in cell and cell["drawn_rank"].notna().all():
+        return "each wrapper on the rank that waited least for others"
+    return "rank 0"
 
 
 def _bucketed(rows: pd.DataFrame) -> list[str]:

@@ -58,21 +58,28 @@ def rows(config: Row, timeout_s: float, progress: Callable[[str], None]) -> list
 
 
 def read(export: Path, world_size: int) -> Row:
-    """Communication of the recorded step over all ranks, and the picture's data of rank 0."""
+    """Communication of the recorded step over all ranks, and the picture's data."""
+    from bench_harness.experiments.ddp import over_ranks
     from bench_harness.traces import nsight
     from bench_harness.traces.picture import timeline
 
-    traces = [nsight.load(export, device) for device in range(world_size)]
-    overlaps = [trace.overlap(trace.phases(_PHASE)[0]) for trace in traces]
-    row: Row = {"spans": "GPU kernels (Nsight Systems)"}
-    for name in ("communication", "exposed", "hidden", "idle"):
-        values = [getattr(overlap, f"{name}_ns") / 1e6 for overlap in overlaps]
-        row |= {f"{name}_ms": max(values), f"{name}_min_ms": min(values)}
-    return {
-        **row,
-        "overlap_ratio": overlaps[0].ratio,
-        "timeline": timeline(traces[0], traces[0].phases(_PHASE)[0]),
-    }
+    ranks = []
+    for device in range(world_size):
+        trace = nsight.load(export, device)
+        window = trace.phases(_PHASE)[0]
+        found = trace.overlap(window)
+        ranks.append(
+            {
+                "communication_ms": found.communication_ns / 1e6,
+                "exposed_ms": found.exposed_ns / 1e6,
+                "hidden_ms": found.hidden_ns / 1e6,
+                "idle_ms": found.idle_ns / 1e6,
+                "overlap_ratio": found.ratio,
+                "spans": "GPU kernels (Nsight Systems)",
+                "timeline": timeline(trace, window),
+            }
+        )
+    return over_ranks(ranks)
 
 
 def measure_rank(

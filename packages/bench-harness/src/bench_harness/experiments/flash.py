@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 #: These store the S×S scores; the others need memory linear in S.
 QUADRATIC = ("naive", "naive-compiled")
-#: "ours" is triton on a GPU and tiled on a CPU; a case names the one that it runs.
+#: "auto" is what ``flash_attention`` chooses, and its rows say what that was; "triton" insists on
+#: the portable kernels. "ours" is auto on a GPU and tiled on a CPU; a case names the one it runs.
 VARIANTS = (
     "ours",
-    "triton",
-    "tiled",
+    *(OURS := ("auto", "triton", "tiled")),
     *QUADRATIC,
     "sdpa-flash",
     "sdpa-cudnn",
@@ -61,7 +61,7 @@ class Options:
     heads: int = option(1, "Heads per sequence.")
     causal: bool = option(True, "Whether position i sees only positions 0 to i.")
     variants: tuple[str, ...] = option(
-        ("triton", "naive", "naive-compiled", "sdpa-flash", "sdpa-cudnn", "flex"),
+        ("auto", "naive", "naive-compiled", "sdpa-flash", "sdpa-cudnn", "flex"),
         "Implementations, compared; the first one is the reference of speedups.",
         choices=VARIANTS,
     )
@@ -93,7 +93,7 @@ class Flash(Experiment):
         """
         chosen = Options(**options)
         device = resolve_device(chosen.device)
-        ours = "triton" if device == "cuda" else "tiled"
+        ours = "auto" if device == "cuda" else "tiled"
         named = (ours if name == "ours" else name for name in chosen.variants)
         variants = list(dict.fromkeys(named))
         cases = []
@@ -175,6 +175,8 @@ class Flash(Experiment):
         missing = frame["variant"].isna()
         frame.loc[missing, "variant"] = frame.loc[missing, "variants"].map("+".join)
         frame = present.lengths(frame)
+        if "plan" in frame:
+            frame["tier"] = frame["plan"].str["tier"]
         if "flops" in frame:
             frame["tflop_s"] = frame["flops"] / frame["median_ms"] / 1e9
             reference = frame[frame["variants"].str[0] == frame["variant"]]
@@ -197,6 +199,7 @@ class Flash(Experiment):
                         "head_dim": "head_dim",
                         "sequence": "sequence (tokens)",
                         "variant": "variant",
+                        "tier": "tier",
                         "phase": "pass",
                     }
                     | present.STATISTICS
@@ -209,8 +212,8 @@ class Flash(Experiment):
                     },
                 ),
                 "On a GPU times are triton.testing.do_bench's (device events, cache flushed); on a "
-                "CPU the wall clock. Speedups compare variants of the same case only. Causal "
-                "attention counts half of the scores.",
+                "CPU the wall clock. The tier is what flash_attention ran. Speedups compare "
+                "variants of the same case only. Causal attention counts half of the scores.",
             )
         ]
 
@@ -286,18 +289,35 @@ def measure(
                 kept = samples.setdefault((name, name_of_pass), taken)
                 if kept is not taken:
                     kept.wall_ms += taken.wall_ms
+    plans = {name: plan(name, config, *inputs[:3]) for name in functions if name in OURS}
+    on_gpu = {"timer_overhead_ms": kernel_timer_overhead_ms()} if device.type == "cuda" else {}
     return [
         {
             "variant": name,
+            **({"plan": plans[name]} if name in plans else {}),
             "phase": name_of_pass,
             "sequence": sequence,
             "length": f"s{sequence}",
             "clock": "do_bench" if device.type == "cuda" else "wall",
             "flops": _flops(config, name_of_pass),
+            **on_gpu,
             **taken.row(),
         }
         for (name, name_of_pass), taken in samples.items()
     ]
+
+
+def plan(name: str, config: Mapping[str, Any], query: Tensor, key: Tensor, value: Tensor) -> Row:
+    """What ``flash_attention`` runs for these tensors, and why, by the package's own account.
+
+    Args:
+        name: one of :data:`OURS`.
+    """
+    from flashattn_triton import explain
+
+    text = explain(query, key, value, causal=config["causal"], implementation=name)
+    tier, _, why = text.partition("\n")[0].removeprefix("tier: ").partition(" ")
+    return {"tier": tier, "why": why.strip("()")}
 
 
 def implementation(name: str, *, causal: bool, device: torch.device) -> AttentionFunction:
@@ -313,7 +333,7 @@ def implementation(name: str, *, causal: bool, device: torch.device) -> Attentio
 
     from flashattn_triton import flash_attention
 
-    if name in ("triton", "sdpa-cudnn", "flex") and device.type != "cuda":
+    if name in ("triton", "sdpa-cudnn", "sdpa-efficient", "flex") and device.type != "cuda":
         raise CaseSkipped(f"{name} needs a CUDA device; this case runs on {device}")
     backends = {
         "sdpa-flash": SDPBackend.FLASH_ATTENTION,
@@ -328,7 +348,7 @@ def implementation(name: str, *, causal: bool, device: torch.device) -> Attentio
                 return F.scaled_dot_product_attention(query, key, value, is_causal=causal)
 
         return scaled_dot_product
-    if name in ("triton", "tiled"):
+    if name in OURS:
         flash: Callable[..., Any] = partial(flash_attention, causal=causal, implementation=name)
         return flash
     if name == "naive":
@@ -392,6 +412,13 @@ def time_kernel(
         if time.perf_counter() < kept:
             samples.wall_ms.clear()
     return samples
+
+
+def kernel_timer_overhead_ms() -> float:
+    """The median time that ``do_bench`` reports for a call that launches nothing."""
+    from triton.testing import do_bench
+
+    return float(do_bench(lambda: None, warmup=1, rep=5, return_mode="median"))
 
 
 def check(

@@ -66,7 +66,12 @@ class Leaderboard(Experiment):
         """Checks every variant, then times forward and ``o.sum().backward()`` by do_bench."""
         import torch
 
-        from bench_harness.experiments.flash import check, implementation, time_kernel
+        from bench_harness.experiments.flash import (
+            check,
+            implementation,
+            kernel_timer_overhead_ms,
+            time_kernel,
+        )
         from bench_harness.workload import device_of
         from flashattn_triton import FlashAttention2Triton
 
@@ -97,6 +102,7 @@ class Leaderboard(Experiment):
             for _ in range(3)
         )
         rows = []
+        overhead = kernel_timer_overhead_ms()
         for name, function in functions.items():
             progress(f"timing {name}")
 
@@ -106,7 +112,14 @@ class Leaderboard(Experiment):
             taken = time_kernel(
                 call, device, config["warmup_ms"], config["rep_ms"], (query, key, value)
             )
-            rows.append({"variant": name, **errors[name], **taken.row()})
+            rows.append(
+                {
+                    "variant": name,
+                    "timer_overhead_ms": overhead,
+                    **errors[name],
+                    **taken.row(),
+                }
+            )
         return rows
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:

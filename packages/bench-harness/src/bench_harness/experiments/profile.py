@@ -137,12 +137,24 @@ class Profile(Experiment):
         return rows_of(trace, {**shape_row(shape), "spans": _spans(trace)}, config)
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
-        """Phases with their matmul share; attention's parts; kernels; the top non-matmul ones."""
-        cell = {"size": "size", "sequence": "sequence (tokens)", "precision": "precision"}
+        """Phases with their matmul share; inference against a whole step; attention; kernels."""
+        import pandas as pd
+
+        from bench_harness.traces.trace import short_name
+
+        cell = {
+            "size": "size",
+            "sequence": "sequence (tokens)",
+            "precision": "precision",
+            "tool": "recorded by",
+        }
         if "kind" not in rows:
             return [Table("Phases", present.columns(rows, {**cell, "status": "status"}))]
         done = present.finished(rows)
         spans = done["spans"].iloc[0] if len(done) else ""
+        done = done.assign(kernel=done["kernel"].map(short_name, na_action="ignore"))
+        phases = done[done["kind"] == "phase"]
+        shown = pd.concat([phases, rows[rows["status"] != "ok"]])
         kernels = done[done["kind"] == "kernel"]
         named = {
             "phase": "phase",
@@ -159,7 +171,7 @@ class Profile(Experiment):
             Table(
                 "Phases",
                 present.columns(
-                    done[done["kind"] == "phase"],
+                    shown,
                     {
                         **cell,
                         "phase": "phase",
@@ -169,10 +181,27 @@ class Profile(Experiment):
                         "fused_share": "fused attention (%)",
                         "kernel": "longest kernel",
                         "count": "its runs (count)",
+                        "status": "status",
                     },
                 ),
                 f"Spans: {spans}. A phase is a window with the device synchronised at both ends, "
                 "so backward's kernels count as backward whichever thread launched them.",
+            ),
+            Table(
+                "Inference against a training step",
+                present.columns(
+                    _sums(phases, kernels),
+                    {
+                        **cell,
+                        "what": "what",
+                        "busy_ms": "kernels (ms)",
+                        "matmul_share": "matmul (%)",
+                        "kernel": "longest kernel",
+                        "count": "its runs (count)",
+                        "total_ms": "its total (ms)",
+                    },
+                ),
+                "Sums over phases. A training step is forward, backward and AdamW.",
             ),
             Table(
                 "Softmax against matrix products in attention",
@@ -191,36 +220,78 @@ class Profile(Experiment):
                 "scaling included. Softmax counts five operations per score: maximum, "
                 "subtraction, exponential, sum, division.",
             ),
-            Table("Longest kernels", present.columns(top, {**cell, **named})),
-            Table("Longest kernels without matrix products", present.columns(other, cell | named)),
+            Table("Longest kernels", present.columns(top, {**cell, **named}), _NAMES),
+            Table(
+                "Longest kernels without matrix products",
+                present.columns(other, cell | named),
+                _NAMES,
+            ),
         ]
 
     def figures(self, rows: pd.DataFrame) -> list[Figure]:
-        """Kernel time per phase, by kind of work."""
+        """Kernel time by kind of work: a panel per phase, a bar per case."""
         from bench_harness.report.plots import COLOURS, new_figure
 
-        if "kind" not in rows:
-            return []
         done = present.finished(rows)
+        if "kind" not in done or done.empty:
+            return []
         phases = done[done["kind"] == "phase"]
         if phases.empty:
             return []
-        names = [
-            f"{label.removeprefix('profile ')}: {phase}"
-            for label, phase in zip(phases["label"], phases["phase"], strict=True)
-        ]
-        figure, axes = new_figure(width=8, height=1.2 + 0.32 * len(names))
-        left: Any = 0.0
-        for colour, kind in zip(COLOURS, _KINDS, strict=False):
-            width = phases[f"{kind}_ms".replace(" ", "_")].to_numpy(float)
-            axes[0, 0].barh(names, width, left=left, color=colour, label=kind)
-            left = left + width
-        axes[0, 0].invert_yaxis()
-        axes[0, 0].set_xlabel("kernel time (ms)")
-        figure.legend(loc="outside upper center", ncols=4)
+        labels = list(phases["label"].str.removeprefix("profile ").unique())
+        figure, axes = new_figure(columns=len(PHASES), width=12, height=1.3 + 0.3 * len(labels))
+        for plot, phase in zip(axes[0], PHASES, strict=True):
+            part = phases[phases["phase"] == phase]
+            places = [labels.index(label.removeprefix("profile ")) for label in part["label"]]
+            left: Any = 0.0
+            for colour, kind in zip(COLOURS, _KINDS, strict=False):
+                width = part[f"{kind}_ms".replace(" ", "_")].to_numpy(float)
+                plot.barh(places, width, left=left, color=colour, label=kind)
+                left = left + width
+            plot.set_yticks(
+                range(len(labels)), labels if phase == PHASES[0] else [""] * len(labels)
+            )
+            plot.set_ylim(len(labels) - 0.4, -0.6)
+            plot.set_title(phase)
+            plot.set_xlabel("kernel time (ms)")
+        handles, kinds = axes[0, 0].get_legend_handles_labels()
+        figure.legend(handles, kinds, loc="outside upper center", ncols=4)
         return [Figure("profile_phases", "Kernel time by kind of work", figure)]
 
 
+_NAMES = "Names without namespaces, types and arguments; the rows hold them whole."
+
+
+def _sums(phases: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
+    """Inference, forward and backward together, and the whole training step of every case."""
+    import pandas as pd
+
+    lines = []
+    for key, case in phases.groupby("case_key", sort=False):
+        for what, names in _WHOLE.items():
+            own = case[case["phase"].isin(names)]
+            listed = kernels[(kernels["case_key"] == key) & kernels["phase"].isin(names)]
+            totals = listed.groupby("kernel")[["total_ms", "count"]].sum()
+            longest = totals["total_ms"].idxmax() if len(totals) else None
+            busy = own["busy_ms"].sum()
+            lines.append(
+                {
+                    **case.iloc[0][["size", "sequence", "precision", "tool"]],
+                    "what": what,
+                    "busy_ms": busy,
+                    "matmul_share": 100 * own["matmul_ms"].sum() / busy if busy else 0.0,
+                    "kernel": longest,
+                    **(totals.loc[longest] if longest else {}),
+                }
+            )
+    return pd.DataFrame(lines)
+
+
+_WHOLE = {
+    "inference": ("inference",),
+    "forward + backward": ("forward", "backward"),
+    "training step": ("forward", "backward", "optimizer"),
+}
 _KINDS = ("matmul", "fused attention", "other", "communication")
 
 

@@ -30,6 +30,13 @@ _MATMUL = re.compile(
 _FUSED_ATTENTION = re.compile(r"flash|fmha|attention|sdpa", re.I)
 
 
+#: Templates that run an operation given as their argument, which is what tells them apart.
+_CARRIER = re.compile(r"elementwise_kernel|reduce_kernel|multi_tensor_apply_kernel|Kernel2$")
+#: Of those arguments: what carries the operation further, and what is the operation.
+_SCAFFOLD = re.compile(r"gpu_kernel_impl|^(Binary|BUnary|AUnary|Unary)Functor$")
+_OPERATION = re.compile(r"kernel|functor|ops$|gemm", re.I)
+
+
 @dataclass(frozen=True)
 class Event:
     """One span of a trace; times in integer nanoseconds.
@@ -117,6 +124,24 @@ def kind(name: str) -> str:
     if _FUSED_ATTENTION.search(name):
         return "fused attention"
     return "matmul" if _MATMUL.search(name) else "other"
+
+
+def short_name(kernel: str) -> str:
+    """A kernel's name without namespaces, types and arguments, as a table can show it.
+
+    Templates that run any operation are named with theirs: ``elementwise_kernel: silu_kernel``.
+    """
+    plain = re.sub(r"\(anonymous namespace\)::|<unnamed>::|^void ", "", kernel)
+    own = re.split(r"[<(]", plain, maxsplit=1)[0]
+    if own == kernel:
+        return kernel  # an operator, or C linkage
+    own = own.rpartition("::")[2]
+    if not _CARRIER.search(own):
+        return own
+    for name in re.findall(r"\w+", plain.partition(own)[2]):
+        if _OPERATION.search(name) and not _SCAFFOLD.search(name):
+            return name if own == "Kernel2" else f"{own}: {name}"
+    return own
 
 
 @dataclass(frozen=True, kw_only=True)
