@@ -30,6 +30,12 @@ FLASH, CUDNN, EFFICIENT, FLEX, FLASH_4 = (
     "FlexAttention, compiled",
     "FlashAttention-4",
 )
+# PyTorch's attention, by each of its kernels.
+BACKENDS = {
+    FLASH: SDPBackend.FLASH_ATTENTION,
+    CUDNN: SDPBackend.CUDNN_ATTENTION,
+    EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
+}
 FLEX_BLOCK = 128
 
 
@@ -148,12 +154,12 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def sdpa(backend: SDPBackend, case: Case) -> Attention:
-    """PyTorch's attention, by one of its kernels."""
+def sdpa(name: str, case: Case) -> Attention:
+    """PyTorch's attention, by the kernel of that name."""
     keywords = {"is_causal": case.causal, "enable_gqa": case.heads_per_kv > 1}
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(backend):
+        with sdpa_kernel(BACKENDS[name]):
             return F.scaled_dot_product_attention(q, k, v, **keywords)
 
     return attend
@@ -231,11 +237,8 @@ def implementations(set_name: str, case: Case) -> dict[str, Callable[[], Attenti
         found[PORTABLE] = lambda: portable
     if set_name == "leaderboard":
         found[ASSIGNMENT] = lambda: assignment(case)
-    backends = {FLASH: SDPBackend.FLASH_ATTENTION, CUDNN: SDPBackend.CUDNN_ATTENTION}
-    if case.dtype == "fp32":
-        backends = {EFFICIENT: SDPBackend.EFFICIENT_ATTENTION}
-    for name, backend in backends.items():
-        found[name] = functools.partial(sdpa, backend, case)
+    for name in (EFFICIENT,) if case.dtype == "fp32" else (FLASH, CUDNN):
+        found[name] = functools.partial(sdpa, name, case)
     if case.dtype != "fp32":
         found[FLEX] = lambda: flex(case)
         if is_installed("flash_attn.cute"):  # optional, and measured if present

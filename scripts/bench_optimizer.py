@@ -141,6 +141,7 @@ VARIANTS: dict[str, Build] = {
     "reduce-250-overlap": build_sharded(bucket_size_mb=250, overlap="next-forward"),
     "reduce-500-overlap": build_sharded(bucket_size_mb=500, overlap="next-forward"),
     "reduce-1000-overlap": build_sharded(bucket_size_mb=1000, overlap="next-forward"),
+    "reduce-even-overlap": build_sharded(bucket_size_mb=476, overlap="next-forward"),
 }
 
 
@@ -204,6 +205,8 @@ class Memory:
             held = -1
             while held != self.before:  # what one collection frees may hold more to collect
                 held = self.before
+                synchronize(device)
+                time.sleep(0.5)  # NCCL's watchdog lets go of finished collectives' tensors late
                 gc.collect()
                 torch.cuda.empty_cache()
                 self.before = torch.cuda.memory_allocated(device)

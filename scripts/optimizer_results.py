@@ -16,7 +16,15 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = ROOT / "docs/results/optimizer"
-FILES = ("h200x2_xl_bf16.jsonl", "h200x2_xl_bf16_rounds.jsonl", "h200x4_xl_bf16.jsonl")
+FILES = (
+    "h200x2_xl_bf16_rounds.jsonl",
+    "h200x2_xl_bf16_compiled_batch8.jsonl",
+    "h200x4_xl_bf16.jsonl",
+    "h200x4_xl_bf16_compiled.jsonl",
+    "h200x2_xl_bf16_memory.jsonl",
+    "h200x4_xl_bf16_memory.jsonl",
+    "h200x2_xl_bf16.jsonl",
+)
 PICTURE = "memory.png"
 README = ROOT / "packages/shard-optim/README.md"
 BEGIN = "<!-- results: scripts/optimizer_results.py writes what is between these marks -->\n"
@@ -36,6 +44,7 @@ LABELS = {
     "reduce-250-overlap": "the same, 250 MB",
     "reduce-500-overlap": "the same, 500 MB",
     "reduce-1000-overlap": "the same, 1000 MB",
+    "reduce-even-overlap": "the same, 476 MB from the first bucket on",
 }
 UNSHARDED = ("ddp-lite", "ddp-lite-500", "ddp-lite-auto")
 WEIGHED = {
@@ -227,21 +236,25 @@ def section(runs: list[Run]) -> str:
     parts = []
     for run in runs:
         row = run.facts
-        blocks = min(len(found) for found in run.times.values())
-        order = (
-            "built and measured one after the other"
-            if "memory" in next(iter(next(iter(run.times.values())).values()))
-            else "all in memory, measured in turn"
-        )
-        parts.append(
+        compiled = ", every Transformer block compiled" if row.get("compiled_blocks") else ""
+        setting = (
             f"""**{row["world_size"]} × {row["hardware"]}**, the 2.0-billion-parameter model, """
             f"""{row["precision"]} autocast, batch {row["batch"]} × {row["sequence"]} per rank, """
-            f"""fused AdamW, torch {row["torch"]}; {blocks} blocks of {row["steps_per_block"]} """
-            f"""steps, the variants {order}. Medians; ratios are medians over rounds.\n\n"""
-            f"{speed_table(run)}\n"
+            f"""fused AdamW, torch {row["torch"]}{compiled}"""
         )
+        if run.times:
+            blocks = min(len(found) for found in run.times.values())
+            order = (
+                "built and measured one after the other"
+                if "memory" in next(iter(next(iter(run.times.values())).values()))
+                else "all in memory, measured in turn"
+            )
+            parts.append(
+                f"""{setting}; {blocks} blocks of {row["steps_per_block"]} steps, the variants """
+                f"""{order}. Medians; ratios are medians over rounds.\n\n{speed_table(run)}\n"""
+            )
         if run.weighed:
-            parts.append(f"{memory_table(run)}\n")
+            parts.append(f"{setting}; each variant alone in memory.\n\n{memory_table(run)}\n")
     text = "\n".join(parts)
     return f"\n{text}\n![Memory by moment](../../docs/results/optimizer/{PICTURE})\n\n"
 

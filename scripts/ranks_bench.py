@@ -162,8 +162,8 @@ def time_steps(step: Callable[[], None], count: int, device: torch.device) -> di
     return {
         "step_ms": slowest[0].item() * 1e3,
         "host_ms": slowest[1].item() * 1e3,
-        "device_allocations": slowest[2].item(),
-        "compilations": slowest[3].item(),
+        "device_allocations": int(slowest[2].item()),
+        "compilations": int(slowest[3].item()),
     }
 
 

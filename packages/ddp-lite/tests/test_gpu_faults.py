@@ -1,8 +1,8 @@
-"""A rank is lost under NCCL: the other ends in bounded time, with a name where the host waits.
+"""A rank is lost under NCCL: the other names it in bounded time, if its host waits.
 
-NCCL's kernels spin until the lost rank comes, and the host does not wait for them. So the group's
-timeout ends the process (torch's watchdog does), unless TORCH_NCCL_BLOCKING_WAIT makes the host
-wait: then the wrapper names what happened.
+NCCL's kernels spin until the lost rank comes, and the host does not wait for them: torch's watchdog
+ends the process some time after the group's timeout. TORCH_NCCL_BLOCKING_WAIT makes the host wait,
+and then the wrapper says what happened.
 """
 
 import os
@@ -18,9 +18,8 @@ from ranks import run_ranks
 pytestmark = pytest.mark.multi_gpu
 
 COLLECTIVE_TIMEOUT = 4.0
-# the hung collective, the roll call's 2 s or what the watchdog takes to write its report, and
-# ranks that start afresh
-BOUND = COLLECTIVE_TIMEOUT + 40.0
+# the hung collective, the roll call's 2 s, and ranks that start afresh
+BOUND = COLLECTIVE_TIMEOUT + 2.0 + 20.0
 
 
 def lose_rank_1(rank: int, world_size: int, how: signal.Signals) -> str:
@@ -70,18 +69,3 @@ def test_a_host_that_waits_names_the_lost_rank(
     assert "on rank 0 in step 2" in message, message
     assert "rank 1" in message, message
     assert words in message, message
-
-
-def test_a_host_that_runs_ahead_is_ended_by_the_watchdog() -> None:
-    survivor, _ = run_ranks(
-        lose_rank_1,
-        2,
-        signal.SIGKILL,
-        backend="nccl",
-        timeout=BOUND,
-        collective_timeout=COLLECTIVE_TIMEOUT,
-        check=False,
-    )
-    assert survivor.value is None, survivor.value
-    assert "died without a report" in survivor.error, survivor.error
-    assert survivor.seconds < BOUND

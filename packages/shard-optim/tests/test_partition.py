@@ -13,17 +13,19 @@ NUMELS = st.lists(st.integers(0, 40), min_size=1, max_size=12)
     numels=NUMELS,
     world_size=st.integers(1, 9),
     bucket_numel=st.integers(1, 100),
+    first_numel=st.none() | st.integers(1, 100),
     partition=st.sampled_from(["flat", "whole"]),
     alignment=st.sampled_from([1, 4]),
 )
 def test_every_element_has_exactly_one_owner(
-    numels, world_size, bucket_numel, partition, alignment
+    numels, world_size, bucket_numel, first_numel, partition, alignment
 ):
     plans = plan_buckets(
         numels,
         world_size=world_size,
         partition=partition,
         bucket_numel=bucket_numel,
+        first_numel=first_numel,
         alignment=alignment,
     )
     assert sorted(index for plan in plans for index in plan.members) == list(range(len(numels)))
@@ -80,12 +82,22 @@ def test_flat_buckets_hold_at_most_their_size_but_never_split_a_parameter():
     assert [plan.members for plan in plans] == [(0, 1), (2,), (3, 4)]
 
 
+def test_the_first_flat_buckets_can_be_smaller():
+    sizes = {"world_size": 2, "partition": "flat", "bucket_numel": 8}
+    plans = plan_buckets([1] * 24, **sizes, first_numel=2)
+    assert [len(plan.members) for plan in plans] == [2, 4, 8, 8, 2]
+    plans = plan_buckets([3] + [1] * 13, **sizes, first_numel=2)
+    assert [sum(plan.numels) for plan in plans] == [3, 6, 7]
+    assert plan_buckets([1] * 24, **sizes, first_numel=9) == plan_buckets([1] * 24, **sizes)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         ({"partition": "diagonal"}, "'flat', 'whole'"),
         ({"world_size": 0}, "world_size=0"),
         ({"bucket_numel": 0}, "bucket_numel=0"),
+        ({"first_numel": 0}, "first_numel=0"),
         ({"alignment": 0}, "alignment=0"),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 
 Result = TypeVar("Result")
 
@@ -52,6 +52,14 @@ def all_gather(flat: Tensor, owned: Tensor, group: dist.ProcessGroup) -> dist.Wo
     options = AllgatherOptions()
     options.asyncOp = True
     return group._allgather_base(flat, owned, options)
+
+
+def maximum(values: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Starts replacing each element of ``values`` by the largest that any rank has there."""
+    options = AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+    options.asyncOp = True
+    return group.allreduce([values], options)
 
 
 def point_to_point_device(device: torch.device, group: dist.ProcessGroup) -> torch.device:

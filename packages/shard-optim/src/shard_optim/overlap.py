@@ -1,8 +1,8 @@
 """The all-gather of updated parameters under the next forward.
 
-Each module waits for its own parameters just before its forward runs, so the all-gathers of later
-layers overlap the computation of earlier ones. A compiled module waits before its compiled code
-starts, for everything inside it: a wait in the middle would cut its graph in two.
+Each module waits for its own parameters just before it runs, so the all-gathers of later layers
+overlap the computation of earlier ones. A compiled module waits before its compiled code starts,
+for everything inside it: a wait in the middle would cut its graph in two.
 """
 
 from __future__ import annotations
@@ -18,38 +18,57 @@ from torch import Tensor, nn
 from shard_optim.buckets import Bucket
 
 
-@dataclass(eq=False)
-class Reads:
-    """What a call of one module reads.
+@dataclass(eq=False, kw_only=True)
+class WaitingCall:
+    """Takes the place of a module's call: waits for what it reads, then calls it.
 
     Attributes:
+        waits: whose parameters are awaited.
+        call: the module's own call, compiled or not.
+        compiled: whether it is.
         buckets: to wait for, each once.
         keys: identities of the parameters.
     """
 
+    waits: ForwardWaits
+    call: Callable[..., Any]
+    compiled: bool
     buckets: list[Bucket] = field(default_factory=list)
     keys: set[int] = field(default_factory=set)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Waits if it must, and calls the module."""
+        waits = self.waits
+        if waits.pending:
+            for bucket in self.buckets:
+                bucket.wait_gather()
+            waits.unread -= self.keys
+        return self.call(*args, **kwargs)
 
 
 class ForwardWaits:
     """Makes every read of parameters through a module tree wait first.
 
-    A module's parameters count as read when its ``forward`` starts, or that of the outermost
-    compiled module around it; ``state_dict`` and ``load_state_dict`` of the root wait for
-    everything. A parameter that receives a gradient although its module was not called was read
-    too early, which ``check_read`` finds.
+    A module's parameters count as read when it is called, or the outermost compiled module around
+    it; ``state_dict`` and ``load_state_dict`` of the root wait for everything. A parameter that
+    receives a gradient although its module was not called was read too early, which ``check_read``
+    finds.
 
     Args:
         module: the root. What is to be compiled in it has been.
         wait_all: waits for every all-gather.
+
+    Attributes:
+        pending: whether all-gathers may be under way.
+        unread: identities of the parameters that were not awaited since they were launched.
     """
 
     def __init__(self, module: nn.Module, wait_all: Callable[[], None]) -> None:
         self._module = module
-        self._reads: dict[nn.Module, Reads] = {}
+        self.pending = False
+        self.unread: set[int] = set()
+        self._calls: dict[nn.Module, WaitingCall] = {}
         self._names: dict[int, str] = {}
-        self._unread: set[int] = set()
-        self._pending = False
         module.register_state_dict_pre_hook(lambda *_: wait_all())
         module.register_load_state_dict_pre_hook(lambda *_: wait_all())
 
@@ -61,42 +80,33 @@ class ForwardWaits:
         for owner, reader in _owners_and_readers(self._module):
             for key in map(id, owner.parameters(recurse=False)):
                 if key in bucket_of:
-                    if reader not in self._reads:
-                        self._reads[reader] = Reads()
-                        self._wait_before(reader)
-                    reads = self._reads[reader]
-                    reads.keys.add(key)
-                    if bucket_of[key] not in reads.buckets:
-                        reads.buckets.append(bucket_of[key])
+                    if reader not in self._calls:
+                        self._calls[reader] = self._wait_before(reader)
+                    call = self._calls[reader]
+                    call.keys.add(key)
+                    if bucket_of[key] not in call.buckets:
+                        call.buckets.append(bucket_of[key])
 
-    def _wait_before(self, module: nn.Module) -> None:
-        compiled = module._compiled_call_impl
-        if compiled is None:
-            module.register_forward_pre_hook(self._before_forward)
-            return
+    def _wait_before(self, module: nn.Module) -> WaitingCall:
+        """Makes every call of the module wait first.
 
-        # A hook would become part of the graph, or be left out of one made without it.
-        def wait_and_call(*args: Any, **kwargs: Any) -> Any:
-            self._before_forward(module, args)
-            return compiled(*args, **kwargs)
-
-        module._compiled_call_impl = wait_and_call
+        Around the call, where ``module.compile()`` puts its own, and not in a hook: a hook would
+        become part of a compiled module's graph, or be left out of one made without it, and it
+        costs several times as much.
+        """
+        own = module._compiled_call_impl or module._call_impl
+        call = WaitingCall(waits=self, call=own, compiled=_is_compiled(module))
+        module.__dict__["_compiled_call_impl"] = call  # left out of copies and pickles
+        return call
 
     def started(self) -> None:
         """All-gathers were launched: from here on, reads must wait."""
-        self._pending = True
-        self._unread = set(self._names)
+        self.pending = True
+        self.unread = set(self._names)
 
     def settled(self) -> None:
         """All all-gathers were awaited: any read is safe."""
-        self._pending = False
-
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if self._pending:
-            reads = self._reads[module]
-            for bucket in reads.buckets:
-                bucket.wait_gather()
-            self._unread -= reads.keys
+        self.pending = False
 
     def check_read(self, params: Iterable[Tensor]) -> None:
         """Call with parameters that received gradients, during the backward that made them.
@@ -104,9 +114,9 @@ class ForwardWaits:
         Raises:
             RuntimeError: if a module read one of them without being called, so without waiting.
         """
-        if self._pending and self._unread:
+        if self.pending and self.unread:
             for param in params:
-                if id(param) in self._unread:
+                if id(param) in self.unread:
                     raise RuntimeError(
                         'under overlap="next-forward" a parameter may be read only inside its own '
                         f"module's forward, but {self._names[id(param)]} received a gradient "
@@ -149,6 +159,8 @@ def _owners_and_readers(root: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]
 
 def _is_compiled(module: nn.Module) -> bool:
     """Whether ``module.compile()`` or ``torch.compile(module)`` made it so."""
+    call = module._compiled_call_impl
+    if isinstance(call, WaitingCall):
+        return call.compiled
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported just to find out
-    wrapped = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
-    return wrapped or module._compiled_call_impl is not None
+    return call is not None or (dynamo is not None and isinstance(module, dynamo.OptimizedModule))

@@ -20,6 +20,9 @@ Partition = Literal["flat", "whole"]
 
 PARTITIONS: tuple[Partition, ...] = ("flat", "whole")
 
+# How much faster than all before it together a bucket may grow, where buckets begin small.
+RAMP = 2
+
 # A "whole" bucket grows until its parameters outweigh this many times the padding that the largest
 # of them can cause, so padding stays under about 1/4 of the bucket at any world size.
 _WHOLE_BUCKET_WEIGHT = 4
@@ -94,6 +97,7 @@ def plan_buckets(
     world_size: int,
     partition: Partition,
     bucket_numel: int,
+    first_numel: int | None = None,
     alignment: int = 1,
 ) -> list[BucketPlan]:
     """Plans buckets for parameters of one dtype on one device, in registration order.
@@ -107,6 +111,9 @@ def plan_buckets(
         partition: "flat" or "whole".
         bucket_numel: largest number of elements of a bucket, except that a parameter is never
             split over two buckets, and that a "whole" bucket grows until padding is small.
+        first_numel: limit of the first "flat" bucket, if smaller; each further one may hold
+            ``RAMP`` times as much as all before it, up to ``bucket_numel``. The first bucket's
+            gradients are the last that backward makes, so nothing hides its reduction.
         alignment: parameters start at multiples of this many elements, because matrix kernels
             are slower on misaligned operands.
 
@@ -115,15 +122,17 @@ def plan_buckets(
     """
     if partition not in PARTITIONS:
         raise ValueError(f"partition must be one of {PARTITIONS}, got {partition!r}")
-    if world_size < 1 or bucket_numel < 1 or alignment < 1:
+    first = bucket_numel if first_numel is None else first_numel
+    if min(world_size, bucket_numel, first, alignment) < 1:
         raise ValueError(
-            "world_size, bucket_numel and alignment must be at least 1, got "
-            f"world_size={world_size}, bucket_numel={bucket_numel}, alignment={alignment}"
+            "world_size, bucket_numel, first_numel and alignment must be at least 1, got "
+            f"world_size={world_size}, bucket_numel={bucket_numel}, first_numel={first_numel}, "
+            f"alignment={alignment}"
         )
     if partition == "flat":
         return [
             _flat_bucket(members, numels, world_size, alignment)
-            for members in _split_by_size(numels, bucket_numel)
+            for members in _split_by_size(numels, bucket_numel, first)
         ]
     totals = [0] * world_size
     return [
@@ -132,15 +141,16 @@ def plan_buckets(
     ]
 
 
-def _split_by_size(numels: Sequence[int], bucket_numel: int) -> list[list[int]]:
+def _split_by_size(numels: Sequence[int], bucket_numel: int, first_numel: int) -> list[list[int]]:
     runs: list[list[int]] = []
-    filled = 0
+    room = before = 0
     for index, numel in enumerate(numels):
-        if not runs or filled + numel > bucket_numel:
+        if not runs or numel > room:
             runs.append([])
-            filled = 0
+            room = min(bucket_numel, max(first_numel, RAMP * before))
         runs[-1].append(index)
-        filled += numel
+        room -= numel
+        before += numel
     return runs
 
 

@@ -18,9 +18,9 @@ MIB = 1024**2
 
 # Buckets of a default size: few enough that starting them costs the host little, many enough that
 # they overlap with backward and forward, and large enough for the network's full bandwidth.
-DEFAULT_BUCKETS = 16
+DEFAULT_BUCKETS = 8
 SMALLEST_DEFAULT_MB = 25
-LARGEST_DEFAULT_MB = 500
+LARGEST_DEFAULT_MB = 1000
 
 # What vectorised loads, cuBLAS and Hopper's tensor memory accelerator need at least.
 ALIGNMENT_BYTES = 16
@@ -51,7 +51,8 @@ class Placement:
     Args:
         group: the ranks that share each bucket.
         partition: "flat" or "whole".
-        bucket_size_mb: size of a bucket in MB (1024² bytes); None chooses by the model's size.
+        bucket_size_mb: size of a bucket in MB (1024² bytes); None chooses by the model's size,
+            and begins with smaller ones.
 
     Attributes:
         bucket_size_mb: as given.
@@ -105,15 +106,17 @@ class Placement:
         return self.place(groups, thawed)
 
     def _plan(self, numels: Sequence[int], dtype: torch.dtype) -> list[BucketPlan]:
-        size_mb = self.bucket_size_mb
+        size_mb, first = self.bucket_size_mb, None
         if size_mb is None:
             share = sum(numels) * dtype.itemsize / DEFAULT_BUCKETS / MIB
             size_mb = min(max(share, SMALLEST_DEFAULT_MB), LARGEST_DEFAULT_MB)
+            first = SMALLEST_DEFAULT_MB * MIB // dtype.itemsize
         return plan_buckets(
             numels,
             world_size=self._group.size(),
             partition=self._partition,
             bucket_numel=max(1, int(size_mb * MIB / dtype.itemsize)),
+            first_numel=first,
             alignment=max(1, ALIGNMENT_BYTES // dtype.itemsize),
         )
 

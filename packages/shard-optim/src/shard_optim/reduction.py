@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shard_optim.buckets import Bucket, check_gradient
-from shard_optim.collectives import guarded, reduce_scatter
+from shard_optim.collectives import guarded, maximum, reduce_scatter
 
 # Packed gradients that may wait for the network before backward waits for them: enough to ride out
 # jitter between ranks, a small part of the memory of any model that needs sharding. At least two
@@ -108,6 +108,7 @@ class GradientReducer:
         self._bytes_in_flight = 0
         self._paused = False
         self._flags: tuple[Tensor, dist.Work | None] | None = None
+        self._ones: Tensor | None = None
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         """Hooks the parameters of new buckets; their place is at the end of the launch order."""
@@ -166,15 +167,17 @@ class GradientReducer:
         self._bytes_in_flight += bucket.flat.nbytes
         while len(self._in_flight) > 1 and self._bytes_in_flight > MAX_BYTES_IN_FLIGHT:
             self._land()
-        grads = [param.grad for param in bucket.params]
-        found = [position for position, grad in enumerate(grads) if grad is not None]
-        self.check_read(bucket.params[position] for position in found)
-        for grad, name in zip(grads, bucket.names, strict=True):
-            check_gradient(grad, name)
+        grads = []
+        for position, param in enumerate(bucket.params):
+            grad = param.grad
+            grads.append(grad)
+            if grad is not None:
+                check_gradient(grad, bucket.names[position])
+                reduction.present.add(position)
+        self.check_read(p for p, grad in zip(bucket.params, grads, strict=True) if grad is not None)
         packed = reduction.pack(grads)
         for param in bucket.params:
             param.grad = None
-        reduction.present.update(found)
         if self._group.size() == 1 or bucket.plan.chunk == 0:
             self._in_flight.append(_Flight(reduction, packed, packed, None))
             return
@@ -221,22 +224,25 @@ class GradientReducer:
 
     def _exchange_flags(self) -> None:
         """Shares which parameters had a gradient; read only by who lacked one."""
-        device = self._reductions[0].bucket.device
-        count = sum(reduction.size for reduction in self._reductions)
-        flags = torch.ones(count, dtype=torch.uint8, device=device)
         if any(len(reduction.present) < reduction.size for reduction in self._reductions):
+            device = self._reductions[0].bucket.device
             present = [p in r.present for r in self._reductions for p in range(r.size)]
-            flags.copy_(torch.tensor(present, dtype=torch.uint8))
+            flags = torch.tensor(present, dtype=torch.uint8, device=device)
+        else:
+            flags = self._all_present()
         work = None
         if self._group.size() > 1:
-            work = guarded(
-                "the exchange of which parameters have gradients",
-                self._group,
-                lambda: dist.all_reduce(
-                    flags, op=dist.ReduceOp.MAX, group=self._group, async_op=True
-                ),
-            )
+            what = "the exchange of which parameters have gradients"
+            work = guarded(what, self._group, maximum, flags, self._group)
         self._flags = (flags, work)
+
+    def _all_present(self) -> Tensor:
+        """Ones, shape (parameters,): always the same tensor, which a maximum leaves as it is."""
+        count = sum(reduction.size for reduction in self._reductions)
+        if self._ones is None or self._ones.numel() != count:
+            device = self._reductions[0].bucket.device
+            self._ones = torch.ones(count, dtype=torch.uint8, device=device)
+        return self._ones
 
     def slices(self) -> dict[Bucket, Tensor]:
         """After ``finish``: this rank's range of each bucket's averaged gradients."""
