@@ -33,7 +33,7 @@ def right_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("right_triton")
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [40, 64, 72, 80, 96, 128])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("causal", ["none", "top-left", "bottom-right"])
 @pytest.mark.parametrize("scale", [0.125, -2.0])
@@ -49,8 +49,10 @@ def test_what_it_takes(head_dim: int, dtype: torch.dtype, causal: Any, scale: fl
         ({"capability": (8, 0)}, "needs compute capability 9.0, and this is 8.0"),
         ({"capability": (10, 0)}, "needs compute capability 9.0, and this is 10.0"),
         ({"dtype": torch.float32}, "takes float16 and bfloat16, and this is float32"),
-        ({"head_dims": (96, 96)}, r"takes head_dim 64 or 128 .* this is \(96, 96\)"),
-        ({"head_dims": (128, 64)}, r"takes head_dim 64 or 128 .* this is \(128, 64\)"),
+        ({"head_dims": (36, 36)}, "takes multiples of 8 from 40 to 128 as head_dim, .* is 36"),
+        ({"head_dims": (32, 32)}, "takes multiples of 8 from 40 to 128 as head_dim, .* is 32"),
+        ({"head_dims": (136, 136)}, "takes multiples of 8 .* as head_dim, and this is 136"),
+        ({"head_dims": (128, 64)}, r"takes one head_dim .* and this is \(128, 64\)"),
         ({"packed": True}, "no packed sequences"),
         ({"options": AttentionOptions(scale=1.0, window=(3, None))}, "no window"),
         ({"options": AttentionOptions(scale=1.0, softcap=2.0)}, "no soft-cap"),
@@ -99,9 +101,9 @@ def test_it_is_chosen(implementation: str) -> None:
 
 @pytest.mark.usefixtures("on_sm90")
 def test_the_portable_tier_says_why_not() -> None:
-    chosen = plan(head_dims=(80, 80))
+    chosen = plan(head_dims=(84, 84))
     assert chosen.tier == "triton"
-    assert "not the Hopper tier: it takes head_dim 64 or 128" in chosen.reason
+    assert "not the Hopper tier: it takes multiples of 8 from 40 to 128" in chosen.reason
     assert "Hopper" not in plan("triton").reason
     assert plan("triton").tier == "triton"
 
@@ -115,8 +117,8 @@ def test_an_unsupported_triton_is_one_reason(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("on_sm90")
 def test_by_name_it_insists() -> None:
-    with pytest.raises(ValueError, match="'hopper' cannot run this: it takes head_dim 64 or 128"):
-        plan("hopper", head_dims=(80, 80))
+    with pytest.raises(ValueError, match="'hopper' cannot run this: it takes multiples of 8"):
+        plan("hopper", head_dims=(84, 84))
     small = Tiles(64, 64, 4, 2)
     tiling = Tiling(forward=small, key_pass=small, query_pass=small)
     with pytest.raises(ValueError, match="tiling shapes the portable kernels"):
@@ -137,7 +139,7 @@ def test_tensors_that_cannot_be_copied_take_the_portable_tier() -> None:
     q = torch.empty(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16)
     text = explain(q, q, q, causal=True)
     assert text.startswith("tier: hopper")
-    assert "forward: 128 queries x 128 keys, 2 consumers of 4 warps, 2 stages" in text
+    assert "forward: 128 queries x 64 keys, 2 consumers of 4 warps, 3 stages" in text
     assert "backward, fused (dQ by fp32 addition): 128 queries x 128 keys" in text
     text = explain(q, q, q, causal=True, deterministic=True)
     assert text.startswith("tier: hopper")

@@ -76,6 +76,19 @@ def test_heads_and_lengths(
     check(hopper_forward, make_inputs(case, "cuda"), assert_results_close)
 
 
+@pytest.mark.parametrize("head_dim", range(40, 129, 8))
+def test_head_dims(
+    head_dim: int,
+    dense_case: Any,
+    hopper_forward: Any,
+    make_inputs: Any,
+    assert_results_close: Any,
+) -> None:
+    """What lies past the last column, in the inputs' memory, is NaN."""
+    case = dense_case(2, (4, 2), 300, 411, head_dim, "fp16", causal="bottom-right")
+    check(hopper_forward, make_inputs(case, "cuda", "padded"), assert_results_close)
+
+
 @pytest.mark.parametrize("layout", ["bshd", "padded"])
 @pytest.mark.parametrize("causal", ["none", "top-left", "bottom-right"])
 def test_strides(

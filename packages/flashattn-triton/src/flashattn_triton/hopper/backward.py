@@ -23,6 +23,8 @@ Legend: B batch, H query heads, G key/value heads, N_q queries, N_k keys, D head
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,21 +38,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashattn_triton.configs import Tiles
-from flashattn_triton.hopper.configs import BACKWARD, BackwardConfig
+from flashattn_triton.hopper.configs import BackwardConfig, backward_config, tile_width
 from flashattn_triton.hopper.eligibility import copy_refusal
+from flashattn_triton.hopper.launch import DirectLaunch, current_device, tile_map
 from flashattn_triton.hopper.preprocess import ROWS, finish_kernel, prepare_kernel
 from flashattn_triton.hopper.support import (
-    TileMap,
     exp2,
     named_barrier_arrive_at,
     named_barrier_sync,
     named_barrier_sync_at,
     reduce_add,
-    tile_map,
     tma_reduce_add,
 )
-from flashattn_triton.launch import Launch, Strides, empty_output, on_device_of
+from flashattn_triton.launch import Strides, alignment, empty_output
 from flashattn_triton.options import AttentionOptions, diagonal_offset
 
 KEYS = gl.constexpr(128)  # of one program
@@ -545,50 +545,138 @@ def hopper_backward(
         query: and ``key``, ``value``, ``options``: as given to the forward pass.
         out: its output, (B, H, N_q, D).
         logsumexp: its logsumexp, contiguous (B, H, N_q) fp32.
-        grad_out: dO, the shape of ``out``, any strides (copied where the copy engine cannot
-            follow them).
+        grad_out: dO, the shape of ``out``. It and the tensors above may have any strides, and are
+            copied where the copy engine cannot follow them.
         grad_logsumexp: dL, the shape of ``logsumexp``, or None for zero.
         config: the main kernel's shape; None takes the shipped table's.
 
     Returns:
         dQ, dK and dV in the inputs' shapes and dtype. dQ is accumulated in fp32, in any order.
     """
-    if copy_refusal("grad_out", grad_out.shape, grad_out.stride(), grad_out.data_ptr()) is not None:
-        grad_out = grad_out.clone(memory_format=torch.contiguous_format)
-    dq, dk, dv = (empty_output(x, x.shape[3]) for x in (query, key, value))
+    tensors = [_copyable(x) for x in (query, key, value, out, grad_out)]
+    query, key, value, out, grad_out = tensors
     if query.numel() == 0 or key.numel() == 0:  # which no descriptor can express
-        return dq.zero_(), dk.zero_(), dv.zero_()
-    config = config or BACKWARD[query.shape[3], options.causal != "none"]
-    prepare, main, finish, maps = _backward_launches(
+        dq, dk, dv = (empty_output(x, x.shape[3]).zero_() for x in (query, key, value))
+        return dq, dk, dv
+    call = _call_for(tensors, grad_logsumexp, options, config)
+    return call(query, key, value, out, logsumexp, grad_out, grad_logsumexp)
+
+
+def _copyable(x: Tensor) -> Tensor:
+    """``x``, or a copy of it that the copy engine can read."""
+    return x.clone(memory_format=torch.contiguous_format) if _refused(x) else x
+
+
+def _refused(x: Tensor) -> bool:
+    return copy_refusal("", x.shape, x.stride(), x.data_ptr() % 16) is not None
+
+
+class RepeatedHopperBackward:
+    """The backward pass of inputs of one shape and type, for which calls are remembered."""
+
+    def __init__(self, options: AttentionOptions) -> None:
+        self.options = options
+        self.calls: dict[tuple[Strides | None, ...], HopperBackwardCall] = {}
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        logsumexp: Tensor,
+        grad_out: Tensor,
+        grad_logsumexp: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dQ, dK and dV, as :func:`hopper_backward` gives them."""
+        logsumexp = logsumexp.contiguous()  # what was saved may come back with other strides
+        if grad_out.stride(3) != 1:  # as of a sum's
+            grad_out = grad_out.contiguous()
+        tensors = (query, key, value, out, grad_out)
+        kind = (
+            *[x.stride() for x in tensors],
+            None if grad_logsumexp is None else grad_logsumexp.stride(),
+        )
+        call = self.calls.get(kind)
+        if call is None or alignment(tensors):
+            if any(_refused(x) for x in tensors):
+                statistics = (logsumexp, grad_out, grad_logsumexp)
+                return hopper_backward(query, key, value, out, *statistics, self.options)
+            call = self.calls[kind] = _call_for(tensors, grad_logsumexp, self.options, None)
+        return call(query, key, value, out, logsumexp, grad_out, grad_logsumexp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HopperBackwardCall:
+    """The backward kernels on one kind of input: what their launches need, found out once.
+
+    ``gradients``: shapes and strides of dQ, dK and dV. ``shared``: elements of the memory that the
+    kernels share. ``statistics``: bytes of it that come before the sum of dQ.
+    """
+
+    prepare: DirectLaunch
+    main: DirectLaunch
+    finish: DirectLaunch
+    device: torch.device
+    gradients: Sequence[tuple[Sequence[int], Strides]]
+    statistics: int
+    shared: int
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        logsumexp: Tensor,
+        grad_out: Tensor,
+        grad_logsumexp: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dQ, dK and dV of inputs of these strides, aligned to 16 bytes."""
+        if self.device.index != current_device():
+            with torch.cuda.device(self.device):
+                return self(query, key, value, out, logsumexp, grad_out, grad_logsumexp)
+        dq, dk, dv = [query.new_empty_strided(*like) for like in self.gradients]
+        shared = query.new_empty(self.shared, dtype=torch.float32)
+        statistics = shared.data_ptr()
+        dq_sum, do = statistics + self.statistics, grad_out.data_ptr()
+        dl = None if grad_logsumexp is None else grad_logsumexp.data_ptr()
+        self.prepare(out.data_ptr(), do, logsumexp.data_ptr(), dl, statistics, dq_sum)
+        self.main(
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            do,
+            statistics,
+            dq_sum,
+            dk.data_ptr(),
+            dv.data_ptr(),
+        )
+        self.finish(dq_sum, dq.data_ptr())
+        return dq, dk, dv
+
+
+def _call_for(
+    tensors: Sequence[Tensor],
+    grad_logsumexp: Tensor | None,
+    options: AttentionOptions,
+    config: BackwardConfig | None,
+) -> HopperBackwardCall:
+    """The call for Q, K, V, O and dO of these shapes, strides and types."""
+    query, key, *_ = tensors
+    return _backward_call(
         query.device,
         query.dtype,
         (query.shape, key.shape),
-        tuple([x.stride() for x in (query, key, value, grad_out, out, dq, dk, dv)]),
+        tuple([x.stride() for x in tensors]),
         None if grad_logsumexp is None else grad_logsumexp.stride(),
         options,
-        config,
+        config or backward_config(query.shape[3], options.causal != "none"),
     )
-    q_map, k_map, v_map, do_map, statistics_map, dq_map, dk_map, dv_map = maps
-    statistics = query.new_empty(statistics_map.shape, dtype=torch.float32)
-    dq_sum = query.new_empty(dq_map.shape, dtype=torch.float32)
-    with on_device_of(query):
-        prepare(out, grad_out, logsumexp, grad_logsumexp, statistics, dq_sum)
-        main(
-            q_map.of(query),
-            k_map.of(key),
-            v_map.of(value),
-            do_map.of(grad_out),
-            statistics_map.of(statistics),
-            dq_map.of(dq_sum) if config.dq_buffers else dq_sum,
-            dk_map.of(dk),
-            dv_map.of(dv),
-        )
-        finish(dq_sum, dq)
-    return dq, dk, dv
 
 
 @functools.lru_cache(maxsize=4096)
-def _backward_launches(
+def _backward_call(
     device: torch.device,
     dtype: torch.dtype,
     shapes: tuple[torch.Size, torch.Size],
@@ -596,40 +684,55 @@ def _backward_launches(
     grad_logsumexp_stride: Strides | None,
     options: AttentionOptions,
     config: BackwardConfig,
-) -> tuple[Launch, Launch, Launch, list[TileMap]]:
-    """Three launches, and the tiles of Q, K, V, dO, statistics, dQ's sum, dK and dV.
-
-    ``device`` only tells apart what is compiled separately.
-    """
+) -> HopperBackwardCall:
+    """``strides``: of Q, K, V, O and dO."""
     (batch, heads, n_queries, head_dim), (_, kv_heads, n_keys, _) = shapes
-    q_stride, k_stride, v_stride, do_stride, o_stride, dq_stride, dk_stride, dv_stride = strides
-    queries = config.queries
+    q_stride, k_stride, v_stride, o_stride, do_stride = strides
+    gradients = [
+        empty_output(torch.empty_strided(shape, stride, dtype=dtype, device="meta"), head_dim)
+        for shape, stride in ((shapes[0], q_stride), (shapes[1], k_stride), (shapes[1], v_stride))
+    ]
+    dq_stride, dk_stride, dv_stride = (x.stride() for x in gradients)
+    queries, width = config.queries, tile_width(head_dim)
     tiles = -(-n_queries // queries) * batch * heads
     rows = tiles * queries
-    sizes = [n_queries, rows // (batch * heads), heads]
-    shape = Tiles(ROWS, 1, 4, 1)
-    prepare = Launch(
+    sizes = [n_queries, rows // (batch * heads), heads, head_dim // 8]
+    shape = {"WIDTH": width, "NARROW": head_dim < width, "ROWS": ROWS}
+    has_dl = grad_logsumexp_stride is not None
+
+    def octets(stride: Strides) -> list[int]:
+        return [s // 8 for s in stride[:3]]
+
+    fp32 = torch.float32
+    prepare = DirectLaunch(
         prepare_kernel,
         rows // ROWS,
-        [*o_stride[:3], *do_stride[:3], *(grad_logsumexp_stride or (0, 0, 0)), *sizes],
-        {
-            "D": head_dim,
-            "ROWS": ROWS,
-            "LOG2_E": LOG2_E,
-            "HAS_DL": grad_logsumexp_stride is not None,
-        },
-        shape,
+        [dtype, dtype, fp32, fp32 if has_dl else None, fp32, fp32],
+        [*octets(o_stride), *octets(do_stride), *(grad_logsumexp_stride or (0, 0, 0)), *sizes],
+        shape | {"LOG2_E": LOG2_E, "HAS_DL": has_dl},
     )
-    finish = Launch(
+    finish = DirectLaunch(
         finish_kernel,
         rows // ROWS,
-        [*dq_stride[:3], *sizes, options.scale],
-        {"D": head_dim, "ROWS": ROWS, "FRAGMENTS": config.dq_buffers == 0},
-        shape,
+        [fp32, dtype],
+        [*octets(dq_stride), *sizes, options.scale],
+        shape | {"FRAGMENTS": config.dq_buffers == 0},
     )
-    main = Launch(
+    query_block, key_block = [1, 1, queries, width], [1, 1, KEYS.value, width]
+    own_block = [1, 1, OWN.value, width]
+    main = DirectLaunch(
         hopper_backward_kernel,
         -(-n_keys // KEYS.value) * batch * kv_heads,
+        [
+            tile_map(shapes[0], q_stride, query_block, dtype),
+            tile_map(shapes[1], k_stride, key_block, dtype),
+            tile_map(shapes[1], v_stride, key_block, dtype),
+            tile_map(shapes[0], do_stride, query_block, dtype),
+            tile_map([2 * tiles, queries], [queries, 1], [1, queries], fp32, swizzled=False),
+            tile_map([rows, head_dim], [width, 1], [64, 64], fp32) if config.dq_buffers else fp32,
+            tile_map(shapes[1], dk_stride, own_block, dtype),
+            tile_map(shapes[1], dv_stride, own_block, dtype),
+        ],
         [
             *(n_queries, n_keys, kv_heads, heads // kv_heads),
             diagonal_offset(n_queries, n_keys, options),
@@ -642,18 +745,13 @@ def _backward_launches(
             "RAGGED": n_keys % KEYS.value != 0,
             "is_causal": options.causal != "none",
         },
-        Tiles(queries, KEYS.value, 4, 1),
     )
-
-    fp32 = torch.float32
-    maps = [
-        tile_map(shapes[0], q_stride, [1, 1, queries, head_dim], dtype),
-        tile_map(shapes[1], k_stride, [1, 1, KEYS.value, head_dim], dtype),
-        tile_map(shapes[1], v_stride, [1, 1, KEYS.value, head_dim], dtype),
-        tile_map(shapes[0], do_stride, [1, 1, queries, head_dim], dtype),
-        tile_map([2 * tiles, queries], [queries, 1], [1, queries], fp32, swizzled=False),
-        tile_map([rows, head_dim], [head_dim, 1], [64, 64], fp32),
-        tile_map(shapes[1], dk_stride, [1, 1, OWN.value, head_dim], dtype),
-        tile_map(shapes[1], dv_stride, [1, 1, OWN.value, head_dim], dtype),
-    ]
-    return prepare, main, finish, maps
+    return HopperBackwardCall(
+        prepare=prepare,
+        main=main,
+        finish=finish,
+        device=device,
+        gradients=[(x.shape, x.stride()) for x in gradients],
+        statistics=2 * rows * 4,
+        shared=(2 + width) * rows,
+    )

@@ -56,10 +56,12 @@ class BackwardConfig:
 
 _TWO = ForwardConfig(consumers=2, keys=128, stages=2, registers=240)
 _THREE = ForwardConfig(consumers=3, keys=128, stages=2, registers=160)
-# Keys: head_dim, whether there is a causal mask. Rows: up to how many queries, and which shape.
-# Tiles of 128 queries leave less of the last tile empty than tiles of 192.
+# Keys: width of tiles, whether there is a causal mask. Rows: up to how many queries, which shape.
+# Tiles of 128 queries leave less of the last tile empty than tiles of 192; under a causal mask 64
+# keys are what one consumer sees of the tile on the diagonal.
 FORWARD: dict[tuple[int, bool], tuple[tuple[float, ForwardConfig], ...]] = {
     (64, True): (
+        (512, replace(_TWO, keys=64, stages=3, rounds=2)),
         (1024, replace(_TWO, rounds=2)),
         # The step over a diagonal that is not aligned to tiles spills, once in a tile.
         (math.inf, replace(_THREE, rounds=8, spills=464)),
@@ -68,19 +70,29 @@ FORWARD: dict[tuple[int, bool], tuple[tuple[float, ForwardConfig], ...]] = {
     (128, True): ((2048, replace(_TWO, rounds=2)), (math.inf, replace(_TWO, rounds=4))),
     (128, False): ((math.inf, _TWO),),
 }
-# Keys: head_dim, whether there is a causal mask.
+# Keys: width of tiles, whether there is a causal mask.
 BACKWARD = {
     (64, True): BackwardConfig(queries=128, dq_buffers=0, parts=2, dk_first=False, spills=200),
     (64, False): BackwardConfig(queries=128, dq_buffers=2, parts=1, dk_first=True, spills=400),
-    (128, True): BackwardConfig(queries=64, dq_buffers=1, parts=1, dk_first=True, spills=160),
+    (128, True): BackwardConfig(queries=64, dq_buffers=0, parts=2, dk_first=False, spills=64),
     (128, False): BackwardConfig(queries=64, dq_buffers=1, parts=1, dk_first=True, spills=80),
 }
 
 
+def tile_width(head_dim: int) -> int:
+    """Columns of the tiles that ``head_dim`` is computed with; the copy engine fills up zeros."""
+    return 64 if head_dim <= 64 else 128
+
+
 def forward_config(head_dim: int, is_causal: bool, n_queries: int) -> ForwardConfig:
     """The shipped table's entry."""
-    rows = FORWARD[head_dim, is_causal]
+    rows = FORWARD[tile_width(head_dim), is_causal]
     return next(config for limit, config in rows if n_queries <= limit)
+
+
+def backward_config(head_dim: int, is_causal: bool) -> BackwardConfig:
+    """The shipped table's entry."""
+    return BACKWARD[tile_width(head_dim), is_causal]
 
 
 def describe_forward(head_dim: int, is_causal: bool, n_queries: int) -> str:
@@ -94,7 +106,7 @@ def describe_forward(head_dim: int, is_causal: bool, n_queries: int) -> str:
 
 def describe_backward(head_dim: int, is_causal: bool) -> str:
     """The backward kernel's shape in words."""
-    config = BACKWARD[head_dim, is_causal]
+    config = backward_config(head_dim, is_causal)
     return (
         f"backward, fused (dQ by fp32 addition): {config.queries} queries x 128 keys, "
         f"2 consumers of 4 warps, 2 stages"

@@ -21,7 +21,7 @@ Legend: B batch, H query heads, G key/value heads, N_q queries, N_k keys, D head
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -35,22 +35,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashattn_triton.configs import Tiles
-from flashattn_triton.hopper.configs import forward_config
-from flashattn_triton.hopper.support import (
-    TileMap,
-    exp2,
-    named_barrier_arrive,
-    named_barrier_sync,
-    tile_map,
-)
-from flashattn_triton.launch import (
-    Launch,
-    Strides,
-    empty_output,
-    empty_row_statistic,
-    on_device_of,
-)
+from flashattn_triton.hopper.configs import forward_config, tile_width
+from flashattn_triton.hopper.launch import DirectLaunch, current_device, tile_map
+from flashattn_triton.hopper.support import exp2, named_barrier_arrive, named_barrier_sync
+from flashattn_triton.launch import Strides, empty_output, empty_row_statistic
 from flashattn_triton.options import AttentionOptions, diagonal_offset
 
 ROWS = gl.constexpr(64)  # of one consumer: what one warp group's wgmma computes
@@ -507,7 +495,7 @@ def hopper_forward(
     """Launches the forward kernel on inputs that ``eligibility`` has not refused.
 
     Args:
-        query: (B, H, N_q, D), fp16 or bf16, D 64 or 128.
+        query: (B, H, N_q, D), fp16 or bf16, D a multiple of 8 up to 128.
         key: (B, G, N_k, D).
         value: (B, G, N_k, D).
         options: mask and scale.
@@ -518,23 +506,28 @@ def hopper_forward(
     return hopper_forward_call(query, key, value, options)(query, key, value)
 
 
+@dataclass(frozen=True, kw_only=True)
 class HopperForwardCall:
-    """The forward kernel on one kind of input: what its launch needs, found out once."""
+    """The forward kernel on one kind of input: what its launch needs, found out once.
 
-    def __init__(self, launch: Launch, maps: Sequence[TileMap], out: Tensor, lse: Tensor) -> None:
-        self.launch = launch
-        self.maps = tuple(maps)
-        self.out = (out.shape, out.stride())
-        self.logsumexp = (lse.shape, lse.stride())
+    ``out`` and ``logsumexp``: their shapes and strides.
+    """
+
+    launch: DirectLaunch
+    device: torch.device
+    out: tuple[torch.Size, Strides]
+    logsumexp: tuple[torch.Size, Strides]
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Output and logsumexp."""
         out = query.new_empty_strided(*self.out)
         logsumexp = query.new_empty_strided(*self.logsumexp, dtype=torch.float32)
-        q_map, k_map, v_map, o_map = self.maps
-        tiles = (q_map.of(query), k_map.of(key), v_map.of(value), o_map.of(out))
-        with on_device_of(query):
-            self.launch(*tiles, logsumexp)
+        tensors = (query, key, value, out, logsumexp)
+        if self.device.index == current_device():
+            self.launch(*[x.data_ptr() for x in tensors])
+        else:
+            with torch.cuda.device(self.device):
+                self.launch(*[x.data_ptr() for x in tensors])
         return out, logsumexp
 
 
@@ -575,12 +568,23 @@ def _forward_call(
         "BOTTOM_RIGHT": diagonal_offset(n_queries, n_keys, options) != 0,
         "is_causal": options.causal != "none",
     }
-    warps = Tiles(config.queries, config.keys, 4, 1)
-    launch = Launch(hopper_forward_kernel, min(n_tiles, programs), numbers, constants, warps)
-    query_block, key_block = [1, 1, ROWS.value, head_dim], [1, 1, config.keys, head_dim]
+    width = tile_width(head_dim)
+    query_block, key_block = [1, 1, ROWS.value, width], [1, 1, config.keys, width]
     q_map, o_map = (tile_map(q_shape, x, query_block, dtype) for x in (strides[0], out.stride()))
     k_map, v_map = (tile_map(k_shape, x, key_block, dtype) for x in strides[1:])
-    return HopperForwardCall(launch, (q_map, k_map, v_map, o_map), out, lse)
+    launch = DirectLaunch(
+        hopper_forward_kernel,
+        min(n_tiles, programs),
+        [q_map, k_map, v_map, o_map, torch.float32],
+        numbers,
+        constants,
+    )
+    return HopperForwardCall(
+        launch=launch,
+        device=device,
+        out=(out.shape, out.stride()),
+        logsumexp=(lse.shape, lse.stride()),
+    )
 
 
 @functools.cache
