@@ -1,8 +1,10 @@
 """The experiments of several ranks, small, with gloo; and their checks, which must catch errors."""
 
+import gc
 import json
 import socket
 import subprocess
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -10,8 +12,11 @@ import torch
 import torch.distributed as dist
 
 from bench_harness import experiments
+from bench_harness.experiments.ddp import over_ranks
+from bench_harness.experiments.steps import averaged_gradients
 from bench_harness.report.frame import to_frame
 from bench_harness.report.plots import png_bytes
+from bench_harness.timing import Samples
 from ranks import run_ranks
 
 TINY = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 64}
@@ -79,6 +84,23 @@ def test_ddp(run, tmp_path):
     (fitted,) = tables["Bucket overhead model"].to_dict("records")
     assert fitted["predicted least overhead T* (ms)"] >= 0
     assert len(list(tmp_path.glob("*.trimmed.json.gz"))) == len(lines)
+
+
+def test_the_picture_is_of_the_rank_that_waited_least():
+    ranks = [
+        {
+            **{f"{name}_ms": value + rank for name in ("communication", "hidden", "idle")},
+            "exposed_ms": exposed,
+            "overlap_ratio": 0.5,
+            "timeline": rank,
+            "spans": "kernels",
+        }
+        for rank, (value, exposed) in enumerate([(5.0, 30.0), (4.0, 2.0)])
+    ]
+    row = over_ranks(ranks)
+    assert (row["drawn_rank"], row["timeline"]) == (1, 1)
+    assert (row["exposed_ms"], row["exposed_min_ms"]) == (30.0, 2.0)
+    assert (row["communication_ms"], row["communication_min_ms"]) == (5.0, 5.0)
 
 
 def test_allreduce(run):
@@ -187,13 +209,7 @@ def test_too_few_gpus_skip_the_case():
 def wrong_results(rank, world_size):
     """What each experiment's check says about results that are wrong."""
     from bench_harness.experiments import allreduce, optimizer
-    from bench_harness.experiments.steps import (
-        Wrapped,
-        averaged_gradients,
-        check_gradients,
-        train_step,
-        wrapped,
-    )
+    from bench_harness.experiments.steps import Wrapped, check_gradients, train_step, wrapped
     from bench_harness.workload import language_model
 
     said = []
@@ -242,18 +258,19 @@ def wrong_results(rank, world_size):
     return said
 
 
-def both(rank, world_size):
-    return wrong_results(rank, world_size), hooks_left(rank, world_size)
+def everything(rank, world_size):
+    found = wrong_results(rank, world_size), hooks_left(rank, world_size)
+    return *found, torch_wrappers_left(rank, world_size)
 
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """What both functions found, per rank; together because starting ranks is most of the time."""
-    return [outcome.value for outcome in run_ranks(both, 2)]
+    """What all functions found, per rank; together because starting ranks is most of the time."""
+    return [outcome.value for outcome in run_ranks(everything, 2)]
 
 
 def test_wrong_results_are_never_timed(outcomes):
-    for (flat, silent, dropped, reduced, stepped), _ in outcomes:
+    for (flat, silent, dropped, reduced, stepped), *_ in outcomes:
         assert flat.startswith("flat: ")
         assert "silent: the gradient of" in silent
         assert "must have a gradient" in dropped
@@ -285,8 +302,35 @@ def hooks_left(rank, world_size):
     return equal
 
 
+def torch_wrappers_left(rank, world_size):
+    """How many of torch's wrappers, with their buckets, live when the next one's turn begins."""
+    from bench_harness.experiments import ddp
+    from bench_harness.workload import language_model, optimizer_class
+
+    counts = {"rounds": 1, "warmup": 1, "blocks": 1, "calls": 1, "profiled": False}
+    device = torch.device("cpu")
+    config = {"size": "custom", "batch": 1, "sequence": 4, **TINY, **counts}
+    workload = language_model(config, device, precision="fp32", batch_seed=rank)
+    optimizer = optimizer_class("adamw", device)(workload.module.parameters(), lr=1e-5)
+    (_, variant) = ddp.expand(("torch-ddp",), ())
+    expected = averaged_gradients(workload)
+    left = []
+
+    def count():
+        gc.collect()
+        wrapper = torch.nn.parallel.DistributedDataParallel
+        left.append(sum(isinstance(each, wrapper) for each in gc.get_objects()))
+
+    ddp._check(variant, workload, expected, "fp32")
+    count()
+    ddp._turn(variant, workload, optimizer, config, Samples(), 0, Path("unused"))
+    count()
+    return left
+
+
 def test_a_wrapper_leaves_nothing_behind(outcomes):
-    _, still_averaged = outcomes[-1]
+    _, still_averaged, torch_wrappers = outcomes[-1]
+    assert torch_wrappers == [0, 0]
     # The ranks' batches differ, so equal gradients would mean that something still averages them.
     assert not any(still_averaged.values()), still_averaged
 

@@ -224,6 +224,9 @@ def test_flash(run):
     own = grid[grid["variant"] == "tiled"]
     assert (own["speedup over tiled (ratio)"] == 1).all()
     assert (own["tier"] == "tiled").all()
+    wide = tables["FlashAttention side by side"].frame
+    assert len(wide) == 2 * 2 * 3  # dtypes × lengths × passes
+    assert wide["tiled (ms)"].tolist() == own["median (ms)"].tolist()
     assert grid.loc[grid["variant"] == "naive", "tier"].isna().all()
 
 
@@ -316,7 +319,7 @@ def test_memory(run):
 
 
 def test_profile(run, tmp_path):
-    frame, _, _ = run(
+    frame, tables, _ = run(
         "profile", sizes=("custom",), batch=4, sequences=(32,), warmup=1, **TINY | {"d_ff": 1024}
     )
     phases = frame[frame["kind"] == "phase"].set_index("phase")
@@ -330,6 +333,13 @@ def test_profile(run, tmp_path):
     assert set(parts["range"]) == {"attention.scores", "attention.softmax", "attention.output"}
     assert (tmp_path / "trace.trimmed.json.gz").exists()
     assert not (tmp_path / "trace.json").exists()
+    whole = tables["Inference against a training step"].frame.set_index("what")
+    step = phases.loc[["forward", "backward", "optimizer"]]
+    assert whole.loc["training step", "kernels (ms)"] == pytest.approx(step["busy_ms"].sum(), 1e-3)
+    assert whole.loc["training step", "matmul (%)"] == pytest.approx(
+        100 * step["matmul_ms"].sum() / step["busy_ms"].sum(), rel=1e-3
+    )
+    assert whole.loc["forward + backward", "matmul (%)"] > whole.loc["training step", "matmul (%)"]
 
 
 def test_profile_says_so_when_nsight_is_missing(monkeypatch, tmp_path):

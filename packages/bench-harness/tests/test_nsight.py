@@ -139,9 +139,20 @@ def test_a_rank_s_part_is_its_gpu_s_and_its_process_s(tools):
         nsight.load(tools / "export.sqlite", 5)
 
 
+def test_a_report_must_hold_every_rank(tools):
+    from bench_harness.experiments.ddp_nsight import read
+
+    assert nsight.devices(tools / "export.sqlite") == [0, 1]
+    with pytest.raises(nsight.NsightError, match=r"of 3 ranks must hold .* holds those of 2"):
+        read(tools / "export.sqlite", 3)
+
+
 @pytest.mark.slow  # every rank is a program that imports torch
 def test_ddp_records_one_report_per_wrapper(tools, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    with closing(sqlite3.connect(tools / "export.sqlite")) as database, database:
+        # A program that sees the machine's third and fourth GPU counts them from 0.
+        database.execute("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET deviceId = deviceId + 2")
     experiment = experiments.get("ddp")
     (case,) = experiment.cases(
         sizes=("custom",),

@@ -11,7 +11,14 @@ import torch
 import basics_model
 from bench_harness.traces import kineto, nsight
 from bench_harness.traces.picture import draw_overlap, timeline
-from bench_harness.traces.trace import is_communication, kernel_totals, kind, phase, time_inside
+from bench_harness.traces.trace import (
+    is_communication,
+    kernel_totals,
+    kind,
+    phase,
+    short_name,
+    time_inside,
+)
 
 CPU = torch.device("cpu")
 MAIN, AUTOGRAD = 11, 12
@@ -144,12 +151,18 @@ def cpu_trace(tmp_path_factory):
     model = basics_model.TransformerLM(config, attention=basics_model.softmax_attention)
     tokens = torch.randint(64, (4, 64))
     path = tmp_path_factory.mktemp("trace") / "step.json"
-    model(tokens).sum().backward()
-    with kineto.recording(path, CPU):
-        with phase("forward", CPU):
-            loss = model(tokens).sum()
-        with phase("backward", CPU):
-            loss.backward()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several would wait for each other where other work has the cores
+    try:
+        model(tokens).sum().backward()
+        model.zero_grad()
+        with kineto.recording(path, CPU):
+            with phase("forward", CPU):
+                loss = model(tokens).sum()
+            with phase("backward", CPU):
+                loss.backward()
+    finally:
+        torch.set_num_threads(threads)
     return path
 
 
@@ -180,6 +193,48 @@ def test_softmax_and_products_are_found_inside_their_ranges(cpu_trace):
     softmax = time_inside(trace, "attention.softmax")
     assert scores["matmul"] > 0
     assert set(softmax) == {"other"}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "short"),
+    [
+        ("aten::mm", "aten::mm"),
+        ("nvjet_hsh_128x64_tn", "nvjet_hsh_128x64_tn"),
+        (
+            "sm80_xmma_gemm_tn_n_tilesize64x64x8_stage3_warpsize1x4x1_ffma_execute_kernel__5x_cublas",
+            "sm80_xmma_gemm_tn_n_tilesize64x64x8_stage3",
+        ),
+        ("void cutlass::Kernel2<cutlass_80_sgemm_nt>(T1::Params)", "cutlass_80_sgemm_nt"),
+        (
+            "void (anonymous namespace)::softmax_warp_forward<float, 8, false>(float*, int)",
+            "softmax_warp_forward",
+        ),
+        (
+            "void at::native::vectorized_elementwise_kernel<4, at::native::<unnamed>::silu_kernel("
+            "at::TensorIteratorBase &)::[lambda(float)], std::array<char *, 2>>(int, T2, T3)",
+            "vectorized_elementwise_kernel: silu_kernel",
+        ),
+        (
+            "void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl_nocast<"
+            "at::native::BinaryFunctor<float, float, float, at::native::binary_internal::MulFunctor"
+            "<float> > >(at::TensorIteratorBase&)::{lambda(int)#1}>(int, T3)",
+            "elementwise_kernel: MulFunctor",
+        ),
+        (
+            "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::"
+            "func_wrapper_t<float, at::native::MaxNanFunctor<float> >, unsigned int> >(T3)",
+            "reduce_kernel: MaxNanFunctor",
+        ),
+        (
+            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::"
+            "(anonymous namespace)::FusedOptimizerTensorListMetadata<4>, at::native::"
+            "(anonymous namespace)::FusedAdamMathFunctor<float, 4> >(T1, T2)",
+            "multi_tensor_apply_kernel: FusedAdamMathFunctor",
+        ),
+    ],
+)
+def test_kernels_have_names_that_fit_a_table(kernel, short):
+    assert short_name(kernel) == short
 
 
 def test_picture_shows_every_variant_on_one_axis(gpu_trace):

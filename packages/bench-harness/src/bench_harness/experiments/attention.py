@@ -269,11 +269,12 @@ def predicted_bytes(batch: int, sequence: int, head_dim: int, itemsize: int) -> 
 
     Saved: the softmax output (B·S²), which both the softmax and the second product need; the mask
     (S² booleans); the output (B·S·D). Query, key and value exist anyway. The peak of backward adds
-    two more B·S² matrices: the gradient of the softmax output, and of the scores.
+    three more B·S² matrices: the gradient of the softmax output, its product with that output,
+    which PyTorch's softmax computes first, and the gradient of the scores.
     """
     scores = batch * sequence**2 * itemsize
     saved = scores + sequence**2 + batch * sequence * head_dim * itemsize
-    return {"predicted_saved_bytes": saved, "predicted_peak_bytes": saved + 2 * scores}
+    return {"predicted_saved_bytes": saved, "predicted_peak_bytes": saved + 3 * scores}
 
 
 def accounting(batch: int, sequence: int, head_dim: int, itemsize: int) -> list[Row]:
@@ -287,6 +288,7 @@ def accounting(batch: int, sequence: int, head_dim: int, itemsize: int) -> list[
         ("softmax output, saved", "B·S²", scores * itemsize),
         ("output and its gradient", "2·B·S·D", 2 * rows * itemsize),
         ("gradient of the softmax output", "B·S²", scores * itemsize),
+        ("that gradient times the output", "B·S²", scores * itemsize),
         ("gradient of the scores", "B·S²", scores * itemsize),
     ]
     return [

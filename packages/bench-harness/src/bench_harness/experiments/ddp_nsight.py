@@ -58,13 +58,23 @@ def rows(config: Row, timeout_s: float, progress: Callable[[str], None]) -> list
 
 
 def read(export: Path, world_size: int) -> Row:
-    """Communication of the recorded step over all ranks, and the picture's data."""
+    """Communication of the recorded step over all ranks, and the picture's data.
+
+    Raises:
+        NsightError: the report does not hold kernels of every rank.
+    """
     from bench_harness.experiments.ddp import over_ranks
     from bench_harness.traces import nsight
     from bench_harness.traces.picture import timeline
 
+    found_on = nsight.devices(export)
+    if len(found_on) != world_size:
+        raise nsight.NsightError(
+            f"a report of {world_size} ranks must hold kernels of as many GPUs; {export.name} "
+            f"holds those of {len(found_on)}"
+        )
     ranks = []
-    for device in range(world_size):
+    for device in found_on:
         trace = nsight.load(export, device)
         window = trace.phases(_PHASE)[0]
         found = trace.overlap(window)

@@ -214,7 +214,8 @@ class Flash(Experiment):
                 "On a GPU times are triton.testing.do_bench's (device events, cache flushed); on a "
                 "CPU the wall clock. The tier is what flash_attention ran. Speedups compare "
                 "variants of the same case only. Causal attention counts half of the scores.",
-            )
+            ),
+            *_side_by_side(present.finished(frame)),
         ]
 
     def figures(self, rows: pd.DataFrame) -> list[Figure]:
@@ -226,6 +227,7 @@ class Flash(Experiment):
         if "phase" not in done or done.empty:
             return []
         whole = done[done["phase"] == "forward+backward"]
+        whole = whole.sort_values(["dtype", "head_dim"], kind="stable")
         panels = present.by(whole, ["dtype", "head_dim"])
         columns = min(4, len(panels))
         height = -(-len(panels) // columns)
@@ -246,6 +248,24 @@ class Flash(Experiment):
             plot.set_visible(False)
         figure.legend(drawn.values(), drawn.keys(), loc="outside upper center", ncols=4)
         return [Figure("flash_grid", "Forward and backward over sequence length", figure)]
+
+
+def _side_by_side(done: pd.DataFrame) -> list[Table]:
+    """A line per cell, a column of medians per variant; variants of one case share a line."""
+    if "phase" not in done or done.empty:
+        return []
+    cell = ["case_key", "dtype", "head_dim", "sequence", "phase"]
+    done = done.sort_values(["dtype", "head_dim", "sequence"], kind="stable")
+    wide = done.pivot_table(index=cell, columns="variant", values="median_ms", sort=False)
+    named = {variant: f"{variant} (ms)" for variant in done["variant"].unique()}
+    shown = {"dtype": "dtype", "head_dim": "head_dim", "sequence": "sequence (tokens)"}
+    return [
+        Table(
+            "FlashAttention side by side",
+            present.columns(wide.reset_index(), {**shown, "phase": "pass", **named}),
+            "Medians. Empty: not measured beside the others of its line.",
+        )
+    ]
 
 
 def _case(config: dict[str, Any]) -> Case:

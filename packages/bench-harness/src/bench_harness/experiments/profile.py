@@ -238,14 +238,15 @@ class Profile(Experiment):
         phases = done[done["kind"] == "phase"]
         if phases.empty:
             return []
+        kinds = [k for k in _KINDS if (phases[_column(k)] > 0).any()]
         labels = list(phases["label"].str.removeprefix("profile ").unique())
         figure, axes = new_figure(columns=len(PHASES), width=12, height=1.3 + 0.3 * len(labels))
         for plot, phase in zip(axes[0], PHASES, strict=True):
             part = phases[phases["phase"] == phase]
             places = [labels.index(label.removeprefix("profile ")) for label in part["label"]]
             left: Any = 0.0
-            for colour, kind in zip(COLOURS, _KINDS, strict=False):
-                width = part[f"{kind}_ms".replace(" ", "_")].to_numpy(float)
+            for colour, kind in zip(COLOURS, kinds, strict=False):
+                width = part[_column(kind)].to_numpy(float)
                 plot.barh(places, width, left=left, color=colour, label=kind)
                 left = left + width
             plot.set_yticks(
@@ -254,9 +255,13 @@ class Profile(Experiment):
             plot.set_ylim(len(labels) - 0.4, -0.6)
             plot.set_title(phase)
             plot.set_xlabel("kernel time (ms)")
-        handles, kinds = axes[0, 0].get_legend_handles_labels()
-        figure.legend(handles, kinds, loc="outside upper center", ncols=4)
+        handles, named = axes[0, 0].get_legend_handles_labels()
+        figure.legend(handles, named, loc="outside upper center", ncols=4)
         return [Figure("profile_phases", "Kernel time by kind of work", figure)]
+
+
+def _column(kind: str) -> str:
+    return f"{kind} ms".replace(" ", "_")
 
 
 _NAMES = "Names without namespaces, types and arguments; the rows hold them whole."
@@ -353,7 +358,7 @@ def rows_of(trace: Trace, facts: Row, config: Mapping[str, Any]) -> list[Row]:
                 **facts,
                 "window_ms": sum(end - start for start, end in windows) / 1e6,
                 "busy_ms": busy / 1e6,
-                **{f"{k}_ms".replace(" ", "_"): ns / 1e6 for k, ns in by_kind.items()},
+                **{_column(kind): ns / 1e6 for kind, ns in by_kind.items()},
                 "matmul_share": 100 * by_kind["matmul"] / busy if busy else 0.0,
                 "fused_share": 100 * by_kind["fused attention"] / busy if busy else 0.0,
                 "kernel": totals[0].name,

@@ -59,6 +59,8 @@ def print_pdf(page: Path, target: Path) -> None:
     Raises:
         BrowserError: there is no browser, or it wrote nothing.
     """
-    run(page, f"--print-to-pdf={target.absolute()}", "--no-pdf-header-footer")
+    # Tags would make an object of every table cell, and the file four times as large.
+    options = ("--no-pdf-header-footer", "--disable-pdf-tagging")
+    run(page, f"--print-to-pdf={target.absolute()}", *options)
     if not target.is_file():
         raise BrowserError(f"{find()} wrote no {target}")

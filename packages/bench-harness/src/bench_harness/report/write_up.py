@@ -42,7 +42,8 @@ A field of such a row is named with dots where it is nested; the third entry div
 ``by = ["variant"]`` shows the median of the rows that agree in these fields. Such a part may also
 show pictures: ``pictures = [["ddp/timeline.png", "Title", "Note."]]``.
 
-An entry of ``cell`` is the one cell of a whole table, in that column, whose row has these values.
+``cases`` are parts of labels; one that is the whole label of a case names only that case. An entry
+of ``cell`` is the one cell of a whole table, in that column, whose row has these values.
 ``figure`` rounds to three significant digits, ``figure(2)`` to two.
 """
 
@@ -300,12 +301,9 @@ def _rows(part: Mapping[str, Any], folder: Path) -> tuple[list[Row], list[str]]:
     for run in part["runs"]:
         store = Store(folder / run)
         store.check_is_run()
-        rows = [
-            row
-            for row in store.load().rows
-            if row["experiment"] == part["experiment"]
-            and (not texts or any(text in row["label"] for text in texts))
-        ]
+        rows = [row for row in store.load().rows if row["experiment"] == part["experiment"]]
+        labels = {row["label"] for row in rows}
+        rows = [row for row in rows if not texts or _named(row["label"], texts, labels)]
         environments = store.read_json(ENVIRONMENTS) or {}
         for identity in dict.fromkeys(row["environment"] for row in rows):
             commits = dict.fromkeys(r["commit"] for r in rows if r["environment"] == identity)
@@ -317,6 +315,11 @@ def _rows(part: Mapping[str, Any], folder: Path) -> tuple[list[Row], list[str]]:
             + (f" whose case holds one of {texts}" if texts else "")
         )
     return found, where
+
+
+def _named(label: str, texts: list[str], labels: set[str]) -> bool:
+    """Whether one of the texts is part of a label; one that is a whole label names only that."""
+    return any(text == label if text in labels else text in label for text in texts)
 
 
 def _from_file(part: Mapping[str, Any], folder: Path) -> tuple[list[Table], list[str]]:

@@ -153,6 +153,19 @@ def load(path: Path, device: int | None = None) -> Trace:
         )
 
 
+def devices(path: Path) -> list[int]:
+    """The GPUs that ran kernels, by the number that the export gives them.
+
+    That need not be the number in the program: where only some GPUs are visible to it, they are
+    counted from 0 there.
+    """
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+        if _KERNELS not in _schema(database):
+            return []
+        query = f"SELECT DISTINCT deviceId FROM {_KERNELS} ORDER BY deviceId"  # noqa: S608
+        return [int(device) for (device,) in database.execute(query)]
+
+
 def _schema(database: sqlite3.Connection) -> dict[str, set[str]]:
     """Columns of every table."""
     tables = [

@@ -131,6 +131,7 @@ def short_name(kernel: str) -> str:
 
     Templates that run any operation are named with theirs: ``elementwise_kernel: silu_kernel``.
     """
+    kernel = re.sub(r"_warpsize\w+_execute_kernel__5x_cublas$", "", kernel)
     plain = re.sub(r"\(anonymous namespace\)::|<unnamed>::|^void ", "", kernel)
     own = re.split(r"[<(]", plain, maxsplit=1)[0]
     if own == kernel:
