@@ -114,16 +114,53 @@ def markdown(frame: Any) -> str:
     return "\n".join(tables)
 
 
+def ratios(frame: Any) -> str:
+    """Ours over the peers' time, forward / backward: least and greatest of all cells of a kind."""
+    index = [*CELL, "pass"]
+    times = frame.pivot_table(index=index, columns="implementation", values="ms", aggfunc="median")
+    lines = []
+    for ours in (name for name in (OURS, PORTABLE) if name in times):
+        kinds = times.groupby(["dtype", "head_dim"]).groups
+        for dtype, head_dim in sorted(kinds, key=lambda kind: ([*DTYPES].index(kind[0]), kind[1])):
+            part = times.loc[kinds[dtype, head_dim]].dropna(subset=[ours])
+            line = {"time of": ours, "dtype": dtype, "head_dim": head_dim}
+            for peer in (name for name in ORDER[2:] if name in times):
+                ratio = (part[ours] / part[peer]).dropna()
+                passes = [ratio[ratio.index.get_level_values("pass") == p] for p in PASSES[:2]]
+                spans = [f"{r.min():.2f}–{r.max():.2f}" for r in passes if len(r)]
+                line[f"over {peer}"] = " / ".join(spans) or "–"
+            if len(part):
+                lines.append(line)
+    import pandas as pd
+
+    return str(pd.DataFrame(lines).to_markdown(index=False, disable_numparse=True)) + "\n"
+
+
+def rendered(text: str, frame: Any) -> str:
+    """``text`` with its measured part renewed.
+
+    Raises:
+        ValueError: a mark is missing.
+    """
+    if BEGIN not in text or END not in text:
+        raise ValueError(f"the file must hold the marks {BEGIN.strip()!r} and {END.strip()!r}")
+    before, _, rest = text.partition(BEGIN)
+    after = rest.partition(END)[2]
+    cells = f"<details>\n<summary>All cells</summary>\n\n{markdown(frame)}\n</details>\n"
+    return f"{before}{BEGIN}\n{ratios(frame)}\n{cells}\n{END}{after}"
+
+
 def draw(frame: Any, path: Path) -> None:
-    """TFLOP/s of forward + backward over the length; a row of panels for each dtype."""
+    """TFLOP/s of forward + backward over the length; a row for each dtype with all its panels."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
     frame = frame[(frame["pass"] == "both") & frame["set"].isin(["lengths", "lengths-fp16"])]
-    dtypes = [name for name in DTYPES if name in set(frame["dtype"])]
     panels = sorted({(d, m) for d, m in zip(frame["head_dim"], frame["mask"], strict=True)})
+    lengths = frame.groupby(["dtype", "head_dim", "mask"])["length"].nunique().gt(1)
+    dtypes = [name for name in DTYPES if name in lengths and lengths[name].sum() == len(panels)]
     figure, axes = plt.subplots(
         len(dtypes),
         len(panels),

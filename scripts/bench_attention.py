@@ -25,6 +25,7 @@ import gc
 import json
 import multiprocessing
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -52,17 +53,7 @@ from attention_cases import (
     Case,
     implementations,
 )
-from attention_rows import (
-    BEGIN,
-    END,
-    draw,
-    frame_of,
-    identity,
-    lost_cells,
-    markdown,
-    merged,
-    rows_in,
-)
+from attention_rows import draw, frame_of, identity, lost_cells, markdown, merged, rendered, rows_in
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
@@ -276,7 +267,12 @@ def host_rows() -> Iterator[dict[str, Any]]:
         if name == FLEX:
             continue
         chosen: AbstractContextManager[None] = nullcontext()
-        attend = make()
+        try:
+            attend = make()
+            attend(*leaves)
+        except Exception as error:  # noqa: BLE001 - whatever stops one peer, the others go on
+            yield {**dataclasses.asdict(case), "implementation": name, "note": str(error)[:200]}
+            continue
         if name in BACKENDS:
             chosen = sdpa_kernel(BACKENDS[name])
             attend = functools.partial(F.scaled_dot_product_attention, is_causal=True)
@@ -434,6 +430,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"-- {name} ({time.monotonic() - started:.0f} s)", flush=True)
             save(name, other_rows())
     cases = [(name, case) for name in sets if name in CASES for case in CASES[name]()]
+    cases = [pair for pair in cases if re.search(arguments.matching, str(pair[1]))]
     cases = [pair for pair in dealt(cases, arguments.shard) if wanted(*pair)]
     if arguments.jobs > 0 and cases:
         compile_all([(name, case, [*wanted(name, case)]) for name, case in cases], arguments.jobs)
@@ -472,10 +469,7 @@ def report(arguments: argparse.Namespace) -> int:
     if arguments.table:
         arguments.table.write_text(markdown(frame))
     if arguments.readme:
-        text = arguments.readme.read_text()
-        before, rest = text.split(BEGIN)
-        after = rest.split(END)[1]
-        arguments.readme.write_text(f"{before}{BEGIN}\n{markdown(frame)}\n{END}{after}")
+        arguments.readme.write_text(rendered(arguments.readme.read_text(), frame))
     if arguments.lost:
         arguments.lost.write_text(lost_cells(frame, arguments.factor))
     if arguments.plot:
@@ -500,6 +494,7 @@ def main() -> int:
     runner.add_argument("rows", type=Path, help="JSON lines are appended to this file")
     runner.add_argument("--set", nargs="+", choices=[*SETS, "all"], default=["leaderboard"])
     runner.add_argument("--only", nargs="+", help="parts of implementation names")
+    runner.add_argument("--matching", default="", help="regular expression that cases match")
     runner.add_argument("--rounds", type=int, default=4)
     runner.add_argument("--rep", type=int, default=50, help="milliseconds per round and pass")
     runner.add_argument("--jobs", type=int, default=8, help="processes that compile beforehand")

@@ -20,18 +20,17 @@ def draw_speed(table: pd.DataFrame, labels: Mapping[str, str]) -> bytes:
     """Bars of the median step, cell by cell; communication that is not hidden stands out.
 
     Args:
-        table: rows of ``bench_ddp.py``, any order.
+        table: rows of ``bench_ddp.py``, any order; cells that did not measure the step without
+            communication are left out.
         labels: what to call each variant.
     """
-    cells = list(dict.fromkeys(table.cell))
+    cells = list(dict.fromkeys(table.cell[table.variant == "no-communication"]))
     most = max(sum(table.cell == cell) for cell in cells)
-    figure, axes = new_figure(
-        width=5.2 * len(cells), height=0.9 + 0.27 * most, columns=len(cells), sharex=True
-    )
+    figure, axes = new_figure(width=4.6 * len(cells), height=1.3 + 0.3 * most, columns=len(cells))
     for plot, cell in zip(axes[0], cells, strict=True):
         own = table[table.cell == cell].sort_values("median_ms", ascending=False)
         alone = float(own.median_ms[own.variant == "no-communication"].iloc[0])
-        names = [labels[name] for name in own.variant]
+        names = [labels[name].replace("`", "").partition(" (")[0] for name in own.variant]
         plot.barh(names, own.median_ms.clip(upper=alone), color=COLOURS[0])
         exposed = (own.median_ms - alone).clip(lower=0)
         plot.barh(names, exposed, left=alone, color=COLOURS[1], label="exposed communication")
@@ -41,10 +40,11 @@ def draw_speed(table: pd.DataFrame, labels: Mapping[str, str]) -> bytes:
         precision, batch, sequence = cell.split(",")
         plot.set_title(f"{precision}, batch {batch} × {sequence}")
         plot.set_xlabel("median step (ms)")
-        plot.set_xlim(0, table.median_ms.max() * 1.2)
+        plot.set_xlim(0, own.median_ms.max() * 1.45)
         plot.tick_params(axis="y", labelsize="x-small")
         plot.grid(visible=False, axis="y")
-    axes[0, -1].legend(loc="lower right", fontsize="x-small", frameon=True)
+    handles, names = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside upper center")
     return png_bytes(figure)
 
 

@@ -40,11 +40,11 @@ LABELS = {
     "torch-ddp+sharded": "torch DDP + `ShardedOptimizer`",
     "ddp-lite+sharded": "ddp-lite + `ShardedOptimizer`",
     "ddp-lite+handoff": "ddp-lite with `ReduceScatterHook` + `ShardedOptimizer`",
-    "reduce-overlap": '`reduce_gradients`, `overlap="next-forward"`, default buckets',
-    "reduce-250-overlap": "the same, 250 MB",
-    "reduce-500-overlap": "the same, 500 MB",
-    "reduce-1000-overlap": "the same, 1000 MB",
-    "reduce-even-overlap": "the same, 476 MB from the first bucket on",
+    "reduce-overlap": '`reduce_gradients`, `overlap="next-forward"`',
+    "reduce-250-overlap": "`reduce_gradients`, overlap, 250 MB",
+    "reduce-500-overlap": "`reduce_gradients`, overlap, 500 MB",
+    "reduce-1000-overlap": "`reduce_gradients`, overlap, 1000 MB",
+    "reduce-even-overlap": "`reduce_gradients`, overlap, 476 MB",
 }
 UNSHARDED = ("ddp-lite", "ddp-lite-500", "ddp-lite-auto")
 WEIGHED = {
@@ -88,11 +88,12 @@ class Run:
         """Median over the blocks of a variant."""
         return statistics.median(row["step_ms"] for row in self.times[name].values())
 
-    def ratio(self, name: str, base: str) -> float:
-        """Median over rounds of one variant's step time over another's in the same round."""
+    def ratio(self, name: str, base: str) -> str:
+        """The ratio of two variants' medians, and the median of their ratios within a round."""
         mine, theirs = self.times[name], self.times[base]
         both = sorted(mine.keys() & theirs.keys())
-        return statistics.median(mine[turn]["step_ms"] / theirs[turn]["step_ms"] for turn in both)
+        within = statistics.median(mine[n]["step_ms"] / theirs[n]["step_ms"] for n in both)
+        return f"{self.step_ms(name) / self.step_ms(base):.3f} ({within:.3f})"
 
     @property
     def weighed(self) -> list[str]:
@@ -157,13 +158,14 @@ def speed_table(run: Run) -> str:
     for name in sorted(run.times, key=run.step_ms):
         times = [row["step_ms"] for row in run.times[name].values()]
         alone = statistics.median(row["optimizer_ms"] for row in run.times[name].values())
+        buckets = run.times[name][min(run.times[name])].get("buckets")
         rows.append(
             [
-                LABELS[name],
+                LABELS[name] + (f" ({buckets} buckets)" if buckets else ""),
                 f"{run.step_ms(name):.1f}",
                 f"{min(times):.1f}–{max(times):.1f}",
                 f"{alone:.1f}",
-                *(f"{run.ratio(name, other):.2f}" for other in base.values()),
+                *(run.ratio(name, other) for other in base.values()),
             ]
         )
     header = ["variant", "step (ms)", "blocks (ms)", "optimizer step (ms)"]
@@ -206,7 +208,9 @@ def draw(runs: list[Run], path: Path) -> None:
         len(runs), len(WEIGHED), figsize=(13, 3.4 * len(runs)), sharey=True, squeeze=False
     )
     for line, run in zip(grid, runs, strict=True):
-        for axes, name in zip(line, run.weighed, strict=True):
+        for axes in line[len(run.weighed) :]:
+            axes.set_visible(False)
+        for axes, name in zip(line, run.weighed, strict=False):
             for place, moment in enumerate(MOMENTS):
                 stack(axes, place - 0.2, measured(run.memory[name], moment), "")
                 expected = predicted(run.memory[name], moment, activations_of(run))
@@ -251,7 +255,8 @@ def section(runs: list[Run]) -> str:
             )
             parts.append(
                 f"""{setting}; {blocks} blocks of {row["steps_per_block"]} steps, the variants """
-                f"""{order}. Medians; ratios are medians over rounds.\n\n{speed_table(run)}\n"""
+                f"{order}. Medians; ratios of medians (medians of the ratios within rounds).\n\n"
+                f"{speed_table(run)}\n"
             )
         if run.weighed:
             parts.append(f"{setting}; each variant alone in memory.\n\n{memory_table(run)}\n")

@@ -3,13 +3,15 @@
     python scripts/readme_results.py           # rewrite the section
     python scripts/readme_results.py --check   # exit 1 if it differs from the rows
 
-It reads the leaderboard rows of docs/results/flash and the data-parallel rows of docs/results/ddp.
+It reads the leaderboard rows of docs/results/flash, the data-parallel rows of docs/results/ddp and
+the sharding rows of docs/results/assignment-h200 and docs/results/optimizer.
 """
 
 import argparse
 import json
 import sys
 from pathlib import Path
+from statistics import median
 
 import pandas as pd
 
@@ -18,9 +20,10 @@ README = ROOT / "README.md"
 BEGIN = "<!-- results: scripts/readme_results.py writes what is between these marks -->\n"
 END = "<!-- end of results -->"
 ATTENTION_ROWS = "docs/results/flash/h200_attention.jsonl"
-ATTENTION_PICTURE = "docs/results/flash/h200_portable_lengths.png"
+ATTENTION_PICTURE = "docs/results/flash/h200_attention.png"
 DDP_ROWS = "docs/results/ddp/h200x2_xl/rows.jsonl"
 DDP_CELL = "bf16,4,512"
+SHARDING_ROWS = "docs/results/assignment-h200/results.jsonl"
 WRAPPERS = {
     "no-communication": "no communication (a bound, not training)",
     "naive": "ddp-lite, naive",
@@ -32,6 +35,21 @@ WRAPPERS = {
     "torch-25": "torch DDP, 25 MB (its default)",
     "torch-100-views": "torch DDP, 100 MB, views",
     "torch-100-views-static": "torch DDP, 100 MB, views, static graph",
+}
+
+
+STEP_ROWS = "docs/results/optimizer/h200x2_xl_bf16_compiled_batch8.jsonl"
+STEPS = {
+    "torch-ddp": "torch DDP, AdamW on every rank",
+    "torch-ddp+zero": "torch DDP, ZeroRedundancyOptimizer",
+    "ddp-lite-auto": "ddp-lite, AdamW on every rank",
+    "reduce-overlap": "shard-optim on ddp-lite's buckets, reduced in backward",
+}
+OPTIMIZERS = {
+    "unsharded": "AdamW on every rank",
+    "sharded-flat": "shard-optim, equal slices (default)",
+    "sharded-whole": "shard-optim, whole tensors",
+    "zero-redundancy": "ZeroRedundancyOptimizer",
 }
 
 
@@ -55,6 +73,37 @@ def ddp_table(path: Path) -> str:
     return str(table.rename_axis("wrapper").reset_index().to_markdown(index=False, floatfmt=".1f"))
 
 
+def sharding_table(path: Path) -> str:
+    """One line per optimizer; GiB per rank and milliseconds."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = []
+    for variant, name in OPTIMIZERS.items():
+        own = [r for r in rows if r["experiment"] == "optimizer" and r["variant"] == variant]
+        after = next(r for r in own if r["moment"] == "after the optimizer step")
+        times = {r["phase"]: median(r["samples_ms"]) for r in own if r["phase"]}
+        lines.append(
+            {
+                "optimizer": name,
+                "its state (GiB)": after["state_bytes"] / 2**30,
+                "allocated after the step (GiB)": after["allocated_bytes"] / 2**30,
+                "the optimizer alone (ms)": times["optimizer"],
+                "training step (ms)": times["step"],
+            }
+        )
+    return str(pd.DataFrame(lines).to_markdown(index=False, floatfmt=".1f"))
+
+
+def step_table(path: Path) -> str:
+    """One line per pair of wrapper and optimizer, fastest first; milliseconds."""
+    rows = pd.DataFrame(map(json.loads, path.read_text().splitlines()))
+    table = rows.groupby("variant")[["step_ms", "optimizer_ms"]].median().loc[list(STEPS)]
+    table = table.sort_values("step_ms")
+    table.index = table.index.map(STEPS)
+    table.columns = ["step, median (ms)", "the optimizer alone (ms)"]
+    named = table.rename_axis("wrapper and optimizer").reset_index()
+    return str(named.to_markdown(index=False, floatfmt=".1f"))
+
+
 def section(root: Path = ROOT) -> str:
     """The README's text between the marks."""
     return f"""
@@ -63,9 +112,9 @@ def section(root: Path = ROOT) -> str:
 
 {attention_table(root / ATTENTION_ROWS)}
 
-Throughput of an earlier portable tier over the sequence length, cuDNN included:
+Throughput over the sequence length, with cuDNN:
 
-![Throughput over sequence length, against SDPA kernels]({ATTENTION_PICTURE})
+![Throughput over sequence length, against PyTorch's kernels]({ATTENTION_PICTURE})
 
 **Data parallelism.** Two NVIDIA H200s, the 2.0-billion-parameter model, batch 4 × 512 per GPU, bf16
 autocast, fused AdamW; two interleaved blocks of five steps. The host of this machine limits the
@@ -74,6 +123,16 @@ millisecond. On another machine copies between peers were no faster than the def
 [ddp-lite's page](packages/ddp-lite/README.md#measured) has that run, the other cells and traces.
 
 {ddp_table(root / DDP_ROWS)}
+
+**Sharding.** Two NVIDIA H200s of another machine, the same model. Memory per rank and time behind
+the same bucketed wrapper, batch 2 × 128 per GPU, fp32; medians of ten steps in two turns:
+
+{sharding_table(root / SHARDING_ROWS)}
+
+Whole steps where the GPU is the limit: blocks compiled, batch 8 × 512 per GPU, bf16, rounds of four
+steps in turn:
+
+{step_table(root / STEP_ROWS)}
 
 """
 

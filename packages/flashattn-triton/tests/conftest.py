@@ -233,7 +233,7 @@ def is_plain(case: Case) -> bool:
 
 def is_for_hopper(case: Case) -> bool:
     """Whether the Hopper tier takes it."""
-    plain = not any_bound(case.window) and case.softcap is None and case.scale != 0
+    plain = case.softcap is None and case.scale != 0
     dim, value_dim = case.head_dims
     return (
         plain

@@ -39,6 +39,32 @@ def test_layouts_are_transposes_of_each_other(implementation: str) -> None:
         assert out.is_contiguous()
 
 
+@pytest.mark.parametrize("implementation", ["tiled", "triton", "reference"])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("leading", [(), (1,), (2, 3), (2, 1, 2)], ids=str)
+def test_any_leading_dimensions(leading: tuple[int, ...], layout: str, implementation: str) -> None:
+    heads_and_rows = ((4, 20), (2, 30)) if layout == "bhsd" else ((20, 4), (30, 2))
+    query = torch.randn(*leading, *heads_and_rows[0], 16, device=DEVICE, requires_grad=True)
+    key, value = (
+        torch.randn(*leading, *heads_and_rows[1], 16, device=DEVICE, requires_grad=True)
+        for _ in range(2)
+    )
+    leaves = [query, key, value]
+    keywords: dict[str, Any] = {"causal": True, "layout": layout, "return_lse": True}
+    out, lse = flash_attention(*leaves, **keywords, implementation=implementation)
+    assert out.shape == query.shape
+    assert lse.shape == (*leading, 4, 20)
+    batched = [x.detach().reshape(-1, *x.shape[-3:]).requires_grad_() for x in leaves]
+    expected, expected_lse = flash_attention(*batched, **keywords, implementation="reference")
+    torch.testing.assert_close(out, expected.view(out.shape), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse, expected_lse.view(lse.shape), rtol=1e-5, atol=1e-5)
+    grad_out = torch.randn_like(out)
+    actual = torch.autograd.grad(out, leaves, grad_out)
+    wanted = torch.autograd.grad(expected, batched, grad_out.reshape(expected.shape))
+    for a, w in zip(actual, wanted, strict=True):
+        torch.testing.assert_close(a, w.view(a.shape), rtol=1e-4, atol=1e-5)
+
+
 def test_causal_by_all_its_names() -> None:
     q, k, v = inputs()
     top_left = flash_attention(q, k, v, causal="top-left")
@@ -54,7 +80,13 @@ def test_default_scale() -> None:
 
 
 BAD_DENSE: list[tuple[dict[str, Any], str]] = [
-    ({"query": (2, 20, 16)}, "query must have 4 dimensions"),
+    ({"query": (20, 16)}, "query must have 3 dimensions, as query and at least 3"),
+    ({"query": (2, 20, 16)}, "key must have 3 dimensions, as query"),
+    ({"key": (2, 20, 16)}, "key must have 4 dimensions, as query"),
+    (
+        {"query": (3, 2, 2, 20, 16), "key": (2, 3, 2, 20, 16), "value": (2, 3, 2, 20, 16)},
+        r"key must have query's leading dimensions \(3, 2\); received \(2, 3\)",
+    ),
     ({"key": (2, 2, 20, 8)}, "key must have query's head_dim 16; received 8"),
     ({"key": (1, 2, 20, 16)}, "key must have query's batch size 2; received 1"),
     ({"value": (2, 2, 21, 16)}, "value must have key's sequence length 20; received 21"),

@@ -13,148 +13,93 @@ from torch import Tensor
 from flashattn_triton import eager, flash_attention
 from flashattn_triton.hopper import eligibility
 
-ENCODING: dict[str, Any] = {"swizzle": 3, "elem_size": 2, "elem_type": 7, "block_size": [64, 64]}
+ENCODING: dict[str, Any] = {
+    "swizzle": 3,
+    "elem_size": 2,
+    "elem_type": 7,
+    "block_size": [64, 64],
+    "fp4_padded": False,
+}
+SIGNATURE = {
+    "x_desc": "tensordesc<bf16[64, 64]>",
+    "y_ptr": "*fp32",
+    "z_ptr": "constexpr",
+    "n": "i32",
+    "WIDTH": "constexpr",
+}
 
 
 class Kernel:
     """A kernel with a descriptor, two pointers, a number and a constant; calls are recorded."""
 
-    arg_names = ("x_desc", "y_ptr", "z_ptr", "n", "WIDTH")
+    arg_names = tuple(SIGNATURE)
 
-    def __init__(self, in_closure: bool) -> None:
+    def __init__(self) -> None:
+        from triton.backends.nvidia.driver import wrap_handle_tensordesc
+
         self.started: list[tuple[Any, ...]] = []
-        record = self.started.append
-
-        class Launcher:
-            def __call__(self, *arguments: Any) -> None:
-                record(arguments)
-
-        launcher = Launcher()
-
-        def inner(*arguments: Any) -> None:
-            launcher(*arguments)
-            raise AssertionError("descriptors are encoded again")
-
-        self.launch = inner if in_closure else launcher
         self.compilations = 0
+
+        def record(*arguments: Any) -> None:
+            self.started.append(arguments)
+
+        self.launch = wrap_handle_tensordesc(record, SIGNATURE, [ENCODING])
 
     def warmup(self, *arguments: Any, **keywords: Any) -> Any:
         self.compilations += 1
         self.compiled_for = (arguments, keywords)
-        return SimpleNamespace(
-            run=SimpleNamespace(
-                launch=self.launch, launch_cooperative_grid=False, launch_pdl=False
-            ),
-            function="function",
-            packed_metadata="packed",
-            metadata=SimpleNamespace(tensordesc_meta=[ENCODING]),
-            launch_metadata=lambda grid, stream: ("metadata", grid, stream),
+        launcher = SimpleNamespace(
+            launch=self.launch,
+            launch_cooperative_grid=False,
+            launch_pdl=False,
+            global_scratch_size=0,
+            profile_scratch_size=0,
         )
+        return SimpleNamespace(run=launcher, function="function", packed_metadata="packed")
 
 
 class Driver:
     """Encodes descriptors as what they are made of."""
 
     def __init__(self) -> None:
-        self.encoded: list[int] = []
         self.utils = self
-        self.stream = 5
 
     def get_current_device(self) -> int:
         return 0
 
     def get_current_stream(self, device: int) -> int:
-        return self.stream
+        return 5
 
     def fill_tma_descriptor(self, address: int, *settings: Any) -> Any:
-        self.encoded.append(address)
         return ("descriptor", address, *settings)
 
 
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+def test_it_compiles_once_and_passes_addresses_on(monkeypatch: pytest.MonkeyPatch) -> None:
     refusal = eligibility.triton_refusal()
     if refusal is not None:
         pytest.skip(refusal)
-    from flashattn_triton.hopper import launch
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST as HOST
+    from triton.runtime.driver import driver
 
-    absent = Driver()
-    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=absent))
-    return absent
-
-
-def prepared(kernel: Kernel) -> Any:
     from flashattn_triton.hopper.launch import DirectLaunch, tile_map
 
+    monkeypatch.setattr(driver, "_active", Driver())
+    kernel = Kernel()
     tiles = tile_map([100, 64], [64, 1], [64, 64], torch.bfloat16)
-    return DirectLaunch(kernel, 3, [tiles, torch.float32, None], [7], {"WIDTH": 64})
-
-
-@pytest.mark.parametrize("in_closure", [False, True])
-def test_the_compiled_launcher_gets_everything(driver: Driver, in_closure: bool) -> None:
-    kernel = Kernel(in_closure)
-    launch = prepared(kernel)
-    launch(4096, 8192, None)
-    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST as HOST
-
-    tiles = (HOST[7], [64, 64], [100, 64], [64, 1])
-    descriptor = ("descriptor", 4096, 3, 2, *tiles, 0)
-    unused = (None, None, None)  # launch metadata and hooks
-    base = (3, 1, 1, 5, "function", False, False, None, None, "packed", *unused)
-    assert kernel.started == [(*base, descriptor, 100, 64, 64, 1, 8192, None, 7, 64)]
+    launch = DirectLaunch(kernel, 3, [tiles, torch.float32, None], [7], {"WIDTH": 64})
+    for address in (4096, 8192):
+        launch(address, 16, None)
+    assert kernel.compilations == 1
     arguments, keywords = kernel.compiled_for
     assert arguments[0].block_shape == [64, 64]
     assert arguments[1:] == (torch.float32, None, 7)
     assert keywords == {"WIDTH": 64, "grid": (3, 1, 1), "num_warps": 4, "num_stages": 1}
-
-
-def test_it_compiles_once_and_encodes_an_address_once(driver: Driver) -> None:
-    kernel = Kernel(False)
-    launch = prepared(kernel)
-    for address in (4096, 8192, 4096):
-        launch(address, 0, None)
-    assert kernel.compilations == 1
-    assert driver.encoded == [4096, 8192]
-    assert [call[13][1] for call in kernel.started] == [4096, 8192, 4096]
-
-
-def test_the_stream_is_the_one_of_each_call(driver: Driver) -> None:
-    kernel = Kernel(False)
-    launch = prepared(kernel)
-    for stream in (5, 6):
-        driver.stream = stream
-        launch(4096, 0, None)
-    assert [call[3] for call in kernel.started] == [5, 6]
-
-
-def test_encoded_descriptors_are_bounded(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flashattn_triton.hopper import launch as module
-
-    monkeypatch.setattr(module, "_KEPT", 2)
-    launch = prepared(Kernel(False))
-    for address in (16, 32, 48, 16):
-        launch(address, 0, None)
-    assert driver.encoded == [16, 32, 48, 16]
-
-
-def test_profilers_see_launches(driver: Driver) -> None:
-    from triton import knobs
-
-    def hook(metadata: Any) -> None:
-        """Called by the compiled launcher, if at all."""
-
-    kernel = Kernel(False)
-    launch = prepared(kernel)
-    knobs.runtime.launch_enter_hook.add(hook)
-    try:
-        launch(16, 0, None)
-    finally:
-        knobs.runtime.launch_enter_hook.remove(hook)
-    launch(16, 0, None)
-    seen, unseen = (call[10:13] for call in kernel.started)
-    assert seen[0] == ("metadata", (3, 1, 1), 5)
-    assert seen[1] is knobs.runtime.launch_enter_hook
-    assert unseen == (None, None, None)
+    settings = (3, 2, HOST[7], [64, 64], [100, 64], [64, 1], 0)
+    head = (3, 1, 1, 5, "function", False, False, None, None, "packed", None, None, None)
+    assert kernel.started == [
+        (*head, ("descriptor", address, *settings), 100, 64, 64, 1, 16, None, 7, 64)
+        for address in (4096, 8192)
+    ]
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from flashattn_triton import Tiles, Tiling, flash_attention, flash_attention_varlen
-from flashattn_triton.launch import can_be_copied
+from flashattn_triton import (
+    Tiles,
+    Tiling,
+    backward_kernels,
+    flash_attention,
+    flash_attention_varlen,
+    forward,
+)
+from flashattn_triton.launch import can_be_copied, copy_refusal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = Tiles(16, 32, 4, 1)
@@ -67,6 +75,22 @@ def test_the_copy_engine_does_not_read_packed_sequences(
     assert_close_to_oracle(attend(varlen_case, tiling=COPIED), inputs)
 
 
+DECLARED = (
+    *("Q_ptr", "K_ptr", "V_ptr", "O_ptr", "L_ptr"),
+    *("stride_qb", "stride_qq", "stride_kb", "stride_kk", "stride_vb", "stride_vk"),
+    *("stride_ob", "stride_oq", "stride_lb"),
+    *("N_QUERIES", "N_KEYS", "scale", "D", "Q_TILE_SIZE", "K_TILE_SIZE", "is_causal"),
+)
+
+
+def test_the_kernel_has_the_declared_arguments_in_order() -> None:
+    """The assignment's, but for strides of 1; others stand between them. No block pointers."""
+    names = inspect.signature(forward.flash_forward_kernel.fn).parameters
+    assert tuple(name for name in names if name in DECLARED) == DECLARED
+    for module in (forward, backward_kernels):
+        assert "block_ptr" not in inspect.getsource(module)
+
+
 def test_what_can_be_copied() -> None:
     x = torch.empty(2, 3, 8, 16, device=DEVICE, dtype=torch.bfloat16)
     assert can_be_copied(x)
@@ -92,3 +116,28 @@ def test_gradient_of_the_output_alone(
 ) -> None:
     attention = attend(strided_case, return_lse=False)
     assert_close_to_oracle(attention, make_inputs(strided_case, DEVICE), lse_gradient=False)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "address", "reason"),
+    [
+        ((2, 3, 5, 64), (960, 320, 64, 1), 512, None),
+        ((2, 3, 5, 64), (960, 64, 192, 1), 512, None),  # (batch, sequence, heads, head_dim)
+        ((1, 1, 5, 64), (0, 3, 64, 1), 512, None),  # never used
+        ((2, 3, 5, 64), (960, 320, 64, 1), 520, "aligned to 16 bytes"),
+        ((2, 3, 5, 64), (960, 320, 64, 2), 512, "must be contiguous"),
+        ((2, 3, 5, 64), (960, 320, 68, 1), 512, "multiples of 8 elements"),
+        ((2, 3, 5, 64), (960, 0, 64, 1), 512, "strides must be positive"),
+        ((2, 3, 5, 64), (2**39, 320, 64, 1), 512, "strides must be positive"),
+    ],
+)
+def test_why_not_copied(
+    shape: tuple[int, ...], strides: tuple[int, ...], address: int, reason: str | None
+) -> None:
+    actual = copy_refusal("key", torch.Size(shape), strides, address, 2)
+    if reason is None:
+        assert actual is None
+    else:
+        assert actual is not None
+        assert "key's" in actual
+        assert reason in actual

@@ -19,6 +19,7 @@ from flashattn_triton.options import (
     check_dense,
     check_layout,
     check_varlen,
+    in_one_batch,
     resolve_options,
     to_heads_first,
 )
@@ -47,7 +48,8 @@ def flash_attention(
 
     Args:
         query: (B, H, N_q, D) for layout "bhsd", (B, N_q, H, D) for "bshd"; fp16, bf16 or fp32; D
-            and E from 1 to 256; any strides (copied if the last is not 1).
+            and E from 1 to 256; any strides (copied if the last is not 1). The batch may be any
+            number of dimensions, also none.
         key: (B, G, N_k, D), G dividing H: query head h reads key head h // (H / G).
         value: (B, G, N_k, E).
         causal: False; True or "top-left": query i sees the keys j <= i; "bottom-right": query i
@@ -68,13 +70,29 @@ def flash_attention(
     ``torch.backends.cuda.matmul.fp32_precision`` is "tf32".
 
     Returns:
-        Output in the inputs' layout and dtype, the last dimension E; with ``return_lse`` also the
-        natural-log logsumexp of the scores, (B, H, N_q) fp32.
+        Output in the inputs' layout, leading dimensions and dtype, its last dimension E; with
+        ``return_lse`` also the natural-log logsumexp of the scores, (B, H, N_q) fp32.
 
     Raises:
         ValueError: an argument is not what is described above.
     """
     query, key, value = _autocast(query, key, value)
+    if query.dim() != 4:
+        leading = query.shape[:-3]
+        result = flash_attention(
+            *in_one_batch(query, key, value),
+            causal=causal,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            layout=layout,
+            return_lse=True,
+            deterministic=deterministic,
+            implementation=implementation,
+            tiling=tiling,
+        )
+        out, lse = (x.reshape(*leading, *x.shape[1:]) for x in result)
+        return (out, lse) if return_lse else out
     kind = eager.kind_of(
         query, key, value,
         causal, scale, window, softcap, layout, deterministic, implementation, tiling,
@@ -83,7 +101,7 @@ def flash_attention(
     if call is None:
         check_layout(layout)
         check_implementation(implementation)
-    if layout == "bshd" and query.dim() == key.dim() == value.dim() == 4:
+    if layout == "bshd" and key.dim() == value.dim() == 4:
         query, key, value = (to_heads_first(x, layout) for x in (query, key, value))
     if call is None:
         check_dense(query, key, value)

@@ -16,7 +16,12 @@ from torch import Tensor
 from flashattn_triton.configs import INTERPRETER, Tiling, tiling_for
 from flashattn_triton.hopper import eligibility
 from flashattn_triton.hopper.configs import describe_backward, describe_forward
-from flashattn_triton.options import AttentionOptions, resolve_options, to_heads_first
+from flashattn_triton.options import (
+    AttentionOptions,
+    in_one_batch,
+    resolve_options,
+    to_heads_first,
+)
 
 Implementation = Literal["auto", "tiled", "triton", "hopper", "reference"]
 Tier = Literal["tiled", "triton", "hopper", "reference"]
@@ -217,15 +222,14 @@ def explain(
     Takes ``flash_attention``'s arguments (``causal``, ``scale``, ``window``, ``softcap``,
     ``deterministic`` among them). Launches nothing.
     """
-    query, key, value = (to_heads_first(x, layout) for x in (query, key, value))
+    query, key, value = (to_heads_first(x, layout) for x in in_one_batch(query, key, value))
     resolved = resolve_options(head_dim=query.shape[-1], **options)
     plan = choose(query, key, value, resolved, implementation=implementation, tiling=tiling)
     lines = [f"tier: {plan.tier} ({plan.reason})"]
-    row = (query.shape[-1], resolved.causal != "none")
     if plan.tier == "hopper":
-        lines.append(describe_forward(*row, query.shape[-2]))
+        lines.append(describe_forward(query.shape[-1], query.shape[-2], resolved))
     if plan.tier == "hopper" and not resolved.deterministic:
-        lines.append(describe_backward(*row))
+        lines.append(describe_backward(query.shape[-1], resolved))
     elif plan.tiling is not None:
         kernels = {} if plan.tier == "hopper" else {"forward": plan.tiling.forward}
         if plan.tiling.fused is not None and not resolved.deterministic:

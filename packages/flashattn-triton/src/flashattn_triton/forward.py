@@ -255,8 +255,8 @@ def _attend(
 )
 def flash_forward_kernel(
     Q_ptr,
-    K,  # a pointer, or if COPIED a descriptor of (B, G, N_k, D); so is V
-    V,
+    K_ptr,  # or if COPIED a descriptor of (B, G, N_k, D); so is V_ptr
+    V_ptr,
     O_ptr,
     L_ptr,  # (B, H, N_q) or (H, T_q) fp32
     cu_seqlens_q_ptr,  # (B + 1,) int32, or None for a dense batch
@@ -314,8 +314,8 @@ def flash_forward_kernel(
     kv_head = head // HEADS_PER_KV
     Q_ptr += b * stride_qb + h * stride_qh
     if not COPIED:
-        K += b * stride_kb + kv_head.to(tl.int64) * stride_kh
-        V += b * stride_vb + kv_head.to(tl.int64) * stride_vh
+        K_ptr += b * stride_kb + kv_head.to(tl.int64) * stride_kh
+        V_ptr += b * stride_vb + kv_head.to(tl.int64) * stride_vh
     O_ptr += b * stride_ob + h * stride_oh
     L_ptr += b * stride_lb + h * stride_lh
     if PACKED:
@@ -326,8 +326,8 @@ def flash_forward_kernel(
         if query_start >= N_QUERIES:
             return
         Q_ptr += first_query.to(tl.int64) * stride_qq
-        K += first_key.to(tl.int64) * stride_kk
-        V += first_key.to(tl.int64) * stride_vk
+        K_ptr += first_key.to(tl.int64) * stride_kk
+        V_ptr += first_key.to(tl.int64) * stride_vk
         O_ptr += first_query.to(tl.int64) * stride_oq
         L_ptr += first_query
     offset = 0
@@ -355,21 +355,21 @@ def flash_forward_kernel(
     row_max = tl.full([Q_TILE_SIZE], float("-inf"), tl.float32)
     if HAS_LEFT:
         acc, row_sum, row_max = _attend(
-            acc, row_sum, row_max, q, K, V, batch, kv_head, stride_kk, stride_vk,
+            acc, row_sum, row_max, q, K_ptr, V_ptr, batch, kv_head, stride_kk, stride_vk,
             start, tl.minimum(full_start, stop),
             queries, keys, columns, value_columns, offset, N_KEYS, window_left, window_right,
             scale_log2, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, PRECISION,
             INTERPRETED, COPIED, is_causal, True,
         )  # fmt: skip
     acc, row_sum, row_max = _attend(
-        acc, row_sum, row_max, q, K, V, batch, kv_head, stride_kk, stride_vk,
+        acc, row_sum, row_max, q, K_ptr, V_ptr, batch, kv_head, stride_kk, stride_vk,
         full_start, full_stop,
         queries, keys, columns, value_columns, offset, N_KEYS, window_left, window_right,
         scale_log2, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, PRECISION,
         INTERPRETED, COPIED, is_causal, False,
     )  # fmt: skip
     acc, row_sum, row_max = _attend(
-        acc, row_sum, row_max, q, K, V, batch, kv_head, stride_kk, stride_vk,
+        acc, row_sum, row_max, q, K_ptr, V_ptr, batch, kv_head, stride_kk, stride_vk,
         tl.maximum(full_start, full_stop), stop,
         queries, keys, columns, value_columns, offset, N_KEYS, window_left, window_right,
         scale_log2, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, PRECISION,

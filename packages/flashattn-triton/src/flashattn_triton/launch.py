@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 # Windows wider than any sequence mean the same as this one; sums with it stay within 32 bits.
 _WIDEST_WINDOW = 2**29
 _LARGEST_TILE = 256
+# A copy addresses 40 bits of bytes from one row, head or batch element to the next.
+_LONGEST_STRIDE = 2**40
 
 
 # Sequences of a packed batch, its longest query sequence and its longest key sequence.
@@ -112,17 +114,32 @@ def alignment(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple([x.data_ptr() % 16 for x in tensors]) if bits % 16 else ()
 
 
-def can_be_copied(x: Tensor) -> bool:
-    """Whether the copy engine can read tiles of a (B, H, N, D) tensor: its base and its strides.
+@functools.lru_cache(maxsize=1024)
+def copy_refusal(
+    name: str, shape: torch.Size, strides: Strides, address: int, itemsize: int
+) -> str | None:
+    """Why the copy engine cannot read tiles of a (B, H, N, D) tensor; None if it can.
 
-    Strides of dimensions of size 1 are never used.
+    Args:
+        name: of the tensor, for the answer.
+        shape: of the tensor.
+        strides: in elements; those of dimensions of size 1 are never used.
+        address: in bytes, or as much of it as is known: its remainder by 16 is what counts.
+        itemsize: bytes of an element.
     """
-    if x.data_ptr() % 16 or x.stride(3) != 1:
-        return False
-    unit = 16 // x.element_size()
-    used = [stride for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if n > 1]
-    longest = 2**40 // x.element_size()
-    return all(0 < stride < longest and stride % unit == 0 for stride in used)
+    if strides[3] != 1 or address % 16:
+        return f"{name}'s rows must be contiguous and aligned to 16 bytes"
+    unit = 16 // itemsize
+    for n, stride in zip(shape[:3], strides[:3], strict=True):
+        if n > 1 and (stride % unit or not 0 < stride < _LONGEST_STRIDE // itemsize):
+            multiples = f"positive multiples of {unit} elements"
+            return f"{name}'s strides must be {multiples}, and are {strides}"
+    return None
+
+
+def can_be_copied(x: Tensor) -> bool:
+    """Whether :func:`copy_refusal` has nothing against a (B, H, N, D) tensor."""
+    return copy_refusal("", x.shape, x.stride(), x.data_ptr() % 16, x.element_size()) is None
 
 
 class TileView:

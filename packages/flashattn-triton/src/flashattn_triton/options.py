@@ -139,18 +139,38 @@ def check_layout(layout: str) -> None:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}; received {layout!r}")
 
 
+def in_one_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Tensors of 4 dimensions: those before the last three are one, the batch.
+
+    Raises:
+        ValueError: naming the argument, what was received and what is allowed.
+    """
+    dims = query.dim()
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if dims < 3 or x.dim() != dims:
+            raise ValueError(
+                f"{name} must have {max(dims, 3)} dimensions, as query and at least 3 (heads, "
+                f"sequence, head_dim); received shape {tuple(x.shape)}"
+            )
+        if x.shape[:-3] != query.shape[:-3] and dims != 4:
+            raise ValueError(
+                f"{name} must have query's leading dimensions {tuple(query.shape[:-3])}; "
+                f"received {tuple(x.shape[:-3])}"
+            )
+    if dims == 4:
+        return query, key, value
+    if dims == 3:
+        return query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+    return query.flatten(0, -4), key.flatten(0, -4), value.flatten(0, -4)
+
+
 def check_dense(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Checks (B, H, N_q, D), (B, G, N_k, D), (B, G, N_k, E).
 
     Raises:
         ValueError: naming the argument, what was received and what is allowed.
     """
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.dim() != 4:
-            raise ValueError(
-                f"{name} must have 4 dimensions (batch, heads, sequence, head_dim); "
-                f"received shape {tuple(x.shape)}"
-            )
+    in_one_batch(query, key, value)
     _check_kind(query, key, value)
     for name, x in (("key", key), ("value", value)):
         if x.shape[0] != query.shape[0]:

@@ -69,17 +69,19 @@ class Problem:
 def candidates(role: str, head_dim: int, itemsize: int) -> Iterator[Tiles]:
     """Shapes worth trying: accumulators that fit the registers and still fill the matrix units."""
     owns_queries = role in ("forward", "query_pass")
+    half = itemsize == 2
     sizes: tuple[int, ...] = (32, 64, 128) if head_dim * itemsize <= 256 else (16, 32, 64)
-    if itemsize == 4:  # see dispatch.check_tiling
-        sizes = (16, 32)
-    shapes = itertools.product(sizes, sizes, (4, 8), (2, 3) if itemsize == 2 else (1, 2))
-    for queries, keys, warps, stages in shapes:
-        own, other = (queries, keys) if owns_queries else (keys, queries)
+    # fp32 rows of a program: see dispatch.check_tiling. Its operands, split into three parts, take
+    # the registers that half types leave to accumulators.
+    own_sizes, fewest = (sizes, 40) if half else ((16, 32), 8)
+    shapes = itertools.product(own_sizes, sizes, (4, 8), (2, 3) if half else (1, 2))
+    for own, other, warps, stages in shapes:
+        queries, keys = (own, other) if owns_queries else (other, own)
         accumulators = own * head_dim * (1 if owns_queries else 2)
         scores = queries * keys * (1 if role == "forward" else 2)
         repeated = 64 <= own < 16 * warps  # see dispatch.check_tiling
         registers = (accumulators + scores) / (32 * warps)
-        if not repeated and own >= other // 2 and 40 <= registers <= 240:
+        if not repeated and own >= other // 2 and fewest <= registers <= 240:
             yield Tiles(queries, keys, warps, stages)
 
 

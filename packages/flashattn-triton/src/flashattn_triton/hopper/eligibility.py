@@ -47,7 +47,7 @@ def refusal(
         capability: compute capability of the GPU.
         dtype: of the inputs.
         head_dims: D of query and key, E of value.
-        options: mask, scale, soft-cap.
+        options: mask, window, scale, soft-cap.
         packed: whether sequences are packed.
     """
     if capability != CAPABILITY:
@@ -60,8 +60,6 @@ def refusal(
         return f"it takes multiples of 8 from 40 to 128 as head_dim, and this is {head_dims[0]}"
     if packed:
         return "it takes no packed sequences"
-    if options.window != (None, None):
-        return "it takes no window"
     if options.softcap is not None:
         return "it takes no soft-cap"
     if abs(options.scale) < _SMALLEST_SCALE:

@@ -1,29 +1,26 @@
 # mypy: disable-error-code="attr-defined"
 """Starting this tier's kernels: everything but the addresses is fixed beforehand.
 
-A small problem takes a GPU less time than Triton's launcher takes its host: that walks over every
-argument in Python and has each descriptor encoded anew. Here arguments are laid out once per kind
-of input, descriptors are encoded once per address, and the compiled launcher is called directly.
-Its interface is private to Triton 3.6, for which :mod:`eligibility` checks.
+A small problem takes a GPU less time than Triton's launcher takes its host; see :mod:`direct`. It
+needs Triton 3.6, for which :mod:`eligibility` checks.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from triton import knobs
-from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.driver import driver
 
+from flashattn_triton import direct
+from flashattn_triton.launch import option_numbers
+from flashattn_triton.options import AttentionOptions, diagonal_offset
+
 _ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
-# Encoded descriptors that one argument keeps: more than a deep model has layers.
-_KEPT = 256
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,7 @@ class DirectLaunch:
         self.numbers = tuple(numbers)
         # In the order of the kernel's parameters: the compiled launcher takes no names.
         self.constants = {n: constants[n] for n in kernel.arg_names if n in constants}
-        self.start: Callable[..., None] | None = None
+        self.start: Callable[[Sequence[int]], None] | None = None
 
     def compile(self) -> Any:
         """The compiled kernel for the current device."""
@@ -117,74 +114,33 @@ class DirectLaunch:
     def __call__(self, *addresses: int | None) -> None:
         """Launches on the current device, which must always be the same, and its current stream.
 
-        ``addresses``: of what the parameters describe.
+        ``addresses``: of what the parameters describe, None where they are.
         """
         if self.start is None:
-            self.start = self._starter(self.compile())
-        self.start(*addresses)
+            self.start = self._starter()
+        self.start([address for address in addresses if address is not None])
 
-    def _starter(self, compiled: Any) -> Callable[..., None]:
-        launcher = compiled.run
-        launch = launcher.launch
-        if inspect.isfunction(launch):  # encodes descriptors, and then calls what is wanted here
-            launch = inspect.getclosurevars(launch).nonlocals["launcher"]
-        device = driver.active.get_current_device()
-        current_stream = driver.active.get_current_stream
-        grid, runtime = self.grid, knobs.runtime
-        # Grid, stream, function, flags, two scratch buffers, metadata, launch metadata, two hooks.
-        flags = (launcher.launch_cooperative_grid, launcher.launch_pdl)
-        template = [*grid, None, compiled.function, *flags, None, None, compiled.packed_metadata]
-        template += [None, None, None]
-        encodings = iter(compiled.metadata.tensordesc_meta or ())
-        places: list[int] = []
-        sources: list[_Encoded | None] = []
-        for parameter in self.parameters:
-            places.append(len(template))
-            template.append(None)
-            if isinstance(parameter, TileMap):
-                sources.append(_Encoded(parameter, next(encodings)))
-                template += [*parameter.shape, *parameter.strides]
-            else:
-                sources.append(None)
-        template += [*self.numbers, *self.constants.values()]
-        slots = tuple(zip(places, sources, strict=True))
-
-        def start(*addresses: int | None) -> None:
-            arguments = template.copy()
-            for (place, encoded), address in zip(slots, addresses, strict=True):
-                arguments[place] = address if encoded is None else encoded[address]
-            arguments[3] = stream = current_stream(device)
-            if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
-                seen = compiled.launch_metadata(grid, stream)
-                arguments[10:13] = seen, runtime.launch_enter_hook, runtime.launch_exit_hook
-            launch(*arguments)
-
+    def _starter(self) -> Callable[[Sequence[int]], None]:
+        rest = (*self.numbers, *self.constants.values())
+        parameters: list[direct.Parameter] = [
+            "pointer" if isinstance(x, torch.dtype) else x for x in self.parameters
+        ]
+        start = direct.starter(self.compile(), self.grid, parameters, rest)
+        assert start is not None  # Triton's version is right, and kernels want no scratch memory
         return start
-
-
-class _Encoded(dict[int | None, Any]):
-    """Descriptors of one parameter, as the copy engine reads them, by address."""
-
-    def __init__(self, tiles: TileMap, encoding: Mapping[str, Any]) -> None:
-        self.settings = (
-            encoding["swizzle"],
-            encoding["elem_size"],
-            TMA_DTYPE_DEVICE_TO_HOST[encoding["elem_type"]],
-            encoding["block_size"],
-            tiles.shape,
-            tiles.strides,
-            0,  # what lies outside is read as zeros
-        )
-
-    def __missing__(self, address: int) -> Any:
-        if len(self) >= _KEPT:
-            self.clear()
-        found = driver.active.utils.fill_tma_descriptor(address, *self.settings)
-        self[address] = found
-        return found
 
 
 def current_device() -> int:
     """Of the calling thread."""
     index: int = driver.active.get_current_device()
     return index
+
+
+def edges(n_queries: int, n_keys: int, options: AttentionOptions) -> tuple[int, int]:
+    """The band of keys that a query sees, for the kernels: (offset, band).
+
+    Query i sees the keys from ``i + offset - band`` to ``i + offset``, as far as ``options`` limit
+    the side; where only the left one is limited, ``offset`` is the diagonal's.
+    """
+    _, _, left, right = option_numbers(options)
+    return diagonal_offset(n_queries, n_keys, options) + right, left + right

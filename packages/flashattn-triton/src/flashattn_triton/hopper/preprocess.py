@@ -3,8 +3,8 @@
 """What runs before and after the backward pass on sm_90, in plain Triton: rows of queries.
 
 Rows are padded to whole tiles (N_PADDED of a head), so that the main kernel's copies need no mask.
-Rows past the end have L = inf, which makes P zero. Legend as in ``backward``; WIDTH is that of
-tiles.
+Rows past the end have L = inf, which makes P zero. Legend as in ``backward_kernel``; WIDTH is the
+tiles'.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def finish_kernel(
     """dQ = scale · sum, in the inputs' dtype. Grid: tiles · B · H.
 
     FRAGMENTS: each (64, 64) block lies as wgmma leaves it in registers, in the order of
-    ``backward._fragment_offsets``.
+    ``backward_kernel._fragment_offsets``.
     """
     n_tiles = N_PADDED // ROWS
     first_row = (tl.program_id(0) % n_tiles) * ROWS
