@@ -49,16 +49,27 @@ def test_imports_are_declared_and_point_one_way(package: Path) -> None:
             assert distribution in declared(package), f"{source} imports undeclared {name}"
 
 
-@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
-def test_import_has_no_effects(package: Path) -> None:
-    """No device, process group, thread-count, environment or warning-filter change at import."""
-    module = package.name.replace("-", "_")
-    program = f"""
-import os, torch, warnings
-before = dict(os.environ), torch.get_num_threads(), len(warnings.filters)
-import {module}
-assert (dict(os.environ), torch.get_num_threads(), len(warnings.filters)) == before
-assert not torch.cuda.is_initialized()
-assert not (torch.distributed.is_available() and torch.distributed.is_initialized())
+# Imports each module in a process of its own, forked from one that has torch.
+IMPORTS = """
+import importlib, os, sys, torch, warnings
+
+def state():
+    return dict(os.environ), torch.get_num_threads(), len(warnings.filters)
+
+for name in sys.argv[1:]:
+    child = os.fork()
+    if child == 0:
+        before = state()
+        importlib.import_module(name)
+        assert state() == before, f"{name} changes the environment, threads or warnings"
+        assert not torch.cuda.is_initialized(), name
+        assert not torch.distributed.is_available() or not torch.distributed.is_initialized(), name
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, name
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_import_has_no_effects() -> None:
+    """No device, process group, thread-count, environment or warning-filter change at import."""
+    modules = [package.name.replace("-", "_") for package in PACKAGES]
+    subprocess.run([sys.executable, "-c", IMPORTS, *modules], check=True, timeout=120)

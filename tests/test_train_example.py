@@ -5,9 +5,11 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,29 +19,38 @@ from basics_model import list_checkpoints, load_checkpoint
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "examples" / "train_lm.py"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-# Starts one process for each list of arguments, after importing torch and the rest only once.
-SEVERAL = f"""
+# For each line, starts a process per rank with its list of arguments: torch is imported only once.
+SERVER = f"""
 import json, os, sys
 
 sys.path.insert(0, {str(SCRIPT.parent)!r})
 import torch._dynamo  # every optimizer imports it
 from train_lm import application, main
 
-for arguments in json.loads(sys.argv[1]):
-    outputs = [os.memfd_create(name) for name in ("stdout", "stderr")]
-    child = os.fork()
-    if child == 0:
-        for stream, output in enumerate(outputs, start=1):
-            os.dup2(output, stream)
-        try:
-            application(main)(arguments)
-        except SystemExit as stop:
-            sys.stdout.flush()
-            os._exit(stop.code or 0)  # taking torch apart would take longer than the rest
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    for output in outputs:
-        os.lseek(output, 0, os.SEEK_SET)
-    print(json.dumps([code, *(open(output).read() for output in outputs)]), flush=True)
+for line in sys.stdin:
+    arguments, environments = json.loads(line)
+    ranks = []
+    for environment in environments:
+        outputs = [os.memfd_create(name) for name in ("stdout", "stderr")]
+        child = os.fork()
+        if child == 0:
+            os.environ |= environment
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            for stream, output in enumerate(outputs, start=1):
+                os.dup2(output, stream)
+            try:
+                application(main)(arguments)
+            except SystemExit as stop:
+                sys.stdout.flush()
+                os._exit(stop.code or 0)  # taking torch apart would take longer than the rest
+        ranks.append((child, outputs))
+    code, texts = 0, ["", ""]
+    for child, outputs in ranks:
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) or code
+        for place, output in enumerate(outputs):
+            os.lseek(output, 0, os.SEEK_SET)
+            texts[place] += open(output).read()
+    print(json.dumps([code, *texts]), flush=True)
 """
 SMALL: dict[str, object] = {
     "--device": "cpu",
@@ -71,10 +82,13 @@ def arguments(*flags: str, **changes: object) -> list[str]:
     return [*flags, *(str(part) for option in options.items() for part in option)]
 
 
-def start(command: list[str], **environment: str) -> subprocess.Popen[str]:
+def start(
+    command: list[str], stdin: int | None = None, **environment: str
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *command],
         env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "80"} | environment,
+        stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -87,10 +101,40 @@ def finish(process: subprocess.Popen[str]) -> str:
     return output
 
 
-def run_each(*commands: list[str]) -> list[tuple[int, str, str]]:
-    """Exit code, output and errors of ``train_lm.py`` under each list of arguments."""
-    output = finish(start(["-c", SEVERAL, json.dumps(commands)]))
-    return [tuple(json.loads(line)) for line in output.splitlines()]
+class Example:
+    """``train_lm.py``, started in processes forked from one that has imported what it needs."""
+
+    def __init__(self) -> None:
+        self._server = start(["-c", SERVER], stdin=subprocess.PIPE)
+
+    def run(self, command: list[str], ranks: int = 1) -> tuple[int, str, str]:
+        """Exit code, output and errors under a list of arguments; those of all ranks together."""
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
+        launched = {"TORCHELASTIC_RUN_ID": "test", **common} if ranks > 1 else {}
+        environments = [
+            {**launched, "RANK": str(rank), "LOCAL_RANK": str(rank)} if launched else {}
+            for rank in range(ranks)
+        ]
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.write(json.dumps([command, environments]) + "\n")
+        self._server.stdin.flush()
+        code, output, errors = json.loads(self._server.stdout.readline())
+        return code, output, errors
+
+    def close(self) -> None:
+        """Ends the process that forks."""
+        _, errors = self._server.communicate(timeout=60)
+        assert self._server.returncode == 0, errors
+
+
+@pytest.fixture(scope="module")
+def example() -> Iterator[Example]:
+    server = Example()
+    yield server
+    server.close()
 
 
 def kill_at_first_checkpoint(process: subprocess.Popen[str], folder: Path) -> None:
@@ -123,11 +167,14 @@ def assert_refused(outcome: tuple[int, str, str], *messages: str) -> None:
 
 
 @pytest.mark.slow
-def test_killed_run_continues_to_the_same_weights(text: Path, tmp_path: Path) -> None:
+def test_killed_run_continues_to_the_same_weights(
+    example: Example, text: Path, tmp_path: Path
+) -> None:
     """Two ranks, killed by SIGKILL: the same command ends with bitwise the same state."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     command = [*TORCHRUN, str(SCRIPT), *arguments(data=text, checkpoint_dir=broken)]
-    reference = finish(start([*command, "--checkpoint-dir", str(whole)]))
+    code, reference, errors = example.run(arguments(data=text, checkpoint_dir=whole), ranks=2)
+    assert code == 0, errors
     kill_at_first_checkpoint(start(command), broken)
     reached = load_checkpoint(list_checkpoints(broken)[-1]).step
     assert 0 < reached < 40
@@ -154,22 +201,25 @@ def test_killed_run_continues_to_the_same_weights(text: Path, tmp_path: Path) ->
 
 
 def test_run_continues_under_other_wrappers_but_not_with_other_settings(
-    text: Path, tmp_path: Path
+    example: Example, text: Path, tmp_path: Path
 ) -> None:
     """How weights are computed may change on the way; what they are may not."""
     whole, same, close = (tmp_path / name for name in ("whole", "same", "close"))
-    [(code, reference, errors)] = run_each(arguments(data=text, checkpoint_dir=whole, keep=9))
+    code, reference, errors = example.run(arguments(data=text, checkpoint_dir=whole, keep=9))
     assert code == 0, errors
     for folder in (same, close):
         folder.mkdir()
         shutil.copy(whole / "step-000000020.pt", folder)
 
     others: dict[str, object] = {"batch_size": 2, "accumulate": 2, "attention": "softmax"}
-    unsharded, rounded, changed, fresh = run_each(
-        arguments("--no-sharded", data=text, checkpoint_dir=same, wrapper="naive"),
-        arguments(data=text, checkpoint_dir=close, wrapper="flat", **others),
-        arguments(data=text, checkpoint_dir=same, learning_rate=0.02, seed=3),
-        arguments("--no-resume", data=text, checkpoint_dir=same),
+    unsharded, rounded, changed, fresh = (
+        example.run(command)
+        for command in (
+            arguments("--no-sharded", data=text, checkpoint_dir=same, wrapper="naive"),
+            arguments(data=text, checkpoint_dir=close, wrapper="flat", **others),
+            arguments(data=text, checkpoint_dir=same, learning_rate=0.02, seed=3),
+            arguments("--no-resume", data=text, checkpoint_dir=same),
+        )
     )
     for code, output, errors in (unsharded, rounded):
         assert code == 0, errors
@@ -184,7 +234,7 @@ def test_run_continues_under_other_wrappers_but_not_with_other_settings(
     assert_refused(fresh, "--no-resume needs a folder without checkpoints", "step-000000040.pt")
 
 
-def test_bad_input_is_one_line(text: Path, tmp_path: Path) -> None:
+def test_bad_input_is_one_line(example: Example, text: Path, tmp_path: Path) -> None:
     short, missing = tmp_path / "short.txt", tmp_path / "missing.txt"
     short.write_text("far too short")
     folder = tmp_path / "checkpoints"
@@ -200,13 +250,9 @@ def test_bad_input_is_one_line(text: Path, tmp_path: Path) -> None:
         "num_heads must divide d_model": {"num_heads": 5},
     }
     common = {"data": text, "checkpoint_dir": folder}
-    *refusals, typo, usage = run_each(
-        *(arguments(**(common | change)) for change in cases.values()),
-        ["--wraper", "flat"],
-        ["--help"],
-    )
-    for message, outcome in zip(cases, refusals, strict=True):
-        assert_refused(outcome, message)
+    for message, change in cases.items():
+        assert_refused(example.run(arguments(**(common | change))), message)
+    typo, usage = example.run(["--wraper", "flat"]), example.run(["--help"])
     assert not folder.exists()  # nothing was written
     assert typo[0] == 2
     assert "No such option" in typo[2]

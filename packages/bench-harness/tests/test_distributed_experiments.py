@@ -127,31 +127,33 @@ def test_optimizer(run):
     assert all(len(samples) == 2 for samples in times["samples_ms"])
 
 
-@pytest.mark.slow  # two command lines that each import torch
-def test_the_same_command_on_two_machines_measures_one_case(command_line, tmp_path):
+@pytest.mark.slow  # a command line that imports torch
+def test_the_same_command_on_two_machines_measures_one_case(command_line, bench, tmp_path):
     """Two agents on loopback, one rank each; both folders hold the rows of all ranks."""
     command, environment = command_line
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    agents = [
-        subprocess.Popen(
-            [
-                *(*command, "allreduce", "--sizes-mb", "0.01", "--operations", "all_reduce"),
-                *("--samples", "3", "--device", "cpu", "--world-sizes", "2", "--nnodes", "2"),
-                *("--rdzv-endpoint", f"localhost:{port}", "--node-rank", str(number)),
-                *("--output", f"node-{number}", "--timeout", "100"),
-            ],
-            cwd=tmp_path,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for number in range(2)
-    ]
-    for agent in agents:
-        output, _ = agent.communicate(timeout=200)
-        assert agent.returncode == 0, output
+
+    def arguments(number):
+        return [
+            *("allreduce", "--sizes-mb", "0.01", "--operations", "all_reduce"),
+            *("--samples", "3", "--device", "cpu", "--world-sizes", "2", "--nnodes", "2"),
+            *("--rdzv-endpoint", f"localhost:{port}", "--node-rank", str(number)),
+            *("--output", f"node-{number}", "--timeout", "100"),
+        ]
+
+    other = subprocess.Popen(
+        [*command, *arguments(1)],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    done = bench(*arguments(0))
+    output, _ = other.communicate(timeout=200)
+    assert other.returncode == 0, output
+    assert done.returncode == 0, done.stdout + done.stderr
     first, second = (
         [
             json.loads(line)

@@ -147,31 +147,51 @@ def test_a_report_must_hold_every_rank(tools):
         read(tools / "export.sqlite", 3)
 
 
-@pytest.mark.slow  # every rank is a program that imports torch
-def test_ddp_records_one_report_per_wrapper(tools, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with closing(sqlite3.connect(tools / "export.sqlite")) as database, database:
-        # A program that sees the machine's third and fourth GPU counts them from 0.
-        database.execute("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET deviceId = deviceId + 2")
-    experiment = experiments.get("ddp")
-    (case,) = experiment.cases(
+def ddp_case(*variants):
+    (case,) = experiments.get("ddp").cases(
         sizes=("custom",),
         batches=(2,),
         sequences=(16,),
-        variants=("naive", "overlap"),
+        variants=variants,
         warmup=1,
         nsight=True,
         device="cpu",
         **TINY,
     )
+    return case
+
+
+@pytest.mark.slow  # every rank is a program that imports torch
+def test_ddp_is_a_program_that_nsys_can_run(tools, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with closing(sqlite3.connect(tools / "export.sqlite")) as database, database:
+        # A program that sees the machine's third and fourth GPU counts them from 0.
+        database.execute("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET deviceId = deviceId + 2")
+    (row,) = experiments.get("ddp").run(ddp_case("overlap"), print)
+    # The figures are the made-up export's; the counts are the wrapper's own.
+    assert (row["exposed_ms"], row["exposed_min_ms"]) == (0.05, 0.02)
+    assert row["in_backward"] == row["collectives"] > 1
+    left = [path.name for path in tmp_path.iterdir() if path.is_file()]
+    assert left == ["step-overlap.nsys-rep"]
+
+
+def test_ddp_records_one_report_per_wrapper(tools, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = []
+
+    def record(command, report, *, finished, timeout_s):
+        asked.append((command[-2], report.name))
+        finished.write_text('{"collectives": 3, "in_backward": 0, "payload_bytes": 12}')
+        export = report.with_suffix(".sqlite")
+        export.write_bytes((tools / "export.sqlite").read_bytes())
+        return export
+
+    monkeypatch.setattr(nsight, "record", record)
+    case = ddp_case("naive", "overlap")
+    experiment = experiments.get("ddp")
     rows = experiment.run(case, print)
+    assert asked == [("naive", "step-naive"), ("overlap", "step-overlap")]
     assert [row["variant"] for row in rows] == ["naive", "overlap"]
-    # The figures are the made-up export's; the counts are the wrappers' own.
-    assert {(row["exposed_ms"], row["exposed_min_ms"]) for row in rows} == {(0.05, 0.02)}
-    assert rows[0]["in_backward"] == 0
-    assert rows[1]["in_backward"] == rows[1]["collectives"] == rows[0]["collectives"]
-    left = sorted(path.name for path in tmp_path.iterdir() if path.is_file())
-    assert left == ["step-naive.nsys-rep", "step-overlap.nsys-rep"]
     about = {"case_key": case.key, "label": case.label, "status": "ok"}
     frame = to_frame([{**about, **row, "config": dict(case.config)} for row in rows])
     (table,) = experiment.tables(frame)

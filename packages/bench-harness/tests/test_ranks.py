@@ -32,8 +32,8 @@ def test_error_names_the_rank_that_failed_first_with_its_traceback(functions):
 
 def test_a_hang_ends_at_the_deadline_and_says_where(functions):
     start = time.monotonic()
-    with pytest.raises(RankError, match=r"(?s)rank 1 was still running after 2 s.*hang_on_last"):
-        launch(functions.hang_on_last, 2, timeout_s=2)
+    with pytest.raises(RankError, match=r"(?s)rank 1 was still running after 5 s.*hang_on_last"):
+        launch(functions.hang_on_last, 2, timeout_s=5)  # on a busy machine ranks meet late
     assert time.monotonic() - start < 40
 
 

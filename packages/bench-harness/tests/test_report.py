@@ -110,6 +110,7 @@ def test_a_report_is_written_from_rows_alone(store: Store) -> None:
         assert [line["median (ms)"] for line in csv.DictReader(file)] == ["4", "8"]
     assert "A note & more." in (store.folder / "tables" / "toy-times.md").read_text()
     assert (store.folder / "figures" / "toy-line.png").read_bytes().startswith(b"\x89PNG")
+    assert b"<svg" in (store.folder / "figures" / "toy-line.svg").read_bytes()
 
 
 def test_the_page_asks_for_nothing_outside_itself(store: Store) -> None:

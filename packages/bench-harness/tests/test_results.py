@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from bench_harness import experiments
 from bench_harness.report import write_up
+from bench_harness.report.frame import to_frame
+from bench_harness.report.write import table_stem
+from bench_harness.store import Store
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 PROBLEMS = (
@@ -65,3 +69,17 @@ def test_the_pages_hold_the_answers_and_link_to_what_exists(pages: list[write_up
             assert paragraph in text, "run bench-harness report docs/results --write-up"
         for address in re.findall(r"\]\(([^)#]+)\)", text):
             assert (RESULTS / address).exists(), f"{page.name} links to {address}"
+
+
+def test_step_times_are_a_file_too() -> None:
+    run = RESULTS / "assignment-h200"
+    rows = [row for row in Store(run).load().rows if row["experiment"] == "ddp"]
+    title = "Step times for comparison by column"
+    (table,) = (t for t in experiments.get("ddp").tables(to_frame(rows)) if t.title == title)
+    file = run / "tables" / f"{table_stem('ddp', title)}.csv"
+    assert file.read_text() == table.frame.to_csv(index=False), "run bench-harness report on it"
+
+
+def test_no_trace_or_snapshot_is_large() -> None:
+    large = [file for file in RESULTS.rglob("artifacts/**/*.*") if file.stat().st_size > 2_000_000]
+    assert not large

@@ -3,6 +3,8 @@
 The back end "aot_eager" makes the graphs that the default one makes, and generates no code.
 """
 
+import copy
+
 import pytest
 import torch
 import torch._dynamo.utils
@@ -140,7 +142,41 @@ def check_compiled_too_late(rank, world_size):
     dist.barrier()
 
 
+class Owner(nn.Module):
+    """Parameters of its own, and a child."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 8))
+        self.child = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.child(x @ self.weight)
+
+
+def check_modules_are_not_taken_for_compiled(rank, world_size):
+    """A module that waits already waits on its own after parameters were added; copies do not."""
+    model = nn.Sequential(Owner())
+    optimizer = ShardedOptimizer(
+        [model[0].weight], torch.optim.SGD, lr=0.1, reduce_gradients=True, overlap="next-forward"
+    )
+    optimizer.attach(model)
+    optimizer.add_param_group({"params": model[0].child.parameters(), "lr": 0.2})
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    own, childs = optimizer.buckets
+    copied = copy.deepcopy(model)
+    copied[0](torch.ones(2, 8))
+    assert own.gathering
+    model[0].child(torch.ones(2, 8))
+    assert own.gathering
+    assert not childs.gathering
+    model(torch.ones(2, 8))
+    assert not own.gathering
+
+
 CHECKS = [
+    ("not compiled", check_modules_are_not_taken_for_compiled, ()),
     *((f"training-{how}", check_training, (how,)) for how in ("in place", "wrapped")),
     *((f"waits-{how}", check_waits_are_the_blocks_own, (how,)) for how in ("in place", "wrapped")),
     ("compiled too late", check_compiled_too_late, ()),

@@ -69,8 +69,8 @@ class ShardedOptimizer(Optimizer):
         partition: "flat" gives every rank an equal contiguous slice of each bucket, for optimizers
             that treat every element alike; "whole" gives ranks whole parameters, for optimizers
             that look at shapes.
-        bucket_size_mb: size of one collective in MB (1024² bytes). None: a sixteenth of the
-            parameters, but between 25 and 500 MB; the first "flat" ones are smaller.
+        bucket_size_mb: size of one collective in MB (1024² bytes). None: an eighth of the
+            parameters, but between 25 and 1000 MB; the first "flat" ones are smaller.
         master_dtype: if given, parameters of another floating dtype are updated through copies of
             this dtype (1/world_size of them per rank) and rounded back after each step.
         reduce_gradients: average gradients in shards, during backward. The model must then not be

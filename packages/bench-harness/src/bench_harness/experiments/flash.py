@@ -176,7 +176,7 @@ class Flash(Experiment):
         frame.loc[missing, "variant"] = frame.loc[missing, "variants"].map("+".join)
         frame = present.lengths(frame)
         if "plan" in frame:
-            frame["tier"] = frame["plan"].str["tier"]
+            frame["tier"] = frame["plan"].map(lambda plan: plan["tier"], na_action="ignore")
         if "flops" in frame:
             frame["tflop_s"] = frame["flops"] / frame["median_ms"] / 1e9
             reference = frame[frame["variants"].str[0] == frame["variant"]]

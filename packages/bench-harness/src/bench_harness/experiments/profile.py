@@ -277,7 +277,7 @@ def _sums(phases: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
             own = case[case["phase"].isin(names)]
             listed = kernels[(kernels["case_key"] == key) & kernels["phase"].isin(names)]
             totals = listed.groupby("kernel")[["total_ms", "count"]].sum()
-            longest = totals["total_ms"].idxmax() if len(totals) else None
+            longest = str(totals["total_ms"].idxmax()) if len(totals) else None
             busy = own["busy_ms"].sum()
             lines.append(
                 {
@@ -286,7 +286,7 @@ def _sums(phases: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
                     "busy_ms": busy,
                     "matmul_share": 100 * own["matmul_ms"].sum() / busy if busy else 0.0,
                     "kernel": longest,
-                    **(totals.loc[longest] if longest else {}),
+                    **(totals.loc[longest] if longest is not None else {}),
                 }
             )
     return pd.DataFrame(lines)

@@ -62,9 +62,14 @@ def png_bytes(figure: Figure) -> bytes:
     return _render(figure, "png")
 
 
+def svg_bytes(figure: Figure) -> bytes:
+    """The figure as SVG."""
+    return _render(figure, "svg")
+
+
 def data_uri(figure: Figure) -> str:
     """The figure as a ``data:`` address for an offline page: SVG, or PNG where that is smaller."""
-    svg = _render(figure, "svg")
+    svg = svg_bytes(figure)
     if len(svg) <= _SVG_LIMIT_BYTES:
         return "data:image/svg+xml;base64," + base64.b64encode(svg).decode()
     return "data:image/png;base64," + base64.b64encode(png_bytes(figure)).decode()

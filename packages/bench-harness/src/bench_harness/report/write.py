@@ -10,7 +10,7 @@ from typing import Any
 from bench_harness.experiments import Table
 from bench_harness.report.build import Report
 from bench_harness.report.cells import cell, split
-from bench_harness.report.plots import data_uri, png_bytes
+from bench_harness.report.plots import data_uri, png_bytes, svg_bytes
 from bench_harness.store import RESULTS, replace_file
 
 PAGE = "report.html"
@@ -35,8 +35,9 @@ def write(report: Report, folder: Path) -> Path:
             replace_file(stem.with_suffix(".csv"), table.frame.to_csv(index=False).encode())
             replace_file(stem.with_suffix(".md"), markdown(table).encode())
         for figure in section.figures:
-            path = folder / "figures" / f"{section.name}-{figure.name}.png"
-            replace_file(path, png_bytes(figure.figure))
+            stem = folder / "figures" / f"{section.name}-{figure.name}"
+            replace_file(stem.with_suffix(".png"), png_bytes(figure.figure))
+            replace_file(stem.with_suffix(".svg"), svg_bytes(figure.figure))
     page = folder / PAGE
     replace_file(page, render(report).encode())
     return page
