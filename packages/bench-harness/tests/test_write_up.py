@@ -84,6 +84,18 @@ def test_a_page_holds_answer_setup_table_and_picture(folder: Path) -> None:
     assert (folder / "pictures" / "takes_time-line.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_whole_label_names_only_its_case(folder: Path) -> None:
+    with Store(folder / "run").open_for_writing() as writer:
+        again = {"label": "toy ok again", "case_key": "again"}
+        writer.append([row("plain", [8.0] * 4) | again, row("double", [8.0] * 4) | again])
+    (page,) = write_up.build(folder)  # "toy ok" is a case
+    assert page.headline == "1,230 ms"
+    file = folder / "answers" / "takes_time.md"
+    file.write_text(file.read_text().replace('["toy ok"]', '["toy o"]'))
+    with pytest.raises(ValueError, match="must be one cell; it is 2"):
+        write_up.build(folder)
+
+
 def test_the_index_has_a_line_per_answer_in_their_order(folder: Path) -> None:
     answer(folder, "another", "Words.", order=0)
     (folder / "answers" / "index.md").write_text("# Mine\n\n{{ problems }}\n\nThe end.\n")

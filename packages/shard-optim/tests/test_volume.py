@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shard_optim import ShardedOptimizer, reduction
 from shard_optim.accounting import rank_memory, step_traffic
+from shard_optim.placement import Placement
 
 WORLD_SIZES = [2, 8, 64, 1024]
 
@@ -61,6 +62,20 @@ def run_step(model, optimizer):
     model(torch.ones(2, 64)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("fake_group", [2], indirect=True)
+def test_default_buckets_of_the_2_billion_parameter_model(fake_group):
+    """Few and large, but the first small: nothing hides the reduction of its gradients."""
+    block = [1600, *[1600 * 1600] * 4, 1600, *[1600 * 6400] * 3]
+    numels = [10_000 * 1600, *block * 48, 1600, 10_000 * 1600]
+    plans = Placement(dist.group.WORLD, "flat", None)._plan(numels, torch.float32)
+    sizes = [sum(plan.numels) for plan in plans]
+    assert sum(sizes) == sum(numels)
+    assert len(sizes) == 11
+    assert sizes[0] == numels[0]
+    for place, size in enumerate(sizes[1:], start=1):
+        assert size <= min(2 * sum(sizes[:place]), sum(sizes) / 8)
 
 
 @pytest.mark.parametrize("fake_group", WORLD_SIZES, indirect=True)
