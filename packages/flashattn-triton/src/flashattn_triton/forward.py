@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -40,6 +40,7 @@ from flashattn_triton.launch import (
     empty_output,
     empty_row_statistic,
     is_wide,
+    on_device_of,
     option_constants,
     option_numbers,
     outer,
@@ -47,6 +48,9 @@ from flashattn_triton.launch import (
     unit_last_stride,
 )
 from flashattn_triton.options import AttentionOptions
+
+if TYPE_CHECKING:
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -415,8 +419,15 @@ def triton_forward(
 class ForwardCall:
     """The forward kernel on one kind of input: what its launch needs, found out once."""
 
-    def __init__(self, launch: Launch, out: Tensor, logsumexp: Tensor) -> None:
+    def __init__(
+        self,
+        launch: Launch,
+        out: Tensor,
+        logsumexp: Tensor,
+        views: tuple[TileView, TileView] | None,
+    ) -> None:
         self.launch = launch
+        self.views = views
         self.out = (out.shape, out.stride())
         self.logsumexp = (logsumexp.shape, logsumexp.stride())
 
@@ -431,7 +442,12 @@ class ForwardCall:
         """Output and logsumexp of inputs whose last stride is 1."""
         out = query.new_empty_strided(*self.out)
         logsumexp = query.new_empty_strided(*self.logsumexp, dtype=torch.float32)
-        self.launch(query, key, value, out, logsumexp, starts_q, starts_k)
+        k: Tensor | TensorDescriptor = key
+        v: Tensor | TensorDescriptor = value
+        if self.views is not None:
+            k, v = self.views[0].of(key), self.views[1].of(value)
+        with on_device_of(query):
+            self.launch(query, k, v, out, logsumexp, starts_q, starts_k)
         return out, logsumexp
 
 
@@ -497,14 +513,10 @@ def _forward_call(
         **option_constants(options),
     }
     programs = -(-n_queries // tiles.queries) * batch * heads
-    views: list[TileView | None] = []
+    launch = Launch(flash_forward_kernel, programs, numbers, constants, tiles)
+    views = None
     if copied:
         k_block = [1, 1, tiles.keys, constants["D_PADDED"]]
         v_block = [1, 1, tiles.keys, constants["E_PADDED"]]
-        k_view, v_view = (
-            TileView(shapes[1], strides[1], k_block),
-            TileView(shapes[2], strides[2], v_block),
-        )
-        views = [None, k_view, v_view]
-    launch = Launch(flash_forward_kernel, device, programs, numbers, constants, tiles, views)
-    return ForwardCall(launch, out, logsumexp)
+        views = (TileView(shapes[1], strides[1], k_block), TileView(shapes[2], strides[2], v_block))
+    return ForwardCall(launch, out, logsumexp, views)
