@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from rich.console import Console
 
 from bench_harness import report, show
 from bench_harness.experiments import Table
+from bench_harness.report import browser
 from bench_harness.report.cells import cell, split
 from bench_harness.report.frame import to_frame
 from bench_harness.report.write import table_stem
@@ -234,27 +233,12 @@ def test_a_wide_table_says_once_what_all_rows_share() -> None:
     assert split(narrow)[1] is narrow
 
 
-def render(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """The page's document after its scripts ran in a browser, and the browser's log."""
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("needs chromium or google-chrome")
-    return subprocess.run(
-        [
-            *(browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"),
-            *(f"--user-data-dir={folder / 'profile'}", "--dump-dom", page.resolve().as_uri()),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-
-def test_the_page_renders_and_sorts_in_a_browser(store: Store, tmp_path: Path) -> None:
+@pytest.mark.skipif(browser.find() is None, reason="needs Chromium on the PATH")
+def test_the_page_renders_and_sorts_in_a_browser(store: Store) -> None:
     page = report.write(report.build(store), store.folder)
     click = "<script>document.querySelectorAll('.sortable button')[3].click()</script>"
     page.write_text(page.read_text().replace("</body>", 2 * click + "</body>"))
-    done = render(page, tmp_path)
+    done = browser.run(page, "--dump-dom", "--enable-logging=stderr")
     assert "CONSOLE" not in done.stderr
     times = done.stdout[: done.stdout.index('id="cases"')]
     assert 'aria-sort="descending"' in times

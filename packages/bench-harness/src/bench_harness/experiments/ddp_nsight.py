@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench_harness.case import Row
-from bench_harness.experiments.base import CaseSkipped
 
 if TYPE_CHECKING:
     import torch
@@ -26,15 +25,12 @@ def rows(config: Row, timeout_s: float, progress: Callable[[str], None]) -> list
     """Records every wrapper of a case, and reads communication and overlap from the exports.
 
     Raises:
-        CaseSkipped: no usable ``nsys``.
+        NsightMissingError: no usable ``nsys``; the case is skipped.
         NsightError: recording failed, or a report holds no kernels.
     """
     from bench_harness.traces import nsight
 
-    try:
-        nsight.nsys()
-    except nsight.NsightError as missing:
-        raise CaseSkipped(str(missing)) from None
+    nsight.nsys()
     settings = Path("case.json").absolute()
     settings.write_text(json.dumps(config), encoding="utf-8")
     found = []

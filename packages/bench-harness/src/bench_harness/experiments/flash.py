@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 
 #: These store the S×S scores; the others need memory linear in S.
 QUADRATIC = ("naive", "naive-compiled")
+#: What this project implements.
+OURS = ("auto", "triton", "tiled")
 #: "auto" is what ``flash_attention`` chooses, and its rows say what that was; "triton" insists on
 #: the portable kernels. "ours" is auto on a GPU and tiled on a CPU; a case names the one it runs.
 VARIANTS = (
     "ours",
-    *(OURS := ("auto", "triton", "tiled")),
+    *OURS,
     *QUADRATIC,
     "sdpa-flash",
     "sdpa-cudnn",
@@ -333,11 +335,12 @@ def plan(name: str, config: Mapping[str, Any], query: Tensor, key: Tensor, value
     Args:
         name: one of :data:`OURS`.
     """
-    from flashattn_triton import explain
+    from flashattn_triton import choose
+    from flashattn_triton.options import resolve_options
 
-    text = explain(query, key, value, causal=config["causal"], implementation=name)
-    tier, _, why = text.partition("\n")[0].removeprefix("tier: ").partition(" ")
-    return {"tier": tier, "why": why.strip("()")}
+    options = resolve_options(head_dim=query.shape[-1], causal=config["causal"])
+    found = choose(query, key, value, options, implementation=name)
+    return {"tier": found.tier, "why": found.reason}
 
 
 def implementation(name: str, *, causal: bool, device: torch.device) -> AttentionFunction:

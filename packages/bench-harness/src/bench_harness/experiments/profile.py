@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from bench_harness.case import Case, Row
 from bench_harness.environment import resolve_device
 from bench_harness.experiments import estimates, present
-from bench_harness.experiments.base import CaseSkipped, Experiment, Figure, Table, option
+from bench_harness.experiments.base import Experiment, Figure, Table, option
 from bench_harness.experiments.shape import ShapeOptions
 from bench_harness.workload import ATTENTIONS, OPTIMIZERS, PRECISIONS, SIZES
 
@@ -107,10 +107,7 @@ class Profile(Experiment):
         device = device_of(config["device"])
         progress(f"recording with {config['tool']}")
         if config["tool"] == "nsight":
-            try:
-                nsight.nsys()
-            except nsight.NsightError as missing:
-                raise CaseSkipped(str(missing)) from None
+            nsight.nsys()
             settings = Path("case.json").absolute()
             settings.write_text(json.dumps(config), encoding="utf-8")
             finished = Path("finished").absolute()

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
+from bench_harness.experiments.base import CaseSkipped
 from bench_harness.traces.trace import Event, Trace, is_communication
 
 #: First version whose export has the tables read here under these names.
@@ -30,18 +31,22 @@ _IMPORTER = "QdstrmImporter"
 
 
 class NsightError(RuntimeError):
-    """Nsight Systems is missing, too old, or gave a report without kernels."""
+    """Nsight Systems failed, or gave a report without kernels."""
+
+
+class NsightMissingError(NsightError, CaseSkipped):
+    """Nsight Systems is missing or too old, so what needs it is skipped."""
 
 
 def nsys() -> str:
     """The path of a usable ``nsys``.
 
     Raises:
-        NsightError: there is none, or it is older than :data:`MINIMUM_VERSION`.
+        NsightMissingError: there is none, or it is older than :data:`MINIMUM_VERSION`.
     """
     path = shutil.which("nsys")
     if path is None:
-        raise NsightError(
+        raise NsightMissingError(
             "nsys must be on the PATH for a real Nsight Systems report; found none. Install "
             "NVIDIA Nsight Systems, or profile without it"
         )
@@ -49,7 +54,7 @@ def nsys() -> str:
     match = re.search(r"(\d{4})\.(\d+)", answer.stdout)
     version = (int(match[1]), int(match[2])) if match else (0, 0)
     if version < MINIMUM_VERSION:
-        raise NsightError(
+        raise NsightMissingError(
             f"nsys must be at least {'.'.join(map(str, MINIMUM_VERSION))}; "
             f"{path} says {answer.stdout.strip()!r}"
         )
@@ -73,7 +78,8 @@ def record(command: Sequence[str], report: Path, *, finished: Path, timeout_s: f
         The SQLite export, beside the report.
 
     Raises:
-        NsightError: no usable ``nsys``, or recording, importing or exporting failed.
+        NsightMissingError: no usable ``nsys``.
+        NsightError: recording, importing or exporting failed.
     """
     tool = nsys()
     imported, raw = report.with_suffix(".nsys-rep"), report.with_suffix(".qdstrm")
