@@ -21,10 +21,10 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
-from triton.runtime.jit import JITFunction
 
 from flashattn_triton.hopper import forward
 from flashattn_triton.hopper.backward import hopper_backward
+from flashattn_triton.hopper.launch import DirectLaunch
 from flashattn_triton.options import resolve_options
 
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
@@ -37,10 +37,10 @@ class AbsentHopper:
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
 
-    def get_current_device(self) -> int:
-        return 0
+    def get_current_device(self) -> None:
+        """The index of "meta" tensors' device."""
 
-    def get_current_stream(self, device: int) -> int:
+    def get_current_stream(self, device: None) -> int:
         return 0
 
 
@@ -73,18 +73,18 @@ def launch(request: Request) -> None:
 def compiled(work: Callable[[], None]) -> Iterator[tuple[str, Any]]:
     """(name, compiled kernel) of everything that ``work`` launches; nothing is."""
     kernels = []
-    run = JITFunction.run
+    launch = DirectLaunch.__call__
 
-    def compile_only(self: JITFunction, *args: Any, **kwargs: Any) -> None:
-        kernels.append((self.__name__, run(self, *args, **kwargs | {"warmup": True})))
+    def compile_only(self: DirectLaunch, *addresses: int | None) -> None:
+        kernels.append((self.kernel.__name__, self.compile()))
 
     driver.set_active(AbsentHopper())
     forward.multiprocessors = lambda device: 132
-    JITFunction.run = compile_only
+    DirectLaunch.__call__ = compile_only
     try:
         work()
     finally:
-        JITFunction.run = run
+        DirectLaunch.__call__ = launch
     yield from kernels
 
 

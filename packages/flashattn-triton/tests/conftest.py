@@ -49,6 +49,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flashattn_triton.hopper import eligibility
 from flashattn_triton.options import AttentionOptions
 from flashattn_triton.reference import attention_reference, attention_reference_varlen
 
@@ -232,9 +233,15 @@ def is_plain(case: Case) -> bool:
 
 def is_for_hopper(case: Case) -> bool:
     """Whether the Hopper tier takes it."""
-    plain = not any_bound(case.window) and case.softcap is None and case.scale != 0
-    width = case.head_dims in ((64, 64), (128, 128)) and case.dtype_name != "fp32"
-    return plain and width and not case.packed
+    plain = case.softcap is None and case.scale != 0
+    dim, value_dim = case.head_dims
+    return (
+        plain
+        and dim == value_dim
+        and dim in eligibility.HEAD_DIMS
+        and case.dtype_name != "fp32"
+        and not case.packed
+    )
 
 
 def packed(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flashattn_triton.configs import tiling_for
-from flashattn_triton.hopper.configs import BACKWARD
+from flashattn_triton.hopper.configs import backward_config
 from flashattn_triton.hopper.eligibility import triton_refusal
 from flashattn_triton.options import resolve_options
 
@@ -92,6 +92,52 @@ def test_heads_and_lengths(
 ) -> None:
     case = dense_case(2, heads, n_queries, n_keys, head_dim, "bf16", causal=causal)
     check(hopper_backward, make_inputs(case, "cuda"), assert_results_close)
+
+
+WINDOWS = [
+    {"window": (100, None)},
+    {"window": (None, 70)},
+    {"window": (0, 0)},
+    {"window": (200, 130)},
+    {"window": (100, None), "causal": "top-left"},
+    {"window": (63, None), "causal": "bottom-right"},
+    {"window": (1000, 1000)},
+]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("options", WINDOWS, ids=str)
+@pytest.mark.parametrize(
+    ("n_queries", "n_keys"), [(700, 700), (1000, 300), (300, 1000), (129, 64), (1, 500), (4096, 1)]
+)
+def test_windows(
+    n_queries: int,
+    n_keys: int,
+    options: dict[str, Any],
+    head_dim: int,
+    dense_case: Any,
+    hopper_backward: Launcher,
+    make_inputs: Any,
+    assert_results_close: Any,
+) -> None:
+    """Some queries see no key, some keys are seen by none."""
+    case = dense_case(2, (4, 2), n_queries, n_keys, head_dim, "bf16", **options)
+    check(hopper_backward, make_inputs(case, "cuda"), assert_results_close)
+
+
+@pytest.mark.parametrize("head_dim", range(40, 129, 8))
+@pytest.mark.parametrize("causal", ["none", "bottom-right"])
+def test_head_dims(
+    head_dim: int,
+    causal: str,
+    dense_case: Any,
+    hopper_backward: Launcher,
+    make_inputs: Any,
+    assert_results_close: Any,
+) -> None:
+    """What lies past the last column, in the inputs' memory, is NaN."""
+    case = dense_case(2, (4, 2), 300, 411, head_dim, "fp16", causal=causal)
+    check(hopper_backward, make_inputs(case, "cuda", "padded"), assert_results_close)
 
 
 @pytest.mark.parametrize("layout", ["bshd", "padded"])
@@ -176,7 +222,10 @@ def test_other_shapes(
     """What the table may hold."""
     inputs = make_inputs(dense_case(2, (4, 2), 500, 700, head_dim, "bf16"), "cuda")
     config = replace(
-        BACKWARD[head_dim, False], dq_buffers=dq_buffers, parts=parts, dk_first=dk_first
+        backward_config(head_dim, inputs.options),
+        dq_buffers=dq_buffers,
+        parts=parts,
+        dk_first=dk_first,
     )
     given = (*forward(inputs), inputs.grad_out, inputs.grad_lse, inputs.options, config)
     named = dict(zip(("dq", "dk", "dv"), hopper_backward(*given), strict=True))

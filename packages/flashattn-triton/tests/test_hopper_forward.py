@@ -76,6 +76,50 @@ def test_heads_and_lengths(
     check(hopper_forward, make_inputs(case, "cuda"), assert_results_close)
 
 
+WINDOWS = [
+    {"window": (100, None)},
+    {"window": (None, 70)},
+    {"window": (0, 0)},
+    {"window": (200, 130)},
+    {"window": (100, None), "causal": "top-left"},
+    {"window": (63, None), "causal": "bottom-right"},
+    {"window": (1000, 1000)},
+]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("options", WINDOWS, ids=str)
+@pytest.mark.parametrize(
+    ("n_queries", "n_keys"), [(700, 700), (1000, 300), (300, 1000), (129, 64), (1, 500), (4096, 1)]
+)
+def test_windows(
+    n_queries: int,
+    n_keys: int,
+    options: dict[str, Any],
+    head_dim: int,
+    dense_case: Any,
+    hopper_forward: Any,
+    make_inputs: Any,
+    assert_results_close: Any,
+) -> None:
+    """Some queries see no key, some keys are seen by none."""
+    case = dense_case(2, (4, 2), n_queries, n_keys, head_dim, "bf16", **options)
+    check(hopper_forward, make_inputs(case, "cuda"), assert_results_close)
+
+
+@pytest.mark.parametrize("head_dim", range(40, 129, 8))
+def test_head_dims(
+    head_dim: int,
+    dense_case: Any,
+    hopper_forward: Any,
+    make_inputs: Any,
+    assert_results_close: Any,
+) -> None:
+    """What lies past the last column, in the inputs' memory, is NaN."""
+    case = dense_case(2, (4, 2), 300, 411, head_dim, "fp16", causal="bottom-right")
+    check(hopper_forward, make_inputs(case, "cuda", "padded"), assert_results_close)
+
+
 @pytest.mark.parametrize("layout", ["bshd", "padded"])
 @pytest.mark.parametrize("causal", ["none", "top-left", "bottom-right"])
 def test_strides(

@@ -17,7 +17,7 @@ from flashattn_triton import (
     flash_attention_varlen,
     forward,
 )
-from flashattn_triton.launch import can_be_copied
+from flashattn_triton.launch import can_be_copied, copy_refusal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = Tiles(16, 32, 4, 1)
@@ -116,3 +116,28 @@ def test_gradient_of_the_output_alone(
 ) -> None:
     attention = attend(strided_case, return_lse=False)
     assert_close_to_oracle(attention, make_inputs(strided_case, DEVICE), lse_gradient=False)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "address", "reason"),
+    [
+        ((2, 3, 5, 64), (960, 320, 64, 1), 512, None),
+        ((2, 3, 5, 64), (960, 64, 192, 1), 512, None),  # (batch, sequence, heads, head_dim)
+        ((1, 1, 5, 64), (0, 3, 64, 1), 512, None),  # never used
+        ((2, 3, 5, 64), (960, 320, 64, 1), 520, "aligned to 16 bytes"),
+        ((2, 3, 5, 64), (960, 320, 64, 2), 512, "must be contiguous"),
+        ((2, 3, 5, 64), (960, 320, 68, 1), 512, "multiples of 8 elements"),
+        ((2, 3, 5, 64), (960, 0, 64, 1), 512, "strides must be positive"),
+        ((2, 3, 5, 64), (2**39, 320, 64, 1), 512, "strides must be positive"),
+    ],
+)
+def test_why_not_copied(
+    shape: tuple[int, ...], strides: tuple[int, ...], address: int, reason: str | None
+) -> None:
+    actual = copy_refusal("key", torch.Size(shape), strides, address, 2)
+    if reason is None:
+        assert actual is None
+    else:
+        assert actual is not None
+        assert "key's" in actual
+        assert reason in actual

@@ -32,7 +32,6 @@ from flashattn_triton.launch import (
     dot_precision,
     empty_output,
     is_wide,
-    on_device_of,
     option_constants,
     option_numbers,
     outer,
@@ -145,11 +144,7 @@ class RepeatedBackward:
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardCall:
-    """The backward kernels on one kind of input: what their launches need, found out once.
-
-    ``views``: of Q, dO, the statistics and the sum of dQ for the key pass, of K and V for the query
-    pass; None where a kernel takes a pointer.
-    """
+    """The backward kernels on one kind of input: what their launches need, found out once."""
 
     prepare: Launch
     key_pass: Launch
@@ -157,7 +152,6 @@ class BackwardCall:
     statistics: Sequence[int]
     gradients: Sequence[tuple[Sequence[int], Strides]]
     dq_sum: Sequence[int] | None
-    views: Sequence[TileView | None]
     scale: float
 
     def __call__(
@@ -177,35 +171,24 @@ class BackwardCall:
         dq, dk, dv = [query.new_empty_strided(*like) for like in self.gradients]
         statistics = query.new_empty(self.statistics, dtype=fp32)
         dq_sum = None if self.dq_sum is None else query.new_empty(self.dq_sum, dtype=fp32)
-        q_view, do_view, statistics_view, dq_view, k_view, v_view = self.views
-        with on_device_of(query):
-            self.prepare(out, grad_out, grad_logsumexp, logsumexp, statistics, dq_sum)
-            self.key_pass(
-                query if q_view is None else q_view.of(query),
-                key,
-                value,
-                grad_out if do_view is None else do_view.of(grad_out),
-                statistics if statistics_view is None else statistics_view.of(statistics),
-                dq if dq_sum is None else dq_sum if dq_view is None else dq_view.of(dq_sum),
-                dk,
-                dv,
-                starts_q,
-                starts_k,
-            )
-            if self.query_pass is not None:
-                self.query_pass(
-                    query,
-                    key if k_view is None else k_view.of(key),
-                    value if v_view is None else v_view.of(value),
-                    grad_out,
-                    statistics,
-                    dq,
-                    starts_q,
-                    starts_k,
-                )
-            if dq_sum is not None:
-                # One elementwise kernel: scale and cast.
-                torch.mul(dq_sum[..., : query.shape[3]], self.scale, out=dq)
+        self.prepare(out, grad_out, grad_logsumexp, logsumexp, statistics, dq_sum)
+        self.key_pass(
+            query,
+            key,
+            value,
+            grad_out,
+            statistics,
+            dq if dq_sum is None else dq_sum,
+            dk,
+            dv,
+            starts_q,
+            starts_k,
+        )
+        if self.query_pass is not None:
+            self.query_pass(query, key, value, grad_out, statistics, dq, starts_q, starts_k)
+        if dq_sum is not None:
+            # One elementwise kernel: scale and cast.
+            torch.mul(dq_sum[..., : query.shape[3]], self.scale, out=dq)
         return dq, dk, dv
 
 
@@ -222,7 +205,6 @@ def _backward_call(
     sizes: Sizes | None,
     copyable: bool,
 ) -> BackwardCall:
-    """``device`` only tells apart what is compiled separately."""
     (batch, heads, n_queries, head_dim), (_, kv_heads, n_keys, _), (*_, value_dim) = shapes
     *inputs, out_stride = strides
     gradients = [
@@ -239,6 +221,7 @@ def _backward_call(
     n_padded = -(-n_queries // multiple) * multiple
     prepare = Launch(
         prepare_kernel,
+        device,
         -(-n_padded // PREPARE_TILES.queries) * batch * heads,
         [
             *out_stride[:3],
@@ -256,20 +239,22 @@ def _backward_call(
         },
         PREPARE_TILES,
     )
-    views: list[TileView | None] = [None] * 6
+    key_tiles, query_tiles = fused or tiling.key_pass, tiling.query_pass
+    # Of Q, K, V, dO, the statistics and the sum of dQ for the key pass; Q, K, V for the query pass.
+    key_views: list[TileView | None] = [None] * 6
+    query_views: list[TileView | None] = [None] * 3
     if fused is not None and tiling.bulk:
         rows = batch * heads * n_queries
-        views[3] = TileView([rows, width], [width, 1], [fused.queries, width])
-    key_tiles, query_tiles = fused or tiling.key_pass, tiling.query_pass
+        key_views[5] = TileView([rows, width], [width, 1], [fused.queries, width])
     if copyable and key_tiles.copied:
         do_shape, block = (*shapes[0][:3], value_dim), [1, 1, key_tiles.queries]
-        views[0] = TileView(shapes[0], strides[0], [*block, width])
-        views[1] = TileView(do_shape, strides[3], [*block, value_width])
-        views[2] = TileView([2 * batch * heads, n_padded], [n_padded, 1], block[1:])
+        key_views[0] = TileView(shapes[0], strides[0], [*block, width])
+        key_views[3] = TileView(do_shape, strides[3], [*block, value_width])
+        key_views[4] = TileView([2 * batch * heads, n_padded], [n_padded, 1], block[1:])
     if copyable and query_tiles.copied:
         block = [1, 1, query_tiles.keys]
-        views[4] = TileView(shapes[1], strides[1], [*block, width])
-        views[5] = TileView(shapes[2], strides[2], [*block, value_width])
+        query_views[1] = TileView(shapes[1], strides[1], [*block, width])
+        query_views[2] = TileView(shapes[2], strides[2], [*block, value_width])
     statistics, dq_sum = (batch * heads, 2, n_padded), (batch, heads, n_queries, width)
     if sizes is not None:
         batch, n_queries, n_keys = sizes
@@ -285,8 +270,8 @@ def _backward_call(
         **option_constants(options),
     }
 
-    def launch(kernel: Any, tiles: Tiles, programs: int, outputs: list[Strides], n_heads: int,
-               **more: Any) -> Launch:  # fmt: skip
+    def launch(kernel: Any, tiles: Tiles, programs: int, views: list[TileView | None],
+               outputs: list[Strides], n_heads: int, **more: Any) -> Launch:  # fmt: skip
         starts = [outer(stride, sizes) for stride in inputs]
         numbers = [
             *itertools.chain.from_iterable((*starts, *outputs)),
@@ -298,7 +283,7 @@ def _backward_call(
             "K_TILE_SIZE": tiles.keys,
             "COPIED": copyable and tiles.copied,
         }
-        return Launch(kernel, programs, numbers, constants | shape | more, tiles)
+        return Launch(kernel, device, programs, numbers, constants | shape | more, tiles, views)
 
     mode = NONE if fused is None else BULK if tiling.bulk else ATOMIC
     dq_outer, dk_outer, dv_outer = (outer(stride, sizes) for stride in (dq, dk, dv))
@@ -307,13 +292,15 @@ def _backward_call(
     target = tuple(stride // unit for stride in dq_outer)
     programs = -(-n_keys // key_tiles.keys) * batch * kv_heads
     key_pass = launch(
-        key_pass_kernel, key_tiles, programs, [target, dk_outer, dv_outer], kv_heads,
+        key_pass_kernel, key_tiles, programs, key_views, [target, dk_outer, dv_outer], kv_heads,
         DQ_MODE=mode.value,
     )  # fmt: skip
     query_pass = None
     if fused is None:
         programs = -(-n_queries // query_tiles.queries) * batch * heads
-        query_pass = launch(query_pass_kernel, query_tiles, programs, [dq_outer], heads)
+        query_pass = launch(
+            query_pass_kernel, query_tiles, programs, query_views, [dq_outer], heads
+        )
     return BackwardCall(
         prepare=prepare,
         key_pass=key_pass,
@@ -321,6 +308,5 @@ def _backward_call(
         statistics=statistics,
         gradients=[(x.shape, x.stride()) for x in gradients],
         dq_sum=None if fused is None else dq_sum,
-        views=views,
         scale=options.scale,
     )

@@ -226,11 +226,10 @@ def explain(
     resolved = resolve_options(head_dim=query.shape[-1], **options)
     plan = choose(query, key, value, resolved, implementation=implementation, tiling=tiling)
     lines = [f"tier: {plan.tier} ({plan.reason})"]
-    row = (query.shape[-1], resolved.causal != "none")
     if plan.tier == "hopper":
-        lines.append(describe_forward(*row, query.shape[-2]))
+        lines.append(describe_forward(query.shape[-1], query.shape[-2], resolved))
     if plan.tier == "hopper" and not resolved.deterministic:
-        lines.append(describe_backward(*row))
+        lines.append(describe_backward(query.shape[-1], resolved))
     elif plan.tiling is not None:
         kernels = {} if plan.tier == "hopper" else {"forward": plan.tiling.forward}
         if plan.tiling.fused is not None and not resolved.deterministic:

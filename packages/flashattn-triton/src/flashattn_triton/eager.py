@@ -54,9 +54,12 @@ class Call:
             ops.run_backward, options=options, packing=None, plan=plan
         )
         if plan.tier == "hopper":
+            from flashattn_triton.hopper.backward import RepeatedHopperBackward
             from flashattn_triton.hopper.forward import hopper_forward_call
 
             self.forward = hopper_forward_call(query, key, value, options)
+            if not options.deterministic:
+                self.backward = RepeatedHopperBackward(options)
         if plan.tier == "triton" and all(x.stride(-1) == 1 for x in (query, key, value)):
             from flashattn_triton.backward import RepeatedBackward
             from flashattn_triton.forward import forward_call
@@ -124,6 +127,9 @@ def kind_of(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> Hasha
         return None
     if type(query) not in _PLAIN or type(key) not in _PLAIN or type(value) not in _PLAIN:
         return None
+    types: tuple[Any, ...] = tuple(map(type, arguments))
+    if tuple in types:
+        types += tuple([tuple(map(type, x)) for x in arguments if type(x) is tuple])
     return (
         query.shape,
         key.shape,
@@ -140,7 +146,7 @@ def kind_of(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> Hasha
         alignment((query, key, value)),
         dot_precision(query.dtype),
         arguments,
-        tuple([tuple(map(type, x)) if type(x) is tuple else type(x) for x in arguments]),
+        types,
     )
 
 

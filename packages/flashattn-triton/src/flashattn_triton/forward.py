@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -40,7 +40,6 @@ from flashattn_triton.launch import (
     empty_output,
     empty_row_statistic,
     is_wide,
-    on_device_of,
     option_constants,
     option_numbers,
     outer,
@@ -48,9 +47,6 @@ from flashattn_triton.launch import (
     unit_last_stride,
 )
 from flashattn_triton.options import AttentionOptions
-
-if TYPE_CHECKING:
-    from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -419,15 +415,8 @@ def triton_forward(
 class ForwardCall:
     """The forward kernel on one kind of input: what its launch needs, found out once."""
 
-    def __init__(
-        self,
-        launch: Launch,
-        out: Tensor,
-        logsumexp: Tensor,
-        views: tuple[TileView, TileView] | None,
-    ) -> None:
+    def __init__(self, launch: Launch, out: Tensor, logsumexp: Tensor) -> None:
         self.launch = launch
-        self.views = views
         self.out = (out.shape, out.stride())
         self.logsumexp = (logsumexp.shape, logsumexp.stride())
 
@@ -442,12 +431,7 @@ class ForwardCall:
         """Output and logsumexp of inputs whose last stride is 1."""
         out = query.new_empty_strided(*self.out)
         logsumexp = query.new_empty_strided(*self.logsumexp, dtype=torch.float32)
-        k: Tensor | TensorDescriptor = key
-        v: Tensor | TensorDescriptor = value
-        if self.views is not None:
-            k, v = self.views[0].of(key), self.views[1].of(value)
-        with on_device_of(query):
-            self.launch(query, k, v, out, logsumexp, starts_q, starts_k)
+        self.launch(query, key, value, out, logsumexp, starts_q, starts_k)
         return out, logsumexp
 
 
@@ -513,10 +497,14 @@ def _forward_call(
         **option_constants(options),
     }
     programs = -(-n_queries // tiles.queries) * batch * heads
-    launch = Launch(flash_forward_kernel, programs, numbers, constants, tiles)
-    views = None
+    views: list[TileView | None] = []
     if copied:
         k_block = [1, 1, tiles.keys, constants["D_PADDED"]]
         v_block = [1, 1, tiles.keys, constants["E_PADDED"]]
-        views = (TileView(shapes[1], strides[1], k_block), TileView(shapes[2], strides[2], v_block))
-    return ForwardCall(launch, out, logsumexp, views)
+        k_view, v_view = (
+            TileView(shapes[1], strides[1], k_block),
+            TileView(shapes[2], strides[2], v_block),
+        )
+        views = [None, k_view, v_view]
+    launch = Launch(flash_forward_kernel, device, programs, numbers, constants, tiles, views)
+    return ForwardCall(launch, out, logsumexp)

@@ -6,7 +6,6 @@ its (T, H, D), together with a :class:`Packing`.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from flashattn_triton import direct
 from flashattn_triton.configs import Tiles
 from flashattn_triton.options import AttentionOptions
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 # Windows wider than any sequence mean the same as this one; sums with it stay within 32 bits.
 _WIDEST_WINDOW = 2**29
 _LARGEST_TILE = 256
+# A copy addresses 40 bits of bytes from one row, head or batch element to the next.
+_LONGEST_STRIDE = 2**40
 
 
 # Sequences of a packed batch, its longest query sequence and its longest key sequence.
@@ -106,21 +108,38 @@ def option_constants(options: AttentionOptions) -> dict[str, bool]:
 
 def alignment(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     """The addresses' remainders by 16; nothing if all are multiples."""
-    addresses = [x.data_ptr() % 16 for x in tensors]
-    return tuple(addresses) if any(addresses) else ()
+    bits = 0
+    for x in tensors:
+        bits |= x.data_ptr()
+    return tuple([x.data_ptr() % 16 for x in tensors]) if bits % 16 else ()
+
+
+@functools.lru_cache(maxsize=1024)
+def copy_refusal(
+    name: str, shape: torch.Size, strides: Strides, address: int, itemsize: int
+) -> str | None:
+    """Why the copy engine cannot read tiles of a (B, H, N, D) tensor; None if it can.
+
+    Args:
+        name: of the tensor, for the answer.
+        shape: of the tensor.
+        strides: in elements; those of dimensions of size 1 are never used.
+        address: in bytes, or as much of it as is known: its remainder by 16 is what counts.
+        itemsize: bytes of an element.
+    """
+    if strides[3] != 1 or address % 16:
+        return f"{name}'s rows must be contiguous and aligned to 16 bytes"
+    unit = 16 // itemsize
+    for n, stride in zip(shape[:3], strides[:3], strict=True):
+        if n > 1 and (stride % unit or not 0 < stride < _LONGEST_STRIDE // itemsize):
+            multiples = f"positive multiples of {unit} elements"
+            return f"{name}'s strides must be {multiples}, and are {strides}"
+    return None
 
 
 def can_be_copied(x: Tensor) -> bool:
-    """Whether the copy engine can read tiles of a (B, H, N, D) tensor: its base and its strides.
-
-    Strides of dimensions of size 1 are never used.
-    """
-    if x.data_ptr() % 16 or x.stride(3) != 1:
-        return False
-    unit = 16 // x.element_size()
-    used = [stride for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if n > 1]
-    longest = 2**40 // x.element_size()
-    return all(0 < stride < longest and stride % unit == 0 for stride in used)
+    """Whether :func:`copy_refusal` has nothing against a (B, H, N, D) tensor."""
+    return copy_refusal("", x.shape, x.stride(), x.data_ptr() % 16, x.element_size()) is None
 
 
 class TileView:
@@ -155,6 +174,10 @@ def _descriptor_type() -> type[TensorDescriptor]:
     return Descriptor
 
 
+# Starts a compiled kernel on tensors; the addresses are those of them that are not None.
+_Start = Callable[[Sequence[Tensor | None], Sequence[int]], None]
+
+
 class Launch:
     """One kernel with all arguments but the tensors, compiled once and then launched directly.
 
@@ -166,76 +189,86 @@ class Launch:
     def __init__(
         self,
         kernel: Any,
+        device: torch.device,
         programs: int,
         numbers: Sequence[float],
         constants: Mapping[str, Any],
         tiles: Tiles,
+        views: Sequence[TileView | None] = (),
     ) -> None:
+        """Fixes everything but tensors.
+
+        Args:
+            kernel: its parameters are tensors, then ``numbers``, then ``constants``.
+            device: where the tensors are.
+            programs: the grid.
+            numbers: what follows the tensors.
+            constants: the compile-time arguments, by name.
+            tiles: warps and stages.
+            views: how the copy engine sees the first tensors; None, and all that follow: pointers.
+        """
         self.kernel = kernel
+        self.device = device.index if device.type == "cuda" else None
         self.grid = (programs, 1, 1)
         # In the order of the kernel's parameters: the compiled kernel takes no names.
         self.constants = {n: constants[n] for n in kernel.arg_names if n in constants}
         self.numbers = tuple(numbers)
-        self.rest = (*self.numbers, *self.constants.values())
         self.tiles = tiles
-        self.started: dict[tuple[bool, ...], Callable[..., None]] = {}
+        self.views = tuple(views)
+        self.started: dict[tuple[bool, ...], _Start] = {}
 
-    def __call__(self, *tensors: Tensor | TensorDescriptor | None) -> None:
-        """Launches on the current device and stream; nothing if there is no program to run."""
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """Launches on the device's current stream; nothing if there is no program to run.
+
+        The same of ``tensors`` are None at every call.
+        """
         if self.grid[0] == 0:
             return
-        # Addresses as numbers: the compiled launcher would ask the driver about each tensor.
-        pointers = [x.data_ptr() if isinstance(x, Tensor) else x for x in tensors]
-        aligned = tuple([type(p) is int and p % 16 == 0 for p in pointers])
-        start = self.started.get(aligned)
+        # Triton launches on the device that is current.
+        if self.device is not None and self.device != torch.cuda.current_device():
+            with torch.cuda.device(self.device):
+                self(*tensors)
+            return
+        addresses = [x.data_ptr() for x in tensors if x is not None]
+        bits = 0
+        for address in addresses:
+            bits |= address
+        kind = () if bits % 16 == 0 else tuple([address % 16 == 0 for address in addresses])
+        start = self.started.get(kind)
         if start is not None:
-            start(*pointers, *self.rest)
+            start(tensors, addresses)
             return
         compiled = self.kernel[self.grid](
-            *tensors,
+            *self._described(tensors),
             *self.numbers,
             **self.constants,
             num_warps=self.tiles.warps,
             num_stages=self.tiles.stages,
         )
         if compiled is not None:  # as in Triton's interpreter
-            self.started[aligned] = _starter(compiled, self.grid)
+            self.started[kind] = self._starter(compiled, tensors)
 
-
-def _starter(compiled: Any, grid: tuple[int, int, int]) -> Callable[..., None]:
-    """Starts a compiled kernel on the current stream, given all of its arguments.
-
-    ``compiled[grid]`` describes every launch to profilers' hooks, in Python, even where there are
-    none. Without hooks the launcher below it is called, whose interface is Triton 3.6's own.
-    """
-    import triton
-
-    described: Callable[..., None] = compiled[grid]
-    if not triton.__version__.startswith("3.6."):
+    def _described(
+        self, tensors: Sequence[Tensor | None]
+    ) -> list[Tensor | TensorDescriptor | None]:
+        """The tensors as the kernel takes them."""
+        described: list[Tensor | TensorDescriptor | None] = list(tensors)
+        for i, (view, x) in enumerate(zip(self.views, tensors, strict=False)):
+            if view is not None and x is not None:
+                described[i] = view.of(x)
         return described
-    from triton import knobs
-    from triton.runtime.driver import driver
 
-    device = driver.active.get_current_device()
-    current_stream = driver.active.get_current_stream
-    runtime = knobs.runtime
-    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-
-    def start(*arguments: Any) -> None:
-        if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
-            described(*arguments)
-        else:
-            stream = current_stream(device)
-            run(*grid, stream, function, metadata, None, None, None, *arguments)
-
-    return start
-
-
-def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Makes ``x``'s GPU current: Triton launches on the current device and its current stream."""
-    if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(x.device)
+    def _starter(self, compiled: Any, tensors: Sequence[Tensor | None]) -> _Start:
+        rest = (*self.numbers, *self.constants.values())
+        parameters: list[direct.Parameter] = [None if x is None else "pointer" for x in tensors]
+        for i, view in enumerate(self.views):
+            if view is not None:
+                parameters[i] = view
+        start = direct.starter(compiled, self.grid, parameters, rest)
+        if start is not None:
+            return lambda tensors, addresses: start(addresses)
+        run: Callable[..., None] = compiled[self.grid]
+        return lambda tensors, addresses: run(*self._described(tensors), *rest)
 
 
 def dot_precision(dtype: torch.dtype) -> str:

@@ -1,5 +1,7 @@
 """The tier for sm_90 (H100, H200): warp-specialised kernels in Gluon, which ships inside Triton.
 
-``eligibility`` says which inputs it takes, and imports no Triton; ``forward`` and ``backward`` hold
-the kernels, ``configs`` their shapes, ``support`` what they use of Triton that is not public.
+``eligibility`` says which inputs it takes, and imports no Triton; ``forward_kernel`` and
+``backward_kernel`` hold the kernels, ``preprocess`` small ones around the second, ``forward`` and
+``backward`` their arguments, ``configs`` their shapes; ``support`` and ``launch`` hold what is used
+of Triton that is not public.
 """

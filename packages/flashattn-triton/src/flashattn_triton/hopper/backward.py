@@ -1,531 +1,23 @@
-# Kernels are typed by Triton's compiler, not by annotations.
-# mypy: disable-error-code="no-untyped-def,attr-defined,assignment"
-"""The backward pass on sm_90, fused: FlashAttention-2, Algorithm 2, with its products overlapped.
-
-A program computes dK and dV of 128 keys and its part of dQ, which the copy engine adds up in fp32.
-One warp group, the producer, fetches tiles of Q and dO and has finished tiles of dQ added; two
-consumers own 64 keys each. Everything is computed transposed, keys by queries, so that P and dS are
-operands of the next products as they lie in registers:
-
-    Sᵀ  = K Qᵀ                      Pᵀ = exp2(Sᵀ · scale · log2(e) - L · log2(e))
-    dPᵀ = V dOᵀ                     dSᵀ = Pᵀ ∘ (dPᵀ - delta),  delta = rowsum(O ∘ dO) - dL
-    dV += Pᵀ dO,   dK += dSᵀ Q      from registers
-    dQ  = dS K                      dS through shared memory, where both consumers' halves meet
-
-In the loop Sᵀ of the next tile is issued before dQ of this one is handed over. L and delta travel
-with Q and dO; before and after there are the kernels of ``preprocess``.
-
-The order in which programs add to dQ is not fixed: ``deterministic`` needs the portable tier.
-
-Legend: B batch, H query heads, G key/value heads, N_q queries, N_k keys, D head_dim.
-"""
+"""The backward pass on sm_90: what its three kernels are launched with, found out once per kind."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 
-from flashattn_triton.configs import Tiles
-from flashattn_triton.hopper.configs import BACKWARD, BackwardConfig
+from flashattn_triton.hopper.backward_kernel import KEYS, OWN, hopper_backward_kernel
+from flashattn_triton.hopper.configs import BackwardConfig, backward_config, tile_width
 from flashattn_triton.hopper.eligibility import copy_refusal
+from flashattn_triton.hopper.launch import DirectLaunch, current_device, edges, tile_map
 from flashattn_triton.hopper.preprocess import ROWS, finish_kernel, prepare_kernel
-from flashattn_triton.hopper.support import (
-    TileMap,
-    exp2,
-    named_barrier_arrive_at,
-    named_barrier_sync,
-    named_barrier_sync_at,
-    reduce_add,
-    tile_map,
-    tma_reduce_add,
-)
-from flashattn_triton.launch import Launch, Strides, empty_output, on_device_of
-from flashattn_triton.options import AttentionOptions, diagonal_offset
+from flashattn_triton.launch import Strides, alignment, empty_output
+from flashattn_triton.options import AttentionOptions
 
-KEYS = gl.constexpr(128)  # of one program
-OWN = gl.constexpr(64)  # keys of one consumer: the rows that one warp group's wgmma computes
-STAGES = gl.constexpr(2)  # tiles of Q and of dO that are in shared memory at a time
 LOG2_E = 1.4426950408889634
-
-# Hardware barriers. Consumers meet at the first; at the others they tell the producer, which waits,
-# that one of two slots may be filled again, or that a tile of dQ may be added. Unlike an arrival at
-# a barrier in shared memory, these need no barrier among a consumer's own warps first.
-EXCHANGE = gl.constexpr(0)
-DO_EMPTY = gl.constexpr(1)
-Q_EMPTY = gl.constexpr(3)
-DQ_FULL = gl.constexpr(5)
-CONSUMERS = gl.constexpr(256)  # threads
-EVERYBODY = gl.constexpr(384)
-
-# ---- which work ----------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _key_tile(N_KEYS, N_KV_HEADS):
-    """(first key, key head, batch) of this program: head after head, longest key tile first."""
-    n_tiles = gl.cdiv(N_KEYS, KEYS)
-    head = gl.program_id(0) // n_tiles
-    return (gl.program_id(0) % n_tiles) * KEYS, head % N_KV_HEADS, head // N_KV_HEADS
-
-
-@gluon.jit
-def _walk(first_key, offset, n_tiles, QUERIES: gl.constexpr, is_causal: gl.constexpr):
-    """Which of a head's tiles of queries see some key here: (first, what follows the last, count).
-
-    The count is at least 1. Without a mask programs start at different tiles, so that they do not
-    all add to the same part of dQ.
-    """
-    if is_causal:
-        first = min(max(first_key - offset, 0) // QUERIES, n_tiles - 1)
-        return first, first, n_tiles - first
-    return (first_key // KEYS * 2) % n_tiles, 0, n_tiles
-
-
-@gluon.jit
-def _advance(tile, head, first, wrap, n_tiles):
-    """The next tile of queries; after a head's last one, of the next head of the group."""
-    tile = gl.where(tile + 1 == n_tiles, wrap, tile + 1)
-    return tile, gl.where(tile == first, head + 1, head)
-
-
-# ---- producer ------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _produce(
-    loads,  # descriptors of Q, K, V, dO and the statistics
-    dq,
-    full,  # barriers: copied
-    dq_empty,
-    buffers,
-    dq_smem,
-    N_QUERIES,
-    N_KEYS,
-    N_KV_HEADS,
-    HEADS_PER_KV,
-    offset,
-    QUERIES: gl.constexpr,
-    DQ_BUFFERS: gl.constexpr,
-    is_causal: gl.constexpr,
-):
-    """Fetches K and V once, then each step's Q, dO, L and delta; has dQ added two steps later."""
-    q_desc, k_desc, v_desc, do_desc, statistics_desc = loads
-    kv_full, q_full, do_full = full
-    k_smem, v_smem, q_smem, do_smem, l_smem, delta_smem = buffers
-    D: gl.constexpr = k_smem.shape[2]
-    KEY_BYTES: gl.constexpr = 2 * KEYS * D * 2
-    QUERY_BYTES: gl.constexpr = QUERIES * D * 2 + QUERIES * 4
-    first_key, kv_head, batch = _key_tile(N_KEYS, N_KV_HEADS)
-    n_tiles = gl.cdiv(N_QUERIES, QUERIES)
-    first, wrap, per_head = _walk(first_key, offset, n_tiles, QUERIES, is_causal)
-    steps = per_head * HEADS_PER_KV
-    mbarrier.expect(kv_full, KEY_BYTES)
-    key_tile = [batch, kv_head, first_key, 0]
-    tma.async_copy_global_to_shared(k_desc, key_tile, kv_full, k_smem.index(0))
-    tma.async_copy_global_to_shared(v_desc, key_tile, kv_full, v_smem.index(0))
-    before = batch * N_KV_HEADS * HEADS_PER_KV  # heads of other batch elements
-    deltas = statistics_desc.shape[0] // 2
-    tile = first
-    head = kv_head * HEADS_PER_KV
-    added_tile = tile
-    added_head = head
-    for step in range(steps + STAGES):
-        slot = step % STAGES
-        row = (before + head) * n_tiles + tile  # of the tiles of all heads
-        query_tile = [batch, head, tile * QUERIES, 0]
-        if step >= STAGES:
-            named_barrier_sync_at(DO_EMPTY + slot, EVERYBODY)
-        if step < steps:
-            mbarrier.expect(do_full.index(slot), QUERY_BYTES)
-            tma.async_copy_global_to_shared(
-                do_desc, query_tile, do_full.index(slot), do_smem.index(slot)
-            )
-            tma.async_copy_global_to_shared(
-                statistics_desc, [deltas + row, 0], do_full.index(slot), delta_smem.index(slot)
-            )
-        if step >= STAGES:
-            if DQ_BUFFERS > 0:
-                buffer = (step - STAGES) % DQ_BUFFERS
-                start = ((before + added_head) * n_tiles + added_tile) * QUERIES
-                named_barrier_sync_at(DQ_FULL + buffer, EVERYBODY)
-                tma_reduce_add(dq, [start, 0], dq_smem.index(buffer * 2))
-                if D == 128:
-                    tma_reduce_add(dq, [start, 64], dq_smem.index(buffer * 2 + 1))
-                else:
-                    tma_reduce_add(dq, [start + 64, 0], dq_smem.index(buffer * 2 + 1))
-                added_tile, added_head = _advance(added_tile, added_head, first, wrap, n_tiles)
-            named_barrier_sync_at(Q_EMPTY + slot, EVERYBODY)
-        if step <= steps:  # consumers start one more product than they use
-            mbarrier.expect(q_full.index(slot), QUERY_BYTES)
-            tma.async_copy_global_to_shared(
-                q_desc, query_tile, q_full.index(slot), q_smem.index(slot)
-            )
-            tma.async_copy_global_to_shared(
-                statistics_desc, [row, 0], q_full.index(slot), l_smem.index(slot)
-            )
-        if DQ_BUFFERS > 0 and step >= STAGES:
-            if DQ_BUFFERS == 1:
-                tma.store_wait(0)
-                mbarrier.arrive(dq_empty.index(0), count=1)
-            else:
-                tma.store_wait(2)  # the two additions of this step may still be read
-                mbarrier.arrive(dq_empty.index((step + 1) % 2), count=1, pred=step > STAGES)
-        if step + 1 < steps:
-            tile, head = _advance(tile, head, first, wrap, n_tiles)
-    if DQ_BUFFERS > 1:
-        tma.store_wait(0)
-
-
-# ---- consumer ------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _part(x, PART: gl.constexpr, PARTS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Of (keys, queries) ``x`` one of at most two parts of the queries: a choice of registers."""
-    if PARTS == 2:
-        halves = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
-        x = gl.convert_layout(halves[PART], LAYOUT, assert_trivial=True)
-    return x
-
-
-@gluon.jit
-def _hide(p, diagonal, n_keys, RAGGED: gl.constexpr, is_causal: gl.constexpr):
-    """(keys, queries) probabilities, with 0 where the query does not see the key.
-
-    Query i sees the first ``diagonal + i + 1`` of the rows of ``p``, of which there are ``n_keys``.
-    """
-    LAYOUT: gl.constexpr = p.type.layout
-    keys = gl.arange(0, p.shape[0], gl.SliceLayout(1, LAYOUT))
-    if is_causal:
-        last = diagonal + gl.arange(0, p.shape[1], gl.SliceLayout(0, LAYOUT))
-        p = gl.where(gl.expand_dims(keys, 1) <= gl.expand_dims(last, 0), p, 0.0)
-    if RAGGED:
-        p = gl.where(gl.expand_dims(keys < n_keys, 1), p, 0.0)
-    return p
-
-
-@gluon.jit
-def _wrapped(tile, n_tiles):
-    """A walk over all tiles that began in the middle goes on with the first."""
-    return gl.where(tile < n_tiles, tile, tile - n_tiles)
-
-
-@gluon.jit
-def _fragment_offsets(LAYOUT: gl.constexpr):
-    """Offsets of a (64, 64) fp32 block such that a thread's elements are groups of four."""
-    rows = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), 1)
-    columns = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, LAYOUT)), 0)
-    return (columns // 8) * 512 + ((rows // 16) * 32 + (rows % 8) * 4 + (columns % 8) // 2) * 4
-
-
-@gluon.jit
-def _step(
-    full,
-    dq_empty,
-    buffers,
-    ds_smem,
-    dq_smem,
-    dq_own,  # where this consumer's half of the group's first tile of dQ lies, without DQ_BUFFERS
-    step,
-    last_step,
-    row,  # of this tile, of the tiles of the group's heads
-    diagonal,
-    n_keys,
-    scale_log2,
-    s,  # (OWN, QUERIES) fp32, raw scores of this tile
-    dk,  # (OWN, D) fp32, without the scale
-    dv,
-    CONSUMER: gl.constexpr,
-    DQ_BUFFERS: gl.constexpr,
-    PARTS: gl.constexpr,
-    DK_FIRST: gl.constexpr,
-    RAGGED: gl.constexpr,
-    is_causal: gl.constexpr,
-    MASKED: gl.constexpr,
-):
-    """Adds what one tile of queries contributes; returns the next tile's scores, dK and dV."""
-    _, q_full, do_full = full
-    k_smem, v_smem, q_smem, do_smem, l_smem, delta_smem = buffers
-    QUERIES: gl.constexpr = q_smem.shape[1]
-    D: gl.constexpr = q_smem.shape[2]
-    DTYPE: gl.constexpr = q_smem.dtype
-    WIDTH: gl.constexpr = QUERIES // PARTS
-    PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    SCORES: gl.constexpr = s.type.layout
-    SUMS: gl.constexpr = dk.type.layout
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    slot = step % STAGES
-    next_slot = (step + 1) % STAGES
-    next_phase = ((step + 1) // STAGES) & 1
-    # Always 0, which the compiler cannot know: it would otherwise keep all addresses within K and V
-    # in registers, of which there are too few.
-    again = step >> 30
-    k_tile = k_smem.index(again)
-    own_k = k_tile.slice(CONSUMER * OWN, OWN, dim=0)
-    own_v = v_smem.index(again).slice(CONSUMER * OWN, OWN, dim=0)
-    q_tile = q_smem.index(slot)
-    do_tile = do_smem.index(slot)
-    ds_tile = ds_smem.index(slot)
-    no_scores = gl.zeros([OWN, QUERIES], gl.float32, SCORES)
-    no_dq = gl.zeros([64, 64], gl.float32, DQ)
-
-    dp = warpgroup_mma(own_v, do_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-    p = ()
-    for i in gl.static_range(PARTS):
-        minus_l = l_smem.index(slot).slice(i * WIDTH, WIDTH, dim=1).load(PART)
-        p_part = exp2(_part(s, i, PARTS, PART) * scale_log2 + minus_l)
-        if MASKED:
-            p_part = _hide(p_part, diagonal + i * WIDTH, n_keys, RAGGED, is_causal)
-        p = p + (p_part,)  # noqa: RUF005 (Triton's tuples)
-        operand = gl.convert_layout(p_part.to(DTYPE), OPERAND)
-        dv = warpgroup_mma(operand, do_tile.slice(i * WIDTH, WIDTH, dim=0), dv, is_async=True)
-    dp = warpgroup_mma_wait(PARTS, deps=(dp,))
-    ds = ()
-    for i in gl.static_range(PARTS):
-        minus_delta = delta_smem.index(slot).slice(i * WIDTH, WIDTH, dim=1).load(PART)
-        ds_part = (p[i] * (_part(dp, i, PARTS, PART) + minus_delta)).to(DTYPE)
-        ds = ds + (ds_part,)  # noqa: RUF005
-        if DK_FIRST:
-            operand = gl.convert_layout(ds_part, OPERAND)
-            dk = warpgroup_mma(operand, q_tile.slice(i * WIDTH, WIDTH, dim=0), dk, is_async=True)
-    for i in gl.static_range(PARTS):
-        ds_tile.slice(CONSUMER * OWN, OWN, dim=0).slice(i * WIDTH, WIDTH, dim=1).store(ds[i])
-    fence_async_shared()
-    named_barrier_sync(EXCHANGE, CONSUMERS)
-    if D == 128:  # 64 queries, half of the columns
-        own_columns = k_tile.slice(CONSUMER * 64, 64, dim=1)
-        dq = warpgroup_mma(
-            ds_tile.permute((1, 0)), own_columns, no_dq, use_acc=False, is_async=True
-        )
-    else:  # half of 128 queries
-        own_queries = ds_tile.slice(CONSUMER * 64, 64, dim=1).permute((1, 0))
-        dq = warpgroup_mma(own_queries, k_tile, no_dq, use_acc=False, is_async=True)
-    if not DK_FIRST:
-        for i in gl.static_range(PARTS):
-            operand = gl.convert_layout(ds[i], OPERAND)
-            dk = warpgroup_mma(operand, q_tile.slice(i * WIDTH, WIDTH, dim=0), dk, is_async=True)
-    dv = warpgroup_mma_wait(PARTS + 1, deps=(dv,))
-    named_barrier_arrive_at(DO_EMPTY + slot, EVERYBODY)
-
-    mbarrier.wait(q_full.index(next_slot), next_phase)
-    next_q = q_smem.index(next_slot).permute((1, 0))
-    s = warpgroup_mma(own_k, next_q, no_scores, use_acc=False, is_async=True)
-    if DK_FIRST:
-        dq, dk = warpgroup_mma_wait(1, deps=(dq, dk))
-    else:
-        dq = warpgroup_mma_wait(PARTS + 1, deps=(dq,))
-    if DQ_BUFFERS > 0:
-        buffer = step % DQ_BUFFERS
-        mbarrier.wait(dq_empty.index(buffer), ((step // DQ_BUFFERS) & 1) ^ 1)
-        dq_smem.index(buffer * 2 + CONSUMER).store(dq)
-        fence_async_shared()
-        named_barrier_arrive_at(DQ_FULL + buffer, EVERYBODY)
-    else:
-        reduce_add(dq_own + row.to(gl.int64) * (QUERIES * D), dq)
-    if DK_FIRST:
-        named_barrier_arrive_at(Q_EMPTY + slot, EVERYBODY)
-    mbarrier.wait(do_full.index(next_slot), next_phase, pred=step < last_step)
-    # ptxas runs every product by itself unless each iteration ends with nothing in flight.
-    s, dk = warpgroup_mma_wait(0, deps=(s, dk))
-    if not DK_FIRST:
-        named_barrier_arrive_at(Q_EMPTY + slot, EVERYBODY)
-    return s, dk, dv
-
-
-@gluon.jit
-def _consume(
-    dk_desc,
-    dv_desc,
-    full,
-    dq_empty,
-    buffers,
-    ds_smem,
-    dq_smem,
-    dq_ptr,
-    scale,
-    scale_log2,
-    N_QUERIES,
-    N_KEYS,
-    N_KV_HEADS,
-    HEADS_PER_KV,
-    offset,
-    CONSUMER: gl.constexpr,
-    DQ_BUFFERS: gl.constexpr,
-    PARTS: gl.constexpr,
-    DK_FIRST: gl.constexpr,
-    RAGGED: gl.constexpr,
-    is_causal: gl.constexpr,
-):
-    """dK and dV of 64 keys, and half of each tile of dQ."""
-    kv_full, q_full, do_full = full
-    k_smem, v_smem, q_smem, _, _, _ = buffers
-    QUERIES: gl.constexpr = q_smem.shape[1]
-    D: gl.constexpr = q_smem.shape[2]
-    DTYPE: gl.constexpr = q_smem.dtype
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    first_key, kv_head, batch = _key_tile(N_KEYS, N_KV_HEADS)
-    own_key = first_key + CONSUMER * OWN
-    n_keys = N_KEYS - own_key
-    n_tiles = gl.cdiv(N_QUERIES, QUERIES)
-    first, _, per_head = _walk(first_key, offset, n_tiles, QUERIES, is_causal)
-    last_step = per_head * HEADS_PER_KV - 1
-    # A tile of queries sees all keys here if its first query does.
-    diagonal = first * QUERIES + offset - own_key
-    n_masked = 0
-    if is_causal:
-        n_masked = min(max(gl.cdiv(OWN - 1 - diagonal, QUERIES), 0), per_head)
-    if RAGGED:
-        n_masked = gl.where(n_keys < OWN, per_head, n_masked)
-    dq_own = dq_ptr
-    if DQ_BUFFERS == 0:
-        before = (batch * N_KV_HEADS + kv_head) * HEADS_PER_KV * n_tiles
-        dq_own = dq_ptr + before.to(gl.int64) * (QUERIES * D) + CONSUMER * 4096
-        dq_own = dq_own + _fragment_offsets(DQ)
-
-    mbarrier.wait(kv_full, 0)
-    mbarrier.wait(q_full.index(0), 0)
-    own_k = k_smem.index(0).slice(CONSUMER * OWN, OWN, dim=0)
-    own_v = v_smem.index(0).slice(CONSUMER * OWN, OWN, dim=0)
-    no_scores = gl.zeros([OWN, QUERIES], gl.float32, SCORES)
-    s = warpgroup_mma(
-        own_k, q_smem.index(0).permute((1, 0)), no_scores, use_acc=False, is_async=True
-    )
-    mbarrier.wait(do_full.index(0), 0)
-    s = warpgroup_mma_wait(0, deps=(s,))
-    dk = gl.zeros([OWN, D], gl.float32, SUMS)
-    dv = gl.zeros([OWN, D], gl.float32, SUMS)
-    step = 0
-    row = 0
-    for _ in range(HEADS_PER_KV):
-        if is_causal or RAGGED:
-            for j in range(n_masked):
-                s, dk, dv = _step(
-                    full, dq_empty, buffers, ds_smem, dq_smem, dq_own, step, last_step,
-                    row + _wrapped(first + j, n_tiles), diagonal + j * QUERIES, n_keys, scale_log2,
-                    s, dk, dv, CONSUMER, DQ_BUFFERS, PARTS, DK_FIRST, RAGGED, is_causal, True,
-                )  # fmt: skip
-                step += 1
-        for j in range(n_masked, per_head):
-            s, dk, dv = _step(
-                full, dq_empty, buffers, ds_smem, dq_smem, dq_own, step, last_step,
-                row + _wrapped(first + j, n_tiles), diagonal, n_keys, scale_log2,
-                s, dk, dv, CONSUMER, DQ_BUFFERS, PARTS, DK_FIRST, RAGGED, is_causal, False,
-            )  # fmt: skip
-            step += 1
-        row += n_tiles
-
-    # Nobody reads K and V any more: their memory takes dK and dV.
-    named_barrier_sync(EXCHANGE, CONSUMERS)
-    own_k.store((dk * scale).to(DTYPE))
-    own_v.store(dv.to(DTYPE))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(dk_desc, [batch, kv_head, own_key, 0], own_k)
-    tma.async_copy_shared_to_global(dv_desc, [batch, kv_head, own_key, 0], own_v)
-    tma.store_wait(0)
-
-
-# ---- kernel --------------------------------------------------------------------------------------
-
-
-@gluon.jit(
-    do_not_specialize=[
-        *("N_QUERIES", "N_KEYS", "N_KV_HEADS", "HEADS_PER_KV", "offset", "scale", "scale_log2")
-    ]
-)
-def hopper_backward_kernel(
-    q_desc,  # (B, H, N_q, D), tiles of (QUERIES, D)
-    k_desc,  # (B, G, N_k, D), tiles of (KEYS, D)
-    v_desc,
-    do_desc,  # as q_desc
-    statistics_desc,  # (2 · B · H · tiles, QUERIES): -L · log2(e), then -delta
-    dq,  # (B · H · tiles · QUERIES, D) fp32: a descriptor, or a pointer if DQ_BUFFERS is 0
-    dk_desc,  # (B, G, N_k, D), tiles of (OWN, D)
-    dv_desc,
-    N_QUERIES,
-    N_KEYS,
-    N_KV_HEADS,
-    HEADS_PER_KV,
-    offset,
-    scale,
-    scale_log2,
-    DQ_BUFFERS: gl.constexpr,
-    PARTS: gl.constexpr,
-    DK_FIRST: gl.constexpr,
-    RAGGED: gl.constexpr,
-    is_causal: gl.constexpr,
-):
-    """dK and dV, and dQ / scale added to ``dq``. Grid: key tiles · B · G.
-
-    ``offset``: key index minus query index on the causal mask's diagonal. ``RAGGED``: the last tile
-    has keys past the end.
-    """
-    DTYPE: gl.constexpr = q_desc.dtype
-    QUERIES: gl.constexpr = q_desc.block_shape[2]
-    D: gl.constexpr = q_desc.block_shape[3]
-    Q_SMEM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([QUERIES, D], DTYPE)
-    KV_SMEM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D], DTYPE)
-    DS_SMEM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], DTYPE)
-    DQ_SMEM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.float32)
-    k_smem = gl.allocate_shared_memory(DTYPE, [1, KEYS, D], KV_SMEM)
-    v_smem = gl.allocate_shared_memory(DTYPE, [1, KEYS, D], KV_SMEM)
-    q_smem = gl.allocate_shared_memory(DTYPE, [STAGES, QUERIES, D], Q_SMEM)
-    do_smem = gl.allocate_shared_memory(DTYPE, [STAGES, QUERIES, D], Q_SMEM)
-    STATISTICS: gl.constexpr = statistics_desc.layout
-    l_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, QUERIES], STATISTICS)
-    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, QUERIES], STATISTICS)
-    # Two tiles: a consumer may be a step ahead of the other's reads.
-    ds_smem = gl.allocate_shared_memory(DTYPE, [2, KEYS, QUERIES], DS_SMEM)
-    dq_smem = ds_smem  # unused
-    if DQ_BUFFERS > 0:
-        dq_smem = gl.allocate_shared_memory(gl.float32, [2 * DQ_BUFFERS, 64, 64], DQ_SMEM)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    kv_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    dq_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    mbarrier.init(kv_full, count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(do_full.index(i), count=1)
-        mbarrier.init(dq_empty.index(i), count=1)
-    loads = (q_desc, k_desc, v_desc, do_desc, statistics_desc)
-    full = (kv_full, q_full, do_full)
-    buffers = (k_smem, v_smem, q_smem, do_smem, l_smem, delta_smem)
-
-    # Tuples that are not written in place lose their compile-time members.
-    gl.warp_specialize([
-        (_produce, (
-            loads, dq, full, dq_empty, buffers, dq_smem, N_QUERIES, N_KEYS, N_KV_HEADS,
-            HEADS_PER_KV, offset, QUERIES, DQ_BUFFERS, is_causal,
-        )),
-        (_consume, (
-            dk_desc, dv_desc, full, dq_empty, buffers, ds_smem, dq_smem, dq, scale, scale_log2,
-            N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_PER_KV, offset, 0, DQ_BUFFERS, PARTS, DK_FIRST,
-            RAGGED, is_causal,
-        )),
-        (_consume, (
-            dk_desc, dv_desc, full, dq_empty, buffers, ds_smem, dq_smem, dq, scale, scale_log2,
-            N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_PER_KV, offset, 1, DQ_BUFFERS, PARTS, DK_FIRST,
-            RAGGED, is_causal,
-        )),
-    ], [4, 4], [240, 240])  # fmt: skip
-
-
-# ---- launcher ------------------------------------------------------------------------------------
 
 
 def hopper_backward(
@@ -545,50 +37,138 @@ def hopper_backward(
         query: and ``key``, ``value``, ``options``: as given to the forward pass.
         out: its output, (B, H, N_q, D).
         logsumexp: its logsumexp, contiguous (B, H, N_q) fp32.
-        grad_out: dO, the shape of ``out``, any strides (copied where the copy engine cannot
-            follow them).
+        grad_out: dO, the shape of ``out``. It and the tensors above may have any strides, and are
+            copied where the copy engine cannot follow them.
         grad_logsumexp: dL, the shape of ``logsumexp``, or None for zero.
         config: the main kernel's shape; None takes the shipped table's.
 
     Returns:
         dQ, dK and dV in the inputs' shapes and dtype. dQ is accumulated in fp32, in any order.
     """
-    if copy_refusal("grad_out", grad_out.shape, grad_out.stride(), grad_out.data_ptr()) is not None:
-        grad_out = grad_out.clone(memory_format=torch.contiguous_format)
-    dq, dk, dv = (empty_output(x, x.shape[3]) for x in (query, key, value))
+    tensors = [_copyable(x) for x in (query, key, value, out, grad_out)]
+    query, key, value, out, grad_out = tensors
     if query.numel() == 0 or key.numel() == 0:  # which no descriptor can express
-        return dq.zero_(), dk.zero_(), dv.zero_()
-    config = config or BACKWARD[query.shape[3], options.causal != "none"]
-    prepare, main, finish, maps = _backward_launches(
+        dq, dk, dv = (empty_output(x, x.shape[3]).zero_() for x in (query, key, value))
+        return dq, dk, dv
+    call = _call_for(tensors, grad_logsumexp, options, config)
+    return call(query, key, value, out, logsumexp, grad_out, grad_logsumexp)
+
+
+def _copyable(x: Tensor) -> Tensor:
+    """``x``, or a copy of it that the copy engine can read."""
+    return x.clone(memory_format=torch.contiguous_format) if _refused(x) else x
+
+
+def _refused(x: Tensor) -> bool:
+    return copy_refusal("", x.shape, x.stride(), x.data_ptr() % 16) is not None
+
+
+class RepeatedHopperBackward:
+    """The backward pass of inputs of one shape and type, for which calls are remembered."""
+
+    def __init__(self, options: AttentionOptions) -> None:
+        self.options = options
+        self.calls: dict[tuple[Strides | None, ...], HopperBackwardCall] = {}
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        logsumexp: Tensor,
+        grad_out: Tensor,
+        grad_logsumexp: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dQ, dK and dV, as :func:`hopper_backward` gives them."""
+        logsumexp = logsumexp.contiguous()  # what was saved may come back with other strides
+        if grad_out.stride(3) != 1:  # as of a sum's
+            grad_out = grad_out.contiguous()
+        tensors = (query, key, value, out, grad_out)
+        kind = (
+            *[x.stride() for x in tensors],
+            None if grad_logsumexp is None else grad_logsumexp.stride(),
+        )
+        call = self.calls.get(kind)
+        if call is None or alignment(tensors):
+            if any(_refused(x) for x in tensors):
+                statistics = (logsumexp, grad_out, grad_logsumexp)
+                return hopper_backward(query, key, value, out, *statistics, self.options)
+            call = self.calls[kind] = _call_for(tensors, grad_logsumexp, self.options, None)
+        return call(query, key, value, out, logsumexp, grad_out, grad_logsumexp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HopperBackwardCall:
+    """The backward kernels on one kind of input: what their launches need, found out once.
+
+    ``gradients``: shapes and strides of dQ, dK and dV. ``shared``: elements of the memory that the
+    kernels share. ``statistics``: bytes of it that come before the sum of dQ.
+    """
+
+    prepare: DirectLaunch
+    main: DirectLaunch
+    finish: DirectLaunch
+    device: torch.device
+    gradients: Sequence[tuple[Sequence[int], Strides]]
+    statistics: int
+    shared: int
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        logsumexp: Tensor,
+        grad_out: Tensor,
+        grad_logsumexp: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dQ, dK and dV of inputs of these strides, aligned to 16 bytes."""
+        if self.device.index != current_device():
+            with torch.cuda.device(self.device):
+                return self(query, key, value, out, logsumexp, grad_out, grad_logsumexp)
+        dq, dk, dv = [query.new_empty_strided(*like) for like in self.gradients]
+        shared = query.new_empty(self.shared, dtype=torch.float32)
+        statistics = shared.data_ptr()
+        dq_sum, do = statistics + self.statistics, grad_out.data_ptr()
+        dl = None if grad_logsumexp is None else grad_logsumexp.data_ptr()
+        self.prepare(out.data_ptr(), do, logsumexp.data_ptr(), dl, statistics, dq_sum)
+        self.main(
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            do,
+            statistics,
+            dq_sum,
+            dk.data_ptr(),
+            dv.data_ptr(),
+        )
+        self.finish(dq_sum, dq.data_ptr())
+        return dq, dk, dv
+
+
+def _call_for(
+    tensors: Sequence[Tensor],
+    grad_logsumexp: Tensor | None,
+    options: AttentionOptions,
+    config: BackwardConfig | None,
+) -> HopperBackwardCall:
+    """The call for Q, K, V, O and dO of these shapes, strides and types."""
+    query, key, *_ = tensors
+    return _backward_call(
         query.device,
         query.dtype,
         (query.shape, key.shape),
-        tuple([x.stride() for x in (query, key, value, grad_out, out, dq, dk, dv)]),
+        tuple([x.stride() for x in tensors]),
         None if grad_logsumexp is None else grad_logsumexp.stride(),
         options,
-        config,
+        config or backward_config(query.shape[3], options),
     )
-    q_map, k_map, v_map, do_map, statistics_map, dq_map, dk_map, dv_map = maps
-    statistics = query.new_empty(statistics_map.shape, dtype=torch.float32)
-    dq_sum = query.new_empty(dq_map.shape, dtype=torch.float32)
-    with on_device_of(query):
-        prepare(out, grad_out, logsumexp, grad_logsumexp, statistics, dq_sum)
-        main(
-            q_map.of(query),
-            k_map.of(key),
-            v_map.of(value),
-            do_map.of(grad_out),
-            statistics_map.of(statistics),
-            dq_map.of(dq_sum) if config.dq_buffers else dq_sum,
-            dk_map.of(dk),
-            dv_map.of(dv),
-        )
-        finish(dq_sum, dq)
-    return dq, dk, dv
 
 
 @functools.lru_cache(maxsize=4096)
-def _backward_launches(
+def _backward_call(
     device: torch.device,
     dtype: torch.dtype,
     shapes: tuple[torch.Size, torch.Size],
@@ -596,43 +176,58 @@ def _backward_launches(
     grad_logsumexp_stride: Strides | None,
     options: AttentionOptions,
     config: BackwardConfig,
-) -> tuple[Launch, Launch, Launch, list[TileMap]]:
-    """Three launches, and the tiles of Q, K, V, dO, statistics, dQ's sum, dK and dV.
-
-    ``device`` only tells apart what is compiled separately.
-    """
+) -> HopperBackwardCall:
+    """``strides``: of Q, K, V, O and dO."""
     (batch, heads, n_queries, head_dim), (_, kv_heads, n_keys, _) = shapes
-    q_stride, k_stride, v_stride, do_stride, o_stride, dq_stride, dk_stride, dv_stride = strides
-    queries = config.queries
+    q_stride, k_stride, v_stride, o_stride, do_stride = strides
+    gradients = [
+        empty_output(torch.empty_strided(shape, stride, dtype=dtype, device="meta"), head_dim)
+        for shape, stride in ((shapes[0], q_stride), (shapes[1], k_stride), (shapes[1], v_stride))
+    ]
+    dq_stride, dk_stride, dv_stride = (x.stride() for x in gradients)
+    queries, width = config.queries, tile_width(head_dim)
     tiles = -(-n_queries // queries) * batch * heads
     rows = tiles * queries
-    sizes = [n_queries, rows // (batch * heads), heads]
-    shape = Tiles(ROWS, 1, 4, 1)
-    prepare = Launch(
+    sizes = [n_queries, rows // (batch * heads), heads, head_dim // 8]
+    shape = {"WIDTH": width, "NARROW": head_dim < width, "ROWS": ROWS}
+    has_dl = grad_logsumexp_stride is not None
+
+    def octets(stride: Strides) -> list[int]:
+        return [s // 8 for s in stride[:3]]
+
+    fp32 = torch.float32
+    prepare = DirectLaunch(
         prepare_kernel,
         rows // ROWS,
-        [*o_stride[:3], *do_stride[:3], *(grad_logsumexp_stride or (0, 0, 0)), *sizes],
-        {
-            "D": head_dim,
-            "ROWS": ROWS,
-            "LOG2_E": LOG2_E,
-            "HAS_DL": grad_logsumexp_stride is not None,
-        },
-        shape,
+        [dtype, dtype, fp32, fp32 if has_dl else None, fp32, fp32],
+        [*octets(o_stride), *octets(do_stride), *(grad_logsumexp_stride or (0, 0, 0)), *sizes],
+        shape | {"LOG2_E": LOG2_E, "HAS_DL": has_dl},
     )
-    finish = Launch(
+    finish = DirectLaunch(
         finish_kernel,
         rows // ROWS,
-        [*dq_stride[:3], *sizes, options.scale],
-        {"D": head_dim, "ROWS": ROWS, "FRAGMENTS": config.dq_buffers == 0},
-        shape,
+        [fp32, dtype],
+        [*octets(dq_stride), *sizes, options.scale],
+        shape | {"FRAGMENTS": config.dq_buffers == 0},
     )
-    main = Launch(
+    query_block, key_block = [1, 1, queries, width], [1, 1, KEYS.value, width]
+    own_block = [1, 1, OWN.value, width]
+    main = DirectLaunch(
         hopper_backward_kernel,
         -(-n_keys // KEYS.value) * batch * kv_heads,
         [
+            tile_map(shapes[0], q_stride, query_block, dtype),
+            tile_map(shapes[1], k_stride, key_block, dtype),
+            tile_map(shapes[1], v_stride, key_block, dtype),
+            tile_map(shapes[0], do_stride, query_block, dtype),
+            tile_map([2 * tiles, queries], [queries, 1], [1, queries], fp32, swizzled=False),
+            tile_map([rows, head_dim], [width, 1], [64, 64], fp32) if config.dq_buffers else fp32,
+            tile_map(shapes[1], dk_stride, own_block, dtype),
+            tile_map(shapes[1], dv_stride, own_block, dtype),
+        ],
+        [
             *(n_queries, n_keys, kv_heads, heads // kv_heads),
-            diagonal_offset(n_queries, n_keys, options),
+            *edges(n_queries, n_keys, options),
             *(options.scale, options.scale * LOG2_E),
         ],
         {
@@ -640,20 +235,16 @@ def _backward_launches(
             "PARTS": config.parts,
             "DK_FIRST": config.dk_first,
             "RAGGED": n_keys % KEYS.value != 0,
-            "is_causal": options.causal != "none",
+            "is_causal": options.band[1] is not None,
+            "HAS_LEFT": options.band[0] is not None,
         },
-        Tiles(queries, KEYS.value, 4, 1),
     )
-
-    fp32 = torch.float32
-    maps = [
-        tile_map(shapes[0], q_stride, [1, 1, queries, head_dim], dtype),
-        tile_map(shapes[1], k_stride, [1, 1, KEYS.value, head_dim], dtype),
-        tile_map(shapes[1], v_stride, [1, 1, KEYS.value, head_dim], dtype),
-        tile_map(shapes[0], do_stride, [1, 1, queries, head_dim], dtype),
-        tile_map([2 * tiles, queries], [queries, 1], [1, queries], fp32, swizzled=False),
-        tile_map([rows, head_dim], [head_dim, 1], [64, 64], fp32),
-        tile_map(shapes[1], dk_stride, [1, 1, OWN.value, head_dim], dtype),
-        tile_map(shapes[1], dv_stride, [1, 1, OWN.value, head_dim], dtype),
-    ]
-    return prepare, main, finish, maps
+    return HopperBackwardCall(
+        prepare=prepare,
+        main=main,
+        finish=finish,
+        device=device,
+        gradients=[(x.shape, x.stride()) for x in gradients],
+        statistics=2 * rows * 4,
+        shared=(2 + width) * rows,
+    )

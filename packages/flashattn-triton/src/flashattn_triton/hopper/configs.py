@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from flashattn_triton.options import AttentionOptions
+
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardConfig:
@@ -14,6 +16,8 @@ class ForwardConfig:
     keys: per tile.
     stages: tiles of K and of V that are in shared memory at a time.
     registers: of a consumer's thread.
+    halves: of a tile on an aligned diagonal, the first of two consumers computes the half that its
+        queries see.
     rounds: of all programs on one group of heads. With few, K and V of a group stay in L2; with
         many, tiles of one round are of almost equal length in spite of a causal mask. 0 means one
         head at a time.
@@ -24,6 +28,7 @@ class ForwardConfig:
     keys: int
     stages: int
     registers: int
+    halves: bool = False
     rounds: int = 0
     spills: int = 0
 
@@ -56,11 +61,11 @@ class BackwardConfig:
 
 _TWO = ForwardConfig(consumers=2, keys=128, stages=2, registers=240)
 _THREE = ForwardConfig(consumers=3, keys=128, stages=2, registers=160)
-# Keys: head_dim, whether there is a causal mask. Rows: up to how many queries, and which shape.
+# Keys: width of tiles, whether there is a causal mask. Rows: up to how many queries, which shape.
 # Tiles of 128 queries leave less of the last tile empty than tiles of 192.
 FORWARD: dict[tuple[int, bool], tuple[tuple[float, ForwardConfig], ...]] = {
     (64, True): (
-        (1024, replace(_TWO, rounds=2)),
+        (1024, replace(_TWO, rounds=2, halves=True)),
         # The step over a diagonal that is not aligned to tiles spills, once in a tile.
         (math.inf, replace(_THREE, rounds=8, spills=464)),
     ),
@@ -68,33 +73,55 @@ FORWARD: dict[tuple[int, bool], tuple[tuple[float, ForwardConfig], ...]] = {
     (128, True): ((2048, replace(_TWO, rounds=2)), (math.inf, replace(_TWO, rounds=4))),
     (128, False): ((math.inf, _TWO),),
 }
-# Keys: head_dim, whether there is a causal mask.
+# Keys: width of tiles, whether there is a causal mask.
 BACKWARD = {
     (64, True): BackwardConfig(queries=128, dq_buffers=0, parts=2, dk_first=False, spills=200),
     (64, False): BackwardConfig(queries=128, dq_buffers=2, parts=1, dk_first=True, spills=400),
-    (128, True): BackwardConfig(queries=64, dq_buffers=1, parts=1, dk_first=True, spills=160),
+    (128, True): BackwardConfig(queries=64, dq_buffers=0, parts=2, dk_first=False, spills=64),
     (128, False): BackwardConfig(queries=64, dq_buffers=1, parts=1, dk_first=True, spills=80),
+}
+# Where a window has a left edge, whatever the mask. Keys: width of tiles.
+FORWARD_WINDOW = {64: replace(_TWO, rounds=2, spills=40), 128: replace(_TWO, rounds=2, spills=164)}
+BACKWARD_WINDOW = {
+    64: BackwardConfig(queries=128, dq_buffers=0, parts=2, dk_first=False, spills=680),
+    128: BackwardConfig(queries=64, dq_buffers=0, parts=2, dk_first=False, spills=116),
 }
 
 
-def forward_config(head_dim: int, is_causal: bool, n_queries: int) -> ForwardConfig:
+def tile_width(head_dim: int) -> int:
+    """Columns of the tiles that ``head_dim`` is computed with; the copy engine fills up zeros."""
+    return 64 if head_dim <= 64 else 128
+
+
+def forward_config(head_dim: int, n_queries: int, options: AttentionOptions) -> ForwardConfig:
     """The shipped table's entry."""
-    rows = FORWARD[head_dim, is_causal]
+    left, right = options.band
+    if left is not None:
+        return FORWARD_WINDOW[tile_width(head_dim)]
+    rows = FORWARD[tile_width(head_dim), right is not None]
     return next(config for limit, config in rows if n_queries <= limit)
 
 
-def describe_forward(head_dim: int, is_causal: bool, n_queries: int) -> str:
+def backward_config(head_dim: int, options: AttentionOptions) -> BackwardConfig:
+    """The shipped table's entry."""
+    left, right = options.band
+    if left is not None:
+        return BACKWARD_WINDOW[tile_width(head_dim)]
+    return BACKWARD[tile_width(head_dim), right is not None]
+
+
+def describe_forward(head_dim: int, n_queries: int, options: AttentionOptions) -> str:
     """The forward kernel's shape in words."""
-    config = forward_config(head_dim, is_causal, n_queries)
+    config = forward_config(head_dim, n_queries, options)
     return (
         f"forward: {config.queries} queries x {config.keys} keys, {config.consumers} consumers "
         f"of 4 warps, {config.stages} stages"
     )
 
 
-def describe_backward(head_dim: int, is_causal: bool) -> str:
+def describe_backward(head_dim: int, options: AttentionOptions) -> str:
     """The backward kernel's shape in words."""
-    config = BACKWARD[head_dim, is_causal]
+    config = backward_config(head_dim, options)
     return (
         f"backward, fused (dQ by fp32 addition): {config.queries} queries x 128 keys, "
         f"2 consumers of 4 warps, 2 stages"

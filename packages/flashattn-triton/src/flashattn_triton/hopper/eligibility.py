@@ -10,7 +10,9 @@ import torch
 from flashattn_triton.options import AttentionOptions
 
 CAPABILITY = (9, 0)
-HEAD_DIMS = (64, 128)
+# Tiles are 64 or 128 columns wide, and the copy engine fills them up with zeros. It wants rows to
+# start at multiples of 16 bytes. Up to 32, the portable tier's tiles are narrower.
+HEAD_DIMS = range(40, 129, 8)
 DTYPES = (torch.float16, torch.bfloat16)
 # Kernels use private interfaces, which the next version may not have.
 TRITON = ("3", "6")
@@ -45,19 +47,19 @@ def refusal(
         capability: compute capability of the GPU.
         dtype: of the inputs.
         head_dims: D of query and key, E of value.
-        options: mask, scale, soft-cap.
+        options: mask, window, scale, soft-cap.
         packed: whether sequences are packed.
     """
     if capability != CAPABILITY:
         return f"it needs compute capability 9.0, and this is {capability[0]}.{capability[1]}"
     if dtype not in DTYPES:
         return f"it takes float16 and bfloat16, and this is {str(dtype).removeprefix('torch.')}"
-    if head_dims not in tuple((d, d) for d in HEAD_DIMS):
-        return f"it takes head_dim 64 or 128 of query, key and value, and this is {head_dims}"
+    if head_dims[0] != head_dims[1]:
+        return f"it takes one head_dim of query, key and value, and this is {head_dims}"
+    if head_dims[0] not in HEAD_DIMS:
+        return f"it takes multiples of 8 from 40 to 128 as head_dim, and this is {head_dims[0]}"
     if packed:
         return "it takes no packed sequences"
-    if options.window != (None, None):
-        return "it takes no window"
     if options.softcap is not None:
         return "it takes no soft-cap"
     if abs(options.scale) < _SMALLEST_SCALE:

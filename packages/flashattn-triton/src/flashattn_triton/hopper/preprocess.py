@@ -3,7 +3,8 @@
 """What runs before and after the backward pass on sm_90, in plain Triton: rows of queries.
 
 Rows are padded to whole tiles (N_PADDED of a head), so that the main kernel's copies need no mask.
-Rows past the end have L = inf, which makes P zero. Legend as in ``backward``.
+Rows past the end have L = inf, which makes P zero. Legend as in ``backward_kernel``; WIDTH is the
+tiles'.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ import triton.language as tl
 ROWS = 64  # of one program
 
 
-@triton.jit(do_not_specialize=["N_QUERIES", "N_PADDED", "N_HEADS"])
+@triton.jit(
+    do_not_specialize=["N_QUERIES", "N_PADDED", "N_HEADS", "OCTETS"],
+    do_not_specialize_on_alignment=["L_ptr", "dL_ptr"],
+)
 def prepare_kernel(
     O_ptr,
     dO_ptr,
     L_ptr,  # (B, H, N_q) fp32, contiguous
     dL_ptr,  # (B, H, N_q) fp32, or None
     statistics_ptr,  # (2, B, H, N_PADDED) fp32: -L · log2(e), and -delta
-    dq_ptr,  # (B, H, N_PADDED, D) fp32
-    stride_ob,
+    dq_ptr,  # (B, H, N_PADDED, WIDTH) fp32
+    stride_ob,  # of O, dO and dQ in units of 8 elements, so that rows are known to be aligned
     stride_oh,
     stride_oq,
     stride_dob,
@@ -34,7 +38,9 @@ def prepare_kernel(
     N_QUERIES,
     N_PADDED,
     N_HEADS,
-    D: tl.constexpr,
+    OCTETS,  # D / 8
+    WIDTH: tl.constexpr,
+    NARROW: tl.constexpr,  # D < WIDTH
     ROWS: tl.constexpr,
     LOG2_E: tl.constexpr,
     HAS_DL: tl.constexpr,
@@ -46,13 +52,16 @@ def prepare_kernel(
     h = head % N_HEADS
     b = head // N_HEADS
     rows = first_row + tl.arange(0, ROWS)
-    columns = tl.arange(0, D)
+    columns = tl.arange(0, WIDTH)
     inside = rows < N_QUERIES
+    present = inside[:, None]
+    if NARROW:
+        present = present & (columns // 8 < OCTETS)[None, :]
     wide = rows.to(tl.int64)
-    o_rows = O_ptr + b * stride_ob + h * stride_oh + wide * stride_oq
-    do_rows = dO_ptr + b * stride_dob + h * stride_doh + wide * stride_doq
-    o = tl.load(o_rows[:, None] + columns[None, :], mask=inside[:, None], other=0.0)
-    do = tl.load(do_rows[:, None] + columns[None, :], mask=inside[:, None], other=0.0)
+    o_rows = O_ptr + (b * stride_ob + h * stride_oh + wide * stride_oq) * 8
+    do_rows = dO_ptr + (b * stride_dob + h * stride_doh + wide * stride_doq) * 8
+    o = tl.load(o_rows[:, None] + columns[None, :], mask=present, other=0.0)
+    do = tl.load(do_rows[:, None] + columns[None, :], mask=present, other=0.0)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if HAS_DL:
         dl_rows = dL_ptr + b * stride_dlb + h * stride_dlh + wide * stride_dlq
@@ -66,12 +75,12 @@ def prepare_kernel(
     tl.store(statistics_ptr + row, -LOG2_E * logsumexp)
     n_rows = (tl.num_programs(0) // n_tiles).to(tl.int64) * N_PADDED
     tl.store(statistics_ptr + n_rows + row, -delta)
-    tl.store(dq_ptr + row[:, None] * D + columns[None, :], tl.zeros([ROWS, D], tl.float32))
+    tl.store(dq_ptr + row[:, None] * WIDTH + columns[None, :], tl.zeros([ROWS, WIDTH], tl.float32))
 
 
-@triton.jit(do_not_specialize=["N_QUERIES", "N_PADDED", "N_HEADS"])
+@triton.jit(do_not_specialize=["N_QUERIES", "N_PADDED", "N_HEADS", "OCTETS"])
 def finish_kernel(
-    sum_ptr,  # (B, H, N_PADDED, D) fp32, or the same memory in the order of FRAGMENTS
+    sum_ptr,  # (B, H, N_PADDED, WIDTH) fp32, or the same memory in the order of FRAGMENTS
     dq_ptr,
     stride_qb,
     stride_qh,
@@ -79,15 +88,17 @@ def finish_kernel(
     N_QUERIES,
     N_PADDED,
     N_HEADS,
+    OCTETS,  # D / 8
     scale,
-    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    NARROW: tl.constexpr,  # D < WIDTH
     ROWS: tl.constexpr,
     FRAGMENTS: tl.constexpr,
 ):
     """dQ = scale · sum, in the inputs' dtype. Grid: tiles · B · H.
 
     FRAGMENTS: each (64, 64) block lies as wgmma leaves it in registers, in the order of
-    ``backward._fragment_offsets``.
+    ``backward_kernel._fragment_offsets``.
     """
     n_tiles = N_PADDED // ROWS
     first_row = (tl.program_id(0) % n_tiles) * ROWS
@@ -95,17 +106,21 @@ def finish_kernel(
     h = head % N_HEADS
     b = head // N_HEADS
     rows = tl.arange(0, ROWS)[:, None]
-    columns = tl.arange(0, D)[None, :]
+    columns = tl.arange(0, WIDTH)[None, :]
     if FRAGMENTS:
         quad = (rows // 16) * 32 + (rows % 8) * 4 + (columns % 8) // 2
         element = ((rows % 16) // 8) * 2 + columns % 2
         offsets = (columns // 8) * 512 + quad * 4 + element  # a second block follows
     else:
-        offsets = rows * D + columns
-    total = tl.load(sum_ptr + (head * N_PADDED + first_row) * D + offsets)
-    dq_rows = dq_ptr + b * stride_qb + h * stride_qh + (first_row + rows).to(tl.int64) * stride_qq
+        offsets = rows * WIDTH + columns
+    total = tl.load(sum_ptr + (head * N_PADDED + first_row) * WIDTH + offsets)
+    present = first_row + rows < N_QUERIES
+    if NARROW:
+        present = present & (columns // 8 < OCTETS)
+    wide = (first_row + rows).to(tl.int64)
+    dq_rows = dq_ptr + (b * stride_qb + h * stride_qh + wide * stride_qq) * 8
     tl.store(
         dq_rows + columns,
         (total * scale).to(dq_ptr.dtype.element_ty),
-        mask=first_row + rows < N_QUERIES,
+        mask=present,
     )

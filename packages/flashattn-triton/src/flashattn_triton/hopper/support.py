@@ -8,19 +8,10 @@ installed Triton is one that this was written for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 # Hardware barriers 0 to 7 are left to Triton, which takes one per partition.
 FIRST_NAMED_BARRIER = gl.constexpr(8)
@@ -99,56 +90,3 @@ def named_barrier_arrive_at(index, THREADS: gl.constexpr):
     PTX: gl.constexpr = _barrier_instruction("bar.arrive", "$1", THREADS)
     barrier = gl.to_tensor(FIRST_NAMED_BARRIER + index)
     gl.inline_asm_elementwise(PTX, "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1)
-
-
-class _Descriptor(TensorDescriptor):
-    """Triton's own checks cost the host more than encoding does; ``eligibility`` has made them."""
-
-    def __post_init__(self) -> None:
-        """Checks nothing."""
-
-
-@dataclass(frozen=True)
-class TileMap:
-    """The tiles that one copy moves of tensors of one shape: a descriptor without its address."""
-
-    shape: Sequence[int]
-    strides: Sequence[int]
-    block: Sequence[int]
-    layout: Any
-
-    def of(self, x: Tensor) -> TensorDescriptor:
-        """The descriptor of ``x``, which must have this shape and these strides."""
-        return _Descriptor(x, self.shape, self.strides, self.block, self.layout)
-
-
-def tile_map(
-    shape: Sequence[int],
-    strides: Sequence[int],
-    block: Sequence[int],
-    dtype: torch.dtype,
-    *,
-    swizzled: bool = True,
-) -> TileMap:
-    """Tiles of ``block`` elements of tensors of up to five dimensions.
-
-    Heads and batch have dimensions of their own, so that a tile that runs past the last row reads
-    zeros and writes nothing, instead of touching the next head. A tile of shape (1, 1, N, D) is
-    copied from and to shared memory of shape (N, D).
-
-    Args:
-        shape: of the tensor.
-        strides: in elements; the last is 1, the others are multiples of 16 bytes, except that those
-            of dimensions of size 1 are never used and may be anything.
-        block: powers of two.
-        dtype: of the tensor.
-        swizzled: whether they lie in shared memory as matrix operands do, or row after row.
-    """
-    spare = max(16, shape[-1])
-    used = [spare if n == 1 else s for n, s in zip(shape[:-1], strides[:-1], strict=True)]
-    element = DTYPES[dtype]
-    if swizzled:
-        layout = gl.NVMMASharedLayout.get_default_for(list(block), element)
-    else:
-        layout = gl.NVMMASharedLayout(0, element.primitive_bitwidth, len(block))
-    return TileMap(list(shape), [*used, 1], list(block), layout)

@@ -1,0 +1,146 @@
+# mypy: disable-error-code="attr-defined"
+"""Starting this tier's kernels: everything but the addresses is fixed beforehand.
+
+A small problem takes a GPU less time than Triton's launcher takes its host; see :mod:`direct`. It
+needs Triton 3.6, for which :mod:`eligibility` checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.driver import driver
+
+from flashattn_triton import direct
+from flashattn_triton.launch import option_numbers
+from flashattn_triton.options import AttentionOptions, diagonal_offset
+
+_ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+
+
+@dataclass(frozen=True)
+class TileMap:
+    """The tiles that one copy moves of tensors of one shape: a descriptor without its address."""
+
+    shape: Sequence[int]
+    strides: Sequence[int]
+    block: Sequence[int]
+    dtype: torch.dtype
+    layout: Any
+
+    def descriptor(self) -> TensorDescriptor:
+        """A descriptor of no tensor in particular, which is all that a compiler looks at."""
+        nothing = torch.empty(0, dtype=self.dtype, device="meta")
+        return TensorDescriptor(nothing, self.shape, self.strides, self.block, self.layout)
+
+
+def tile_map(
+    shape: Sequence[int],
+    strides: Sequence[int],
+    block: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    swizzled: bool = True,
+) -> TileMap:
+    """Tiles of ``block`` elements of tensors of up to five dimensions.
+
+    Heads and batch have dimensions of their own, so that a tile that runs past the last row reads
+    zeros and writes nothing, instead of touching the next head; likewise past the last column. A
+    tile of shape (1, 1, N, D) is copied from and to shared memory of shape (N, D).
+
+    Args:
+        shape: of the tensor.
+        strides: in elements; the last is 1, the others are multiples of 16 bytes, except that those
+            of dimensions of size 1 are never used and may be anything.
+        block: powers of two.
+        dtype: of the tensor.
+        swizzled: whether they lie in shared memory as matrix operands do, or row after row.
+    """
+    spare = max(16, shape[-1])
+    used = [spare if n == 1 else s for n, s in zip(shape[:-1], strides[:-1], strict=True)]
+    element = _ELEMENTS[dtype]
+    if swizzled:
+        layout = gl.NVMMASharedLayout.get_default_for(list(block), element)
+    else:
+        layout = gl.NVMMASharedLayout(0, element.primitive_bitwidth, len(block))
+    return TileMap(list(shape), [*used, 1], list(block), dtype, layout)
+
+
+# A leading parameter of a kernel: tiles, a pointer to elements of some type, or nothing.
+Parameter = TileMap | torch.dtype | None
+
+
+class DirectLaunch:
+    """One kernel on one kind of input, compiled at the first call."""
+
+    def __init__(
+        self,
+        kernel: Any,
+        programs: int,
+        parameters: Sequence[Parameter],
+        numbers: Sequence[float],
+        constants: Mapping[str, Any],
+    ) -> None:
+        """Fixes everything but addresses.
+
+        Args:
+            kernel: of 4 warps, besides what it may start itself.
+            programs: at least 1.
+            parameters: the kernel's first ones; pointers are multiples of 16 bytes.
+            numbers: those that follow.
+            constants: the compile-time ones, by name.
+        """
+        self.kernel = kernel
+        self.grid = (programs, 1, 1)
+        self.parameters = tuple(parameters)
+        self.numbers = tuple(numbers)
+        # In the order of the kernel's parameters: the compiled launcher takes no names.
+        self.constants = {n: constants[n] for n in kernel.arg_names if n in constants}
+        self.start: Callable[[Sequence[int]], None] | None = None
+
+    def compile(self) -> Any:
+        """The compiled kernel for the current device."""
+        leading = [x.descriptor() if isinstance(x, TileMap) else x for x in self.parameters]
+        arguments = (*leading, *self.numbers)
+        return self.kernel.warmup(
+            *arguments, **self.constants, grid=self.grid, num_warps=4, num_stages=1
+        )
+
+    def __call__(self, *addresses: int | None) -> None:
+        """Launches on the current device, which must always be the same, and its current stream.
+
+        ``addresses``: of what the parameters describe, None where they are.
+        """
+        if self.start is None:
+            self.start = self._starter()
+        self.start([address for address in addresses if address is not None])
+
+    def _starter(self) -> Callable[[Sequence[int]], None]:
+        rest = (*self.numbers, *self.constants.values())
+        parameters: list[direct.Parameter] = [
+            "pointer" if isinstance(x, torch.dtype) else x for x in self.parameters
+        ]
+        start = direct.starter(self.compile(), self.grid, parameters, rest)
+        assert start is not None  # Triton's version is right, and kernels want no scratch memory
+        return start
+
+
+def current_device() -> int:
+    """Of the calling thread."""
+    index: int = driver.active.get_current_device()
+    return index
+
+
+def edges(n_queries: int, n_keys: int, options: AttentionOptions) -> tuple[int, int]:
+    """The band of keys that a query sees, for the kernels: (offset, band).
+
+    Query i sees the keys from ``i + offset - band`` to ``i + offset``, as far as ``options`` limit
+    the side; where only the left one is limited, ``offset`` is the diagonal's.
+    """
+    _, _, left, right = option_numbers(options)
+    return diagonal_offset(n_queries, n_keys, options) + right, left + right

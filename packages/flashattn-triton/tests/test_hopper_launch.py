@@ -1,0 +1,212 @@
+"""How the Hopper tier's kernels are started: which arguments a compiled launcher gets, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashattn_triton import eager, flash_attention
+from flashattn_triton.hopper import eligibility
+
+ENCODING: dict[str, Any] = {
+    "swizzle": 3,
+    "elem_size": 2,
+    "elem_type": 7,
+    "block_size": [64, 64],
+    "fp4_padded": False,
+}
+SIGNATURE = {
+    "x_desc": "tensordesc<bf16[64, 64]>",
+    "y_ptr": "*fp32",
+    "z_ptr": "constexpr",
+    "n": "i32",
+    "WIDTH": "constexpr",
+}
+
+
+class Kernel:
+    """A kernel with a descriptor, two pointers, a number and a constant; calls are recorded."""
+
+    arg_names = tuple(SIGNATURE)
+
+    def __init__(self) -> None:
+        from triton.backends.nvidia.driver import wrap_handle_tensordesc
+
+        self.started: list[tuple[Any, ...]] = []
+        self.compilations = 0
+
+        def record(*arguments: Any) -> None:
+            self.started.append(arguments)
+
+        self.launch = wrap_handle_tensordesc(record, SIGNATURE, [ENCODING])
+
+    def warmup(self, *arguments: Any, **keywords: Any) -> Any:
+        self.compilations += 1
+        self.compiled_for = (arguments, keywords)
+        launcher = SimpleNamespace(
+            launch=self.launch,
+            launch_cooperative_grid=False,
+            launch_pdl=False,
+            global_scratch_size=0,
+            profile_scratch_size=0,
+        )
+        return SimpleNamespace(run=launcher, function="function", packed_metadata="packed")
+
+
+class Driver:
+    """Encodes descriptors as what they are made of."""
+
+    def __init__(self) -> None:
+        self.utils = self
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 5
+
+    def fill_tma_descriptor(self, address: int, *settings: Any) -> Any:
+        return ("descriptor", address, *settings)
+
+
+def test_it_compiles_once_and_passes_addresses_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal = eligibility.triton_refusal()
+    if refusal is not None:
+        pytest.skip(refusal)
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST as HOST
+    from triton.runtime.driver import driver
+
+    from flashattn_triton.hopper.launch import DirectLaunch, tile_map
+
+    monkeypatch.setattr(driver, "_active", Driver())
+    kernel = Kernel()
+    tiles = tile_map([100, 64], [64, 1], [64, 64], torch.bfloat16)
+    launch = DirectLaunch(kernel, 3, [tiles, torch.float32, None], [7], {"WIDTH": 64})
+    for address in (4096, 8192):
+        launch(address, 16, None)
+    assert kernel.compilations == 1
+    arguments, keywords = kernel.compiled_for
+    assert arguments[0].block_shape == [64, 64]
+    assert arguments[1:] == (torch.float32, None, 7)
+    assert keywords == {"WIDTH": 64, "grid": (3, 1, 1), "num_warps": 4, "num_stages": 1}
+    settings = (3, 2, HOST[7], [64, 64], [100, 64], [64, 1], 0)
+    head = (3, 1, 1, 5, "function", False, False, None, None, "packed", None, None, None)
+    assert kernel.started == [
+        (*head, ("descriptor", address, *settings), 100, 64, 64, 1, 16, None, 7, 64)
+        for address in (4096, 8192)
+    ]
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _nothing_remembered() -> Iterator[None]:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    eager._calls.clear()
+    yield
+    eager._calls.clear()
+
+
+def leaves(*shape: int) -> list[Tensor]:
+    return [
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    ]
+
+
+def close(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_nothing_remembered")
+def test_repeated_backward_passes_of_any_gradient() -> None:
+    """Whatever strides and addresses the gradient has, found again or not."""
+    inputs = leaves(2, 3, 200, 72)
+    wide = torch.randn(2, 3, 200, 80, device="cuda", dtype=torch.bfloat16)
+    rows_first = torch.randn(2, 200, 3, 72, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    gradients = [
+        wide[..., :72].contiguous(),
+        wide[..., 8:],
+        wide[..., 1:73],
+        rows_first,
+        rows_first.mT.contiguous().mT,
+        torch.ones((), device="cuda", dtype=torch.bfloat16).expand(2, 3, 200, 72),
+    ]
+    for grad_out in gradients * 2:
+        out = flash_attention(*inputs, causal=True, implementation="hopper")
+        expected = flash_attention(*inputs, causal=True, implementation="reference")
+        actual = torch.autograd.grad(out, inputs, grad_out)
+        close(actual, torch.autograd.grad(expected, inputs, grad_out))
+    assert len(eager._calls) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_nothing_remembered")
+def test_repeated_backward_passes_with_a_gradient_of_the_logsumexp() -> None:
+    inputs = leaves(1, 2, 130, 128)
+    spare = torch.randn(1, 2, 131, device="cuda")
+    for grad_lse in (
+        spare[..., 1:],
+        spare[..., :130].contiguous(),
+        spare[..., :1].expand(1, 2, 130),
+    ):
+        results = []
+        for implementation in ("hopper", "reference"):
+            out, lse = flash_attention(*inputs, return_lse=True, implementation=implementation)
+            grads = (torch.ones_like(out), grad_lse)
+            results.append(torch.autograd.grad((out, lse), inputs, grads))
+        close(*results)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_nothing_remembered")
+def test_saved_tensors_may_come_back_elsewhere() -> None:
+    inputs = leaves(1, 2, 200, 64)
+    grad_out = torch.randn_like(inputs[0])
+
+    def moved(x: Tensor) -> Tensor:
+        return torch.cat([x.flatten(), x.new_zeros(1)])[:-1].view(x.shape).clone()
+
+    for returned in (lambda x: x.mT.contiguous().mT, lambda x: x.clone()):
+        with torch.autograd.graph.saved_tensors_hooks(moved, returned):
+            out = flash_attention(*inputs, causal=True, implementation="hopper")
+        expected = flash_attention(*inputs, causal=True, implementation="reference")
+        actual = torch.autograd.grad(out, inputs, grad_out)
+        close(actual, torch.autograd.grad(expected, inputs, grad_out))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_nothing_remembered")
+def test_many_addresses_and_streams() -> None:
+    """Launches of several streams, in flight together, each with its own tensors."""
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    given = [leaves(2, 4, 500, 64) for _ in range(24)]
+    grad_out = torch.randn_like(given[0][0])
+    keywords: dict[str, Any] = {"causal": True, "implementation": "hopper"}
+
+    def results(inputs: list[Tensor]) -> tuple[Tensor, ...]:
+        out = flash_attention(*inputs, **keywords)
+        return out.detach(), *torch.autograd.grad(out, inputs, grad_out)
+
+    expected = [results(inputs) for inputs in given]
+    torch.cuda.synchronize()
+    fresh = [[x.detach().requires_grad_() for x in inputs] for inputs in given]
+    actual = []
+    for i, inputs in enumerate(fresh):
+        with torch.cuda.stream(streams[i % 4]):
+            actual.append(results(inputs))
+    torch.cuda.synchronize()
+    for (out, dq, dk, dv), (e_out, e_dq, e_dk, e_dv) in zip(actual, expected, strict=True):
+        assert torch.equal(out, e_out)
+        assert torch.equal(dk, e_dk)
+        assert torch.equal(dv, e_dv)
+        torch.testing.assert_close(dq, e_dq, rtol=2**-7, atol=1e-4)
