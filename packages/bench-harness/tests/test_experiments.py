@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import partial
 
 import pandas as pd
 import pytest
@@ -243,6 +244,22 @@ def test_a_wrong_attention_is_not_timed(monkeypatch):
     for name, function in wrong.items():
         with pytest.raises(ArithmeticError, match=f"{name}: error of .* it is not timed"):
             flash.check({name: function}, cell, torch.device("cpu"))
+
+
+def test_flash_times_backward_of_compiled_attention(monkeypatch):
+    """The graph is kept between samples, which the compiler's defaults do not allow."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    (case,) = experiments.get("flash").cases(
+        device="cpu",
+        sequences=(32,),
+        head_dims=(16,),
+        variants=("naive-compiled",),
+        dtypes=("fp32",),
+        rep_ms=5,
+        warmup_ms=1,
+    )
+    rows = experiments.get("flash").run(case, print)
+    assert {row["phase"] for row in rows} == {"forward", "backward", "forward+backward"}
 
 
 def test_flash_keeps_large_quadratic_variants_apart():

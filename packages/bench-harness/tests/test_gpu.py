@@ -81,12 +81,16 @@ def test_flash(run):
         "flash",
         sequences=(256,),
         head_dims=(64,),
-        variants=("triton", "naive", "sdpa-flash", "sdpa-math"),
+        variants=("triton", "naive", "naive-compiled", "flex", "sdpa-flash", "sdpa-math"),
         dtypes=("bf16",),
         rep_ms=30,
         warmup_ms=10,
     )
-    assert set(frame["variant"]) == {"triton", "naive", "sdpa-flash", "sdpa-math"}
+    assert set(frame["phase"]) == {"forward", "backward", "forward+backward"}
+    assert set(frame["variant"]) == {
+        *("triton", "naive", "naive-compiled", "flex"),
+        *("sdpa-flash", "sdpa-math"),
+    }
     assert (frame["clock"] == "do_bench").all()
 
 
