@@ -26,11 +26,13 @@ def draw_speed(table: pd.DataFrame, labels: Mapping[str, str]) -> bytes:
     """
     cells = list(dict.fromkeys(table.cell[table.variant == "no-communication"]))
     most = max(sum(table.cell == cell) for cell in cells)
-    figure, axes = new_figure(width=4.6 * len(cells), height=1.3 + 0.3 * most, columns=len(cells))
+    size = {"width": 1 + 5.2 * len(cells), "height": 1.3 + 0.3 * most}
+    figure, axes = new_figure(columns=len(cells), **size)
     for plot, cell in zip(axes[0], cells, strict=True):
         own = table[table.cell == cell].sort_values("median_ms", ascending=False)
         alone = float(own.median_ms[own.variant == "no-communication"].iloc[0])
-        names = [labels[name].replace("`", "").partition(" (")[0] for name in own.variant]
+        plain = (labels[name].replace("`", "").replace("*", "") for name in own.variant)
+        names = [name.partition(" (")[0] for name in plain]
         plot.barh(names, own.median_ms.clip(upper=alone), color=COLOURS[0])
         exposed = (own.median_ms - alone).clip(lower=0)
         plot.barh(names, exposed, left=alone, color=COLOURS[1], label="exposed communication")

@@ -1,11 +1,13 @@
 """Writes what is measured into ddp-lite's README: tables, fault tests, timelines.
 
-    python scripts/ddp_readme.py faults                 # runs the fault tests
-    python scripts/ddp_readme.py traces RUN/traces      # trims traces of bench_ddp.py --traces
-    python scripts/ddp_readme.py                        # renews the README from the results folder
+    python scripts/ddp_readme.py faults            # runs the fault tests
+    python scripts/ddp_readme.py traces RUN        # takes a run's traces, trimmed
+    python scripts/ddp_readme.py                   # renews the README from the results folder
+    python scripts/ddp_readme.py --check           # exit 1 if the README differs from the results
 
-The results are ``rows.jsonl`` (``bench_ddp.py``), ``faults.jsonl`` and the trimmed traces under
-``docs/results/ddp``; pictures are drawn beside them.
+RUN is a folder that ``bench_ddp.py --traces`` made. The results are ``rows.jsonl``
+(``bench_ddp.py``), ``faults.jsonl`` and the trimmed traces under ``docs/results/ddp``; pictures
+are drawn beside them.
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "packages/ddp-lite/README.md"
 RESULTS = ROOT / "docs/results/ddp"
 RUN = RESULTS / "h200x2_xl"
-AGAIN = RESULTS / "h200x2_xl_again"
 SHORT = RESULTS / "h200x2_xl_short"
+ROUNDS = RESULTS / "h200x2_xl_rounds"
+FP32 = RESULTS / "h200x2_xl_fp32"
+DEVICE = RESULTS / "h200x2_xl_device"
 PROBE = RESULTS / "h200x2_xl_probe"
 IN_TURN = (
     "h200x2_xl_bf16_rounds_17.jsonl",
@@ -59,18 +63,12 @@ VARIANTS = {
     "naive": "`NaiveDDP`",
     "flat": "`FlatDDP`",
     "overlap": "`OverlapDDP`",
-    "default": "`BucketedDDP`, 476 MB",
-    "inplace-100": "`BucketedDDP`, 100 MB",
-    "inplace-250": "`BucketedDDP`, 250 MB",
-    "inplace-500": "`BucketedDDP`, 500 MB",
-    "default-copy": "`BucketedDDP`, 476 MB, `copy=True`",
-    "default-bf16-wire": "`BucketedDDP`, 476 MB, `wire_dtype=torch.bfloat16`",
-    "default-high-priority": "`BucketedDDP`, 476 MB, NCCL on a high-priority stream",
-    "default-16-ctas": "`BucketedDDP`, 476 MB, NCCL with 16 thread blocks",
-    "default-gated": "`BucketedDDP`, 476 MB, a tiny collective before each (dropped)",
-    "default-tapered": "`BucketedDDP`, 476 MB, tapered (the default)",
-    "default-peer-copy": "`BucketedDDP`, 476 MB, `PeerCopyAverage`",
-    "torch-25": "torch DDP (25 MB, its default)",
+    "default": "**`BucketedDDP`** (the default)",
+    "default-peer-copy": '`BucketedDDP`, `PeerCopyAverage`, `missing_gradients="zeros"`',
+    "default-bf16-wire": "`BucketedDDP`, `wire_dtype=torch.bfloat16`",
+    "inplace-250": "`BucketedDDP`, 250 MB, last bucket 25 MB",
+    "inplace-250-last-10": "`BucketedDDP`, 250 MB, last bucket 10 MB",
+    "inplace-250-last-250": "`BucketedDDP`, 250 MB, last bucket no smaller",
     "torch-25-views": "torch DDP, 25 MB, views",
     "torch-25-views-static": "torch DDP, 25 MB, views, static graph",
     "torch-100-views": "torch DDP, 100 MB, views",
@@ -95,27 +93,41 @@ def markdown(table: pd.DataFrame, digits: str | None = None) -> str:
 
 def cells_against_torch() -> pd.DataFrame:
     """For each cell the rows of the run that measured it in the most rounds."""
-    short, again, first = (rows_in(run / "rows.jsonl") for run in (SHORT, AGAIN, RUN))
-    kept = [
-        short,
-        again[again.cell == "bf16,4,512"],
-        first[first.cell.str.startswith("fp32")],
-    ]
-    return pd.concat(kept, ignore_index=True)
+    return pd.concat([rows_in(run / "rows.jsonl") for run in (SHORT, ROUNDS, FP32)])
 
 
 def against_torch() -> str:
     """The default and torch's best settings, cell by cell."""
     rows = cells_against_torch().sort_values(["cell", "median_ms"], kind="stable")
-    names = VARIANTS | {"default": "**`BucketedDDP`** (the default)"}
+    shares = rows[["exposed_ratio", "fastest_exposed_ratio"]].map("{:.2f}".format)
+    exposed = shares.exposed_ratio + " (" + shares.fastest_exposed_ratio + ")"
     table = pd.DataFrame(
         {
             "precision, batch, sequence": rows.cell.str.replace(",", ", "),
-            "wrapper": rows.variant.map(names),
+            "wrapper": rows.variant.map(VARIANTS),
             "blocks": rows.block_ms.map(len).map(str),
             "median (ms)": rows.median_ms.map("{:.1f}".format),
             "fastest (ms)": rows.min_ms.map("{:.1f}".format),
             "ratio of medians": rows.ratio_to_best_torch.map("{:.3f}".format),
+            "exposed, of torch's best": exposed.where(rows.exposed_ratio.notna(), "–"),
+            "peak (GiB)": rows.peak_gib.map("{:.1f}".format),
+        }
+    )
+    return markdown(table)
+
+
+def all_wrappers() -> str:
+    """Every wrapper in the run in which the device decides."""
+    rows = rows_in(DEVICE / "rows.jsonl").sort_values("median_ms")
+    table = pd.DataFrame(
+        {
+            "wrapper": rows.variant.map(VARIANTS),
+            "blocks": rows.block_ms.map(len).map(str),
+            "median (ms)": rows.median_ms.map("{:.1f}".format),
+            "fastest (ms)": rows.min_ms.map("{:.1f}".format),
+            "ratio of medians": rows.ratio_to_best_torch.map("{:.3f}".format),
+            "exposed (ms)": rows.exposed_ms.map("{:.1f}".format),
+            "of torch's best": rows.exposed_ratio.map("{:.2f}".format),
             "peak (GiB)": rows.peak_gib.map("{:.1f}".format),
         }
     )
@@ -145,60 +157,61 @@ def beside_sharding() -> str:
 
 
 def speed_section() -> str:
-    """The default against torch's best in every cell, and all variants of the first cell."""
-    rows = rows_in(RUN / "rows.jsonl")
-    first = rows[rows.cell == rows.cell.iloc[0]].sort_values("min_ms")
-    table = pd.DataFrame(
-        {
-            "wrapper": first.variant.map(VARIANTS),
-            "fastest block (ms)": first.min_ms,
-            "median (ms)": first.median_ms,
-            "exposed (ms)": first.fastest_exposed_ms,
-            "of torch's best": first.fastest_exposed_ratio,
-            "peak (GiB)": first.peak_gib,
-        }
-    )
-    fact = rows.iloc[0]
-    alone = ", ".join(f"{ms:.0f}" for ms in first.set_index("variant").block_ms["no-communication"])
+    """The default against torch's best in every cell, and all wrappers where the device decides."""
+    fact = rows_in(DEVICE / "rows.jsonl").iloc[0]
     return f"""
 Two {fact.hardware} GPUs, the 2.0-billion-parameter Transformer (8.0 GB of float32 gradients),
 fused AdamW, torch {fact.torch}, NCCL {fact.nccl} without multicast; milliseconds a step of the
 slower rank, in blocks of a few steps that are timed without synchronising inside, the wrappers in
 turn, so that the uneven hosts of these machines hit all alike. Ratios are to the best setting of
-torch DDP in the same run.
+torch DDP in the same run. *Exposed* is the step minus the step without communication, by medians
+(by fastest blocks in brackets).
 
 The default against the settings that were torch DDP's best, each cell from the run with the most
-blocks of it (fp32: before the last buckets were tapered; fp32 is bound by the device and repeats):
+blocks of it. The host binds the bf16 cells, the device the fp32 cells:
 
 {against_torch()}
 
 ![Median steps]({LINK}/speed.png)
+
+Peaks are the largest of all blocks. Some blocks without communication still held buckets of torch's
+wrapper, measured just before; in the others, the default's peak equals theirs.
+
+All wrappers where the device decides, bf16 autocast, batch 8 × 512, compiled blocks:
+
+{all_wrappers()}
+
+![Median steps where the device decides]({LINK}/{DEVICE.name}/speed.png)
+
+`PeerCopyAverage` keeps 7.4 GiB of symmetric memory besides, which torch does not count. The
+embedding, 61 MB, arrives last and is a bucket of its own under a limit of 25 MB as of 10: these two
+rows have the same buckets, and differ by the noise of two blocks each.
+
+![One training step with each wrapper]({LINK}/{DEVICE.name}/timelines.png)
+
+Where the device of rank 0 was in one step of that run, from profiler traces: single steps, not
+medians, and the profiler slows the host, most where copies are many. White is an idle device. With
+the default, little communication runs alone; the step is longer than without communication because
+matrix products are slower while NCCL's thread blocks hold SMs. Where a reduction lasts much longer
+than the transfer needs (`OverlapDDP`, torch DDP), it waits for the other rank.
 
 The default and torch DDP in turn with other ways to train (the runs of shard-optim's benchmark),
 bf16 autocast, sequence 512. At batch 4 the hosts of these machines decide; at batch 8, with
 compiled blocks, the device does:
 
 {beside_sharding()}
+"""
 
-All wrappers, in a run whose host became slow (the step without communication took {alone} ms in the
-blocks of this cell, so only fastest blocks compare), with the default before its buckets were
-tapered. *Exposed* is the step minus the step without communication. Batch 4 × 512, bf16 autocast:
 
-{markdown(table, ".2f")}
-
-Peaks are what torch allocated; `PeerCopyAverage` keeps 7.4 GiB of symmetric memory besides.
-
-![One training step with each wrapper, host-bound]({LINK}/{RUN.name}/timelines.png)
-
-Where the device was in one step of rank 0 (batch 4 × 512, bf16), from profiler traces taken at the
-end of that run, while the host could not keep the device busy (white gaps).
-
-![One training step, device-bound]({LINK}/{PROBE.name}/timelines.png)
-
-The same from an earlier run with a quick host. Nothing but communication shows white here, yet the
-step is longer with than without it: while NCCL's thread blocks hold SMs, matrix products are
-slower. Copies between the GPUs (an earlier `PeerCopyAverage`, which packed gradients first) leave
-them alone.
+def peer_section() -> str:
+    """What copies between two GPUs gain where the device decides."""
+    rows = rows_in(DEVICE / "rows.jsonl").set_index("variant")
+    ms = rows.median_ms.map("{:.1f}".format)
+    best = rows[rows.index.str.startswith("torch")].median_ms.idxmin()
+    return f"""
+Two {rows.hardware.iloc[0]} GPUs, where the device limits the step: {ms["default-peer-copy"]} ms a
+step against {ms["default"]} with the default, {ms[best]} with torch DDP's best setting and
+{ms["no-communication"]} without communication (medians; [Measured](#measured)).
 """
 
 
@@ -264,23 +277,32 @@ def renewed(text: str, sections: Mapping[str, str]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if outdated")
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("faults", help="run the fault tests first")
     traces = commands.add_parser("traces", help="take the traces of a run first")
-    traces.add_argument("folder", type=Path)
+    traces.add_argument("run", type=Path)
     given: Any = parser.parse_args(arguments)
     if given.command == "faults":
         run_faults()
     if given.command == "traces":
-        trim(given.folder, RUN / "traces")
-    for run, labels in ((RUN, STEPS), (PROBE, PROBED)):
+        trim(given.run / "traces", RESULTS / given.run.name / "traces")
+    current = README.read_text()
+    new = renewed(
+        current,
+        {"faults": faults_section(), "speed": speed_section(), "peer": peer_section()},
+    )
+    if given.check:
+        sys.exit(0 if new == current else f"{README} is outdated: run scripts/ddp_readme.py")
+    README.write_text(new)
+    for run, labels in ((RUN, STEPS), (DEVICE, STEPS), (PROBE, PROBED)):
         paths = {label: run / "traces" / f"{name}.json.gz" for name, label in labels.items()}
-        present = {label: path for label, path in paths.items() if path.exists()}
-        if present:
-            (run / "timelines.png").write_bytes(draw_timelines(present))
-    (RESULTS / "speed.png").write_bytes(draw_speed(cells_against_torch(), VARIANTS))
-    sections = {"faults": faults_section(), "speed": speed_section()}
-    README.write_text(renewed(README.read_text(), sections))
+        (run / "timelines.png").write_bytes(draw_timelines(paths))
+    for folder, rows in (
+        (RESULTS, cells_against_torch()),
+        (DEVICE, rows_in(DEVICE / "rows.jsonl")),
+    ):
+        (folder / "speed.png").write_bytes(draw_speed(rows, VARIANTS))
 
 
 if __name__ == "__main__":

@@ -63,3 +63,11 @@ def test_lost_cells_are_listed(rows: Any) -> None:
     assert "slower in 1 of 2 cells" in rows.lost_cells(frame, 1.0)
     assert "1.100 against 1.000 ms, 1.10" in rows.lost_cells(frame, 1.0)
     assert "slower in 0 of 2 cells" in rows.lost_cells(frame, 1.2)
+
+
+def test_a_slow_problem_has_quantiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    bench = importlib.import_module("bench_attention")
+    monkeypatch.setattr(bench.triton.testing, "do_bench", lambda *_, **__: [7.0])
+    samples = bench.sampled_by_the_board(lambda: None, [], 5)
+    assert bench.statistics_of(samples)["ms"] == 7.0

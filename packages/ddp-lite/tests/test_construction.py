@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_lite import BucketedDDP, FlatDDP, ModelMismatchError, NaiveDDP, OverlapDDP
+from ddp_lite.checks import check_backend, common_device
 from ranks import run_ranks
 
 ALL = (NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP)
@@ -73,6 +74,13 @@ def bad_input(rank: int, world_size: int) -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (1, world_size), mesh_dim_names=("a", "b"))
     expect(ValueError, "one dimension, received 2", lambda: NaiveDDP(plain, process_group=mesh))
     assert NaiveDDP(plain, process_group=mesh["b"]).process_group.size() == world_size
+    # one machine without GPUs has no second device that could hold data
+    mixed = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta"))
+    words = "on one device, received 0.weight on cpu, 1.weight on meta; move"
+    expect(ValueError, words, lambda: common_device(mixed))
+    for_cpu = dist.new_group(backend="cpu:gloo")
+    words = "serve the module's device, but the module is on cuda"
+    expect(ValueError, words, lambda: check_backend(for_cpu, torch.device("cuda")))
     alone = [dist.new_group([r]) for r in range(world_size)]
     stranger = alone[1 - rank]
     expect(

@@ -60,6 +60,15 @@ def counted(wrapped: DataParallelBase) -> int:
     return mode.get_total_counts()
 
 
+def test_weights_are_broadcast_coalesced(fake_world) -> None:
+    model = Stack()
+    model.register_buffer("steps", torch.zeros(3, dtype=torch.int64))
+    with CommDebugMode() as mode:
+        BucketedDDP(model)
+    broadcasts = [n for op, n in mode.get_comm_counts().items() if "broadcast" in str(op)]
+    assert sum(broadcasts) == 2  # one for each dtype, not one for each of 436 tensors
+
+
 def test_xl_has_435_parameters() -> None:
     assert len(shapes(1)) == PARAMETERS
     assert sum(torch.Size(s).numel() for s in shapes(1)) == XL_NUMEL

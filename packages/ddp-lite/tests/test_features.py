@@ -226,6 +226,36 @@ def test_autocast_scaler_and_clipping() -> None:
     run_ranks(precision, 2)
 
 
+def overflow(rank: int, world_size: int) -> None:
+    """An infinite gradient on one rank makes every rank's scaler skip the step."""
+    for wrapper in EVERY:
+        model = mlp()
+        before = [p.detach().clone() for p in model.parameters()]
+        wrapped = wrapper(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step, finite in enumerate((False, True)):
+            optimizer.zero_grad()
+            factor = 1.0 if finite or rank != 1 else float("inf")
+            scaler.scale(wrapped(batch(rank, step)).sum() * factor).backward()
+            wrapped.finish_gradient_synchronization()
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.get_scale() == 512.0
+            changed = [
+                not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)
+            ]
+            assert any(changed) is finite
+        weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+        from_rank_0 = weights.clone()
+        dist.broadcast(from_rank_0, 0)
+        assert torch.equal(weights, from_rank_0)
+
+
+def test_scalers_skip_together() -> None:
+    run_ranks(overflow, 2, timeout=120)  # torch.optim takes long to import
+
+
 class Delayed(nn.Module):
     """Randomly slow backward, and gradients in a different order on each rank."""
 
@@ -297,6 +327,30 @@ def rebucketing(rank: int, world_size: int) -> None:
 
 def test_buckets_follow_the_observed_order_after_one_step() -> None:
     run_ranks(rebucketing, 2)
+
+
+def addresses(rank: int, world_size: int) -> None:
+    """By default no gradient is copied; with ``copy`` each lies in its bucket's flat tensor."""
+    for copy in (False, True):
+        model = mlp()
+        produced: dict[nn.Parameter, int] = {}
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(
+                lambda p, produced=produced: produced.update({p: p.grad.data_ptr()})
+            )
+        wrapped = BucketedDDP(model, 0.0002, rebucket=False, copy=copy)
+        wrapped(batch(rank)).sum().backward()
+        wrapped.finish_gradient_synchronization()
+        assert_gradients(wrapped, reference(world_size))
+        for bucket in wrapped.buckets:
+            assert (bucket.flat is None) is not copy
+            for p, span in zip(bucket.parameters, bucket.slices, strict=True):
+                expected = bucket.flat[span].data_ptr() if copy else produced[p]
+                assert p.grad.data_ptr() == expected
+
+
+def test_gradients_stay_where_autograd_put_them() -> None:
+    run_ranks(addresses, 2)
 
 
 def wire(rank: int, world_size: int) -> None:

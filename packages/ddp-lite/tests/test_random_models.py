@@ -4,16 +4,18 @@ import random
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ddp_lite import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP
 from ranks import run_ranks
 
 MODELS = 15
 WIDTH = 6
+KINDS = ("plain", "plain", "frozen", "unused", "twice", "reentrant", "checkpointed")
 
 
 class RandomModel(nn.Module):
-    """A chain of layers, each tied, frozen, unused or used twice by chance."""
+    """A chain of layers, each tied, frozen, unused, used twice or checkpointed by chance."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -26,9 +28,7 @@ class RandomModel(nn.Module):
                 self.layers.append(self.layers[choose.randrange(index)])
             else:
                 self.layers.append(nn.Linear(WIDTH, WIDTH, bias=choose.random() < 0.5))
-            kind = choose.choice(
-                ["plain", "plain", "frozen", "unused", "reentrant", "checkpointed"]
-            )
+            kind = choose.choice(KINDS)
             if kind == "frozen":
                 self.layers[-1].requires_grad_(False)
             self.plan.append((index, kind))
@@ -42,8 +42,12 @@ class RandomModel(nn.Module):
         x = x * self.scale
         for index, kind in self.plan:
             layer = self.layers[index]
-            if kind != "unused":
-                x = layer(layer(x)) if kind == "twice" else layer(x)
+            if kind in ("reentrant", "checkpointed"):
+                x = checkpoint(layer, x, use_reentrant=kind == "reentrant")
+            elif kind == "twice":
+                x = layer(layer(x))
+            elif kind != "unused":
+                x = layer(x)
         return torch.tanh(x).sum() * self.single.sum()
 
 

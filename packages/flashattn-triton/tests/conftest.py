@@ -299,6 +299,7 @@ def full_matrix() -> Iterator[Case]:
                 yield dense(2, (4, 2), 1023, 799, head_dim, dtype_name, **keywords)
     for head_dim in (64, 128):
         yield dense(2, (4, 2), 4224, 4224, head_dim, "bf16", causal="top-left")
+        yield dense(2, (4, 2), 300, 8192, head_dim, "fp32")  # sums over many tiles
 
 
 def full_varlen_matrix() -> Iterator[Case]:

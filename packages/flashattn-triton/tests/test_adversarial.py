@@ -178,6 +178,22 @@ def test_a_nan_query_spoils_only_its_own_row(implementation):
     assert torch.equal(out[:, :, rest], clean[:, :, rest])
 
 
+def test_infinite_values_and_hidden_keys(implementation):
+    """A key at -inf is seen by nobody; an infinite value is what those see who see it."""
+    q, k, v = (x.detach() for x in leaves(1, 1, 70, 16))
+    q[..., 0].abs_()
+    without = [q, k[:, :, :66].clone(), v[:, :, :66].clone()]
+    k[:, :, 66:, 0] = -float("inf")
+    out = flash_attention(q, k, v, implementation=implementation)
+    expected = flash_attention(*without, implementation=implementation)
+    torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
+    v[0, 0, 3, 5] = float("inf")
+    out = flash_attention(q, k, v, implementation=implementation)
+    assert torch.isposinf(out[..., 5]).all()
+    rest = [column for column in range(16) if column != 5]
+    torch.testing.assert_close(out[..., rest], expected[..., rest], rtol=1e-6, atol=1e-6)
+
+
 # ---- masks ---------------------------------------------------------------------------------------
 
 

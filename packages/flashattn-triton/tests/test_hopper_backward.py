@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from flashattn_triton.configs import tiling_for
-from flashattn_triton.hopper.configs import backward_config
 from flashattn_triton.hopper.eligibility import triton_refusal
 from flashattn_triton.options import resolve_options
 
@@ -206,30 +205,21 @@ def test_no_gradient_of_the_logsumexp(
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize(
-    ("dq_buffers", "parts", "dk_first"), [(0, 2, False), (1, 2, True), (2, 1, False)]
-)
-def test_other_shapes(
+@pytest.mark.parametrize("causal", ["none", "bottom-right"])
+@pytest.mark.parametrize("tiles", range(1, 8))
+def test_every_number_of_steps(
+    tiles: int,
+    causal: str,
     head_dim: int,
-    dq_buffers: int,
-    parts: int,
-    dk_first: bool,
     dense_case: Any,
     hopper_backward: Launcher,
     make_inputs: Any,
     assert_results_close: Any,
 ) -> None:
-    """What the table may hold."""
-    inputs = make_inputs(dense_case(2, (4, 2), 500, 700, head_dim, "bf16"), "cuda")
-    config = replace(
-        backward_config(head_dim, inputs.options),
-        dq_buffers=dq_buffers,
-        parts=parts,
-        dk_first=dk_first,
-    )
-    given = (*forward(inputs), inputs.grad_out, inputs.grad_lse, inputs.options, config)
-    named = dict(zip(("dq", "dk", "dv"), hopper_backward(*given), strict=True))
-    assert_results_close(inputs, named)
+    """Buffers and barriers are taken in turns of two and three."""
+    n_queries = tiles * (128 if head_dim == 64 else 64)
+    case = dense_case(1, (3, 1), n_queries, 128, head_dim, "bf16", causal=causal)
+    check(hopper_backward, make_inputs(case, "cuda"), assert_results_close)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -122,3 +122,13 @@ def test_the_forward_loop_over_whole_tiles_does_not_spill(rows: list[dict[str, A
             assert not rest, row
             assert loops_of_one in (1 + after, 2 + after), row
             assert not any(row["loops"][loops_of_one - 1 - after :: loops_of_one]), row
+
+
+@pytest.mark.slow
+def test_the_backward_loop_without_a_mask_does_not_spill(rows: list[dict[str, Any]]) -> None:
+    """Of a consumer's loops it is the last, unless a window's left edge follows."""
+    for row in rows:
+        if row["direction"] == "backward" and "window" not in row["options"]:
+            per_consumer, rest = divmod(len(row["loops"]), 2)
+            assert not rest, row
+            assert not any(row["loops"][per_consumer - 1 :: per_consumer]), row

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from flashattn_triton import (
     Tiles,
@@ -141,3 +143,39 @@ def test_why_not_copied(
         assert actual is not None
         assert "key's" in actual
         assert reason in actual
+
+
+@triton.jit
+def split_kernel(x_ptr, parts_ptr, N: tl.constexpr):
+    places = tl.arange(0, N)
+    first, second, third = forward.split(tl.load(x_ptr + places))
+    tl.store(parts_ptr + places, first.to(tl.float32))
+    tl.store(parts_ptr + N + places, second.to(tl.float32))
+    tl.store(parts_ptr + 2 * N + places, third.to(tl.float32))
+
+
+def parts_of(x: torch.Tensor) -> torch.Tensor:
+    parts = torch.empty(3, len(x), device=DEVICE)
+    split_kernel[(1,)](x.to(DEVICE), parts, len(x))
+    return parts.cpu().double()
+
+
+def test_an_fp32_number_is_the_sum_of_its_three_parts() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4096, generator=generator)
+    x *= 2.0 ** torch.randint(-60, 60, (4096,), generator=generator)
+    x[:4] = torch.tensor([0.0, 1.0, -(2.0 - 2.0**-23), 3e38])
+    parts = parts_of(x)
+    assert torch.equal(parts.sum(0), x.double())
+    assert torch.equal(parts, parts.bfloat16().double())
+    # Products of rests are left out: they must be small, and of no fixed sign.
+    rests = parts[1:, 1:] / x[1:].double()
+    assert (rests.abs().amax(1) <= torch.tensor([2.0**-7, 2.0**-15])).all()
+    assert (rests[0].sign().mean().abs() < 0.1).all()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_the_first_part_of_what_is_not_finite() -> None:
+    first = parts_of(torch.tensor([float("inf"), -float("inf"), float("nan"), 1.0]))[0]
+    assert first[:2].tolist() == [float("inf"), -float("inf")]
+    assert first[2].isnan()

@@ -11,6 +11,7 @@ from torch import nn
 
 from ranks import run_ranks
 from shard_optim import ShardedOptimizer
+from shard_optim.support import SHAPE_DEPENDENT, UNSUPPORTED
 
 
 class Lion(torch.optim.Optimizer):
@@ -78,6 +79,16 @@ ELEMENTWISE = [
     (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True}),
     (Lion, {}),
 ]
+
+
+def test_every_torch_optimizer_is_compared_or_known_to_need_more():
+    known = {*SHAPE_DEPENDENT, *UNSUPPORTED, *(cls for cls, _ in ELEMENTWISE)} - {Lion}
+    optimizers = {
+        cls
+        for cls in vars(torch.optim).values()
+        if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer)
+    }
+    assert optimizers - {torch.optim.Optimizer} == known
 
 
 class Toy(nn.Module):

@@ -251,10 +251,16 @@ class DataParallelBase(TransparentWrapper, ABC):
         return "one after another after backward"
 
     def detach(self) -> nn.Module:
-        """Removes every hook and returns the module, ready to be wrapped again."""
+        """Removes every hook and returns the module, ready to be wrapped again.
+
+        On CUDA the current stream waits for reductions under way: their memory is freed here.
+        """
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        if self.device.type == "cuda":
+            for reduction in self._in_flight.values():
+                reduction.wait()
         self._reset()
         return self.module
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_lite.buckets import Bucket, automatic_bucket_bytes, bytes_from_mb, plan_buckets
-from ddp_lite.collectives import Both, Completed, Waitable
+from ddp_lite.collectives import Both, Completed, SideStream, Waitable
 from ddp_lite.overlap import OverlapDDP
 from ddp_lite.reduction import FlatReduction, Reduction, WireReduction, WithExtra
 from ddp_lite.wire import average_on_wire
@@ -89,6 +89,7 @@ class BucketedDDP(OverlapDDP):
         self._last_bucket_bytes = last_bucket_bytes
         self._copy = copy
         self._wire_dtype = wire_dtype
+        self._side = SideStream()
         self._comm_hook = comm_hook
         self._rebucket = comm_hook is None if rebucket is None else rebucket
         self._rebucket_next = False  # after this step, if a plan was made
@@ -141,8 +142,8 @@ class BucketedDDP(OverlapDDP):
             return Both(average_on_wire(flat, self._average), self._average_if_any(extra))
 
         if self._wire_dtype is not None:
-            flat = bucket.parameters[0].new_empty(bucket.padded_numel, dtype=self._wire_dtype)
-            return WireReduction(bucket, gradients, send_on_wire, flat)
+            stream = self._side.on(bucket.device)
+            return WireReduction(bucket, gradients, send_on_wire, self._wire_dtype, stream)
         length = bucket.numel if hook is None else bucket.padded_numel
         flat = bucket.parameters[0].new_empty(length)
         return FlatReduction(bucket, gradients, send_copy, flat)

@@ -145,6 +145,19 @@ class Both:
         self._second.wait()
 
 
+class SideStream:
+    """One CUDA stream for many chains, so that they run in the order in which they are made."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    def on(self, device: torch.device) -> torch.cuda.Stream | None:
+        """The stream on ``device``; None on CPU."""
+        if device.type == "cuda" and self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        return self._stream
+
+
 class Chain:
     """Collectives that build on each other, as one waitable.
 

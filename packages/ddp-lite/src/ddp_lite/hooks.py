@@ -15,20 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_lite.buckets import Bucket
-from ddp_lite.collectives import Averager, Chain, Waitable
-
-
-class _SideStream:
-    """One CUDA stream for all buckets of a hook, so that their chains run in order."""
-
-    def __init__(self) -> None:
-        self._stream: torch.cuda.Stream | None = None
-
-    def on(self, device: torch.device) -> torch.cuda.Stream | None:
-        """The stream on ``device``; None on CPU."""
-        if device.type == "cuda" and self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-        return self._stream
+from ddp_lite.collectives import Averager, Chain, SideStream, Waitable
 
 
 class CompressTo:
@@ -41,7 +28,7 @@ class CompressTo:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._side = _SideStream()
+        self._side = SideStream()
 
     def __call__(self, flat: Tensor, bucket: Bucket) -> Waitable:
         """Starts averaging ``flat`` in place."""
@@ -77,7 +64,7 @@ class HierarchicalAverage:
             )
         self._across, self._inside = mesh.get_group(0), mesh.get_group(1)
         self._size = mesh.size()
-        self._side = _SideStream()
+        self._side = SideStream()
 
     def __call__(self, flat: Tensor, bucket: Bucket) -> Waitable:
         """Starts averaging ``flat`` in place."""
@@ -129,7 +116,7 @@ class PowerSGD:
         self._seed = seed
         self._errors: dict[int, Tensor] = {}
         self._queries: dict[int, list[Tensor]] = {}
-        self._side = _SideStream()
+        self._side = SideStream()
 
     def __call__(self, flat: Tensor, bucket: Bucket) -> Waitable:
         """Starts replacing ``flat`` by the compressed average."""

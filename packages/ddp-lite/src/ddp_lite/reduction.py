@@ -7,7 +7,8 @@ Three ways to carry them, with the memory traffic each costs for N bytes of grad
 - ``FlatReduction``: one copy into a flat tensor, and the gradients become views of it (2N). The
   flat tensor is allocated when the bucket is complete and replaces the gradients, so both exist
   for one bucket at a time only.
-- ``WireReduction``: one converting copy into a flat tensor of a smaller dtype and one back.
+- ``WireReduction``: one converting copy into a flat tensor of a smaller dtype and one back, on a
+  stream of their own.
 
 A gradient that is missing on this rank takes part as zeros.
 """
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ddp_lite.buckets import Bucket
-from ddp_lite.collectives import Waitable
+from ddp_lite.collectives import Chain, Waitable
 
 Average = Callable[[Sequence[Tensor], int], Waitable]
 
@@ -104,11 +105,15 @@ class FlatReduction:
 class WireReduction:
     """Sends the gradients in another dtype and converts the average back.
 
+    On CUDA both conversions run on ``stream``, beside the backward pass, and what travels is
+    freed as soon as it has been converted back.
+
     Args:
         bucket: the parameters.
         gradients: theirs on this rank; None where there is none.
-        start: starts averaging the flat tensor, in place.
-        flat: where to; its dtype travels. What lies past the gradients is set to zero.
+        start: starts averaging a flat tensor of ``bucket.padded_numel`` elements, in place.
+        dtype: what travels.
+        stream: for CUDA, one for all buckets.
     """
 
     def __init__(
@@ -116,20 +121,30 @@ class WireReduction:
         bucket: Bucket,
         gradients: Sequence[Tensor | None],
         start: Callable[[Tensor], Waitable],
-        flat: Tensor,
+        dtype: torch.dtype,
+        stream: torch.cuda.Stream | None,
     ) -> None:
-        self._views = _pack(bucket, gradients, flat)
-        self._gradients = [
+        targets = [
             torch.empty_like(parameter) if gradient is None else gradient
             for parameter, gradient in zip(bucket.parameters, gradients, strict=True)
         ]
-        self._work = start(flat)
+        views: list[Tensor] = []
+
+        def send() -> Waitable:
+            flat = bucket.parameters[0].new_empty(bucket.padded_numel, dtype=dtype)
+            views.extend(_pack(bucket, gradients, flat))
+            return start(flat)
+
+        def receive() -> None:
+            torch._foreach_copy_(targets, views)
+            views.clear()
+
+        self._gradients = targets
+        self._work = Chain([send, receive], bucket.device, stream)
 
     def wait(self) -> Sequence[Tensor]:
         """The averaged gradients in their own dtype, in the bucket's order."""
         self._work.wait()
-        torch._foreach_copy_(self._gradients, self._views)
-        self._views = []
         return self._gradients
 
 

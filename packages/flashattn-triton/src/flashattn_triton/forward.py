@@ -53,11 +53,52 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def upper_half(bits):
+    """The bf16 number that the first 16 of 32 bits are."""
+    return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def split(x):
+    """Three bf16 numbers whose sum is x: its 24 bits, eight at a time.
+
+    The first is cut off a number somewhat larger than x, which leaves rests of either sign. Of one
+    sign, as bits cut off x have it, the products that ``dot_fp32`` leaves out would add up.
+    """
+    first = (x * 1.0027).to(tl.int32, bitcast=True)
+    x -= (first & -65536).to(tl.float32, bitcast=True)
+    second = x.to(tl.int32, bitcast=True)
+    x -= (second & -65536).to(tl.float32, bitcast=True)
+    return upper_half(first), upper_half(second), upper_half(x.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def dot_fp32(a, b):
+    """``a @ b`` in fp32: the six products of parts that matter, of nine.
+
+    Matrix units cut bits off whenever they add, so a sum starts at zero and with its small terms.
+    Three of these sums run side by side: one would take as long as its instructions do in a row.
+    Rests of infinities are NaN; the product of first parts is what infinities' product must be.
+    """
+    a_0, a_1, a_2 = split(a)
+    b_0, b_1, b_2 = split(b)
+    small = tl.dot(a_1, b_1, tl.dot(a_2, b_0)) + tl.dot(a_1, b_0, tl.dot(a_0, b_2))
+    small += tl.dot(a_0, b_1)
+    return tl.dot(a_0, b_0, tl.where(small == small, small, 0.0))
+
+
+@triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
     """``acc + a @ b`` in fp32. The interpreter multiplies bf16 as if its bits were integers."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    return tl.dot(a, b, acc, input_precision=PRECISION)
+    if PRECISION == "bf16x6":
+        product = dot_fp32(a, b)
+        if acc is not None:
+            product += acc
+    else:
+        product = tl.dot(a, b, acc, input_precision=PRECISION)
+    return product
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashattn_triton.hopper.backward_kernel import KEYS, OWN, hopper_backward_kernel
-from flashattn_triton.hopper.configs import BackwardConfig, backward_config, tile_width
+from flashattn_triton.hopper.configs import backward_config, tile_width
 from flashattn_triton.hopper.eligibility import copy_refusal
 from flashattn_triton.hopper.launch import DirectLaunch, current_device, edges, tile_map
 from flashattn_triton.hopper.preprocess import ROWS, finish_kernel, prepare_kernel
@@ -29,7 +29,6 @@ def hopper_backward(
     grad_out: Tensor,
     grad_logsumexp: Tensor | None,
     options: AttentionOptions,
-    config: BackwardConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launches the backward kernels on inputs that ``eligibility`` has not refused.
 
@@ -40,7 +39,6 @@ def hopper_backward(
         grad_out: dO, the shape of ``out``. It and the tensors above may have any strides, and are
             copied where the copy engine cannot follow them.
         grad_logsumexp: dL, the shape of ``logsumexp``, or None for zero.
-        config: the main kernel's shape; None takes the shipped table's.
 
     Returns:
         dQ, dK and dV in the inputs' shapes and dtype. dQ is accumulated in fp32, in any order.
@@ -50,7 +48,7 @@ def hopper_backward(
     if query.numel() == 0 or key.numel() == 0:  # which no descriptor can express
         dq, dk, dv = (empty_output(x, x.shape[3]).zero_() for x in (query, key, value))
         return dq, dk, dv
-    call = _call_for(tensors, grad_logsumexp, options, config)
+    call = _call_for(tensors, grad_logsumexp, options)
     return call(query, key, value, out, logsumexp, grad_out, grad_logsumexp)
 
 
@@ -94,7 +92,7 @@ class RepeatedHopperBackward:
             if any(_refused(x) for x in tensors):
                 statistics = (logsumexp, grad_out, grad_logsumexp)
                 return hopper_backward(query, key, value, out, *statistics, self.options)
-            call = self.calls[kind] = _call_for(tensors, grad_logsumexp, self.options, None)
+            call = self.calls[kind] = _call_for(tensors, grad_logsumexp, self.options)
         return call(query, key, value, out, logsumexp, grad_out, grad_logsumexp)
 
 
@@ -152,7 +150,6 @@ def _call_for(
     tensors: Sequence[Tensor],
     grad_logsumexp: Tensor | None,
     options: AttentionOptions,
-    config: BackwardConfig | None,
 ) -> HopperBackwardCall:
     """The call for Q, K, V, O and dO of these shapes, strides and types."""
     query, key, *_ = tensors
@@ -163,7 +160,6 @@ def _call_for(
         tuple([x.stride() for x in tensors]),
         None if grad_logsumexp is None else grad_logsumexp.stride(),
         options,
-        config or backward_config(query.shape[3], options),
     )
 
 
@@ -175,7 +171,6 @@ def _backward_call(
     strides: tuple[Strides, ...],
     grad_logsumexp_stride: Strides | None,
     options: AttentionOptions,
-    config: BackwardConfig,
 ) -> HopperBackwardCall:
     """``strides``: of Q, K, V, O and dO."""
     (batch, heads, n_queries, head_dim), (_, kv_heads, n_keys, _) = shapes
@@ -185,7 +180,7 @@ def _backward_call(
         for shape, stride in ((shapes[0], q_stride), (shapes[1], k_stride), (shapes[1], v_stride))
     ]
     dq_stride, dk_stride, dv_stride = (x.stride() for x in gradients)
-    queries, width = config.queries, tile_width(head_dim)
+    queries, width = backward_config(head_dim, options).queries, tile_width(head_dim)
     tiles = -(-n_queries // queries) * batch * heads
     rows = tiles * queries
     sizes = [n_queries, rows // (batch * heads), heads, head_dim // 8]
@@ -208,7 +203,7 @@ def _backward_call(
         rows // ROWS,
         [fp32, dtype],
         [*octets(dq_stride), *sizes, options.scale],
-        shape | {"FRAGMENTS": config.dq_buffers == 0},
+        shape,
     )
     query_block, key_block = [1, 1, queries, width], [1, 1, KEYS.value, width]
     own_block = [1, 1, OWN.value, width]
@@ -221,7 +216,7 @@ def _backward_call(
             tile_map(shapes[1], v_stride, key_block, dtype),
             tile_map(shapes[0], do_stride, query_block, dtype),
             tile_map([2 * tiles, queries], [queries, 1], [1, queries], fp32, swizzled=False),
-            tile_map([rows, head_dim], [width, 1], [64, 64], fp32) if config.dq_buffers else fp32,
+            fp32,
             tile_map(shapes[1], dk_stride, own_block, dtype),
             tile_map(shapes[1], dv_stride, own_block, dtype),
         ],
@@ -231,9 +226,6 @@ def _backward_call(
             *(options.scale, options.scale * LOG2_E),
         ],
         {
-            "DQ_BUFFERS": config.dq_buffers,
-            "PARTS": config.parts,
-            "DK_FIRST": config.dk_first,
             "RAGGED": n_keys % KEYS.value != 0,
             "is_causal": options.band[1] is not None,
             "HAS_LEFT": options.band[0] is not None,

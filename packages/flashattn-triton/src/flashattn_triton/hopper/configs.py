@@ -42,21 +42,12 @@ class ForwardConfig:
 class BackwardConfig:
     """The backward kernel's shape: 128 keys by two consumers of 64, two stages, 240 registers.
 
-    queries: per step, 64 for head_dim 128 and 128 for head_dim 64, so that a consumer's half of a
-        tile of dQ is 64 x 64.
-    dq_buffers: tiles of dQ in shared memory that wait for the copy engine to add them; with 0,
-        consumers add from registers.
-    parts: in which P and dS of a step are computed; with 2, a product of the first part runs while
-        the second is computed.
-    dk_first: dK of a tile is issued before its dQ.
+    queries: per step, so many that a consumer's half of a tile of dQ is 64 x 64.
     spills: bytes that one thread may spill, as ptxas counts them (stores and loads).
     """
 
     queries: int
-    dq_buffers: int
-    parts: int
-    dk_first: bool
-    spills: int = 0
+    spills: int
 
 
 _TWO = ForwardConfig(consumers=2, keys=128, stages=2, registers=240)
@@ -75,16 +66,16 @@ FORWARD: dict[tuple[int, bool], tuple[tuple[float, ForwardConfig], ...]] = {
 }
 # Keys: width of tiles, whether there is a causal mask.
 BACKWARD = {
-    (64, True): BackwardConfig(queries=128, dq_buffers=0, parts=2, dk_first=False, spills=200),
-    (64, False): BackwardConfig(queries=128, dq_buffers=2, parts=1, dk_first=True, spills=400),
-    (128, True): BackwardConfig(queries=64, dq_buffers=0, parts=2, dk_first=False, spills=64),
-    (128, False): BackwardConfig(queries=64, dq_buffers=1, parts=1, dk_first=True, spills=80),
+    (64, True): BackwardConfig(queries=128, spills=152),
+    (64, False): BackwardConfig(queries=128, spills=88),
+    (128, True): BackwardConfig(queries=64, spills=160),
+    (128, False): BackwardConfig(queries=64, spills=0),
 }
 # Where a window has a left edge, whatever the mask. Keys: width of tiles.
 FORWARD_WINDOW = {64: replace(_TWO, rounds=2, spills=40), 128: replace(_TWO, rounds=2, spills=164)}
 BACKWARD_WINDOW = {
-    64: BackwardConfig(queries=128, dq_buffers=0, parts=2, dk_first=False, spills=680),
-    128: BackwardConfig(queries=64, dq_buffers=0, parts=2, dk_first=False, spills=116),
+    64: BackwardConfig(queries=128, spills=936),
+    128: BackwardConfig(queries=64, spills=280),
 }
 
 

@@ -80,7 +80,7 @@ def prepare_kernel(
 
 @triton.jit(do_not_specialize=["N_QUERIES", "N_PADDED", "N_HEADS", "OCTETS"])
 def finish_kernel(
-    sum_ptr,  # (B, H, N_PADDED, WIDTH) fp32, or the same memory in the order of FRAGMENTS
+    sum_ptr,  # (B, H, N_PADDED, WIDTH) fp32, each 64 rows in the order said below
     dq_ptr,
     stride_qb,
     stride_qh,
@@ -93,12 +93,11 @@ def finish_kernel(
     WIDTH: tl.constexpr,
     NARROW: tl.constexpr,  # D < WIDTH
     ROWS: tl.constexpr,
-    FRAGMENTS: tl.constexpr,
 ):
     """dQ = scale · sum, in the inputs' dtype. Grid: tiles · B · H.
 
-    FRAGMENTS: each (64, 64) block lies as wgmma leaves it in registers, in the order of
-    ``backward_kernel._fragment_offsets``.
+    Each (64, 64) block of the sum lies as wgmma leaves it in registers, in the order of
+    ``backward_kernel._fragment_offsets``, and after it the block of the next 64 columns.
     """
     n_tiles = N_PADDED // ROWS
     first_row = (tl.program_id(0) % n_tiles) * ROWS
@@ -107,12 +106,9 @@ def finish_kernel(
     b = head // N_HEADS
     rows = tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, WIDTH)[None, :]
-    if FRAGMENTS:
-        quad = (rows // 16) * 32 + (rows % 8) * 4 + (columns % 8) // 2
-        element = ((rows % 16) // 8) * 2 + columns % 2
-        offsets = (columns // 8) * 512 + quad * 4 + element  # a second block follows
-    else:
-        offsets = rows * WIDTH + columns
+    quad = (rows // 16) * 32 + (rows % 8) * 4 + (columns % 8) // 2
+    element = ((rows % 16) // 8) * 2 + columns % 2
+    offsets = (columns // 8) * 512 + quad * 4 + element
     total = tl.load(sum_ptr + (head * N_PADDED + first_row) * WIDTH + offsets)
     present = first_row + rows < N_QUERIES
     if NARROW:

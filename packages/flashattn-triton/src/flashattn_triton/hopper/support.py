@@ -1,48 +1,32 @@
 # Kernels are typed by Triton's compiler, not by annotations.
 # mypy: disable-error-code="no-untyped-def,attr-defined"
-"""What the Hopper kernels use of Triton 3.6 beyond its public interface, and some lines of PTX.
-
-Imported only after :func:`flashattn_triton.hopper.eligibility.triton_refusal` has said that the
-installed Triton is one that this was written for.
-"""
+"""Lines of PTX for what the Hopper kernels need beyond Gluon's interface."""
 
 from __future__ import annotations
 
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 
 # Hardware barriers 0 to 7 are left to Triton, which takes one per partition.
 FIRST_NAMED_BARRIER = gl.constexpr(8)
 
 
-@builtin
-def tma_reduce_add(tensor_desc, coord, src, _semantic=None):
-    """Adds the tile ``src`` in shared memory to global memory; ``tma.store_wait`` waits for it.
-
-    Gluon has the copies of this copy engine, but not its reductions. As with a copy, rows and
-    columns outside the descriptor are left alone, and ``fence_async_shared`` comes before.
-    """
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
-    _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
-
-
 @gluon.jit
-def reduce_add(pointers, x):
-    """Adds fp32 ``x`` to global memory in any order, 16 bytes at a time.
+def reduce_add(pointers, x, condition):
+    """Adds fp32 ``x`` to global memory in any order, 16 bytes at a time, if ``condition`` holds.
 
     ``pointers``: of each group of four elements that a thread holds, the first one's is used; they
     are neighbours, and aligned to 16 bytes.
     """
     gl.inline_asm_elementwise(
         """{
-        red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11};
+        .reg .pred holds;
+        setp.ne.s32 holds, $12, 0;
+        @holds red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11};
         mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
         }""",
-        "=r,=r,=r,=r,l,l,l,l,f,f,f,f",
-        [pointers.to(gl.int64), x],
+        "=r,=r,=r,=r,l,l,l,l,f,f,f,f,r,r,r,r",
+        [pointers.to(gl.int64), x, condition.to(gl.int32)],
         dtype=gl.int32,
         is_pure=False,
         pack=4,

@@ -1,0 +1,470 @@
+"""Runs a warp-specialised Gluon kernel on the host: its own code, in any order that barriers allow.
+
+The kernel's functions are called as plain Python, with NumPy behind the names that they use. Each
+partition is a thread, of which one runs at a time; wherever the hardware could change over, a
+random choice decides who goes on, and whether one of the copies under way arrives. Checked is that
+
+- nobody waits for ever, and nobody arrives at a hardware barrier twice before it opens;
+- what asynchronous products and stores read stays as it is until they are waited for;
+- results of products are not used before the wait;
+- no barrier is left with arrivals, no product, copy or store is under way at the end.
+
+What a copy has not brought yet, or a store has not been fenced, is NaN for its readers.
+
+The warps of one partition are one here, so what Triton inserts between them is not seen.
+"""
+
+from __future__ import annotations
+
+import builtins
+import random
+import threading
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+WARP_GROUP = 128  # threads of a partition
+BYTES = {"half": 2, "float32": 4}
+
+
+class SimulationError(AssertionError):
+    """The kernel does what it must not do on some schedule."""
+
+
+class Tensor:
+    """A tensor in registers, which may still be the result of a product under way."""
+
+    def __init__(self, value: Any, layout: Any = None) -> None:
+        self.array = np.asarray(value)
+        self.type = types.SimpleNamespace(layout=layout)
+        self.pending = False
+
+    @property
+    def value(self) -> Any:
+        if self.pending:
+            raise SimulationError("a product is used before it was waited for")
+        return self.array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.array.shape)
+
+    def to(self, dtype: Any) -> Tensor:
+        return self
+
+
+def _elementwise(name: str) -> Callable[[Tensor, Any], Tensor]:
+    def operator(self: Tensor, other: Any) -> Tensor:
+        return Tensor(getattr(self.value, name)(_array(other)), self.type.layout)
+
+    return operator
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod", "le", "ge", "lt", "gt", "eq"):
+    setattr(Tensor, f"__{_name}__", _elementwise(f"__{_name}__"))
+    if _name in ("add", "sub", "mul"):
+        setattr(Tensor, f"__r{_name}__", _elementwise(f"__r{_name}__"))
+
+
+def _array(x: Any) -> Any:
+    return x.value if isinstance(x, Tensor) else np.asarray(x)
+
+
+class Integer(int):
+    """A number that has a tensor's ``to``."""
+
+    def to(self, dtype: Any) -> Integer:
+        return self
+
+
+class Shared:
+    """A view of shared memory."""
+
+    def __init__(self, machine: Machine, dtype: str, array: Any) -> None:
+        self.machine, self.dtype, self.array = machine, dtype, array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.array.shape)
+
+    @property
+    def address(self) -> int:
+        return int(self.array.__array_interface__["data"][0])
+
+    def _view(self, array: Any) -> Shared:
+        return Shared(self.machine, self.dtype, array)
+
+    def index(self, i: int) -> Shared:
+        if not 0 <= i < self.shape[0]:
+            raise SimulationError(f"index {i} of shared memory of shape {self.shape}")
+        return self._view(self.array[i])
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        index = [slice(None)] * self.array.ndim
+        index[dim] = slice(start, start + length)
+        view = self._view(self.array[tuple(index)])
+        assert view.shape[dim] == length
+        return view
+
+    def permute(self, order: Sequence[int]) -> Shared:
+        return self._view(self.array.transpose(order))
+
+    def load(self, layout: Any) -> Tensor:
+        return Tensor(self.array.copy(), layout)
+
+    def store(self, x: Tensor) -> None:
+        """Asynchronous readers see NaN until the fence."""
+        assert x.shape == self.shape
+        self.machine.here.unfenced.append((self.array, x.value.copy()))
+        self.array[...] = np.nan
+
+
+@dataclass
+class Descriptor:
+    """Tiles of a tensor in global memory."""
+
+    array: Any
+    block: Sequence[int]
+    dtype: str = "half"
+    layout: Any = None
+
+    @property
+    def shape(self) -> Sequence[int]:
+        return tuple(self.array.shape)
+
+    @property
+    def block_shape(self) -> Sequence[int]:
+        return self.block
+
+    def inside(self, at: Sequence[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """Of the tile at ``at`` what lies inside the tensor: there, and in the tile."""
+        ends = [
+            max(0, min(n, i + b) - i) for i, b, n in zip(at, self.block, self.shape, strict=True)
+        ]
+        return (
+            tuple(slice(i, i + e) for i, e in zip(at, ends, strict=True)),
+            tuple(slice(0, e) for e in ends),
+        )
+
+    def load(self, at: Sequence[int]) -> Any:
+        tile = np.zeros(self.block)
+        outer, inner = self.inside(at)
+        tile[inner] = self.array[outer]
+        return tile
+
+    def store(self, at: Sequence[int], tile: Any) -> None:
+        outer, inner = self.inside(at)
+        self.array[outer] = tile.reshape(self.block)[inner]
+
+
+@dataclass
+class Pointer:
+    """Addresses in global memory, in elements."""
+
+    memory: Any
+    offsets: Any = 0
+
+    def __add__(self, other: Any) -> Pointer:
+        return Pointer(self.memory, self.offsets + _array(other))
+
+
+@dataclass
+class TransactionBarrier:
+    """A barrier in shared memory that one arrival and some bytes complete."""
+
+    count: int
+    arrivals: int = 0
+    bytes: int = 0
+    completed: int = 0
+
+    def update(self) -> None:
+        if self.arrivals == self.count and self.bytes == 0:
+            self.completed += 1
+            self.arrivals = 0
+
+
+@dataclass
+class HardwareBarrier:
+    """A barrier that opens when so many threads have arrived."""
+
+    threads: int = 0
+    arrived: list[str] = field(default_factory=list)
+    opened: int = 0
+
+    def arrive(self, who: str, threads: int) -> None:
+        if self.arrived and self.threads != threads:
+            raise SimulationError(f"{threads} and {self.threads} threads at one barrier")
+        if who in self.arrived:
+            raise SimulationError(f"{who} arrives twice at one barrier")
+        self.threads = threads
+        self.arrived.append(who)
+        if len(self.arrived) * WARP_GROUP == threads:
+            self.arrived, self.opened = [], self.opened + 1
+
+
+@dataclass
+class Partition:
+    """A warp group."""
+
+    name: str
+    weight: float
+    turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    condition: Callable[[], bool] = bool
+    done: bool = False
+    products: list[Callable[[], None]] = field(default_factory=list)
+    stores: list[Callable[[], None]] = field(default_factory=list)
+    unfenced: list[tuple[Any, Any]] = field(default_factory=list)
+
+
+class Machine:
+    """One program of a kernel, on one random schedule."""
+
+    def __init__(self, seed: int, program: int) -> None:
+        self.random = random.Random(seed)
+        self.program = program
+        self.partitions: list[Partition] = []
+        self.copies: list[Callable[[], None]] = []
+        self.back = threading.Semaphore(0)
+        self.error: BaseException | None = None
+        self.hardware: dict[int, HardwareBarrier] = {}
+        self.transaction: dict[int, TransactionBarrier] = {}
+        self.memory: list[Any] = []  # kept, so that addresses stay unique
+
+    # ---- schedule ----
+
+    def run(self, partitions: Sequence[tuple[Callable[..., None], Sequence[Any]]]) -> None:
+        """Runs all partitions to their ends."""
+        threads = []
+        for i, (function, arguments) in enumerate(partitions):
+            partition = Partition(f"partition {i}", self.random.choice((1, 1, 30)))
+            partition.condition = lambda: True
+            self.partitions.append(partition)
+            work = (partition, function, arguments)
+            threads.append(threading.Thread(target=self._run_one, args=work, daemon=True))
+        copies_weight = self.random.choice((0.1, 1, 30))
+        for thread in threads:
+            thread.start()
+        while not self.error and not all(p.done for p in self.partitions):
+            able: list[Any] = [p for p in self.partitions if not p.done and p.condition()]
+            weights = [p.weight for p in able] + [copies_weight] * len(self.copies)
+            if not weights:
+                self.error = SimulationError("deadlock")
+                break
+            chosen = self.random.choices([*able, *self.copies], weights)[0]
+            if isinstance(chosen, Partition):
+                self.here = chosen
+                chosen.turn.release()
+                self.back.acquire()
+            else:
+                self.copies.remove(chosen)
+                chosen()
+        for partition in self.partitions:
+            partition.turn.release()
+        for thread in threads:
+            thread.join()
+        if self.error:
+            raise self.error
+        for partition in self.partitions:
+            if partition.products or partition.stores or partition.unfenced:
+                raise SimulationError(f"{partition.name} ends with something under way")
+        if self.copies or any(b.arrived for b in self.hardware.values()):
+            raise SimulationError("the end leaves copies, or arrivals at a barrier")
+
+    def _run_one(self, partition: Partition, function: Any, arguments: Sequence[Any]) -> None:
+        partition.turn.acquire()
+        try:
+            if not self.error:
+                function(*arguments)
+        except BaseException as error:  # noqa: BLE001 (raised again by run)
+            self.error = self.error or error
+        partition.done = True
+        self.back.release()
+
+    def pause(self, condition: Callable[[], bool] = lambda: True) -> None:
+        """Lets others run, at least until ``condition``."""
+        me = self.here
+        me.condition = condition
+        self.back.release()
+        me.turn.acquire()
+        if self.error:
+            raise SimulationError("stopped")
+
+    # ---- what kernels call ----
+
+    def allocate(self, dtype: str, shape: Sequence[int], layout: Any) -> Shared:
+        array = np.full(shape, np.nan)
+        self.memory.append(array)
+        return Shared(self, dtype, array)
+
+    def init(self, barrier: Shared, count: int) -> None:
+        self.transaction[barrier.address] = TransactionBarrier(count)
+
+    def expect(self, barrier: Shared, n_bytes: int) -> None:
+        state = self.transaction[barrier.address]
+        state.arrivals += 1
+        state.bytes += n_bytes
+        state.update()
+        self.pause()
+
+    def wait(self, barrier: Shared, phase: int, pred: bool = True) -> None:
+        state = self.transaction[barrier.address]
+        self.pause()
+        if pred:
+            self.pause(lambda: state.completed % 2 != phase)
+
+    def copy_in(self, desc: Descriptor, at: Sequence[int], barrier: Shared, to: Shared) -> None:
+        tile = desc.load(at)
+        assert tile.size == to.array.size
+        to.array[...] = np.nan
+
+        def arrive() -> None:
+            to.array[...] = tile.reshape(to.shape)
+            state = self.transaction[barrier.address]
+            state.bytes -= tile.size * BYTES[desc.dtype]
+            state.update()
+
+        self.copies.append(arrive)
+        self.pause()
+
+    def copy_out(self, desc: Descriptor, at: Sequence[int], source: Shared) -> None:
+        before = source.array.copy()
+
+        def complete() -> None:
+            _unchanged(before, source.array)
+            desc.store(at, before)
+
+        self.here.stores.append(complete)
+        self.pause()
+
+    def store_wait(self, pendings: int) -> None:
+        self._complete(self.here.stores, pendings)
+
+    def fence(self) -> None:
+        for array, value in self.here.unfenced:
+            array[...] = value
+        self.here.unfenced.clear()
+        self.pause()
+
+    def product(
+        self, a: Any, b: Shared, acc: Tensor, use_acc: bool = True, is_async: bool = False
+    ) -> Tensor:
+        operands = [x for x in (a, b) if isinstance(x, Shared)]
+        before = [x.array.copy() for x in operands]
+        left = a.array if isinstance(a, Shared) else a.value
+        result = Tensor(left @ b.array + (acc.value if use_acc else 0.0), acc.type.layout)
+        result.pending = True
+
+        def complete() -> None:
+            for was, x in zip(before, operands, strict=True):
+                _unchanged(was, x.array)
+            result.pending = False
+
+        self.here.products.append(complete)
+        if not is_async:
+            self.product_wait(0)
+        self.pause()
+        return result
+
+    def product_wait(self, pendings: int, deps: Sequence[Tensor] = ()) -> Any:
+        self.pause()
+        self._complete(self.here.products, pendings)
+        return deps[0] if len(deps) == 1 else tuple(deps)
+
+    def _complete(self, under_way: list[Callable[[], None]], pendings: int) -> None:
+        while len(under_way) > pendings:
+            under_way.pop(0)()
+
+    def named_arrive(self, index: int, threads: int) -> None:
+        barrier = self.hardware.setdefault(index, HardwareBarrier())
+        barrier.arrive(self.here.name, threads)
+        self.pause()
+
+    def named_sync(self, index: int, threads: int) -> None:
+        barrier = self.hardware.setdefault(index, HardwareBarrier())
+        opened = barrier.opened
+        barrier.arrive(self.here.name, threads)
+        self.pause(lambda: barrier.opened > opened)
+
+    def reduce_add(self, pointers: Pointer, x: Tensor, condition: bool) -> None:
+        """As threads hold wgmma's results: rows r and r + 8, columns c and c + 1."""
+        if condition:
+            rows, columns = np.indices(x.shape)
+            first = (rows % 16 < 8) & (columns % 2 == 0)
+            at = np.broadcast_to(pointers.offsets, x.shape)[first]
+            for i, (dr, dc) in enumerate(((0, 0), (0, 1), (8, 0), (8, 1))):
+                values = x.value[rows[first] + dr, columns[first] + dc]
+                pointers.memory[at + i] += values  # no address comes twice
+        self.pause()
+
+
+def _unchanged(before: Any, now: Any) -> None:
+    if not np.array_equal(before, now, equal_nan=True):
+        raise SimulationError("memory changes while a product or a store reads it")
+
+
+def _where(condition: Any, a: Any, b: Any) -> Any:
+    if isinstance(condition, Tensor):
+        return Tensor(np.where(condition.value, _array(a), _array(b)), condition.type.layout)
+    return a if condition else b
+
+
+class _Namespace(types.SimpleNamespace):
+    """Names that are layouts or types here stand for nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments, **keywords: None
+
+
+def load(module: types.ModuleType, machine: Machine, **changes: Any) -> dict[str, Any]:
+    """The functions of ``module`` as plain Python on ``machine``, by name.
+
+    ``changes``: names that are to stand for something else.
+    """
+    gl = _Namespace(
+        float32="float32",
+        int64="int64",
+        int32="int32",
+        program_id=lambda axis: Integer(machine.program),
+        cdiv=lambda a, b: -(-a // b),
+        where=_where,
+        cast=lambda x, dtype: x,
+        zeros=lambda shape, dtype, layout: Tensor(np.zeros(shape), layout),
+        arange=lambda start, end, layout=None: Tensor(np.arange(start, end), layout),
+        expand_dims=lambda x, axis: Tensor(np.expand_dims(x.value, axis)),
+        convert_layout=lambda x, layout, assert_trivial=False: x,
+        static_range=range,
+        allocate_shared_memory=machine.allocate,
+        NVMMASharedLayout=_Namespace(),
+        warp_specialize=lambda partitions, warps, registers: machine.run(partitions),
+    )
+    names: dict[str, Any] = {
+        "__builtins__": builtins,
+        "gl": gl,
+        "mbarrier": _Namespace(
+            init=machine.init, expect=machine.expect, wait=machine.wait, MBarrierLayout=lambda: None
+        ),
+        "tma": types.SimpleNamespace(
+            async_copy_global_to_shared=machine.copy_in,
+            async_copy_shared_to_global=machine.copy_out,
+            store_wait=machine.store_wait,
+        ),
+        "warpgroup_mma": machine.product,
+        "warpgroup_mma_wait": machine.product_wait,
+        "fence_async_shared": machine.fence,
+        "exp2": lambda x: Tensor(np.exp2(x.value), x.type.layout),
+        "reduce_add": machine.reduce_add,
+        "named_barrier_sync_at": machine.named_sync,
+        "named_barrier_arrive_at": machine.named_arrive,
+    }
+    for name, value in vars(module).items():
+        if name in names:
+            continue
+        if isinstance(getattr(value, "fn", None), types.FunctionType):
+            names[name] = types.FunctionType(value.fn.__code__, names, name)
+        elif type(value).__name__ == "constexpr":
+            names[name] = value.value
+    names.update(changes)
+    return names
