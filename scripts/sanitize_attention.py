@@ -7,6 +7,11 @@ a problem, by that one too. Everything is compiled first, at full speed and in p
 kind of problem is a program of its own under each check, as many at a time as there are processors.
 The compute sanitizer is part of the CUDA toolkit; it is looked for on PATH and beside the toolkit's
 compiler.
+
+Where a kernel gives warps different work, Triton 3.6 writes into shared memory which work is whose,
+and racecheck takes the loop in which warps read it for a race: it does not follow the hardware
+barrier between (flashattn-triton's LOG.md). That loop belongs to no line of ours, so debug
+information puts it on the kernel's ``def``; such reads are counted, not held against a kernel.
 Exit status 1 if a check reports an error, 2 if the sanitizer is not found.
 """
 
@@ -14,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -40,6 +46,10 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"causal": "bottom-right", "window": (20, None)},
     {"causal": True, "softcap": 5.0, "deterministic": True},
 )
+
+
+KERNELS = Path(__file__).parents[1] / "packages/flashattn-triton/src/flashattn_triton"
+RACE = re.compile(r"Error: Race reported between Read access at (\w+)\+0x\w+ in (\S+):(\d+)")
 
 
 def run_problems(implementation: str, kinds: list[int], options: list[int], quick: bool) -> None:
@@ -136,13 +146,30 @@ def checked(sanitizer: str, check: str, program: list[str]) -> bool:
     """Whether one check of one program reports an error; prints what it says."""
     # PyTorch's pool would make one allocation of many tensors, and hide what runs past one of them.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    command = [sanitizer, "--tool", check, "--error-exitcode", "99", "--print-limit", "5", *program]
+    limits = ["--error-exitcode", "99", "--print-limit", "10000"]
+    command = [sanitizer, "--tool", check, *limits, *program]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    lines = [line[:200] for line in (result.stdout + result.stderr).splitlines()[-25:]]
-    print(
-        f"== {check}, {program[3:]}: exit status {result.returncode}", *lines, sep="\n", flush=True
-    )
-    return result.returncode != 0
+    output = result.stdout + result.stderr
+    verdict = f"exit status {result.returncode}"
+    reports = compilers_own(output) if result.returncode == 99 else None
+    if reports is not None:
+        verdict += f", {reports} reports, all of them on the compiler's reads"
+    lines = [line[:200] for line in output.splitlines()[-25:]]
+    print(f"== {check}, {program[3:]}: {verdict}", *lines, sep="\n", flush=True)
+    return result.returncode != 0 and reports is None
+
+
+def compilers_own(output: str) -> int | None:
+    """How many errors were reported, if all are races of the reads that Triton itself adds."""
+    places = RACE.findall(output)
+    complete = " problems ran with " in output
+    if not complete or not 0 < len(places) == len(re.findall("^=+ Error", output, re.MULTILINE)):
+        return None
+    for kernel, file, number in places:
+        (source,) = KERNELS.rglob(file)
+        if not source.read_text().splitlines()[int(number) - 1].startswith(f"def {kernel}("):
+            return None
+    return len(places)
 
 
 if __name__ == "__main__":
