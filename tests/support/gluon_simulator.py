@@ -40,6 +40,7 @@ class Tensor:
     def __init__(self, value: Any, layout: Any = None) -> None:
         self.array = np.asarray(value)
         self.type = types.SimpleNamespace(layout=layout)
+        self.dtype = None
         self.pending = False
 
     @property
@@ -63,9 +64,9 @@ def _elementwise(name: str) -> Callable[[Tensor, Any], Tensor]:
     return operator
 
 
-for _name in ("add", "sub", "mul", "floordiv", "mod", "le", "ge", "lt", "gt", "eq"):
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "le", "ge", "lt", "eq"):
     setattr(Tensor, f"__{_name}__", _elementwise(f"__{_name}__"))
-    if _name in ("add", "sub", "mul"):
+    if _name in ("add", "sub", "mul", "truediv"):
         setattr(Tensor, f"__r{_name}__", _elementwise(f"__r{_name}__"))
 
 
@@ -74,10 +75,22 @@ def _array(x: Any) -> Any:
 
 
 class Integer(int):
-    """A number that has a tensor's ``to``."""
+    """A number that has a tensor's ``to``, and so have results of arithmetic with it."""
 
     def to(self, dtype: Any) -> Integer:
         return self
+
+
+def _integral(name: str) -> Callable[[Integer, Any], Any]:
+    def operator(self: Integer, other: Any) -> Any:
+        result = getattr(int, name)(self, other)
+        return result if result is NotImplemented else Integer(result)
+
+    return operator
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod", "radd", "rmul"):
+    setattr(Integer, f"__{_name}__", _integral(f"__{_name}__"))
 
 
 class Shared:
@@ -222,9 +235,9 @@ class Partition:
 class Machine:
     """One program of a kernel, on one random schedule."""
 
-    def __init__(self, seed: int, program: int) -> None:
+    def __init__(self, seed: int, program: int, programs: int = 1) -> None:
         self.random = random.Random(seed)
-        self.program = program
+        self.program, self.programs = program, programs
         self.partitions: list[Partition] = []
         self.copies: list[Callable[[], None]] = []
         self.back = threading.Semaphore(0)
@@ -309,6 +322,12 @@ class Machine:
         state.update()
         self.pause()
 
+    def arrive(self, barrier: Shared, count: int) -> None:
+        state = self.transaction[barrier.address]
+        state.arrivals += count
+        state.update()
+        self.pause()
+
     def wait(self, barrier: Shared, phase: int, pred: bool = True) -> None:
         state = self.transaction[barrier.address]
         self.pause()
@@ -388,15 +407,18 @@ class Machine:
         barrier.arrive(self.here.name, threads)
         self.pause(lambda: barrier.opened > opened)
 
-    def reduce_add(self, pointers: Pointer, x: Tensor, condition: bool) -> None:
+    def reduce_add(self, pointers: Pointer, x: Tensor) -> None:
         """As threads hold wgmma's results: rows r and r + 8, columns c and c + 1."""
-        if condition:
-            rows, columns = np.indices(x.shape)
-            first = (rows % 16 < 8) & (columns % 2 == 0)
-            at = np.broadcast_to(pointers.offsets, x.shape)[first]
-            for i, (dr, dc) in enumerate(((0, 0), (0, 1), (8, 0), (8, 1))):
-                values = x.value[rows[first] + dr, columns[first] + dc]
-                pointers.memory[at + i] += values  # no address comes twice
+        rows, columns = np.indices(x.shape)
+        first = (rows % 16 < 8) & (columns % 2 == 0)
+        at = np.broadcast_to(pointers.offsets, x.shape)[first]
+        for i, (dr, dc) in enumerate(((0, 0), (0, 1), (8, 0), (8, 1))):
+            values = x.value[rows[first] + dr, columns[first] + dc]
+            pointers.memory[at + i] += values  # no address comes twice
+        self.pause()
+
+    def store(self, pointers: Pointer, x: Tensor, mask: Tensor) -> None:
+        pointers.memory[pointers.offsets[mask.value]] = x.value[mask.value]
         self.pause()
 
 
@@ -409,6 +431,14 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
     if isinstance(condition, Tensor):
         return Tensor(np.where(condition.value, _array(a), _array(b)), condition.type.layout)
     return a if condition else b
+
+
+def _reduction(function: Callable[..., Any]) -> Callable[[Tensor, int], Tensor]:
+    return lambda x, axis: Tensor(function(x.value, axis=axis))
+
+
+def _operation(function: Callable[..., Any]) -> Callable[..., Tensor]:
+    return lambda x, *others: Tensor(function(x.value, *map(_array, others)), x.type.layout)
 
 
 class _Namespace(types.SimpleNamespace):
@@ -428,11 +458,23 @@ def load(module: types.ModuleType, machine: Machine, **changes: Any) -> dict[str
         int64="int64",
         int32="int32",
         program_id=lambda axis: Integer(machine.program),
+        num_programs=lambda axis: Integer(machine.programs),
         cdiv=lambda a, b: -(-a // b),
         where=_where,
         cast=lambda x, dtype: x,
         zeros=lambda shape, dtype, layout: Tensor(np.zeros(shape), layout),
         arange=lambda start, end, layout=None: Tensor(np.arange(start, end), layout),
+        full=lambda shape, value, dtype, layout: Tensor(np.full(shape, value), layout),
+        maximum=_operation(np.maximum),
+        minimum=_operation(np.minimum),
+        log2=_operation(np.log2),
+        permute=_operation(np.transpose),
+        reshape=_operation(np.reshape),
+        join=lambda x, y: Tensor(np.stack((x.value, y.value), -1)),
+        max=_reduction(np.max),
+        min=_reduction(np.min),
+        sum=_reduction(np.sum),
+        store=machine.store,
         expand_dims=lambda x, axis: Tensor(np.expand_dims(x.value, axis)),
         convert_layout=lambda x, layout, assert_trivial=False: x,
         static_range=range,
@@ -444,7 +486,11 @@ def load(module: types.ModuleType, machine: Machine, **changes: Any) -> dict[str
         "__builtins__": builtins,
         "gl": gl,
         "mbarrier": _Namespace(
-            init=machine.init, expect=machine.expect, wait=machine.wait, MBarrierLayout=lambda: None
+            init=machine.init,
+            expect=machine.expect,
+            arrive=machine.arrive,
+            wait=machine.wait,
+            MBarrierLayout=lambda: None,
         ),
         "tma": types.SimpleNamespace(
             async_copy_global_to_shared=machine.copy_in,
@@ -454,8 +500,10 @@ def load(module: types.ModuleType, machine: Machine, **changes: Any) -> dict[str
         "warpgroup_mma": machine.product,
         "warpgroup_mma_wait": machine.product_wait,
         "fence_async_shared": machine.fence,
-        "exp2": lambda x: Tensor(np.exp2(x.value), x.type.layout),
+        "exp2": _operation(np.exp2),
         "reduce_add": machine.reduce_add,
+        "named_barrier_sync": machine.named_sync,
+        "named_barrier_arrive": machine.named_arrive,
         "named_barrier_sync_at": machine.named_sync,
         "named_barrier_arrive_at": machine.named_arrive,
     }

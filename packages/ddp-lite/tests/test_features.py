@@ -347,6 +347,9 @@ def addresses(rank: int, world_size: int) -> None:
             for p, span in zip(bucket.parameters, bucket.slices, strict=True):
                 expected = bucket.flat[span].data_ptr() if copy else produced[p]
                 assert p.grad.data_ptr() == expected
+        buckets = wrapped.buckets
+        wrapped.detach()
+        assert all(bucket.flat is None for bucket in buckets)
 
 
 def test_gradients_stay_where_autograd_put_them() -> None:

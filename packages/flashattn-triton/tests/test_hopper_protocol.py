@@ -1,11 +1,19 @@
-"""The Hopper tier's backward kernel, run on the host on random schedules; see gluon_simulator."""
+"""The Hopper tier's kernels, run on the host on random schedules; see gluon_simulator.
+
+Launches are made for meta tensors, as for a GPU of few multiprocessors. Everything is computed in
+fp64, so that results are the definition's, or wrong.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from flashattn_triton.hopper import eligibility
 
@@ -13,93 +21,132 @@ pytest.importorskip("triton")
 if eligibility.triton_refusal() is not None:
     pytest.skip(str(eligibility.triton_refusal()), allow_module_level=True)
 
+from flashattn_triton.hopper import backward, backward_kernel, forward, forward_kernel
+from flashattn_triton.hopper.configs import backward_config, tile_width
+from flashattn_triton.hopper.launch import DirectLaunch, TileMap, edges
+from flashattn_triton.options import AttentionOptions, resolve_options
 from gluon_simulator import Descriptor, Machine, Pointer, load
 
-from flashattn_triton.hopper import backward_kernel
-from flashattn_triton.hopper.configs import backward_config
-from flashattn_triton.hopper.launch import edges
-from flashattn_triton.options import resolve_options
-
 LOG2_E = 1.4426950408889634
-KEYS = 128
 
 
-def dense(q: Any, k: Any, v: Any, do: Any, seen: Any, scale: float) -> tuple[Any, ...]:
-    """(statistics L and delta, dQ, dK, dV) of (B, H, N, D) arrays, by the definition."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (np.repeat(x, group, axis=1) for x in (k, v))
-    s = np.where(seen, q @ k.swapaxes(2, 3) * scale, -np.inf)
-    with np.errstate(divide="ignore"):
-        lse = np.log(np.exp(s).sum(3))
-    lse[np.isneginf(lse)] = np.inf  # as the kernel that comes before says it
-    p = np.exp(s - lse[..., None])
-    delta = (p @ v * do).sum(3)
-    ds = p * (do @ v.swapaxes(2, 3) - delta[..., None]) * scale
-    dk, dv = (
-        x.reshape(x.shape[0], -1, group, *x.shape[2:]).sum(2)
-        for x in (ds.swapaxes(2, 3) @ q, p.swapaxes(2, 3) @ do)
-    )
-    return lse, delta, ds @ k, dk, dv
-
-
-def simulate(
+def run(
+    launch: DirectLaunch,
+    module: ModuleType,
+    memory: Sequence[Any],
     seed: int,
-    heads: tuple[int, int],
-    lengths: tuple[int, int],
-    head_dim: int,
-    batch: int = 1,
-    changes: dict[str, Any] | None = None,
-    **chosen: Any,
+    changes: dict[str, Any],
 ) -> None:
-    """Runs every program of one problem and compares dQ, dK and dV with the definition's."""
-    options = resolve_options(head_dim=head_dim, **chosen)
-    queries = backward_config(head_dim, options).queries
-    (n_heads, kv_heads), (n_queries, n_keys) = heads, lengths
-    random = np.random.default_rng(seed)
-    q, do = random.standard_normal((2, batch, n_heads, n_queries, head_dim))
-    k, v = random.standard_normal((2, batch, kv_heads, n_keys, head_dim))
-    offset, band = edges(n_queries, n_keys, options)
-    last = np.arange(n_queries)[:, None] + offset
-    seen = np.ones((n_queries, n_keys), bool)
-    if options.band[1] is not None:
-        seen &= np.arange(n_keys) <= last
-    if options.band[0] is not None:
-        seen &= np.arange(n_keys) >= last - band
-    lse, delta, *expected = dense(q, k, v, do, seen, options.scale)
+    """All programs of one launch, one after another, on ``memory``: contiguous fp64 arrays."""
+    parameters: list[Any] = []
+    for like, array in zip(launch.parameters, memory, strict=True):
+        if isinstance(like, TileMap):
+            dtype = "float32" if like.dtype == torch.float32 else "half"
+            parameters.append(Descriptor(array.reshape(like.shape), like.block, dtype))
+        else:
+            parameters.append(Pointer(array.reshape(-1)))
+    for program in range(launch.grid[0]):
+        functions = load(module, Machine(seed, program, launch.grid[0]), **changes)
+        kernel = functions[launch.kernel.__name__]
+        kernel(*parameters, *launch.numbers, **launch.constants)
 
-    n_padded = -(-n_queries // queries) * queries
-    statistics = np.zeros((2, batch, n_heads, n_padded))
-    statistics[0] = -np.inf
-    statistics[..., :n_queries] = np.stack((-lse * LOG2_E, -delta))
-    dq_sum = np.zeros(batch * n_heads * n_padded * head_dim)
-    dk, dv = np.full((2, *k.shape), np.nan)
-    for program in range(-(-n_keys // KEYS) * kv_heads * batch):
-        functions = load(backward_kernel, Machine(seed, program), **changes or {})
-        functions["hopper_backward_kernel"](
-            Descriptor(q, (1, 1, queries, head_dim)),
-            Descriptor(k, (1, 1, KEYS, head_dim)),
-            Descriptor(v, (1, 1, KEYS, head_dim)),
-            Descriptor(do, (1, 1, queries, head_dim)),
-            Descriptor(statistics.reshape(-1, queries), (1, queries), "float32"),
-            Pointer(dq_sum),
-            Descriptor(dk, (1, 1, KEYS // 2, head_dim)),
-            Descriptor(dv, (1, 1, KEYS // 2, head_dim)),
-            *(n_queries, n_keys, kv_heads, n_heads // kv_heads, offset, band),
-            *(options.scale, options.scale * LOG2_E),
-            RAGGED=n_keys % KEYS != 0,
-            is_causal=options.band[1] is not None,
-            HAS_LEFT=options.band[0] is not None,
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Arrays and results by the definition; the letters are the kernels'."""
+
+    heads: tuple[int, int] = (1, 1)
+    lengths: tuple[int, int]
+    head_dim: int
+    batch: int = 1
+    options: AttentionOptions
+
+    def inputs(self, seed: int) -> list[Any]:
+        """Q, K, V, dO."""
+        random = np.random.default_rng(seed)
+        shapes = [
+            (self.batch, *x, self.head_dim) for x in zip(self.heads, self.lengths, strict=True)
+        ]
+        return [random.standard_normal(shapes[i]) for i in (0, 1, 1, 0)]
+
+    def meta(self) -> list[torch.Tensor]:
+        """Q, K and V."""
+        shapes = [
+            (self.batch, *x, self.head_dim) for x in zip(self.heads, self.lengths, strict=True)
+        ]
+        return [torch.empty(shapes[i], dtype=torch.bfloat16, device="meta") for i in (0, 1, 1)]
+
+    def seen(self) -> Any:
+        """(N_q, N_k)."""
+        (n_queries, n_keys), (left, right) = self.lengths, self.options.band
+        offset, band = edges(n_queries, n_keys, self.options)
+        last = np.arange(n_queries)[:, None] + offset
+        keys = np.arange(n_keys)
+        return (keys <= (n_keys if right is None else last)) & (
+            keys >= (0 if left is None else last - band)
         )
-    dq = options.scale * in_rows(dq_sum, head_dim).reshape(batch, n_heads, n_padded, head_dim)
-    for actual, e in zip((dq[:, :, :n_queries], dk, dv), expected, strict=True):
-        np.testing.assert_allclose(actual, e, rtol=0, atol=1e-9)
+
+    def probabilities(self, q: Any, k: Any) -> tuple[Any, Any]:
+        """P and L, for keys that are repeated already."""
+        s = np.where(self.seen(), q @ k.swapaxes(2, 3) * self.options.scale, -np.inf)
+        with np.errstate(divide="ignore"):
+            lse = np.log(np.exp(s).sum(3))
+        return np.exp(s - np.where(np.isneginf(lse), 0.0, lse)[..., None]), lse
+
+    def repeated(self, x: Any) -> Any:
+        return np.repeat(x, self.heads[0] // self.heads[1], axis=1)
+
+    def summed(self, x: Any) -> Any:
+        """Gradients of repeated keys as those of keys."""
+        return x.reshape(self.batch, self.heads[1], -1, *x.shape[2:]).sum(2)
 
 
-def in_rows(total: Any, head_dim: int) -> Any:
-    """(rows, D) of sums whose (64, 64) blocks lie as wgmma leaves them in registers."""
-    # Axes: block of rows, of columns, c // 8, r // 16, r % 8, c % 8 // 2, r % 16 // 8, c % 2.
-    blocks = total.reshape(-1, head_dim // 64, 8, 4, 8, 4, 2, 2)
-    return blocks.transpose(0, 3, 6, 4, 1, 2, 5, 7).reshape(-1, head_dim)
+def check_forward(problem: Problem, seed: int, **changes: Any) -> None:
+    q, k, v, _ = problem.inputs(seed)
+    p, lse = problem.probabilities(q, problem.repeated(k))
+    out, rows = np.full(q.shape, np.nan), np.full(lse.shape, np.nan)
+    launch = forward.hopper_forward_call(*problem.meta(), problem.options).launch
+    run(launch, forward_kernel, [q, k, v, out, rows], seed, changes)
+    close(rows, lse)
+    close(out, p @ problem.repeated(v))
+
+
+def check_backward(problem: Problem, seed: int, **changes: Any) -> None:
+    q, k, v, do = problem.inputs(seed)
+    scale, width = problem.options.scale, tile_width(problem.head_dim)
+    keys, values = map(problem.repeated, (k, v))
+    p, lse = problem.probabilities(q, keys)
+    delta = (p @ values * do).sum(3)
+    ds = p * (do @ values.swapaxes(2, 3) - delta[..., None]) * scale
+
+    queries, n_queries = backward_config(problem.head_dim, problem.options).queries, q.shape[2]
+    n_padded = -(-n_queries // queries) * queries
+    statistics = np.zeros((2, *q.shape[:2], n_padded))
+    statistics[0] = -np.inf
+    lse[np.isneginf(lse)] = np.inf  # as the kernel that comes before has it
+    statistics[..., :n_queries] = np.stack((-lse * LOG2_E, -delta))
+    dq_sum, dk, dv = np.zeros((*q.shape[:2], n_padded, width)), *np.full((2, *k.shape), np.nan)
+    meta_q, meta_k, meta_v = problem.meta()
+    tensors = [meta_q, meta_k, meta_v, meta_q, meta_q]
+    launch = backward._call_for(tensors, None, problem.options).main
+    run(launch, backward_kernel, [q, k, v, do, statistics, dq_sum, dk, dv], seed, changes)
+    # Each (64, 64) block lies as wgmma leaves it in registers. The axes are blocks of rows and of
+    # columns, c // 8, r // 16, r % 8, c % 8 // 2, r % 16 // 8, c % 2.
+    blocks = dq_sum.reshape(-1, width // 64, 8, 4, 8, 4, 2, 2).transpose(0, 3, 6, 4, 1, 2, 5, 7)
+    dq = blocks.reshape(dq_sum.shape)[:, :, :n_queries, : problem.head_dim]
+    close(dq * scale, ds @ keys)
+    close(dk, problem.summed(ds.swapaxes(2, 3) @ q))
+    close(dv, problem.summed(p.swapaxes(2, 3) @ do))
+
+
+def close(actual: Any, expected: Any) -> None:
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-9)
+
+
+def problem_of(lengths: tuple[int, int], head_dim: int, **chosen: Any) -> Problem:
+    shape = {name: chosen.pop(name) for name in ("heads", "batch") if name in chosen}
+    options = resolve_options(head_dim=head_dim, **chosen)
+    return Problem(lengths=lengths, head_dim=head_dim, options=options, **shape)
 
 
 PROBLEMS: dict[str, dict[str, Any]] = {
@@ -118,30 +165,51 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "window, of one key": {"lengths": (300, 300), "window": (0, 0)},
     "window, its left edge alone": {"lengths": (300, 200), "window": (70, None)},
     "negative scale": {"lengths": (200, 200), "causal": True, "scale": -0.3},
+    "longer than the short configurations": {"lengths": (1100, 200)},
+    "longer than those, causal": {"lengths": (1100, 1100), "causal": True},
 }
+
+
+@pytest.fixture(autouse=True)
+def _few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "multiprocessors", lambda device: 3)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_gradients_on_random_schedules(name: str, head_dim: int) -> None:
+def test_forward_on_random_schedules(name: str, head_dim: int) -> None:
     for seed in range(2):
-        simulate(seed, **({"heads": (1, 1), "head_dim": head_dim} | PROBLEMS[name]))
+        check_forward(problem_of(head_dim=head_dim, **PROBLEMS[name]), seed)
+
+
+@pytest.mark.parametrize("head_dim", [64, 72, 128])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_backward_on_random_schedules(name: str, head_dim: int) -> None:
+    for seed in range(2):
+        check_backward(problem_of(head_dim=head_dim, **PROBLEMS[name]), seed)
+
+
+NOTHING: Any = lambda *arguments: None  # noqa: E731
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("check", "changes"),
     [
-        {"DS_BUFFERS": 2},  # what the slower consumer reads is written
-        {"DS_WRITTEN": 0},  # dS and dO have the same barriers
-        {"_ds_written": lambda consumer, steps: 4 + consumer},  # one barrier each
-        {"fence_async_shared": lambda: None},
+        (check_backward, {"DS_BUFFERS": 2}),  # what the slower consumer reads is written
+        (check_backward, {"DS_WRITTEN": 0}),  # dS and dO have the same barriers
+        (check_backward, {"_ds_written": lambda consumer, steps: 4 + consumer}),
+        (check_backward, {"fence_async_shared": NOTHING}),
+        (check_forward, {"fence_async_shared": NOTHING}),
+        (check_forward, {"_take_turn": NOTHING}),
     ],
-    ids=["two tiles of dS", "shared barriers", "one barrier each", "no fence"],
+    ids=["two tiles of dS", "shared", "one barrier each", "no fence", "forward", "no turns"],
 )
-def test_the_simulation_finds_what_is_wrong(changes: dict[str, Any]) -> None:
+def test_the_simulation_finds_what_is_wrong(
+    check: Callable[..., None], changes: dict[str, Any]
+) -> None:
     def all_schedules() -> None:
         for seed in range(40):
-            simulate(seed, (1, 1), (650, 128), 64, changes=changes)
+            check(problem_of((650, 128), 64), seed, **changes)
 
     with pytest.raises(AssertionError):
         all_schedules()

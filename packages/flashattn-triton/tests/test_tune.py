@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from flashattn_triton import flash_attention, tune
-from flashattn_triton.configs import Tiles, Tiling
+from flashattn_triton.configs import TABLE, Tiles, Tiling
 from flashattn_triton.dispatch import GPU, check_tiling
 
 HOPPER = GPU(name="a GPU of compute capability 9.0", capability=(9, 0), shared_memory=227 * 1024)
@@ -36,6 +37,16 @@ def test_every_candidate_is_compiled_correctly(
     for shape in shapes:
         kernels = {"forward": safe, "key_pass": safe, "query_pass": safe, role: shape}
         check_tiling(Tiling(**kernels), HOPPER, dtype)  # raises otherwise
+
+
+@pytest.mark.parametrize("role", tune.ROLES)
+def test_what_is_shipped_is_a_candidate(role: str) -> None:
+    """Of the rows that were measured."""
+    for (kilobytes, head_dim, itemsize), tiling in TABLE.items():
+        shape = getattr(tiling, role)
+        if kilobytes > 160 and shape is not None:
+            shape = dataclasses.replace(shape, copied=False)  # with which each is tried as well
+            assert shape in [*tune.candidates(role, head_dim, itemsize)], (head_dim, itemsize)
 
 
 class Here:

@@ -253,7 +253,8 @@ class DataParallelBase(TransparentWrapper, ABC):
     def detach(self) -> nn.Module:
         """Removes every hook and returns the module, ready to be wrapped again.
 
-        On CUDA the current stream waits for reductions under way: their memory is freed here.
+        Flat tensors are let go. On CUDA the current stream waits for reductions under way, because
+        their memory is freed here.
         """
         for hook in self._hooks:
             hook.remove()
@@ -261,6 +262,8 @@ class DataParallelBase(TransparentWrapper, ABC):
         if self.device.type == "cuda":
             for reduction in self._in_flight.values():
                 reduction.wait()
+        for bucket in self._groups:
+            bucket.release()
         self._reset()
         return self.module
 

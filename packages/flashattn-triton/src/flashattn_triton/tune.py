@@ -73,15 +73,15 @@ def candidates(role: str, head_dim: int, itemsize: int) -> Iterator[Tiles]:
     sizes: tuple[int, ...] = (32, 64, 128) if head_dim * itemsize <= 256 else (16, 32, 64)
     # fp32 rows of a program: see dispatch.check_tiling. Its operands, split into three parts, take
     # the registers that half types leave to accumulators.
-    own_sizes, fewest = (sizes, 40) if half else ((16, 32), 8)
-    shapes = itertools.product(own_sizes, sizes, (4, 8), (2, 3) if half else (1, 2))
+    own_sizes, fewest, widest = ((16, 32, 64, 128), 40, 2) if half else ((16, 32), 8, 4)
+    shapes = itertools.product(own_sizes, sizes, (4, 8), (2, 3) if half else (1, 2, 3))
     for own, other, warps, stages in shapes:
         queries, keys = (own, other) if owns_queries else (other, own)
         accumulators = own * head_dim * (1 if owns_queries else 2)
         scores = queries * keys * (1 if role == "forward" else 2)
         repeated = 64 <= own < 16 * warps  # see dispatch.check_tiling
         registers = (accumulators + scores) / (32 * warps)
-        if not repeated and own >= other // 2 and fewest <= registers <= 240:
+        if not repeated and other <= widest * own and fewest <= registers <= 240:
             yield Tiles(queries, keys, warps, stages)
 
 
