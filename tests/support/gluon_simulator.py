@@ -407,14 +407,15 @@ class Machine:
         barrier.arrive(self.here.name, threads)
         self.pause(lambda: barrier.opened > opened)
 
-    def reduce_add(self, pointers: Pointer, x: Tensor) -> None:
+    def reduce_add(self, pointers: Pointer, x: Tensor, condition: bool) -> None:
         """As threads hold wgmma's results: rows r and r + 8, columns c and c + 1."""
-        rows, columns = np.indices(x.shape)
-        first = (rows % 16 < 8) & (columns % 2 == 0)
-        at = np.broadcast_to(pointers.offsets, x.shape)[first]
-        for i, (dr, dc) in enumerate(((0, 0), (0, 1), (8, 0), (8, 1))):
-            values = x.value[rows[first] + dr, columns[first] + dc]
-            pointers.memory[at + i] += values  # no address comes twice
+        if condition:
+            rows, columns = np.indices(x.shape)
+            first = (rows % 16 < 8) & (columns % 2 == 0)
+            at = np.broadcast_to(pointers.offsets, x.shape)[first]
+            for i, (dr, dc) in enumerate(((0, 0), (0, 1), (8, 0), (8, 1))):
+                values = x.value[rows[first] + dr, columns[first] + dc]
+                pointers.memory[at + i] += values  # no address comes twice
         self.pause()
 
     def store(self, pointers: Pointer, x: Tensor, mask: Tensor) -> None:

@@ -235,6 +235,8 @@ def is_for_hopper(case: Case) -> bool:
     """Whether the Hopper tier takes it."""
     plain = case.softcap is None and case.scale != 0
     dim, value_dim = case.head_dims
+    if dim <= 64 and case.window[0] is not None:  # shorter than this tier takes
+        return False
     return (
         plain
         and dim == value_dim

@@ -37,7 +37,7 @@ def right_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("causal", ["none", "top-left", "bottom-right"])
 @pytest.mark.parametrize("scale", [0.125, -2.0])
-@pytest.mark.parametrize("window", [(None, None), (3, None), (0, 5)])
+@pytest.mark.parametrize("window", [(None, None), (1023, None), (None, 5), (1200, 50)])
 def test_what_it_takes(
     head_dim: int, dtype: torch.dtype, causal: Any, scale: float, window: Any
 ) -> None:
@@ -46,9 +46,24 @@ def test_what_it_takes(
 
 
 @pytest.mark.usefixtures("right_triton")
+@pytest.mark.parametrize("window", [(3, None), (0, 5)])
+def test_short_windows_of_wide_heads(window: Any) -> None:
+    options = AttentionOptions(causal="top-left", scale=0.1, window=window)
+    assert refusal(head_dims=(72, 72), options=options) is None
+
+
+@pytest.mark.usefixtures("right_triton")
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
+        (
+            {"options": AttentionOptions(scale=1.0, causal="top-left", window=(1022, None))},
+            "up to head_dim 64 it takes windows of at least 1024 keys, and this is 1023",
+        ),
+        (
+            {"head_dims": (40, 40), "options": AttentionOptions(scale=1.0, window=(100, 300))},
+            "up to head_dim 64 .* and this is 401",
+        ),
         ({"capability": (8, 0)}, "needs compute capability 9.0, and this is 8.0"),
         ({"capability": (10, 0)}, "needs compute capability 9.0, and this is 10.0"),
         ({"dtype": torch.float32}, "takes float16 and bfloat16, and this is float32"),

@@ -248,7 +248,7 @@ def _step(
     dq_own,  # where this consumer's half of the group's first tile of dQ lies
     step,
     steps,  # in all
-    before,  # the tile before, of the tiles of the group's heads
+    before,  # the tile before, of the tiles of the group's heads; -1 if there is none
     diagonal,
     band,
     n_keys,
@@ -261,11 +261,10 @@ def _step(
     is_causal: gl.constexpr,
     HAS_LEFT: gl.constexpr,
     MASKED: gl.constexpr,
-    FIRST: gl.constexpr,
 ):
     """Adds what one tile of queries contributes to dK and dV, and the one before to dQ.
 
-    Returns the next tile's scores, dK and dV. ``FIRST``: there is no tile before.
+    Returns the next tile's scores, dK and dV.
     """
     _, q_full, do_full = full
     k_smem, v_smem, q_smem, do_smem, l_smem, delta_smem = buffers
@@ -302,18 +301,16 @@ def _step(
     ds_tile.slice(CONSUMER * OWN, OWN, dim=0).store(ds)
     fence_async_shared()
     named_barrier_arrive_at(_ds_written(CONSUMER, step + 1), CONSUMERS)
-    if not FIRST:
-        dq = _start_dq(ds_before, k_tile, CONSUMER)
+    dq = _start_dq(ds_before, k_tile, CONSUMER)  # in step 0 of whatever is there
     dk = warpgroup_mma(gl.convert_layout(ds, OPERAND), q_tile, dk, is_async=True)
-    dv = warpgroup_mma_wait(1 if FIRST else 2, deps=(dv,))
+    dv = warpgroup_mma_wait(2, deps=(dv,))
     named_barrier_arrive_at(DO_EMPTY + slot, EVERYBODY)
 
     mbarrier.wait(q_full.index(next_slot), next_phase)
     next_q = q_smem.index(next_slot).permute((1, 0))
     s = warpgroup_mma(own_k, next_q, no_scores, use_acc=False, is_async=True)
-    if not FIRST:
-        dq = warpgroup_mma_wait(2, deps=(dq,))
-        reduce_add(dq_own + gl.cast(before, gl.int64) * (QUERIES * D), dq)
+    dq = warpgroup_mma_wait(2, deps=(dq,))
+    reduce_add(dq_own + gl.cast(before, gl.int64) * (QUERIES * D), dq, before >= 0)
     mbarrier.wait(do_full.index(next_slot), next_phase, pred=step + 1 < steps)
     # ptxas runs every product by itself unless each iteration ends with nothing in flight.
     s, dk = warpgroup_mma_wait(0, deps=(s, dk))
@@ -385,42 +382,36 @@ def _consume(
     dk = gl.zeros([OWN, D], gl.float32, SUMS)
     dv = gl.zeros([OWN, D], gl.float32, SUMS)
     named_barrier_arrive_at(_ds_written(CONSUMER, 0), CONSUMERS)
-    s, dk, dv = _step(
-        full, buffers, ds_smem, dq_own, 0, steps, 0, diagonal, band, n_keys, scale_log2, s, dk, dv,
-        CONSUMER, RAGGED, is_causal, HAS_LEFT, RAGGED or is_causal or HAS_LEFT, True,
-    )  # fmt: skip
-    step = 1
-    before = first
+    step = 0
     head = 0  # the first tile of a head, of the tiles of the group's heads
-    done = 1  # steps of this head
+    before = -1
     for _ in range(HEADS_PER_KV):
         if is_causal or RAGGED:
-            for j in range(done, n_masked):
+            for j in range(n_masked):
                 s, dk, dv = _step(
                     full, buffers, ds_smem, dq_own, step, steps, before, diagonal + j * QUERIES,
                     band, n_keys, scale_log2, s, dk, dv, CONSUMER, RAGGED, is_causal, HAS_LEFT,
-                    True, False,
+                    True,
                 )  # fmt: skip
                 step += 1
                 before = head + _wrapped(first + j, n_tiles)
-        for j in range(max(n_masked, done), n_seen):
+        for j in range(n_masked, n_seen):
             s, dk, dv = _step(
                 full, buffers, ds_smem, dq_own, step, steps, before, diagonal, band, n_keys,
-                scale_log2, s, dk, dv, CONSUMER, RAGGED, is_causal, HAS_LEFT, False, False,
+                scale_log2, s, dk, dv, CONSUMER, RAGGED, is_causal, HAS_LEFT, False,
             )  # fmt: skip
             step += 1
             before = head + _wrapped(first + j, n_tiles)
         if HAS_LEFT:
-            for j in range(max(n_seen, done), per_head):
+            for j in range(n_seen, per_head):
                 s, dk, dv = _step(
                     full, buffers, ds_smem, dq_own, step, steps, before, diagonal + j * QUERIES,
                     band, n_keys, scale_log2, s, dk, dv, CONSUMER, RAGGED, is_causal, HAS_LEFT,
-                    True, False,
+                    True,
                 )  # fmt: skip
                 step += 1
                 before = head + first + j
         head += n_tiles
-        done = 0
 
     named_barrier_sync_at(_ds_written(1 - CONSUMER, steps), CONSUMERS)
     dq = _start_dq(ds_smem.index((steps - 1) % DS_BUFFERS), k_smem.index(0), CONSUMER)
@@ -428,7 +419,7 @@ def _consume(
     fence_async_shared()
     tma.async_copy_shared_to_global(dv_desc, [batch, kv_head, own_key, 0], own_v)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    reduce_add(dq_own + gl.cast(before, gl.int64) * (QUERIES * D), dq)
+    reduce_add(dq_own + gl.cast(before, gl.int64) * (QUERIES * D), dq, before >= 0)
     named_barrier_arrive_at(_ds_written(CONSUMER, steps + 1), CONSUMERS)
     named_barrier_sync_at(_ds_written(1 - CONSUMER, steps + 1), CONSUMERS)
     own_k.store((dk * scale).to(DTYPE))  # of which the other was reading until then

@@ -14,6 +14,8 @@ CAPABILITY = (9, 0)
 # start at multiples of 16 bytes. Up to 32, the portable tier's tiles are narrower.
 HEAD_DIMS = range(40, 129, 8)
 DTYPES = (torch.float16, torch.bfloat16)
+# With tiles of 64 columns, the portable tier is faster on windows of fewer keys; see LOG.md.
+SHORTEST_NARROW_WINDOW = 1024
 # Kernels use private interfaces, which the next version may not have.
 TRITON = ("3", "6")
 # A copy addresses 40 bits of bytes from one row, head or batch element to the next.
@@ -58,6 +60,14 @@ def refusal(
         return f"it takes one head_dim of query, key and value, and this is {head_dims}"
     if head_dims[0] not in HEAD_DIMS:
         return f"it takes multiples of 8 from 40 to 128 as head_dim, and this is {head_dims[0]}"
+    left, right = options.band
+    if head_dims[0] <= 64 and left is not None and right is not None:
+        keys = left + right + 1
+        if keys < SHORTEST_NARROW_WINDOW:
+            return (
+                f"up to head_dim 64 it takes windows of at least {SHORTEST_NARROW_WINDOW} keys, "
+                f"and this is {keys}"
+            )
     if packed:
         return "it takes no packed sequences"
     if options.softcap is not None:

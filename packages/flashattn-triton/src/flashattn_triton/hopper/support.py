@@ -12,19 +12,21 @@ FIRST_NAMED_BARRIER = gl.constexpr(8)
 
 
 @gluon.jit
-def reduce_add(pointers, x):
-    """Adds fp32 ``x`` to global memory in any order, 16 bytes at a time.
+def reduce_add(pointers, x, condition):
+    """Adds fp32 ``x`` to global memory in any order, 16 bytes at a time, if ``condition`` holds.
 
     ``pointers``: of each group of four elements that a thread holds, the first one's is used; they
     are neighbours, and aligned to 16 bytes.
     """
     gl.inline_asm_elementwise(
         """{
-        red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11};
+        .reg .pred holds;
+        setp.ne.s32 holds, $12, 0;
+        @holds red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11};
         mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
         }""",
-        "=r,=r,=r,=r,l,l,l,l,f,f,f,f",
-        [pointers.to(gl.int64), x],
+        "=r,=r,=r,=r,l,l,l,l,f,f,f,f,r,r,r,r",
+        [pointers.to(gl.int64), x, condition.to(gl.int32)],
         dtype=gl.int32,
         is_pure=False,
         pack=4,
