@@ -33,7 +33,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -261,42 +261,47 @@ def measure(
             }
 
 
+_HOST_ROUNDS, _HOST_CALLS = 20, 50
+
+
 def host_rows() -> Iterator[dict[str, Any]]:
     """Time from the start of a call to its return, while the GPU has less to do than the host.
 
-    PyTorch's kernel is chosen once, outside: a user does not choose it at every call.
+    Everything in turns, for the host's clock changes from one second to the next. PyTorch's kernel
+    is chosen once, outside: a user does not choose it at every call.
     """
     case = Case(batch=1, heads=2, length=64, head_dim=64, causal=True)
     leaves = case.leaves()
+    calls: dict[tuple[str, str], tuple[Any, Callable[[], Any]]] = {}
     for name, make in implementations("host", case).items():
         if name == FLEX:
             continue
-        chosen: AbstractContextManager[None] = nullcontext()
         try:
             attend = make()
             attend(*leaves)
         except Exception as error:  # noqa: BLE001 - whatever stops one peer, the others go on
             yield {**dataclasses.asdict(case), "implementation": name, "note": str(error)[:200]}
             continue
-        if name in BACKENDS:
-            chosen = sdpa_kernel(BACKENDS[name])
+        backend = BACKENDS.get(name)
+        if backend is not None:
             attend = functools.partial(F.scaled_dot_product_attention, is_causal=True)
-        calls: dict[str, Callable[[], Any]] = {
-            "forward": functools.partial(attend, *(x.detach() for x in leaves)),
-            "forward, differentiated": functools.partial(attend, *leaves),
-            "both": timed("both", attend, leaves),
-        }
-        with chosen:
-            for which, call in calls.items():
-                ms = []
-                for _ in range(20):
-                    torch.cuda.synchronize()
-                    started = time.perf_counter()
-                    for _ in range(50):
-                        call()
-                    ms.append((time.perf_counter() - started) / 50 * 1e3)
-                row = {**dataclasses.asdict(case), "implementation": name, "pass": which}
-                yield row | statistics_of(ms)
+        detached = [x.detach() for x in leaves]
+        calls[name, "forward"] = backend, functools.partial(attend, *detached)
+        calls[name, "forward, differentiated"] = backend, functools.partial(attend, *leaves)
+        calls[name, "both"] = backend, timed("both", attend, leaves)
+    ms: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
+    for _ in range(_HOST_ROUNDS):
+        for key, (backend, call) in calls.items():
+            with nullcontext() if backend is None else sdpa_kernel(backend):
+                call()
+                torch.cuda.synchronize()
+                started = time.perf_counter()
+                for _ in range(_HOST_CALLS):
+                    call()
+                ms[key].append((time.perf_counter() - started) / _HOST_CALLS * 1e3)
+    for (name, which), times in ms.items():
+        row = {**dataclasses.asdict(case), "implementation": name, "pass": which}
+        yield row | statistics_of(times)
 
 
 FIRST_CALL = """
