@@ -166,7 +166,7 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "window, its left edge alone": {"lengths": (300, 200), "window": (70, None)},
     "negative scale": {"lengths": (200, 200), "causal": True, "scale": -0.3},
     "longer than the short configurations": {"lengths": (1100, 200)},
-    "longer than those, causal": {"lengths": (1100, 1100), "causal": True},
+    "longer than those, causal": {"lengths": (1100, 300), "causal": True},
 }
 
 
@@ -178,15 +178,15 @@ def _few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_forward_on_random_schedules(name: str, head_dim: int) -> None:
-    for seed in range(2):
-        check_forward(problem_of(head_dim=head_dim, **PROBLEMS[name]), seed)
+    seed = list(PROBLEMS).index(name)
+    check_forward(problem_of(head_dim=head_dim, **PROBLEMS[name]), seed)
 
 
 @pytest.mark.parametrize("head_dim", [64, 72, 128])
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_backward_on_random_schedules(name: str, head_dim: int) -> None:
-    for seed in range(2):
-        check_backward(problem_of(head_dim=head_dim, **PROBLEMS[name]), seed)
+    seed = list(PROBLEMS).index(name)
+    check_backward(problem_of(head_dim=head_dim, **PROBLEMS[name]), seed)
 
 
 NOTHING: Any = lambda *arguments: None  # noqa: E731
