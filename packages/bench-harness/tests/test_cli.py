@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shlex
 import signal
 import subprocess
 import time
@@ -12,6 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from bench_harness import experiments
 
 Bench = Callable[..., subprocess.CompletedProcess[str]]
 HEAVY = {"torch", "pandas", "matplotlib", "scipy", "numpy", "rich.console", "psutil"}
@@ -44,6 +47,20 @@ def test_help_lists_every_experiment_and_loads_nothing_heavy(
     for name in ("toy", "model", "run", "report", "compare", "preset", "env"):
         assert f"  {name} " in done.stdout
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
+
+
+@pytest.mark.parametrize("name", experiments.names())
+def test_help_of_an_experiment_teaches_by_commands_that_work(bench: Bench, name: str) -> None:
+    shown = bench(name, "--help").stdout
+    experiment = experiments.get(name)
+    assert all(len(line) <= 80 for line in shown.splitlines())
+    assert experiment.guide in " ".join(shown.split())
+    assert len(experiment.examples) >= 2
+    for example in experiment.examples:
+        assert f"\n    bench-harness {example}\n" in shown
+        planned = bench(*shlex.split(example), "--dry-run")
+        assert planned.returncode == 0, planned.stderr
+        assert name in planned.stdout
 
 
 def test_help_is_fast(command_line: tuple[list[str], dict[str, str]]) -> None:

@@ -59,7 +59,8 @@ def test_ddp(run, tmp_path):
     lines = frame.set_index("variant")
     assert list(lines.index) == [
         *("none", "naive", "flat", "overlap"),
-        *("bucketed 0.01 MB", "bucketed 0.02 MB", "bucketed 1 MB", "torch-ddp", "torch-ddp-tuned"),
+        *("bucketed 0.01 MB", "bucketed 0.02 MB", "bucketed 1 MB", "default buckets"),
+        *("torch-ddp", "torch-ddp-tuned"),
     ]
     assert all(len(samples) == 3 for samples in frame["samples_ms"])
     assert lines.loc["none", "communication_ms"] == 0
@@ -122,9 +123,37 @@ def test_optimizer(run):
     for variant in ("sharded-flat", "sharded-whole", "zero-redundancy"):
         assert after.loc[variant, "optimizer state (MiB)"] == pytest.approx(full / 2, rel=0.1)
     assert not after["prediction missed"].loc[["unsharded", "sharded-flat"]].any()
+    parts = ["parameters (MiB)", "gradients (MiB)", "optimizer state (MiB)"]
+    for moment in ("after initialisation", "before the optimizer step", "after the optimizer step"):
+        line = memory.loc[("unsharded", moment)]
+        assert line["predicted sum (MiB)"] == pytest.approx(line[parts].sum(), rel=0.01)
     times = frame[frame["phase"].notna()]
     assert set(times["phase"]) == {"step", "optimizer"}
     assert all(len(samples) == 2 for samples in times["samples_ms"])
+
+
+@pytest.mark.parametrize("part", ["parameter", "gradient", "state"])
+def test_any_part_of_the_optimizer_s_memory_that_is_off_is_flagged(part):
+    held = {"parameter": 400, "gradient": 400, "state": 800}
+    held[part] *= 1.03
+    row = {
+        "case_key": "a",
+        "label": "optimizer",
+        "status": "ok",
+        "variant": "unsharded",
+        "moment": "after the optimizer step",
+        "phase": None,
+        "parameters": 100,
+        "predicted_state_bytes": 800,
+        "allocated_bytes": 1600,
+        "peak_bytes": 1600,
+        "config": {"size": "custom", "world_size": 2},
+    }
+    right = {f"{name}_bytes": round(value, -2) for name, value in held.items()}
+    wrong = {f"{name}_bytes": value for name, value in held.items()}
+    frame = to_frame([{**row, **right}, {**row, **wrong, "moment": "before the optimizer step"}])
+    memory = experiments.get("optimizer").tables(frame)[0].frame
+    assert list(memory["prediction missed"]) == [False, True]
 
 
 @pytest.mark.slow  # a command line that imports torch

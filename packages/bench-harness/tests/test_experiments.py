@@ -9,10 +9,13 @@ import pandas as pd
 import pytest
 import torch
 
-from bench_harness import experiments
+from bench_harness import experiments, timing
 from bench_harness.case import Case
+from bench_harness.experiments import profile
 from bench_harness.report.frame import to_frame
 from bench_harness.report.plots import png_bytes
+from bench_harness.traces import kineto
+from bench_harness.traces.trace import phase
 
 TINY = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 64}
 ALL = experiments.names()
@@ -359,6 +362,30 @@ def test_profile(run, tmp_path):
     assert whole.loc["forward + backward", "matmul (%)"] > whole.loc["training step", "matmul (%)"]
 
 
+def test_warm_up_is_a_range_of_its_own(tmp_path):
+    (case,) = experiments.get("profile").cases(
+        sizes=("custom",), batch=1, sequences=(16,), warmup=2, device="cpu", **TINY
+    )
+    device = torch.device("cpu")
+    with kineto.recording(tmp_path / "trace.json", device):
+        profile.prepare(case.config, device)
+    trace = kineto.load(tmp_path / "trace.json")
+    (warm_up,) = trace.phases("warm-up")
+    assert all(warm_up[0] <= event.start_ns < warm_up[1] for event in trace.ranges[1:])
+    softmax = [each for each in trace.ranges if each.name == "attention.softmax"]
+    assert len(softmax) == 2 * 2 * TINY["num_layers"]  # steps × (inference, forward) × blocks
+
+
+def test_a_phase_is_an_nvtx_range_where_there_is_a_gpu(monkeypatch):
+    seen = []
+    monkeypatch.setattr(timing, "synchronize", lambda device: seen.append("synchronized"))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", seen.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: seen.append("ended"))
+    with phase("warm-up", torch.device("cuda")):
+        seen.append("work")
+    assert seen == ["synchronized", "phase:warm-up", "work", "synchronized", "ended"]
+
+
 def test_profile_says_so_when_nsight_is_missing(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     experiment = experiments.get("profile")
@@ -431,6 +458,14 @@ def test_all_reduces_alone_predict_the_same_optimum_where_the_model_holds():
     assert line["best bucket b* (MiB)"] == pytest.approx(best / 2**20, rel=1e-3)
     for name in ("best bucket b* (MiB)", "least overhead T* (ms)"):
         assert line[f"predicted {name}"] == pytest.approx(line[name], rel=1e-3)
+    assert line["prediction missed"] is False
+    faster = rows.copy()
+    faster.at[0, "all_reduce"] = {
+        "size_bytes": link,
+        "samples_ms": [[1e3 * (per_call + s / bandwidth) / 2] * 3 for s in link],
+    }
+    (line,) = fit_table(faster).to_dict("records")
+    assert line["prediction missed"] is True
     rows["largest_parameter_bytes"] = 2e9  # a bucket holds at least one parameter
     (line,) = fit_table(rows).to_dict("records")
     assert line["best bucket b* (MiB)"] == pytest.approx(2e9 / 2**20, rel=1e-3)

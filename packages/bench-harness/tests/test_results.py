@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench_harness import experiments
+from bench_harness import compare, experiments
 from bench_harness.report import write_up
 from bench_harness.report.frame import to_frame
 from bench_harness.report.write import table_stem
@@ -83,3 +83,9 @@ def test_step_times_are_a_file_too() -> None:
 def test_no_trace_or_snapshot_is_large() -> None:
     large = [file for file in RESULTS.rglob("artifacts/**/*.*") if file.stat().st_size > 2_000_000]
     assert not large
+
+
+def test_the_same_case_measured_twice_compares_as_the_same() -> None:
+    first, second = (Store(RESULTS / "same-h200" / name) for name in ("first", "second"))
+    assert first.load().rows[0]["started"] < second.load().rows[0]["started"]
+    assert [found.verdict for found in compare.compare(first, second)] == ["same"] * 4

@@ -112,7 +112,7 @@ def application(given: Sequence[str]) -> typer.Typer:
     for name in experiments.names():
         experiment = experiments.get(name)
         command = _experiment_command(experiment, given)
-        app.command(name, rich_help_panel=_EXPERIMENTS, help=f"{experiment.summary}.")(command)
+        app.command(name, rich_help_panel=_EXPERIMENTS, help=_help(experiment))(command)
     app.command("run", rich_help_panel=_RUNS)(_run_command(given))
     for name, function in _OTHERS.items():
         app.command(name, rich_help_panel=_RUNS)(function)
@@ -134,6 +134,16 @@ def _root(
     ] = False,
 ) -> None:
     pass
+
+
+def _help(experiment: Experiment) -> str:
+    """What ``--help`` says above the options; the first paragraph is the line in the list."""
+    paragraphs = [f"{experiment.summary}.", experiment.guide]
+    if experiment.examples:
+        # A backspace alone on its line keeps the lines of its paragraph as they are.
+        shown = [f"  bench-harness {example}" for example in experiment.examples]
+        paragraphs.append("\n".join(["\b", "Examples:", *shown]))
+    return "\n\n".join(filter(None, paragraphs))
 
 
 def _experiment_command(experiment: Experiment, given: Sequence[str]) -> Callable[..., int]:

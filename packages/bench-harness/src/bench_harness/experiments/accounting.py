@@ -33,6 +33,14 @@ class Accounting(Experiment):
 
     name: ClassVar[str] = "accounting"
     summary: ClassVar[str] = "Parameters, FLOPs, bytes and communication, derived"
+    guide: ClassVar[str] = (
+        "Calculates, and measures nothing: parameters, operations, bytes and communication of "
+        "the named sizes, and the XXL mesh problem with the derivation of every figure."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "accounting",
+        "accounting --sizes xl --world-size 8",
+    )
     Options: ClassVar[type[Any]] = Options
 
     def cases(self, **options: Any) -> list[Case]:

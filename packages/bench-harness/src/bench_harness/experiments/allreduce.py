@@ -51,6 +51,15 @@ class AllReduce(Experiment):
 
     name: ClassVar[str] = "allreduce"
     summary: ClassVar[str] = "Collectives: bandwidth over payload size, cost per call"
+    guide: ClassVar[str] = (
+        "Times collectives over sizes and numbers of ranks, checks their results, and fits the "
+        "cost of a call, o, and the bandwidth, w, in t = o + S/w. Bus bandwidth is what every "
+        "link carries, so it compares between numbers of ranks."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "allreduce --device cpu --world-sizes 2 --sizes-mb 1,10",
+        "allreduce --operations all_reduce --world-sizes 2,4",
+    )
     Options: ClassVar[type[Any]] = Options
 
     def cases(self, **options: Any) -> list[Case]:

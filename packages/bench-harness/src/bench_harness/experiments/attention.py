@@ -49,6 +49,15 @@ class Attention(Experiment):
 
     name: ClassVar[str] = "attention"
     summary: ClassVar[str] = "Plain attention: time, memory saved for backward, out-of-memory cells"
+    guide: ClassVar[str] = (
+        "Times forward and backward of attention that stores its scores, plain and compiled, "
+        "and weighs what forward keeps for backward against its prediction. A cell without "
+        "enough memory is a result; the smallest one is explained tensor by tensor."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "attention --sequences 1024,4096 --head-dims 64",
+        "attention --executions eager --samples 20",
+    )
     Options: ClassVar[type[Any]] = Options
 
     def cases(self, **options: Any) -> list[Case]:

@@ -79,6 +79,8 @@ class Experiment(abc.ABC):
     Attributes:
         name: the registered name, which is also the command.
         summary: one line for ``--help`` and the report.
+        guide: what is measured and how to read it, in a few sentences, for ``--help``.
+        examples: command lines that ``--help`` shows, from the experiment's name on.
         Options: a frozen keyword-only dataclass whose fields, declared with :func:`option`, are
             the options of the command and the keys of a preset's table. Field types: ``bool``,
             ``int``, ``float``, ``str``, those or-ed with ``None``, and ``tuple[T, ...]`` of them
@@ -88,6 +90,8 @@ class Experiment(abc.ABC):
 
     name: ClassVar[str]
     summary: ClassVar[str]
+    guide: ClassVar[str] = ""
+    examples: ClassVar[tuple[str, ...]] = ()
     Options: ClassVar[type[Any]]
 
     @abc.abstractmethod

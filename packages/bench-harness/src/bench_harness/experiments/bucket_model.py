@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _RESAMPLES = 400
+#: The sweep's least overhead further than this from the predicted one is flagged.
+MISS_TOLERANCE = 0.25
 
 
 def fit(
@@ -69,7 +71,8 @@ def sweeps(done: pd.DataFrame) -> list[Sweep]:
 def fit_table(done: pd.DataFrame) -> pd.DataFrame:
     """The constants of each sweep with bootstrap intervals, and the optimum they imply.
 
-    Beside them stands what all-reduces alone predict, where the case timed some.
+    Beside them stands what all-reduces alone predict, where the case timed some, and whether that
+    least overhead misses the sweep's.
     """
     import pandas as pd
 
@@ -90,6 +93,7 @@ def fit_table(done: pd.DataFrame) -> pd.DataFrame:
         resampled = np.array([once(lambda s: rng.choice(s, len(s))) for _ in range(_RESAMPLES)])
         low, high = np.percentile(resampled, [2.5, 97.5], axis=0)
         least = sweep.bare.get("largest_parameter_bytes", 0.0)
+        optimum = _optimum("", size, inverse, per_call, least)
         lines.append(
             {
                 "cell": sweep.label,
@@ -100,26 +104,38 @@ def fit_table(done: pd.DataFrame) -> pd.DataFrame:
                 "per call o (µs)": _rounded(per_call * 1e6),
                 "o 95 % low (µs)": _rounded(low[1] * 1e6),
                 "o 95 % high (µs)": _rounded(high[1] * 1e6),
-                **_optimum("", size, inverse, per_call, least),
-                **_prediction(sweep.bare.get("all_reduce"), size, least),
+                **optimum,
+                **_prediction(sweep.bare.get("all_reduce"), size, least, optimum[_LEAST]),
             }
         )
     return pd.DataFrame(lines)
 
 
-def _prediction(link: Any, size: float, least: float) -> dict[str, float | None]:
-    """Constants of all-reduces alone, and the optimum that they predict."""
+def _prediction(
+    link: Any, size: float, least: float, found_ms: float | None
+) -> dict[str, float | bool | None]:
+    """Constants of all-reduces alone, the optimum that they predict, and whether it misses the
+    ``found_ms`` of the sweep."""
     from bench_harness.experiments import allreduce
 
     if not isinstance(link, dict):
         return {}
     cost = allreduce.fit(link["size_bytes"], link["samples_ms"])
     inverse = 1 / cost.bandwidth  # 0 where the sizes show no bandwidth
+    predicted = _optimum("predicted ", size, inverse, cost.overhead_s, least)
+    expected_ms = predicted[f"predicted {_LEAST}"]
+    missed = None
+    if expected_ms is not None and found_ms is not None:
+        missed = abs(found_ms - expected_ms) > MISS_TOLERANCE * expected_ms
     return {
         "all-reduce w (GB/s)": _rounded(1e-9 / inverse if inverse else None),
         "all-reduce o (µs)": _rounded(cost.overhead_s * 1e6),
-        **_optimum("predicted ", size, inverse, cost.overhead_s, least),
+        **predicted,
+        "prediction missed": missed,
     }
+
+
+_LEAST = "least overhead T* (ms)"
 
 
 def _optimum(
@@ -131,7 +147,7 @@ def _optimum(
     overhead = size / count * inverse + count * per_call
     return {
         f"{prefix}best bucket b* (MiB)": _rounded(best / 2**20 if best else None),
-        f"{prefix}least overhead T* (ms)": _rounded(1e3 * overhead),
+        f"{prefix}{_LEAST}": _rounded(1e3 * overhead),
     }
 
 

@@ -35,7 +35,12 @@ if TYPE_CHECKING:
     from bench_harness.timing import Samples
     from bench_harness.workload import Workload
 
-VARIANTS = ("naive", "flat", "overlap", "bucketed", "torch-ddp", "torch-ddp-tuned")
+VARIANTS = (
+    *("naive", "flat", "overlap", "bucketed", "bucketed-default"),
+    *("torch-ddp", "torch-ddp-tuned"),
+)
+#: How rows name "bucketed-default", whose buckets differ in size: no part of a bucket sweep.
+_DEFAULT = "default buckets"
 _PHASE = "step"
 #: Shares of the gradients whose all-reduce is timed, for the prediction beside the bucket sweep.
 _SWEEP_SHARES = (1000, 100, 10)
@@ -80,6 +85,16 @@ class Ddp(Experiment):
 
     name: ClassVar[str] = "ddp"
     summary: ClassVar[str] = "Data-parallel wrappers: step time, hidden and exposed communication"
+    guide: ClassVar[str] = (
+        "Times training steps of every way to average gradients, in turns, after each one's "
+        "gradients have been checked. A profiled step says how much communication computation "
+        "hides and how much is exposed. Three bucket sizes or more are fitted with T(n) = "
+        "s/(n·w) + n·o."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "ddp --sizes small --variants naive,overlap,bucketed",
+        "ddp --batches 2,4 --sequences 128,256,512 --no-profiled",
+    )
     Options: ClassVar[type[Any]] = Options
 
     def cases(self, **options: Any) -> list[Case]:
@@ -165,7 +180,7 @@ class Ddp(Experiment):
         """Steps and communication; the course's CSV columns; the bucket model's constants."""
         import pandas as pd
 
-        from bench_harness.experiments.bucket_model import fit_table
+        from bench_harness.experiments.bucket_model import MISS_TOLERANCE, fit_table
         from bench_harness.stats import ratio_interval, with_summary
 
         frame = with_summary(rows)
@@ -284,7 +299,8 @@ class Ddp(Experiment):
                     "T(n) = s/(n·w) + n·o fitted to the step beyond no communication, with the "
                     "bucket counts that the wrapper really used; b* = √(s·o·w), at least the "
                     "largest parameter. Predicted: the same with o and w of all-reduces alone, "
-                    "t = o + S/w, timed in the same run.",
+                    "t = o + S/w, timed in the same run; a T* further than "
+                    f"{MISS_TOLERANCE:.0%} from it is flagged.",
                 )
             )
         return tables
@@ -310,7 +326,7 @@ class Ddp(Experiment):
                     "communication.",
                 )
             )
-        shown = ["naive", "flat", "overlap", *_bucketed(done), "torch-ddp"]
+        shown = ["naive", "flat", "overlap", *_bucketed(done), _DEFAULT, "torch-ddp"]
         profiled = done[done["timeline"].notna()] if "timeline" in done else done.iloc[:0]
         for index, (_, cell) in enumerate(profiled.groupby("case_key", sort=False)):
             label = cell["label"].iloc[0]
@@ -359,6 +375,8 @@ def expand(variants: tuple[str, ...], bucket_sizes_mb: tuple[float, ...]) -> lis
                 }
                 for size in bucket_sizes_mb
             ]
+        elif variant == "bucketed-default":
+            expanded.append({"variant": _DEFAULT, "wrapper": "bucketed", "settings": {}})
         elif variant == "torch-ddp-tuned":
             settings = {
                 "gradient_as_bucket_view": True,

@@ -107,8 +107,9 @@ def measure_rank(
     assert workload.model_config is not None
     optimizer = optimizer_class(config["optimizer"], device)(workload.module.parameters(), lr=1e-5)
     with wrapped(variant["wrapper"], variant["settings"], workload.module) as way:
-        for _ in range(config["warmup"]):
-            train_step(workload, way, optimizer)
+        with phase("warm-up", device):
+            for _ in range(config["warmup"]):
+                train_step(workload, way, optimizer)
         dist.barrier()
         with phase(_PHASE, device):
             train_step(workload, way, optimizer)

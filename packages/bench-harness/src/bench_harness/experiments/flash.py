@@ -83,6 +83,15 @@ class Flash(Experiment):
 
     name: ClassVar[str] = "flash"
     summary: ClassVar[str] = "FlashAttention against every attention PyTorch offers"
+    guide: ClassVar[str] = (
+        "Times forward, backward and both together of FlashAttention-2 beside other attentions, "
+        'in turns, after every one has been compared with exact attention. "auto" is what the '
+        "package chooses on this device."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "flash --sequences 4096,16384 --head-dims 64 --dtypes bf16",
+        "flash --variants auto,naive,sdpa-flash --heads 16",
+    )
     Options: ClassVar[type[Any]] = Options
 
     def cases(self, **options: Any) -> list[Case]:

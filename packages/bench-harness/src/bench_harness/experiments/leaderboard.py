@@ -39,6 +39,15 @@ class Leaderboard(Experiment):
 
     name: ClassVar[str] = "leaderboard"
     summary: ClassVar[str] = "The attention leaderboard's measurement, with peers beside it"
+    guide: ClassVar[str] = (
+        "The assignment's contest: forward and backward of causal bf16 attention, 16 heads of "
+        "64, 16,384 tokens, by the board's own rules, beside PyTorch's attentions. It needs a "
+        "GPU."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "leaderboard",
+        "leaderboard --rep-ms 1000 --warmup-ms 200",
+    )
     Options: ClassVar[type[Any]] = Options
 
     def cases(self, **options: Any) -> list[Case]:

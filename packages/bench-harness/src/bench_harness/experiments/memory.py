@@ -56,6 +56,15 @@ class Memory(Experiment):
 
     name: ClassVar[str] = "memory"
     summary: ClassVar[str] = "Memory timeline, peaks per phase, largest allocations"
+    guide: ClassVar[str] = (
+        "Records every allocation of one pass and shows the memory in use over time by the "
+        "phase that allocated it, each phase's own peak, and the largest allocations with their "
+        "source. On a GPU it leaves memory_snapshot.pickle for PyTorch's viewer."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "memory --sizes small --sequences 256 --modes step",
+        "memory --precisions bf16 --attention naive",
+    )
     Options: ClassVar[type[Any]] = Options
 
     def cases(self, **options: Any) -> list[Case]:

@@ -67,6 +67,17 @@ class Model(Experiment):
 
     name: ClassVar[str] = "model"
     summary: ClassVar[str] = "Forward, backward and step times, FLOP/s and utilisation"
+    guide: ClassVar[str] = (
+        "Times inference, the parts of a training step, each measured on its own, and the whole "
+        "step. Precisions, attentions and executions take turns in one process and share their "
+        "parameters. MFU is the share of the rate of a matrix product measured in the same "
+        "process. The first step is shown apart from the steady state."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "model --sizes small,medium --precisions fp32,bf16",
+        "model --warmups 0,1,2,5 --modes step",
+        "model --model my_package.model:build --input float32[8x512]",
+    )
     Options: ClassVar[type[Any]] = Options
 
     def cases(self, **options: Any) -> list[Case]:

@@ -33,6 +33,9 @@ MOMENTS = ("after initialisation", "before the optimizer step", "after the optim
 _CHECKED_STEPS = 3
 #: A breakdown further than this from its prediction is flagged.
 _TOLERANCE = 0.02
+#: Of the breakdown; each is predicted.
+_PARTS = ("parameter", "gradient", "state")
+_FP32_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +64,14 @@ class Optimizer(Experiment):
 
     name: ClassVar[str] = "optimizer"
     summary: ClassVar[str] = "Optimizer state sharding: memory at three moments, step time"
+    guide: ClassVar[str] = (
+        "Weighs parameters, gradients and optimizer state at three moments against their "
+        "prediction, and times the optimizer and the whole step, with and without sharding."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "optimizer --size small",
+        "optimizer --variants unsharded,sharded-flat --world-size 2",
+    )
     Options: ClassVar[type[Any]] = Options
 
     def cases(self, **options: Any) -> list[Case]:
@@ -122,6 +133,11 @@ class Optimizer(Experiment):
             return [
                 Table("Optimizer", present.columns(frame, {"size": "size", "status": "status"}))
             ]
+        frame["predicted_parameter_bytes"] = frame["parameters"] * _FP32_BYTES
+        frame["predicted_gradient_bytes"] = frame["predicted_parameter_bytes"].where(
+            frame["moment"] != MOMENTS[0], 0
+        )
+        frame["predicted_bytes"] = sum(frame[f"predicted_{part}_bytes"] for part in _PARTS)
         for name in _BYTES:
             if name in frame:
                 frame[name.replace("_bytes", "_mib")] = frame[name].astype("float64") / 2**20
@@ -151,6 +167,7 @@ class Optimizer(Experiment):
                         "gradient_mib": "gradients (MiB)",
                         "state_mib": "optimizer state (MiB)",
                         "predicted_state_mib": "predicted state (MiB)",
+                        "predicted_mib": "predicted sum (MiB)",
                         "missed": "prediction missed",
                         "allocated_mib": "allocated (MiB)",
                         "peak_mib": "peak until then (MiB)",
@@ -159,8 +176,9 @@ class Optimizer(Experiment):
                 ),
                 "Sizes of the tensors themselves, the largest rank's. On a GPU 'allocated' is the "
                 "allocator's figure, and the peak, reset at each moment, holds activations and "
-                "temporary buffers. Predictions: AdamW keeps two fp32 values per parameter, on "
-                f"1/world_size of them when sharded; off by more than {_TOLERANCE:.0%} is flagged.",
+                "temporary buffers. Predictions: parameters and, once there, gradients are one "
+                "fp32 value per parameter; AdamW keeps two, on 1/world_size of them when sharded. "
+                f"A part that is off by more than {_TOLERANCE:.0%} is flagged.",
             ),
             Table(
                 "Step time with and without sharding",
@@ -233,6 +251,7 @@ _BYTES = (
     "gradient_bytes",
     "state_bytes",
     "predicted_state_bytes",
+    "predicted_bytes",
     "allocated_bytes",
     "peak_bytes",
 )
@@ -449,7 +468,11 @@ def _predicted_state(numel: int, world_size: int) -> dict[bool, int]:
 
 
 def _missed(frame: pd.DataFrame) -> pd.Series[Any]:
-    difference = (frame["state_bytes"] - frame["predicted_state_bytes"]).abs()
-    return (difference > _TOLERANCE * frame["predicted_state_bytes"]).where(
-        frame["predicted_state_bytes"].notna()
-    )
+    """Whether a part of the breakdown is off; empty where nothing was predicted."""
+    import pandas as pd
+
+    off = pd.Series(False, index=frame.index)
+    for part in _PARTS:
+        predicted = frame[f"predicted_{part}_bytes"]
+        off |= (frame[f"{part}_bytes"] - predicted).abs() > _TOLERANCE * predicted
+    return off.where(frame["predicted_state_bytes"].notna())

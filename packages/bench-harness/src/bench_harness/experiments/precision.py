@@ -44,6 +44,14 @@ class Precision(Experiment):
 
     name: ClassVar[str] = "precision"
     summary: ClassVar[str] = "Accumulation in fp16 and fp32; dtypes under autocast"
+    guide: ClassVar[str] = (
+        "Adds 0.01 many times in four combinations of accumulator and term, and lists the dtype "
+        "of every tensor of a small model under autocast. Nothing is timed."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "precision",
+        "precision --additions 10000 --device cpu",
+    )
     Options: ClassVar[type[Any]] = Options
 
     def cases(self, **options: Any) -> list[Case]:

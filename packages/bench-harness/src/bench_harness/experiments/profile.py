@@ -61,6 +61,15 @@ class Profile(Experiment):
 
     name: ClassVar[str] = "profile"
     summary: ClassVar[str] = "Kernels per phase, matmul share, softmax against matmul"
+    guide: ClassVar[str] = (
+        "Records inference and a training step and says where the time goes: matrix products or "
+        "not, the longest kernels of every phase, and softmax against matrix products in "
+        "attention. Phases are synchronised, so backward's kernels count as backward."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "profile --sizes small --sequences 128,256",
+        "profile --sizes small --sequences 256 --nsight",
+    )
     Options: ClassVar[type[Any]] = Options
 
     def cases(self, **options: Any) -> list[Case]:
@@ -323,7 +332,7 @@ def prepare(config: Mapping[str, Any], device: torch.device) -> Callable[[], Non
         with phase("optimizer", device):
             optimizer.step()
 
-    with torch.profiler.record_function("warm-up"):
+    with phase("warm-up", device):
         for _ in range(config["warmup"]):
             with torch.no_grad():
                 workload.loss()
