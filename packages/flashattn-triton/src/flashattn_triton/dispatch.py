@@ -16,6 +16,7 @@ from torch import Tensor
 from flashattn_triton.configs import INTERPRETER, Tiling, tiling_for
 from flashattn_triton.hopper import eligibility
 from flashattn_triton.hopper.configs import describe_backward, describe_forward
+from flashattn_triton.launch import copy_refusal
 from flashattn_triton.options import (
     AttentionOptions,
     in_one_batch,
@@ -101,7 +102,8 @@ def choose(
     if plan.tier != "hopper":
         return plan
     for name, x in (("query", query), ("key", key), ("value", value)):
-        refusal = eligibility.copy_refusal(name, x.shape, x.stride(), x.data_ptr() % 16)
+        place = (x.shape, x.stride(), x.data_ptr() % 16)
+        refusal = copy_refusal(name, *place, x.element_size())
         if refusal is not None and implementation == "hopper":
             raise ValueError(f"implementation 'hopper' cannot run this: {refusal}")
         if refusal is not None:

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from flashattn_triton.hopper.backward_kernel import KEYS, OWN, hopper_backward_kernel
 from flashattn_triton.hopper.configs import backward_config, tile_width
-from flashattn_triton.hopper.eligibility import copy_refusal
 from flashattn_triton.hopper.launch import DirectLaunch, current_device, edges, tile_map
 from flashattn_triton.hopper.preprocess import ROWS, finish_kernel, prepare_kernel
-from flashattn_triton.launch import Strides, alignment, empty_output
+from flashattn_triton.launch import Strides, alignment, can_be_copied, empty_output
 from flashattn_triton.options import AttentionOptions
 
 LOG2_E = 1.4426950408889634
@@ -54,11 +53,7 @@ def hopper_backward(
 
 def _copyable(x: Tensor) -> Tensor:
     """``x``, or a copy of it that the copy engine can read."""
-    return x.clone(memory_format=torch.contiguous_format) if _refused(x) else x
-
-
-def _refused(x: Tensor) -> bool:
-    return copy_refusal("", x.shape, x.stride(), x.data_ptr() % 16) is not None
+    return x if can_be_copied(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 class RepeatedHopperBackward:
@@ -89,7 +84,7 @@ class RepeatedHopperBackward:
         )
         call = self.calls.get(kind)
         if call is None or alignment(tensors):
-            if any(_refused(x) for x in tensors):
+            if not all(can_be_copied(x) for x in tensors):
                 statistics = (logsumexp, grad_out, grad_logsumexp)
                 return hopper_backward(query, key, value, out, *statistics, self.options)
             call = self.calls[kind] = _call_for(tensors, grad_logsumexp, self.options)

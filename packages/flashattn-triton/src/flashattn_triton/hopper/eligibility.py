@@ -1,4 +1,8 @@
-"""Which inputs the Hopper tier takes, and in words why not the others. Imports no kernels."""
+"""Which kinds of input the Hopper tier takes, and in words why not the others.
+
+Whether the copy engine can read them is said by ``copy_refusal`` of :mod:`flashattn_triton.launch`.
+Imports no kernels.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,6 @@ DTYPES = (torch.float16, torch.bfloat16)
 SHORTEST_NARROW_WINDOW = 1024
 # Kernels use private interfaces, which the next version may not have.
 TRITON = ("3", "6")
-# A copy addresses 40 bits of bytes from one row, head or batch element to the next.
-_LONGEST_STRIDE = 2**40
 # Smaller factors on scores are zero or denormal in fp32, and masked scores are infinite.
 _SMALLEST_SCALE = 1e-30
 
@@ -75,23 +77,3 @@ def refusal(
     if abs(options.scale) < _SMALLEST_SCALE:
         return "it needs a scale other than 0"
     return triton_refusal()
-
-
-@functools.lru_cache(maxsize=1024)
-def copy_refusal(
-    name: str, shape: torch.Size, strides: tuple[int, ...], address: int
-) -> str | None:
-    """Why the copy engine cannot read a (B, H, N, D) tensor of half type; None if it can.
-
-    Args:
-        name: of the tensor, for the answer.
-        shape: of the tensor.
-        strides: in elements.
-        address: in bytes, or as much of it as is known: its remainder by 16 is what counts.
-    """
-    if strides[3] != 1 or address % 16:
-        return f"{name}'s rows must be contiguous and aligned to 16 bytes"
-    for n, stride in zip(shape[:3], strides[:3], strict=True):
-        if n > 1 and (stride % 8 or not 0 < stride < _LONGEST_STRIDE // 2):
-            return f"{name}'s strides must be positive multiples of 8 elements, and are {strides}"
-    return None
