@@ -2,6 +2,6 @@
 
 ``eligibility`` says which inputs it takes, and imports no Triton; ``forward_kernel`` and
 ``backward_kernel`` hold the kernels, ``preprocess`` small ones around the second, ``forward`` and
-``backward`` their arguments, ``configs`` their shapes; ``support`` and ``launch`` hold what is used
-of Triton that is not public.
+``backward`` their arguments, ``configs`` their shapes; ``support`` holds lines of PTX, ``launch``
+what is used of Triton that is not public.
 """
