@@ -13,6 +13,11 @@ of a block; the variants must fit into memory together.
 Every measurement becomes one JSON line at once. A run with the same ``--output`` and settings skips
 what is there, so it can be resumed. ``--trace DIR`` also writes one profiler trace per timed
 variant. ``scripts/optimizer_results.py`` makes tables and a picture from the lines.
+
+    python scripts/bench_optimizer.py --alone --world-size 64 --output rows.jsonl
+
+weighs rank 0 of any number of ranks on one device: its collectives move nothing, so memory is the
+real one and all else is not; nothing is checked or timed.
 """
 
 from __future__ import annotations
@@ -40,11 +45,13 @@ from ranks_bench import (
     graphs,
     new_model,
     small_model,
+    start_alone,
     start_ranks,
     synchronize,
     time_steps,
 )
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -85,7 +92,10 @@ def sharded(model: nn.Module, **kwargs: Any) -> ShardedOptimizer:
 
 def torch_ddp(model: nn.Module) -> nn.Module:
     """Torch's wrapper at its best setting in our measurements."""
-    return DistributedDataParallel(model, bucket_cap_mb=100, gradient_as_bucket_view=True)
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=100, gradient_as_bucket_view=True)
+    if dist.get_backend() == "fake":  # what its all-reduce returns, DDP does not understand
+        wrapped.register_comm_hook(None, noop_hook)
+    return wrapped
 
 
 def build_torch_zero(model: nn.Module) -> Trainer:
@@ -369,6 +379,7 @@ def predicted(name: str, parameters: int, world_size: int) -> dict[str, float]:
 SETTINGS = (
     "commit",
     "hardware",
+    "backend",
     "world_size",
     "size",
     "compiled_blocks",
@@ -461,10 +472,11 @@ def time_together(batch: Tensor, rows: Rows, args: argparse.Namespace) -> None:
 def measure(device: torch.device, args: argparse.Namespace) -> None:
     """One rank: correctness first, then memory, then all rounds."""
     names = sorted({*args.weigh, *args.timed}, key=list(VARIANTS).index)
-    check_variants(names, device, args)
     first = dist.get_rank() == 0
-    if first:
-        print(f"{len(names)} variants agree with torch on a small model", flush=True)
+    if not args.alone:
+        check_variants(names, device, args)
+        if first:
+            print(f"{len(names)} variants agree with torch on a small model", flush=True)
     vocabulary = configuration(args.size, args.sequence).vocab_size
     generator = torch.Generator().manual_seed(dist.get_rank())
     shape = (args.batch, args.sequence + 1)
@@ -477,7 +489,7 @@ def measure(device: torch.device, args: argparse.Namespace) -> None:
     time_together(batch, rows, args)
     if args.compile:
         print(f"rank {dist.get_rank()} compiled {graphs()} graphs", flush=True)
-    if first:
+    if first and args.timed:
         print(rows.summary(), flush=True)
 
 
@@ -497,13 +509,20 @@ def main() -> None:
         default=list(TIMED),
         help=f"default: {', '.join(TIMED)}",
     )
+    parser.add_argument(
+        "--alone", action="store_true", help="weigh rank 0 only, with collectives that move nothing"
+    )
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--block", type=int, default=4, help="steps timed together")
     parser.add_argument("--trace", type=Path, help="folder for one profiler trace per variant")
     parser.add_argument("--output", type=Path, help="JSON lines are appended here")
     args = parser.parse_args()
     args.sequence = args.sequence or (16 if args.size == "tiny" else 512)
-    start_ranks(measure, args)
+    if args.alone:
+        args.timed = []
+        start_alone(measure, args)
+    else:
+        start_ranks(measure, args)
 
 
 if __name__ == "__main__":

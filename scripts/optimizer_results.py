@@ -21,9 +21,10 @@ FILES = (
     "h200x2_xl_bf16_compiled_batch8.jsonl",
     "h200x4_xl_bf16.jsonl",
     "h200x4_xl_bf16_compiled.jsonl",
-    "h200x2_xl_bf16_memory.jsonl",
-    "h200x4_xl_bf16_memory.jsonl",
     "h200x2_xl_bf16.jsonl",
+    "h200_xl_bf16_rank_of_2.jsonl",
+    "h200_xl_bf16_rank_of_4.jsonl",
+    "h200_xl_bf16_rank_of_64.jsonl",
 )
 PICTURE = "memory.png"
 README = ROOT / "packages/shard-optim/README.md"
@@ -241,8 +242,11 @@ def section(runs: list[Run]) -> str:
     for run in runs:
         row = run.facts
         compiled = ", every Transformer block compiled" if row.get("compiled_blocks") else ""
+        machine = f"{row['world_size']} × {row['hardware']}"
+        if row.get("backend") == "fake":
+            machine = f"Rank 0 of {row['world_size']}, alone on one {row['hardware']}"
         setting = (
-            f"""**{row["world_size"]} × {row["hardware"]}**, the 2.0-billion-parameter model, """
+            f"""**{machine}**, the 2.0-billion-parameter model, """
             f"""{row["precision"]} autocast, batch {row["batch"]} × {row["sequence"]} per rank, """
             f"""fused AdamW, torch {row["torch"]}{compiled}"""
         )
@@ -259,7 +263,10 @@ def section(runs: list[Run]) -> str:
                 f"{speed_table(run)}\n"
             )
         if run.weighed:
-            parts.append(f"{setting}; each variant alone in memory.\n\n{memory_table(run)}\n")
+            how = "each variant alone in memory"
+            if row.get("backend") == "fake":
+                how += ", collectives that move nothing"
+            parts.append(f"{setting}; {how}.\n\n{memory_table(run)}\n")
     text = "\n".join(parts)
     return f"\n{text}\n![Memory by moment](../../docs/results/optimizer/{PICTURE})\n\n"
 

@@ -18,6 +18,7 @@ import torch
 import torch._dynamo.utils
 import torch.distributed as dist
 import torch.multiprocessing
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from basics_model import SIZES, ModelConfig, TransformerLM, model_config
 
@@ -52,15 +53,34 @@ def start_ranks(work: Work, args: argparse.Namespace) -> None:
         )
 
 
-def _rank(rank: int, store: str, work: Work, args: argparse.Namespace) -> None:
-    on_gpu = args.device == "cuda"
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision(args.matmul_precision)
-    else:
-        torch.set_num_threads(1)
+def start_alone(work: Work, args: argparse.Namespace) -> None:
+    """Runs ``work(device, args)`` as rank 0 of a group whose collectives move nothing.
+
+    One device holds what it would hold among any number of ranks; only numbers are wrong.
+    """
+    device = _prepare(0, args)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.world_size)
+    try:
+        work(device, args)
+    finally:
+        dist.destroy_process_group()
+
+
+def _prepare(rank: int, args: argparse.Namespace) -> torch.device:
+    """A rank's device, chosen, with settings that hold for the whole process."""
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # rather than run eagerly unnoticed
+    if args.device == "cpu":
+        torch.set_num_threads(1)
+        return torch.device("cpu")
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    torch.set_float32_matmul_precision(args.matmul_precision)
+    return device
+
+
+def _rank(rank: int, store: str, work: Work, args: argparse.Namespace) -> None:
+    device = _prepare(rank, args)
+    on_gpu = device.type == "cuda"
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
         store=dist.FileStore(store, args.world_size),
