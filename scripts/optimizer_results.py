@@ -18,11 +18,11 @@ ROOT = Path(__file__).resolve().parent.parent
 ROWS = ROOT / "docs/results/optimizer"
 FILES = (
     "h200x2_xl_bf16_rounds.jsonl",
+    "h200x2_xl_bf16_compiled.jsonl",
     "h200x2_xl_bf16_compiled_batch8.jsonl",
     "h200x4_xl_bf16.jsonl",
     "h200x4_xl_bf16_compiled.jsonl",
     "h200x2_xl_bf16.jsonl",
-    "h200_xl_bf16_rank_of_2.jsonl",
     "h200_xl_bf16_rank_of_4.jsonl",
     "h200_xl_bf16_rank_of_64.jsonl",
 )
@@ -209,20 +209,19 @@ def draw(runs: list[Run], path: Path) -> None:
         len(runs), len(WEIGHED), figsize=(13, 3.4 * len(runs)), sharey=True, squeeze=False
     )
     for line, run in zip(grid, runs, strict=True):
-        for axes in line[len(run.weighed) :]:
-            axes.set_visible(False)
-        for axes, name in zip(line, run.weighed, strict=False):
+        alone = "1 of " if run.facts.get("backend") == "fake" else ""
+        for axes, name in zip(line, WEIGHED, strict=True):
             for place, moment in enumerate(MOMENTS):
                 stack(axes, place - 0.2, measured(run.memory[name], moment), "")
                 expected = predicted(run.memory[name], moment, activations_of(run))
                 stack(axes, place + 0.2, expected, "//")
             axes.set_xticks(range(len(MOMENTS)), list(MOMENTS.values()), fontsize=8)
-            axes.set_title(f"{WEIGHED[name]}, {run.facts['world_size']} ranks", fontsize=8)
+            axes.set_title(f"{WEIGHED[name]}, {alone}{run.facts['world_size']} ranks", fontsize=8)
         line[0].set_ylabel("GiB per rank")
     patches = [Patch(color=color, label=part.replace("_", " ")) for part, color in PARTS.items()]
     patches.append(Patch(facecolor="white", edgecolor="grey", hatch="//", label="predicted"))
     figure.legend(handles=patches, loc="lower center", ncol=len(patches), fontsize=9)
-    figure.tight_layout(rect=(0, 0.08, 1, 1))
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.savefig(path, dpi=110, metadata={"Software": None})
     plt.close(figure)
 
@@ -294,7 +293,7 @@ def main() -> None:
     if arguments.check:
         sys.exit(0 if new == current else f"{README} is outdated: run scripts/optimizer_results.py")
     README.write_text(new)
-    draw([run for run in runs if run.weighed], ROWS / PICTURE)
+    draw([run for run in runs if len(run.weighed) == len(WEIGHED)], ROWS / PICTURE)
 
 
 if __name__ == "__main__":

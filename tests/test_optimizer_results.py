@@ -28,3 +28,13 @@ def test_measured_memory_is_as_predicted(run, name):
     before = row["memory"]["before_step_2"]
     kept = sum(expected[part] for part in ("parameters", "gradients", "optimizer_state"))
     assert before["allocated"] == pytest.approx(kept, rel=0.03)
+
+
+@pytest.mark.parametrize("moment", ["after_init", "before_step_2", "after_step_2"])
+def test_a_rank_weighed_alone_holds_what_one_of_two_does(moment):
+    """What stands in for machines with more GPUs than were there."""
+    alone, real = read(ROWS / "h200_xl_bf16_rank_of_2.jsonl"), read(ROWS / "h200x2_xl_bf16.jsonl")
+    assert len(alone.memory) == 5
+    for name, row in alone.memory.items():
+        found, expected = (x["memory"][moment]["allocated"] for x in (row, real.memory[name]))
+        assert found == pytest.approx(expected, rel=0.005), name
