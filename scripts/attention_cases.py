@@ -127,7 +127,7 @@ def wide_cases() -> Iterator[Case]:
 
 def full_precision_cases() -> Iterator[Case]:
     """float32, at true float32 accuracy."""
-    for head_dim in (64, 128):
+    for head_dim in (64, 128, 256):
         for causal in (True, False):
             for length in (512, 4096):
                 yield Case(

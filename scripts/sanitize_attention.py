@@ -39,6 +39,7 @@ KINDS = (
     (256, 256, "bfloat16"),
     (64, 64, "float32"),
     (128, 128, "float32"),
+    (256, 256, "float32"),
 )
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},

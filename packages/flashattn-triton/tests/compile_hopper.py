@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from flashattn_triton.hopper import forward
-from flashattn_triton.hopper.backward import hopper_backward
+from flashattn_triton.hopper import backward, forward
 from flashattn_triton.hopper.launch import DirectLaunch
 from flashattn_triton.options import resolve_options
 
@@ -67,7 +66,7 @@ def launch(request: Request) -> None:
         forward.hopper_forward(query, key, value, options)
     else:
         lse = torch.empty(query.shape[:3], device="meta")
-        hopper_backward(query, key, value, query, lse, query, None, options)
+        backward.hopper_backward(query, key, value, query, lse, query, None, options)
 
 
 def compiled(work: Callable[[], None]) -> Iterator[tuple[str, Any]]:
@@ -75,11 +74,12 @@ def compiled(work: Callable[[], None]) -> Iterator[tuple[str, Any]]:
     kernels = []
     launch = DirectLaunch.__call__
 
-    def compile_only(self: DirectLaunch, *addresses: int | None) -> None:
+    def compile_only(self: DirectLaunch, addresses: Sequence[int]) -> None:
         kernels.append((self.kernel.__name__, self.compile()))
 
     driver.set_active(AbsentHopper())
     forward.multiprocessors = lambda device: 132
+    forward.current_device = backward.current_device = lambda: None
     DirectLaunch.__call__ = compile_only
     try:
         work()

@@ -27,7 +27,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # fp16 has the tiles o
 # Bytes of stack that a thread may use: 16 registers, saved around the loops rather than in them.
 MOST_STACK = 64
 # fp32 operands are split into three parts; wide ones do not fit the registers, also within loops.
-MOST_STACK_FP32 = {64: MOST_STACK, 128: 576, 256: 512}
+MOST_STACK_FP32 = {64: MOST_STACK, 128: 576, 256: 960}
 
 
 def requests(architecture: int) -> list[dict[str, Any]]:

@@ -189,3 +189,33 @@ def test_saved_tensors_may_come_back_elsewhere() -> None:
     actual = torch.autograd.grad(out, leaves, grad_out)
     for a, e in zip(actual, torch.autograd.grad(expected, leaves, grad_out), strict=True):
         torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_tensors_that_outlived_their_transform_are_left_to_the_operators(
+    implementation: str,
+) -> None:
+    """Such a wrapper has no memory, and stands for a tensor that has some."""
+    survivors: list[Tensor] = []
+
+    def doubled(x: Tensor) -> Tensor:
+        survivors.append(x * 2)
+        return survivors[-1].sum()
+
+    query, key, value = inputs()
+    torch.func.grad(doubled)(query)
+    options: dict[str, Any] = {"causal": True, "implementation": implementation}
+    actual = flash_attention(survivors[0], key, value, **options)
+    assert calls() == 0
+    assert torch.equal(actual, flash_attention(query * 2, key, value, **options))
+
+
+def test_gradients_do_not_depend_on_whether_the_logsumexp_is_returned() -> None:
+    leaves = inputs(requires_grad=True)
+    out, lse = flash_attention(*leaves, causal=True, return_lse=True)
+    grad_out = torch.randn_like(out)
+    expected = torch.autograd.grad((out, lse), leaves, (grad_out, torch.zeros_like(lse)))
+    alone = flash_attention(*leaves, causal=True)
+    assert torch.equal(alone, out)
+    for a, e in zip(torch.autograd.grad(alone, leaves, grad_out), expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-6, atol=1e-6)

@@ -88,7 +88,7 @@ def test_it_compiles_once_and_passes_addresses_on(monkeypatch: pytest.MonkeyPatc
     tiles = tile_map([100, 64], [64, 1], [64, 64], torch.bfloat16)
     launch = DirectLaunch(kernel, 3, [tiles, torch.float32, None], [7], {"WIDTH": 64})
     for address in (4096, 8192):
-        launch(address, 16, None)
+        launch((address, 16))
     assert kernel.compilations == 1
     arguments, keywords = kernel.compiled_for
     assert arguments[0].block_shape == [64, 64]
@@ -100,6 +100,41 @@ def test_it_compiles_once_and_passes_addresses_on(monkeypatch: pytest.MonkeyPatc
         (*head, ("descriptor", address, *settings), 100, 64, 64, 1, 16, None, 7, 64)
         for address in (4096, 8192)
     ]
+
+
+def test_what_heads_share_of_a_gradient_is_copied_once() -> None:
+    refusal = eligibility.triton_refusal()
+    if refusal is not None:
+        pytest.skip(refusal)
+    from flashattn_triton.hopper.backward import _distinct
+
+    row = torch.randn(5, 1, 7, 8)
+    for gradient, shape in (
+        (torch.ones(()).expand(5, 3, 7, 8), (1, 1, 7, 8)),
+        (row.expand(5, 3, 7, 8), (5, 1, 7, 8)),
+        (row[:1].expand(5, 1, 7, 8), (1, 1, 7, 8)),
+        (torch.randn(5, 3, 7, 8), (5, 3, 7, 8)),
+    ):
+        assert _distinct(gradient).shape == shape
+        assert torch.equal(_distinct(gradient).expand(gradient.shape), gradient)
+
+
+@pytest.mark.parametrize(
+    ("heads", "length", "group"), [(16, 16384, 16), (8, 32768, 8), (64, 8192, 25), (32, 16384, 13)]
+)
+def test_no_group_of_heads_is_much_smaller_than_the_others(
+    heads: int, length: int, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusal = eligibility.triton_refusal()
+    if refusal is not None:
+        pytest.skip(refusal)
+    from flashattn_triton.hopper import forward
+    from flashattn_triton.options import resolve_options
+
+    monkeypatch.setattr(forward, "multiprocessors", lambda device: 132)
+    q = torch.empty(1, heads, length, 64, dtype=torch.bfloat16, device="meta")
+    options = resolve_options(head_dim=64, causal=True)
+    assert forward.hopper_forward_call(q, q, q, options).launch.numbers[4] == group
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------

@@ -76,7 +76,8 @@ def flash_attention(
     Raises:
         ValueError: an argument is not what is described above.
     """
-    query, key, value = _autocast(query, key, value)
+    if torch.is_autocast_enabled(query.device.type):
+        query, key, value = _autocast(query, key, value)
     if query.dim() != 4:
         leading = query.shape[:-3]
         result = flash_attention(
@@ -124,13 +125,13 @@ def flash_attention(
             call = eager.Call(query, key, value, options, implementation, tiling)
             eager.remember(kind, call)
     if call is not None:
-        out, lse = call(query, key, value)
+        out, lse = call(query, key, value, return_lse)
     else:
         arguments = ops.operator_arguments(options, implementation=implementation, tiling=tiling)
         out, lse = ops.attend(query, key, value, *arguments)
     if layout == "bshd":
         out = to_heads_first(out, layout)
-    return (out, lse) if return_lse else out
+    return out if lse is None or not return_lse else (out, lse)
 
 
 def flash_attention_varlen(
@@ -175,7 +176,8 @@ def flash_attention_varlen(
         ValueError: an argument is not what is described above.
     """
     check_implementation(implementation)
-    query, key, value = _autocast(query, key, value)
+    if torch.is_autocast_enabled(query.device.type):
+        query, key, value = _autocast(query, key, value)
     check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = resolve_options(
         head_dim=query.shape[-1],
@@ -209,11 +211,8 @@ def flash_attention_varlen(
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast, floating tensors in its dtype: attention is two matrix products."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
+    """Floating tensors in autocast's dtype, which is for attention's two matrix products."""
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
     return tuple(x.to(dtype) if x.is_floating_point() else x for x in tensors)
 
 

@@ -68,36 +68,40 @@ class Call:
             self.forward = forward_call(query, key, value, options, plan.tiling.forward)
             self.backward = RepeatedBackward(options, plan.tiling)
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Output and logsumexp, (B, H, N_q, E) and (B, H, N_q)."""
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, return_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Output (B, H, N_q, E), and logsumexp (B, H, N_q), which may be None if not asked for."""
         ops.refuse_forward_mode(query, key, value)
         differentiated = query.requires_grad or key.requires_grad or value.requires_grad
-        if differentiated and torch.is_grad_enabled():
-            result: tuple[Tensor, Tensor] = _Attention.apply(  # type: ignore[no-untyped-call]
-                query, key, value, self
-            )
-            return result
-        return self.forward(query, key, value)
+        if not differentiated or not torch.is_grad_enabled():
+            return self.forward(query, key, value)
+        if return_lse:
+            out, lse = _apply(query, key, value, self, True)
+            return out, lse
+        return _apply(query, key, value, self, False), None
 
 
 class _Attention(torch.autograd.Function):
     """The derivative of a call."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Any:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: Call, return_lse: bool
+    ) -> Any:
         out, lse = call.forward(query, key, value)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return out, lse
+        return (out, lse) if return_lse else out
 
     @staticmethod
     def backward(
-        ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
+        ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         if grad_out is None and grad_lse is None:
-            return None, None, None, None
+            return (None,) * 5
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         tensors = (query, key, value, out, lse, grad_out, grad_lse)
@@ -106,7 +110,12 @@ class _Attention(torch.autograd.Function):
             gradients = torch.ops.flashattn_triton.backward(*tensors, *ctx.call.problem)
         else:
             gradients = ctx.call.backward(*tensors)
-        return (*gradients, None)
+        return (*gradients, None, None)
+
+
+# ``_Attention.apply`` without its loop over arguments for wrappers that outlived their transform;
+# these have no address, so :func:`kind_of` leaves them to the operators.
+_apply: Callable[..., Any] = super(torch.autograd.Function, _Attention).apply
 
 
 def operators_are_watched() -> bool:
@@ -127,6 +136,10 @@ def kind_of(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> Hasha
         return None
     if type(query) not in _PLAIN or type(key) not in _PLAIN or type(value) not in _PLAIN:
         return None
+    try:
+        aligned = alignment((query, key, value))
+    except RuntimeError:  # without memory of their own, as wrappers that outlived a transform
+        return None
     types: tuple[Any, ...] = tuple(map(type, arguments))
     if tuple in types:
         types += tuple([tuple(map(type, x)) for x in arguments if type(x) is tuple])
@@ -143,7 +156,7 @@ def kind_of(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> Hasha
         query.device,
         key.device,
         value.device,
-        alignment((query, key, value)),
+        aligned,
         dot_precision(query.dtype),
         arguments,
         types,

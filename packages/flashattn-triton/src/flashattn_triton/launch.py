@@ -178,6 +178,12 @@ def _descriptor_type() -> type[TensorDescriptor]:
 _Start = Callable[[Sequence[Tensor | None], Sequence[int]], None]
 
 
+def current_device() -> int:
+    """Of the calling thread, as an index. CUDA must have been used, as where tensors are on it."""
+    index: int = torch._C._cuda_getDevice()
+    return index
+
+
 class Launch:
     """One kernel with all arguments but the tensors, compiled once and then launched directly.
 
@@ -225,7 +231,7 @@ class Launch:
         if self.grid[0] == 0:
             return
         # Triton launches on the device that is current.
-        if self.device is not None and self.device != torch.cuda.current_device():
+        if self.device is not None and self.device != current_device():
             with torch.cuda.device(self.device):
                 self(*tensors)
             return

@@ -11,9 +11,15 @@ from torch import Tensor
 
 from flashattn_triton.hopper.backward_kernel import KEYS, OWN, hopper_backward_kernel
 from flashattn_triton.hopper.configs import backward_config, tile_width
-from flashattn_triton.hopper.launch import DirectLaunch, current_device, edges, tile_map
+from flashattn_triton.hopper.launch import DirectLaunch, edges, tile_map
 from flashattn_triton.hopper.preprocess import ROWS, finish_kernel, prepare_kernel
-from flashattn_triton.launch import Strides, alignment, can_be_copied, empty_output
+from flashattn_triton.launch import (
+    Strides,
+    alignment,
+    can_be_copied,
+    current_device,
+    empty_output,
+)
 from flashattn_triton.options import AttentionOptions
 
 LOG2_E = 1.4426950408889634
@@ -36,14 +42,16 @@ def hopper_backward(
         out: its output, (B, H, N_q, D).
         logsumexp: its logsumexp, contiguous (B, H, N_q) fp32.
         grad_out: dO, the shape of ``out``. It and the tensors above may have any strides, and are
-            copied where the copy engine cannot follow them.
+            copied where the copy engine cannot follow them; what is the same for all heads, as the
+            gradient of a sum is, once.
         grad_logsumexp: dL, the shape of ``logsumexp``, or None for zero.
 
     Returns:
         dQ, dK and dV in the inputs' shapes and dtype. dQ is accumulated in fp32, in any order.
     """
-    tensors = [_copyable(x) for x in (query, key, value, out, grad_out)]
-    query, key, value, out, grad_out = tensors
+    query, key, value, out = (_copyable(x) for x in (query, key, value, out))
+    grad_out = _copyable(_distinct(grad_out)).expand(grad_out.shape)
+    tensors = [query, key, value, out, grad_out]
     if query.numel() == 0 or key.numel() == 0:  # which no descriptor can express
         dq, dk, dv = (empty_output(x, x.shape[3]).zero_() for x in (query, key, value))
         return dq, dk, dv
@@ -54,6 +62,11 @@ def hopper_backward(
 def _copyable(x: Tensor) -> Tensor:
     """``x``, or a copy of it that the copy engine can read."""
     return x if can_be_copied(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _distinct(x: Tensor) -> Tensor:
+    """(B, H, N, D) with one batch element, or one head, where an expanded ``x`` repeats them."""
+    return x[tuple([slice(1) if stride == 0 else slice(None) for stride in x.stride()[:2]])]
 
 
 class RepeatedHopperBackward:
@@ -76,7 +89,7 @@ class RepeatedHopperBackward:
         """dQ, dK and dV, as :func:`hopper_backward` gives them."""
         logsumexp = logsumexp.contiguous()  # what was saved may come back with other strides
         if grad_out.stride(3) != 1:  # as of a sum's
-            grad_out = grad_out.contiguous()
+            grad_out = _distinct(grad_out).contiguous().expand(grad_out.shape)
         tensors = (query, key, value, out, grad_out)
         kind = (
             *[x.stride() for x in tensors],
@@ -84,7 +97,8 @@ class RepeatedHopperBackward:
         )
         call = self.calls.get(kind)
         if call is None or alignment(tensors):
-            if not all(can_be_copied(x) for x in tensors):
+            read = (query, key, value, out, _distinct(grad_out))
+            if not all(can_be_copied(x) for x in read):
                 statistics = (logsumexp, grad_out, grad_logsumexp)
                 return hopper_backward(query, key, value, out, *statistics, self.options)
             call = self.calls[kind] = _call_for(tensors, grad_logsumexp, self.options)
@@ -125,19 +139,11 @@ class HopperBackwardCall:
         shared = query.new_empty(self.shared, dtype=torch.float32)
         statistics = shared.data_ptr()
         dq_sum, do = statistics + self.statistics, grad_out.data_ptr()
-        dl = None if grad_logsumexp is None else grad_logsumexp.data_ptr()
-        self.prepare(out.data_ptr(), do, logsumexp.data_ptr(), dl, statistics, dq_sum)
-        self.main(
-            query.data_ptr(),
-            key.data_ptr(),
-            value.data_ptr(),
-            do,
-            statistics,
-            dq_sum,
-            dk.data_ptr(),
-            dv.data_ptr(),
-        )
-        self.finish(dq_sum, dq.data_ptr())
+        dl = () if grad_logsumexp is None else (grad_logsumexp.data_ptr(),)
+        self.prepare((out.data_ptr(), do, logsumexp.data_ptr(), *dl, statistics, dq_sum))
+        inputs = (query.data_ptr(), key.data_ptr(), value.data_ptr())
+        self.main((*inputs, do, statistics, dq_sum, dk.data_ptr(), dv.data_ptr()))
+        self.finish((dq_sum, dq.data_ptr()))
         return dq, dk, dv
 
 

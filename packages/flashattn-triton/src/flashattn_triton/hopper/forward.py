@@ -10,8 +10,8 @@ from torch import Tensor
 
 from flashattn_triton.hopper.configs import forward_config, tile_width
 from flashattn_triton.hopper.forward_kernel import ROWS, hopper_forward_kernel
-from flashattn_triton.hopper.launch import DirectLaunch, current_device, edges, tile_map
-from flashattn_triton.launch import Strides, empty_output, empty_row_statistic
+from flashattn_triton.hopper.launch import DirectLaunch, edges, tile_map
+from flashattn_triton.launch import Strides, current_device, empty_output, empty_row_statistic
 from flashattn_triton.options import AttentionOptions
 
 LOG2_E = 1.4426950408889634
@@ -50,12 +50,12 @@ class HopperForwardCall:
         """Output and logsumexp."""
         out = query.new_empty_strided(*self.out)
         logsumexp = query.new_empty_strided(*self.logsumexp, dtype=torch.float32)
-        tensors = (query, key, value, out, logsumexp)
+        addresses = [x.data_ptr() for x in (query, key, value, out, logsumexp)]
         if self.device.index == current_device():
-            self.launch(*[x.data_ptr() for x in tensors])
+            self.launch(addresses)
         else:
             with torch.cuda.device(self.device):
-                self.launch(*[x.data_ptr() for x in tensors])
+                self.launch(addresses)
         return out, logsumexp
 
 
@@ -86,6 +86,8 @@ def _forward_call(
     tiles_of_head = -(-n_queries // config.queries)
     n_tiles = tiles_of_head * batch * heads
     group = max(1, -(-config.rounds * programs // tiles_of_head))
+    if 2 * batch * heads < 3 * group:  # too few are left for a group of their own
+        group = batch * heads
     numbers = [
         *(n_tiles, n_queries, heads, heads // kv_heads, group),
         *(n_keys, offset, width, options.scale * LOG2_E),

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime.driver import driver
 
 from flashattn_triton import direct
 from flashattn_triton.launch import option_numbers
@@ -111,14 +110,14 @@ class DirectLaunch:
             *arguments, **self.constants, grid=self.grid, num_warps=4, num_stages=1
         )
 
-    def __call__(self, *addresses: int | None) -> None:
+    def __call__(self, addresses: Sequence[int]) -> None:
         """Launches on the current device, which must always be the same, and its current stream.
 
-        ``addresses``: of what the parameters describe, None where they are.
+        ``addresses``: of what the parameters describe, but for those that are None.
         """
         if self.start is None:
             self.start = self._starter()
-        self.start([address for address in addresses if address is not None])
+        self.start(addresses)
 
     def _starter(self) -> Callable[[Sequence[int]], None]:
         rest = (*self.numbers, *self.constants.values())
@@ -128,12 +127,6 @@ class DirectLaunch:
         start = direct.starter(self.compile(), self.grid, parameters, rest)
         assert start is not None  # Triton's version is right, and kernels want no scratch memory
         return start
-
-
-def current_device() -> int:
-    """Of the calling thread."""
-    index: int = driver.active.get_current_device()
-    return index
 
 
 def edges(n_queries: int, n_keys: int, options: AttentionOptions) -> tuple[int, int]:

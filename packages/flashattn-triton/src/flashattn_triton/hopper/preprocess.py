@@ -106,10 +106,11 @@ def finish_kernel(
     b = head // N_HEADS
     rows = tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, WIDTH)[None, :]
-    quad = (rows // 16) * 32 + (rows % 8) * 4 + (columns % 8) // 2
-    element = ((rows % 16) // 8) * 2 + columns % 2
-    offsets = (columns // 8) * 512 + quad * 4 + element
-    total = tl.load(sum_ptr + (head * N_PADDED + first_row) * WIDTH + offsets)
+    block = sum_ptr + (head * N_PADDED + first_row) * WIDTH
+    total = tl.load(block + tl.arange(0, ROWS * WIDTH))
+    # c // 8, r // 16, r % 8, c % 8 // 2, r % 16 // 8 and c % 2, for row r and column c.
+    total = tl.permute(tl.reshape(total, (WIDTH // 8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
+    total = tl.reshape(total, (ROWS, WIDTH))
     present = first_row + rows < N_QUERIES
     if NARROW:
         present = present & (columns // 8 < OCTETS)

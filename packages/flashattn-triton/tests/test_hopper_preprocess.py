@@ -1,0 +1,72 @@
+"""The kernels around the Hopper tier's backward pass; interpreted where there is no GPU."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from flashattn_triton.hopper.preprocess import ROWS, finish_kernel, prepare_kernel
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LOG2_E = 1.4426950408889634
+BATCH, HEADS = 2, 3
+
+
+def octets(x: Tensor) -> list[int]:
+    return [s // 8 for s in x.stride()[:3]]
+
+
+@pytest.mark.parametrize(("n_queries", "head_dim"), [(64, 64), (130, 40), (100, 128), (200, 72)])
+def test_the_sum_of_dq_is_put_in_order(n_queries: int, head_dim: int) -> None:
+    width = 64 if head_dim <= 64 else 128
+    n_padded = -(-n_queries // 128) * 128
+    dq = torch.randn(BATCH, HEADS, n_padded, width)
+    # As wgmma leaves (64, 64) blocks: of row r and column c, c // 8, r // 16, r % 8, c % 8 // 2,
+    # r % 16 // 8, c % 2; before those, blocks of rows and of columns.
+    parts = dq.reshape(BATCH * HEADS, n_padded // 64, 4, 2, 8, width // 64, 8, 4, 2)
+    lying = parts.permute(0, 1, 5, 6, 2, 4, 7, 3, 8).contiguous().to(DEVICE)
+    wide = torch.full((BATCH, n_queries + 1, HEADS, head_dim + 8), math.nan, dtype=torch.float16)
+    found = wide.to(DEVICE)[:, :n_queries, :, :head_dim].transpose(1, 2)
+    shape = {"WIDTH": width, "NARROW": head_dim < width, "ROWS": ROWS}
+    sizes = (n_queries, n_padded, HEADS, head_dim // 8)
+    programs = BATCH * HEADS * n_padded // ROWS
+    finish_kernel[(programs,)](lying, found, *octets(found), *sizes, -0.25, **shape)
+    expected = (-0.25 * dq[:, :, :n_queries, :head_dim]).half()
+    assert torch.equal(found.cpu(), expected)
+    memory = torch.as_strided(found, wide.shape, wide.stride(), 0)
+    assert memory[:, n_queries:].isnan().all()
+    assert memory[..., head_dim:].isnan().all()
+
+
+@pytest.mark.parametrize("has_dl", [False, True])
+@pytest.mark.parametrize(("n_queries", "head_dim"), [(64, 64), (130, 40), (100, 72)])
+def test_statistics_and_zeros(n_queries: int, head_dim: int, has_dl: bool) -> None:
+    width = 64 if head_dim <= 64 else 128
+    n_padded = -(-n_queries // 128) * 128
+    shape = (BATCH, HEADS, n_queries)
+    out, grad_out = torch.randn(2, *shape, head_dim).half()
+    lse, dl = torch.randn(2, *shape)
+    lse[..., 3] = -math.inf  # a row that sees no key
+    statistics = torch.full((2, BATCH, HEADS, n_padded), math.nan, device=DEVICE)
+    dq = torch.full((BATCH, HEADS, n_padded, width), math.nan, device=DEVICE)
+    tensors = [x.to(DEVICE) for x in (out, grad_out, lse, dl)]
+    strides = [*octets(out), *octets(grad_out), *(dl.stride() if has_dl else (0, 0, 0))]
+    sizes = (n_queries, n_padded, HEADS, head_dim // 8)
+    flags = {"WIDTH": width, "NARROW": head_dim < width, "ROWS": ROWS, "HAS_DL": has_dl}
+    prepare_kernel[(BATCH * HEADS * n_padded // ROWS,)](
+        *tensors[:3], tensors[3] if has_dl else None, statistics, dq, *strides, *sizes,
+        LOG2_E=LOG2_E, **flags,
+    )  # fmt: skip
+    delta = (out.float() * grad_out.float()).sum(3) - (dl if has_dl else 0.0)
+    expected = torch.full((2, BATCH, HEADS, n_padded), -math.inf)
+    expected[1] = statistics[1].cpu()  # of rows past the end anything finite
+    expected[0, ..., :n_queries], expected[1, ..., :n_queries] = -LOG2_E * lse, -delta
+    expected[:, :, :, 3] = torch.tensor([-math.inf, 0.0]).view(2, 1, 1)
+    torch.testing.assert_close(statistics.cpu(), expected, rtol=1e-5, atol=1e-4)
+    assert expected[1].isfinite().all()
+    assert not dq.any()
