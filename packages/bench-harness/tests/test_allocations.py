@@ -72,9 +72,19 @@ def test_a_long_timeline_is_thinned_but_keeps_its_peak():
 
 def test_largest_allocations_are_grouped():
     assert largest(RECORDING, 2) == [
-        {"block_bytes": 100, "phase": "forward", "source": "line", "blocks": 1},
-        {"block_bytes": 50, "phase": "forward", "source": "line", "blocks": 1},
+        {"block_bytes": 100, "phase": "forward", "source": "line", "blocks": 1, "stack": []},
+        {"block_bytes": 50, "phase": "forward", "source": "line", "blocks": 1, "stack": []},
     ]
+
+
+def test_a_group_of_allocations_shows_the_stack_of_most_of_them():
+    often, rarely = ("a.py:1 f", "b.py:2 g"), ("a.py:1 f", "c.py:3 h")
+    made = [
+        MemoryEvent(i, 8, i, "forward", "a.py:1 f", stack)
+        for i, stack in enumerate([rarely, often, often])
+    ]
+    (group,) = largest(made, 5)
+    assert (group["blocks"], group["stack"]) == (3, list(often))
 
 
 def test_cuda_history_is_cut_at_the_boundaries_and_names_the_line():
@@ -100,6 +110,19 @@ def test_cuda_history_is_cut_at_the_boundaries_and_names_the_line():
     ]
 
 
+def test_a_stack_leaves_out_torch_and_what_called_the_recorded_pass():
+    frames = [
+        {"filename": "/site/torch/nn/functional.py", "line": 9, "name": "linear"},
+        {"filename": "/code/basics/model.py", "line": 42, "name": "forward"},
+        {"filename": "/site/torch/nn/modules/module.py", "line": 7, "name": "_call_impl"},
+        {"filename": "/code/bench/memory.py", "line": 3, "name": "one_pass"},
+        {"filename": "/code/bench/memory.py", "line": 1, "name": "record"},
+    ]
+    history = [{"action": "alloc", "size": 2, "addr": 6, "frames": frames}]
+    (event,) = from_cuda_history(history, [("forward", 0)], outermost="one_pass")
+    assert event.stack == ("basics/model.py:42 forward", "bench/memory.py:3 one_pass")
+
+
 def test_the_profilers_events_find_what_a_product_allocates(tmp_path):
     left, right = torch.randn(64, 128), torch.randn(128, 256)
     path = tmp_path / "memory.json"
@@ -112,3 +135,4 @@ def test_the_profilers_events_find_what_a_product_allocates(tmp_path):
     (block,) = follow(found)
     assert (block.nbytes, block.phase, block.last) == (64 * 256 * 4, "forward", None)
     assert "aten::mm" in block.source
+    assert block.stack == ("aten::mm", "aten::matmul")

@@ -127,6 +127,9 @@ def test_optimizer(run):
     for moment in ("after initialisation", "before the optimizer step", "after the optimizer step"):
         line = memory.loc[("unsharded", moment)]
         assert line["predicted sum (MiB)"] == pytest.approx(line[parts].sum(), rel=0.01)
+    before = memory.xs("before the optimizer step", level="moment")
+    assert (before["predicted activations (MiB)"] > 0).all()
+    assert (before["predicted peak (MiB)"] >= before["predicted sum (MiB)"]).all()
     times = frame[frame["phase"].notna()]
     assert set(times["phase"]) == {"step", "optimizer"}
     assert all(len(samples) == 2 for samples in times["samples_ms"])
@@ -147,7 +150,15 @@ def test_any_part_of_the_optimizer_s_memory_that_is_off_is_flagged(part):
         "predicted_state_bytes": 800,
         "allocated_bytes": 1600,
         "peak_bytes": 1600,
-        "config": {"size": "custom", "world_size": 2},
+        "config": {
+            "size": "custom",
+            "world_size": 2,
+            "batch": 1,
+            "sequence": 8,
+            "precision": "fp32",
+            "device": "cpu",
+            **TINY,
+        },
     }
     right = {f"{name}_bytes": round(value, -2) for name, value in held.items()}
     wrong = {f"{name}_bytes": value for name, value in held.items()}

@@ -4,12 +4,14 @@ import json
 import subprocess
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 import torch
 
 from bench_harness import experiments, timing
+from bench_harness.activations import saved_for_backward
 from bench_harness.case import Case
 from bench_harness.experiments import profile
 from bench_harness.report.frame import to_frame
@@ -212,7 +214,7 @@ def test_attention_explains_the_smallest_cell_without_memory():
 
 
 def test_flash(run):
-    frame, tables, _ = run(
+    frame, tables, figures = run(
         "flash",
         sequences=(32, 64),
         head_dims=(16,),
@@ -232,6 +234,15 @@ def test_flash(run):
     assert len(wide) == 2 * 2 * 3  # dtypes × lengths × passes
     assert sorted(wide["tiled (ms)"]) == sorted(own["median (ms)"])
     assert grid.loc[grid["variant"] == "naive", "tier"].isna().all()
+    pictures = {figure.name: figure.figure for figure in figures}
+    assert list(pictures) == ["flash_grid", "flash_errors_output", "flash_errors_gradients"]
+    gradients = sorted(
+        value
+        for plot in pictures["flash_errors_gradients"].axes
+        for line in plot.get_lines()
+        for value in line.get_xdata()
+    )
+    assert gradients == pytest.approx(sorted(grid["error of gradients (share of max)"])[::3], 1e-3)
 
 
 def test_a_wrong_attention_is_not_timed(monkeypatch):
@@ -291,8 +302,21 @@ def test_leaderboard_needs_a_gpu():
         experiment.run(case, print)
 
 
+def test_the_leaderboard_s_picture_has_a_bar_per_attention():
+    experiment = experiments.get("leaderboard")
+    (case,) = experiment.cases(device="cuda")
+    rows = [
+        {"variant": name, "samples_ms": [median, median, 1.1 * median]}
+        for name, median in (("FlashAttention2Triton", 4.0), ("sdpa-flash", 7.0))
+    ]
+    (picture,) = experiment.figures(to_frame(measured(case, rows)))
+    assert png_bytes(picture.figure)
+    (plot,) = picture.figure.axes
+    assert [bar.get_width() for bar in plot.patches] == [4.0, 7.0]
+
+
 def test_precision(run):
-    _, tables, _ = run("precision")
+    _, tables, figures = run("precision")
     sums = tables["Accumulating 0.01"].frame.set_index("accumulator += term")["sum (1)"]
     assert sums["fp32 += fp32"] == pytest.approx(10.00013, abs=1e-4)
     assert sums["fp16 += fp16"] == 9.953125
@@ -301,6 +325,9 @@ def test_precision(run):
     assert dtypes.loc["model parameters", "bf16"] == "float32"
     assert dtypes.loc["output of fc1", "fp16"] == "float16"
     assert dtypes.loc["gradients", "fp16"] == "float32"
+    (picture,) = figures
+    errors = [bar.get_width() for bar in picture.figure.axes[0].patches]
+    assert errors == pytest.approx([1.3e-5, 4.7e-3, 2.1e-4, 2.1e-4], rel=0.1)
 
 
 def test_accounting():
@@ -313,8 +340,16 @@ def test_accounting():
     assert values["total"] == pytest.approx(3517.58)
     assert values["compute-bound batch, overall, transfers at once"] == pytest.approx(20444.4)
     assert (mesh["derivation"].str.len() > 3).all()
-    (figure,) = experiment.figures(frame)
-    assert png_bytes(figure.figure)
+    flops, picture = experiment.figures(frame)
+    assert png_bytes(flops.figure)
+    assert png_bytes(picture.figure)
+    _memory, computing = picture.figure.axes
+    turns = dict(zip(("at once", "in turn"), computing.get_lines()[::2], strict=True))
+    for how, line in turns.items():
+        threshold = values[f"compute-bound batch, per device, transfers {how}"]
+        batches, share = line.get_data()
+        assert share[batches < 0.98 * threshold].max() < 100
+        assert share[batches > 1.02 * threshold].min() == 100
 
 
 def test_memory(run):
@@ -336,6 +371,59 @@ def test_memory(run):
     assert peak["step"] > peak["forward"]
     assert frame["residual_bytes"].max() == 2 * 16 * 32 * 4
     assert len(figures) == 2
+    stacks = tables["Stacks of the largest allocations"].frame["stack, innermost first"]
+    assert stacks.str.contains("aten::").all()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("attention", ["naive", "sdpa", "flash"])
+def test_memory_predicts_what_is_kept_for_backward(run, precision, attention):
+    shape = {"d_model": 128, "d_ff": 320, "num_layers": 3, "num_heads": 4, "vocab_size": 500}
+    frame, tables, _ = run(
+        "memory",
+        sizes=("custom",),
+        batch=2,
+        sequences=(96,),
+        precisions=(precision,),
+        modes=("step",),
+        attention=attention,
+        **shape,
+    )
+    ends = frame[frame["kind"] == "phase"].set_index("phase")["end_bytes"]
+    expected = saved_for_backward(
+        SimpleNamespace(**shape), 2, 96, precision=precision, attention=attention, device="cpu"
+    )
+    # All but the loss, a scalar or two, to the byte.
+    assert 0 <= ends["forward"] - ends["model"] - sum(expected.values()) < 64
+    kept = tables["Kept for backward"].frame.iloc[0]
+    assert kept["kept (MiB)"] == pytest.approx(kept["predicted (MiB)"], rel=1e-3)
+    assert kept["prediction missed"] == False  # noqa: E712 - a numpy bool
+    phases = tables["Peak memory per phase"].frame.set_index("phase")
+    ratio = phases["peak (MiB)"] / phases["predicted peak (MiB)"]
+    assert ratio["forward"] == pytest.approx(1, rel=1e-3)
+    assert ratio.between(0.99, 1.15).all()
+
+
+def test_memory_off_its_prediction_is_flagged(run):
+    frame, tables, _ = run(
+        "memory",
+        sizes=("custom",),
+        batch=4,
+        sequences=(64,),
+        precisions=("fp32",),
+        modes=("step",),
+        **TINY | {"vocab_size": 2000},
+    )
+    assert not tables["Kept for backward"].frame["prediction missed"].any()
+    grown = frame.assign(
+        end_bytes=frame["end_bytes"] + (frame["phase"] == "forward") * 2**21,
+        peak_bytes=frame["peak_bytes"] + (frame["phase"] == "backward") * 2**22,
+    )
+    found = {table.title: table.frame for table in experiments.get("memory").tables(grown)}
+    assert found["Kept for backward"]["prediction missed"].all()
+    missed = found["Peak memory per phase"].set_index("phase")["prediction missed"]
+    assert missed["backward"]
+    assert not missed["model"]
 
 
 def test_profile(run, tmp_path):

@@ -113,8 +113,31 @@ def test_memory_history_agrees_with_the_allocators_own_figures(run, tmp_path):
     # Parameters, gradients, two moments; and the workspace that cuBLAS keeps.
     assert 0.95 * 4 * parameters < phases.loc["optimizer", "end_bytes"] < 4 * parameters + 2**27
     assert any(".py:" in source for source in tables["Largest allocations"]["allocated by"])
+    stacks = tables["Stacks of the largest allocations"]["stack, innermost first"]
+    assert stacks.str.endswith("_pass").all()
     with (tmp_path / "memory_snapshot.pickle").open("rb") as file:
         assert pickle.load(file)["device_traces"]
+
+
+@pytest.mark.parametrize("attention", ["naive", "sdpa", "flash"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_memory_predicts_what_is_kept_for_backward(run, precision, attention):
+    _, tables = run(
+        "memory",
+        sizes=("custom",),
+        batch=4,
+        sequences=(512,),
+        precisions=(precision,),
+        modes=("step",),
+        attention=attention,
+        **TINY | {"d_model": 512, "d_ff": 2048, "num_heads": 8, "vocab_size": 2000},
+    )
+    (kept,) = tables["Kept for backward"].to_dict("records")
+    # cuBLAS keeps a workspace of at most 32 MiB; attention's logarithms may be padded.
+    assert -1 < kept["kept (MiB)"] - kept["predicted (MiB)"] < 40
+    assert kept["predicted (MiB)"] > 80
+    assert not kept["prediction missed"]
+    assert not tables["Peak memory per phase"]["prediction missed"].any()
 
 
 def test_matmul_kernels_dominate_backward(run):

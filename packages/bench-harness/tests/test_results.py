@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lzma
 import re
 from pathlib import Path
 
@@ -53,6 +54,31 @@ def test_every_problem_is_answered_in_order(pages: list[write_up.Page]) -> None:
         assert page.answer
         assert page.measured, f"{page.name} says what it was measured on"
         assert page.tables
+
+
+def test_every_answer_has_two_to_four_sentences(pages: list[write_up.Page]) -> None:
+    counts = {page.name: sentences(" ".join(page.answer)) for page in pages}
+    assert not {name: count for name, count in counts.items() if not 2 <= count <= 4}
+
+
+def sentences(text: str) -> int:
+    """Sentences of a text: what ends with a full stop before a space or at its end."""
+    return len(re.findall(r"[.!?](?=\s|$)", re.sub(r"`[^`]*`", "code", text)))
+
+
+def test_sentences_are_counted() -> None:
+    assert sentences("It takes 5.3 ms (`a. b`), 2.0 times less. So it is: faster. Why?") == 3
+
+
+def test_every_page_has_a_picture(pages: list[write_up.Page]) -> None:
+    assert [page.name for page in pages if not page.figures and not page.pictures] == []
+
+
+def test_nsight_reports_hold_their_warm_up() -> None:
+    reports = list(RESULTS.rglob("artifacts/*/*.nsys-rep.xz"))
+    assert len(reports) >= 2
+    for file in reports:
+        assert b"warm-up" in lzma.decompress(file.read_bytes()), file
 
 
 def test_the_index_holds_what_the_rows_say(pages: list[write_up.Page]) -> None:

@@ -88,6 +88,18 @@ def test_precision_is_restored():
     assert torch.get_float32_matmul_precision() == before
 
 
+@pytest.mark.parametrize(("precision", "expected"), [("tf32", "high"), ("fp32", "highest")])
+def test_backward_runs_in_the_workload_s_precision_too(precision, expected):
+    seen = []
+    before = torch.get_float32_matmul_precision()
+    leaf = torch.ones(1, requires_grad=True)
+    leaf.register_hook(lambda grad: seen.append(torch.get_float32_matmul_precision()))
+    workload = Workload(nn.Identity(), precision, CPU, loss_of=torch.sum, args=(leaf,))
+    workload.backward((leaf * 2).sum())
+    assert seen == [expected]
+    assert torch.get_float32_matmul_precision() == before
+
+
 def test_precisions_that_cannot_be():
     with pytest.raises(CaseSkipped, match="TF32"), precision_context("tf32", CPU):
         pass

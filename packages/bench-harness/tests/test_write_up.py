@@ -84,6 +84,47 @@ def test_a_page_holds_answer_setup_table_and_picture(folder: Path) -> None:
     assert (folder / "pictures" / "takes_time-line.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_label_sets_a_part_apart(folder: Path) -> None:
+    with Store(folder / "run").open_for_writing() as writer:
+        again = {"label": "toy again", "case_key": "again"}
+        writer.append([row("plain", [8.0] * 4) | again, row("double", [8.0] * 4) | again])
+    file = folder / "answers" / "takes_time.md"
+    part = """[[part]]
+runs = ["run"]
+experiment = "toy"
+cases = ["toy again"]
+label = "second time"
+figures = ["line"]
+
+[[part.table]]
+title = "Toy <times>"
+
+[cell]
+again = ["Toy <times> (second time)", "median (ms)", { variant = "plain" }]
+"""
+    words = file.read_text().replace("[cell]\n", part).replace("Doubling takes", "{{ again }} ms.")
+    file.write_text(words)
+    (page,) = write_up.write(folder)
+    assert page.headline == "1,230 ms", "cells of the other part are not meant"
+    assert page.answer[0].startswith("8.0 ms.")
+    assert [table.title for table in page.tables] == ["Toy <times>", "Toy <times> (second time)"]
+    pictures = sorted(path.name for path in (folder / "pictures").iterdir())
+    assert pictures == ["takes_time-line-second-time.png", "takes_time-line.png"]
+
+
+def test_notes_stand_under_their_heading(folder: Path) -> None:
+    answer(folder, "takes_time", WORDS + "\n\n## Notes\n\nIt is a `toy`.\n")
+    (page,) = write_up.write(folder)
+    assert len(page.answer) == 2
+    assert page.notes == ["It is a `toy`."]
+    text = (folder / "takes_time.md").read_text()
+    order = ("A second paragraph.", "## Notes", "It is a `toy`.", "## Setup")
+    assert sorted(order, key=text.index) == list(order)
+    printed = (folder / "write-up.html").read_text()
+    assert "<h3>Notes</h3>" in printed
+    assert "It is a <code>toy</code>." in printed
+
+
 def test_a_whole_label_names_only_its_case(folder: Path) -> None:
     with Store(folder / "run").open_for_writing() as writer:
         again = {"label": "toy ok again", "case_key": "again"}

@@ -56,6 +56,15 @@ class Workload:
             called = self.module if module is None else module
             return self.loss_of(called(*self.args, **self.kwargs))
 
+    def backward(self, loss: Tensor) -> None:
+        """The backward pass of a loss, in the workload's precision.
+
+        Under autocast the dtypes of backward were settled in forward; whether fp32 products use
+        TF32 is asked when each of them runs.
+        """
+        with _products_in(self.precision):
+            loss.backward()
+
     def parameters(self) -> int:
         """Number of parameters, shared ones once."""
         return sum(p.numel() for p in self.module.parameters())
@@ -96,6 +105,15 @@ def precision_context(precision: str, device: torch.device) -> Iterator[None]:
         return
     if precision == "tf32" and device.type != "cuda":
         raise CaseSkipped("TF32 is a format of NVIDIA tensor cores; this case runs on a CPU")
+    with _products_in(precision):
+        yield
+
+
+@contextmanager
+def _products_in(precision: str) -> Iterator[None]:
+    """Computes fp32 products in TF32 or not: a setting of the process, in force when they run."""
+    import torch
+
     previous = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     try:

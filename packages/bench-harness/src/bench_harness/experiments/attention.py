@@ -162,19 +162,27 @@ class Attention(Experiment):
 
     def figures(self, rows: pd.DataFrame) -> list[Figure]:
         """Time and held memory over sequence length."""
-        from bench_harness.report.plots import new_figure
+        from bench_harness.report.plots import COLOURS, new_figure
         from bench_harness.stats import with_summary
 
         done = with_summary(present.finished(rows))
         if "phase" not in done or done.empty:
             return []
-        figure, axes = new_figure(columns=3, width=11, height=3.8)
+        figure, axes = new_figure(columns=3, width=11, height=4)
+        shades = dict(zip(sorted(done["head_dim"].unique()), COLOURS, strict=False))
+        done = done.sort_values(["head_dim", "sequence"], kind="stable")
         for name, group in present.by(done, ["head_dim", "variant"]):
+            first = group.iloc[0]
+            look: Any = {
+                "color": shades.get(first["head_dim"]),
+                "marker": "o",
+                "linestyle": "-" if first["variant"] == "eager" else "--",
+            }
             for index, phase in enumerate(("forward", "backward")):
-                part = group[group["phase"] == phase].sort_values("sequence")
-                axes[0, index].plot(part["sequence"], part["median_ms"], "o-", label=name)
-            part = group[group["phase"] == "forward"].sort_values("sequence")
-            axes[0, 2].plot(part["sequence"], part["saved_bytes"] / 2**20, "o-", label=name)
+                part = group[group["phase"] == phase]
+                axes[0, index].plot(part["sequence"], part["median_ms"], label=name, **look)
+            part = group[group["phase"] == "forward"]
+            axes[0, 2].plot(part["sequence"], part["saved_bytes"] / 2**20, **look)
         for plot, title, unit in zip(
             axes[0],
             ("forward", "backward", "held before backward"),
@@ -184,7 +192,9 @@ class Attention(Experiment):
             plot.set_title(title)
             present.log_axes(plot, x="sequence length (tokens)", y=unit)
         if len(axes[0, 0].get_lines()) > 1:
-            axes[0, 0].legend()
+            figure.legend(
+                *axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4
+            )
         return [Figure("attention_grid", "Attention over sequence length", figure)]
 
 

@@ -159,8 +159,15 @@ def draw_fit(done: pd.DataFrame) -> Figure | None:
     found = sweeps(done)
     if not found:
         return None
-    figure, axes = new_figure(rows=len(found), height=0.8 + 3 * len(found))
-    for plot, sweep in zip(axes[:, 0], found, strict=True):
+    found = sorted(found, key=lambda sweep: sweep.label)
+    columns = min(2, len(found))
+    lines = -(-len(found) // columns)
+    figure, axes = new_figure(
+        rows=lines, columns=columns, width=5 * columns + 2, height=0.8 + 3 * lines
+    )
+    for plot in list(axes.flat)[len(found) :]:
+        plot.set_visible(False)
+    for plot, sweep in zip(axes.flat, found, strict=False):
         rows, bare, label = sweep.rows, sweep.bare_ms, sweep.label
         size = float(rows["gradient_bytes"].iloc[0])
         counts = rows["buckets"].to_numpy(np.float64)
@@ -172,7 +179,8 @@ def draw_fit(done: pd.DataFrame) -> Figure | None:
         plot.plot(size / line / 2**20, model, "-", color=COLOURS[1], label="model")
         plot.set_title(label)
         log_axes(plot, x="gradients per bucket (MiB)", y="overhead (ms)", y_log=False)
-        plot.set_ylim(bottom=min(0.0, 1.1 * float(overhead.min())))
+        # A point below the step without communication stays whole.
+        plot.set_ylim(bottom=min(0.0, float(overhead.min() - 0.05 * overhead.max())))
         plot.legend()
     return figure
 

@@ -238,35 +238,27 @@ class Flash(Experiment):
         ]
 
     def figures(self, rows: pd.DataFrame) -> list[Figure]:
-        """Achieved rate over sequence length, one panel per dtype and head dimension."""
-        from bench_harness.report.plots import COLOURS, new_figure
+        """Time over sequence length; errors of output and gradients."""
+        from bench_harness.experiments.flash_pictures import draw_errors, draw_grid
         from bench_harness.stats import with_summary
 
         done = with_summary(present.finished(rows))
         if "phase" not in done or done.empty:
             return []
-        whole = done[done["phase"] == "forward+backward"]
-        whole = whole.sort_values(["dtype", "head_dim"], kind="stable")
-        panels = present.by(whole, ["dtype", "head_dim"])
-        columns = min(4, len(panels))
-        height = -(-len(panels) // columns)
-        figure, axes = new_figure(
-            rows=height, columns=columns, width=3.4 * max(2, columns), height=3.2 * height + 0.5
-        )
-        colour = dict(zip(whole["variant"].unique(), COLOURS * 2, strict=False))
-        drawn: dict[str, Any] = {}
-        for plot, (title, panel) in zip(axes.flat, panels, strict=False):
-            for variant, group in panel.groupby("variant", sort=False):
-                part = group.groupby("sequence")["median_ms"].median()
-                (drawn[str(variant)],) = plot.plot(
-                    part.index, part.to_numpy(), "o-", color=colour[variant]
+        return [
+            Figure("flash_grid", "Forward and backward over sequence length", draw_grid(done)),
+            *(
+                Figure(
+                    f"flash_errors_{what}",
+                    f"Error of the {what} against fp64",
+                    draw_errors(done, column, _CHECKED_SEQUENCE),
+                    f"A point per head dimension and length up to {_CHECKED_SEQUENCE}; longer ones "
+                    "are checked at that length. Shares of the largest value of attention in "
+                    "double precision.",
                 )
-            plot.set_title(title or "forward + backward")
-            present.log_axes(plot, x="sequence length (tokens)", y="median time (ms)")
-        for plot in list(axes.flat)[len(panels) :]:
-            plot.set_visible(False)
-        figure.legend(drawn.values(), drawn.keys(), loc="outside upper center", ncols=4)
-        return [Figure("flash_grid", "Forward and backward over sequence length", figure)]
+                for what, column in (("output", "error_out"), ("gradients", "error_grad"))
+            ),
+        ]
 
 
 def _side_by_side(done: pd.DataFrame) -> list[Table]:

@@ -175,5 +175,35 @@ class Leaderboard(Experiment):
         ]
 
     def figures(self, rows: pd.DataFrame) -> list[Figure]:
-        """None: it is one number per attention."""
-        return []
+        """Milliseconds of every attention with their interval, beside the public record."""
+        from bench_harness.report.plots import COLOURS, new_figure
+        from bench_harness.stats import with_summary
+
+        done = with_summary(present.finished(rows))
+        if "variant" not in done or done["median_ms"].isna().all():
+            return []
+        cells = present.by(done, ["sequence", "heads", "head_dim"])
+        figure, axes = new_figure(rows=len(cells), height=0.9 + 2.1 * len(cells))
+        for plot, (title, cell) in zip(axes[:, 0], cells, strict=True):
+            around = [
+                (cell["median_ms"] - cell["ci_low_ms"]).fillna(0).clip(lower=0),
+                (cell["ci_high_ms"] - cell["median_ms"]).fillna(0).clip(lower=0),
+            ]
+            colours = [COLOURS[name != OURS] for name in cell["variant"]]
+            bars = plot.barh(
+                cell["variant"], cell["median_ms"], xerr=around, color=colours, capsize=3
+            )
+            plot.bar_label(bars, [f"{value:.3g}" for value in cell["median_ms"]], padding=4)
+            plot.axvline(PUBLIC_RECORD_MS, color="black", linestyle="--", linewidth=1)
+            plot.invert_yaxis()
+            plot.set_title(title)
+            plot.set_xlabel("forward and backward, median time (ms)")
+        return [
+            Figure(
+                "leaderboard",
+                "The leaderboard's measurement",
+                figure,
+                "Bars: median; whiskers: 95 % interval. Dashed: the public board's record, "
+                "measured on an H100.",
+            )
+        ]

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.case import Case, Row
@@ -31,6 +32,18 @@ MODES = ("forward", "step")
 PHASES = ("model", "forward", "backward", "optimizer")
 SNAPSHOT = "memory_snapshot.pickle"
 _LARGEST = 8
+#: Of what is kept for backward; each is predicted.
+_PARTS = (
+    *("residual stream", "attention", "scores", "feed-forward"),
+    *("head", "logits", "rotary tables", "weights in bf16"),
+)
+#: A prediction further off is marked, unless libraries' own memory explains it.
+_TOLERANCE = 0.05
+_LIBRARIES_BYTES = {"cuda": 96 * 2**20, "cpu": 2**20}
+_MISSES = (
+    f"Predictions off by more than {_TOLERANCE:.0%} are marked, unless it is less than the 96 MiB "
+    "that libraries may keep on a GPU (cuBLAS: 32 MiB per thread), or 1 MiB on a CPU."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +71,9 @@ class Memory(Experiment):
     summary: ClassVar[str] = "Memory timeline, peaks per phase, largest allocations"
     guide: ClassVar[str] = (
         "Records every allocation of one pass and shows the memory in use over time by the "
-        "phase that allocated it, each phase's own peak, and the largest allocations with their "
-        "source. On a GPU it leaves memory_snapshot.pickle for PyTorch's viewer."
+        "phase that allocated it, each phase's own peak, what forward keeps for backward, and the "
+        "largest allocations with their stacks. Peaks and what is kept stand beside predictions "
+        "from shapes. On a GPU it leaves memory_snapshot.pickle for PyTorch's viewer."
     )
     examples: ClassVar[tuple[str, ...]] = (
         "memory --sizes small --sequences 256 --modes step",
@@ -145,11 +159,12 @@ class Memory(Experiment):
         return rows
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
-        """Peaks of every case; peaks per phase; the residual stream; the largest allocations."""
-        frame = rows.copy()
-        for name in ("peak", "end", "case_peak", "residual", "block"):
-            if f"{name}_bytes" in frame:
-                frame[f"{name}_mib"] = frame[f"{name}_bytes"] / 2**20
+        """Peaks beside predictions, what is kept for backward, the largest allocations."""
+        frame = _with_predictions(rows)
+        for name in ("peak", "end", "case_peak", "residual", "block", "kept"):
+            for prefix in ("", "predicted_"):
+                if f"{prefix}{name}_bytes" in frame:
+                    frame[f"{prefix}{name}_mib"] = frame[f"{prefix}{name}_bytes"] / 2**20
         cell = {
             "size": "size",
             "batch": "batch",
@@ -166,6 +181,7 @@ class Memory(Experiment):
                     cell
                     | {
                         "case_peak_mib": "peak (MiB)",
+                        "predicted_case_peak_mib": "predicted peak (MiB)",
                         "residual_mib": "residual stream (MiB)",
                         "status": "status",
                     },
@@ -177,37 +193,65 @@ class Memory(Experiment):
         if "kind" not in frame:
             return tables
         done = present.finished(frame)
+        phases = done[done["kind"] == "phase"]
         tables.append(
             Table(
                 "Peak memory per phase",
                 present.columns(
-                    done[done["kind"] == "phase"],
+                    phases,
                     cell
                     | {
                         "phase": "phase",
                         "peak_mib": "peak (MiB)",
+                        "predicted_peak_mib": "predicted peak (MiB)",
+                        "peak_missed": "prediction missed",
                         "end_mib": "in use at its end (MiB)",
                     },
                 ),
-                "Each phase's own peak: counting starts anew with every phase.",
+                "Each phase's own peak: counting starts anew with every phase. Predicted from "
+                f"shapes alone. {_MISSES}",
             )
         )
+        kept = phases[phases["kept_bytes"].notna()]
+        if len(kept):
+            tables.append(
+                Table(
+                    "Kept for backward",
+                    present.columns(
+                        kept,
+                        cell
+                        | {
+                            "kept_mib": "kept (MiB)",
+                            "predicted_kept_mib": "predicted (MiB)",
+                            "kept_missed": "prediction missed",
+                        }
+                        | {_column(part): f"{part} (MiB)" for part in _PARTS},
+                    ),
+                    "What a training step's forward leaves allocated beyond the model, and its "
+                    "prediction with its parts: every operand that a derivative needs, each tensor "
+                    f"once. {_MISSES}",
+                )
+            )
+        allocations = done[done["kind"] == "allocation"]
+        block = {"block_mib": "block (MiB)", "blocks": "blocks (count)", "phase": "phase"}
         tables.append(
             Table(
                 "Largest allocations",
-                present.columns(
-                    done[done["kind"] == "allocation"],
-                    cell
-                    | {
-                        "block_mib": "block (MiB)",
-                        "blocks": "blocks (count)",
-                        "phase": "phase",
-                        "source": "allocated by",
-                    },
-                ),
+                present.columns(allocations, cell | block | {"source": "allocated by"}),
                 "On a GPU the source line, on a CPU the operator.",
             )
         )
+        if "stack" in allocations and allocations["stack"].map(bool, na_action="ignore").any():
+            shown = allocations[allocations["stack"].map(lambda stack: stack not in (None, []))]
+            shown = shown[shown["stack"].notna()].assign(stack=shown["stack"].map(" ‹ ".join))
+            tables.append(
+                Table(
+                    "Stacks of the largest allocations",
+                    present.columns(shown, cell | block | {"stack": "stack, innermost first"}),
+                    "Python frames outside torch, on a CPU operators. The autograd engine calls "
+                    "backward's kernels from a thread without a Python stack.",
+                )
+            )
         return tables
 
     def figures(self, rows: pd.DataFrame) -> list[Figure]:
@@ -226,6 +270,58 @@ class Memory(Experiment):
                 zip(drawn["case_key"], drawn["label"], drawn["timeline"], strict=True)
             )
         ]
+
+
+def _with_predictions(rows: pd.DataFrame) -> pd.DataFrame:
+    """A copy with what the shapes of every measured case predict, and what is off."""
+    import pandas as pd
+
+    frame = rows.copy()
+    columns = ["predicted_peak_bytes", "predicted_case_peak_bytes", "kept_bytes"]
+    columns += ["predicted_kept_bytes", *map(_column, _PARTS)]
+    lines: list[Row] = []
+    for _, row in frame.iterrows():
+        lines.append({} if row.get("kind") != "phase" else _predicted(row))
+    predicted = pd.DataFrame(lines, index=frame.index, columns=columns, dtype="float64")
+    frame = frame.join(predicted)
+    if "kind" not in frame:
+        return frame
+    built = frame[(frame["kind"] == "phase") & (frame["phase"] == "model")]
+    ends = built.set_index("case_key")["end_bytes"].to_dict()
+    kept = frame["predicted_kept_bytes"].notna()
+    before = frame.loc[kept, "case_key"].map(ends).astype("float64")
+    frame.loc[kept, "kept_bytes"] = frame.loc[kept, "end_bytes"] - before
+    for name in ("peak", "kept"):
+        expected = frame[f"predicted_{name}_bytes"]
+        off = (frame[f"{name}_bytes"] - expected).abs()
+        missed = (off > _TOLERANCE * expected) & (off > frame["device"].map(_LIBRARIES_BYTES))
+        frame[f"{name}_missed"] = missed.where(expected.notna())
+    return frame
+
+
+def _predicted(row: pd.Series[Any]) -> Row:
+    """What the shapes of a phase's case predict for that phase."""
+    from bench_harness.activations import peaks, saved_for_backward
+
+    dimensions = ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads")
+    shape = SimpleNamespace(**{name: int(row[name]) for name in dimensions})
+    given = {name: row[name] for name in ("precision", "attention", "device")}
+    training = row["mode"] == "step"
+    size = int(row["batch"]), int(row["sequence"])
+    by_phase = peaks(shape, *size, training=training, **given)
+    found: Row = {
+        "predicted_peak_bytes": by_phase[row["phase"]],
+        "predicted_case_peak_bytes": max(by_phase.values()),
+    }
+    if training and row["phase"] == "forward":
+        parts = saved_for_backward(shape, *size, **given)
+        found["predicted_kept_bytes"] = sum(parts.values())
+        found |= {_column(part): nbytes / 2**20 for part, nbytes in parts.items() if nbytes}
+    return found
+
+
+def _column(part: str) -> str:
+    return f"kept as {part}"
 
 
 def record(config: Mapping[str, Any], device: torch.device, snapshot: Path) -> list[MemoryEvent]:
@@ -260,7 +356,7 @@ def _pass(config: Mapping[str, Any], device: torch.device, recorder: Any) -> Non
     with recorder.phase("forward"):
         loss = workload.loss()
     with recorder.phase("backward"):
-        loss.backward()
+        workload.backward(loss)
     with recorder.phase("optimizer"):
         optimizer.step()
 
@@ -287,7 +383,9 @@ class _CudaRecorder:
         try:
             if exception[0] is None:
                 torch.cuda.synchronize(self._device)
-                self.events = from_cuda_history(self._entries(), self._boundaries)
+                self.events = from_cuda_history(
+                    self._entries(), self._boundaries, outermost=_pass.__name__
+                )
                 torch.cuda.memory._dump_snapshot(str(self._snapshot))
         finally:
             torch.cuda.memory._record_memory_history(enabled=None)

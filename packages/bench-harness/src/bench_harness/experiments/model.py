@@ -442,11 +442,11 @@ class _Variant:
             with phase("training forward"):
                 loss = self._workload.loss(self._module)
             with phase("backward"):
-                loss.backward()
+                self._workload.backward(loss)
         if "step" in self._modes:
             with phase("optimizer"):
                 self._optimizer.step()
             with phase("step"):
                 self._optimizer.zero_grad()
-                self._workload.loss(self._module).backward()
+                self._workload.backward(self._workload.loss(self._module))
                 self._optimizer.step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.case import Case, Row
@@ -138,6 +139,7 @@ class Optimizer(Experiment):
             frame["moment"] != MOMENTS[0], 0
         )
         frame["predicted_bytes"] = sum(frame[f"predicted_{part}_bytes"] for part in _PARTS)
+        frame[["activation_bytes", "predicted_peak_bytes"]] = _training_pass(frame)
         for name in _BYTES:
             if name in frame:
                 frame[name.replace("_bytes", "_mib")] = frame[name].astype("float64") / 2**20
@@ -169,8 +171,10 @@ class Optimizer(Experiment):
                         "predicted_state_mib": "predicted state (MiB)",
                         "predicted_mib": "predicted sum (MiB)",
                         "missed": "prediction missed",
+                        "activation_mib": "predicted activations (MiB)",
                         "allocated_mib": "allocated (MiB)",
                         "peak_mib": "peak until then (MiB)",
+                        "predicted_peak_mib": "predicted peak (MiB)",
                         "status": "status",
                     },
                 ),
@@ -178,7 +182,9 @@ class Optimizer(Experiment):
                 "allocator's figure, and the peak, reset at each moment, holds activations and "
                 "temporary buffers. Predictions: parameters and, once there, gradients are one "
                 "fp32 value per parameter; AdamW keeps two, on 1/world_size of them when sharded. "
-                f"A part that is off by more than {_TOLERANCE:.0%} is flagged.",
+                f"A part that is off by more than {_TOLERANCE:.0%} is flagged. Activations, from "
+                "shapes, are what forward keeps for backward: they are gone when the pass has "
+                "ended, and raise its peak where they outweigh the gradients that replace them.",
             ),
             Table(
                 "Step time with and without sharding",
@@ -252,8 +258,10 @@ _BYTES = (
     "state_bytes",
     "predicted_state_bytes",
     "predicted_bytes",
+    "activation_bytes",
     "allocated_bytes",
     "peak_bytes",
+    "predicted_peak_bytes",
 )
 
 _ZERO_COMPARISON = [
@@ -394,7 +402,7 @@ def _turn(
     _reset_peak(device)
     optimizer = make_optimizer(variant, workload.module, device)
     rows = [_memory(workload.module, optimizer, device)]
-    workload.loss(way.module).backward()
+    workload.backward(workload.loss(way.module))
     way.finish()
     rows.append(_memory(workload.module, optimizer, device))
     optimizer.step()
@@ -405,7 +413,7 @@ def _turn(
         with record_sample(taken["step"], device):
             for parameter in workload.module.parameters():
                 parameter.grad = None
-            workload.loss(way.module).backward()
+            workload.backward(workload.loss(way.module))
             way.finish()
             optimizer.step()
         dist.barrier()
@@ -465,6 +473,31 @@ def _predicted_state(numel: int, world_size: int) -> dict[bool, int]:
         )
         for sharded in (False, True)
     }
+
+
+def _training_pass(frame: pd.DataFrame) -> pd.DataFrame:
+    """Predicted activations of forward and backward, and their peak; empty at other moments."""
+    import pandas as pd
+
+    from bench_harness.activations import peaks, saved_for_backward
+
+    names = ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads")
+    lines: list[tuple[float, float]] = []
+    for _, row in frame.iterrows():
+        if row["moment"] != MOMENTS[1]:
+            lines.append((float("nan"), float("nan")))
+            continue
+        shape = SimpleNamespace(**{name: int(row[name]) for name in names})
+        size = int(row["batch"]), int(row["sequence"])
+        given = {"precision": row["precision"], "attention": "sdpa", "device": row["device"]}
+        by_phase = peaks(shape, *size, training=True, **given)
+        lines.append(
+            (
+                sum(saved_for_backward(shape, *size, **given).values()),
+                max(by_phase["forward"], by_phase["backward"]),
+            )
+        )
+    return pd.DataFrame(lines, index=frame.index)
 
 
 def _missed(frame: pd.DataFrame) -> pd.Series[Any]:

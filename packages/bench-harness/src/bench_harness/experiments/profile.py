@@ -328,7 +328,7 @@ def prepare(config: Mapping[str, Any], device: torch.device) -> Callable[[], Non
         with phase("forward", device):
             loss = workload.loss()
         with phase("backward", device):
-            loss.backward()
+            workload.backward(loss)
         with phase("optimizer", device):
             optimizer.step()
 
@@ -337,7 +337,7 @@ def prepare(config: Mapping[str, Any], device: torch.device) -> Callable[[], Non
             with torch.no_grad():
                 workload.loss()
             optimizer.zero_grad()
-            workload.loss().backward()
+            workload.backward(workload.loss())
             optimizer.step()
     return step
 

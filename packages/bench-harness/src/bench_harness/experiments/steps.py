@@ -79,7 +79,7 @@ def train_step(workload: Workload, way: Wrapped, optimizer: torch.optim.Optimize
     """Zero gradients, forward, backward, synchronise, update (if there is an optimizer)."""
     for parameter in workload.module.parameters():
         parameter.grad = None
-    workload.loss(way.module).backward()
+    workload.backward(workload.loss(way.module))
     way.finish()
     if optimizer is not None:
         optimizer.step()

@@ -42,6 +42,10 @@ A field of such a row is named with dots where it is nested; the third entry div
 ``by = ["variant"]`` shows the median of the rows that agree in these fields. Such a part may also
 show pictures: ``pictures = [["ddp/timeline.png", "Title", "Note."]]``.
 
+Where two parts show the same tables, ``label`` sets one apart: its tables and pictures are then
+called ``Time per phase (LABEL)``, by cells too. The words are the answer. What follows a line
+``## Notes`` in them stands under that heading.
+
 ``cases`` are parts of labels; one that is the whole label of a case names only that case. An entry
 of ``cell`` is the one cell of a whole table, in that column, whose row has these values.
 ``figure`` rounds to three significant digits, ``figure(2)`` to two.
@@ -53,7 +57,7 @@ import base64
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,8 +78,9 @@ ANSWERS, PICTURES, INDEX = "answers", "pictures", "index.md"
 PAGE, PDF = "write-up.html", "write-up.pdf"
 _TEMPLATE = "write_up.html.jinja"
 _FENCE = "+++\n"
+_NOTES = "\n## Notes\n"
 _KEYS = {"title", "order", "headline", "setup", "commands", "part", "cell"}
-_PART_KEYS = {"runs", "experiment", "cases", "table", "figures"}
+_PART_KEYS = {"runs", "experiment", "cases", "table", "figures", "label"}
 _TABLE_KEYS = {"title", "columns", "where"}
 _FILE_PART_KEYS = {"file", "table", "pictures"}
 _FILE_TABLE_KEYS = {"title", "fields", "where", "by", "note"}
@@ -109,6 +114,7 @@ class Page:
         measured: on what, and from which commit, one line per run.
         files: the files of rows, relative to the results folder.
         answer: paragraphs.
+        notes: paragraphs of what the answer leaves out.
     """
 
     name: str
@@ -123,6 +129,7 @@ class Page:
     figures: list[Figure]
     pictures: list[Picture]
     answer: list[str]
+    notes: list[str]
 
 
 def build(folder: Path) -> list[Page]:
@@ -169,6 +176,8 @@ def page_markdown(page: Page) -> str:
         f"# {page.title}",
         f"`{page.name}` · [all problems]({INDEX})",
         *page.answer,
+        "## Notes" if page.notes else "",
+        *page.notes,
         "## Setup",
         page.setup,
         "\n".join(f"- {line}" for line in page.measured),
@@ -249,15 +258,21 @@ def _page(file: Path, folder: Path) -> Page:
         measured |= dict.fromkeys(where)
         files |= dict.fromkeys(f"{run}/{RESULTS}" for run in part["runs"])
         experiment = experiments.get(part["experiment"])
+        label = part.get("label")
         by_title = {table.title: table for table in experiment.tables(to_frame(rows))}
         for title, table in by_title.items():
-            whole.setdefault(title, []).append(table.frame)
-        shown += [_narrowed(wanted, by_title) for wanted in part.get("table", [])]
-        figures += _pictures(part, experiment.figures(to_frame(rows)))
+            whole.setdefault(_labelled(title, label), []).append(table.frame)
+        for wanted in part.get("table", []):
+            table = _narrowed(wanted, by_title)
+            shown.append(replace(table, title=_labelled(table.title, label)))
+        for figure in _pictures(part, experiment.figures(to_frame(rows))):
+            name = f"{figure.name}-{label.replace(' ', '-')}" if label else figure.name
+            figures.append(replace(figure, name=name, title=_labelled(figure.title, label)))
     try:
         templates = _templates()
         values = {name: _cell(whole, *asked) for name, asked in head.get("cell", {}).items()}
         words = templates.from_string(body).render(values)
+        answer, _, notes = words.partition(_NOTES)
         headline = templates.from_string(head["headline"]).render(values)
     except (TemplateError, TypeError, ZeroDivisionError) as error:
         raise ValueError(f"its text cannot be filled in: {error}") from None
@@ -273,8 +288,17 @@ def _page(file: Path, folder: Path) -> Page:
         tables=shown,
         figures=figures,
         pictures=drawn,
-        answer=[" ".join(part.split()) for part in words.split("\n\n") if part.strip()],
+        answer=_paragraphs(answer),
+        notes=_paragraphs(notes),
     )
+
+
+def _labelled(title: str, label: str | None) -> str:
+    return f"{title} ({label})" if label else title
+
+
+def _paragraphs(text: str) -> list[str]:
+    return [" ".join(part.split()) for part in text.split("\n\n") if part.strip()]
 
 
 def _split(text: str) -> tuple[dict[str, Any], str]:

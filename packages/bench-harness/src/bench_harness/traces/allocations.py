@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -29,6 +29,7 @@ class MemoryEvent:
     Attributes:
         time_ns: on any clock that all events share.
         source: the line or operator that allocated; empty for a release.
+        stack: lines, or operators on a CPU, that led there, innermost first; torch's own left out.
     """
 
     time_ns: int
@@ -36,6 +37,7 @@ class MemoryEvent:
     address: int
     phase: str
     source: str
+    stack: tuple[str, ...] = ()
 
 
 #: Name of the stretches between phases.
@@ -56,6 +58,7 @@ class Allocation:
     last: int | None
     phase: str
     source: str
+    stack: tuple[str, ...] = ()
 
 
 def follow(events: Sequence[MemoryEvent]) -> list[Allocation]:
@@ -67,12 +70,13 @@ def follow(events: Sequence[MemoryEvent]) -> list[Allocation]:
             open_blocks[event.address] = (index, event)
         elif event.address in open_blocks:
             first, began = open_blocks.pop(event.address)
-            found.append(Allocation(began.nbytes, first, index, began.phase, began.source))
-    found += [
-        Allocation(event.nbytes, first, None, event.phase, event.source)
-        for first, event in open_blocks.values()
-    ]
+            found.append(_allocation(began, first, index))
+    found += [_allocation(event, first, None) for first, event in open_blocks.values()]
     return sorted(found, key=lambda block: block.first)
+
+
+def _allocation(event: MemoryEvent, first: int, last: int | None) -> Allocation:
+    return Allocation(event.nbytes, first, last, event.phase, event.source, event.stack)
 
 
 def allocated_after(events: Sequence[MemoryEvent], blocks: Iterable[Allocation]) -> list[int]:
@@ -127,19 +131,30 @@ def timeline(events: Sequence[MemoryEvent], phases: Sequence[str]) -> Row:
 
 
 def largest(events: Sequence[MemoryEvent], count: int) -> list[Row]:
-    """The largest kinds of allocation (same size, source and phase), largest block first."""
-    groups: dict[tuple[int, str, str], int] = defaultdict(int)
+    """The largest kinds of allocation (same size, source and phase), largest block first.
+
+    The stack is that of most of their blocks.
+    """
+    groups: dict[tuple[int, str, str], Counter[tuple[str, ...]]] = defaultdict(Counter)
     for block in follow(events):
-        groups[block.nbytes, block.phase, block.source] += 1
-    ordered = sorted(groups.items(), key=lambda item: (-item[0][0], -item[1]))
+        groups[block.nbytes, block.phase, block.source][block.stack] += 1
+    ordered = sorted(groups.items(), key=lambda item: (-item[0][0], -item[1].total()))
     return [
-        {"block_bytes": nbytes, "phase": phase, "source": source, "blocks": number}
-        for (nbytes, phase, source), number in ordered[:count]
+        {
+            "block_bytes": nbytes,
+            "phase": phase,
+            "source": source,
+            "blocks": stacks.total(),
+            "stack": list(stacks.most_common(1)[0][0]),
+        }
+        for (nbytes, phase, source), stacks in ordered[:count]
     ]
 
 
 def from_cuda_history(
-    entries: Sequence[Mapping[str, Any]], boundaries: Sequence[tuple[str, int]]
+    entries: Sequence[Mapping[str, Any]],
+    boundaries: Sequence[tuple[str, int]],
+    outermost: str = "",
 ) -> list[MemoryEvent]:
     """Events of the caching allocator's history.
 
@@ -147,6 +162,7 @@ def from_cuda_history(
         entries: one device's list in ``device_traces`` of a snapshot.
         boundaries: phase names, each with the number of entries there were when it began;
             ``NO_PHASE`` where what follows is not looked at, such as the release of everything.
+        outermost: the function where stacks end; what called it is of no interest.
     """
     starts = [start for _, start in boundaries]
     events = []
@@ -163,6 +179,7 @@ def from_cuda_history(
                 address=int(entry["addr"]),
                 phase=boundaries[place][0],
                 source=_source_line(entry.get("frames", ())) if sign > 0 else "",
+                stack=_stack(entry.get("frames", ()), outermost) if sign > 0 else (),
             )
         )
     return events
@@ -192,13 +209,15 @@ def from_profile(path: Path) -> list[MemoryEvent]:
     for start, event in sorted(moments, key=lambda moment: moment[0]):
         phase = next((name for begin, end, name in phases if begin <= start < end), None)
         if phase is not None:
+            names = _enclosing(spans[event["pid"], event["tid"]], start)
             events.append(
                 MemoryEvent(
                     time_ns=start,
                     nbytes=int(event["args"]["Bytes"]),
                     address=int(event["args"]["Addr"]),
                     phase=phase,
-                    source=_enclosing(spans[event["pid"], event["tid"]], start),
+                    source=" › ".join(dict.fromkeys([*names[:1], *names[-1:]])),
+                    stack=tuple(reversed(names)),
                 )
             )
     return events
@@ -207,16 +226,28 @@ def from_profile(path: Path) -> list[MemoryEvent]:
 def _source_line(frames: Sequence[Mapping[str, Any]]) -> str:
     """The innermost frame outside torch, and the innermost one inside for what it did there."""
     python = [f for f in frames if str(f["filename"]).endswith(".py")]
-    own = [f for f in python if "/torch/" not in str(f["filename"])]
-    frame = next(iter(own or python), None)
+    frame = next(iter(_own(python) or python), None)
     if frame is None:
         return "backward (started by the autograd engine)"
     return f"{Path(str(frame['filename'])).name}:{frame['line']} {frame['name']}"
 
 
-def _enclosing(spans: list[tuple[int, int, str]], moment: int) -> str:
-    """Names of the spans open at a moment: the outermost and the innermost."""
+def _stack(frames: Sequence[Mapping[str, Any]], outermost: str) -> tuple[str, ...]:
+    """The frames outside torch up to the outermost function, each with its package."""
+    own = _own([f for f in frames if str(f["filename"]).endswith(".py")])
+    names = [frame["name"] for frame in own]
+    own = own[: names.index(outermost) + 1] if outermost in names else own
+    return tuple(
+        f"{'/'.join(Path(str(f['filename'])).parts[-2:])}:{f['line']} {f['name']}" for f in own
+    )
+
+
+def _own(frames: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [frame for frame in frames if "/torch/" not in str(frame["filename"])]
+
+
+def _enclosing(spans: list[tuple[int, int, str]], moment: int) -> list[str]:
+    """Names of the spans open at a moment, outermost first."""
     place = bisect.bisect_right(spans, (moment, 1 << 62, ""))
     # Operators nest a few levels deep; a bounded look back finds all that are still open.
-    names = [name for start, end, name in spans[max(0, place - 400) : place] if moment < end]
-    return " › ".join(dict.fromkeys([*names[:1], *names[-1:]]))
+    return [name for start, end, name in spans[max(0, place - 400) : place] if moment < end]
