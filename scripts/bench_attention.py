@@ -246,9 +246,9 @@ def measure(
     for which in PASSES:
         calls = {name: timed(which, attend, leaves) for name, attend in attentions.items()}
         samples: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(rounds):
-            for name, call in calls.items():
-                samples[name] += sampler(call, leaves, rep)
+        for turn in range(rounds):  # back and forth: who follows whom decides on the clock
+            for name in list(calls) if turn % 2 == 0 else list(calls)[::-1]:
+                samples[name] += sampler(calls[name], leaves, rep)
         for name, ms in samples.items():
             numbers = statistics_of(ms)
             yield {
