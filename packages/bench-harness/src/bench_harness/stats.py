@@ -7,6 +7,7 @@ assumes no distribution.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypedDict
@@ -119,7 +120,7 @@ def with_summary(
     timed = ("mean", "std", "median", "p25", "p75", "ci_low", "ci_high")
     summaries = []
     for samples in rows[column] if column in rows else [None] * len(rows):
-        summary = dict(summarize(samples)) if isinstance(samples, list) and samples else {}
+        summary = dict(_known(tuple(samples))) if isinstance(samples, list) and samples else {}
         summaries.append({f"{k}{suffix}" if k in timed else k: v for k, v in summary.items()})
     names = [f"{k}{suffix}" if k in timed else k for k in Summary.__annotations__]
     added = pd.DataFrame(summaries, index=rows.index, columns=pd.Index(names))
@@ -129,6 +130,12 @@ def with_summary(
         added["too_short"] = short.astype(object).where(known)
         names.append("too_short")
     return pd.concat([rows.drop(columns=[n for n in names if n in rows]), added], axis=1)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _known(samples: tuple[float, ...]) -> Summary:
+    """:func:`summarize`, once per sample: tables and pictures of a report ask for the same."""
+    return summarize(samples)
 
 
 def _interval(values: np.ndarray) -> tuple[float | None, float | None]:
