@@ -373,7 +373,8 @@ class Machine:
         operands = [x for x in (a, b) if isinstance(x, Shared)]
         before = [x.array.copy() for x in operands]
         left = a.array if isinstance(a, Shared) else a.value
-        result = Tensor(left @ b.array + (acc.value if use_acc else 0.0), acc.type.layout)
+        # Products run in order, so that one may add to what another has yet to compute.
+        result = Tensor(left @ b.array + (acc.array if use_acc else 0.0), acc.type.layout)
         result.pending = True
 
         def complete() -> None:

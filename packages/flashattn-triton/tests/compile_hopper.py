@@ -1,13 +1,15 @@
 """Compiles the Hopper tier's kernels without a GPU, and reads what ptxas says about them.
 
 Run as a program, in a process where TRITON_INTERPRET is not set: it reads a JSON list of requests
-from standard input and writes one JSON row for each compiled kernel. The launchers themselves are
-called, on the "meta" device, as compile_kernels.py does for the portable tier.
+from standard input and writes one JSON row for each kernel with matrix products. The launchers
+themselves are called, on the "meta" device, as compile_kernels.py does for the portable tier.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
 import re
 import subprocess
@@ -26,8 +28,9 @@ from flashattn_triton.hopper import backward, forward
 from flashattn_triton.hopper.launch import DirectLaunch
 from flashattn_triton.options import resolve_options
 
-PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+PTXAS_SAID: dict[str, str] = {}  # about each kernel, by its hash, when this process compiled it
 
 
 class AbsentHopper:
@@ -75,9 +78,14 @@ def compiled(work: Callable[[], None]) -> Iterator[tuple[str, Any]]:
     launch = DirectLaunch.__call__
 
     def compile_only(self: DirectLaunch, addresses: Sequence[int]) -> None:
-        kernels.append((self.kernel.__name__, self.compile()))
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            kernel = self.compile()
+        PTXAS_SAID.setdefault(kernel.hash, said.getvalue())
+        kernels.append((self.kernel.__name__, kernel))
 
     driver.set_active(AbsentHopper())
+    triton.knobs.compilation.always_compile = True  # a kernel from the cache comes without words
+    triton.knobs.nvidia.dump_ptxas_log = True
     forward.multiprocessors = lambda device: 132
     forward.current_device = backward.current_device = lambda: None
     DirectLaunch.__call__ = compile_only
@@ -89,17 +97,17 @@ def compiled(work: Callable[[], None]) -> Iterator[tuple[str, Any]]:
 
 
 def assembled(kernel: Any) -> dict[str, Any]:
-    """What ptxas says for sm_90a, and where it spills.
+    """What ptxas said for sm_90a, and where it spills.
 
     registers: at entry. spills: bytes of a thread, stores and loads. warnings: codes. shared: bytes
     of a block. loops: for each innermost loop with matrix products, in the order of the code, how
     many instructions access spilled registers.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        source, binary = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
-        source.write_text(kernel.asm["ptx"])
-        said = output([PTXAS, "-v", "--gpu-name=sm_90a", source, "-o", binary])
-        loops = inner_loops(output([PTXAS.with_name("cuobjdump"), "-sass", binary]))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        loops = inner_loops(output([CUOBJDUMP, "-sass", file.name]))
+    said = PTXAS_SAID[kernel.hash]
     return {
         "registers": int(re.findall(r"Used (\d+) registers", said)[0]),
         "spills": sum(int(n) for n in re.findall(r"(\d+) bytes spill", said)),
@@ -137,8 +145,9 @@ def main() -> None:
     """Requests from standard input, rows to standard output."""
     for request in (Request(**r) for r in json.load(sys.stdin)):
         for name, kernel in compiled(lambda request=request: launch(request)):
-            row = dataclasses.asdict(request) | {"kernel": name} | assembled(kernel)
-            print(json.dumps(row), flush=True)
+            if "wgmma" in kernel.asm["ptx"]:
+                row = dataclasses.asdict(request) | {"kernel": name} | assembled(kernel)
+                print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,16 @@ from flashattn_triton.hopper import eligibility
 from flashattn_triton.options import AttentionOptions
 from flashattn_triton.reference import attention_reference, attention_reference_varlen
 
+
+@pytest.fixture(scope="session", autouse=True)
+def _scalar_code() -> Iterator[None]:
+    """Compiled for a CPU: torch else asks, in a process for each set of vector instructions."""
+    from torch._inductor import config
+
+    with config.patch({"cpp.vec_isa_ok": False}):
+        yield
+
+
 # ---- tolerances ----------------------------------------------------------------------------------
 
 

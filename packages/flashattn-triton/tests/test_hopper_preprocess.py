@@ -13,7 +13,6 @@ pytest.importorskip("triton")
 from flashattn_triton.hopper.preprocess import ROWS, finish_kernel, prepare_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LOG2_E = 1.4426950408889634
 BATCH, HEADS = 2, 3
 
 
@@ -44,29 +43,32 @@ def test_the_sum_of_dq_is_put_in_order(n_queries: int, head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("has_dl", [False, True])
+@pytest.mark.parametrize("scale", [0.125, -0.3, 1e-30])
 @pytest.mark.parametrize(("n_queries", "head_dim"), [(64, 64), (130, 40), (100, 72)])
-def test_statistics_and_zeros(n_queries: int, head_dim: int, has_dl: bool) -> None:
+def test_statistics_and_zeros(n_queries: int, head_dim: int, scale: float, has_dl: bool) -> None:
     width = 64 if head_dim <= 64 else 128
     n_padded = -(-n_queries // 128) * 128
     shape = (BATCH, HEADS, n_queries)
     out, grad_out = torch.randn(2, *shape, head_dim).half()
-    lse, dl = torch.randn(2, *shape)
+    lse, dl = 100 * torch.randn(2, *shape)
     lse[..., 3] = -math.inf  # a row that sees no key
-    statistics = torch.full((2, BATCH, HEADS, n_padded), math.nan, device=DEVICE)
+    parts = torch.full((BATCH, HEADS, n_padded, 16), math.nan, dtype=torch.bfloat16, device=DEVICE)
     dq = torch.full((BATCH, HEADS, n_padded, width), math.nan, device=DEVICE)
     tensors = [x.to(DEVICE) for x in (out, grad_out, lse, dl)]
     strides = [*octets(out), *octets(grad_out), *(dl.stride() if has_dl else (0, 0, 0))]
-    sizes = (n_queries, n_padded, HEADS, head_dim // 8)
+    numbers = (n_queries, n_padded, HEADS, head_dim // 8, -1 / scale)
     flags = {"WIDTH": width, "NARROW": head_dim < width, "ROWS": ROWS, "HAS_DL": has_dl}
     prepare_kernel[(BATCH * HEADS * n_padded // ROWS,)](
-        *tensors[:3], tensors[3] if has_dl else None, statistics, dq, *strides, *sizes,
-        LOG2_E=LOG2_E, **flags,
-    )  # fmt: skip
+        *tensors[:3], tensors[3] if has_dl else None, parts, dq, *strides, *numbers, **flags
+    )
+    halves = parts.cpu().double().unflatten(3, (2, 8))
+    assert not halves[..., 3:].any()
+    first, second = halves.sum(4).unbind(3)
+    far = torch.full(first.shape, -math.copysign(2.0**120, scale), dtype=torch.float64)
+    far[..., :n_queries] = torch.where(lse.isinf(), far[..., :n_queries], -lse.double() / scale)
+    torch.testing.assert_close(first, far, rtol=2.0**-22, atol=0.0)
     delta = (out.float() * grad_out.float()).sum(3) - (dl if has_dl else 0.0)
-    expected = torch.full((2, BATCH, HEADS, n_padded), -math.inf)
-    expected[1] = statistics[1].cpu()  # of rows past the end anything finite
-    expected[0, ..., :n_queries], expected[1, ..., :n_queries] = -LOG2_E * lse, -delta
-    expected[:, :, :, 3] = torch.tensor([-math.inf, 0.0]).view(2, 1, 1)
-    torch.testing.assert_close(statistics.cpu(), expected, rtol=1e-5, atol=1e-4)
-    assert expected[1].isfinite().all()
+    delta[..., 3] = 0.0
+    torch.testing.assert_close(second[..., :n_queries], -delta.double(), rtol=1e-5, atol=1e-4)
+    assert second.isfinite().all()
     assert not dq.any()

@@ -27,8 +27,6 @@ from flashattn_triton.hopper.launch import DirectLaunch, TileMap, edges
 from flashattn_triton.options import AttentionOptions, resolve_options
 from gluon_simulator import Descriptor, Machine, Pointer, load
 
-LOG2_E = 1.4426950408889634
-
 
 def run(
     launch: DirectLaunch,
@@ -121,10 +119,13 @@ def check_backward(problem: Problem, seed: int, **changes: Any) -> None:
 
     queries, n_queries = backward_config(problem.head_dim, problem.options).queries, q.shape[2]
     n_padded = -(-n_queries // queries) * queries
-    statistics = np.zeros((2, *q.shape[:2], n_padded))
-    statistics[0] = -np.inf
-    lse[np.isneginf(lse)] = np.inf  # as the kernel that comes before has it
-    statistics[..., :n_queries] = np.stack((-lse * LOG2_E, -delta))
+    # In parts, as the kernel that comes before has it; far where P is to be 0.
+    added = np.zeros((*q.shape[:2], n_padded, 2))
+    added[..., 0] = far = -np.sign(scale) * 2.0**120
+    added[:, :, :n_queries, 0] = np.where(np.isneginf(lse), far, -lse / scale)
+    added[:, :, :n_queries, 1] = -delta
+    parts = np.array((0.5, 0.25, 0.25, 0, 0, 0, 0, 0))
+    statistics = added[..., None] * parts
     dq_sum, dk, dv = np.zeros((*q.shape[:2], n_padded, width)), *np.full((2, *k.shape), np.nan)
     meta_q, meta_k, meta_v = problem.meta()
     tensors = [meta_q, meta_k, meta_v, meta_q, meta_q]

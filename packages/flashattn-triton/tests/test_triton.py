@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,6 +69,15 @@ def test_reading_with_the_copy_engine(
     """Where strides don't allow it, the same tiling reads through pointers."""
     inputs = make_inputs(strided_case, DEVICE, layout)
     assert_close_to_oracle(attend(strided_case, tiling=COPIED), inputs)
+
+
+@pytest.mark.parametrize("fused", [COPYING, None], ids=["fused", "two-pass"])
+def test_wide_fp32_tiles_are_copied_again(
+    fused: Tiles | None, dense_case: Any, make_inputs: Any, assert_close_to_oracle: Any
+) -> None:
+    case = dense_case(1, (2, 1), 35, 70, 136, "fp32", causal="bottom-right")
+    tiling = replace(COPIED, fused=fused)
+    assert_close_to_oracle(attend(case, tiling=tiling), make_inputs(case, DEVICE))
 
 
 def test_the_copy_engine_does_not_read_packed_sequences(

@@ -118,6 +118,16 @@ def load_statistic(ptr, queries, n_queries, other, PACKED: tl.constexpr):
 
 
 @triton.jit
+def copy_again(descriptor, batch, head, start, length, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """``copy_rows`` for the second product of a wide fp32 tile, the sum of a gradient.
+
+    Kept from the first product, its parts (see ``dot_fp32``) would fill the registers. The compiler
+    cannot know the second address, which is the first; else it would not copy again.
+    """
+    return copy_rows(descriptor, batch, head, start + (length >> 31), ROWS, COLUMNS)
+
+
+@triton.jit
 def _differentiate_keys(
     dk,  # (K_TILE_SIZE, D_PADDED) fp32, without the scale
     dv,  # (K_TILE_SIZE, E_PADDED) fp32
@@ -162,6 +172,7 @@ def _differentiate_keys(
     MASKED: tl.constexpr,
 ):
     """Adds what queries ``start`` to ``stop`` contribute. Scores are (keys, queries) here."""
+    WIDE_FP32: tl.constexpr = COPIED and PRECISION == "bf16x6" and columns.shape[0] > 128
     for query_start in range(
         loop_bound(start, INTERPRETED), loop_bound(stop, INTERPRETED), Q_TILE_SIZE
     ):
@@ -204,14 +215,19 @@ def _differentiate_keys(
         if HAS_SOFTCAP:
             ds = ds * (1.0 - s * s)
         ds = ds.to(q.dtype)
-        dv = dot(p.to(do.dtype), do, dv, PRECISION, INTERPRETED)
-        dk = dot(ds, q, dk, PRECISION, INTERPRETED)
+        if WIDE_FP32:
+            q = copy_again(Q, batch, head, query_start, n_queries, Q_TILE_SIZE, columns.shape[0])
+            do = copy_again(
+                dO, batch, head, query_start, n_queries, Q_TILE_SIZE, value_columns.shape[0]
+            )
+        dv = dot(p.to(do.dtype), do, dv, PRECISION, INTERPRETED, INFINITIES=not WIDE_FP32)
+        dk = dot(ds, q, dk, PRECISION, INTERPRETED, INFINITIES=not WIDE_FP32)
         if DQ_MODE == BULK:
             # Rows past the end carry zeros, which may be added to whatever follows.
-            dq = dot(tl.trans(ds), k, None, PRECISION, INTERPRETED)
+            dq = dot(tl.trans(ds), k, None, PRECISION, INTERPRETED, INFINITIES=not WIDE_FP32)
             dQ.atomic_add([(dq_start + query_start).to(tl.int32), 0], dq)
         elif DQ_MODE == ATOMIC:
-            dq = dot(tl.trans(ds), k, None, PRECISION, INTERPRETED)
+            dq = dot(tl.trans(ds), k, None, PRECISION, INTERPRETED, INFINITIES=not WIDE_FP32)
             dq_tile = dQ + dq_start + query_start.to(tl.int64) * stride_dqq
             pointers = dq_tile + rows[:, None] * stride_dqq + columns[None, :]
             inside = (rows < n_rows)[:, None] & (columns < D)[None, :]
@@ -423,6 +439,7 @@ def _differentiate_queries(
     MASKED: tl.constexpr,
 ):
     """Adds what keys ``start`` to ``stop`` contribute to dQ."""
+    WIDE_FP32: tl.constexpr = COPIED and PRECISION == "bf16x6" and columns.shape[0] > 128
     for key_start in range(
         loop_bound(start, INTERPRETED), loop_bound(stop, INTERPRETED), K_TILE_SIZE
     ):
@@ -458,7 +475,9 @@ def _differentiate_queries(
         ds = p * (dp - delta[:, None])
         if HAS_SOFTCAP:
             ds = ds * (1.0 - s * s)
-        dq = dot(ds.to(k.dtype), k, dq, PRECISION, INTERPRETED)
+        if WIDE_FP32:
+            k = copy_again(K, batch, kv_head, key_start, n_keys, K_TILE_SIZE, columns.shape[0])
+        dq = dot(ds.to(k.dtype), k, dq, PRECISION, INTERPRETED, INFINITIES=not WIDE_FP32)
     return dq
 
 

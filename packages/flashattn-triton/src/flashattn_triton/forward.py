@@ -73,27 +73,32 @@ def split(x):
 
 
 @triton.jit
-def dot_fp32(a, b):
+def dot_fp32(a, b, INFINITIES: tl.constexpr):
     """``a @ b`` in fp32: the six products of parts that matter, of nine.
 
     Matrix units cut bits off whenever they add, so a sum starts at zero and with its small terms.
     Three of these sums run side by side: one would take as long as its instructions do in a row.
-    Rests of infinities are NaN; the product of first parts is what infinities' product must be.
+    Rests of infinities are NaN. The product of first parts is what infinities' product must be;
+    without INFINITIES it stays NaN.
     """
     a_0, a_1, a_2 = split(a)
     b_0, b_1, b_2 = split(b)
     small = tl.dot(a_1, b_1, tl.dot(a_2, b_0)) + tl.dot(a_1, b_0, tl.dot(a_0, b_2))
     small += tl.dot(a_0, b_1)
-    return tl.dot(a_0, b_0, tl.where(small == small, small, 0.0))
+    if INFINITIES:
+        small = tl.where(small == small, small, 0.0)
+    return tl.dot(a_0, b_0, small)
 
 
 @triton.jit
-def dot(a, b, acc, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
+def dot(
+    a, b, acc, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, INFINITIES: tl.constexpr = True
+):
     """``acc + a @ b`` in fp32. The interpreter multiplies bf16 as if its bits were integers."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     if PRECISION == "bf16x6":
-        product = dot_fp32(a, b)
+        product = dot_fp32(a, b, INFINITIES)
         if acc is not None:
             product += acc
     else:

@@ -9,7 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashattn_triton.hopper.backward_kernel import KEYS, OWN, hopper_backward_kernel
+from flashattn_triton.hopper.backward_kernel import (
+    KEYS,
+    OWN,
+    STATISTICS,
+    hopper_backward_kernel,
+)
 from flashattn_triton.hopper.configs import backward_config, tile_width
 from flashattn_triton.hopper.launch import DirectLaunch, edges, tile_map
 from flashattn_triton.hopper.preprocess import ROWS, finish_kernel, prepare_kernel
@@ -182,8 +187,8 @@ def _backward_call(
     ]
     dq_stride, dk_stride, dv_stride = (x.stride() for x in gradients)
     queries, width = backward_config(head_dim, options).queries, tile_width(head_dim)
-    tiles = -(-n_queries // queries) * batch * heads
-    rows = tiles * queries
+    rows = -(-n_queries // queries) * queries * batch * heads
+    columns = STATISTICS.value
     sizes = [n_queries, rows // (batch * heads), heads, head_dim // 8]
     shape = {"WIDTH": width, "NARROW": head_dim < width, "ROWS": ROWS}
     has_dl = grad_logsumexp_stride is not None
@@ -195,9 +200,12 @@ def _backward_call(
     prepare = DirectLaunch(
         prepare_kernel,
         rows // ROWS,
-        [dtype, dtype, fp32, fp32 if has_dl else None, fp32, fp32],
-        [*octets(o_stride), *octets(do_stride), *(grad_logsumexp_stride or (0, 0, 0)), *sizes],
-        shape | {"LOG2_E": LOG2_E, "HAS_DL": has_dl},
+        [dtype, dtype, fp32, fp32 if has_dl else None, torch.bfloat16, fp32],
+        [
+            *(*octets(o_stride), *octets(do_stride), *(grad_logsumexp_stride or (0, 0, 0))),
+            *(*sizes, -1.0 / options.scale),
+        ],
+        shape | {"HAS_DL": has_dl},
     )
     finish = DirectLaunch(
         finish_kernel,
@@ -216,7 +224,7 @@ def _backward_call(
             tile_map(shapes[1], k_stride, key_block, dtype),
             tile_map(shapes[1], v_stride, key_block, dtype),
             tile_map(shapes[0], do_stride, query_block, dtype),
-            tile_map([2 * tiles, queries], [queries, 1], [1, queries], fp32, swizzled=False),
+            tile_map([rows, columns], [columns, 1], [queries, columns], torch.bfloat16),
             fp32,
             tile_map(shapes[1], dk_stride, own_block, dtype),
             tile_map(shapes[1], dv_stride, own_block, dtype),
@@ -238,6 +246,6 @@ def _backward_call(
         finish=finish,
         device=device,
         gradients=[(x.shape, x.stride()) for x in gradients],
-        statistics=2 * rows * 4,
-        shared=(2 + width) * rows,
+        statistics=rows * columns * 2,
+        shared=rows * (columns // 2 + width),
     )

@@ -7,15 +7,18 @@ group, the producer, fetches tiles of Q and dO; two consumers own 64 keys each. 
 computed transposed, keys by queries, so that P and dS are operands of the next products as they lie
 in registers:
 
-    Sᵀ  = K Qᵀ                      Pᵀ = exp2(Sᵀ · scale · log2(e) - L · log2(e))
-    dPᵀ = V dOᵀ                     dSᵀ = Pᵀ ∘ (dPᵀ - delta),  delta = rowsum(O ∘ dO) - dL
+    Sᵀ  = K Qᵀ - L / scale          Pᵀ = exp2(Sᵀ · scale · log2(e))
+    dPᵀ = V dOᵀ - delta             dSᵀ = Pᵀ ∘ dPᵀ,  delta = rowsum(O ∘ dO) - dL
     dV += Pᵀ dO,   dK += dSᵀ Q      from registers
     dQ  = dS K                      dS through shared memory, where both consumers' halves meet
 
 dQ is one step late: when a consumer has written its half of dS of this tile, it multiplies dS of
 the tile before. So neither waits for what the other has just computed, and the exponentials of one
-run under the products of the other. L and delta travel with Q and dO; before and after there are
-the kernels of ``preprocess``.
+run under the products of the other. Before and after there are the kernels of ``preprocess``.
+
+The tensor cores subtract L and delta: three bf16 numbers that add up to each travel with Q, 32
+bytes per query, and are multiplied by ones. If every thread loaded them for its columns of scores,
+that would be a fifth (D = 64) or a tenth (128) of the traffic of shared memory, which is the limit.
 
 The order in which programs add to dQ is not fixed: ``deterministic`` needs the portable tier.
 
@@ -43,6 +46,7 @@ from flashattn_triton.hopper.support import (
 
 KEYS = gl.constexpr(128)  # of one program
 OWN = gl.constexpr(64)  # keys of one consumer: the rows that one warp group's wgmma computes
+STATISTICS = gl.constexpr(16)  # columns of a query: a half adds up to -L / scale, one to -delta
 STAGES = gl.constexpr(2)  # tiles of Q and of dO that are in shared memory at a time
 DS_BUFFERS = gl.constexpr(3)  # tiles of dS: written, read, and still read by the slower consumer
 
@@ -117,13 +121,13 @@ def _produce(
     is_causal: gl.constexpr,
     HAS_LEFT: gl.constexpr,
 ):
-    """Fetches K and V once, then each step's Q, dO, L and delta."""
+    """Fetches K and V once, then each step's Q with L and delta, and dO."""
     q_desc, k_desc, v_desc, do_desc, statistics_desc = loads
     kv_full, q_full, do_full = full
-    k_smem, v_smem, q_smem, do_smem, l_smem, delta_smem = buffers
+    k_smem, v_smem, q_smem, do_smem, statistics_smem = buffers
     D: gl.constexpr = k_smem.shape[2]
     KEY_BYTES: gl.constexpr = 2 * KEYS * D * 2
-    QUERY_BYTES: gl.constexpr = QUERIES * D * 2 + QUERIES * 4
+    QUERY_BYTES: gl.constexpr = QUERIES * D * 2
     first_key, kv_head, batch = _key_tile(N_KEYS, N_KV_HEADS)
     n_tiles = gl.cdiv(N_QUERIES, QUERIES)
     first, last, wrap, per_head = _walk(
@@ -135,12 +139,11 @@ def _produce(
     tma.async_copy_global_to_shared(k_desc, key_tile, kv_full, k_smem.index(0))
     tma.async_copy_global_to_shared(v_desc, key_tile, kv_full, v_smem.index(0))
     before = batch * N_KV_HEADS * HEADS_PER_KV  # heads of other batch elements
-    deltas = statistics_desc.shape[0] // 2
     tile = first
     head = kv_head * HEADS_PER_KV
     for step in range(steps + STAGES):
         slot = step % STAGES
-        row = (before + head) * n_tiles + tile  # of the tiles of all heads
+        row = ((before + head) * n_tiles + tile) * QUERIES  # of all heads' tiles
         query_tile = [batch, head, tile * QUERIES, 0]
         if step >= STAGES:
             named_barrier_sync_at(DO_EMPTY + slot, EVERYBODY)
@@ -149,18 +152,15 @@ def _produce(
             tma.async_copy_global_to_shared(
                 do_desc, query_tile, do_full.index(slot), do_smem.index(slot)
             )
-            tma.async_copy_global_to_shared(
-                statistics_desc, [deltas + row, 0], do_full.index(slot), delta_smem.index(slot)
-            )
         if step >= STAGES:
             named_barrier_sync_at(Q_EMPTY + slot, EVERYBODY)
         if step <= steps:  # consumers start one more product than they use
-            mbarrier.expect(q_full.index(slot), QUERY_BYTES)
+            mbarrier.expect(q_full.index(slot), QUERY_BYTES + QUERIES * STATISTICS * 2)
             tma.async_copy_global_to_shared(
                 q_desc, query_tile, q_full.index(slot), q_smem.index(slot)
             )
             tma.async_copy_global_to_shared(
-                statistics_desc, [row, 0], q_full.index(slot), l_smem.index(slot)
+                statistics_desc, [row, 0], q_full.index(slot), statistics_smem.index(slot)
             )
         if step + 1 < steps:
             tile, head = _advance(tile, head, first, last, wrap)
@@ -228,6 +228,33 @@ def _ds_written(CONSUMER: gl.constexpr, steps):
 
 
 @gluon.jit
+def _ones(HALF: gl.constexpr, SCORES: gl.constexpr):
+    """(OWN, STATISTICS) in registers, by which a product adds up one half of the statistics."""
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
+    halves = gl.arange(0, STATISTICS, gl.SliceLayout(0, OPERAND)) // (STATISTICS // 2)
+    zeros = gl.zeros([OWN, STATISTICS], gl.bfloat16, OPERAND)
+    return gl.where(gl.expand_dims(halves == HALF, 0), zeros + 1.0, zeros)
+
+
+@gluon.jit
+def _start_scores(own_k, q_tile, statistics, SCORES: gl.constexpr):
+    """Issues (OWN, QUERIES) scores, less L / scale: two groups of products, L first for speed."""
+    QUERIES: gl.constexpr = q_tile.shape[0]
+    s = gl.zeros([OWN, QUERIES], gl.float32, SCORES)
+    s = warpgroup_mma(_ones(0, SCORES), statistics.permute((1, 0)), s, use_acc=False, is_async=True)
+    return warpgroup_mma(own_k, q_tile.permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def _start_dp(own_v, do_tile, statistics, SCORES: gl.constexpr):
+    """Issues (OWN, QUERIES) dP, less delta: two groups of products, delta last for speed."""
+    QUERIES: gl.constexpr = do_tile.shape[0]
+    dp = gl.zeros([OWN, QUERIES], gl.float32, SCORES)
+    dp = warpgroup_mma(own_v, do_tile.permute((1, 0)), dp, use_acc=False, is_async=True)
+    return warpgroup_mma(_ones(1, SCORES), statistics.permute((1, 0)), dp, is_async=True)
+
+
+@gluon.jit
 def _start_dq(ds_tile, k_tile, CONSUMER: gl.constexpr):
     """Issues a consumer's (64, 64) part of a tile of dQ."""
     D: gl.constexpr = k_tile.shape[1]
@@ -253,7 +280,7 @@ def _step(
     band,
     n_keys,
     scale_log2,
-    s,  # (OWN, QUERIES) fp32, raw scores of this tile
+    s,  # (OWN, QUERIES) fp32, raw scores of this tile, less L / scale
     dk,  # (OWN, D) fp32, without the scale
     dv,
     CONSUMER: gl.constexpr,
@@ -267,13 +294,14 @@ def _step(
     Returns the next tile's scores, dK and dV.
     """
     _, q_full, do_full = full
-    k_smem, v_smem, q_smem, do_smem, l_smem, delta_smem = buffers
+    k_smem, v_smem, q_smem, do_smem, statistics_smem = buffers
     QUERIES: gl.constexpr = q_smem.shape[1]
     D: gl.constexpr = q_smem.shape[2]
     DTYPE: gl.constexpr = q_smem.dtype
     SCORES: gl.constexpr = s.type.layout
     SUMS: gl.constexpr = dk.type.layout
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    DK_FIRST: gl.constexpr = D == 128  # its products run while dS is exchanged; by measurement
     slot = step % STAGES
     next_slot = (step + 1) % STAGES
     next_phase = ((step + 1) // STAGES) & 1
@@ -287,29 +315,31 @@ def _step(
     do_tile = do_smem.index(slot)
     ds_tile = ds_smem.index(step % DS_BUFFERS)
     ds_before = ds_smem.index((step + DS_BUFFERS - 1) % DS_BUFFERS)
-    no_scores = gl.zeros([OWN, QUERIES], gl.float32, SCORES)
 
-    dp = warpgroup_mma(own_v, do_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-    p = exp2(s * scale_log2 + l_smem.index(slot).load(SCORES))
+    dp = _start_dp(own_v, do_tile, statistics_smem.index(slot), SCORES)
+    p = exp2(s * scale_log2)
     if MASKED:
         p = _hide(p, diagonal, band, n_keys, RAGGED, is_causal, HAS_LEFT)
     dv = warpgroup_mma(gl.convert_layout(p.to(DTYPE), OPERAND), do_tile, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp,))
-    ds = (p * (dp + delta_smem.index(slot).load(SCORES))).to(DTYPE)
+    ds = (p * dp).to(DTYPE)
 
+    if DK_FIRST:
+        dk = warpgroup_mma(gl.convert_layout(ds, OPERAND), q_tile, dk, is_async=True)
     named_barrier_sync_at(_ds_written(1 - CONSUMER, step), CONSUMERS)
     ds_tile.slice(CONSUMER * OWN, OWN, dim=0).store(ds)
     fence_async_shared()
     named_barrier_arrive_at(_ds_written(CONSUMER, step + 1), CONSUMERS)
     dq = _start_dq(ds_before, k_tile, CONSUMER)  # in step 0 of whatever is there
-    dk = warpgroup_mma(gl.convert_layout(ds, OPERAND), q_tile, dk, is_async=True)
+    if not DK_FIRST:
+        dk = warpgroup_mma(gl.convert_layout(ds, OPERAND), q_tile, dk, is_async=True)
     dv = warpgroup_mma_wait(2, deps=(dv,))
     named_barrier_arrive_at(DO_EMPTY + slot, EVERYBODY)
 
     mbarrier.wait(q_full.index(next_slot), next_phase)
-    next_q = q_smem.index(next_slot).permute((1, 0))
-    s = warpgroup_mma(own_k, next_q, no_scores, use_acc=False, is_async=True)
-    dq = warpgroup_mma_wait(2, deps=(dq,))
+    next_statistics = statistics_smem.index(next_slot)
+    s = _start_scores(own_k, q_smem.index(next_slot), next_statistics, SCORES)
+    dq = warpgroup_mma_wait(2 if DK_FIRST else 3, deps=(dq,))
     reduce_add(dq_own + gl.cast(before, gl.int64) * (QUERIES * D), dq, before >= 0)
     mbarrier.wait(do_full.index(next_slot), next_phase, pred=step + 1 < steps)
     # ptxas runs every product by itself unless each iteration ends with nothing in flight.
@@ -341,7 +371,7 @@ def _consume(
 ):
     """dK and dV of 64 keys, and half of each tile of dQ."""
     kv_full, q_full, do_full = full
-    k_smem, v_smem, q_smem, _, _, _ = buffers
+    k_smem, v_smem, q_smem, _, statistics_smem = buffers
     QUERIES: gl.constexpr = q_smem.shape[1]
     D: gl.constexpr = q_smem.shape[2]
     DTYPE: gl.constexpr = q_smem.dtype
@@ -373,10 +403,7 @@ def _consume(
     mbarrier.wait(q_full.index(0), 0)
     own_k = k_smem.index(0).slice(CONSUMER * OWN, OWN, dim=0)
     own_v = v_smem.index(0).slice(CONSUMER * OWN, OWN, dim=0)
-    no_scores = gl.zeros([OWN, QUERIES], gl.float32, SCORES)
-    s = warpgroup_mma(
-        own_k, q_smem.index(0).permute((1, 0)), no_scores, use_acc=False, is_async=True
-    )
+    s = _start_scores(own_k, q_smem.index(0), statistics_smem.index(0), SCORES)
     mbarrier.wait(do_full.index(0), 0)
     s = warpgroup_mma_wait(0, deps=(s,))
     dk = gl.zeros([OWN, D], gl.float32, SUMS)
@@ -442,7 +469,7 @@ def hopper_backward_kernel(
     k_desc,  # (B, G, N_k, D), tiles of (KEYS, D)
     v_desc,
     do_desc,  # as q_desc
-    statistics_desc,  # (2 · B · H · tiles, QUERIES): -L · log2(e), then -delta
+    statistics_desc,  # (B · H · tiles · QUERIES, STATISTICS) bf16, tiles of (QUERIES, STATISTICS)
     dq_ptr,  # (B · H · tiles · QUERIES, D) fp32, each 64 rows in the order of _fragment_offsets
     dk_desc,  # (B, G, N_k, D), tiles of (OWN, D)
     dv_desc,
@@ -474,9 +501,9 @@ def hopper_backward_kernel(
     v_smem = gl.allocate_shared_memory(DTYPE, [1, KEYS, D], KV_SMEM)
     q_smem = gl.allocate_shared_memory(DTYPE, [STAGES, QUERIES, D], Q_SMEM)
     do_smem = gl.allocate_shared_memory(DTYPE, [STAGES, QUERIES, D], Q_SMEM)
-    STATISTICS: gl.constexpr = statistics_desc.layout
-    l_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, QUERIES], STATISTICS)
-    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, QUERIES], STATISTICS)
+    statistics_smem = gl.allocate_shared_memory(
+        gl.bfloat16, [STAGES, QUERIES, STATISTICS], statistics_desc.layout
+    )
     ds_smem = gl.allocate_shared_memory(DTYPE, [DS_BUFFERS, KEYS, QUERIES], DS_SMEM)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     kv_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
@@ -488,7 +515,7 @@ def hopper_backward_kernel(
         mbarrier.init(do_full.index(i), count=1)
     loads = (q_desc, k_desc, v_desc, do_desc, statistics_desc)
     full = (kv_full, q_full, do_full)
-    buffers = (k_smem, v_smem, q_smem, do_smem, l_smem, delta_smem)
+    buffers = (k_smem, v_smem, q_smem, do_smem, statistics_smem)
 
     # Tuples that are not written in place lose their compile-time members.
     gl.warp_specialize([

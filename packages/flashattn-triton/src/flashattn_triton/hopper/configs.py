@@ -66,16 +66,16 @@ FORWARD: dict[tuple[int, bool], tuple[tuple[float, ForwardConfig], ...]] = {
 }
 # Keys: width of tiles, whether there is a causal mask.
 BACKWARD = {
-    (64, True): BackwardConfig(queries=128, spills=152),
-    (64, False): BackwardConfig(queries=128, spills=88),
-    (128, True): BackwardConfig(queries=64, spills=160),
+    (64, True): BackwardConfig(queries=128, spills=168),
+    (64, False): BackwardConfig(queries=128, spills=68),
+    (128, True): BackwardConfig(queries=64, spills=180),
     (128, False): BackwardConfig(queries=64, spills=0),
 }
 # Where a window has a left edge, whatever the mask. Keys: width of tiles.
 FORWARD_WINDOW = {64: replace(_TWO, rounds=2, spills=40), 128: replace(_TWO, rounds=2, spills=164)}
 BACKWARD_WINDOW = {
     64: BackwardConfig(queries=128, spills=936),
-    128: BackwardConfig(queries=64, spills=280),
+    128: BackwardConfig(queries=64, spills=256),
 }
 
 

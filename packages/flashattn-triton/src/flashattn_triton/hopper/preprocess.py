@@ -3,8 +3,8 @@
 """What runs before and after the backward pass on sm_90, in plain Triton: rows of queries.
 
 Rows are padded to whole tiles (N_PADDED of a head), so that the main kernel's copies need no mask.
-Rows past the end have L = inf, which makes P zero. Legend as in ``backward_kernel``; WIDTH is the
-tiles'.
+Rows past the end have an L that makes P zero. Legend as in ``backward_kernel``; WIDTH is that of
+tiles.
 """
 
 from __future__ import annotations
@@ -13,10 +13,27 @@ import triton
 import triton.language as tl
 
 ROWS = 64  # of one program
+# Stands for an infinite L / scale, which cannot be a sum of parts: the exponent of P is below -150
+# for every scale that this tier takes.
+FAR = tl.constexpr(2.0**120)
+
+
+@triton.jit
+def _store_parts(pointers, x):
+    """Stores fp32 ``x`` as rows of eight bf16: three that add up to it, to 24 bits, and zeros."""
+    first = x.to(tl.bfloat16)
+    rest = x - first.to(tl.float32)
+    second = rest.to(tl.bfloat16)
+    third = (rest - second.to(tl.float32)).to(tl.bfloat16)
+    column = tl.arange(0, 8)[None, :]
+    parts = tl.where(column == 2, third[:, None], 0.0)
+    parts = tl.where(column == 1, second[:, None], parts)
+    parts = tl.where(column == 0, first[:, None], parts)
+    tl.store(pointers[:, None] + column, parts)
 
 
 @triton.jit(
-    do_not_specialize=["N_QUERIES", "N_PADDED", "N_HEADS", "OCTETS"],
+    do_not_specialize=["N_QUERIES", "N_PADDED", "N_HEADS", "OCTETS", "factor"],
     do_not_specialize_on_alignment=["L_ptr", "dL_ptr"],
 )
 def prepare_kernel(
@@ -24,7 +41,7 @@ def prepare_kernel(
     dO_ptr,
     L_ptr,  # (B, H, N_q) fp32, contiguous
     dL_ptr,  # (B, H, N_q) fp32, or None
-    statistics_ptr,  # (2, B, H, N_PADDED) fp32: -L · log2(e), and -delta
+    statistics_ptr,  # (B, H, N_PADDED, 2, 8) bf16: parts of -L / scale, and of -delta
     dq_ptr,  # (B, H, N_PADDED, WIDTH) fp32
     stride_ob,  # of O, dO and dQ in units of 8 elements, so that rows are known to be aligned
     stride_oh,
@@ -39,10 +56,10 @@ def prepare_kernel(
     N_PADDED,
     N_HEADS,
     OCTETS,  # D / 8
+    factor,  # -1 / scale
     WIDTH: tl.constexpr,
     NARROW: tl.constexpr,  # D < WIDTH
     ROWS: tl.constexpr,
-    LOG2_E: tl.constexpr,
     HAS_DL: tl.constexpr,
 ):
     """What the main kernel reads of L, O and dL, and zeros where it adds. Grid: tiles · B · H."""
@@ -68,13 +85,12 @@ def prepare_kernel(
         delta -= tl.load(dl_rows, mask=inside, other=0.0)
     logsumexp = tl.load(L_ptr + head * N_QUERIES + rows, mask=inside, other=float("inf"))
     # A row that sees no key has L = -inf, a constant: P and whatever dL claims count for nothing.
-    blind = logsumexp == float("-inf")
-    logsumexp = tl.where(blind, float("inf"), logsumexp)
-    delta = tl.where(blind, 0.0, delta)
+    nothing = tl.abs(logsumexp) == float("inf")
+    far = tl.where(factor > 0.0, FAR, -FAR)  # times the scale always negative
     row = head * N_PADDED + rows
-    tl.store(statistics_ptr + row, -LOG2_E * logsumexp)
-    n_rows = (tl.num_programs(0) // n_tiles).to(tl.int64) * N_PADDED
-    tl.store(statistics_ptr + n_rows + row, -delta)
+    parts = statistics_ptr + row * 16
+    _store_parts(parts, tl.where(nothing, far, logsumexp * factor))
+    _store_parts(parts + 8, tl.where(nothing, 0.0, -delta))
     tl.store(dq_ptr + row[:, None] * WIDTH + columns[None, :], tl.zeros([ROWS, WIDTH], tl.float32))
 
 
