@@ -237,7 +237,10 @@ def test_every_element_is_written(implementation: str) -> None:
 
 
 def test_memory(implementation: str) -> None:
-    """Forward keeps the output and the logsumexp; backward adds three gradients and fp32 dQ."""
+    """Forward keeps the output and the logsumexp; backward adds three gradients and fp32 dQ.
+
+    Delta counts too: on sm_90 in parts for the tensor cores, with L 32 bytes of a query.
+    """
     leaves = random(1, 16, 8192, 64)
     size = leaves[0].numel() * 2
     torch.cuda.synchronize()
@@ -250,7 +253,8 @@ def test_memory(implementation: str) -> None:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     torch.autograd.grad(out, leaves, grad_out)
-    assert torch.cuda.max_memory_allocated() - before <= 5 * size + rows + 2**20
+    statistics = 8 * rows if implementation == "hopper" else rows
+    assert torch.cuda.max_memory_allocated() - before <= 5 * size + statistics + 2**20
 
 
 def test_fp32_is_true_fp32_unless_tf32_is_asked_for() -> None:
