@@ -1,11 +1,9 @@
 """examples/train_lm.py as its users start it: alone, by torchrun, killed, resumed, misused."""
 
-import json
 import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,43 +13,10 @@ from pathlib import Path
 import pytest
 
 from basics_model import list_checkpoints, load_checkpoint
+from tests.example_programs import EXAMPLES, Examples
 
-ROOT = Path(__file__).resolve().parent.parent
-SCRIPT = ROOT / "examples" / "train_lm.py"
+SCRIPT = EXAMPLES / "train_lm.py"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-# For each line, starts a process per rank with its list of arguments: torch is imported only once.
-SERVER = f"""
-import json, os, sys
-
-sys.path.insert(0, {str(SCRIPT.parent)!r})
-import torch._dynamo  # every optimizer imports it
-from train_lm import application, main
-
-for line in sys.stdin:
-    arguments, environments = json.loads(line)
-    ranks = []
-    for environment in environments:
-        outputs = [os.memfd_create(name) for name in ("stdout", "stderr")]
-        child = os.fork()
-        if child == 0:
-            os.environ |= environment
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            for stream, output in enumerate(outputs, start=1):
-                os.dup2(output, stream)
-            try:
-                application(main)(arguments)
-            except SystemExit as stop:
-                sys.stdout.flush()
-                os._exit(stop.code or 0)  # taking torch apart would take longer than the rest
-        ranks.append((child, outputs))
-    code, texts = 0, ["", ""]
-    for child, outputs in ranks:
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) or code
-        for place, output in enumerate(outputs):
-            os.lseek(output, 0, os.SEEK_SET)
-            texts[place] += open(output).read()
-    print(json.dumps([code, *texts]), flush=True)
-"""
 SMALL: dict[str, object] = {
     "--device": "cpu",
     "--d-model": 32,
@@ -82,13 +47,10 @@ def arguments(*flags: str, **changes: object) -> list[str]:
     return [*flags, *(str(part) for option in options.items() for part in option)]
 
 
-def start(
-    command: list[str], stdin: int | None = None, **environment: str
-) -> subprocess.Popen[str]:
+def start(command: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *command],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "80"} | environment,
-        stdin=stdin,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "80"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -101,53 +63,18 @@ def finish(process: subprocess.Popen[str]) -> str:
     return output
 
 
-class Example:
-    """``train_lm.py``, started in processes forked from one that has imported what it needs."""
-
-    def __init__(self) -> None:
-        self._server = start(["-c", SERVER], stdin=subprocess.PIPE)
-
-    def run(self, command: list[str], ranks: int = 1) -> tuple[int, str, str]:
-        """Exit code, output and errors under a list of arguments; those of all ranks together."""
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = str(free.getsockname()[1])
-        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
-        launched = {"TORCHELASTIC_RUN_ID": "test", **common} if ranks > 1 else {}
-        environments = [
-            {**launched, "RANK": str(rank), "LOCAL_RANK": str(rank)} if launched else {}
-            for rank in range(ranks)
-        ]
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        self._server.stdin.write(json.dumps([command, environments]) + "\n")
-        self._server.stdin.flush()
-        code, output, errors = json.loads(self._server.stdout.readline())
-        return code, output, errors
-
-    def close(self) -> None:
-        """Ends the process that forks."""
-        _, errors = self._server.communicate(timeout=60)
-        assert self._server.returncode == 0, errors
-
-
 @pytest.fixture(scope="module")
-def example() -> Iterator[Example]:
-    server = Example()
+def examples() -> Iterator[Examples]:
+    server = Examples()
     yield server
     server.close()
 
 
-def kill_at_first_checkpoint(process: subprocess.Popen[str], folder: Path) -> None:
-    import psutil  # here, so that the rest also runs where only the GPU tests' needs are met
-
+def wait_for_checkpoint(folder: Path) -> None:
     deadline = time.monotonic() + 100
     while not list_checkpoints(folder):
-        assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline, "no checkpoint after 100 s"
         time.sleep(0.002)
-    for member in [*psutil.Process(process.pid).children(recursive=True), process]:
-        member.send_signal(signal.SIGKILL)
-    process.communicate(timeout=30)
 
 
 def losses(output: str) -> dict[int, float]:
@@ -168,17 +95,22 @@ def assert_refused(outcome: tuple[int, str, str], *messages: str) -> None:
 
 @pytest.mark.slow
 def test_killed_run_continues_to_the_same_weights(
-    example: Example, text: Path, tmp_path: Path
+    examples: Examples, text: Path, tmp_path: Path
 ) -> None:
-    """Two ranks, killed by SIGKILL: the same command ends with bitwise the same state."""
+    """Two ranks, killed by SIGKILL: under torchrun they end with bitwise the same state."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    command = [*TORCHRUN, str(SCRIPT), *arguments(data=text, checkpoint_dir=broken)]
-    code, reference, errors = example.run(arguments(data=text, checkpoint_dir=whole), ranks=2)
+    command = arguments(data=text, checkpoint_dir=broken)
+    code, reference, errors = examples.run(arguments(data=text, checkpoint_dir=whole), 2)
     assert code == 0, errors
-    kill_at_first_checkpoint(start(command), broken)
+    killed = examples.start(command, 2)
+    wait_for_checkpoint(broken)
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    code, *_ = examples.finish()
+    assert code == -signal.SIGKILL
     reached = load_checkpoint(list_checkpoints(broken)[-1]).step
     assert 0 < reached < 40
-    resumed = finish(start(command))
+    resumed = finish(start([*TORCHRUN, str(SCRIPT), *command]))
 
     assert sorted(losses(reference)) == [1, *range(5, 41, 5)]
     assert losses(reference)[1] > 5.0
@@ -201,11 +133,11 @@ def test_killed_run_continues_to_the_same_weights(
 
 
 def test_run_continues_under_other_wrappers_but_not_with_other_settings(
-    example: Example, text: Path, tmp_path: Path
+    examples: Examples, text: Path, tmp_path: Path
 ) -> None:
     """How weights are computed may change on the way; what they are may not."""
     whole, same, close = (tmp_path / name for name in ("whole", "same", "close"))
-    code, reference, errors = example.run(arguments(data=text, checkpoint_dir=whole, keep=9))
+    code, reference, errors = examples.run(arguments(data=text, checkpoint_dir=whole, keep=9))
     assert code == 0, errors
     for folder in (same, close):
         folder.mkdir()
@@ -213,7 +145,7 @@ def test_run_continues_under_other_wrappers_but_not_with_other_settings(
 
     others: dict[str, object] = {"batch_size": 2, "accumulate": 2, "attention": "softmax"}
     unsharded, rounded, changed, fresh = (
-        example.run(command)
+        examples.run(command)
         for command in (
             arguments("--no-sharded", data=text, checkpoint_dir=same, wrapper="naive"),
             arguments(data=text, checkpoint_dir=close, wrapper="flat", **others),
@@ -234,7 +166,7 @@ def test_run_continues_under_other_wrappers_but_not_with_other_settings(
     assert_refused(fresh, "--no-resume needs a folder without checkpoints", "step-000000040.pt")
 
 
-def test_bad_input_is_one_line(example: Example, text: Path, tmp_path: Path) -> None:
+def test_bad_input_is_one_line(examples: Examples, text: Path, tmp_path: Path) -> None:
     short, missing = tmp_path / "short.txt", tmp_path / "missing.txt"
     short.write_text("far too short")
     folder = tmp_path / "checkpoints"
@@ -251,8 +183,11 @@ def test_bad_input_is_one_line(example: Example, text: Path, tmp_path: Path) -> 
     }
     common = {"data": text, "checkpoint_dir": folder}
     for message, change in cases.items():
-        assert_refused(example.run(arguments(**(common | change))), message)
-    typo, usage = example.run(["--wraper", "flat"]), example.run(["--help"])
+        assert_refused(examples.run(arguments(**(common | change))), message)
+    typo, usage = (
+        examples.run(["--wraper", "flat"]),
+        examples.run(["--help"]),
+    )
     assert not folder.exists()  # nothing was written
     assert typo[0] == 2
     assert "No such option" in typo[2]
@@ -261,10 +196,9 @@ def test_bad_input_is_one_line(example: Example, text: Path, tmp_path: Path) -> 
         assert name in usage[1]
 
 
-def test_any_module_example_learns() -> None:
-    """One rank and no launcher: a launcher only sets these variables."""
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    output = finish(start([str(SCRIPT.with_name("finetune_any_module.py"))], **alone))
+def test_any_module_example_learns(examples: Examples) -> None:
+    code, output, errors = examples.run([], 1, script="finetune_any_module.py")
+    assert code == 0, errors
     accuracies = [float(value) for value in re.findall(r"accuracy (\S+)$", output, re.M)]
     assert len(accuracies) == 5
     assert accuracies[-1] > 0.75
@@ -278,9 +212,15 @@ def test_compiled_blocks_learn(text: Path) -> None:
 
 @pytest.mark.multi_gpu
 def test_two_gpus_train_and_continue(text: Path, tmp_path: Path) -> None:
+    import psutil  # here, so that the rest also runs where only the GPU tests' needs are met
+
     settings = {"data": text, "checkpoint_dir": tmp_path / "run", "device": "cuda"}
     command = [*TORCHRUN, str(SCRIPT), *arguments(**settings, precision="bf16")]
-    kill_at_first_checkpoint(start(command), tmp_path / "run")
+    process = start(command)
+    wait_for_checkpoint(tmp_path / "run")
+    for member in [*psutil.Process(process.pid).children(recursive=True), process]:
+        member.send_signal(signal.SIGKILL)
+    process.communicate(timeout=30)
     output = finish(start(command))
     assert "2 ranks on cuda" in output
     assert "continuing from step" in output

@@ -7,6 +7,8 @@ import subprocess
 import tarfile
 import tomllib
 import zipfile
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -38,8 +40,7 @@ def uv(*args: object, cwd: Path) -> str:
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the sdist and wheel of every package."""
     folder = tmp_path_factory.mktemp("dist")
-    for name in NAMES:
-        uv("build", "-q", "--package", name, "--out-dir", folder, cwd=ROOT)
+    uv("build", "-q", "--all-packages", "--out-dir", folder, cwd=ROOT)
     return folder
 
 
@@ -92,15 +93,12 @@ def test_sdist_contents(dist: Path, name: str) -> None:
     assert not [f for f in files if f.startswith("tests")]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_imports_in_a_clean_environment(
-    dist: Path, constraints: Path, name: str, tmp_path: Path
-) -> None:
-    """Only the declared requirements are there; siblings come from the folder just built."""
-    python = tmp_path / "venv" / "bin" / "python"
-    uv("venv", "-q", tmp_path / "venv", cwd=tmp_path)
+def installed_and_imported(dist: Path, constraints: Path, name: str, folder: Path) -> str:
+    """Installs a package into an environment of its own, imports it; returns what is installed."""
+    python = folder / "venv" / "bin" / "python"
+    uv("venv", "-q", folder / "venv", cwd=folder)
     install = ["pip", "install", "-q", "--python", python, "--link-mode", "symlink"]
-    uv(*install, "-c", constraints, "-f", dist, find(dist, name, ".whl"), cwd=tmp_path)
+    uv(*install, "-c", constraints, "-f", dist, find(dist, name, ".whl"), cwd=folder)
     module = name.replace("-", "_")
     program = (
         f"import {module}, sys; assert {str(ROOT)!r} not in {module}.__file__;"
@@ -109,7 +107,27 @@ def test_imports_in_a_clean_environment(
     # torch says so by itself where NumPy, which it can do without, is not installed.
     numpy = "ignore:Failed to initialize NumPy"
     command = [python, "-W", "error", "-W", numpy, "-c", program]
-    subprocess.run(command, check=True, cwd=tmp_path, timeout=120)
-    installed = uv("pip", "freeze", "--python", python, cwd=tmp_path)
+    subprocess.run(command, check=True, cwd=folder, timeout=120)
+    return uv("pip", "freeze", "--python", python, cwd=folder)
+
+
+@pytest.fixture(scope="session")
+def environments(
+    dist: Path, constraints: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[str]]]:
+    """Each package in a clean environment: two at a time, because most of it is one process."""
+    with ThreadPoolExecutor(2) as pool:
+        yield {
+            name: pool.submit(
+                installed_and_imported, dist, constraints, name, tmp_path_factory.mktemp(name)
+            )
+            for name in NAMES
+        }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_imports_in_a_clean_environment(environments: dict[str, Future[str]], name: str) -> None:
+    """Only the declared requirements are there; siblings come from the folder just built."""
+    installed = environments[name].result()
     present = {other for other in NAMES if f"{other}==" in installed or f"{other} @" in installed}
     assert present == {name} | SIBLING_REQUIREMENTS.get(name, set())

@@ -15,6 +15,7 @@ import inspect
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.context
+import multiprocessing.forkserver
 import sys
 import tempfile
 import time
@@ -26,8 +27,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# torch.optim imports torch._dynamo when the first optimizer is made: seconds, in every rank.
-_PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "ranks"]
+# torch.optim imports torch._dynamo when the first optimizer is made: seconds, in every rank. Test
+# files import pytest, which takes longer than the start of a rank and most checks.
+_PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "pytest", "ranks"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,12 @@ class RankOutcome:
 
 class RanksFailed(AssertionError):  # noqa: N818 - a failed assertion, named as one
     """At least one rank raised, died, or outlived the timeout."""
+
+
+def start_server() -> None:
+    """Starts the server that ranks on CPU are forked from; returns while it is importing torch."""
+    multiprocessing.set_forkserver_preload(_PRELOAD)
+    multiprocessing.forkserver.ensure_running()
 
 
 def run_ranks(
@@ -84,7 +92,7 @@ def run_ranks(
         context = multiprocessing.get_context("spawn")
     else:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
+        start_server()
     source = (Path(inspect.getfile(function)).resolve(), function.__qualname__)
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:

@@ -8,6 +8,7 @@ import resource
 import shlex
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,52 @@ def rows(folder: Path) -> list[dict[str, object]]:
 
 def keys_of(folder: Path) -> list[object]:
     return [row["case_key"] for row in rows(folder) if row.get("variant") != "double"]
+
+
+SLOW = ["toy", "--kinds", "slow", "--repeats", "3", "--seconds", "1.5"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interrupted_run(
+    command_line: tuple[list[str], dict[str, str]], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
+    """Where a run of three cases begins, and its process, which gets Ctrl-C in the second case.
+
+    Started before all tests, because it imports torch, which goes on beside them.
+    """
+    command, environment = command_line
+    place = tmp_path_factory.mktemp("interrupted")
+    # Ignored signals are inherited by children, and a shell's background job ignores Ctrl-C.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        started = subprocess.Popen(
+            [*command, *SLOW],
+            env=environment,
+            cwd=place,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            process_group=0,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    folder = place / "runs" / "toy-01"
+    with started as process:
+        thread = threading.Thread(target=interrupt_second, args=(process, folder))
+        thread.start()
+        yield place, process
+        process.kill()
+        thread.join()
+
+
+def interrupt_second(process: subprocess.Popen[str], folder: Path) -> None:
+    deadline = time.monotonic() + 100
+    while process.poll() is None and time.monotonic() < deadline:
+        if (folder / "results.jsonl").exists() and keys_of(folder):
+            time.sleep(0.3)  # into the second
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of the group
+            return
+        time.sleep(0.05)
 
 
 def test_help_lists_every_experiment_and_loads_nothing_heavy(
@@ -63,18 +110,6 @@ def test_help_of_an_experiment_teaches_by_commands_that_work(bench: Bench, name:
         assert name in planned.stdout
 
 
-def test_help_is_fast(command_line: tuple[list[str], dict[str, str]]) -> None:
-    command, environment = command_line
-
-    def seconds() -> float:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([*command, "--help"], env=environment, stdout=subprocess.DEVNULL, check=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-    assert min(seconds() for _ in range(3)) < 0.5  # processor time: other work shares the machine
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -105,48 +140,22 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert {path.name for path in tmp_path.iterdir()} == {"file"}
 
 
-def until_rows(folder: Path, count: int) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if (folder / "results.jsonl").exists() and len(keys_of(folder)) >= count:
-            return
-        time.sleep(0.05)
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """Ignored signals are inherited by children, and a shell's background job ignores Ctrl-C."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("interruptible")
+@pytest.mark.slow  # a command line that imports torch
 def test_a_run_stopped_then_resumed(
-    command_line: tuple[list[str], dict[str, str]], bench: Bench, tmp_path: Path
+    interrupted_run: tuple[Path, subprocess.Popen[str]],
+    bench: Bench,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One run of three cases, ended by Ctrl-C in its second; test_faults.py has SIGKILL."""
-    command, environment = command_line
-    arguments = ["toy", "--kinds", "slow", "--repeats", "3", "--seconds", "1.5"]
-    folder = tmp_path / "runs" / "toy-01"
-    stopped = subprocess.Popen(
-        [*command, *arguments],
-        env=environment,
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        process_group=0,
-    )
-    until_rows(folder, 1)
-    time.sleep(0.3)  # into the second
-    os.killpg(stopped.pid, signal.SIGINT)  # as a terminal does: to every process of the group
-    output, errors = stopped.communicate(timeout=20)
+    place, stopped = interrupted_run
+    output, errors = stopped.communicate(timeout=120)
     assert stopped.returncode == 130
     assert "1 of 3 cases are kept in runs/toy-01" in output
     assert errors == ""
 
-    resumed = bench(*arguments)
+    monkeypatch.chdir(place)
+    folder = place / "runs" / "toy-01"
+    resumed = bench(*SLOW)
     assert resumed.returncode == 0
     output = resumed.stdout
     assert "2 of 3 cases left" in output
@@ -157,6 +166,18 @@ def test_a_run_stopped_then_resumed(
     assert "\x1b" not in output  # no colours where there is no terminal
     assert all(len(line) <= 80 for line in output.splitlines())
     assert output.rstrip().endswith("Report: runs/toy-01/report.html")
+
+
+def test_help_is_fast(command_line: tuple[list[str], dict[str, str]]) -> None:
+    command, environment = command_line
+
+    def seconds() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([*command, "--help"], env=environment, stdout=subprocess.DEVNULL, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    assert min(seconds() for _ in range(3)) < 0.5  # processor time: other work shares the machine
 
 
 def test_a_folder_that_turns_unusable_is_one_line(bench: Bench, tmp_path: Path) -> None:

@@ -22,6 +22,37 @@ from ranks import run_ranks
 TINY = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 64}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def first_machine(command_line, tmp_path_factory):
+    """Where two machines measure, the process that is the first, and what the second is asked.
+
+    Started before all tests, because it imports torch, which goes on beside them.
+    """
+    command, environment = command_line
+    place = tmp_path_factory.mktemp("machines")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    first, second = (
+        [
+            *("allreduce", "--sizes-mb", "0.01", "--operations", "all_reduce"),
+            *("--samples", "3", "--device", "cpu", "--world-sizes", "2", "--nnodes", "2"),
+            *("--rdzv-endpoint", f"localhost:{port}", "--node-rank", str(number)),
+            *("--output", f"node-{number}", "--timeout", "200"),
+        ]
+        for number in range(2)
+    )
+    with subprocess.Popen(
+        [*command, *first],
+        cwd=place,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        yield place, process, second
+        process.kill()
+
+
 @pytest.fixture
 def run(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
@@ -135,6 +166,26 @@ def test_optimizer(run):
     assert all(len(samples) == 2 for samples in times["samples_ms"])
 
 
+@pytest.mark.slow  # a command line that imports torch
+def test_the_same_command_on_two_machines_measures_one_case(first_machine, bench, monkeypatch):
+    """Two agents on loopback, one rank each; both folders hold the rows of all ranks."""
+    place, other, second_machine = first_machine
+    monkeypatch.chdir(place)
+    done = bench(*second_machine)
+    output, _ = other.communicate(timeout=200)
+    assert other.returncode == 0, output
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, second = (
+        [json.loads(line) for line in (place / folder / "results.jsonl").read_text().splitlines()]
+        for folder in ("node-0", "node-1")
+    )
+    assert len(first) == len(second) == 1
+    assert first[0]["case_key"] == second[0]["case_key"]
+    assert first[0]["config"]["world_size"] == 2
+    assert first[0]["samples_ms"] == second[0]["samples_ms"]
+    assert len(first[0]["samples_ms"]) == 3
+
+
 @pytest.mark.parametrize("part", ["parameter", "gradient", "state"])
 def test_any_part_of_the_optimizer_s_memory_that_is_off_is_flagged(part):
     held = {"parameter": 400, "gradient": 400, "state": 800}
@@ -165,47 +216,6 @@ def test_any_part_of_the_optimizer_s_memory_that_is_off_is_flagged(part):
     frame = to_frame([{**row, **right}, {**row, **wrong, "moment": "before the optimizer step"}])
     memory = experiments.get("optimizer").tables(frame)[0].frame
     assert list(memory["prediction missed"]) == [False, True]
-
-
-@pytest.mark.slow  # a command line that imports torch
-def test_the_same_command_on_two_machines_measures_one_case(command_line, bench, tmp_path):
-    """Two agents on loopback, one rank each; both folders hold the rows of all ranks."""
-    command, environment = command_line
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-
-    def arguments(number):
-        return [
-            *("allreduce", "--sizes-mb", "0.01", "--operations", "all_reduce"),
-            *("--samples", "3", "--device", "cpu", "--world-sizes", "2", "--nnodes", "2"),
-            *("--rdzv-endpoint", f"localhost:{port}", "--node-rank", str(number)),
-            *("--output", f"node-{number}", "--timeout", "100"),
-        ]
-
-    other = subprocess.Popen(
-        [*command, *arguments(1)],
-        cwd=tmp_path,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    done = bench(*arguments(0))
-    output, _ = other.communicate(timeout=200)
-    assert other.returncode == 0, output
-    assert done.returncode == 0, done.stdout + done.stderr
-    first, second = (
-        [
-            json.loads(line)
-            for line in (tmp_path / folder / "results.jsonl").read_text().splitlines()
-        ]
-        for folder in ("node-0", "node-1")
-    )
-    assert len(first) == len(second) == 1
-    assert first[0]["case_key"] == second[0]["case_key"]
-    assert first[0]["config"]["world_size"] == 2
-    assert first[0]["samples_ms"] == second[0]["samples_ms"]
-    assert len(first[0]["samples_ms"]) == 3
 
 
 @pytest.mark.parametrize(

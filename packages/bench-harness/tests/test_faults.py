@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
-import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,40 @@ def rows(folder: Path) -> dict[str, dict[str, Any]]:
     """The last row of every case, by label."""
     lines = (folder / "results.jsonl").read_text().splitlines()
     return {row["label"]: row for row in map(json.loads, lines)}
+
+
+QUICK = ["run", "quick", "--output", "out"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def killed_run(
+    command_line: tuple[list[str], dict[str, str]], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Path, threading.Thread]]:
+    """Where ``run quick`` measures until SIGKILL after four cases, and the thread that kills it.
+
+    Started before all tests, because it imports torch, which goes on beside them.
+    """
+    command, environment_variables = command_line
+    folder = tmp_path_factory.mktemp("killed")
+    with subprocess.Popen(
+        [*command, *QUICK],
+        env=environment_variables,
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        thread = threading.Thread(target=kill_in_the_middle, args=(process, folder / "out"))
+        thread.start()
+        yield folder, thread
+        process.kill()
+        thread.join()
+
+
+def kill_in_the_middle(process: subprocess.Popen[bytes], folder: Path) -> None:
+    while process.poll() is None:
+        if (folder / "results.jsonl").exists() and len(rows(folder)) >= 4:
+            process.kill()
+        time.sleep(0.1)
 
 
 def one_line(done: subprocess.CompletedProcess[str]) -> str:
@@ -152,45 +186,33 @@ def test_a_missing_gpu_skips_the_case_and_says_so(bench: Bench, tmp_path: Path) 
     assert "needs a CUDA device" in row["error"]
 
 
+@pytest.mark.slow  # the whole quick preset
+def test_run_quick_killed_in_the_middle_measures_only_what_is_left(
+    killed_run: tuple[Path, threading.Thread], bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, killed = killed_run
+    killed.join(timeout=120)
+    assert not killed.is_alive()
+    before = rows(folder / "out")
+    assert len(before) >= 4
+
+    monkeypatch.chdir(folder)
+    resumed = bench(*QUICK)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    after = rows(folder / "out")
+    assert len(after) > len(before)
+    assert f"{len(after) - len(before)} of {len(after)} cases left" in resumed.stdout
+    assert all(after[label]["started"] == row["started"] for label, row in before.items())
+    assert {row["experiment"] for row in after.values()} == set(experiments.names()) - {"toy"}
+    page = (folder / "out" / "report.html").read_text()
+    for name in {row["experiment"] for row in after.values()}:
+        assert f'<h2 id="{name}">' in page
+    assert "Could not be shown" not in page
+
+
 def test_two_runs_of_the_same_compare_as_the_same(bench: Bench) -> None:
     for folder in ("first", "second"):
         assert bench("toy", "--kinds", "sleeps", "--output", folder).returncode == 0
     done = bench("compare", "first", "second")
     assert done.returncode == 0
     assert "1 same" in done.stdout
-
-
-@pytest.mark.slow  # the whole quick preset
-def test_run_quick_killed_in_the_middle_measures_only_what_is_left(
-    command_line: tuple[list[str], dict[str, str]], bench: Bench, tmp_path: Path
-) -> None:
-    command, environment_variables = command_line
-    arguments = ["run", "quick", "--output", "out"]
-    folder = tmp_path / "out"
-    killed = subprocess.Popen(
-        [*command, *arguments],
-        env=environment_variables,
-        cwd=tmp_path,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        if (folder / "results.jsonl").exists() and len(rows(folder)) >= 4:
-            break
-        time.sleep(0.2)
-    killed.send_signal(signal.SIGKILL)
-    killed.wait(timeout=20)
-    before = rows(folder)
-    assert len(before) >= 4
-
-    resumed = bench(*arguments)
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    after = rows(folder)
-    assert f"{len(after) - len(before)} of {len(after)} cases left" in resumed.stdout
-    assert all(after[label]["started"] == row["started"] for label, row in before.items())
-    assert {row["experiment"] for row in after.values()} == set(experiments.names()) - {"toy"}
-    page = (folder / "report.html").read_text()
-    for name in {row["experiment"] for row in after.values()}:
-        assert f'<h2 id="{name}">' in page
-    assert "Could not be shown" not in page

@@ -11,11 +11,29 @@ import torch
 from bench_harness.ranks import Nodes, RankError, launch
 
 
-@pytest.fixture
-def functions(monkeypatch):
-    # Ranks inherit the launcher's path, so they find the module by its name.
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    return importlib.import_module("rank_functions")
+@pytest.fixture(scope="module")
+def functions():
+    with pytest.MonkeyPatch.context() as patched:
+        # Ranks inherit the launcher's path, so they find the module by its name.
+        patched.syspath_prepend(str(Path(__file__).parent))
+        yield importlib.import_module("rank_functions")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def launcher(functions, tmp_path_factory):
+    """A launcher of ranks that sleep, and the folder where they leave their process ids.
+
+    Started before all tests: its fork server imports torch anew, which goes on beside them.
+    """
+    folder = tmp_path_factory.mktemp("sleeping")
+    context = multiprocessing.get_context("forkserver")
+    process = context.Process(
+        target=launch, args=(functions.sleep_and_say, 2, str(folder)), kwargs={"timeout_s": 300}
+    )
+    process.start()
+    yield process, folder
+    process.kill()
+    process.join()
 
 
 def test_results_come_back_in_rank_order(functions):
@@ -47,19 +65,15 @@ def test_running_out_of_memory_keeps_its_type(functions):
         launch(functions.run_out_of_memory, 1, timeout_s=60)
 
 
-def test_ranks_end_when_their_launcher_is_killed(functions, tmp_path):
-    context = multiprocessing.get_context("forkserver")
-    launcher = context.Process(
-        target=launch, args=(functions.sleep_and_say, 2, str(tmp_path)), kwargs={"timeout_s": 300}
-    )
-    launcher.start()
+def test_ranks_end_when_their_launcher_is_killed(launcher):
+    process, folder = launcher
     deadline = time.monotonic() + 60
-    while len(list(tmp_path.glob("pid-*"))) < 2 and time.monotonic() < deadline:
+    while len(list(folder.glob("pid-*"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.1)
-    pids = [int(file.read_text()) for file in tmp_path.glob("pid-*")]
+    pids = [int(file.read_text()) for file in folder.glob("pid-*")]
     assert len(pids) == 2
-    launcher.kill()
-    launcher.join()
+    process.kill()
+    process.join()
     _, alive = psutil.wait_procs([psutil.Process(p) for p in pids if psutil.pid_exists(p)], 20)
     assert not alive
 
