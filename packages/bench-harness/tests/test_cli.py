@@ -177,7 +177,7 @@ def test_help_is_fast(command_line: tuple[list[str], dict[str, str]]) -> None:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    assert min(seconds() for _ in range(3)) < 0.5  # processor time: other work shares the machine
+    assert min(seconds() for _ in range(5)) < 0.5  # processor time: other work shares the machine
 
 
 def test_a_folder_that_turns_unusable_is_one_line(bench: Bench, tmp_path: Path) -> None:

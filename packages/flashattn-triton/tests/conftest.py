@@ -49,9 +49,18 @@ import pytest
 import torch
 from torch import Tensor
 
+import background
 from flashattn_triton.hopper import eligibility
 from flashattn_triton.options import AttentionOptions
 from flashattn_triton.reference import attention_reference, attention_reference_varlen
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    background.start_all(session)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    background.stop_all(session)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,8 +1,9 @@
 """Every shipped tiling compiled for GPUs that are not there: fits, and spills no more than said.
 
 The compiler runs in other processes, because Triton's interpreter, which the tests use where there
-is no GPU, replaces it in this one. Under a causal mask a kernel contains the loop without a mask,
-so that this takes all loops; ``python compile_kernels.py --shipped`` prints all registers.
+is no GPU, replaces it in this one; most start when tests are collected. Under a causal mask a
+kernel contains the loop without a mask, so that this takes all loops; ``python compile_kernels.py
+--shipped`` prints all registers.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from background import Background
 from flashattn_triton.configs import tiling_for
 
 SCRIPT = Path(__file__).with_name("compile_kernels.py")
@@ -50,30 +51,14 @@ def requests(architecture: int) -> list[dict[str, Any]]:
     return found
 
 
-def compile_on(architectures: tuple[int, ...]) -> list[dict[str, Any]]:
-    return run_script(json.dumps([x for a in architectures for x in requests(a)]))
-
-
-def run_script(requests: str, *arguments: str) -> list[dict[str, Any]]:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
-        input=requests,
-        env=environment | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    return [json.loads(line) for line in result.stdout.splitlines()]
+COMPILING = Background(
+    SCRIPT, [[x for a in part for x in requests(a)] for part in ((90, 100, 80), (86, 89, 120))]
+)
 
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
-    with ThreadPoolExecutor(2) as pool:
-        parts = pool.map(compile_on, ((90, 100, 80), (86, 89, 120)))
-        return [row for part in parts for row in part]
+    return COMPILING.rows()
 
 
 @pytest.mark.slow
@@ -105,7 +90,16 @@ def test_registers_suffice(rows: list[dict[str, Any]]) -> None:
 @pytest.mark.slow
 def test_one_version_serves_every_length() -> None:
     lengths = [1024, 4096, 2048, 1021, 2043, 64, 77]
-    (counts,) = run_script("", "--lengths", *map(str, lengths))
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, str(SCRIPT), "--lengths", *map(str, lengths)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    counts = json.loads(result.stdout)
     assert "flash_forward_kernel" in counts
     for name, versions in counts.items():
         assert versions == [1] * len(lengths), name

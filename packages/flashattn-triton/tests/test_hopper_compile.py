@@ -1,21 +1,17 @@
 """The Hopper tier's kernels, compiled for sm_90a without a GPU: ptxas has nothing to complain of.
 
 The compiler runs in other processes, because Triton's interpreter, which the tests use where there
-is no GPU, replaces it in this one.
+is no GPU, replaces it in this one. They start when tests are collected.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from background import Background
 from flashattn_triton.hopper import eligibility
 from flashattn_triton.hopper.configs import backward_config, forward_config
 from flashattn_triton.options import resolve_options
@@ -61,21 +57,7 @@ def config_of(row: dict[str, Any]) -> Any:
     return forward_config(row["head_dim"], row["lengths"][0], options)
 
 
-def compile_all(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [sys.executable, str(SCRIPT)],
-        input=json.dumps(requests),
-        env=environment | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    return [json.loads(line) for line in result.stdout.splitlines()]
-
-
+COMPILING = Background(SCRIPT, (REQUESTS[::2], REQUESTS[1::2]))
 pytestmark = pytest.mark.timeout(900)
 
 
@@ -85,9 +67,7 @@ def rows() -> list[dict[str, Any]]:
     refusal = eligibility.triton_refusal()
     if refusal is not None:
         pytest.skip(refusal)
-    with ThreadPoolExecutor(2) as pool:
-        parts = pool.map(compile_all, (REQUESTS[::2], REQUESTS[1::2]))
-    found = [row for part in parts for row in part]
+    found = COMPILING.rows()
     assert len(found) == len(REQUESTS)
     return found
 
