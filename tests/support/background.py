@@ -17,8 +17,8 @@ import pytest
 class Background:
     """A script that reads JSON from standard input and writes JSON lines, once for each input.
 
-    A test module that holds one, in whatever variable, has it started when tests are collected; see
-    :func:`start_all`. The processes give way to all others.
+    A test module that holds one, in whatever variable, has it started when tests are collected, and
+    its tests run last; see the functions below. The processes give way to all others.
 
     Args:
         script: the Python file.
@@ -74,19 +74,25 @@ class Background:
             self._folder.cleanup()
 
 
+def put_last(items: list[pytest.Item]) -> None:
+    """Moves tests of modules with such work behind all others, in place."""
+    items.sort(key=lambda item: bool(_of_modules([item])))
+
+
 def start_all(session: pytest.Session) -> None:
-    """Starts the work of all tests that were collected; where a plug-in shares them out, none."""
-    if not hasattr(session.config, "workerinput"):
-        for work in _collected(session):
+    """Starts the work of all tests that will run; where a plug-in shares them out, none."""
+    shared_out = hasattr(session.config, "workerinput")
+    if not shared_out and not session.config.option.collectonly:
+        for work in _of_modules(session.items):
             work.start()
 
 
 def stop_all(session: pytest.Session) -> None:
     """Ends what still runs."""
-    for work in _collected(session):
+    for work in _of_modules(session.items):
         work.stop()
 
 
-def _collected(session: pytest.Session) -> list[Background]:
-    modules = {item.module for item in session.items if isinstance(item, pytest.Function)}
+def _of_modules(items: Sequence[pytest.Item]) -> list[Background]:
+    modules = {item.module for item in items if isinstance(item, pytest.Function)}
     return [x for module in modules for x in vars(module).values() if isinstance(x, Background)]

@@ -55,6 +55,10 @@ from flashattn_triton.options import AttentionOptions
 from flashattn_triton.reference import attention_reference, attention_reference_varlen
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    background.put_last(items)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     background.start_all(session)
 
