@@ -40,7 +40,9 @@ def ranks(progress: Progress) -> list[object]:
 
 def _rank_state(rank: int, world_size: int, device: object) -> list[object]:
     import torch
+    import torch.distributed as dist
 
+    dist.barrier()  # a rank that leaves while another is still connecting makes that one fail
     return [rank, os.getppid(), torch.cuda._is_in_bad_fork()]
 
 
