@@ -27,6 +27,7 @@ import triton.language as tl
 
 from flashattn_triton.forward import (
     LOG2_E,
+    copy_again,
     copy_rows,
     dot,
     key_range,
@@ -115,16 +116,6 @@ def load_statistic(ptr, queries, n_queries, other, PACKED: tl.constexpr):
     if PACKED:
         return tl.load(ptr + queries, mask=queries < n_queries, other=other)
     return tl.load(ptr + queries)
-
-
-@triton.jit
-def copy_again(descriptor, batch, head, start, length, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """``copy_rows`` for the second product of a wide fp32 tile, the sum of a gradient.
-
-    Kept from the first product, its parts (see ``dot_fp32``) would fill the registers. The compiler
-    cannot know the second address, which is the first; else it would not copy again.
-    """
-    return copy_rows(descriptor, batch, head, start + (length >> 31), ROWS, COLUMNS)
 
 
 @triton.jit

@@ -135,6 +135,16 @@ def copy_rows(descriptor, batch, head, start, ROWS: tl.constexpr, COLUMNS: tl.co
 
 
 @triton.jit
+def copy_again(descriptor, batch, head, start, length, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """``copy_rows`` for the second product of a wide fp32 tile, the sum of a gradient.
+
+    Kept from the first product, its parts (see ``dot_fp32``) would fill the registers. The compiler
+    cannot know the second address, which is the first; else it would not copy again.
+    """
+    return copy_rows(descriptor, batch, head, start + (length >> 31), ROWS, COLUMNS)
+
+
+@triton.jit
 def store_rows(ptr, tile, rows, columns, stride_row, n_rows, WIDTH: tl.constexpr):
     """The inverse of ``load_rows``, casting to the pointer's type."""
     inside = (rows < n_rows)[:, None] & (columns < WIDTH)[None, :]

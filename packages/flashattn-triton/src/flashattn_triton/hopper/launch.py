@@ -19,7 +19,7 @@ from flashattn_triton import direct
 from flashattn_triton.launch import option_numbers
 from flashattn_triton.options import AttentionOptions, diagonal_offset
 
-_ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+_ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,8 @@ def tile_map(
     strides: Sequence[int],
     block: Sequence[int],
     dtype: torch.dtype,
-    *,
-    swizzled: bool = True,
 ) -> TileMap:
-    """Tiles of ``block`` elements of tensors of up to five dimensions.
+    """Tiles of ``block`` elements of tensors of up to five dimensions, stored as matrix operands.
 
     Heads and batch have dimensions of their own, so that a tile that runs past the last row reads
     zeros and writes nothing, instead of touching the next head; likewise past the last column. A
@@ -58,15 +56,10 @@ def tile_map(
             of dimensions of size 1 are never used and may be anything.
         block: powers of two.
         dtype: of the tensor.
-        swizzled: whether they lie in shared memory as matrix operands do, or row after row.
     """
     spare = max(16, shape[-1])
     used = [spare if n == 1 else s for n, s in zip(shape[:-1], strides[:-1], strict=True)]
-    element = _ELEMENTS[dtype]
-    if swizzled:
-        layout = gl.NVMMASharedLayout.get_default_for(list(block), element)
-    else:
-        layout = gl.NVMMASharedLayout(0, element.primitive_bitwidth, len(block))
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), _ELEMENTS[dtype])
     return TileMap(list(shape), [*used, 1], list(block), dtype, layout)
 
 
