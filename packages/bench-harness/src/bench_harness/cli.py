@@ -109,10 +109,10 @@ def application(given: Sequence[str]) -> typer.Typer:
         help="Measures and explains Transformer training: one command per experiment, one report.",
     )
     app.callback()(_root)
-    for name in experiments.names():
-        experiment = experiments.get(name)
+    for experiment in experiments.every():
         command = _experiment_command(experiment, given)
-        app.command(name, rich_help_panel=_EXPERIMENTS, help=_help(experiment))(command)
+        text = _help(experiment)
+        app.command(experiment.name, rich_help_panel=_EXPERIMENTS, help=text)(command)
     app.command("run", rich_help_panel=_RUNS)(_run_command(given))
     for name, function in _OTHERS.items():
         app.command(name, rich_help_panel=_RUNS)(function)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+from collections.abc import Iterator
 
 from bench_harness.experiments.base import CaseSkipped, Experiment, Figure, Table, option
 
-__all__ = ["CaseSkipped", "Experiment", "Figure", "Table", "get", "names", "option"]
+__all__ = ["CaseSkipped", "Experiment", "Figure", "Table", "every", "get", "names", "option"]
 
 ENTRY_POINT_GROUP = "bench_harness.experiments"
 
@@ -48,9 +49,23 @@ def get(name: str) -> Experiment:
         ValueError: no experiment has that name, and the message lists those that exist; or it
             cannot be imported.
     """
-    target = _targets().get(name)
-    if target is None:
-        raise ValueError(f"experiment must be one of {', '.join(names())}; received {name!r}")
+    targets = _targets()
+    if name not in targets:
+        raise ValueError(f"experiment must be one of {', '.join(targets)}; received {name!r}")
+    return _load(name, targets[name])
+
+
+def every() -> Iterator[Experiment]:
+    """Every experiment in running order, after one look at what is installed.
+
+    Raises:
+        ValueError: one cannot be imported.
+    """
+    for name, target in _targets().items():
+        yield _load(name, target)
+
+
+def _load(name: str, target: str) -> Experiment:
     module, _, attribute = target.partition(":")
     try:
         experiment: Experiment = getattr(importlib.import_module(module), attribute)()
