@@ -1,6 +1,7 @@
 """Settings every test of the workspace shares."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -22,3 +23,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _return_device_memory() -> Iterator[None]:
+    """What a large test leaves in torch's cache is given back: other processes test beside it."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
+        torch.cuda.empty_cache()
