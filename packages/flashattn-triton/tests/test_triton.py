@@ -26,8 +26,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = Tiles(16, 32, 4, 1)
 FUSED = Tiling(forward=SMALL, key_pass=SMALL, query_pass=SMALL, fused=SMALL)
 TWO_PASS = Tiling(forward=SMALL, key_pass=SMALL, query_pass=SMALL)
-COPYING = Tiles(16, 32, 4, 1, copied=True)
+COPYING = Tiles(16, 32, 4, 2, copied=True)  # the statistics too, in a pipelined loop
 COPIED = Tiling(forward=COPYING, key_pass=COPYING, query_pass=COPYING)
+COPYING_ONE = replace(COPYING, stages=1)
+COPIED_ONE = Tiling(forward=COPYING_ONE, key_pass=COPYING_ONE, query_pass=COPYING_ONE)
 
 
 def attend(case: Any, **keywords: Any) -> Callable[..., Any]:
@@ -71,12 +73,19 @@ def test_reading_with_the_copy_engine(
     assert_close_to_oracle(attend(strided_case, tiling=COPIED), inputs)
 
 
-@pytest.mark.parametrize("fused", [COPYING, None], ids=["fused", "two-pass"])
+def test_reading_with_the_copy_engine_one_tile_at_a_time(
+    dense_case: Any, make_inputs: Any, assert_close_to_oracle: Any
+) -> None:
+    case = dense_case(2, (4, 2), 35, 70, 64, "bf16", causal="bottom-right", window=(40, None))
+    assert_close_to_oracle(attend(case, tiling=COPIED_ONE), make_inputs(case, DEVICE))
+
+
+@pytest.mark.parametrize("fused", [COPYING_ONE, None], ids=["fused", "two-pass"])
 def test_wide_fp32_tiles_are_copied_again(
     fused: Tiles | None, dense_case: Any, make_inputs: Any, assert_close_to_oracle: Any
 ) -> None:
     case = dense_case(1, (2, 1), 35, 70, 136, "fp32", causal="bottom-right")
-    tiling = replace(COPIED, fused=fused)
+    tiling = replace(COPIED_ONE, fused=fused)
     assert_close_to_oracle(attend(case, tiling=tiling), make_inputs(case, DEVICE))
 
 

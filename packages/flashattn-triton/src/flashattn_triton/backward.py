@@ -246,11 +246,14 @@ def _backward_call(
     if fused is not None and tiling.bulk:
         rows = batch * heads * n_queries
         key_views[5] = TileView([rows, width], [width, 1], [fused.queries, width])
+    # A copy is waited for where it stands unless the loop is pipelined; a load is not.
+    copies_statistics = copyable and key_tiles.copied and key_tiles.stages > 1
     if copyable and key_tiles.copied:
         do_shape, block = (*shapes[0][:3], value_dim), [1, 1, key_tiles.queries]
         key_views[0] = TileView(shapes[0], strides[0], [*block, width])
         key_views[3] = TileView(do_shape, strides[3], [*block, value_width])
-        key_views[4] = TileView([2 * batch * heads, n_padded], [n_padded, 1], block[1:])
+        if copies_statistics:
+            key_views[4] = TileView([2 * batch * heads, n_padded], [n_padded, 1], block[1:])
     if copyable and query_tiles.copied:
         block = [1, 1, query_tiles.keys]
         query_views[1] = TileView(shapes[1], strides[1], [*block, width])
@@ -293,7 +296,7 @@ def _backward_call(
     programs = -(-n_keys // key_tiles.keys) * batch * kv_heads
     key_pass = launch(
         key_pass_kernel, key_tiles, programs, key_views, [target, dk_outer, dv_outer], kv_heads,
-        DQ_MODE=mode.value,
+        DQ_MODE=mode.value, COPIES_STATISTICS=copies_statistics,
     )  # fmt: skip
     query_pass = None
     if fused is None:

@@ -158,6 +158,7 @@ def _differentiate_keys(
     INTERPRETED: tl.constexpr,
     DQ_MODE: tl.constexpr,
     COPIED: tl.constexpr,
+    COPIES_STATISTICS: tl.constexpr,
     PACKED: tl.constexpr,
     is_causal: tl.constexpr,
     MASKED: tl.constexpr,
@@ -172,15 +173,21 @@ def _differentiate_keys(
         queries = query_start + tl.arange(0, Q_TILE_SIZE)
         if COPIED:  # rows and columns past the end are 0
             q = copy_rows(Q, batch, head, query_start, Q_TILE_SIZE, columns.shape[0])
-            logsumexp = statistics.load([2 * both, query_start]).reshape(Q_TILE_SIZE)
-            do = copy_rows(dO, batch, head, query_start, Q_TILE_SIZE, value_columns.shape[0])
-            delta = statistics.load([2 * both + 1, query_start]).reshape(Q_TILE_SIZE)
         else:
             q_tile = Q + query_start.to(tl.int64) * stride_qq
             q = load_rows(q_tile, rows, columns, stride_qq, n_rows, D, True)
+        if COPIES_STATISTICS:
+            logsumexp = statistics.load([2 * both, query_start]).reshape(Q_TILE_SIZE)
+        else:
             logsumexp = load_statistic(statistics, queries, n_queries, float("inf"), PACKED)
+        if COPIED:
+            do = copy_rows(dO, batch, head, query_start, Q_TILE_SIZE, value_columns.shape[0])
+        else:
             do_tile = dO + query_start.to(tl.int64) * stride_doq
             do = load_rows(do_tile, rows, value_columns, stride_doq, n_rows, E, True)
+        if COPIES_STATISTICS:
+            delta = statistics.load([2 * both + 1, query_start]).reshape(Q_TILE_SIZE)
+        else:
             delta = load_statistic(statistics + n_padded, queries, n_queries, 0.0, PACKED)
         # Both products of scores are started before either is waited for, and so are the sums.
         s = dot(k, tl.trans(q), None, PRECISION, INTERPRETED)  # (K_TILE_SIZE, Q_TILE_SIZE)
@@ -232,7 +239,7 @@ def key_pass_kernel(
     K_ptr,
     V_ptr,
     dO,
-    statistics,  # a pointer, or if COPIED a descriptor of (2 · B · H, N_PADDED)
+    statistics,  # a pointer, or if COPIES_STATISTICS a descriptor of (2 · B · H, N_PADDED)
     dQ,  # fp32, zeroed: a pointer, or a descriptor of (rows, D_PADDED); unused in mode NONE
     dK_ptr,
     dV_ptr,
@@ -283,6 +290,7 @@ def key_pass_kernel(
     INTERPRETED: tl.constexpr,
     DQ_MODE: tl.constexpr,
     COPIED: tl.constexpr,
+    COPIES_STATISTICS: tl.constexpr,
     is_causal: tl.constexpr,
 ):
     """dK and dV of one key tile of one key head. Grid: tiles · B · G.
@@ -332,8 +340,7 @@ def key_pass_kernel(
         start = tl.maximum(first_seeing, 0) // Q_TILE_SIZE * Q_TILE_SIZE
         full_start = tl.maximum(full_start, first_seeing + K_TILE_SIZE - 1)
     full_start = tl.cdiv(tl.maximum(full_start, 0), Q_TILE_SIZE) * Q_TILE_SIZE
-    stop = N_QUERIES
-    full_stop = N_QUERIES
+    stop, full_stop = N_QUERIES, N_QUERIES
     if HAS_LEFT:
         first_blind = key_start - offset + window_left + 1
         stop = tl.minimum(stop, tl.maximum(first_blind + K_TILE_SIZE - 1, 0))
@@ -358,35 +365,32 @@ def key_pass_kernel(
             both = head
         q_head, do_head, head_statistics = Q, dO, statistics
         if not COPIED:
-            h = head.to(tl.int64)
-            q_head += h * stride_qh
-            do_head += h * stride_doh
+            q_head += head.to(tl.int64) * stride_qh
+            do_head += head.to(tl.int64) * stride_doh
+        if not COPIES_STATISTICS:
             head_statistics += both.to(tl.int64) * 2 * N_PADDED + first_statistic
         dq_head = dq_start + head.to(tl.int64) * stride_dqh
         dk, dv = _differentiate_keys(
             dk, dv, k, v, q_head, do_head, dQ, head_statistics, N_PADDED, batch, head, both,
-            dq_head,
-            stride_qq, stride_doq, stride_dqq, start, tl.minimum(full_start, stop),
+            dq_head, stride_qq, stride_doq, stride_dqq, start, tl.minimum(full_start, stop),
             keys, rows, columns, value_columns, offset, N_QUERIES, N_KEYS,
             window_left, window_right, scale, softcap, D, E, Q_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT,
-            PRECISION, INTERPRETED, DQ_MODE, COPIED, PACKED, is_causal, True,
+            PRECISION, INTERPRETED, DQ_MODE, COPIED, COPIES_STATISTICS, PACKED, is_causal, True,
         )  # fmt: skip
         dk, dv = _differentiate_keys(
             dk, dv, k, v, q_head, do_head, dQ, head_statistics, N_PADDED, batch, head, both,
-            dq_head,
-            stride_qq, stride_doq, stride_dqq, full_start, full_stop,
+            dq_head, stride_qq, stride_doq, stride_dqq, full_start, full_stop,
             keys, rows, columns, value_columns, offset, N_QUERIES, N_KEYS,
             window_left, window_right, scale, softcap, D, E, Q_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT,
-            PRECISION, INTERPRETED, DQ_MODE, COPIED, PACKED, is_causal, False,
+            PRECISION, INTERPRETED, DQ_MODE, COPIED, COPIES_STATISTICS, PACKED, is_causal, False,
         )  # fmt: skip
         if HAS_LEFT:
             dk, dv = _differentiate_keys(
                 dk, dv, k, v, q_head, do_head, dQ, head_statistics, N_PADDED, batch, head, both,
-            dq_head,
-                stride_qq, stride_doq, stride_dqq, tl.maximum(full_start, full_stop), stop,
+                dq_head, stride_qq, stride_doq, stride_dqq, tl.maximum(full_start, full_stop), stop,
                 keys, rows, columns, value_columns, offset, N_QUERIES, N_KEYS,
                 window_left, window_right, scale, softcap, D, E, Q_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT,
-                PRECISION, INTERPRETED, DQ_MODE, COPIED, PACKED, is_causal, True,
+                PRECISION, INTERPRETED, DQ_MODE, COPIED, COPIES_STATISTICS, PACKED, is_causal, True,
             )  # fmt: skip
     dk_tile = dK_ptr + first * stride_dkk
     store_rows(dk_tile, dk * scale, key_rows, columns, stride_dkk, n_rows, D)

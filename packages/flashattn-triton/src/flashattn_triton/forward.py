@@ -27,7 +27,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.target_info import cuda_capability_geq
 
 from flashattn_triton.configs import Tiles
 from flashattn_triton.launch import (
@@ -53,24 +52,6 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
-# What ``split`` does to a pair of numbers, which NVIDIA's GPUs round by one instruction.
-SPLIT_PAIR = tl.constexpr("""{
-    .reg .b32 a, b, a_0, b_0;
-    cvt.rn.bf16x2.f32 $0, $4, $3;
-    shl.b32 a_0, $0, 16;
-    and.b32 b_0, $0, 0xffff0000;
-    sub.f32 a, $3, a_0;
-    sub.f32 b, $4, b_0;
-    cvt.rn.bf16x2.f32 $1, b, a;
-    shl.b32 a_0, $1, 16;
-    and.b32 b_0, $1, 0xffff0000;
-    sub.f32 a, a, a_0;
-    sub.f32 b, b, b_0;
-    cvt.rn.bf16x2.f32 $2, b, a;
-}""")
-THREE_BF16 = tl.constexpr((tl.bfloat16, tl.bfloat16, tl.bfloat16))
-
-
 @triton.jit
 def upper_half(bits):
     """The bf16 number that the first 16 of 32 bits are."""
@@ -81,23 +62,14 @@ def upper_half(bits):
 def split(x):
     """Three bf16 numbers whose sum is x: its 24 bits, eight at a time.
 
-    Rests must have either sign: of one sign, the products that ``dot_fp32`` leaves out would add
-    up. Rounded numbers leave such rests. Where that takes longer than to cut bits off, which leaves
-    rests of x's sign, the first part is cut off a number somewhat larger than x.
+    The first is cut off a number somewhat larger than x, which leaves rests of either sign. Of one
+    sign, as bits cut off x have it, the products that ``dot_fp32`` leaves out would add up.
     """
-    if cuda_capability_geq(8):
-        first, second, third = tl.inline_asm_elementwise(
-            SPLIT_PAIR, "=&r,=&r,=&r,r,r", [x], dtype=THREE_BF16, is_pure=True, pack=2
-        )
-    else:
-        bits = (x * 1.0027).to(tl.int32, bitcast=True)
-        first = upper_half(bits)
-        x -= (bits & -65536).to(tl.float32, bitcast=True)
-        bits = x.to(tl.int32, bitcast=True)
-        second = upper_half(bits)
-        x -= (bits & -65536).to(tl.float32, bitcast=True)
-        third = upper_half(x.to(tl.int32, bitcast=True))
-    return first, second, third
+    first = (x * 1.0027).to(tl.int32, bitcast=True)
+    x -= (first & -65536).to(tl.float32, bitcast=True)
+    second = x.to(tl.int32, bitcast=True)
+    x -= (second & -65536).to(tl.float32, bitcast=True)
+    return upper_half(first), upper_half(second), upper_half(x.to(tl.int32, bitcast=True))
 
 
 @triton.jit
