@@ -176,19 +176,17 @@ def _few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward, "multiprocessors", lambda device: 3)
 
 
-@pytest.mark.parametrize("schedule", [0, 1])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_forward_on_random_schedules(name: str, head_dim: int, schedule: int) -> None:
-    seed = 2 * list(PROBLEMS).index(name) + schedule
+def test_forward_on_random_schedules(name: str, head_dim: int) -> None:
+    seed = list(PROBLEMS).index(name)
     check_forward(problem_of(head_dim=head_dim, **PROBLEMS[name]), seed)
 
 
-@pytest.mark.parametrize("schedule", [0, 1])
 @pytest.mark.parametrize("head_dim", [64, 72, 128])
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_backward_on_random_schedules(name: str, head_dim: int, schedule: int) -> None:
-    seed = 2 * list(PROBLEMS).index(name) + schedule
+def test_backward_on_random_schedules(name: str, head_dim: int) -> None:
+    seed = list(PROBLEMS).index(name)
     check_backward(problem_of(head_dim=head_dim, **PROBLEMS[name]), seed)
 
 
