@@ -54,7 +54,7 @@ def tokens(batch=2, length=19):
     return torch.randint(3, SIZES["vocab_size"], (batch, length), device=DEVICE)
 
 
-def compare(ours, theirs, ids, mask=None):
+def assert_same_results(ours, theirs, ids, mask=None):
     """Same logits and gradients, where tokens are not padding."""
     keep = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
     results = []
@@ -97,20 +97,20 @@ MODELS = [
 def test_logits_and_gradients(kind, oracle, keywords, side):
     ours, theirs = pair(kind, oracle, **keywords)
     ids = tokens()
-    compare(ours, theirs, ids, None if side is None else padding(side, ids))
+    assert_same_results(ours, theirs, ids, None if side is None else padding(side, ids))
 
 
 def test_a_mask_of_ones_is_no_mask(monkeypatch):
     ours, theirs = pair("Llama")
     monkeypatch.setattr(integration, "flash_attention_varlen", None)  # would fail if it were called
     ids = tokens()
-    compare(ours, theirs, ids, torch.ones_like(ids))
+    assert_same_results(ours, theirs, ids, torch.ones_like(ids))
 
 
 def test_holes_in_the_padding():
     ids = tokens()
     ours, theirs = pair("Llama")
-    compare(ours, theirs, ids, padding("hole", ids))
+    assert_same_results(ours, theirs, ids, padding("hole", ids))
     windowed, _ = pair("Mistral", sliding_window=6)
     with pytest.raises(ValueError, match="received a padding mask with holes"):
         windowed(ids, attention_mask=padding("hole", ids))
