@@ -1,13 +1,11 @@
 """Writes what is measured into ddp-lite's README: tables, fault tests, timelines.
 
     python scripts/ddp_readme.py faults            # runs the fault tests
-    python scripts/ddp_readme.py traces RUN        # takes a run's traces, trimmed
     python scripts/ddp_readme.py                   # renews the README from the results folder
     python scripts/ddp_readme.py --check           # exit 1 if the README differs from the results
 
-RUN is a folder that ``bench_ddp.py --traces`` made. The results are ``rows.jsonl``
-(``bench_ddp.py``), ``faults.jsonl`` and the trimmed traces under ``docs/results/ddp``; pictures
-are drawn beside them.
+The results are ``rows.jsonl`` (``bench_ddp.py``) and ``faults.jsonl`` under ``docs/results/ddp``;
+pictures are drawn beside them.
 """
 
 from __future__ import annotations
@@ -21,18 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from ddp_pictures import draw_speed, draw_timelines, trim
+from ddp_pictures import draw_speed
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "packages/ddp-lite/README.md"
 RESULTS = ROOT / "docs/results/ddp"
-RUN = RESULTS / "h200x2_xl"
 SHORT = RESULTS / "h200x2_xl_short"
 ROUNDS = RESULTS / "h200x2_xl_rounds"
 FP32 = RESULTS / "h200x2_xl_fp32"
 DEVICE = RESULTS / "h200x2_xl_device"
 WIRE = RESULTS / "h200x2_xl_wire"
-PROBE = RESULTS / "h200x2_xl_probe"
 IN_TURN = (
     "h200x2_xl_bf16_rounds_17.jsonl",
     "h200x2_xl_bf16_rounds.jsonl",
@@ -42,23 +38,6 @@ IN_TURN = (
     "h200x4_xl_bf16_compiled.jsonl",
 )
 LINK = "../../docs/results/ddp"
-STEPS = {
-    "no-communication": "no communication",
-    "naive": "1. NaiveDDP",
-    "flat": "2. FlatDDP",
-    "overlap": "3. OverlapDDP",
-    "default": "4. BucketedDDP",
-    "default-peer-copy": "4. with PeerCopyAverage",
-    "torch-100-views": "torch DDP, 100 MB, views",
-}
-PROBED = {
-    "no-communication.rank0": "no communication",
-    "inplace-100.rank0": "BucketedDDP, 100 MB",
-    "inplace-250.rank0": "BucketedDDP, 250 MB",
-    "inplace-500.rank0": "BucketedDDP, 500 MB",
-    "peer-copy-250.rank0": "copies between peers, 250 MB",
-    "torch-100-views.rank0": "torch DDP, 100 MB, views",
-}
 VARIANTS = {
     "no-communication": "no communication (a bound, not training)",
     "naive": "`NaiveDDP`",
@@ -299,13 +278,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if outdated")
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("faults", help="run the fault tests first")
-    traces = commands.add_parser("traces", help="take the traces of a run first")
-    traces.add_argument("run", type=Path)
     given: Any = parser.parse_args(arguments)
     if given.command == "faults":
         run_faults()
-    if given.command == "traces":
-        trim(given.run / "traces", RESULTS / given.run.name / "traces")
     current = README.read_text()
     new = renewed(
         current,
@@ -314,9 +289,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.check:
         sys.exit(0 if new == current else f"{README} is outdated: run scripts/ddp_readme.py")
     README.write_text(new)
-    for run, labels in ((RUN, STEPS), (DEVICE, STEPS), (PROBE, PROBED)):
-        paths = {label: run / "traces" / f"{name}.json.gz" for name, label in labels.items()}
-        (run / "timelines.png").write_bytes(draw_timelines(paths))
     for folder, rows in (
         (RESULTS, cells_against_torch()),
         (DEVICE, device_rows()),

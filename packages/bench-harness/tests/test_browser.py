@@ -8,9 +8,9 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.support import browser
 
 from bench_harness import report
-from bench_harness.report import browser
 from bench_harness.store import Store
 
 pytestmark = pytest.mark.skipif(browser.find() is None, reason="needs Chromium on the PATH")
@@ -123,8 +123,3 @@ def test_a_missing_browser_is_named(page: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("PATH", str(page.parent))
     with pytest.raises(browser.BrowserError, match=r"one of chromium, .* found none"):
         browser.run(page)
-
-
-def test_the_whole_page_can_be_printed(page: Path, tmp_path: Path) -> None:
-    browser.print_pdf(page, tmp_path / "report.pdf")
-    assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF-")

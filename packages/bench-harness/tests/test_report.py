@@ -11,10 +11,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from rich.console import Console
+from tests.support import browser
 
 from bench_harness import report, show
 from bench_harness.experiments import Table
-from bench_harness.report import browser
 from bench_harness.report.cells import cell, split
 from bench_harness.report.frame import to_frame
 from bench_harness.report.write import table_stem

@@ -1,4 +1,4 @@
-"""Answers over rows: pages, index and printable page, with every figure taken from a table."""
+"""Answers over rows: pages and index, with every figure taken from a table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench_harness.report import browser, write_up
+from bench_harness.report import write_up
 from bench_harness.store import Store
 
 Bench = Callable[..., subprocess.CompletedProcess[str]]
@@ -120,9 +120,6 @@ def test_notes_stand_under_their_heading(folder: Path) -> None:
     text = (folder / "takes_time.md").read_text()
     order = ("A second paragraph.", "## Notes", "It is a `toy`.", "## Setup")
     assert sorted(order, key=text.index) == list(order)
-    printed = (folder / "write-up.html").read_text()
-    assert "<h3>Notes</h3>" in printed
-    assert "It is a <code>toy</code>." in printed
 
 
 def test_a_whole_label_names_only_its_case(folder: Path) -> None:
@@ -145,15 +142,6 @@ def test_the_index_has_a_line_per_answer_in_their_order(folder: Path) -> None:
     assert index.startswith("# Mine\n\n| problem | answer |\n|---|---|\n")
     assert index.index("[another](another.md) | 1,230 ms") < index.index("[takes_time]")
     assert index.endswith("The end.\n")
-
-
-def test_the_printable_page_needs_nothing_else_and_escapes_text(folder: Path) -> None:
-    write_up.write(folder)
-    page = (folder / "write-up.html").read_text()
-    assert "How long &lt;it&gt; takes" in page
-    assert "as <code>double</code> says &amp; means." in page
-    assert not re.search(r"https?:", page)
-    assert "data:image/" in page
 
 
 @pytest.mark.parametrize(
@@ -239,8 +227,6 @@ def test_rows_of_another_program_are_shown(folder: Path, array: bool) -> None:
     written = (folder / "other.md").read_text()
     assert "![Drawn there](other/drawn.png)" in written
     assert "[other/rows.jsonl](other/rows.jsonl)" in written
-    html = (folder / "write-up.html").read_text()
-    assert '<img src="data:image/png;base64,iVBORw==" alt="Drawn there">' in html
 
 
 def test_rows_that_agree_are_shown_by_their_median(folder: Path) -> None:
@@ -287,24 +273,6 @@ def test_a_folder_without_answers_is_one_line(bench: Bench, tmp_path: Path) -> N
     assert done.returncode == 2
     assert "answers/NAME.md; found none" in done.stderr
     assert done.stderr.count("\n") == 1
-
-
-def test_without_a_browser_only_the_pdf_is_missing(
-    bench: Bench, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(folder))
-    done = bench("report", str(folder), "--write-up")
-    assert done.returncode == 1
-    assert "needs Chromium: one of chromium" in " ".join(done.stdout.split())
-    assert (folder / "write-up.html").is_file()
-    assert not (folder / "write-up.pdf").exists()
-
-
-@pytest.mark.skipif(browser.find() is None, reason="needs Chromium on the PATH")
-def test_the_pdf_is_printed(bench: Bench, folder: Path) -> None:
-    done = bench("report", str(folder), "--write-up")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (folder / "write-up.pdf").read_bytes().startswith(b"%PDF-")
 
 
 @pytest.mark.parametrize(

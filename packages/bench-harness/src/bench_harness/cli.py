@@ -248,8 +248,7 @@ def _report(
         bool,
         typer.Option(
             "--write-up",
-            help="The folder holds runs and answers/NAME.md: write a page per answer, an index, "
-            "one printable page, and its PDF (by Chromium).",
+            help="The folder holds runs and answers/NAME.md: write a page per answer and an index.",
         ),
     ] = False,
 ) -> int:
@@ -259,7 +258,8 @@ def _report(
     from bench_harness import session
 
     if write_up:
-        return 0 if session.write_up(run, Console()) else FAILED
+        session.write_up(run, Console())
+        return 0
     session.write_report(Store(run), Console(), tables=False)
     return 0
 

@@ -132,26 +132,16 @@ def _measure(request: Request, store: Store, planned: Sequence[Planned], console
         runner.run(left, store, reporter, invocation=invocation, timeout_s=request.timeout_s)
 
 
-def write_up(folder: Path, console: Console) -> bool:
+def write_up(folder: Path, console: Console) -> None:
     """Writes the answers of a results folder, and says where they are.
-
-    Returns:
-        Whether everything could be written: without Chromium there is no PDF, and a line says so.
 
     Raises:
         ValueError, StoreError: an answer cannot be made, or a file cannot be written.
     """
-    from bench_harness.report import browser, write_up
+    from bench_harness.report import write_up
 
     pages = write_up.write(folder)
-    show.line(console, f"{len(pages)} pages, {folder / write_up.INDEX}, {folder / write_up.PAGE}")
-    try:
-        browser.print_pdf(folder / write_up.PAGE, folder / write_up.PDF)
-    except browser.BrowserError as missing:
-        show.line(console, f"{folder / write_up.PDF} not written: {missing}", style="red")
-        return False
-    show.line(console, f"PDF: {folder / write_up.PDF}")
-    return True
+    show.line(console, f"{len(pages)} pages, {folder / write_up.INDEX}")
 
 
 def write_report(store: Store, console: Console, *, tables: bool) -> None:

@@ -1,4 +1,4 @@
-"""A write-up of answers over the rows of several runs: Markdown pages, one printable page, a PDF.
+"""A write-up of answers over the rows of several runs: Markdown pages.
 
 A results folder holds run folders and ``answers/NAME.md``, one per question. Such a file begins
 with TOML between lines of ``+++``, which says what is shown, and goes on with the answer in words.
@@ -53,7 +53,6 @@ of ``cell`` is the one cell of a whole table, in that column, whose row has thes
 
 from __future__ import annotations
 
-import base64
 import json
 import tomllib
 from collections.abc import Mapping
@@ -67,7 +66,7 @@ from bench_harness.experiments import Figure, Table
 from bench_harness.report.cells import is_missing
 from bench_harness.report.frame import to_frame
 from bench_harness.report.plots import png_bytes
-from bench_harness.report.write import markdown, render_template
+from bench_harness.report.write import markdown
 from bench_harness.store import ENVIRONMENTS, RESULTS, Store, replace_file
 
 if TYPE_CHECKING:
@@ -75,8 +74,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 ANSWERS, PICTURES, INDEX = "answers", "pictures", "index.md"
-PAGE, PDF = "write-up.html", "write-up.pdf"
-_TEMPLATE = "write_up.html.jinja"
 _FENCE = "+++\n"
 _NOTES = "\n## Notes\n"
 _KEYS = {"title", "order", "headline", "setup", "commands", "part", "cell"}
@@ -97,11 +94,6 @@ class Picture:
     file: str
     title: str
     note: str
-    png: bytes
-
-    def data_uri(self) -> str:
-        """The picture as a ``data:`` address."""
-        return "data:image/png;base64," + base64.b64encode(self.png).decode()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +145,7 @@ def build(folder: Path) -> list[Page]:
 
 
 def write(folder: Path) -> list[Page]:
-    """Writes a Markdown page per answer, their pictures, the index and the printable page.
+    """Writes a Markdown page per answer, their pictures and the index.
 
     Raises:
         ValueError, StoreError: as :func:`build`; then nothing is written.
@@ -165,7 +157,6 @@ def write(folder: Path) -> list[Page]:
             replace_file(folder / _picture(page, figure), png_bytes(figure.figure))
         replace_file(folder / f"{page.name}.md", page_markdown(page).encode())
     replace_file(folder / INDEX, index.encode())
-    replace_file(folder / PAGE, render_template(_TEMPLATE, pages=pages).encode())
     return pages
 
 
@@ -387,11 +378,9 @@ def _from_file(part: Mapping[str, Any], folder: Path) -> tuple[list[Table], list
 
 
 def _picture_file(folder: Path, file: str, title: str, note: str = "") -> Picture:
-    try:
-        png = (folder / file).read_bytes()
-    except OSError as error:
-        raise ValueError(f"cannot read {folder / file}: {error.strerror}") from None
-    return Picture(file, title, note, png)
+    if not (folder / file).is_file():
+        raise ValueError(f"cannot read {folder / file}: No such file or directory")
+    return Picture(file, title, note)
 
 
 def _where(frame: pd.DataFrame, wanted: Mapping[str, Any], title: str) -> pd.DataFrame:

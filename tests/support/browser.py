@@ -1,4 +1,4 @@
-"""A headless Chromium, where one is installed: prints pages, and shows tests what a reader sees."""
+"""A headless Chromium, where one is installed: shows tests what a reader of a page sees."""
 
 from __future__ import annotations
 
@@ -51,16 +51,3 @@ def run(page: Path, *options: str, timeout_s: float = 120.0) -> subprocess.Compl
     if done.returncode:
         raise BrowserError(f"{browser} ended with {done.returncode}: {done.stderr.strip()[-500:]}")
     return done
-
-
-def print_pdf(page: Path, target: Path) -> None:
-    """Prints a local page.
-
-    Raises:
-        BrowserError: there is no browser, or it wrote nothing.
-    """
-    # Tags would make an object of every table cell, and the file four times as large.
-    options = ("--no-pdf-header-footer", "--disable-pdf-tagging")
-    run(page, f"--print-to-pdf={target.absolute()}", *options)
-    if not target.is_file():
-        raise BrowserError(f"{find()} wrote no {target}")
