@@ -278,3 +278,46 @@ def test_gpu_equals_cpu(config: ModelConfig, attention: Attention) -> None:
 def test_wrong_token_ids_are_refused(config: ModelConfig, token_ids: Tensor) -> None:
     with pytest.raises(ValueError, match=r"token_ids must be \(batch, seq\) int64, got shape"):
         TransformerLM(config)(token_ids)
+
+
+@pytest.mark.parametrize("checkpoint_blocks", [1, 2, 3, 5, 9])
+def test_checkpointed_blocks_give_the_same_gradients(
+    config: ModelConfig, checkpoint_blocks: int
+) -> None:
+    deep = dataclasses.replace(config, num_layers=5)
+    plain = TransformerLM(deep)
+    recomputing = TransformerLM(deep, checkpoint_blocks=checkpoint_blocks)
+    recomputing.load_state_dict(plain.state_dict())
+    token_ids = tokens(deep)
+    for model in (plain, recomputing):
+        cross_entropy(model(token_ids), token_ids).backward()
+    for ours, theirs in zip(recomputing.parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_checkpointing_keeps_less_for_backward(config: ModelConfig) -> None:
+    """Of eight blocks, what is kept for backward: everything, or the input of every n-th."""
+    deep = dataclasses.replace(config, num_layers=8)
+    token_ids = tokens(deep, 4)
+    kept = {}
+    for checkpoint_blocks in (0, 1, 4):
+        model = TransformerLM(deep, checkpoint_blocks=checkpoint_blocks)
+        parameters = {x.untyped_storage().data_ptr() for x in model.parameters()}
+        saved: dict[int, int] = {}
+
+        def pack(x: Tensor, saved: dict[int, int] = saved, own: set[int] = parameters) -> Tensor:
+            if x.untyped_storage().data_ptr() not in own:
+                saved[x.untyped_storage().data_ptr()] = x.numel()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            loss = model(token_ids).sum()
+        kept[checkpoint_blocks] = sum(saved.values())
+        del loss
+    assert kept[0] > 3 * kept[1] > 3 * kept[4] > 0
+
+
+def test_a_negative_number_of_checkpointed_blocks_is_refused(config: ModelConfig) -> None:
+    with pytest.raises(ValueError, match="checkpoint_blocks must be at least 0, but got -1"):
+        TransformerLM(config, checkpoint_blocks=-1)

@@ -24,6 +24,9 @@ def test_sizes_are_the_assignments() -> None:
         "large": (1280, 5120, 36, 20),
         "xl": (1600, 6400, 48, 25),
         "2.7B": (2560, 10240, 32, 32),
+        "2026/xl": (2560, 10240, 32, 32),
+        "2026/10B": (4608, 12288, 50, 36),
+        "8B": (4096, 11008, 34, 32),
     }
 
 
@@ -32,6 +35,10 @@ def test_xl_has_1998235200_parameters_in_435_tensors() -> None:
     parameters = list(model.parameters())
     assert sum(parameter.numel() for parameter in parameters) == 1_998_235_200
     assert len(parameters) == 435
+
+
+def test_8b_has_8125698048_parameters_with_its_vocabulary() -> None:
+    assert model_config("8B", vocab_size=151_936).num_parameters == 8_125_698_048
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -50,7 +57,7 @@ def test_overrides_replace_fields() -> None:
 
 
 def test_unknown_size_lists_the_valid_ones() -> None:
-    with pytest.raises(ValueError, match=r"small, medium, large, xl, 2\.7B, got 'huge'"):
+    with pytest.raises(ValueError, match=r"small, medium, large, xl, 2\.7B, .*8B, got 'huge'"):
         model_config("huge")
 
 

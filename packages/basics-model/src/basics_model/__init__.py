@@ -28,7 +28,7 @@ from basics_model.data import (
     open_tokens,
 )
 from basics_model.generation import filter_logits, generate
-from basics_model.loss import cross_entropy
+from basics_model.loss import cross_entropy, linear_cross_entropy
 from basics_model.model import RMSNorm, SwiGLU, TransformerLM
 from basics_model.optimizer import (
     AdamW,
@@ -63,6 +63,7 @@ __all__ = [
     "encode_bytes",
     "filter_logits",
     "generate",
+    "linear_cross_entropy",
     "list_checkpoints",
     "load_checkpoint",
     "model_config",

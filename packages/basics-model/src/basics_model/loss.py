@@ -1,9 +1,15 @@
-"""Cross-entropy of next-token predictions."""
+"""Cross-entropy of next-token predictions, from logits or straight from the last hidden state."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -22,13 +28,118 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     Raises:
         ValueError: shapes do not match, there are no targets, or targets are not int64.
     """
-    if logits.shape[:-1] != targets.shape or not targets.numel():
-        raise ValueError(
-            "targets must be at least one value, in the logits' shape without its last dimension, "
-            f"got logits {tuple(logits.shape)} and targets {tuple(targets.shape)}"
-        )
-    if targets.dtype != torch.int64:
-        raise ValueError(f"targets must be int64, got {targets.dtype}; convert with .long()")
+    _check_targets("logits", logits, targets)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     chosen = wide.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     return (wide.logsumexp(dim=-1) - chosen).mean()
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, chunk_tokens: int = 2048
+) -> Tensor:
+    """``cross_entropy(hidden @ weight.T, targets)`` without all logits in memory at once.
+
+    Logits are computed for ``chunk_tokens`` positions at a time. Where a gradient will be wanted,
+    the chunk's part of it is computed at once, while its logits are still there, so the backward
+    pass only scales what the forward pass has left. The technique is that of the fused linear
+    cross-entropy of Liger Kernel (Hsu et al., arXiv:2410.10989, section 3.2).
+
+    Products are computed in autocast's dtype where autocast is on, else in the inputs'. Softmax and
+    loss are computed, and the weight's gradient is summed over chunks, in fp32 or wider.
+
+    Args:
+        hidden: (..., d_model), floating point.
+        weight: (vocab_size, d_model), the LM head's.
+        targets: (...) int64, each from 0 to ``vocab_size - 1``.
+        chunk_tokens: positions per chunk, at least 1. The logits of one chunk take about
+            ``chunk_tokens · vocab_size · 6`` bytes under bf16 autocast.
+
+    Returns:
+        The mean loss over all positions in nats, a scalar, fp32 or fp64. It can be differentiated
+        once, with respect to ``hidden`` and ``weight``.
+
+    Raises:
+        ValueError: shapes do not match, there are no targets, targets are not int64, or
+            ``chunk_tokens`` is below 1.
+    """
+    _check_targets("hidden", hidden, targets)
+    if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"weight must be (vocab_size, d_model) with the d_model of hidden, but got weight "
+            f"{tuple(weight.shape)} and hidden {tuple(hidden.shape)}"
+        )
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be at least 1, but got {chunk_tokens}")
+    kind = hidden.device.type
+    autocast = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
+    dtype = torch.get_autocast_dtype(kind) if autocast else hidden.dtype
+    wanted = tuple(torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight))
+    rows = hidden.flatten(0, -2) if hidden.ndim > 1 else hidden.unsqueeze(0)
+    apply: Callable[..., Tensor] = _LinearCrossEntropy.apply
+    return apply(rows, weight, targets.flatten(), dtype, chunk_tokens, wanted)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Chunks of :func:`linear_cross_entropy`, whose arguments are checked.
+
+    With N positions, p = softmax(h Wᵀ) and loss = mean over n of -log p[n, t_n]:
+    N · d loss / d logits = p - onehot(t),  d h = d logits · W,  d W = d logitsᵀ · h.
+    The factor 1 / N is left to the backward pass: in fp16 it would make small gradients 0 before a
+    gradient scaler's factor reaches them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,  # (N, M)
+        weight: Tensor,  # (V, M)
+        targets: Tensor,  # (N,)
+        dtype: torch.dtype,
+        chunk_tokens: int,
+        wanted: tuple[bool, bool],
+    ) -> Tensor:
+        accumulated = torch.promote_types(dtype, torch.float32)
+        narrow = weight.to(dtype)
+        total = torch.zeros((), dtype=accumulated, device=hidden.device)
+        grad_hidden = torch.empty_like(hidden, dtype=dtype) if wanted[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=accumulated) if wanted[1] else None
+        for start in range(0, len(targets), chunk_tokens):
+            part = slice(start, start + chunk_tokens)
+            rows = hidden[part].to(dtype)
+            chosen = targets[part].unsqueeze(1)
+            logits = (rows @ narrow.T).to(accumulated)  # (chunk, V)
+            lse = logits.logsumexp(1, keepdim=True)
+            total += (lse - logits.gather(1, chosen)).sum()
+            if not any(wanted):
+                continue
+            grad = logits.sub_(lse).exp_()
+            grad.scatter_add_(1, chosen, grad.new_full((1, 1), -1.0).expand_as(chosen))
+            grad = grad.to(dtype)
+            if grad_hidden is not None:
+                grad_hidden[part] = grad @ narrow
+            if grad_weight is not None:
+                grad_weight += grad.T @ rows
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.n_targets = len(targets)
+        ctx.dtypes = hidden.dtype, weight.dtype
+        return total / len(targets)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        factor = grad_loss / ctx.n_targets
+        hidden, weight = (
+            None if grad is None else (grad * factor).to(dtype)
+            for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
+        return hidden, weight, None, None, None, None
+
+
+def _check_targets(name: str, x: Tensor, targets: Tensor) -> None:
+    if x.shape[:-1] != targets.shape or not targets.numel():
+        raise ValueError(
+            f"targets must be at least one value, in the shape of {name} without its last "
+            f"dimension, but got {name} {tuple(x.shape)} and targets {tuple(targets.shape)}"
+        )
+    if targets.dtype != torch.int64:
+        raise ValueError(f"targets must be int64, but got {targets.dtype}; convert with .long()")

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from basics_model.attention import Attention, apply_rotary, rotary_tables, sdpa_attention
+from basics_model.loss import linear_cross_entropy
 
 if TYPE_CHECKING:
     from basics_model.sizes import ModelConfig
@@ -169,8 +171,16 @@ class TransformerLM(nn.Module):
         config: hyperparameters.
         attention: maps query, key, value (batch, heads, seq, head_dim) to an output of that shape,
             with the causal mask inside. All are views of (batch, seq, heads, head_dim) memory.
+        checkpoint_blocks: how many consecutive blocks are recomputed together in the backward pass
+            instead of keeping what they computed (activation checkpointing, Chen et al.,
+            arXiv:1604.06174); 0 keeps everything. With n of N blocks, the input of every n-th block
+            is kept, and the backward pass holds the activations of n blocks at a time, so that
+            n = √N needs the least memory of these. A step takes about a third longer.
         device: where parameters are made; "meta" allocates nothing.
         dtype: of the parameters.
+
+    Raises:
+        ValueError: ``checkpoint_blocks`` is negative.
 
     The state dict holds parameters only: rotary tables are computed in each forward, once for all
     blocks, so a model accepts any sequence length and can be moved or cast without harming them.
@@ -181,11 +191,15 @@ class TransformerLM(nn.Module):
         config: ModelConfig,
         *,
         attention: Attention = sdpa_attention,
+        checkpoint_blocks: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if checkpoint_blocks < 0:
+            raise ValueError(f"checkpoint_blocks must be at least 0, but got {checkpoint_blocks}")
         self.config = config
+        self.checkpoint_blocks = checkpoint_blocks
         self.embedding = Embedding(config.vocab_size, config.d_model, device=device, dtype=dtype)
         self.blocks = nn.ModuleList(
             Block(config, attention, device=device, dtype=dtype) for _ in range(config.num_layers)
@@ -193,17 +207,20 @@ class TransformerLM(nn.Module):
         self.norm = RMSNorm(config.d_model, device=device, dtype=dtype)
         self.lm_head = Linear(config.d_model, config.vocab_size, device=device, dtype=dtype)
 
-    def forward(self, token_ids: Tensor) -> Tensor:
-        """Scores of the next token at every position.
+    def forward(self, token_ids: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Scores of the next token at every position, or their mean loss.
 
         Args:
             token_ids: (batch, seq) int64, each from 0 to ``vocab_size - 1``.
+            targets: (batch, seq) int64, the token that follows each position.
 
         Returns:
-            Logits (batch, seq, vocab_size), in the parameters' dtype or autocast's.
+            Without targets, logits (batch, seq, vocab_size), in the parameters' dtype or
+            autocast's. With targets, the mean cross-entropy in nats, a scalar in fp32 or fp64; all
+            logits are never in memory at once (:func:`basics_model.linear_cross_entropy`).
 
         Raises:
-            ValueError: ``token_ids`` is not two-dimensional int64.
+            ValueError: ``token_ids`` is not two-dimensional int64, or ``targets`` does not fit.
         """
         if token_ids.ndim != 2 or token_ids.dtype != torch.int64:
             raise ValueError(
@@ -214,6 +231,18 @@ class TransformerLM(nn.Module):
             token_ids.shape[1], self.config.head_dim, self.config.rope_theta, token_ids.device
         )
         x = self.embedding(token_ids)  # [B, S, M]
-        for block in self.blocks:
-            x = block(x, cos, sin)
-        return cast(Tensor, self.lm_head(self.norm(x)))
+        if self.checkpoint_blocks and torch.is_grad_enabled():
+            for first in range(0, len(self.blocks), self.checkpoint_blocks):
+                blocks = range(first, min(first + self.checkpoint_blocks, len(self.blocks)))
+                x = checkpoint(self._run_blocks, blocks, x, cos, sin, use_reentrant=False)
+        else:
+            x = self._run_blocks(range(len(self.blocks)), x, cos, sin)
+        x = self.norm(x)
+        if targets is not None:
+            return linear_cross_entropy(x, self.lm_head.weight, targets)
+        return cast(Tensor, self.lm_head(x))
+
+    def _run_blocks(self, indices: range, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        for index in indices:
+            x = self.blocks[index](x, cos, sin)
+        return x

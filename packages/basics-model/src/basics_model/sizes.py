@@ -87,9 +87,17 @@ SIZES: Mapping[str, ModelSize] = MappingProxyType(
         "large": ModelSize(d_model=1280, d_ff=5120, num_layers=36, num_heads=20),
         "xl": ModelSize(d_model=1600, d_ff=6400, num_layers=48, num_heads=25),
         "2.7B": ModelSize(d_model=2560, d_ff=10240, num_layers=32, num_heads=32),
+        "2026/xl": ModelSize(d_model=2560, d_ff=10240, num_layers=32, num_heads=32),
+        "2026/10B": ModelSize(d_model=4608, d_ff=12288, num_layers=50, num_heads=36),
+        "8B": ModelSize(d_model=4096, d_ff=11008, num_layers=34, num_heads=32),
     }
 )
-"""The named sizes, smallest first."""
+"""The named sizes.
+
+The first five are those of the assignment's 2025 edition. Names that begin with ``2026/`` are those
+of the 2026 edition, in which "xl" is another size. "8B" is the model of that edition's leaderboard,
+which has a vocabulary of 151,936 tokens and so 8,125,698,048 parameters.
+"""
 
 
 def model_config(
