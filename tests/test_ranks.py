@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +28,20 @@ def hang_on_rank_0(rank: int, world_size: int) -> None:
         time.sleep(600)
 
 
+def peer_after_its_return(rank: int, world_size: int, raises: bool) -> str:
+    """On rank 0: the state of rank 1's process a second after its function ended ("" if gone)."""
+    pids = torch.tensor([0, 0])
+    pids[rank] = os.getpid()
+    dist.all_reduce(pids)
+    if rank == 1 and raises:
+        raise ValueError("planted")
+    if rank == 0:
+        time.sleep(1)
+        stat = Path(f"/proc/{int(pids[1])}/stat")
+        return stat.read_text().rpartition(")")[2].split()[0] if stat.exists() else ""
+    return ""
+
+
 def die_on_rank_1(rank: int, world_size: int) -> None:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -45,7 +60,16 @@ def test_hang_ends_at_the_timeout() -> None:
     start = time.monotonic()
     with pytest.raises(RanksFailed, match=r"rank 0 .* still running"):
         run_ranks(hang_on_rank_0, 2, timeout=2)
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 40
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+@pytest.mark.parametrize("raises", [False, True], ids=["returns", "raises"])
+def test_ranks_that_returned_wait_for_the_others(raises: bool) -> None:
+    outcomes = run_ranks(peer_after_its_return, 2, raises, check=False)
+    assert outcomes[0].ok, outcomes[0].error
+    assert outcomes[1].ok != raises
+    assert (outcomes[0].value in ("", "Z")) == raises
 
 
 def test_signal_is_reported() -> None:

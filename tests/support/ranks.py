@@ -3,6 +3,11 @@
 Ranks meet through a file store, so no port can be taken; every wait has a deadline; a rank's
 traceback reaches the test; the process group is destroyed whatever happened.
 
+A rank whose function returned keeps its process group until every other rank has returned, raised
+or died. On a busy machine one rank may still be connecting when another is done, and gloo reports
+a rank that leaves meanwhile as a broken connection. A rank whose function raised leaves at once, as
+a failing training script does.
+
 Ranks on CPU are forked from a server process that has torch imported already, which makes a
 two-rank test start in about a tenth of a second. Ranks on GPUs are started afresh: CUDA cannot be
 used in a process whose parent has asked for it.
@@ -10,6 +15,7 @@ used in a process whose parent has asked for it.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import multiprocessing
@@ -30,6 +36,9 @@ from typing import Any
 # torch.optim imports torch._dynamo when the first optimizer is made: seconds, in every rank. Test
 # files import pytest, which takes longer than the start of a rank and most checks.
 _PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "pytest", "ranks"]
+
+# How long a rank that has reported may take to end, on a machine whose cores are busy.
+_SECONDS_TO_EXIT = 30.0
 
 
 @dataclass(frozen=True)
@@ -67,8 +76,8 @@ def run_ranks(
     world_size: int,
     *args: Any,
     backend: str = "gloo",
-    timeout: float = 60.0,
-    collective_timeout: float = 30.0,
+    timeout: float = 120.0,
+    collective_timeout: float = 60.0,
     check: bool = True,
 ) -> list[RankOutcome]:
     """Calls ``function(rank, world_size, *args)`` on every rank of a new process group.
@@ -77,8 +86,11 @@ def run_ranks(
         function: a module-level function of a test file.
         args: picklable; tensors should be small.
         backend: "gloo" on CPU; "nccl" also makes rank r use ``cuda:r``.
-        timeout: seconds until ranks still running are killed and reported.
-        collective_timeout: the process group's own timeout in seconds.
+        timeout: seconds until ranks still running are killed and reported. The default leaves room
+            for a machine whose cores are busy with something else.
+        collective_timeout: the process group's own timeout in seconds, which its first connections
+            need as well. A test of what happens after a timeout shortens it with
+            ``set_collective_timeout`` when its ranks have connected.
         check: raise if any rank failed. With False the caller inspects the outcomes (fault tests).
 
     Returns:
@@ -98,21 +110,28 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         processes, pipes = [], []
         for rank in range(world_size):
-            receiver, sender = context.Pipe(duplex=False)
+            ours, theirs = context.Pipe()
             process = context.Process(
                 target=_rank_main,
-                args=(sender, source, rank, world_size, folder, backend, collective_timeout, args),
+                args=(theirs, source, rank, world_size, folder, backend, collective_timeout, args),
                 daemon=True,
             )
             process.start()
-            sender.close()
+            theirs.close()
             processes.append(process)
-            pipes.append(receiver)
+            pipes.append(ours)
         outcomes = _collect(processes, pipes, start, timeout)
     failed = [outcome for outcome in outcomes if not outcome.ok]
     if check and failed:
         raise RanksFailed("\n\n".join(_describe(outcome) for outcome in failed))
     return outcomes
+
+
+def set_collective_timeout(seconds: float) -> None:
+    """Changes the default process group's own timeout, on the rank that calls it."""
+    import torch.distributed as dist
+
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)
 
 
 def _describe(outcome: RankOutcome) -> str:
@@ -138,10 +157,12 @@ def _collect(
             except EOFError:
                 value, error = None, "died without a report"
             messages[rank] = (value, error, time.monotonic() - start)
+    for pipe in pipes:
+        pipe.close()  # ranks that have returned wait for this
     outcomes = []
     for rank, process in enumerate(processes):
         late = rank not in messages
-        process.join(0 if late else max(1.0, min(10.0, timeout)))
+        process.join(0 if late else _SECONDS_TO_EXIT)
         late = late or process.is_alive()
         if late:
             process.kill()
@@ -169,7 +190,7 @@ def _load(path: Path) -> ModuleType:
 
 
 def _rank_main(
-    sender: multiprocessing.connection.Connection,
+    pipe: multiprocessing.connection.Connection,
     source: tuple[Path, str],
     rank: int,
     world_size: int,
@@ -194,10 +215,12 @@ def _rank_main(
             device_id=torch.device("cuda", rank) if backend == "nccl" else None,
         )
         path, name = source
-        sender.send((getattr(_load(path), name)(rank, world_size, *args), None))
+        pipe.send((getattr(_load(path), name)(rank, world_size, *args), None))
+        with contextlib.suppress(EOFError, OSError):
+            pipe.recv()  # returns when the launcher has heard of every rank, and closes the pipe
     except BaseException:  # noqa: BLE001 - the test must see whatever ended the rank
-        sender.send((None, traceback.format_exc()))
+        pipe.send((None, traceback.format_exc()))
     finally:
-        sender.close()
+        pipe.close()
         if dist.is_initialized():
             dist.destroy_process_group()

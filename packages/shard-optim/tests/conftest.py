@@ -28,7 +28,7 @@ def errors_on_two_ranks(request):
     """What every check of the module raised on any of two ranks, by the check's id."""
     checks = [(name, f.__name__, arguments) for name, f, arguments in request.module.CHECKS]
     path = str(request.path)
-    outcomes = ranks.run_ranks(run_checks, 2, path, checks, timeout=240.0, collective_timeout=20.0)
+    outcomes = ranks.run_ranks(run_checks, 2, path, checks, timeout=240.0)
     return {
         name: "\n".join(
             f"rank {outcome.rank}: {outcome.value[name]}"

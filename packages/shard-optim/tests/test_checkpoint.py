@@ -129,7 +129,7 @@ def check_restart(rank, world_size, folder):
 
 
 def test_a_rank_killed_while_saving_leaves_the_previous_checkpoint(tmp_path):
-    survivor, killed = run_ranks(check_killed, 2, str(tmp_path), check=False, collective_timeout=10)
+    survivor, killed = run_ranks(check_killed, 2, str(tmp_path), check=False)
     assert killed.exitcode == -signal.SIGKILL
     assert survivor.ok, survivor.error
     run_ranks(check_restart, 2, str(tmp_path))

@@ -20,8 +20,9 @@ STEPS, SAVE_EVERY, KILLED_STEP = 8, 2, 5
 # Another world size sums the gradients of the same batch in another order (fp32).
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
-# The survivor's process group gives up after this many seconds; everything else is quick.
-COLLECTIVE_TIMEOUT, BOUND = 10, 40
+# A survivor learns of a rank's death from the broken connection, so seconds after it, long before
+# the process group's own timeout of a minute.
+BOUND = 20
 
 
 def die(*_args, **_kwargs):
@@ -101,12 +102,10 @@ def uninterrupted(tmp_path_factory):
     ],
 )
 def test_restart_after_a_kill(where, what, tmp_path, uninterrupted):
-    survivor, killed = run_ranks(
-        run, 2, str(tmp_path), where, check=False, collective_timeout=COLLECTIVE_TIMEOUT
-    )
+    survivor, killed = run_ranks(run, 2, str(tmp_path), where, check=False)
     assert killed.exitcode == -signal.SIGKILL
     assert survivor.error is not None
-    assert survivor.seconds < BOUND
+    assert survivor.seconds - killed.seconds < BOUND
     assert re.search(rf"CollectiveError: .*{what}", survivor.error), survivor.error
 
     for outcome in run_ranks(run, 2, str(tmp_path), None, True):
@@ -141,15 +140,8 @@ def load_and_die(rank, world_size, folder, kind):
     [("checkpoint", "loading a checkpoint"), ("full state", "distributing state|exchange")],
 )
 def test_a_rank_killed_while_loading(kind, what, tmp_path):
-    survivor, killed = run_ranks(
-        load_and_die,
-        2,
-        str(tmp_path / "saved"),
-        kind,
-        check=False,
-        collective_timeout=COLLECTIVE_TIMEOUT,
-    )
+    survivor, killed = run_ranks(load_and_die, 2, str(tmp_path / "saved"), kind, check=False)
     assert killed.exitcode == -signal.SIGKILL
     assert survivor.ok, survivor.error
-    assert survivor.seconds < BOUND
+    assert survivor.seconds - killed.seconds < BOUND
     assert re.search(what, survivor.value), survivor.value

@@ -380,7 +380,7 @@ def test_every_rank_names_the_first_disagreement(what, difference):
     outcomes = run_ranks(check_disagreement, 2, what, check=False)
     for outcome in outcomes:
         assert outcome.error is not None
-        assert outcome.seconds < 20
+        assert outcome.seconds < 60  # no collective waits for its timeout
         assert re.search(difference, outcome.error), outcome.error
 
 
