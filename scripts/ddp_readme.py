@@ -37,7 +37,7 @@ IN_TURN = (
     "h200x4_xl_bf16.jsonl",
     "h200x4_xl_bf16_compiled.jsonl",
 )
-LINK = "../../docs/results/ddp"
+LINK = "https://raw.githubusercontent.com/training-systems/training-systems/main/docs/results/ddp"
 VARIANTS = {
     "no-communication": "no communication (a bound, not training)",
     "naive": "`NaiveDDP`",

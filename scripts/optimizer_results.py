@@ -26,6 +26,7 @@ FILES = (
     "h200_xl_bf16_rank_of_4.jsonl",
     "h200_xl_bf16_rank_of_64.jsonl",
 )
+LINK = "https://raw.githubusercontent.com/training-systems/training-systems/main/docs/results/optimizer"
 PICTURE = "memory.png"
 README = ROOT / "packages/shard-optim/README.md"
 BEGIN = "<!-- results: scripts/optimizer_results.py writes what is between these marks -->\n"
@@ -267,7 +268,7 @@ def section(runs: list[Run]) -> str:
                 how += ", collectives that move nothing"
             parts.append(f"{setting}; {how}.\n\n{memory_table(run)}\n")
     text = "\n".join(parts)
-    return f"\n{text}\n![Memory by moment](../../docs/results/optimizer/{PICTURE})\n\n"
+    return f"\n{text}\n![Memory by moment]({LINK}/{PICTURE})\n\n"
 
 
 def rendered(text: str, runs: list[Run]) -> str:

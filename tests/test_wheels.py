@@ -1,23 +1,24 @@
-"""Every package builds alone, carries what a release needs, and imports in a clean environment."""
+"""Every package builds alone, carries what a release needs, and does what its README shows."""
 
 import email.parser
 import os
+import shlex
 import shutil
 import subprocess
 import tarfile
 import tomllib
 import zipfile
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from scripts import run_readme
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = sorted(path.parent.name for path in (ROOT / "packages").glob("*/pyproject.toml"))
 SIBLING_REQUIREMENTS = {
     "bench-harness": {"basics-model", "ddp-lite", "flashattn-triton", "shard-optim"}
 }
+REPOSITORY = "https://github.com/training-systems/training-systems"
 UV = shutil.which(os.environ.get("UV", "uv"))
 
 pytestmark = [
@@ -29,6 +30,10 @@ pytestmark = [
 def uv(*args: object, cwd: Path) -> str:
     """Runs uv outside any project and returns its standard output."""
     environment = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    # Installs from the repository's address take this checkout's last commit.
+    environment["GIT_CONFIG_COUNT"] = "1"
+    environment["GIT_CONFIG_KEY_0"] = f"url.{ROOT.as_uri()}.insteadOf"
+    environment["GIT_CONFIG_VALUE_0"] = REPOSITORY
     done = subprocess.run(
         [UV, *map(str, args)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=280
     )
@@ -42,15 +47,6 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
     uv("build", "-q", "--all-packages", "--out-dir", folder, cwd=ROOT)
     return folder
-
-
-@pytest.fixture(scope="session")
-def constraints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The locked versions, so that the clean environments need no second copy of torch."""
-    path = tmp_path_factory.mktemp("constraints") / "constraints.txt"
-    export = ["export", "-q", "--frozen", "--no-hashes", "--no-emit-workspace", "--all-packages"]
-    path.write_text(uv(*export, "--no-annotate", "--no-header", cwd=ROOT))
-    return path
 
 
 def find(dist: Path, name: str, suffix: str) -> Path:
@@ -93,12 +89,40 @@ def test_sdist_contents(dist: Path, name: str) -> None:
     assert not [f for f in files if f.startswith("tests")]
 
 
-def installed_and_imported(dist: Path, constraints: Path, name: str, folder: Path) -> str:
-    """Installs a package into an environment of its own, imports it; returns what is installed."""
+# ---- each wheel alone ----------------------------------------------------------------------------
+
+
+def declared(wheel: Path) -> list[str]:
+    """A wheel's own requirements, those of its extras left out."""
+    with zipfile.ZipFile(wheel) as archive:
+        [file] = [f for f in archive.namelist() if f.endswith(".dist-info/METADATA")]
+        metadata = email.parser.Parser().parsestr(archive.read(file).decode())
+    return [r for r in metadata.get_all("Requires-Dist") or [] if "extra ==" not in r]
+
+
+def environment_of(dist: Path, name: str, resolution: str, folder: Path) -> Path:
+    """Makes an environment with one wheel and its requirements; returns its interpreter.
+
+    Files are links into uv's cache, so an environment takes seconds and hardly any space.
+    """
     python = folder / "venv" / "bin" / "python"
     uv("venv", "-q", folder / "venv", cwd=folder)
-    install = ["pip", "install", "-q", "--python", python, "--link-mode", "symlink"]
-    uv(*install, "-c", constraints, "-f", dist, find(dist, name, ".whl"), cwd=folder)
+    wheel = find(dist, name, ".whl")
+    install = ["pip", "install", "-q", "--python", python, "--link-mode", "symlink", "-f", dist]
+    # Requirements given by name are direct ones: lowest-direct takes the lowest of each.
+    uv(*install, "--resolution", resolution, wheel, *declared(wheel), cwd=folder)
+    return python
+
+
+def check_alone(dist: Path, name: str, resolution: str, folder: Path) -> None:
+    """Installs a wheel alone, imports it, and runs its README."""
+    python = environment_of(dist, name, resolution, folder)
+    freeze = uv("pip", "freeze", "--python", python, cwd=folder)
+    print(f"{name}, {resolution}: {' '.join(freeze.split())}")
+    installed = {line.partition(" @ ")[0].partition("==")[0] for line in freeze.splitlines()}
+    assert installed & set(NAMES) == {name} | SIBLING_REQUIREMENTS.get(name, set())
+    if name in ("ddp-lite", "shard-optim"):
+        assert "numpy" not in installed, "the test is to show that NumPy is not needed"
     module = name.replace("-", "_")
     program = (
         f"import {module}, sys; assert {str(ROOT)!r} not in {module}.__file__;"
@@ -106,28 +130,42 @@ def installed_and_imported(dist: Path, constraints: Path, name: str, folder: Pat
     )
     # torch says so by itself where NumPy, which it can do without, is not installed.
     numpy = "ignore:Failed to initialize NumPy"
-    command = [python, "-W", "error", "-W", numpy, "-c", program]
-    subprocess.run(command, check=True, cwd=folder, timeout=120)
-    return uv("pip", "freeze", "--python", python, cwd=folder)
+    subprocess.run(
+        [python, "-W", "error", "-W", numpy, "-c", program], check=True, cwd=folder, timeout=120
+    )
+    page = ROOT / "packages" / name / "README.md"
+    run_readme.run(page, python)
+    for extra in sorted({b.words["extra"] for b in run_readme.blocks(page) if "extra" in b.words}):
+        wheel = find(dist, name, ".whl")
+        install = ["pip", "install", "-q", "--python", python, "--link-mode", "symlink"]
+        uv(*install, "--resolution", resolution, "-f", dist, f"{wheel}[{extra}]", cwd=folder)
+        run_readme.run(page, python, extra=extra)
 
 
-@pytest.fixture(scope="session")
-def environments(
-    dist: Path, constraints: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Future[str]]]:
-    """Each package in a clean environment: two at a time, because most of it is one process."""
-    with ThreadPoolExecutor(2) as pool:
-        yield {
-            name: pool.submit(
-                installed_and_imported, dist, constraints, name, tmp_path_factory.mktemp(name)
-            )
-            for name in NAMES
-        }
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("resolution", ["highest", "lowest-direct"])
+def test_readme_runs_with_the_wheel_alone(
+    dist: Path, name: str, resolution: str, tmp_path: Path
+) -> None:
+    """Only the declared requirements are there; siblings come from the folder just built."""
+    check_alone(dist, name, resolution, tmp_path)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_imports_in_a_clean_environment(environments: dict[str, Future[str]], name: str) -> None:
-    """Only the declared requirements are there; siblings come from the folder just built."""
-    installed = environments[name].result()
-    present = {other for other in NAMES if f"{other}==" in installed or f"{other} @" in installed}
-    assert present == {name} | SIBLING_REQUIREMENTS.get(name, set())
+def test_install_lines(dist: Path, name: str, tmp_path: Path) -> None:
+    """The lines of a README that install it do so: from an index, a checkout, and from git."""
+    [block] = [
+        block
+        for block in run_readme.blocks(ROOT / "packages" / name / "README.md")
+        if "install" in block.words
+    ]
+    lines = [shlex.split(line, comments=True) for line in block.text.splitlines()]
+    assert [line[:2] for line in lines] == [["pip", "install"]] * 3
+    module = name.replace("-", "_")
+    for number, line in enumerate(lines):
+        target = tmp_path / str(number)
+        # What the lines call the index is the folder just built, and the repository is this one.
+        uv("pip", "install", "-q", "--no-deps", "-f", dist, "--target", target, *line[2:], cwd=ROOT)
+        assert (target / module / "__init__.py").exists(), line

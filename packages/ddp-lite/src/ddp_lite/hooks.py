@@ -76,20 +76,19 @@ class HierarchicalAverage:
         shard = flat.new_empty(flat.numel() // self._inside.size())
 
         def scatter_inside() -> Waitable:
-            work: Waitable = dist.reduce_scatter_tensor(
-                shard, flat, group=self._inside, async_op=True
-            )
+            work = dist.reduce_scatter_tensor(shard, flat, group=self._inside, async_op=True)
+            assert work is not None
             return work
 
         def reduce_across() -> Waitable:
             shard.mul_(1.0 / self._size)
-            work: Waitable = dist.all_reduce(shard, group=self._across, async_op=True)
+            work = dist.all_reduce(shard, group=self._across, async_op=True)
+            assert work is not None
             return work
 
         def gather_inside() -> Waitable:
-            work: Waitable = dist.all_gather_into_tensor(
-                flat, shard, group=self._inside, async_op=True
-            )
+            work = dist.all_gather_into_tensor(flat, shard, group=self._inside, async_op=True)
+            assert work is not None
             return work
 
         stages = [scatter_inside, reduce_across, gather_inside]

@@ -31,12 +31,14 @@ def average_on_wire(flat: Tensor, average: Averager) -> Waitable:
     received = torch.empty_like(flat)
 
     def exchange() -> Waitable:
-        work: Waitable = dist.all_to_all_single(received, flat, group=group, async_op=True)
+        work = dist.all_to_all_single(received, flat, group=group, async_op=True)
+        assert work is not None
         return work
 
     def sum_and_gather() -> Waitable:
         mine = received.view(world_size, -1).float().mean(dim=0).to(flat.dtype)
-        work: Waitable = dist.all_gather_into_tensor(flat, mine, group=group, async_op=True)
+        work = dist.all_gather_into_tensor(flat, mine, group=group, async_op=True)
+        assert work is not None
         return work
 
     return Chain([exchange, sum_and_gather], flat.device)

@@ -1,0 +1,190 @@
+"""Runs the code blocks of a Markdown page, in order, as a reader of the page would.
+
+    python scripts/run_readme.py packages/ddp-lite/README.md --python ENVIRONMENT/bin/python
+
+All blocks of a page run in one empty folder, with the programs of the given environment first on
+the PATH. The words of a fence say what happens to its block; only the first one is displayed as the
+language:
+
+    ```python                     runs as a program of its own
+    ```python ranks=2             runs under ``torchrun --nproc-per-node 2``
+    ```python file=train.py       is saved under that name; a later block runs or imports it
+    ```python gpu                 needs a GPU; without one, it is compiled and its imports run
+    ```python extra=NAME          needs the package's extra NAME; runs with ``--extra NAME`` only
+    ```console                    runs as a shell script that stops at the first failure
+    ```console dry-run            the same, with ``--dry-run`` added to each command
+    ```console install            installs the package; whoever made the environment has done that
+    ```toml file=mine.toml        is parsed, and saved if it has a name
+    ```text                       is not code
+
+A fence without a language, or with a word that is not in this list, is an error.
+"""
+
+import argparse
+import ast
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+from markdown_it import MarkdownIt
+
+LANGUAGES = {
+    "python": {"ranks", "file", "gpu", "extra"},
+    "console": {"dry-run", "install"},
+    "toml": {"file"},
+    "text": set[str](),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """One fenced block: where it starts, its language, the further words of its fence, its text."""
+
+    page: Path
+    line: int
+    language: str
+    words: dict[str, str]
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks(page: Path) -> list[Block]:
+    """The fenced blocks of a page, in order.
+
+    Raises:
+        ValueError: a fence names no language, an unknown one, or an unknown word.
+    """
+    found = []
+    for token in MarkdownIt("commonmark").parse(page.read_text()):
+        if token.type != "fence":
+            continue
+        assert token.map is not None
+        language, *rest = token.info.split() or [""]
+        words = {name: value for name, _, value in (word.partition("=") for word in rest)}
+        line = token.map[0] + 1
+        if language not in LANGUAGES or not set(words) <= LANGUAGES[language]:
+            raise ValueError(
+                f"the fence at {page}:{line} must be one of those that scripts/run_readme.py "
+                f"lists, but got {token.info!r}"
+            )
+        found.append(
+            Block(page=page, line=line, language=language, words=words, text=token.content)
+        )
+    return found
+
+
+def run(page: Path, python: Path, *, extra: str | None = None, timeout: float = 300.0) -> int:
+    """Runs the blocks of a page in a new folder and returns how many there were to run.
+
+    Args:
+        page: the Markdown file.
+        python: the interpreter of the environment; programs beside it are found first.
+        extra: runs the blocks that need this extra of the package, and no others.
+        timeout: seconds for each block.
+
+    Raises:
+        ValueError: a fence that :func:`blocks` refuses, or TOML that does not parse.
+        RuntimeError: a block failed; the message names its line and holds its output.
+    """
+    chosen = [block for block in blocks(page) if block.words.get("extra") == extra]
+    with tempfile.TemporaryDirectory(prefix="readme-") as folder:
+        for block in chosen:
+            command = _prepare(block, Path(folder), python)
+            if command:
+                _execute(block, command, Path(folder), python, timeout)
+    return len(chosen)
+
+
+def _prepare(block: Block, folder: Path, python: Path) -> list[str]:
+    """Writes what the block needs into the folder; returns the command, or [] if none is to run."""
+    name = block.words.get("file")
+    if block.language == "toml":
+        tomllib.loads(block.text)
+    if name is not None:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(block.text)
+        if block.language == "python":
+            ast.parse(block.text)
+        return []
+    if block.language == "console" and "install" not in block.words:
+        lines = block.text.splitlines()
+        if "dry-run" in block.words:
+            lines = [line.partition("  #")[0] + " --dry-run" for line in lines if line]
+        return ["bash", "-euo", "pipefail", "-c", "\n".join(lines)]
+    if block.language != "python":
+        return []
+    program = folder / f"block_of_line_{block.line}.py"
+    program.write_text(block.text)
+    if "gpu" in block.words and not _has_gpu(python):
+        program.write_text(ast.unparse(_imports(block.text)))
+    ranks = block.words.get("ranks")
+    if ranks is None:
+        return [str(python), program.name]
+    return [str(python), "-m", "torch.distributed.run", "--nproc-per-node", ranks, program.name]
+
+
+def _imports(text: str) -> ast.Module:
+    kept: list[ast.stmt] = [
+        node for node in ast.parse(text).body if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    return ast.Module(body=kept, type_ignores=[])
+
+
+def _has_gpu(python: Path) -> bool:
+    question = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    return subprocess.run([python, "-c", question], capture_output=True).returncode == 0
+
+
+def _execute(block: Block, command: list[str], folder: Path, python: Path, timeout: float) -> None:
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "VIRTUAL_ENV", "TRITON_INTERPRET")
+    }
+    environment["PATH"] = f"{python.parent}{os.pathsep}{environment['PATH']}"
+    environment["OMP_NUM_THREADS"] = "1"
+    environment["PET_STANDALONE"] = "1"  # torchrun takes a free port, not always the same one
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # so that a block that hangs ends with everything it started
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        raise RuntimeError(f"{block} did not end within {timeout:.0f} s\n{output}") from None
+    if process.returncode:
+        raise RuntimeError(f"{block} ended with exit code {process.returncode}\n{output}")
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("page", type=Path)
+    parser.add_argument("--python", type=Path, default=Path(sys.executable))
+    parser.add_argument("--extra")
+    given = parser.parse_args()
+    try:
+        count = run(given.page, given.python.absolute(), extra=given.extra)
+    except (ValueError, RuntimeError) as error:
+        sys.exit(str(error))
+    print(f"{given.page}: {count} blocks ran")
+
+
+if __name__ == "__main__":
+    main()
