@@ -76,18 +76,22 @@ class HierarchicalAverage:
         shard = flat.new_empty(flat.numel() // self._inside.size())
 
         def scatter_inside() -> Waitable:
-            work = dist.reduce_scatter_tensor(shard, flat, group=self._inside, async_op=True)
+            work: Waitable | None = dist.reduce_scatter_tensor(
+                shard, flat, group=self._inside, async_op=True
+            )
             assert work is not None
             return work
 
         def reduce_across() -> Waitable:
             shard.mul_(1.0 / self._size)
-            work = dist.all_reduce(shard, group=self._across, async_op=True)
+            work: Waitable | None = dist.all_reduce(shard, group=self._across, async_op=True)
             assert work is not None
             return work
 
         def gather_inside() -> Waitable:
-            work = dist.all_gather_into_tensor(flat, shard, group=self._inside, async_op=True)
+            work: Waitable | None = dist.all_gather_into_tensor(
+                flat, shard, group=self._inside, async_op=True
+            )
             assert work is not None
             return work
 

@@ -31,13 +31,13 @@ def average_on_wire(flat: Tensor, average: Averager) -> Waitable:
     received = torch.empty_like(flat)
 
     def exchange() -> Waitable:
-        work = dist.all_to_all_single(received, flat, group=group, async_op=True)
+        work: Waitable | None = dist.all_to_all_single(received, flat, group=group, async_op=True)
         assert work is not None
         return work
 
     def sum_and_gather() -> Waitable:
         mine = received.view(world_size, -1).float().mean(dim=0).to(flat.dtype)
-        work = dist.all_gather_into_tensor(flat, mine, group=group, async_op=True)
+        work: Waitable | None = dist.all_gather_into_tensor(flat, mine, group=group, async_op=True)
         assert work is not None
         return work
 
