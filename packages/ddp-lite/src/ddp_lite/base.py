@@ -37,12 +37,13 @@ from ddp_lite.errors import (
     SynchronizationError,
     UnfinishedSynchronizationError,
 )
+from ddp_lite.exchange import all_gather_json
 from ddp_lite.progress import ABSENT, ACCUMULATED, Progress
 from ddp_lite.reduction import InPlaceReduction, Reduction
 from ddp_lite.stats import SynchronizationStats, WaitTimer
 from ddp_lite.transparent import TransparentWrapper
 from ddp_lite.uneven import Attendance, AverageOver
-from ddp_lite.verification import all_gather, name_ranks, verify_same_model
+from ddp_lite.verification import name_ranks, verify_same_model
 
 MissingGradients = Literal["skip-if-all", "zeros", "error"]
 _POLICIES = ("skip-if-all", "zeros", "error")
@@ -461,7 +462,7 @@ class DataParallelBase(TransparentWrapper, ABC):
             if float(self._presence.float().min()) < 1 - 0.5 / self._average.world_size:
                 with self._naming_failures_of("the exchange of missing gradients' names"):
                     absent = [self._specs[index].name for index in sorted(self._absent)]
-                    names = all_gather(absent, self.process_group)
+                    names = all_gather_json(absent, self.process_group)
                 error = missing_gradients(names, self._step + 1)
                 self._reset()
                 raise error

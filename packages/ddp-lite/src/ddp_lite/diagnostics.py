@@ -15,7 +15,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_lite.errors import MissingGradientError, PeerFailureError
-from ddp_lite.verification import all_gather, name_ranks
+from ddp_lite.exchange import all_gather_json
+from ddp_lite.verification import name_ranks
 
 ROLL_CALL_SECONDS = 2.0
 _PROCESS_STATES = {"T": "is stopped", "t": "is stopped", "Z": "has exited", "X": "has exited"}
@@ -72,15 +73,15 @@ class RollCall:
         self._me = Peer.here()
         begin = time.monotonic()
         try:
-            everyone: list[tuple[Peer, str]] = all_gather((self._me, uuid.uuid4().hex), group)
+            everyone = all_gather_json([asdict(self._me), uuid.uuid4().hex], group)
         except RuntimeError as error:
             raise PeerFailureError(
                 "every rank must construct its wrapper, but the first exchange failed on rank "
                 f"{group.rank()} of {group.size()} after {time.monotonic() - begin:.1f} s: a "
                 f"peer exited or did something else. The backend reported: {error}"
             ) from error
-        self._peers = [peer for peer, _ in everyone]
-        self._name = everyone[0][1]  # of this roll call, the same on all ranks
+        self._peers = [Peer(**peer) for peer, _ in everyone]
+        self._name = str(everyone[0][1])  # of this roll call, the same on all ranks
 
     def absentees(self, occasion: str, report: str, step: int, timeout: timedelta) -> list[int]:
         """Waits until all ranks have come to the same place; returns those that have not.

@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
 from ddp_lite.errors import ModelMismatchError
+from ddp_lite.exchange import all_gather_json
 
 _MOST_DIFFERENCES_SHOWN = 8
 
@@ -49,10 +49,10 @@ def verify_same_model(module: nn.Module, group: dist.ProcessGroup) -> None:
     """
     mine = describe_module(module)
     digest = hashlib.sha256(repr(mine).encode()).hexdigest()
-    if len(set(all_gather(digest, group))) == 1:
+    if len(set(all_gather_json(digest, group))) == 1:
         return
-    everyone: list[Sequence[tuple[str, str]]] = all_gather(mine, group)
-    differences = _differences(everyone)
+    everyone = all_gather_json(mine, group)
+    differences = _differences([[(name, text) for name, text in entries] for entries in everyone])
     shown = "\n".join(f"  {line}" for line in differences[:_MOST_DIFFERENCES_SHOWN])
     more = len(differences) - _MOST_DIFFERENCES_SHOWN
     tail = f"\n  and {more} more" if more > 0 else ""
@@ -61,13 +61,6 @@ def verify_same_model(module: nn.Module, group: dist.ProcessGroup) -> None:
         f"{len(differences)} entries differ:\n{shown}{tail}\n"
         "build the model from the same configuration on every rank; nothing was sent yet"
     )
-
-
-def all_gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Every rank's ``value``, in the group's rank order. Collective."""
-    gathered: list[Any] = [None] * group.size()
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered
 
 
 def _differences(everyone: Sequence[Sequence[tuple[str, str]]]) -> list[str]:

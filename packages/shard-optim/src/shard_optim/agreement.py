@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shard_optim.collectives import guarded
+from shard_optim.exchange import all_gather_values
 
 
 def check_agreement(
@@ -40,8 +41,7 @@ def check_agreement(
     largest, negated_smallest = bounds.tolist()
     if largest == -negated_smallest:
         return
-    everyone: list[list[str]] = [[] for _ in range(group.size())]
-    dist.all_gather_object(everyone, list(lines), group=group)
+    everyone = all_gather_values(list(lines), group)
     raise RuntimeError(
         "every rank must construct the sharded optimizer from the same class, groups and "
         f"parameters, but {first_difference(everyone)}; build the same optimizer on every rank"

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from shard_optim.agreement import check_agreement, describe_groups
 from shard_optim.buckets import Bucket, check_layout
 from shard_optim.collectives import guarded, resolve_group
+from shard_optim.exchange import broadcast_value
 from shard_optim.handoff import FlatBucket
 from shard_optim.local import (
     LocalOptimizer,
@@ -465,18 +466,17 @@ class ShardedOptimizer(Optimizer):
             CollectiveError: if a peer died or timed out.
         """
         self.wait()
-        message: list[Any] = [None, None]
+        problem, settings = None, None
         if self.rank == 0:
-            message[0] = self._full_state_problem(state_dict, shards=False)
-            if message[0] is None:
+            problem = self._full_state_problem(state_dict, shards=False)
+            if problem is None:
                 assert state_dict is not None
-                message[1] = [settings_of(group) for group in state_dict["param_groups"]]
-        guarded(
+                settings = [settings_of(group) for group in state_dict["param_groups"]]
+        problem, settings = guarded(
             "the check of the loaded state",
             self.process_group,
-            lambda: dist.broadcast_object_list(message, group=self.process_group, group_src=0),
+            lambda: broadcast_value((problem, settings), self.process_group),
         )
-        problem, settings = message
         if problem is not None:
             raise ValueError(
                 "a full state dict must be of this model and optimizer class, but "

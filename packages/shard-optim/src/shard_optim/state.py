@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shard_optim.buckets import Bucket, Shard, in_memory_order
 from shard_optim.collectives import guarded, point_to_point_device
+from shard_optim.exchange import all_gather_values, broadcast_value
 
 MASTER = "master_param"
 
@@ -91,11 +92,10 @@ def gather_full_state(
         index: {key: describe(v, shards[index].tensor.shape, partition) for key, v in state.items()}
         for index, state in states.items()
     }
-    everyone: list[dict[int, dict[str, Entry]]] = [{} for _ in range(group.size())]
-    guarded(
+    everyone: list[dict[int, dict[str, Entry]]] = guarded(
         "the exchange of optimizer state descriptions",
         group,
-        lambda: dist.all_gather_object(everyone, mine, group=group),
+        lambda: all_gather_values(mine, group, classes=(Entry,)),
     )
     full: dict[int, dict[str, Any]] = {}
     for index, (bucket, position) in sorted(placements(buckets).items()):
@@ -180,15 +180,14 @@ def scatter_full_state(
             bucket, position = places[index]
             shape = bucket.params[position].shape
             entries[index] = {key: describe(v, shape, partition) for key, v in state.items()}
-    box = [entries]
-    guarded(
+    entries = guarded(
         "the exchange of optimizer state descriptions",
         group,
-        lambda: dist.broadcast_object_list(box, group=group, group_src=0),
+        lambda: broadcast_value(entries, group, classes=(Entry,)),
     )
     shards = {shard.index: shard for bucket in buckets for shard in bucket.shards}
     received: dict[int, dict[str, Any]] = {}
-    for index, described in box[0].items():
+    for index, described in entries.items():
         bucket, position = places[index]
         parts: dict[str, Any] = {}
         for key, entry in described.items():

@@ -1,0 +1,213 @@
+"""Small messages between ranks, as JSON in tensors of bytes.
+
+torch's object collectives unpickle what peers send, which can run code, and they need NumPy, which
+torch does not require. ``encode`` turns what optimizers keep (numbers, strings, tensors, containers
+of these) into JSON without loss, and ``decode`` turns it back.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import enum
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+MEBIBYTE = 1024**2
+
+# Every rank holds the messages of all ranks, padded to the longest.
+MOST_BYTES = 256 * MEBIBYTE
+
+# Values of these types are named by their attribute of the module torch.
+_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
+
+
+def all_gather_values(
+    value: Any, group: dist.ProcessGroup, *, classes: Sequence[type] = ()
+) -> list[Any]:
+    """Gathers one value from every rank of a group. Collective.
+
+    Args:
+        value: see ``encode``.
+        group: the ranks.
+        classes: dataclasses and enumerations that the value may hold.
+
+    Returns:
+        Each rank's value in the group's rank order; tensors are on the CPU.
+
+    Raises:
+        TypeError: on every rank, if any rank's value cannot be encoded.
+        ValueError: on every rank, if the messages need more than 256 MiB in all.
+    """
+    problem, encoded = None, None
+    try:
+        encoded = encode(value, classes)
+    except TypeError as error:
+        problem = str(error)  # told to all ranks, which would wait for this one otherwise
+    everyone = _all_gather_json([problem, encoded], group)
+    for rank, (problem, _) in enumerate(everyone):
+        if problem is not None:
+            raise TypeError(f"{problem} (on rank {rank} of {group.size()})")
+    return [decode(encoded, classes) for _, encoded in everyone]
+
+
+def broadcast_value(value: Any, group: dist.ProcessGroup, *, classes: Sequence[type] = ()) -> Any:
+    """Rank 0's value, on every rank. Collective.
+
+    Args:
+        value: see ``encode``; of the other ranks it is not looked at.
+        group: the ranks.
+        classes: dataclasses and enumerations that the value may hold.
+
+    Raises:
+        TypeError: on every rank, if the value cannot be encoded.
+        ValueError: on every rank, if the message is longer than 256 MiB.
+    """
+    problem, encoded = None, None
+    if dist.get_rank(group) == 0:
+        try:
+            encoded = encode(value, classes)
+        except TypeError as error:
+            problem = str(error)
+    problem, encoded = _broadcast_json([problem, encoded], group)
+    if problem is not None:
+        raise TypeError(f"{problem} (on rank 0 of {group.size()})")
+    return decode(encoded, classes)
+
+
+def encode(value: Any, classes: Sequence[type] = ()) -> Any:
+    """A value as JSON can hold it.
+
+    Args:
+        value: None, a bool, number or string; a tensor; a dtype, layout or memory format; or a
+            list, tuple, ``torch.Size`` or dictionary of these.
+        classes: dataclasses and enumerations that may occur in it too.
+
+    Raises:
+        TypeError: for anything else.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Tensor):
+        flat = value.detach().cpu().contiguous().view(-1)
+        data = base64.b64encode(tensor_bytes(flat)).decode()
+        return {"tensor": data, "dtype": encode(value.dtype), "shape": list(value.shape)}
+    if isinstance(value, _CONSTANTS):
+        return {"torch": str(value).removeprefix("torch.")}
+    if type(value) is list:
+        return [encode(item, classes) for item in value]
+    if type(value) in (tuple, torch.Size):
+        return {type(value).__name__: [encode(item, classes) for item in value]}
+    if isinstance(value, Mapping):
+        return {"dict": [[encode(k, classes), encode(v, classes)] for k, v in value.items()]}
+    if type(value) in classes:
+        name = type(value).__name__
+        if isinstance(value, enum.Enum):
+            return {"enum": name, "name": value.name}
+        fields = [field.name for field in dataclasses.fields(value)]
+        return {"class": name, "fields": {f: encode(getattr(value, f), classes) for f in fields}}
+    raise TypeError(
+        "optimizer state and hyperparameters must be numbers, strings, tensors, dtypes, or lists, "
+        f"tuples and dictionaries of these, but got {type(value).__name__}. Keep other objects "
+        "outside of the optimizer"
+    )
+
+
+def decode(value: Any, classes: Sequence[type] = ()) -> Any:
+    """The value that ``encode`` was given; tensors are on the CPU. Runs nothing but constructors.
+
+    Args:
+        value: what ``encode`` returned.
+        classes: as for ``encode``.
+    """
+    if isinstance(value, list):
+        return [decode(item, classes) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "tensor" in value:
+        data = bytearray(base64.b64decode(value["tensor"]))
+        dtype, shape = decode(value["dtype"]), value["shape"]
+        if not data:  # frombuffer refuses an empty one
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(shape)
+    if "torch" in value:
+        constant = getattr(torch, value["torch"])
+        if not isinstance(constant, _CONSTANTS):
+            raise TypeError(f"torch.{value['torch']} must be a dtype, layout or memory format")
+        return constant
+    if "dict" in value:
+        return {decode(k, classes): decode(v, classes) for k, v in value["dict"]}
+    if "tuple" in value:
+        return tuple(decode(value["tuple"], classes))
+    if "Size" in value:
+        return torch.Size(value["Size"])
+    by_name = {cls.__name__: cls for cls in classes}
+    if "enum" in value:
+        return by_name[value["enum"]][value["name"]]  # type: ignore[index]
+    fields = {name: decode(field, classes) for name, field in value["fields"].items()}
+    return by_name[value["class"]](**fields)
+
+
+def tensor_bytes(values: Tensor) -> bytearray:
+    """The memory of a contiguous vector on the CPU, copied."""
+    memory = bytearray(values.nbytes)
+    if memory:  # frombuffer refuses an empty one
+        torch.frombuffer(memory, dtype=torch.uint8).copy_(values.view(torch.uint8))
+    return memory
+
+
+def _all_gather_json(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    device = _message_device(group)
+    message = bytearray(json.dumps(value).encode())
+    size = torch.tensor([len(message)], device=device)
+    sizes = [torch.empty_like(size) for _ in range(group.size())]
+    dist.all_gather(sizes, size, group=group)
+    lengths = [int(length) for length in torch.cat(sizes).tolist()]
+    longest = max(lengths)
+    _check_size(longest * group.size(), lengths.index(longest))
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(message)] = torch.frombuffer(message, dtype=torch.uint8)
+    sent = padded.to(device)
+    received = [torch.empty_like(sent) for _ in range(group.size())]
+    dist.all_gather(received, sent, group=group)
+    return [
+        json.loads(tensor_bytes(part[:length].cpu()))
+        for part, length in zip(received, lengths, strict=True)
+    ]
+
+
+def _broadcast_json(value: Any, group: dist.ProcessGroup) -> Any:
+    """Rank 0's value: unlike a gathered one, not held once for every rank."""
+    device = _message_device(group)
+    message = bytearray(json.dumps(value).encode())
+    size = torch.tensor([len(message)], device=device)
+    dist.broadcast(size, group=group, group_src=0)
+    _check_size(int(size), 0)
+    if dist.get_rank(group) == 0:
+        data = torch.frombuffer(message, dtype=torch.uint8).to(device)
+    else:
+        data = torch.empty(int(size), dtype=torch.uint8, device=device)
+    dist.broadcast(data, group=group, group_src=0)
+    return json.loads(tensor_bytes(data.cpu()))
+
+
+def _message_device(group: dist.ProcessGroup) -> torch.device:
+    """The CPU if the group has a back end for it, else the current GPU."""
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    if "cpu" in backends:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _check_size(nbytes: int, rank: int) -> None:
+    if nbytes > MOST_BYTES:
+        raise ValueError(
+            f"messages between ranks must fit into {MOST_BYTES // MEBIBYTE} MiB in all, but got "
+            f"{nbytes / MEBIBYTE:,.0f} MiB with the longest from rank {rank}. Keep large values in "
+            "tensors with one element per element of their parameter, which travel on their own"
+        )

@@ -1,0 +1,110 @@
+"""Messages between ranks: values as JSON in tensors of bytes, without pickle and without NumPy."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shard_optim import ShardedOptimizer, exchange
+from shard_optim.exchange import all_gather_values, broadcast_value, decode, encode
+from shard_optim.state import Entry
+
+VALUES = [
+    None,
+    True,
+    -3,
+    math.pi,
+    math.inf,
+    "ü",
+    (0.9, 0.999),
+    [1, (2, [3])],
+    torch.Size([2, 3]),
+    {1: "one", "two": 2, (3,): None},
+    torch.bfloat16,
+    torch.strided,
+    torch.contiguous_format,
+    Entry(kind="tensor", dtype=torch.float32, shape=(2, 1)),
+]
+TENSORS = [
+    torch.tensor(7.5),
+    torch.tensor([], dtype=torch.int64),
+    torch.tensor([[True, False]]),
+    torch.arange(6, dtype=torch.bfloat16).view(2, 3).t(),
+    torch.tensor([1 + 2j]),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=str)
+def test_values_survive(value: object) -> None:
+    again = decode(encode(value, (Entry,)), (Entry,))
+    assert again == value
+    assert type(again) is type(value)
+
+
+@pytest.mark.parametrize("value", TENSORS, ids=lambda t: f"{t.dtype}{list(t.shape)}")
+def test_tensors_survive_bit_by_bit(value: torch.Tensor) -> None:
+    again = decode(encode(value))
+    assert again.dtype == value.dtype
+    assert torch.equal(again, value)
+
+
+def test_nan_survives() -> None:
+    assert math.isnan(decode(encode(math.nan)))
+
+
+def test_other_values_are_refused_by_name() -> None:
+    for value in (object(), {1, 2}, lambda: 0, Entry(kind="value")):
+        with pytest.raises(TypeError, match=f"but got {type(value).__name__}"):
+            encode([value])
+    with pytest.raises(TypeError, match=r"torch\.load must be a dtype"):
+        decode({"torch": "load"})
+
+
+def check_collectives(rank: int, world_size: int) -> None:
+    values = [torch.arange(3), {"x" * 100: (1, 2)}]
+    first, second = all_gather_values(values[rank], dist.group.WORLD)
+    assert torch.equal(first, values[0])
+    assert second == values[1]
+    assert broadcast_value(values[1] if rank == 0 else object(), dist.group.WORLD) == values[1]
+    for call in (all_gather_values, broadcast_value):
+        with pytest.raises(TypeError, match=r"but got object\. .* \(on rank 0 of 2\)"):
+            call(object() if rank == 0 else 1, dist.group.WORLD)
+    exchange.MOST_BYTES = 150
+    with pytest.raises(ValueError, match="longest from rank 1"):
+        all_gather_values(values[rank], dist.group.WORLD)
+    with pytest.raises(ValueError, match="must fit into"):
+        broadcast_value("x" * 200, dist.group.WORLD)
+
+
+def refuse(*_args: object, **_kwargs: object) -> None:
+    raise AssertionError("must not be called")
+
+
+def check_no_object_collectives(rank: int, world_size: int) -> None:
+    c10d, numpy = dist.distributed_c10d, torch.Tensor.numpy
+    before = c10d._object_to_tensor, c10d._tensor_to_object
+    c10d._object_to_tensor = c10d._tensor_to_object = torch.Tensor.numpy = refuse
+    try:
+        with pytest.raises(RuntimeError, match="every rank must construct"):
+            ShardedOptimizer(nn.Linear(2, 2 + rank).parameters(), torch.optim.AdamW)
+        model = nn.Linear(2, 2)
+        optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.load_full_state_dict(optimizer.full_state_dict())
+    finally:
+        c10d._object_to_tensor, c10d._tensor_to_object = before
+        torch.Tensor.numpy = numpy
+
+
+CHECKS = [
+    ("no object collectives", check_no_object_collectives, ()),
+    ("collectives", check_collectives, ()),
+]
+
+
+@pytest.mark.parametrize("check", [name for name, _, _ in CHECKS])
+def test_on_two_ranks(check: str, errors_on_two_ranks: dict[str, str]) -> None:
+    assert not errors_on_two_ranks[check], errors_on_two_ranks[check]
