@@ -25,6 +25,7 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 from torch import Tensor
+from train_metrics import JsonLines, MetricsWriter, TensorBoard, check_tensorboard
 from train_report import Report, say
 from train_settings import ATTENTIONS, PRECISIONS, WRAPPERS, Settings, application, choose
 
@@ -36,12 +37,12 @@ from basics_model import (
     TransformerLM,
     checkpoint_path,
     clip_gradients,
-    cross_entropy,
     decode_bytes,
     encode_bytes,
     generate,
     list_checkpoints,
     load_checkpoint,
+    model_flops,
     open_tokens,
     prune_checkpoints,
     restore_rng_state,
@@ -138,6 +139,8 @@ class Inputs:
         self.attention = choose("attention", ATTENTIONS, settings.attention)
         self.wrapper = choose("wrapper", WRAPPERS, settings.wrapper)
         self.dtype = choose("precision", PRECISIONS, settings.precision)
+        if settings.tensorboard is not None:
+            check_tensorboard()
         tokens = read_tokens(settings)
         training, held_out = split_tokens(tokens, settings)
         rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -214,7 +217,12 @@ class Trainer:
         self.settings, self.inputs, self.device = settings, inputs, device
         self.console = console
         torch.manual_seed(settings.seed)
-        model = TransformerLM(inputs.config, attention=inputs.attention, device=device)
+        model = TransformerLM(
+            inputs.config,
+            attention=inputs.attention,
+            checkpoint_blocks=settings.checkpoint_blocks,
+            device=device,
+        )
         if checkpoint is not None:  # on rank 0 alone: the wrapper gives its weights to the others
             model.load_state_dict(checkpoint.model)
         if settings.compile:
@@ -239,7 +247,18 @@ class Trainer:
             min_ratio=settings.min_ratio,
         )
         self.step = 0
+        self.gradient_norm = torch.zeros(())
         self._continue_from(checkpoint)
+        self.metrics: list[MetricsWriter] = together(self._open_metrics)
+
+    def _open_metrics(self) -> list[MetricsWriter]:
+        """The writers that the settings ask for, on rank 0."""
+        writers: list[MetricsWriter] = []
+        if dist.get_rank() == 0 and self.settings.metrics is not None:
+            writers.append(JsonLines(self.settings.metrics, self.step))
+        if dist.get_rank() == 0 and self.settings.tensorboard is not None:
+            writers.append(TensorBoard(self.settings.tensorboard, self.step))
+        return writers
 
     def _continue_from(self, checkpoint: Checkpoint | None) -> None:
         """Takes over everything but the weights from rank 0's checkpoint, on every rank."""
@@ -278,14 +297,46 @@ class Trainer:
                             f"the loss must stay finite, got {loss} by step {self.step}; lower "
                             "--learning-rate or --max-norm, or raise --warmup-fraction"
                         )
-                    tokens = len(losses) * self.inputs.identity["sequences_per_update"]
-                    report.update(self.step, loss, tokens * settings.context)
+                    sequences = len(losses) * self.inputs.identity["sequences_per_update"]
+                    speed = report.update(self.step, loss, sequences * settings.context)
                     losses.clear()
+                    self.log_metrics(loss, speed)
                 with report.paused():
                     if last or self.step % settings.validate_every == 0:
-                        report.line(f"step {self.step}: validation loss {self.validate():.3f}")
+                        held_out = self.validate()
+                        report.line(f"step {self.step}: validation loss {held_out:.3f}")
+                        for writer in self.metrics:
+                            writer.log(self.step, {"validation_loss": held_out})
                     if last or self.step % settings.checkpoint_every == 0:
                         self.save()
+
+        for writer in self.metrics:
+            writer.close()
+
+    def log_metrics(self, loss: float, tokens_per_second: float) -> None:
+        """Writes what the updates since the last report came to, on rank 0.
+
+        A trained token costs three times a forward pass's matrix products, which ``model_flops``
+        counts (recomputation is not counted: it is a cost, not progress).
+        """
+        if not self.metrics:
+            return
+        context = self.settings.context
+        flops = 3 * model_flops(self.inputs.config, batch=1, seq=context) / context
+        tflops = tokens_per_second * flops / dist.get_world_size() / 1e12
+        values = {
+            "loss": loss,
+            "tokens_per_second": tokens_per_second,
+            "tflops_per_rank": tflops,
+            "learning_rate": self.schedule.get_last_lr()[0],
+            "gradient_norm": float(self.gradient_norm),
+        }
+        if self.settings.peak_tflops:
+            values["mfu"] = tflops / self.settings.peak_tflops
+        if self.device.type == "cuda":
+            values["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        for writer in self.metrics:
+            writer.log(self.step, values)
 
     def update(self) -> Tensor:
         """One update of the weights; returns this rank's loss, a scalar on its device."""
@@ -300,7 +351,7 @@ class Trainer:
                 loss.backward()
             total += loss.detach()
         self.wrapped.finish_gradient_synchronization()
-        clip_gradients(self.model.parameters(), self.settings.max_norm)
+        self.gradient_norm = clip_gradients(self.model.parameters(), self.settings.max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.schedule.step()
@@ -310,7 +361,8 @@ class Trainer:
         """Cross-entropy of a batch (batch, context), in nats per byte."""
         bf16 = self.inputs.dtype is torch.bfloat16
         with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
-            return cross_entropy(model(inputs), targets)
+            loss: Tensor = model(inputs, targets)
+        return loss
 
     @torch.no_grad()
     def validate(self) -> float:

@@ -37,14 +37,20 @@ class Report:
     def __exit__(self, *_: object) -> None:
         self.bar.stop()
 
-    def update(self, step: int, loss: float, tokens: int) -> None:
-        """Reports the updates since the last report, which took ``tokens`` tokens of all ranks."""
+    def update(self, step: int, loss: float, tokens: int) -> float:
+        """Reports the updates since the last report, which took ``tokens`` tokens of all ranks.
+
+        Returns:
+            Tokens per second.
+        """
         now = time.perf_counter()
-        summary = f"loss {loss:.3f}  {tokens / (now - self.start):,.0f} tokens/s"
+        speed = tokens / (now - self.start)
+        summary = f"loss {loss:.3f}  {speed:,.0f} tokens/s"
         self.start = now
         self.bar.update(self.task, completed=step, summary=summary)
         if not self.console.is_terminal:
             self.line(f"step {step}/{self.total}: {summary}")
+        return speed
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -101,6 +101,15 @@ class Settings:
         str, option("What computes attention.", "Model", metavar="|".join(ATTENTIONS))
     ] = "flash"
 
+    checkpoint_blocks: Annotated[
+        int,
+        option(
+            "Blocks that backward recomputes at a time, to keep less in memory; 0: none.",
+            "Model",
+            min=0,
+        ),
+    ] = 0
+
     wrapper: Annotated[
         str, option("How gradients are averaged.", "Parallelism", metavar="|".join(WRAPPERS))
     ] = "bucketed"
@@ -141,6 +150,34 @@ class Settings:
     validation_batches: Annotated[
         int, option("Batches of a validation, over all ranks.", "Training", min=1)
     ] = 64
+
+    metrics: Annotated[
+        Path | None,
+        option(
+            "JSON-lines file of loss, speed, memory, learning rate and gradient norm.",
+            "Metrics",
+            metavar="FILE",
+            show_default=False,
+        ),
+    ] = None
+    tensorboard: Annotated[
+        Path | None,
+        option(
+            "Folder of the same curves for TensorBoard.",
+            "Metrics",
+            metavar="FOLDER",
+            show_default=False,
+        ),
+    ] = None
+    peak_tflops: Annotated[
+        float | None,
+        option(
+            "What one device reaches in matrix products; metrics then hold the part used (MFU).",
+            "Metrics",
+            min=0.0,
+            show_default=False,
+        ),
+    ] = None
 
     checkpoint_dir: Annotated[
         Path | None,

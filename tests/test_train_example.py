@@ -1,5 +1,7 @@
 """examples/train_lm.py as its users start it: alone, by torchrun, killed, resumed, misused."""
 
+import importlib.util
+import json
 import os
 import re
 import shutil
@@ -166,6 +168,34 @@ def test_run_continues_under_other_wrappers_but_not_with_other_settings(
     assert_refused(fresh, "--no-resume needs a folder without checkpoints", "step-000000040.pt")
 
 
+def test_metrics_are_written_and_continued(examples: Examples, text: Path, tmp_path: Path) -> None:
+    """Two ranks, recomputing blocks: one line per report; a continued run drops newer lines."""
+    folder, path = tmp_path / "run", tmp_path / "logs" / "metrics.jsonl"
+    common = {"data": text, "checkpoint_dir": folder, "metrics": path, "checkpoint_blocks": 1}
+    code, _, errors = examples.run(arguments(**common, keep=9, peak_tflops=0.001), 2)
+    assert code == 0, errors
+    whole = [json.loads(line) for line in path.read_text().splitlines()]
+    reports = [record for record in whole if "loss" in record]
+    assert [record["step"] for record in reports] == [1, *range(5, 41, 5)]
+    assert [record["step"] for record in whole if "validation_loss" in record] == [20, 40]
+    for record in reports:
+        # The vocabulary is 256 and d_model 32: at least their product's operations a token.
+        assert record["tflops_per_rank"] * 2e12 > record["tokens_per_second"] * 6 * 256 * 32
+        assert record["mfu"] == pytest.approx(record["tflops_per_rank"] / 0.001)
+        assert record["gradient_norm"] > 0
+    for name in ("step-000000030.pt", "step-000000035.pt", "step-000000040.pt"):
+        (folder / name).unlink()
+    path.write_text(path.read_text() + '{"step": 41, "lo')
+    code, output, errors = examples.run(arguments(**common), 2)
+    assert code == 0, errors
+    assert "continuing from step 25" in output
+    again = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [record["step"] for record in again] == [record["step"] for record in whole]
+    for record, first in zip(again, whole, strict=True):
+        assert record.get("loss") == first.get("loss")
+        assert record.get("validation_loss") == first.get("validation_loss")
+
+
 def test_bad_input_is_one_line(examples: Examples, text: Path, tmp_path: Path) -> None:
     short, missing = tmp_path / "short.txt", tmp_path / "missing.txt"
     short.write_text("far too short")
@@ -178,9 +208,13 @@ def test_bad_input_is_one_line(examples: Examples, text: Path, tmp_path: Path) -
         "attention must be one of flash, sdpa, softmax, got 'fast'": {"attention": "fast"},
         "precision must be one of fp32, bf16, got 'fp8'": {"precision": "fp8"},
         "device must be one of auto, cuda, cpu, got 'tpu'": {"device": "tpu"},
-        "size must be one of small, medium, large, xl, 2.7B, got 'huge'": {"size": "huge"},
+        "size must be one of small, medium, large, xl, 2.7B, 2026/xl, 2026/10B, 8B, got 'huge'": {
+            "size": "huge"
+        },
         "num_heads must divide d_model": {"num_heads": 5},
     }
+    if importlib.util.find_spec("tensorboard") is None:
+        cases["--tensorboard needs the package tensorboard"] = {"tensorboard": tmp_path / "board"}
     common = {"data": text, "checkpoint_dir": folder}
     for message, change in cases.items():
         assert_refused(examples.run(arguments(**(common | change))), message)
