@@ -1,10 +1,14 @@
 """torch.distributed.checkpoint: any world size to any other, bit-exactly, and never half."""
 
+import io
 import os
+import pickle
 import signal
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ranks import run_ranks
@@ -72,7 +76,7 @@ def check_refusals(rank, world_size, folder):
     save_checkpoint(optimizer, f"{folder}/good")
     with pytest.raises(FileExistsError, match="save to a new folder"):
         save_checkpoint(optimizer, f"{folder}/good")
-    with pytest.raises(FileNotFoundError, match="load an earlier one"):
+    with pytest.raises(FileNotFoundError, match="Load an earlier one"):
         load_checkpoint(optimizer, f"{folder}/nothing")
     other = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     with pytest.raises(ValueError, match="it is of AdamW, the optimizer is SGD"):
@@ -107,6 +111,111 @@ def test_other_checkpoints_are_refused(tmp_path):
     run_ranks(check_refusals, 2, str(tmp_path))
 
 
+class Malicious:
+    """Unpickling one creates a file."""
+
+    def __init__(self, target):
+        self.target = target
+
+    def __reduce__(self):
+        return open, (self.target, "w")
+
+
+def replace_values(folder, target):
+    """Puts code into a stored dictionary and makes all checksums fit."""
+    from shard_optim import storage
+
+    metadata = storage.CheckedReader(folder).read_metadata()
+    [index] = [index for index in metadata.storage_data if index.fqn == "header"]
+    place = metadata.storage_data[index]
+    buffer = io.BytesIO()
+    torch.save({"optimizer": Malicious(target)}, buffer, _use_new_zipfile_serialization=False)
+    assert len(buffer.getvalue()) <= place.length
+    with (Path(folder) / place.relative_path).open("r+b") as file:
+        file.seek(place.offset)
+        file.write(buffer.getvalue())
+    digest, checksums = storage._read_checksums(Path(folder))
+    checksums[storage._key(index)] = storage._checksum(folder, place)
+    storage._write_checksums(Path(folder), digest, checksums)
+
+
+def check_code(rank, world_size, folder):
+    """A checkpoint that would run code in its metadata or in its values."""
+    optimizer = sharded(build())
+    for where, words in (("metadata", "it names .*open"), ("values", "Weights only load failed")):
+        saved, target = f"{folder}/{where}", f"{folder}/{where}-ran"
+        save_checkpoint(optimizer, saved)
+        if rank == 0 and where == "metadata":
+            Path(saved, ".metadata").write_bytes(pickle.dumps(Malicious(target)))
+        elif rank == 0:
+            replace_values(saved, target)
+        dist.barrier()
+        with pytest.raises((ValueError, CollectiveError), match=words):
+            load_checkpoint(optimizer, saved)
+        assert not Path(target).exists()
+
+
+def test_no_code_of_a_checkpoint_runs(tmp_path):
+    run_ranks(check_code, 2, str(tmp_path))
+
+
+def check_damage(rank, world_size, folder):
+    """One flipped bit anywhere: the right values, or an error that names the file."""
+    model = build()
+    optimizer = sharded(model)
+    train(model, optimizer, range(2))
+    save_checkpoint(optimizer, folder)
+    expected = str(optimizer.state_dict())
+    refused = 0
+    for path in sorted(Path(folder).iterdir()):
+        good = path.read_bytes()
+        positions = range(0, len(good), max(1, len(good) // 50))
+        for damaged in [flipped(good, position) for position in positions] + [
+            good[: len(good) // 2]
+        ]:
+            path.write_bytes(damaged)
+            try:
+                load_checkpoint(optimizer, folder)
+            except ValueError as error:
+                assert str(path) in str(error)  # noqa: PT017 - not every flip is an error
+                refused += 1
+            assert str(optimizer.state_dict()) == expected, path
+        path.write_bytes(good)
+    load_checkpoint(optimizer, folder)
+    return refused
+
+
+def flipped(data, position):
+    return data[:position] + bytes([data[position] ^ 4]) + data[position + 1 :]
+
+
+def test_damage_never_loads_wrong_values(tmp_path):
+    [outcome] = run_ranks(check_damage, 1, str(tmp_path / "saved"))
+    assert outcome.value > 100
+
+
+def check_readable(rank, world_size, folder):
+    """torch's own functions read the folder too."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    model = build()
+    optimizer = sharded(model)
+    train(model, optimizer, range(1))
+    save_checkpoint(optimizer, f"{folder}/saved")
+    full = optimizer.full_state_dict()
+    if rank == 0:
+        dcp_to_torch_save(f"{folder}/saved", f"{folder}/whole.pt")
+        whole = torch.load(f"{folder}/whole.pt", weights_only=True)
+        for index, state in full["state"].items():
+            for key in ("exp_avg", "exp_avg_sq"):
+                stored = whole[f"state.{index}.elements.{key}"]  # in the parameter's memory order
+                assert torch.equal(stored.sort().values, state[key].flatten().sort().values)
+
+
+def test_torchs_own_tools_read_it(tmp_path):
+    run_ranks(check_readable, 2, str(tmp_path))
+
+
 def check_killed(rank, world_size, folder):
     model = build()
     optimizer = sharded(model)
@@ -122,7 +231,7 @@ def check_killed(rank, world_size, folder):
 
 def check_restart(rank, world_size, folder):
     optimizer = sharded(build())
-    with pytest.raises(FileNotFoundError, match="load an earlier one"):
+    with pytest.raises(FileNotFoundError, match="Load an earlier one"):
         load_checkpoint(optimizer, f"{folder}/second")
     load_checkpoint(optimizer, f"{folder}/first")
     assert all(state["step"] == 2 for state in optimizer.state.values())

@@ -1,8 +1,9 @@
 """Checkpoints through ``torch.distributed.checkpoint``: written by all ranks, for any number.
 
-Every rank writes its own shards in parallel. State with one value per element is stored as a
-vector of the whole parameter, in its memory order, of which each rank contributes a range, so a
-checkpoint of N ranks loads bit-exactly on M and under either partition. Keys:
+``storage.py`` writes and reads the files. Every rank writes its own shards in parallel. State with
+one value per element is stored as a vector of the whole parameter, in its memory order, of which
+each rank contributes a range, so a checkpoint of N ranks loads bit-exactly on M and under either
+partition. Keys:
 
 - ``state.I.elements.KEY``: one value per element of parameter I;
 - ``state.I.tensor.KEY``: any other tensor with more than one element;
@@ -12,15 +13,14 @@ checkpoint of N ranks loads bit-exactly on M and under either partition. Keys:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from shard_optim.buckets import in_memory_order
-from shard_optim.collectives import CollectiveError, guarded
 from shard_optim.local import pack_groups
 from shard_optim.optimizer import ShardedOptimizer
 from shard_optim.state import check_full_state, placements
@@ -28,10 +28,6 @@ from shard_optim.state import check_full_state, placements
 if TYPE_CHECKING:
     # Importing torch.distributed.checkpoint changes warning filters, so it waits for its first use.
     from shard_optim.planners import Range
-
-Result = TypeVar("Result")
-
-METADATA = ".metadata"  # written last, and moved into place: its presence means "complete"
 
 
 def save_checkpoint(optimizer: ShardedOptimizer, folder: str | Path) -> None:
@@ -44,9 +40,8 @@ def save_checkpoint(optimizer: ShardedOptimizer, folder: str | Path) -> None:
         FileExistsError: if the folder holds a checkpoint already.
         CollectiveError: if a peer died or timed out, or could not write.
     """
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    from shard_optim.planners import Range, RangeSavePlanner
+    from shard_optim.planners import Range
+    from shard_optim.storage import METADATA, write_folder
 
     if (Path(folder) / METADATA).exists():
         raise FileExistsError(
@@ -77,40 +72,30 @@ def save_checkpoint(optimizer: ShardedOptimizer, folder: str | Path) -> None:
             else:
                 values[key] = value.detach().cpu()
         items[f"state.{index}.values"] = values
-    _run(
-        "saving a checkpoint",
-        optimizer,
-        lambda: save(
-            items,
-            checkpoint_id=folder,
-            planner=RangeSavePlanner(ranges),
-            process_group=optimizer.process_group,
-        ),
-    )
+    write_folder(folder, items, ranges, optimizer.process_group)
 
 
 def load_checkpoint(optimizer: ShardedOptimizer, folder: str | Path) -> None:
     """Loads what ``save_checkpoint`` wrote on any number of ranks; every rank calls it.
 
-    Hyperparameters are loaded too.
+    Hyperparameters are loaded too. No code from the checkpoint runs, whoever wrote it.
 
     Raises:
         FileNotFoundError: if the folder holds no complete checkpoint.
-        ValueError: if it is of another model or optimizer class; nothing has changed then.
+        ValueError: if a file is damaged, or the checkpoint is of another model or optimizer class.
+            Nothing has changed then.
         CollectiveError: if a peer died or timed out, or could not read.
     """
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     from shard_optim.planners import Range
+    from shard_optim.storage import read_folder, read_metadata
 
-    if not (Path(folder) / METADATA).exists():
-        raise FileNotFoundError(
-            f"a checkpoint must have been saved completely, but {folder} holds none "
-            f"({METADATA} is missing); load an earlier one"
-        )
-    stored = FileSystemReader(folder).read_metadata().state_dict_metadata
-    header = _read(optimizer, folder, {"header": None}, {})["header"]
+    group = optimizer.process_group
+    stored = read_metadata(folder, group).state_dict_metadata
+    first: dict[str, Any] = {"header": None}
+    read_folder(folder, first, {}, group)
+    header = first["header"]
     problem = _mismatch(header, optimizer)
     if problem is not None:
         raise ValueError(
@@ -135,16 +120,16 @@ def load_checkpoint(optimizer: ShardedOptimizer, folder: str | Path) -> None:
                     )
                 else:
                     wanted[name] = torch.empty(entry.size, dtype=dtype, device=device)
-    loaded = _read(optimizer, folder, wanted, ranges)
+    read_folder(folder, wanted, ranges, group)
     states: dict[int, dict[str, Any]] = {}
     for bucket in optimizer.buckets:
         for shard in bucket.shards:
             state: dict[str, Any] = {}
             for name, kind, key in named.get(shard.index, ()):
                 if kind == "values":
-                    state |= loaded[name]
+                    state |= wanted[name]
                 elif kind == "tensor":
-                    state[key] = loaded[name]
+                    state[key] = wanted[name]
                 else:
                     flat = ranges[name].values
                     state[key] = flat.as_strided(shard.tensor.size(), shard.tensor.stride())
@@ -162,41 +147,6 @@ def _names_by_parameter(stored: Iterable[str]) -> dict[int, list[tuple[str, str,
             index, kind, *key = rest
             found.setdefault(int(index), []).append((name, kind, "".join(key)))
     return found
-
-
-def _read(
-    optimizer: ShardedOptimizer,
-    folder: str | Path,
-    wanted: dict[str, Any],
-    ranges: Mapping[str, Range],
-) -> dict[str, Any]:
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    from shard_optim.planners import RangeLoadPlanner
-
-    _run(
-        "loading a checkpoint",
-        optimizer,
-        lambda: load(
-            wanted,
-            checkpoint_id=folder,
-            planner=RangeLoadPlanner(ranges),
-            process_group=optimizer.process_group,
-        ),
-    )
-    return wanted
-
-
-def _run(what: str, optimizer: ShardedOptimizer, call: Callable[[], Result]) -> Result:
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    try:
-        return guarded(what, optimizer.process_group, call)
-    except CheckpointException as error:  # carries every rank's failure
-        raise CollectiveError(
-            f"every rank must succeed in {what}, but some failed: {error}. Earlier checkpoints "
-            "are untouched; fix the cause and try again."
-        ) from error
 
 
 def _header(optimizer: ShardedOptimizer) -> dict[str, Any]:

@@ -9,6 +9,7 @@ warning filters.
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
+    ReadItem,
     SavePlan,
     TensorWriteData,
     WriteItem,
@@ -118,6 +120,10 @@ class RangeLoadPlanner(DefaultLoadPlanner):
                 )
             items += create_read_items_for_chunk_list(key, stored, [part.chunk])
         return dataclasses.replace(plan, items=items)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Reads a value that is no tensor, without running code from it."""
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """Where the data of an item of the plan go."""

@@ -1,0 +1,339 @@
+"""Folders of ``torch.distributed.checkpoint`` (DCP), written and read by all ranks together.
+
+The files are those of DCP's ``FileSystemWriter``, and its own tools can read them. Three things
+differ from its ``save`` and ``load``:
+
+- Ranks agree through ``exchange.py`` instead of object collectives, so what passes between ranks
+  needs neither NumPy nor pickle, and every rank raises the same error.
+- Reading never runs code from a checkpoint. The metadata, a pickle, may name nothing but the
+  classes that describe tensors; everything else is read with ``weights_only=True``.
+- ``checksums.json`` holds a CRC-32 of every stored item and of the metadata. Reading verifies them.
+
+Import this module only when a checkpoint is written or read: its imports change warning filters.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import pickle
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemReader,
+    FileSystemWriter,
+    _StorageInfo,
+)
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    BytesIOWriteData,
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+from torch.serialization import _get_layout
+
+from shard_optim.collectives import CollectiveError, guarded
+from shard_optim.exchange import all_gather_values, encode
+from shard_optim.planners import Range, RangeLoadPlanner, RangeSavePlanner
+
+METADATA = ".metadata"  # written last, and moved into place: its presence means "complete"
+CHECKSUMS = "checksums.json"
+
+# How much of a file is in memory while its checksum is computed.
+_CHUNK_BYTES = 16 * 1024**2
+
+# What plans and results consist of: the dataclasses that ranks exchange.
+_EXCHANGED = (
+    BytesIOWriteData,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+    WriteResult,
+    _StorageInfo,
+)
+_DESCRIBED = (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+    _StorageInfo,
+)
+
+
+def write_folder(
+    folder: str | Path,
+    items: Mapping[str, Any],
+    ranges: Mapping[str, Range],
+    group: dist.ProcessGroup,
+) -> None:
+    """Writes a new checkpoint. Collective; it becomes one at the very end.
+
+    Args:
+        folder: the same on every rank. It must not hold a checkpoint.
+        items: tensors, and other values that ``exchange.encode`` accepts, by key. What several
+            ranks give under one key is stored once.
+        ranges: this rank's ranges of vectors, by key.
+        group: the ranks that write.
+
+    Raises:
+        CollectiveError: on every rank, if one of them failed.
+    """
+    rank = dist.get_rank(group)
+    writer = FileSystemWriter(folder)
+    planner = RangeSavePlanner(ranges)
+
+    def plan_own() -> list[WriteItem]:
+        for value in items.values():
+            encode(value)  # refuses what could not be loaded again
+        planner.set_up_planner(dict(items), writer.storage_meta(), rank == 0)
+        writer.set_up_storage_writer(rank == 0)
+        return list(writer.prepare_local_plan(planner.create_local_plan()).items)
+
+    def write(plan: SavePlan) -> list[tuple[WriteResult, int]]:
+        writing = writer.write_data(planner.finish_plan(plan), planner)
+        writing.wait()
+        # What was written is read back, usually from the page cache.
+        return [(result, _checksum(folder, result.storage_data)) for result in writing.value()]
+
+    def finish(metadata: Metadata, written: list[list[tuple[WriteResult, int]]]) -> None:
+        results = [[result for result, _ in results] for results in written]
+        places = {result.index: result.storage_data for part in results for result in part}
+        _write_checksums(
+            Path(folder),
+            _digest(metadata.state_dict_metadata, places),
+            {_key(result.index): checksum for part in written for result, checksum in part},
+        )
+        writer.finish(metadata, results)
+
+    what = "saving a checkpoint"
+    plans = [SavePlan(own) for own in _together(what, group, plan_own)]
+    # Deterministic, so that every rank makes the global plan for itself.
+    plans, metadata = planner.create_global_plan(plans)
+    plan = writer.prepare_global_plan(plans)[rank]
+    written = _together(what, group, lambda: write(plan))
+    _together(what, group, lambda: finish(metadata, written) if rank == 0 else None)
+
+
+def read_metadata(folder: str | Path, group: dist.ProcessGroup) -> Metadata:
+    """What a checkpoint holds. Collective.
+
+    Raises:
+        FileNotFoundError: on every rank, if the folder holds no complete checkpoint.
+        ValueError: on every rank, if its metadata are damaged or name other classes.
+    """
+    found: list[Metadata] = []
+    _together(
+        "loading a checkpoint", group, lambda: found.append(CheckedReader(folder).read_metadata())
+    )
+    return found[0]
+
+
+def read_folder(
+    folder: str | Path,
+    items: dict[str, Any],
+    ranges: Mapping[str, Range],
+    group: dist.ProcessGroup,
+) -> None:
+    """Reads parts of a checkpoint that any number of ranks wrote. Collective.
+
+    Args:
+        folder: the same on every rank.
+        items: what this rank wants, by key: a tensor is filled, any other value is replaced.
+        ranges: what this rank wants of vectors, by key; filled.
+        group: the ranks that read.
+
+    Raises:
+        ValueError: on every rank, if a file is damaged or lacks what a rank wants.
+        CollectiveError: on every rank, if one of them failed in another way.
+    """
+    reader = CheckedReader(folder)
+    planner = RangeLoadPlanner(ranges)
+
+    def read() -> None:
+        metadata = reader.read_metadata()
+        first = dist.get_rank(group) == 0
+        planner.set_up_planner(items, metadata, first)
+        reader.set_up_storage_reader(metadata, first)
+        reader.read_data(planner.create_local_plan(), planner).wait()
+
+    _together("loading a checkpoint", group, read)
+
+
+def _together(what: str, group: dist.ProcessGroup, call: Callable[[], Any]) -> list[Any]:
+    """Runs ``call`` on every rank and returns all results, or raises on every rank."""
+    kind, problem, value = "", None, None
+    try:
+        value = call()
+    except Exception as error:  # noqa: BLE001 - raised below, on every rank
+        kind, problem = type(error).__name__, str(error)
+    everyone = guarded(
+        what, group, lambda: all_gather_values((kind, problem, value), group, classes=_EXCHANGED)
+    )
+    failed = {rank: (k, p) for rank, (k, p, _) in enumerate(everyone) if p is not None}
+    if failed:
+        for known in (FileNotFoundError, ValueError):
+            if all(kind == known.__name__ for kind, _ in failed.values()):
+                raise known(next(problem for _, problem in failed.values()))
+        shown = "; ".join(f"rank {rank}: {kind}: {text}" for rank, (kind, text) in failed.items())
+        raise CollectiveError(
+            f"every rank must succeed in {what}, but some failed: {shown}. Earlier checkpoints are "
+            "untouched. Fix the cause and try again"
+        )
+    return [value for _, _, value in everyone]
+
+
+class CheckedReader(FileSystemReader):
+    """Reads a folder without running code from it, and only bytes whose checksums are right.
+
+    Args:
+        folder: of ``write_folder``.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__(folder)
+        self._folder = Path(folder)
+        self._checksums: dict[str, int] = {}
+
+    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
+        """What is stored where.
+
+        Raises:
+            FileNotFoundError: the folder holds no complete checkpoint.
+            ValueError: its metadata or checksums are damaged, or name other classes.
+        """
+        for name in (METADATA, CHECKSUMS):
+            if not (self._folder / name).exists():
+                raise FileNotFoundError(
+                    f"a checkpoint must have been saved completely, but {self._folder} lacks "
+                    f"{name}. Load an earlier one"
+                )
+        digest, self._checksums = _read_checksums(self._folder)
+        with (self._folder / METADATA).open("rb") as file:
+            try:
+                metadata = _MetadataUnpickler(file).load()
+                found = _digest(metadata.state_dict_metadata, metadata.storage_data)
+            except Exception as error:  # damaged bytes can make an unpickler raise anything
+                raise _damaged(self._folder / METADATA, error) from error
+        if found != digest:
+            raise _damaged(self._folder / METADATA, "its checksum differs")
+        assert isinstance(metadata, Metadata)
+        return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Verifies the checksum of every item of the plan, then reads them.
+
+        Raises:
+            ValueError: a file is damaged.
+        """
+        for index in {item.storage_index for item in plan.items}:
+            place = self.storage_data[index]
+            if _checksum(self._folder, place) != self._checksums.get(_key(index)):
+                raise _damaged(
+                    self._folder / place.relative_path, f"the checksum of {index.fqn} differs"
+                )
+        return super().read_data(plan, planner)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads a metadata file; unlike its base class it looks names up in a table only."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in ("pathlib", "pathlib._local"):  # where the checkpoint was written
+            return pathlib.PurePath
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        try:
+            return _METADATA_CLASSES[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(f"it names {module}.{name}") from None
+
+
+_METADATA_CLASSES: dict[tuple[str, str], Any] = {
+    (cls.__module__, cls.__name__): cls
+    for cls in (*_DESCRIBED, _MEM_FORMAT_ENCODING, Metadata, StorageMeta)
+} | {("torch", "Size"): torch.Size, ("torch.serialization", "_get_layout"): _get_layout}
+
+
+def _damaged(path: Path, reason: object) -> ValueError:
+    return ValueError(
+        f"a checkpoint must be as it was written, but {path} is damaged: {reason}. Load an earlier "
+        "checkpoint"
+    )
+
+
+def _key(index: MetadataIndex) -> str:
+    """A stored item's name: its key, and its offset if it is a part of a tensor."""
+    offset = () if index.offset is None else tuple(index.offset)
+    return f"{index.fqn} {','.join(map(str, offset))}"
+
+
+def _checksum(folder: str | Path, place: _StorageInfo) -> int:
+    """CRC-32 of an item's bytes in its file."""
+    checksum, left = 0, place.length
+    with (Path(folder) / place.relative_path).open("rb") as file:
+        file.seek(place.offset)
+        while left > 0 and (chunk := file.read(min(left, _CHUNK_BYTES))):
+            checksum = zlib.crc32(chunk, checksum)
+            left -= len(chunk)
+    return checksum
+
+
+def _digest(described: Mapping[str, Any], places: Mapping[MetadataIndex, _StorageInfo]) -> int:
+    """CRC-32 of what the metadata say about tensors and where they lie, in any order."""
+    lines = [json.dumps([key, encode(value, _DESCRIBED)]) for key, value in described.items()]
+    lines += [
+        json.dumps([_key(index), place.relative_path, place.offset, place.length])
+        for index, place in places.items()
+    ]
+    return zlib.crc32("\n".join(sorted(lines)).encode())
+
+
+def _write_checksums(folder: Path, metadata: int, items: Mapping[str, int]) -> None:
+    """Writes two lines: the checksums, and the checksum of that line."""
+    line = json.dumps({"algorithm": "crc32", "metadata": metadata, "items": items})
+    with (folder / CHECKSUMS).open("w") as file:
+        file.write(f"{line}\n{zlib.crc32(line.encode())}\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read_checksums(folder: Path) -> tuple[int, dict[str, int]]:
+    """The checksum of the metadata, and those of all items.
+
+    Raises:
+        ValueError: the file itself is damaged.
+    """
+    path = folder / CHECKSUMS
+    try:
+        line, own = path.read_text().splitlines()
+        if zlib.crc32(line.encode()) != int(own):
+            raise ValueError("its checksum differs")
+        content = json.loads(line)
+    except ValueError as error:
+        raise _damaged(path, error) from error
+    return content["metadata"], content["items"]
