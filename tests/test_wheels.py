@@ -2,6 +2,7 @@
 
 import email.parser
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -18,7 +19,8 @@ NAMES = sorted(path.parent.name for path in (ROOT / "packages").glob("*/pyprojec
 SIBLING_REQUIREMENTS = {
     "bench-harness": {"basics-model", "ddp-lite", "flashattn-triton", "shard-optim"}
 }
-REPOSITORY = "https://github.com/training-systems/training-systems"
+FIRST = tomllib.loads((ROOT / "packages" / NAMES[0] / "pyproject.toml").read_text())
+REPOSITORY = FIRST["project"]["urls"]["Source"]
 UV = shutil.which(os.environ.get("UV", "uv"))
 
 pytestmark = [
@@ -38,7 +40,7 @@ def uv(*args: object, cwd: Path) -> str:
         [UV, *map(str, args)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="session")
@@ -156,16 +158,14 @@ def test_readme_runs_with_the_wheel_alone(
 @pytest.mark.parametrize("name", NAMES)
 def test_install_lines(dist: Path, name: str, tmp_path: Path) -> None:
     """The lines of a README that install it do so: from an index, a checkout, and from git."""
-    [block] = [
-        block
-        for block in run_readme.blocks(ROOT / "packages" / name / "README.md")
-        if "install" in block.words
-    ]
+    page = ROOT / "packages" / name / "README.md"
+    [block] = [block for block in run_readme.blocks(page) if "install" in block.words]
     lines = [shlex.split(line, comments=True) for line in block.text.splitlines()]
-    assert [line[:2] for line in lines] == [["pip", "install"]] * 3
-    module = name.replace("-", "_")
-    for number, line in enumerate(lines):
-        target = tmp_path / str(number)
+    assert len(lines) == 3
+    for line in lines:
+        requirements = line[line.index("install") + 1 :]
+        assert line == [*(["uv"] if "uv" in line else []), "pip", "install", *requirements]
         # What the lines call the index is the folder just built, and the repository is this one.
-        uv("pip", "install", "-q", "--no-deps", "-f", dist, "--target", target, *line[2:], cwd=ROOT)
-        assert (target / module / "__init__.py").exists(), line
+        resolve = ["pip", "install", "--dry-run", "--target", tmp_path, "-f", dist]
+        report = uv(*resolve, *requirements, cwd=ROOT)
+        assert re.search(rf"^ \+ {name}( @ |==)", report, re.MULTILINE), (line, report)

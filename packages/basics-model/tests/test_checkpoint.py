@@ -1,8 +1,10 @@
 """Checkpoints: content, and survival of every way in which a save can end early."""
 
 import errno
+import io
 import os
 import pickle
+import random
 import signal
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -224,23 +227,64 @@ def test_loading_never_runs_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     torch.save({"format": 1, "payload": Payload()}, tmp_path / "evil.pt")
     (tmp_path / "plain.pt").write_bytes(pickle.dumps(Payload(), protocol=2))
     for name in ("evil.pt", "plain.pt"):
-        with pytest.raises(ValueError, match="damaged or not a checkpoint"):
+        with pytest.raises(ValueError, match=f"{name} must be .* damaged or other file"):
             load_checkpoint(tmp_path / name)
     assert not target.exists()
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
-    save_checkpoint(path, small(1))
-    whole = path.read_bytes()
-    for content in (b"", b"not a checkpoint", whole[: len(whole) // 2]):
+    numpy_archive = io.BytesIO()
+    np.savez(numpy_archive, weight=np.zeros(4))
+    for content in (b"", b"not a checkpoint", numpy_archive.getvalue()):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match="damaged or not a checkpoint"):
+        with pytest.raises(ValueError, match=r"a\.pt must be .* damaged or other file"):
             load_checkpoint(path)
-    for content in ({"format": 2, "step": 1}, {"step": 1}, [1]):
+    for content in ({"format": 2, "step": 1}, {"step": 1}, [1], torch.zeros(2)):
         torch.save(content, path)
-        with pytest.raises(ValueError, match="must be a checkpoint of format 1"):
+        with pytest.raises(ValueError, match=r"a\.pt must be a checkpoint of format 1, but got"):
             load_checkpoint(path)
+    whole: dict[str, Any] = {"step": 1, "model": {}, "optimizer": {}, "rng": {}, "extra": {}}
+    for change in ({"step": "1"}, {"step": True}, {"model": None}, {"rng": [1]}, {"more": {}}):
+        torch.save({"format": 1} | whole | change, path)
+        with pytest.raises(ValueError, match=r"a\.pt must be a checkpoint that holds step"):
+            load_checkpoint(path)
+    torch.save({"format": 1, "step": 1}, path)
+    with pytest.raises(ValueError, match=r"holds step .*, but got step \(int\)"):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize("checksums", [True, False], ids=["crc32", "crc32-switched-off"])
+def test_a_damaged_file_never_loads_other_values(tmp_path: Path, checksums: bool) -> None:
+    """Any flipped bit, any missing end: the saved values come back, or an error with the path."""
+    path = tmp_path / "a.pt"
+    torch.serialization.set_crc32_options(checksums)
+    try:
+        model = {"weight": torch.arange(64.0), "bias": torch.ones(3, dtype=torch.bfloat16)}
+        save_checkpoint(path, Checkpoint(step=7, model=model, extra={"lr": 0.1, "name": "run"}))
+        assert torch.serialization.get_crc32_options() == checksums
+    finally:
+        torch.serialization.set_crc32_options(True)
+    whole = path.read_bytes()
+    generator = random.Random(0)
+    damaged = [whole[:length] for length in range(0, len(whole), 97)]
+    for place in range(0, len(whole), 7):
+        flipped = whole[place] ^ (1 << generator.randrange(8))
+        damaged.append(whole[:place] + bytes([flipped]) + whole[place + 1 :])
+    refused = same = 0
+    for content in damaged:
+        path.write_bytes(content)
+        try:
+            loaded = load_checkpoint(path)
+        except ValueError as error:
+            refused += str(path) in str(error)
+            continue
+        same += 1
+        assert (loaded.step, loaded.extra) == (7, {"lr": 0.1, "name": "run"})
+        assert loaded.model.keys() == model.keys()
+        assert all(torch.equal(loaded.model[name], value) for name, value in model.items())
+    assert refused + same == len(damaged)
+    assert refused > len(damaged) / 3
 
 
 def test_folder_is_listed_by_step_and_pruned(tmp_path: Path) -> None:

@@ -124,7 +124,12 @@ def test_nothing_to_add(config: ModelConfig) -> None:
     [
         (torch.zeros(1, 0, dtype=torch.long), {}, r"at least one token, got shape \(1, 0\)"),
         (torch.zeros(3, dtype=torch.long), {}, r"prompt must be \(batch, seq\)"),
-        (torch.zeros(1, 1, dtype=torch.long), {"temperature": -1.0}, "temperature=-1.0"),
+        (
+            torch.zeros(1, 1, dtype=torch.long),
+            {"temperature": -1.0},
+            "temperature .* got -1.0",
+        ),
+        (torch.zeros(1, 1, dtype=torch.long), {"temperature": math.nan}, "temperature .* got nan"),
         (torch.zeros(1, 1, dtype=torch.long), {"top_k": 0}, "top_k must be at least 1"),
     ],
 )

@@ -1,6 +1,7 @@
 """Configurations, named sizes and their accounting."""
 
 import dataclasses
+from typing import get_args
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from basics_model import (
     SIZES,
     ModelConfig,
+    SizeName,
     TransformerLM,
     model_config,
     model_flops,
@@ -56,8 +58,12 @@ def test_overrides_replace_fields() -> None:
         model_config("small", depth=3)
 
 
+def test_names_of_the_type_are_those_of_the_table() -> None:
+    assert set(get_args(SizeName)) == set(SIZES)
+
+
 def test_unknown_size_lists_the_valid_ones() -> None:
-    with pytest.raises(ValueError, match=r"small, medium, large, xl, 2\.7B, .*8B, got 'huge'"):
+    with pytest.raises(ValueError, match=r"small, medium, large, xl, 2\.7B, .*8B, but got 'huge'"):
         model_config("huge")
 
 

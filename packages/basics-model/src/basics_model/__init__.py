@@ -36,7 +36,7 @@ from basics_model.optimizer import (
     clip_gradients,
     cosine_learning_rate,
 )
-from basics_model.sizes import SIZES, ModelConfig, ModelSize, model_config, model_flops
+from basics_model.sizes import SIZES, ModelConfig, ModelSize, SizeName, model_config, model_flops
 
 __all__ = [
     "BYTE_VOCAB_SIZE",
@@ -48,6 +48,7 @@ __all__ = [
     "ModelConfig",
     "ModelSize",
     "RMSNorm",
+    "SizeName",
     "SwiGLU",
     "TokenDataset",
     "TransformerLM",

@@ -6,14 +6,18 @@ holds the whole previous checkpoint or the whole new one.
 
 Files are loaded with ``weights_only=True``: a checkpoint can hold tensors, numbers, strings, and
 containers of these, and opening one never runs code from it.
+
+A file is a ZIP archive with a CRC-32 of every record, written by ``torch.save``. ``torch.load``
+does not compare these checksums; :func:`load_checkpoint` does, so a changed bit is found.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 import re
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,7 +86,7 @@ def save_checkpoint(path: Path | str, checkpoint: Checkpoint) -> None:
         "extra": dict(checkpoint.extra),
     }
     try:
-        with temporary.open("wb") as file:
+        with temporary.open("wb") as file, _checksums():
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
@@ -94,19 +98,55 @@ def save_checkpoint(path: Path | str, checkpoint: Checkpoint) -> None:
 
 
 def load_checkpoint(path: Path | str, *, map_location: torch.device | str = "cpu") -> Checkpoint:
-    """Reads a checkpoint without running any code from it.
+    """Reads a checkpoint, without running any code from it, and verifies its checksums.
+
+    Args:
+        path: a file that :func:`save_checkpoint` wrote.
+        map_location: the device that tensors are loaded to.
 
     Raises:
         OSError: the file is missing or cannot be read.
-        ValueError: it is not a checkpoint of :func:`save_checkpoint`, or of a newer format.
+        ValueError: the file is damaged, is not a checkpoint of :func:`save_checkpoint`, or has a
+            newer format. The message names the file.
     """
-    try:
-        content = torch.load(path, map_location=map_location, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{path} is damaged or not a checkpoint: {error}") from error
-    if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
-        raise ValueError(f"{path} must be a checkpoint of format {_FORMAT} and is not")
-    return Checkpoint(**content)
+    with Path(path).open("rb") as file:
+        try:
+            damaged = zipfile.ZipFile(file).testzip()
+            if damaged is not None:
+                raise ValueError(f"the checksum of its record {damaged} differs")
+            file.seek(0)
+            content = torch.load(file, map_location=map_location, weights_only=True)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # what parsers raise for arbitrary bytes has no common base
+            raise ValueError(
+                f"{path} must be a checkpoint of save_checkpoint, but got a damaged or other file: "
+                f"{error}. Load an earlier checkpoint."
+            ) from error
+    return _as_checkpoint(path, content)
+
+
+def _as_checkpoint(path: Path | str, content: Any) -> Checkpoint:
+    """Checks the structure of a loaded file before anything relies on it."""
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        found = content.get("format") if isinstance(content, dict) else type(content).__name__
+        raise ValueError(
+            f"{path} must be a checkpoint of format {_FORMAT}, but got {found!r}. Load it with the "
+            "version of basics-model that wrote it."
+        )
+    fields = {name: value for name, value in content.items() if name != "format"}
+    types = {"step": int, "model": dict, "optimizer": dict, "rng": dict, "extra": dict}
+    found = {name: type(value) for name, value in fields.items()}
+    if found != types:
+        expected, got = (
+            ", ".join(f"{name} ({kind.__name__})" for name, kind in each.items())
+            for each in (types, found)
+        )
+        raise ValueError(
+            f"{path} must be a checkpoint that holds {expected}, but got {got}. Load an earlier "
+            "checkpoint."
+        )
+    return Checkpoint(**fields)
 
 
 def checkpoint_path(folder: Path | str, step: int) -> Path:
@@ -128,9 +168,20 @@ def list_checkpoints(folder: Path | str) -> list[Path]:
 def prune_checkpoints(folder: Path | str, keep: int) -> None:
     """Deletes all but the newest ``keep`` (at least 1) checkpoints of a folder."""
     if keep < 1:
-        raise ValueError(f"keep must be at least 1, got {keep}")
+        raise ValueError(f"keep must be at least 1, but got {keep}.")
     for path in list_checkpoints(folder)[:-keep]:
         path.unlink()
+
+
+@contextmanager
+def _checksums() -> Iterator[None]:
+    """Lets ``torch.save`` write checksums, also in a program that has switched them off."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def _flush_folder(folder: Path) -> None:

@@ -74,18 +74,17 @@ def generate(
         (batch, seq + n) int64 with n ≤ ``max_new_tokens``: the prompt and its continuation.
 
     Raises:
-        ValueError: an empty prompt, a negative ``temperature`` or ``max_new_tokens``, or as
+        ValueError: an empty prompt, a negative ``temperature`` or ``max_new_tokens``, NaN, or as
             :func:`filter_logits`.
     """
     if prompt.ndim != 2 or prompt.shape[1] < 1:
         raise ValueError(
             f"prompt must be (batch, seq) with at least one token, got shape {tuple(prompt.shape)}"
         )
-    if temperature < 0 or max_new_tokens < 0:
-        raise ValueError(
-            "temperature and max_new_tokens must be at least 0, got "
-            f"temperature={temperature} and max_new_tokens={max_new_tokens}"
-        )
+    if not temperature >= 0:  # also refuses NaN
+        raise ValueError(f"temperature must be a number of at least 0, but got {temperature}.")
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must be at least 0, but got {max_new_tokens}.")
     tokens = prompt
     finished = torch.zeros(prompt.shape[0], dtype=torch.bool, device=prompt.device)
     for _ in range(max_new_tokens):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Literal, TypeAlias
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +80,9 @@ class ModelConfig:
         return self.num_layers * (attention + feed_forward + norms) + self.d_model + vocabulary
 
 
+SizeName: TypeAlias = Literal["small", "medium", "large", "xl", "2.7B", "2026/xl", "2026/10B", "8B"]
+"""What :func:`model_config` takes as a name: the keys of :data:`SIZES`."""
+
 SIZES: Mapping[str, ModelSize] = MappingProxyType(
     {
         "small": ModelSize(d_model=768, d_ff=3072, num_layers=12, num_heads=12),
@@ -101,24 +104,37 @@ which has a vocabulary of 151,936 tokens and so 8,125,698,048 parameters.
 
 
 def model_config(
-    size_name: str, *, vocab_size: int = 10_000, context_length: int = 256, **overrides: Any
+    size_name: SizeName,
+    *,
+    vocab_size: int = 10_000,
+    context_length: int = 256,
+    d_model: int | None = None,
+    d_ff: int | None = None,
+    num_layers: int | None = None,
+    num_heads: int | None = None,
+    rope_theta: float = 10_000.0,
 ) -> ModelConfig:
     """Returns the configuration of a named size.
 
     Args:
         size_name: a key of :data:`SIZES`.
-        overrides: any other :class:`ModelConfig` field, such as ``num_layers=2`` for a shallow
-            model of the same width.
+        vocab_size, context_length, rope_theta: see :class:`ModelConfig`.
+        d_model, d_ff, num_layers, num_heads: replace the size's own, for example ``num_layers=2``
+            for a shallow model of the same width.
 
     Raises:
         ValueError: the name is not in :data:`SIZES`, or the resulting configuration is invalid.
-        TypeError: an override that is no field of :class:`ModelConfig`.
     """
     if size_name not in SIZES:
-        raise ValueError(f"size must be one of {', '.join(SIZES)}, got {size_name!r}")
-    size = SIZES[size_name]
-    settings = {field.name: getattr(size, field.name) for field in fields(size)} | overrides
-    return ModelConfig(vocab_size=vocab_size, context_length=context_length, **settings)
+        raise ValueError(f"size_name must be one of {', '.join(SIZES)}, but got {size_name!r}.")
+    given = {"d_model": d_model, "d_ff": d_ff, "num_layers": num_layers, "num_heads": num_heads}
+    changes = {name: value for name, value in given.items() if value is not None}
+    return ModelConfig(
+        vocab_size=vocab_size,
+        context_length=context_length,
+        rope_theta=rope_theta,
+        **asdict(replace(SIZES[size_name], **changes)),
+    )
 
 
 def model_flops(config: ModelConfig, batch: int, seq: int) -> int:

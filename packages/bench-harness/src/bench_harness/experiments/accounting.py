@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure as MatplotlibFigure
 
+    from basics_model import SizeName
+
 _NAMES = ("small", "medium", "large", "xl", "2.7B")
 
 
@@ -191,7 +193,7 @@ def _draw_mesh(case: pd.DataFrame) -> MatplotlibFigure:
     return figure
 
 
-def size_row(name: str, config: Any) -> Row:
+def size_row(name: SizeName, config: Any) -> Row:
     """One model size: parameters, operations, bytes, traffic."""
     import basics_model
     from bench_harness.flops import forward_flops

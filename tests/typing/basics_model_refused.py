@@ -1,0 +1,26 @@
+"""Mistakes in calls of basics-model: type checkers refuse the marked lines and no others."""
+
+import torch
+
+from basics_model import (
+    AdamW,
+    ModelConfig,
+    TransformerLM,
+    checkpoint_path,
+    generate,
+    load_checkpoint,
+    model_config,
+)
+
+
+def mistakes(model: TransformerLM, tokens: torch.Tensor) -> None:
+    model_config("smal")  # refused
+    model_config("small", num_layer=2)  # refused
+    model_config("small", num_layers="2")  # refused
+    ModelConfig(64, 64, 256, 2, 4)  # refused
+    TransformerLM(model_config("small"), attention="sdpa")  # refused
+    generate(model, tokens, max_new_tokens=8, temprature=0.8)  # refused
+    generate(model, tokens, 8)  # refused
+    AdamW(model.parameters(), learning_rate=1e-3)  # refused
+    AdamW(model.parameters(), betas=0.9)  # refused
+    print(load_checkpoint(checkpoint_path("folder", 3)).steps)  # refused

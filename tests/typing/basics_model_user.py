@@ -1,0 +1,85 @@
+"""A user's program on every public name of basics-model, for type checkers."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import basics_model
+from basics_model import (
+    BYTE_VOCAB_SIZE,
+    SIZES,
+    AdamW,
+    Attention,
+    Checkpoint,
+    CosineSchedule,
+    ModelConfig,
+    ModelSize,
+    RMSNorm,
+    SizeName,
+    SwiGLU,
+    TokenDataset,
+    TransformerLM,
+)
+
+
+def model_and_data(path: Path, device: torch.device) -> float:
+    size: ModelSize = SIZES["small"]
+    name: SizeName = "small"
+    config: ModelConfig = basics_model.model_config(
+        name, vocab_size=BYTE_VOCAB_SIZE, context_length=64, num_layers=2, num_heads=size.num_heads
+    )
+    attention: Attention = basics_model.softmax_attention
+    model = TransformerLM(config, attention=attention, device=device, dtype=torch.float32)
+    data = TokenDataset(basics_model.open_tokens(path), 64, seed=1, rank=0, world_size=2)
+    inputs, targets = data.get_batch(8, device=device)
+    for more_inputs, _ in data.sequential_batches(4):
+        inputs = more_inputs
+    data.load_state_dict(data.state_dict())
+    optimizer = AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+    schedule = CosineSchedule(optimizer, warmup_steps=1, total_steps=10, min_ratio=0.1)
+    rates: list[float] = schedule.get_last_lr()
+    loss: Tensor = basics_model.cross_entropy(model.forward(inputs), targets)
+    hidden = torch.zeros(4, config.d_model)
+    loss += basics_model.linear_cross_entropy(hidden, model.lm_head.weight, targets, chunk_tokens=2)
+    norm: Tensor = basics_model.clip_gradients(model.parameters(), 1.0, eps=1e-6)
+    optimizer.step()
+    value: float = optimizer.step(lambda: 1.0)
+    schedule.step()
+    schedule.load_state_dict(schedule.state_dict())
+    rate: float = basics_model.cosine_learning_rate(
+        1, max_learning_rate=1e-3, min_learning_rate=1e-4, warmup_steps=1, total_steps=10
+    )
+    flops: int = basics_model.model_flops(config, batch=8, seq=64)
+    return sum(rates) + loss.item() + norm.item() + value + rate + flops
+
+
+def checkpoints(folder: Path, model: TransformerLM) -> Checkpoint:
+    path: Path = basics_model.checkpoint_path(folder, 3)
+    state = Checkpoint(step=3, model=model.state_dict(), rng=basics_model.rng_state())
+    basics_model.save_checkpoint(path, state)
+    basics_model.prune_checkpoints(folder, keep=1)
+    [newest] = basics_model.list_checkpoints(folder)
+    loaded: Checkpoint = basics_model.load_checkpoint(newest, map_location="cpu")
+    basics_model.restore_rng_state(loaded.rng)
+    return loaded
+
+
+def text(model: TransformerLM) -> str:
+    prompt: Tensor = basics_model.encode_bytes("The ")[None]
+    tokens: Tensor = basics_model.generate(
+        model, prompt, max_new_tokens=8, temperature=0.8, top_k=5, top_p=0.9, stop_token=10
+    )
+    basics_model.filter_logits(torch.zeros(1, 256), top_k=3, top_p=None)
+    return basics_model.decode_bytes(tokens[0])
+
+
+def parts(query: Tensor, device: torch.device) -> Tensor:
+    cos, sin = basics_model.rotary_tables(16, 8, 10_000.0, device)
+    turned: Tensor = basics_model.apply_rotary(query, cos, sin)
+    scores: Tensor = basics_model.attention_scores(turned, query)
+    weights: Tensor = basics_model.attention_softmax(scores)
+    out: Tensor = basics_model.attention_output(weights, query)
+    out = out + basics_model.sdpa_attention(query, query, query)
+    out = RMSNorm(8, eps=1e-5).forward(out)
+    return SwiGLU(8, 16, device=device).forward(out)

@@ -1,0 +1,68 @@
+"""A user's program on every public name of shard-optim, for type checkers."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shard_optim import (
+    BucketPlan,
+    CollectiveError,
+    FlatBucket,
+    Partition,
+    ReduceScatterHook,
+    ShardedGradScaler,
+    ShardedOptimizer,
+    Span,
+    load_checkpoint,
+    plan_buckets,
+    save_checkpoint,
+)
+
+
+def train(
+    module: nn.Module, group: dist.ProcessGroup, buckets: list[FlatBucket], folder: Path
+) -> None:
+    partition: Partition = "flat"
+    optimizer = ShardedOptimizer(
+        module.named_parameters(),
+        torch.optim.AdamW,
+        process_group=group,
+        partition=partition,
+        bucket_size_mb=25.0,
+        master_dtype=torch.float32,
+        reduce_gradients=True,
+        overlap="next-forward",
+        lr=1e-3,
+        weight_decay=0.1,
+    )
+    ShardedOptimizer(module.parameters(), torch.optim.SGD, layout=buckets, lr=0.1)
+    ShardedOptimizer([{"params": list(module.parameters()), "lr": 0.1}], torch.optim.SGD)
+    optimizer.attach(module)
+    scaler = ShardedGradScaler("cuda", init_scale=2.0**10, growth_interval=100, enabled=True)
+    print(scaler.is_enabled())
+    try:
+        with optimizer.no_sync():
+            optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=True)
+        norm: Tensor = optimizer.clip_grad_norm_(1.0, norm_type=2.0)
+        optimizer.step()
+        optimizer.wait()
+    except CollectiveError as error:
+        print(error)
+    else:
+        print(norm, optimizer.local_gradients())
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.load_full_state_dict(optimizer.full_state_dict())
+    save_checkpoint(optimizer, folder)
+    load_checkpoint(optimizer, str(folder))
+    print(ReduceScatterHook(group))
+
+
+def plan() -> list[Span | None]:
+    plans: list[BucketPlan] = plan_buckets(
+        [10, 20], world_size=2, partition="whole", bucket_numel=16, first_numel=8, alignment=4
+    )
+    return [plan.span(0, rank=1) for plan in plans]
