@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.nightly  # half a minute of type checking
+
 PROGRAMS = Path(__file__).parent / "typing"
 PACKAGES = sorted(path.stem.removesuffix("_user") for path in PROGRAMS.glob("*_user.py"))
 MISTAKEN = sorted(path.stem.removesuffix("_refused") for path in PROGRAMS.glob("*_refused.py"))
