@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from flashattn_triton import triton_versions
 from flashattn_triton.configs import tiling_for
-from flashattn_triton.hopper.eligibility import triton_refusal
 from flashattn_triton.options import resolve_options
 
 pytestmark = pytest.mark.gpu
@@ -25,7 +25,7 @@ def hopper_backward() -> Launcher:
     """The launcher; whatever it allocates is full of NaN. Skips where there is no such GPU."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
-    refusal = triton_refusal()
+    refusal = triton_versions.refusal()
     if refusal is not None:
         pytest.skip(refusal)
     from flashattn_triton.hopper.backward import hopper_backward

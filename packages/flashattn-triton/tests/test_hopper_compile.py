@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from background import Background
-from flashattn_triton.hopper import eligibility
+from flashattn_triton import triton_versions
 from flashattn_triton.hopper.configs import backward_config, forward_config
 from flashattn_triton.options import resolve_options
 
@@ -64,7 +64,7 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
     """One for each kernel with matrix products; the others take and give what these need."""
-    refusal = eligibility.triton_refusal()
+    refusal = triton_versions.refusal()
     if refusal is not None:
         pytest.skip(refusal)
     found = COMPILING.rows()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashattn_triton import dispatch, explain
+from flashattn_triton import dispatch, explain, triton_versions
 from flashattn_triton.configs import Tiles, Tiling
 from flashattn_triton.hopper import eligibility
 from flashattn_triton.options import AttentionOptions
@@ -29,7 +29,7 @@ def refusal(
 
 @pytest.fixture
 def right_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eligibility, "triton_refusal", lambda: None)
+    monkeypatch.setattr(triton_versions, "refusal", lambda: None)
 
 
 @pytest.mark.usefixtures("right_triton")
@@ -80,14 +80,6 @@ def test_what_it_refuses(arguments: dict[str, Any], reason: str) -> None:
     assert re.search(reason, str(refusal(**arguments)))
 
 
-def test_another_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    triton = pytest.importorskip("triton")
-    eligibility.triton_refusal.cache_clear()
-    monkeypatch.setattr(triton, "__version__", "3.7.1")
-    assert eligibility.triton_refusal() == "it is written for Triton 3.6, and 3.7.1 is installed"
-    eligibility.triton_refusal.cache_clear()
-
-
 @pytest.fixture
 def on_sm90(right_triton: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Plans are made as if every CUDA device were an H200."""
@@ -127,9 +119,9 @@ def test_the_portable_tier_says_why_not() -> None:
 
 @pytest.mark.usefixtures("on_sm90")
 def test_an_unsupported_triton_is_one_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eligibility, "triton_refusal", lambda: "it is written for Triton 3.6")
+    monkeypatch.setattr(triton_versions, "refusal", lambda: "it needs Triton 3.6")
     assert plan().tier == "triton"
-    assert "not the Hopper tier: it is written for Triton 3.6" in plan().reason
+    assert "not the Hopper tier: it needs Triton 3.6" in plan().reason
 
 
 @pytest.mark.usefixtures("on_sm90")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashattn_triton.hopper import eligibility
+from flashattn_triton import triton_versions
 from flashattn_triton.options import resolve_options
 
 pytestmark = pytest.mark.gpu
@@ -18,7 +18,7 @@ def hopper_forward(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The launcher, its outputs full of NaN beforehand; skips where there is no such GPU."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
-    refusal = eligibility.triton_refusal()
+    refusal = triton_versions.refusal()
     if refusal is not None:
         pytest.skip(refusal)
     from flashattn_triton.hopper.forward import hopper_forward

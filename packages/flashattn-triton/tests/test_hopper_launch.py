@@ -10,80 +10,46 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashattn_triton import eager, flash_attention
-from flashattn_triton.hopper import eligibility
-
-ENCODING: dict[str, Any] = {
-    "swizzle": 3,
-    "elem_size": 2,
-    "elem_type": 7,
-    "block_size": [64, 64],
-    "fp4_padded": False,
-}
-SIGNATURE = {
-    "x_desc": "tensordesc<bf16[64, 64]>",
-    "y_ptr": "*fp32",
-    "z_ptr": "constexpr",
-    "n": "i32",
-    "WIDTH": "constexpr",
-}
+from flashattn_triton import eager, flash_attention, triton_versions
 
 
 class Kernel:
-    """A kernel with a descriptor, two pointers, a number and a constant; calls are recorded."""
+    """A kernel with a descriptor, two pointers, a number and a constant."""
 
-    arg_names = tuple(SIGNATURE)
+    arg_names = ("x_desc", "y_ptr", "z_ptr", "n", "WIDTH")
 
-    def __init__(self) -> None:
-        from triton.backends.nvidia.driver import wrap_handle_tensordesc
-
-        self.started: list[tuple[Any, ...]] = []
+    def __init__(self, scratch: int = 0) -> None:
+        self.scratch = scratch
         self.compilations = 0
-
-        def record(*arguments: Any) -> None:
-            self.started.append(arguments)
-
-        self.launch = wrap_handle_tensordesc(record, SIGNATURE, [ENCODING])
 
     def warmup(self, *arguments: Any, **keywords: Any) -> Any:
         self.compilations += 1
         self.compiled_for = (arguments, keywords)
-        launcher = SimpleNamespace(
-            launch=self.launch,
-            launch_cooperative_grid=False,
-            launch_pdl=False,
-            global_scratch_size=0,
-            profile_scratch_size=0,
-        )
-        return SimpleNamespace(run=launcher, function="function", packed_metadata="packed")
+        return SimpleNamespace(scratch=self.scratch)
+
+    __name__ = "kernel"
 
 
-class Driver:
-    """Encodes descriptors as what they are made of."""
-
-    def __init__(self) -> None:
-        self.utils = self
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 5
-
-    def fill_tma_descriptor(self, address: int, *settings: Any) -> Any:
-        return ("descriptor", address, *settings)
-
-
-def test_it_compiles_once_and_passes_addresses_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    refusal = eligibility.triton_refusal()
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was launched: (compiled kernel, grid, parameters, rest, addresses)."""
+    refusal = triton_versions.refusal()
     if refusal is not None:
         pytest.skip(refusal)
-    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST as HOST
-    from triton.runtime.driver import driver
+    record: list[Any] = []
 
+    def fast_launcher(compiled: Any, *fixed: Any) -> Any:
+        if compiled.scratch:
+            return None
+        return lambda addresses: record.append((compiled, *fixed, addresses))
+
+    monkeypatch.setattr(triton_versions, "fast_launcher", fast_launcher)
+    return record
+
+
+def test_it_compiles_once_and_passes_addresses_on(launched: list[Any]) -> None:
     from flashattn_triton.hopper.launch import DirectLaunch, tile_map
 
-    monkeypatch.setattr(driver, "_active", Driver())
     kernel = Kernel()
     tiles = tile_map([100, 64], [64, 1], [64, 64], torch.bfloat16)
     launch = DirectLaunch(kernel, 3, [tiles, torch.float32, None], [7], {"WIDTH": 64})
@@ -93,17 +59,26 @@ def test_it_compiles_once_and_passes_addresses_on(monkeypatch: pytest.MonkeyPatc
     arguments, keywords = kernel.compiled_for
     assert arguments[0].block_shape == [64, 64]
     assert arguments[1:] == (torch.float32, None, 7)
-    assert keywords == {"WIDTH": 64, "grid": (3, 1, 1), "num_warps": 4, "num_stages": 1}
-    settings = (3, 2, HOST[7], [64, 64], [100, 64], [64, 1], 0)
-    head = (3, 1, 1, 5, "function", False, False, None, None, "packed", None, None, None)
-    assert kernel.started == [
-        (*head, ("descriptor", address, *settings), 100, 64, 64, 1, 16, None, 7, 64)
-        for address in (4096, 8192)
+    options = {"grid": (3, 1, 1), "num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+    assert keywords == {"WIDTH": 64} | options
+    compiled = launched[0][0]
+    parameters = [tiles, "pointer", None]
+    assert launched == [
+        (compiled, (3, 1, 1), parameters, (7, 64), (address, 16)) for address in (4096, 8192)
     ]
 
 
+def test_scratch_memory_is_refused_with_a_remedy(launched: list[Any]) -> None:
+    from flashattn_triton.hopper.launch import DirectLaunch
+
+    launch = DirectLaunch(Kernel(scratch=128), 3, [torch.float32], [7], {"WIDTH": 64})
+    with pytest.raises(RuntimeError, match="kernel must be compiled without scratch memory, but "):
+        launch((16,))
+    assert launched == []
+
+
 def test_what_heads_share_of_a_gradient_is_copied_once() -> None:
-    refusal = eligibility.triton_refusal()
+    refusal = triton_versions.refusal()
     if refusal is not None:
         pytest.skip(refusal)
     from flashattn_triton.hopper.backward import _distinct
@@ -125,7 +100,7 @@ def test_what_heads_share_of_a_gradient_is_copied_once() -> None:
 def test_no_group_of_heads_is_much_smaller_than_the_others(
     heads: int, length: int, group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refusal = eligibility.triton_refusal()
+    refusal = triton_versions.refusal()
     if refusal is not None:
         pytest.skip(refusal)
     from flashattn_triton.hopper import forward

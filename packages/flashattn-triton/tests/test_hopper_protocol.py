@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from flashattn_triton.hopper import eligibility
+from flashattn_triton import triton_versions
 
 pytest.importorskip("triton")
-if eligibility.triton_refusal() is not None:
-    pytest.skip(str(eligibility.triton_refusal()), allow_module_level=True)
+if triton_versions.refusal() is not None:
+    pytest.skip(str(triton_versions.refusal()), allow_module_level=True)
 
 from flashattn_triton.hopper import backward, backward_kernel, forward, forward_kernel
 from flashattn_triton.hopper.configs import backward_config, tile_width

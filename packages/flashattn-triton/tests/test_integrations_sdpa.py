@@ -82,7 +82,9 @@ UNSUPPORTED = [
 ]
 
 
-@pytest.mark.parametrize(("change", "keywords", "reason"), UNSUPPORTED, ids=lambda x: str(x)[:30])
+@pytest.mark.parametrize(
+    ("change", "keywords", "reason"), UNSUPPORTED, ids=[reason for *_, reason in UNSUPPORTED]
+)
 def test_unsupported_calls_are_passed_on_counted_and_reported(calls, change, keywords, reason):
     arguments = tuple(change(*(x.detach() for x in inputs())))
     torch.manual_seed(3)
@@ -97,7 +99,9 @@ def test_unsupported_calls_are_passed_on_counted_and_reported(calls, change, key
     assert sum(routing.passed_on.values()) == 1
 
 
-@pytest.mark.parametrize(("change", "keywords", "reason"), UNSUPPORTED, ids=lambda x: str(x)[:30])
+@pytest.mark.parametrize(
+    ("change", "keywords", "reason"), UNSUPPORTED, ids=[reason for *_, reason in UNSUPPORTED]
+)
 def test_strict_refuses_unsupported_calls(change, keywords, reason):
     arguments = tuple(change(*inputs()))
     with pytest.raises(ValueError, match=f"cannot be routed .* {reason}"), route_sdpa(strict=True):

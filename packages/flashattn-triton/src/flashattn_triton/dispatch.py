@@ -55,11 +55,11 @@ class GPU:
 @functools.cache
 def describe_gpu(index: int) -> GPU:
     """The properties of CUDA device ``index``; they cannot change while the process lives."""
-    properties = torch.cuda.get_device_properties(index)
+    properties: Any = torch.cuda.get_device_properties(index)  # whose types vary with torch
     return GPU(
         name=properties.name,
         capability=(properties.major, properties.minor),
-        shared_memory=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
+        shared_memory=properties.shared_memory_per_block_optin,
     )
 
 

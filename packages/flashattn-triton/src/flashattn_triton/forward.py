@@ -155,7 +155,7 @@ def store_rows(ptr, tile, rows, columns, stride_row, n_rows, WIDTH: tl.constexpr
 @triton.jit
 def tanh(x):
     """By one exp2; near 0, where that cancels, by its series. From 10 on it is 1 in fp32."""
-    far = 1.0 - 2.0 / (1.0 + tl.exp2(2.0 * LOG2_E * tl.minimum(x, 10.0)))
+    far = 1.0 - 2.0 / (1.0 + tl.exp2(tl.minimum(x, 10.0) * (2.0 * LOG2_E)))
     y = x * x
     near = x + x * y * (-1.0 / 3.0 + y * (2.0 / 15.0 + y * (-17.0 / 315.0 + y * (62.0 / 2835.0))))
     return tl.where(y < 0.0625, near, far)

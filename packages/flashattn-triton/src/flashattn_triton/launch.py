@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flashattn_triton import direct
+from flashattn_triton import triton_versions
 from flashattn_triton.configs import Tiles
 from flashattn_triton.options import AttentionOptions
 
@@ -250,6 +250,7 @@ class Launch:
             **self.constants,
             num_warps=self.tiles.warps,
             num_stages=self.tiles.stages,
+            **triton_versions.COMPILE_OPTIONS,
         )
         if compiled is not None:  # as in Triton's interpreter
             self.started[kind] = self._starter(compiled, tensors)
@@ -266,11 +267,13 @@ class Launch:
 
     def _starter(self, compiled: Any, tensors: Sequence[Tensor | None]) -> _Start:
         rest = (*self.numbers, *self.constants.values())
-        parameters: list[direct.Parameter] = [None if x is None else "pointer" for x in tensors]
+        parameters: list[triton_versions.Parameter] = [
+            None if x is None else "pointer" for x in tensors
+        ]
         for i, view in enumerate(self.views):
             if view is not None:
                 parameters[i] = view
-        start = direct.starter(compiled, self.grid, parameters, rest)
+        start = triton_versions.fast_launcher(compiled, self.grid, parameters, rest)
         if start is not None:
             return lambda tensors, addresses: start(addresses)
         run: Callable[..., None] = compiled[self.grid]

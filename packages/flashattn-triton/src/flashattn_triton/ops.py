@@ -10,7 +10,7 @@ travel as plain numbers and strings, see :func:`operator_arguments`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -287,14 +287,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *problem: Any) -> tuple[Te
     refuse_forward_mode(query, key, value)
     differentiated = query.requires_grad or key.requires_grad or value.requires_grad
     if not torch.compiler.is_compiling() and is_transformed():
-        result: tuple[Tensor, Tensor] = _Transformed.apply(  # type: ignore[no-untyped-call]
-            query, key, value, *problem
-        )
+        apply: Callable[..., tuple[Tensor, Tensor]] = _Transformed.apply
     elif differentiated and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        result = _Attention.apply(query, key, value, *problem)  # type: ignore[no-untyped-call]
+        apply = _Attention.apply
     else:
-        result = _FORWARD(query, key, value, *problem)
-    return result
+        apply = _FORWARD
+    return apply(query, key, value, *problem)
 
 
 def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -42,6 +42,8 @@ from flashattn_triton.hopper.support import (
     named_barrier_arrive_at,
     named_barrier_sync_at,
     reduce_add,
+    tma_load,
+    tma_store,
 )
 
 KEYS = gl.constexpr(128)  # of one program
@@ -136,8 +138,8 @@ def _produce(
     steps = per_head * HEADS_PER_KV
     mbarrier.expect(kv_full, KEY_BYTES)
     key_tile = [batch, kv_head, first_key, 0]
-    tma.async_copy_global_to_shared(k_desc, key_tile, kv_full, k_smem.index(0))
-    tma.async_copy_global_to_shared(v_desc, key_tile, kv_full, v_smem.index(0))
+    tma_load(k_desc, key_tile, kv_full, k_smem.index(0))
+    tma_load(v_desc, key_tile, kv_full, v_smem.index(0))
     before = batch * N_KV_HEADS * HEADS_PER_KV  # heads of other batch elements
     tile = first
     head = kv_head * HEADS_PER_KV
@@ -149,19 +151,13 @@ def _produce(
             named_barrier_sync_at(DO_EMPTY + slot, EVERYBODY)
         if step < steps:
             mbarrier.expect(do_full.index(slot), QUERY_BYTES)
-            tma.async_copy_global_to_shared(
-                do_desc, query_tile, do_full.index(slot), do_smem.index(slot)
-            )
+            tma_load(do_desc, query_tile, do_full.index(slot), do_smem.index(slot))
         if step >= STAGES:
             named_barrier_sync_at(Q_EMPTY + slot, EVERYBODY)
         if step <= steps:  # consumers start one more product than they use
             mbarrier.expect(q_full.index(slot), QUERY_BYTES + QUERIES * STATISTICS * 2)
-            tma.async_copy_global_to_shared(
-                q_desc, query_tile, q_full.index(slot), q_smem.index(slot)
-            )
-            tma.async_copy_global_to_shared(
-                statistics_desc, [row, 0], q_full.index(slot), statistics_smem.index(slot)
-            )
+            tma_load(q_desc, query_tile, q_full.index(slot), q_smem.index(slot))
+            tma_load(statistics_desc, [row, 0], q_full.index(slot), statistics_smem.index(slot))
         if step + 1 < steps:
             tile, head = _advance(tile, head, first, last, wrap)
 
@@ -444,14 +440,14 @@ def _consume(
     dq = _start_dq(ds_smem.index((steps - 1) % DS_BUFFERS), k_smem.index(0), CONSUMER)
     own_v.store(dv.to(DTYPE))  # whose memory nobody else reads
     fence_async_shared()
-    tma.async_copy_shared_to_global(dv_desc, [batch, kv_head, own_key, 0], own_v)
+    tma_store(dv_desc, [batch, kv_head, own_key, 0], own_v)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     reduce_add(dq_own + gl.cast(before, gl.int64) * (QUERIES * D), dq, before >= 0)
     named_barrier_arrive_at(_ds_written(CONSUMER, steps + 1), CONSUMERS)
     named_barrier_sync_at(_ds_written(1 - CONSUMER, steps + 1), CONSUMERS)
     own_k.store((dk * scale).to(DTYPE))  # of which the other was reading until then
     fence_async_shared()
-    tma.async_copy_shared_to_global(dk_desc, [batch, kv_head, own_key, 0], own_k)
+    tma_store(dk_desc, [batch, kv_head, own_key, 0], own_k)
     tma.store_wait(0)
 
 

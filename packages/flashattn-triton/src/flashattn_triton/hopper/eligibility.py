@@ -6,11 +6,9 @@ Imports no kernels.
 
 from __future__ import annotations
 
-import functools
-import importlib
-
 import torch
 
+from flashattn_triton import triton_versions
 from flashattn_triton.options import AttentionOptions
 
 CAPABILITY = (9, 0)
@@ -20,22 +18,8 @@ HEAD_DIMS = range(40, 129, 8)
 DTYPES = (torch.float16, torch.bfloat16)
 # With tiles of 64 columns, the portable tier is faster on windows of fewer keys; see LOG.md.
 SHORTEST_NARROW_WINDOW = 1024
-# Kernels use private interfaces, which the next version may not have.
-TRITON = ("3", "6")
 # Smaller factors on scores are zero or denormal in fp32, and masked scores are infinite.
 _SMALLEST_SCALE = 1e-30
-
-
-@functools.cache
-def triton_refusal() -> str | None:
-    """Why the installed Triton cannot compile this tier; None if it can."""
-    try:
-        version = importlib.import_module("triton").__version__
-    except ImportError:
-        return "Triton is not installed"
-    if tuple(version.split(".")[:2]) != TRITON:
-        return f"it is written for Triton {'.'.join(TRITON)}, and {version} is installed"
-    return None
 
 
 def refusal(
@@ -76,4 +60,4 @@ def refusal(
         return "it takes no soft-cap"
     if abs(options.scale) < _SMALLEST_SCALE:
         return "it needs a scale other than 0"
-    return triton_refusal()
+    return triton_versions.refusal()

@@ -30,7 +30,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashattn_triton.hopper.support import exp2, named_barrier_arrive, named_barrier_sync
+from flashattn_triton.hopper.support import (
+    exp2,
+    named_barrier_arrive,
+    named_barrier_sync,
+    tma_load,
+    tma_store,
+)
 
 ROWS = gl.constexpr(64)  # of one consumer: what one warp group's wgmma computes
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -147,23 +153,17 @@ def _produce(
         for c in gl.static_range(CONSUMERS):
             row = first_row + c * ROWS
             q_tile = q_smem.index(q_slot * CONSUMERS + c)
-            tma.async_copy_global_to_shared(
-                q_desc, [batch, head, row, 0], q_full.index(q_slot), q_tile
-            )
+            tma_load(q_desc, [batch, head, row, 0], q_full.index(q_slot), q_tile)
         for j in range(stop - start):
             first_key = (stop - 1 - j) * KEYS
             slot = copied % STAGES
             phase = (copied // STAGES) & 1
             mbarrier.wait(k_empty.index(slot), phase ^ 1)
             mbarrier.expect(k_full.index(slot), KEY_BYTES)
-            tma.async_copy_global_to_shared(
-                k_desc, [batch, kv_head, first_key, 0], k_full.index(slot), k_smem.index(slot)
-            )
+            tma_load(k_desc, [batch, kv_head, first_key, 0], k_full.index(slot), k_smem.index(slot))
             mbarrier.wait(v_empty.index(slot), phase ^ 1)
             mbarrier.expect(v_full.index(slot), KEY_BYTES)
-            tma.async_copy_global_to_shared(
-                v_desc, [batch, kv_head, first_key, 0], v_full.index(slot), v_smem.index(slot)
-            )
+            tma_load(v_desc, [batch, kv_head, first_key, 0], v_full.index(slot), v_smem.index(slot))
             copied += 1
 
 
@@ -445,7 +445,7 @@ def _consume(
         tma.store_wait(0)  # for the output of the tile before to have left
         o_tile.store((acc * gl.expand_dims(normaliser, 1)).to(DTYPE))
         fence_async_shared()
-        tma.async_copy_shared_to_global(o_desc, [batch, head, first_row, 0], o_tile)
+        tma_store(o_desc, [batch, head, first_row, 0], o_tile)
         rows = first_row + gl.arange(0, ROWS, SCORE_ROWS)
         l_row = (batch * N_HEADS + head).to(gl.int64) * N_QUERIES
         gl.store(L_ptr + l_row + rows, logsumexp, mask=rows < N_QUERIES)

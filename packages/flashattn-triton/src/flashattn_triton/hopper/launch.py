@@ -1,8 +1,8 @@
 # mypy: disable-error-code="attr-defined"
 """Starting this tier's kernels: everything but the addresses is fixed beforehand.
 
-A small problem takes a GPU less time than Triton's launcher takes its host; see :mod:`direct`. It
-needs Triton 3.6, for which :mod:`eligibility` checks.
+A small problem takes a GPU less time than Triton's launcher takes its host; see
+:mod:`flashattn_triton.triton_versions`, and :mod:`eligibility`, which asks it for what is possible.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashattn_triton import direct
+from flashattn_triton import triton_versions
 from flashattn_triton.launch import option_numbers
 from flashattn_triton.options import AttentionOptions, diagonal_offset
 
@@ -100,7 +100,12 @@ class DirectLaunch:
         leading = [x.descriptor() if isinstance(x, TileMap) else x for x in self.parameters]
         arguments = (*leading, *self.numbers)
         return self.kernel.warmup(
-            *arguments, **self.constants, grid=self.grid, num_warps=4, num_stages=1
+            *arguments,
+            **self.constants,
+            grid=self.grid,
+            num_warps=4,
+            num_stages=1,
+            **triton_versions.COMPILE_OPTIONS,
         )
 
     def __call__(self, addresses: Sequence[int]) -> None:
@@ -114,11 +119,15 @@ class DirectLaunch:
 
     def _starter(self) -> Callable[[Sequence[int]], None]:
         rest = (*self.numbers, *self.constants.values())
-        parameters: list[direct.Parameter] = [
+        parameters: list[triton_versions.Parameter] = [
             "pointer" if isinstance(x, torch.dtype) else x for x in self.parameters
         ]
-        start = direct.starter(self.compile(), self.grid, parameters, rest)
-        assert start is not None  # Triton's version is right, and kernels want no scratch memory
+        start = triton_versions.fast_launcher(self.compile(), self.grid, parameters, rest)
+        if start is None:
+            raise RuntimeError(
+                f"{self.kernel.__name__} must be compiled without scratch memory, but got some, as "
+                f"Triton's instrumentation adds. Switch that off, or use implementation='triton'."
+            )
         return start
 
 

@@ -7,6 +7,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashattn_triton.triton_versions import tma_copies
+
+# A tile from global to shared memory, and back.
+tma_load, tma_store = tma_copies()
 # Hardware barriers 0 to 7 are left to Triton, which takes one per partition.
 FIRST_NAMED_BARRIER = gl.constexpr(8)
 

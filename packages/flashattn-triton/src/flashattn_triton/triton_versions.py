@@ -1,0 +1,211 @@
+# mypy: disable-error-code="attr-defined"
+"""The only file that knows private interfaces of Triton, and in which version each has which form.
+
+Launching. Triton walks over all arguments of every launch in Python, expands each tensor descriptor
+to an encoded one with its shape and strides, and describes the launch to profilers' hooks, which
+takes the host longer than a small kernel takes the GPU. :func:`fast_launcher` lays arguments out
+once, encodes descriptors once per address, and calls the compiled launcher below all that.
+
+- Triton 3.6 compiles one launcher for each kernel, which takes the kernel's arguments in one row
+  behind scratch buffers, metadata and hooks. It is found in the function that expands descriptors.
+- Triton 3.7 to 3.9 have one launcher for all kernels. It takes metadata and hooks before the
+  scratch buffers, and then two descriptions of the arguments and the arguments as a sequence.
+- What encodes a descriptor is called ``fill_tma_descriptor``, from 3.7 on
+  ``fill_tma_descriptor_tiled``.
+
+Gluon, the language of the Hopper tier, renamed copies by the TMA (tensor memory accelerator) in
+3.8: :func:`tma_copies`.
+
+Under a version that is not in :data:`TESTED`, or on another vendor's GPUs, the portable tier is
+launched by Triton itself, and the Hopper tier is not used: :func:`refusal` says why.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+# Private interfaces are known, and the Hopper kernels compiled without spills in their main loops.
+TESTED = ((3, 6),)
+KNOWN = "Triton " + ", ".join(f"{major}.{minor}" for major, minor in TESTED)
+# Options of every compilation. Products and sums of the kernels are meant to be fused: Triton 3.9
+# warns where nobody says so, and later versions will not fuse them by themselves.
+COMPILE_OPTIONS = {"enable_fp_fusion": True}
+# Encoded descriptors that one argument keeps: more than a deep model has layers.
+_KEPT = 256
+_NO_HOOKS = (None, None, None)
+
+
+def installed() -> tuple[int, int] | None:
+    """Major and minor version of Triton; None where there is none."""
+    try:
+        version: str = importlib.import_module("triton").__version__
+    except ImportError:
+        return None
+    major, minor, *_ = version.split(".")
+    return int(major), int(minor)
+
+
+@functools.cache
+def refusal() -> str | None:
+    """Why private interfaces of the installed Triton are not used; None if they are known."""
+    version = installed()
+    if version is None:
+        return "Triton is not installed"
+    if version not in TESTED:
+        there = importlib.import_module("triton").__version__
+        return f"it needs {KNOWN}, and Triton {there} is installed"
+    return None
+
+
+# ---- launching -----------------------------------------------------------------------------------
+
+
+class Tiles(Protocol):
+    """A tensor descriptor without its address."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Of the tensor."""
+
+    @property
+    def strides(self) -> Sequence[int]:
+        """Of the tensor, in elements."""
+
+
+# What takes a tensor: a descriptor, a pointer, or nothing (the tensor is None at every launch).
+Parameter = Tiles | Literal["pointer"] | None
+# Starts a compiled kernel: stream; launch metadata and two hooks; the kernel's arguments.
+_Launch = Callable[[int, Sequence[Any], list[Any]], None]
+
+
+def fast_launcher(
+    compiled: Any, grid: tuple[int, int, int], parameters: Sequence[Parameter], rest: Sequence[Any]
+) -> Callable[[Sequence[int]], None] | None:
+    """Starts a compiled kernel on the current stream, given addresses; None if it cannot be done.
+
+    Args:
+        compiled: what launching a ``triton.jit`` function returned, on the current device.
+        grid: how many programs there are.
+        parameters: the kernel's first ones; one address is given for each that is not None.
+        rest: all arguments after those, compile-time ones included.
+    """
+    if refusal() is not None:
+        return None
+    from triton import knobs
+    from triton.runtime.driver import driver
+
+    launcher = compiled.run
+    # Scratch memory is allocated for each launch; none of these kernels wants any by itself.
+    if getattr(launcher, "global_scratch_size", 1) or getattr(launcher, "profile_scratch_size", 1):
+        return None
+    described = [x for x in parameters if x not in ("pointer", None)]
+    encodings = list(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+    if len(encodings) != len(described) or None in encodings:  # not for the TMA
+        return None
+    device = driver.active.get_current_device()
+    current_stream = driver.active.get_current_stream
+    runtime = knobs.runtime
+    template: list[Any] = []
+    remaining = iter(encodings)
+    slots: list[tuple[int, _Encoded | None]] = []
+    for parameter in parameters:
+        place = len(template)
+        template.append(None)
+        if parameter == "pointer":
+            slots.append((place, None))
+        elif parameter is not None:
+            slots.append((place, _Encoded(parameter, next(remaining))))
+            template += [*parameter.shape, *parameter.strides]
+    template += rest
+    launch = (_launch_3_6 if installed() == (3, 6) else _launch)(compiled, grid)
+
+    def start(addresses: Sequence[int]) -> None:
+        arguments = template.copy()
+        for (place, encoded), address in zip(slots, addresses, strict=True):
+            arguments[place] = address if encoded is None else encoded[address]
+        stream = current_stream(device)
+        hooks: Sequence[Any] = _NO_HOOKS
+        if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+            seen = compiled.launch_metadata(grid, stream)
+            hooks = (seen, runtime.launch_enter_hook, runtime.launch_exit_hook)
+        launch(stream, hooks, arguments)
+
+    return start
+
+
+def _launch_3_6(compiled: Any, grid: tuple[int, int, int]) -> _Launch:
+    """One kernel's own launcher."""
+    launcher = compiled.run
+    function = launcher.launch
+    # Where there are descriptors, this function expands them, and calls what is wanted here.
+    function = inspect.getclosurevars(function).nonlocals.get("launcher", function)
+    handle, metadata = compiled.function, compiled.packed_metadata
+    flags = (launcher.launch_cooperative_grid, launcher.launch_pdl)
+
+    def launch(stream: int, hooks: Sequence[Any], arguments: list[Any]) -> None:
+        function(*grid, stream, handle, *flags, None, None, metadata, *hooks, *arguments)
+
+    return launch
+
+
+def _launch(compiled: Any, grid: tuple[int, int, int]) -> _Launch:
+    """The launcher of all kernels, from Triton 3.7 on."""
+    from triton.runtime.driver import driver
+
+    launcher = compiled.run
+    function = driver.active.utils.launch
+    handle, metadata = compiled.function, compiled.packed_metadata
+    flags = (launcher.launch_cooperative_grid, launcher.launch_pdl)
+    descriptions = (launcher.arg_annotations, launcher.kernel_signature)
+
+    def launch(stream: int, hooks: Sequence[Any], arguments: list[Any]) -> None:
+        function(
+            *grid, stream, handle, *flags, metadata, *hooks, None, None, *descriptions, arguments
+        )
+
+    return launch
+
+
+class _Encoded(dict[int, Any]):
+    """Descriptors of one parameter as the TMA reads them, by address."""
+
+    def __init__(self, tiles: Tiles, encoding: Mapping[str, Any]) -> None:
+        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+        self.settings = (
+            encoding["swizzle"],
+            encoding["elem_size"],
+            TMA_DTYPE_DEVICE_TO_HOST[encoding["elem_type"]],
+            encoding["block_size"],
+            list(tiles.shape),
+            list(tiles.strides),
+            0,  # what lies outside is read as zeros
+        )
+
+    def __missing__(self, address: int) -> Any:
+        from triton.runtime.driver import driver
+
+        if len(self) >= _KEPT:
+            self.clear()
+        utils = driver.active.utils
+        encode = (
+            utils.fill_tma_descriptor if installed() == (3, 6) else utils.fill_tma_descriptor_tiled
+        )
+        found = self[address] = encode(address, *self.settings)
+        return found
+
+
+# ---- Gluon ---------------------------------------------------------------------------------------
+
+
+def tma_copies() -> tuple[Any, Any]:
+    """Gluon's operations that copy a tile: from global to shared memory, and back."""
+    from triton.experimental.gluon.language.nvidia.hopper import tma
+
+    if (installed() or (0, 0)) < (3, 8):
+        return tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
+    return tma.async_load, tma.async_store

@@ -1,0 +1,233 @@
+"""What is private to Triton: compiled launchers get what Triton's own launch would give them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton import knobs
+from triton.backends.nvidia.driver import CudaLauncher, wrap_handle_tensordesc
+from triton.runtime.driver import driver as active_driver
+
+from flashattn_triton import triton_versions
+from flashattn_triton.launch import TileView
+
+known = pytest.mark.skipif(
+    triton_versions.refusal() is not None, reason=str(triton_versions.refusal())
+)
+
+GRID = (5, 1, 1)
+ENCODING = {
+    "swizzle": 3,
+    "elem_size": 2,
+    "elem_type": 10,
+    "block_size": [1, 1, 64, 64],
+    "fp4_padded": False,
+}
+SIGNATURES = {
+    True: {"q": "*bf16", "k": "tensordesc<bf16[1, 1, 64, 64]>", "n": "i32", "D": "constexpr"},
+    False: {"q": "*bf16", "k": "*bf16", "n": "i32", "D": "constexpr"},
+}
+
+
+class Driver:
+    """Encodes descriptors as what they are made of, and counts; records what would be launched."""
+
+    def __init__(self) -> None:
+        self.utils = self
+        self.encoded = 0
+        self.stream = 7
+        self.launched: list[tuple[Any, ...]] = []
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return self.stream
+
+    def fill_tma_descriptor(self, *what: Any) -> tuple[Any, ...]:
+        self.encoded += 1
+        return _as_tuples(what)
+
+    fill_tma_descriptor_tiled = fill_tma_descriptor
+
+    def launch(self, *arguments: Any) -> None:
+        """The compiled function; lists and tuples are the same to it."""
+        self.launched.append(_as_tuples(arguments))
+
+
+def _as_tuples(x: Any) -> Any:
+    return tuple(map(_as_tuples, x)) if isinstance(x, list | tuple) else x
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    fake = Driver()
+    monkeypatch.setattr(active_driver, "_active", fake)
+    return fake
+
+
+def launcher_of(driver: Driver, with_descriptor: bool, **attributes: Any) -> SimpleNamespace:
+    """What Triton's launcher of a compiled kernel holds."""
+    encodings = [ENCODING] * with_descriptor
+    held: dict[str, Any] = {
+        "launch": wrap_handle_tensordesc(driver.launch, SIGNATURES[with_descriptor], encodings),
+        "global_scratch_size": 0,
+        "global_scratch_align": 1,
+        "profile_scratch_size": 0,
+        "profile_scratch_align": 1,
+        "num_ctas": 1,
+        "launch_cooperative_grid": False,
+        "launch_pdl": True,
+        "gsan_enabled": False,
+        "arg_annotations": "annotations",
+        "kernel_signature": b"signature",
+    }
+    return SimpleNamespace(**held | attributes)
+
+
+def compiled_with(launcher: Any, with_descriptor: bool) -> Any:
+    return SimpleNamespace(
+        run=launcher,
+        function=4711,
+        packed_metadata=(4, 1, 99),
+        metadata=SimpleNamespace(tensordesc_meta=[ENCODING] * with_descriptor),
+        launch_metadata=lambda grid, stream: ("metadata", grid, stream),
+    )
+
+
+def started(driver: Driver, with_descriptor: bool, *parameters: Any) -> Any:
+    compiled = compiled_with(launcher_of(driver, with_descriptor), with_descriptor)
+    return triton_versions.fast_launcher(compiled, GRID, parameters, REST)
+
+
+def by_triton(
+    driver: Driver, with_descriptor: bool, *arguments: Any, hooks: Any = (None, None, None)
+) -> tuple[Any, ...]:
+    """What the compiled launcher gets from the installed Triton itself."""
+    held = launcher_of(driver, with_descriptor)
+    CudaLauncher.__call__(held, *GRID, driver.stream, 4711, (4, 1, 99), *hooks, *arguments)
+    return driver.launched.pop()
+
+
+REST = (300, 64)
+
+
+@known
+@pytest.mark.parametrize("with_descriptor", [False, True])
+def test_arguments_are_tritons(driver: Driver, with_descriptor: bool) -> None:
+    q, k = torch.empty(2, 3, 100, 64), torch.empty(2, 3, 100, 64)
+    view = TileView(k.shape, k.stride(), [1, 1, 64, 64]) if with_descriptor else None
+    start = started(driver, with_descriptor, "pointer", view or "pointer")
+    start([q.data_ptr(), k.data_ptr()])
+    fast = driver.launched.pop()
+    described = view.of(k) if view else k.data_ptr()
+    assert fast == by_triton(driver, with_descriptor, q.data_ptr(), described, *REST)
+
+
+@known
+def test_absent_tensors_are_passed_on(driver: Driver) -> None:
+    started(driver, False, "pointer", None)([16])
+    fast = driver.launched.pop()
+    assert fast == by_triton(driver, False, 16, None, *REST)
+
+
+@known
+def test_an_address_is_encoded_once_and_few_are_kept(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_versions, "_KEPT", 2)
+    view = TileView([2, 3, 100, 64], [19200, 6400, 64, 1], [1, 1, 64, 64])
+    start = started(driver, True, "pointer", view)
+    for address, encodings in ((16, 1), (32, 2), (16, 2), (32, 2), (48, 3), (16, 4)):
+        start([0, address])
+        assert driver.encoded == encodings
+        assert f"({address}, 3, 2," in str(driver.launched[-1])
+
+
+@known
+def test_streams_are_those_of_each_call(driver: Driver) -> None:
+    start = started(driver, False, "pointer", "pointer")
+    for stream in (7, 8):
+        driver.stream = stream
+        start([16, 32])
+        fast = driver.launched.pop()
+        assert fast == by_triton(driver, False, 16, 32, *REST)
+
+
+@pytest.fixture
+def hook() -> Iterator[Any]:
+    """A profiler's."""
+
+    def called(metadata: Any) -> None:
+        """The compiled launcher would call it."""
+
+    knobs.runtime.launch_exit_hook.add(called)
+    yield called
+    knobs.runtime.launch_exit_hook.remove(called)
+
+
+@known
+def test_profilers_hooks_are_told(driver: Driver, hook: Any) -> None:
+    start = started(driver, False, "pointer", "pointer")
+    start([16, 32])
+    told = driver.launched.pop()
+    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+    seen = ("metadata", GRID, 7)
+    assert told == by_triton(driver, False, 16, 32, *REST, hooks=(seen, *hooks))
+    knobs.runtime.launch_exit_hook.remove(hook)
+    start([16, 32])
+    untold = driver.launched.pop()
+    assert untold == by_triton(driver, False, 16, 32, *REST)
+
+
+@known
+@pytest.mark.parametrize("which", ["global_scratch_size", "profile_scratch_size"])
+def test_scratch_memory_is_left_to_triton(driver: Driver, which: str) -> None:
+    compiled = compiled_with(launcher_of(driver, False, **{which: 128}), False)
+    assert triton_versions.fast_launcher(compiled, GRID, ["pointer"] * 2, REST) is None
+
+
+def test_another_vendors_launcher_is_left_to_triton(driver: Driver) -> None:
+    compiled = compiled_with(SimpleNamespace(launch=print), False)
+    assert triton_versions.fast_launcher(compiled, GRID, ["pointer"] * 2, REST) is None
+
+
+def test_descriptors_without_a_tma_are_left_to_triton(driver: Driver) -> None:
+    view = TileView([2, 3, 100, 64], [19200, 6400, 64, 1], [1, 1, 64, 64])
+    for encodings in (None, [], [None]):
+        compiled = compiled_with(launcher_of(driver, False), False)
+        compiled.metadata.tensordesc_meta = encodings
+        assert triton_versions.fast_launcher(compiled, GRID, ["pointer", view], REST) is None
+
+
+@pytest.fixture
+def untested(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A version from the future."""
+    monkeypatch.setattr(triton, "__version__", "3.99.1+git1234")
+    triton_versions.refusal.cache_clear()
+    yield
+    triton_versions.refusal.cache_clear()
+
+
+@pytest.mark.usefixtures("untested")
+def test_untested_versions_are_left_to_triton(driver: Driver) -> None:
+    assert triton_versions.installed() == (3, 99)
+    assert triton_versions.refusal() == (
+        f"it needs {triton_versions.KNOWN}, and Triton 3.99.1+git1234 is installed"
+    )
+    assert started(driver, False, "pointer", "pointer") is None
+
+
+def test_without_triton_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise ImportError(name)
+
+    monkeypatch.setattr(triton_versions.importlib, "import_module", missing)
+    triton_versions.refusal.cache_clear()
+    assert triton_versions.refusal() == "Triton is not installed"
+    triton_versions.refusal.cache_clear()
