@@ -2,6 +2,7 @@
 
 from shard_optim.checkpoint import load_checkpoint, save_checkpoint
 from shard_optim.collectives import CollectiveError
+from shard_optim.fully_sharded import FullyShardedDataParallel
 from shard_optim.handoff import FlatBucket, ReduceScatterHook
 from shard_optim.optimizer import ShardedOptimizer
 from shard_optim.partition import BucketPlan, Partition, Span, plan_buckets
@@ -11,6 +12,7 @@ __all__ = [
     "BucketPlan",
     "CollectiveError",
     "FlatBucket",
+    "FullyShardedDataParallel",
     "Partition",
     "ReduceScatterHook",
     "ShardedGradScaler",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -54,6 +54,39 @@ def all_gather(flat: Tensor, owned: Tensor, group: dist.ProcessGroup) -> dist.Wo
     return group._allgather_base(flat, owned, options)
 
 
+def all_gather_several(
+    wholes: Sequence[Tensor], parts: Sequence[Tensor], group: dist.ProcessGroup
+) -> dist.Work:
+    """Starts filling each of ``wholes``, shape (world_size * n,), with every rank's part of it.
+
+    One call and, over NCCL, one kernel for all of them; each may have another n, shape (n,).
+    """
+    options = AllgatherOptions()
+    options.asyncOp = True
+    return group.allgather_into_tensor_coalesced(list(wholes), list(parts), options)
+
+
+def reduce_scatter_several(
+    parts: Sequence[Tensor], wholes: Sequence[Tensor], group: dist.ProcessGroup
+) -> dist.Work:
+    """Starts averaging each of ``wholes``, shape (world_size * n,), of which ``parts`` get n each.
+
+    One call and, over NCCL, one kernel for all of them.
+    """
+    options = ReduceScatterOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+    options.asyncOp = True
+    return group.reduce_scatter_tensor_coalesced(list(parts), list(wholes), options)
+
+
+def average(values: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Starts replacing each element of ``values`` by its mean over all ranks."""
+    options = AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+    options.asyncOp = True
+    return group.allreduce([values], options)
+
+
 def maximum(values: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Starts replacing each element of ``values`` by the largest that any rank has there."""
     options = AllreduceOptions()
@@ -68,13 +101,17 @@ def point_to_point_device(device: torch.device, group: dist.ProcessGroup) -> tor
     return torch.device("cpu") if backends.get(device.type) == "gloo" else device
 
 
-def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The given group, or the default one.
+def resolve_group(
+    process_group: dist.ProcessGroup | dist.device_mesh.DeviceMesh | None,
+) -> dist.ProcessGroup:
+    """The given group, that of the given one-dimensional device mesh, or the default one.
 
     Raises:
         RuntimeError: if there is neither. World size 1 is never assumed: a launcher that forgot
             to initialise would otherwise train unsynchronised replicas.
     """
+    if isinstance(process_group, dist.device_mesh.DeviceMesh):
+        return process_group.get_group()
     if process_group is not None:
         return process_group
     if not dist.is_available() or not dist.is_initialized():

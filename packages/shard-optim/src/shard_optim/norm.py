@@ -20,6 +20,7 @@ def clip_sharded_(
     norm_type: float,
     group: dist.ProcessGroup,
     device: torch.device,
+    replicated: Sequence[Tensor] = (),
 ) -> Tensor:
     """Scales this rank's gradient shards by min(1, max_norm / (norm + 1e-6)), in place.
 
@@ -32,13 +33,15 @@ def clip_sharded_(
         norm_type: p of the p-norm, positive.
         group: the ranks that hold the shards.
         device: where the group's back end can reduce a number.
+        replicated: gradients that all ranks hold whole and equal; scaled everywhere, counted once.
 
     Returns:
         The norm before clipping, fp32, shape ().
     """
     largest = math.isinf(norm_type)
     total = torch.zeros((), dtype=torch.float32, device=device)
-    filled = [grad for grad in grads if grad.numel() > 0]  # no elements, no largest magnitude
+    counted = [*grads, *replicated] if dist.get_rank(group) == 0 else grads
+    filled = [grad for grad in counted if grad.numel() > 0]  # no elements, no largest magnitude
     if filled:
         norms = torch._foreach_norm(filled, norm_type, dtype=torch.float32)
         stacked = torch.stack([norm.to(device) for norm in norms])
@@ -54,6 +57,6 @@ def clip_sharded_(
     if not largest:
         total = total.pow(1 / norm_type)
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for grad in filled:
+    for grad in (*grads, *replicated):
         grad.mul_(scale.to(grad.device, grad.dtype))
     return total

@@ -1,0 +1,82 @@
+"""Gradients of a set of parameters between autograd, which makes them whole, and the optimizer.
+
+During backward ``param.grad`` belongs to autograd and is whole, in the dtype of the computation.
+Between steps it belongs to the optimizer and has the shape and dtype of the resting ``param.data``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+
+class GradientStore:
+    """Keeps the gradients of earlier backward passes apart from those of the present one.
+
+    Args:
+        params: the parameters.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        self._params = params
+        self._dtypes = [param.dtype for param in params]
+        self._reduced: list[Tensor | None] = [None] * len(params)
+        self._unreduced: list[Tensor | None] = [None] * len(params)
+        self._new: set[int] = set()  # positions without a gradient from earlier passes
+        self.begun = False
+
+    def begin(self) -> None:
+        """Before the first gradient of a backward pass: puts reduced gradients aside."""
+        self.begun = True
+        for position, param in enumerate(self._params):
+            if param.grad is not None:
+                self._reduced[position] = param.grad
+                param.grad = None
+
+    def take(self, position: int) -> Tensor | None:
+        """The whole gradient since the last reduction; autograd's own tensor if there is one."""
+        param = self._params[position]
+        grad, kept = param.grad, self._unreduced[position]
+        if grad is not None:
+            param.grad = None
+        if kept is None:
+            return grad
+        self._unreduced[position] = None
+        return kept if grad is None else kept.add_(grad)
+
+    def keep(self) -> None:
+        """Keeps what arrived for a later reduction, summed in the resting dtype."""
+        for position, dtype in enumerate(self._dtypes):
+            grad = self.take(position)
+            if grad is not None:
+                self._unreduced[position] = grad.to(dtype)
+
+    def add(self, position: int, reduced: Tensor) -> None:
+        """Adds a reduced gradient to those put aside."""
+        before = self._reduced[position]
+        if before is None:
+            self._new.add(position)
+            self._reduced[position] = reduced
+        else:
+            before.add_(reduced)
+
+    def drop(self, position: int) -> None:
+        """Takes back what this backward pass added: zeros, because no rank had a gradient."""
+        if position in self._new:
+            self._reduced[position] = None
+
+    def end(self) -> None:
+        """After the parameters are at rest: gives all reduced gradients to the optimizer."""
+        self.begun = False
+        self._new.clear()
+        for position, param in enumerate(self._params):
+            grad = self._reduced[position]
+            if grad is not None:
+                param.grad = grad
+                self._reduced[position] = None
+
+    def discard(self) -> None:
+        """Forgets every gradient that was not reduced; also those kept by ``keep``."""
+        for position in range(len(self._params)):
+            self.take(position)

@@ -1,0 +1,124 @@
+"""Small parameters, which every rank keeps whole, and the one all-reduce of a backward pass.
+
+Their gradients are averaged in one flat vector. It also tells which parameters of the whole model,
+sharded ones included, received a gradient on any rank: one number each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shard_optim.buckets import check_gradient
+from shard_optim.collectives import average, guarded
+from shard_optim.fully_sharded.gradients import GradientStore
+
+_WORDS = "the all-reduce of small parameters' gradients"
+
+
+class ReplicatedParameters:
+    """The small parameters of a model.
+
+    Args:
+        names: of the parameters, for errors.
+        params: the parameters, equal on all ranks.
+        group: the ranks to average over.
+        compute_dtype: dtype that the model computes with; None for the parameters' own.
+        device: where sums are made.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        params: Sequence[nn.Parameter],
+        *,
+        group: dist.ProcessGroup,
+        compute_dtype: torch.dtype | None,
+        device: torch.device,
+    ) -> None:
+        self.names, self.params = list(names), list(params)
+        self.gradients = GradientStore(self.params)
+        self._group = group
+        self._device = device
+        self._dtype = torch.float32
+        for param in self.params:
+            self._dtype = torch.promote_types(self._dtype, param.dtype)
+        self._resting = [param.data for param in self.params]
+        self._computing = [
+            data
+            if compute_dtype in (None, data.dtype)
+            else torch.empty_like(data, dtype=compute_dtype)
+            for data in self._resting
+        ]
+        self._cast = [
+            (param, computing, resting)
+            for param, computing, resting in zip(
+                self.params, self._computing, self._resting, strict=True
+            )
+            if computing is not resting
+        ]
+        self.at_rest = True
+
+    def refresh(self) -> None:
+        """Casts the present values to the dtype of the computation."""
+        if self._cast:
+            torch._foreach_copy_(
+                [computing for _, computing, _ in self._cast],
+                [resting for _, _, resting in self._cast],
+            )
+
+    def materialize(self) -> None:
+        """Makes the values that the model computes with the parameters' data."""
+        if self.at_rest:
+            self.at_rest = False
+            for param, computing, _ in self._cast:
+                param.data = computing
+
+    def rest(self) -> None:
+        """Makes the values that the optimizer updates the parameters' data."""
+        if not self.at_rest:
+            self.at_rest = True
+            for param, _, resting in self._cast:
+                param.data = resting
+
+    def reduce(self, present: Sequence[bool]) -> list[bool]:
+        """Averages this backward pass's gradients over the ranks.
+
+        Args:
+            present: for each sharded parameter, whether it had a gradient on this rank.
+
+        Returns:
+            The same for any rank. On CUDA, reading that makes the host wait, so it is read only
+            by a rank that lacked some gradient.
+        """
+        taken = []
+        flags = list(present)
+        for position, (param, name) in enumerate(zip(self.params, self.names, strict=True)):
+            grad = self.gradients.take(position) if param.requires_grad else None
+            check_gradient(grad, name)
+            taken.append(grad)
+            flags.append(grad is not None or not param.requires_grad)
+        parts = [
+            torch.zeros(param.numel(), dtype=self._dtype, device=self._device)
+            if grad is None
+            else grad.reshape(-1).to(self._dtype)
+            for param, grad in zip(self.params, taken, strict=True)
+        ]
+        if all(flags):
+            parts.append(torch.ones(len(flags), dtype=self._dtype, device=self._device))
+        else:
+            parts.append(torch.tensor(flags, dtype=self._dtype, device=self._device))
+        flat = torch.cat(parts)
+        guarded(_WORDS, self._group, lambda: average(flat, self._group).wait())
+        *averages, anywhere = flat.split([part.numel() for part in parts])
+        if not all(flags):
+            flags = [flag > 0 for flag in anywhere.tolist()]
+        for position, (param, part) in enumerate(zip(self.params, averages, strict=True)):
+            if param.requires_grad and flags[len(present) + position]:
+                self.gradients.add(
+                    position, part.view(param.shape).to(self._resting[position].dtype)
+                )
+        return flags[: len(present)]

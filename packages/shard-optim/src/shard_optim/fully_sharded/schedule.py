@@ -1,0 +1,330 @@
+"""When each unit is gathered, computed with, freed and reduced: the order of one training step.
+
+    forward     each unit: its gather has been launched before -> wait -> launch the next unit's
+                gather -> compute -> its buffer may be overwritten
+    backward    the same in reverse order; as soon as the last gradient of a unit has been
+                accumulated, launch its reduce-scatter
+    the end     reduce what is left, average the small parameters' gradients, wait, and put the
+                shards and their gradients back into the parameters
+
+A collective waits for all kernels that were enqueued before it. So a gather launched just before
+unit i's kernels may overwrite what unit i-1 read, and needs no further synchronisation. The host
+never waits for the device.
+
+All ranks launch the same collectives in the same order: gathers in the order of the calls, which
+must be equal on all ranks, and reductions in the reverse order of the units' first calls, with
+zeros for what a rank has no gradient for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from shard_optim.fully_sharded.replicated import ReplicatedParameters
+from shard_optim.fully_sharded.unit import Reduction, Unit
+
+# Reductions under way, each of which holds the whole gradients of one unit.
+MAX_REDUCTIONS = 2
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class UnitCall:
+    """Takes the place of a module's call: has its units gathered, then calls the module.
+
+    Attributes:
+        schedule: what decides.
+        call: the module's own call, compiled or not.
+        units: whose parameters it reads.
+    """
+
+    schedule: Schedule
+    call: Callable[..., Any]
+    units: list[Unit]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module with whole parameters."""
+        return self.schedule.call_unit(self, args, kwargs)
+
+
+class Schedule:
+    """The state of one training step of one model.
+
+    Args:
+        units: all units, in registration order.
+        replicated: the small parameters.
+        prefetch: how many units ahead of the present one are gathered.
+
+    Attributes:
+        paused: whether backward passes keep whole gradients instead of reducing them.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], replicated: ReplicatedParameters, *, prefetch: int
+    ) -> None:
+        self.units, self.replicated = list(units), replicated
+        self.paused = False
+        self._prefetch = prefetch
+        self._generation = 0
+        self._in_forward = False
+        self._order = list(units)  # as of the last forward
+        self._place = {unit: place for place, unit in enumerate(units)}
+        self._called: dict[Unit, None] = {}  # in this forward, in order of first calls
+        self._backward = False  # has begun and not ended
+        self._end_is_queued = False
+        self._queue: list[Unit] = []  # units to reduce, in order
+        self._next = 0
+        self._reductions: deque[Reduction] = deque()
+        self._present: dict[Unit, set[int]] = {}
+
+    # --- forward -----------------------------------------------------------------------------
+
+    def call_outermost(
+        self, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """A whole forward. Afterwards all parameters are at rest, whatever happened."""
+        if self._in_forward or _in_backward():
+            return call(*args, **kwargs)
+        self._recover()
+        self._generation += 1
+        self._called.clear()
+        self._in_forward = True
+        self.replicated.refresh()
+        self.replicated.materialize()
+        try:
+            outputs = call(*args, **kwargs)
+        finally:
+            self._in_forward = False
+            for unit in self.units:
+                unit.uses = 0
+            self._rest()
+            if self._called:
+                self._order = [*self._called, *(u for u in self.units if u not in self._called)]
+                self._place = {unit: place for place, unit in enumerate(self._order)}
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(outputs):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._on_output_gradient)
+        return outputs
+
+    def call_unit(self, call: UnitCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """One call of a module that reads units."""
+        if _in_backward():  # recomputation of a checkpoint: backward's own order of gathers holds
+            for unit in call.units:
+                self._prepare_backward(unit)
+            outputs = call.call(*args, **kwargs)
+        elif not self._in_forward:
+            return self.call_outermost(call, args, kwargs)
+        else:
+            for unit in call.units:
+                self._called[unit] = None
+                unit.expect_gradients()
+                if unit.expected != len(unit.hooked):
+                    self._hook_gradients(unit)
+                unit.uses += 1
+                self._gather(unit)
+                unit.materialize()
+            self._gather_ahead(call.units[-1], 1)
+            try:
+                outputs = call.call(*args, **kwargs)
+            finally:
+                for unit in call.units:
+                    unit.uses -= 1
+                    if unit.uses <= 0:
+                        unit.rest()
+        if torch.is_grad_enabled():
+            for unit in call.units:
+                hook = self._before_backward(unit)
+                for tensor in tensors_in(outputs):
+                    if tensor.requires_grad:
+                        tensor.register_hook(hook)
+        return outputs
+
+    def _gather(self, unit: Unit) -> None:
+        """Makes the current stream wait until the unit's present values are in its slot."""
+        if not unit.gathered(self._generation):
+            owner = unit.slot.owner
+            if owner is not None and owner is not unit and owner.uses > 0:
+                raise RuntimeError(
+                    "units that share buffers must not run inside each other, but "
+                    f"{unit.name!r} was called by {owner.name!r}. Pass "
+                    "reshard_after_forward=False, or units without the inner one."
+                )
+            unit.launch_gather(self._generation)
+        unit.slot.wait()
+
+    def _gather_ahead(self, unit: Unit, direction: int) -> None:
+        """Launches the gathers of the next units, but never over one that is being used."""
+        place = self._place[unit]
+        for distance in range(1, self._prefetch + 1):
+            ahead = place + direction * distance
+            if not 0 <= ahead < len(self._order):
+                return
+            following = self._order[ahead]
+            owner = following.slot.owner
+            free = owner is None or (owner is not unit and owner.uses == 0)
+            if free and not following.gathered(self._generation):
+                following.launch_gather(self._generation)
+
+    # --- backward ----------------------------------------------------------------------------
+
+    def _hook_gradients(self, unit: Unit) -> None:
+        """Hooks the unit's trainable parameters that were not hooked before."""
+        # A parameter keeps its hooks alive where the garbage collector cannot follow, so a hook
+        # that held a unit would keep the whole model for ever.
+        schedule_if_alive, unit_if_alive = weakref.ref(self), weakref.ref(unit)
+        for position, param in enumerate(unit.params):
+            if not param.requires_grad or position in unit.hooked:
+                continue
+            unit.hooked.add(position)
+
+            def on_gradient(_param: Tensor, position: int = position) -> None:
+                unit, schedule = unit_if_alive(), schedule_if_alive()
+                if unit is not None and schedule is not None and not schedule.paused:
+                    unit.arrived.add(position)
+                    if len(unit.arrived) == unit.expected:
+                        schedule._launch_complete(unit)
+
+            param.register_post_accumulate_grad_hook(on_gradient)
+
+    def _before_backward(self, unit: Unit) -> Callable[[Tensor], None]:
+        def on_output_gradient(_grad: Tensor) -> None:
+            self._prepare_backward(unit)
+            self._gather_ahead(unit, -1)
+
+        return on_output_gradient
+
+    def _on_output_gradient(self, _grad: Tensor) -> None:
+        """The gradient of the model's output is made in the outermost backward, and first."""
+        self._begin_backward()
+        if not self._end_is_queued:
+            self._end_is_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+
+    def _begin_backward(self) -> None:
+        if self._backward:
+            return
+        self._backward = True
+        self.replicated.gradients.begin()
+        self.replicated.materialize()
+        trainable = [u for u in self._order if any(p.requires_grad for p in u.params)]
+        self._queue = [unit for unit in reversed(trainable) if unit in self._called]
+        self._queue += [unit for unit in trainable if unit not in self._called]
+        self._next = 0
+        for unit in trainable:
+            unit.gradients.begin()
+
+    def _prepare_backward(self, unit: Unit) -> None:
+        self._begin_backward()
+        self._gather(unit)
+        unit.materialize()
+
+    def _launch_complete(self, unit: Unit) -> None:
+        """Launches reductions of complete units, but only in the order that all ranks share."""
+        if not unit.resting and unit.slot.owner is not unit:
+            raise RuntimeError(
+                "a unit's parameters must stay gathered until its gradients have been computed, "
+                f"but those of {unit.name!r} were replaced by {unit.slot.owner.name!r}'s. Pass "  # type: ignore[union-attr]
+                "reshard_after_forward=False."
+            )
+        while self._next < len(self._queue):
+            following = self._queue[self._next]
+            if len(following.arrived) < following.expected:
+                return
+            self._next += 1
+            self._reduce(following)
+
+    def _reduce(self, unit: Unit) -> None:
+        while len(self._reductions) >= MAX_REDUCTIONS:
+            self._reductions.popleft().land()
+        reduction, present = unit.launch_reduction()
+        self._reductions.append(reduction)
+        self._present.setdefault(unit, set()).update(present)
+
+    def finish(self) -> None:
+        """Ends the backward pass: afterwards gradients are averaged, and all is at rest."""
+        if not self._backward:
+            return
+        trainable = [unit for unit in self.units if unit.gradients.begun]
+        if self.paused:
+            for unit in trainable:
+                unit.gradients.keep()
+            self.replicated.gradients.keep()
+        else:
+            self._reduce_the_rest(trainable)
+        self._end(trainable)
+
+    def _reduce_the_rest(self, trainable: Sequence[Unit]) -> None:
+        late = self._queue[: self._next]  # gradients that came after their unit's reduction
+        for unit in (*self._queue[self._next :], *(unit for unit in late if unit.arrived)):
+            self._reduce(unit)
+        while self._reductions:
+            self._reductions.popleft().land()
+        places = [
+            (unit, position)
+            for unit in trainable
+            for position, param in enumerate(unit.params)
+            if param.requires_grad
+        ]
+        present = [position in self._present[unit] for unit, position in places]
+        anywhere = self.replicated.reduce(present)
+        if not all(anywhere):
+            for (unit, position), used in zip(places, anywhere, strict=True):
+                if not used:
+                    unit.gradients.drop(position)
+
+    def _end(self, trainable: Sequence[Unit]) -> None:
+        self._backward = self._end_is_queued = False
+        self._queue, self._present = [], {}
+        self._rest()
+        for unit in trainable:
+            unit.gradients.end()
+        self.replicated.gradients.end()
+
+    def _rest(self) -> None:
+        self.replicated.rest()
+        for unit in self.units:
+            unit.rest()
+
+    def _recover(self) -> None:
+        """Before a forward: cleans up after a backward that an exception ended."""
+        if not self._backward:
+            return
+        if not self._end_is_queued:
+            raise RuntimeError(
+                "every backward must be finished before the next forward, but the last one was "
+                "not, because the model's outputs hold no tensor that requires gradients where "
+                "it can be found. Call finish_gradient_synchronization() after backward."
+            )
+        while self._reductions:
+            self._reductions.popleft().land()
+        begun = [unit for unit in self.units if unit.gradients.begun]
+        for unit in begun:
+            unit.gradients.discard()
+        self.replicated.gradients.discard()
+        self._end(begun)
+
+
+def _in_backward() -> bool:
+    """Whether autograd is running on this thread: a forward then is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def tensors_in(outputs: Any) -> Iterator[Tensor]:
+    """Every tensor in nested containers and data classes."""
+    if isinstance(outputs, Tensor):
+        yield outputs
+        return
+    for leaf in pytree.tree_leaves(outputs):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in dataclasses.fields(leaf):
+                yield from tensors_in(getattr(leaf, field.name))

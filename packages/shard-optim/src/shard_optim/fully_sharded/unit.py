@@ -1,0 +1,282 @@
+"""One unit: its shards, the buffer it is gathered into, and the reduction of its gradients.
+
+Every parameter of a unit is cut into ``world_size`` equal ranges of its elements, the last one
+padded, and rank r holds range r. All ranges of one rank lie back to back in one flat tensor, so one
+kernel casts them. A coalesced all-gather writes each parameter straight to its place, where cached
+views with the parameter's own shape and strides become ``param.data``; a coalesced reduce-scatter
+reads straight from autograd's gradients. No kernel copies parameters or packs gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shard_optim.buckets import check_gradient, in_memory_order
+from shard_optim.collectives import all_gather_several, guarded, reduce_scatter_several
+from shard_optim.fully_sharded.gradients import GradientStore
+from shard_optim.fully_sharded.units import UnitPlan
+
+# Parameters start at multiples of this many elements: at least the 128 bytes of a cache line.
+ALIGNMENT = 128
+
+
+def round_up(number: int, multiple: int = ALIGNMENT) -> int:
+    """The smallest multiple that is not below ``number``."""
+    return -(-number // multiple) * multiple
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How one parameter is divided over the ranks.
+
+    Attributes:
+        numel: elements of the whole parameter.
+        chunk: elements of each rank's range, padding included.
+        shard_offset: first element of the range in the rank's flat tensor of shards.
+        whole_offset: first element of the whole parameter in the buffer it is gathered into.
+    """
+
+    numel: int
+    chunk: int
+    shard_offset: int
+    whole_offset: int
+
+    def owned(self, rank: int) -> tuple[int, int]:
+        """The parameter's elements that ``rank`` holds, as (first, count)."""
+        first = min(rank * self.chunk, self.numel)
+        return first, min(self.chunk, self.numel - first)
+
+
+def plan_cuts(numels: Sequence[int], world_size: int) -> list[Cut]:
+    """Equal ranges of every parameter, parameters back to back at aligned places."""
+    cuts, shard, whole = [], 0, 0
+    for numel in numels:
+        chunk = -(-numel // world_size)
+        cuts.append(Cut(numel=numel, chunk=chunk, shard_offset=shard, whole_offset=whole))
+        shard += round_up(chunk)
+        whole += round_up(chunk * world_size)
+    return cuts
+
+
+class Slot:
+    """A persistent buffer into which units are gathered, one after the other.
+
+    Its address never changes. A unit's parameters are valid while the unit owns the slot and the
+    generation is the present one; a new forward begins a new generation, because the shards may
+    have been updated.
+
+    Args:
+        numel: elements of the largest unit that uses it.
+        shard_numel: elements of that unit's shards, if they are cast before they are gathered.
+        dtype: of gathered parameters.
+        device: where it lies.
+    """
+
+    def __init__(
+        self, numel: int, shard_numel: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.whole = torch.zeros(numel, dtype=dtype, device=device)
+        self.cast = torch.zeros(shard_numel, dtype=dtype, device=device)
+        self.owner: Unit | None = None
+        self.generation = -1
+        self.work: dist.Work | None = None
+
+    def wait(self) -> None:
+        """Waits for the gather into this slot. On CUDA the current stream waits, not the host."""
+        if self.work is not None:
+            work, self.work = self.work, None
+            assert self.owner is not None
+            guarded(self.owner.gather_words, self.owner.group, work.wait)
+
+
+@dataclass(eq=False)
+class Reduction:
+    """A reduce-scatter under way; ``inputs`` must live until it has been awaited."""
+
+    unit: Unit
+    positions: list[int]
+    inputs: list[Tensor]
+    output: Tensor
+    sizes: list[int]
+    work: dist.Work
+
+    def land(self) -> None:
+        """Waits for it (on CUDA the stream does) and adds what this rank received."""
+        unit = self.unit
+        guarded(unit.reduce_words, unit.group, self.work.wait)
+        received = self.output.to(unit.dtype)
+        for position, part in zip(self.positions, received.split(self.sizes), strict=True):
+            count = unit.shard_views[position].numel()
+            unit.gradients.add(position, part if part.numel() == count else part[:count])
+
+
+class Unit:
+    """Parameters that are gathered together. See the module's text.
+
+    Args:
+        plan: which parameters. They hold their whole values; afterwards, their shards.
+        group: the ranks that hold a shard each.
+        compute_dtype: dtype to gather in; None for the parameters' own.
+        reduce_dtype: dtype to average gradients in; None for the gradients' own, but fp32 instead
+            of fp16, which overflows in sums.
+
+    Attributes:
+        shard: this rank's ranges of all parameters, flat.
+        shard_views: its part of each parameter: the resting ``param.data``, one-dimensional.
+        uses: calls under way that read the parameters.
+        arrived: positions whose gradients are complete in this backward pass.
+        expected: how many will be.
+        hooked: positions whose parameters report their gradients.
+    """
+
+    def __init__(
+        self,
+        plan: UnitPlan,
+        *,
+        group: dist.ProcessGroup,
+        compute_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+    ) -> None:
+        self.name, self.names, self.params = plan.name, plan.names, plan.params
+        self.group = group
+        self.dtype, self.device = self.params[0].dtype, self.params[0].device
+        self.gather_dtype = compute_dtype or self.dtype
+        self._reduce_dtype = reduce_dtype
+        self.cuts = plan_cuts([param.numel() for param in self.params], group.size())
+        self.whole_numel = self.cuts[-1].whole_offset + round_up(self.cuts[-1].chunk * group.size())
+        self.shard_numel = self.cuts[-1].shard_offset + round_up(self.cuts[-1].chunk)
+        self.layouts = [(param.size(), param.stride()) for param in self.params]
+        self.shard = torch.zeros(self.shard_numel, dtype=self.dtype, device=self.device)
+        self.shard_views = []
+        for param, cut in zip(self.params, self.cuts, strict=True):
+            first, count = cut.owned(group.rank())
+            view = self.shard[cut.shard_offset : cut.shard_offset + count]
+            view.copy_(in_memory_order(param.detach(), param)[first : first + count])
+            self.shard_views.append(view)
+            param.data = view
+        self.gradients = GradientStore(self.params)
+        more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
+        self.gather_words = f"the all-gather of parameters ({self.names[0]}{more})"
+        self.reduce_words = f"the reduce-scatter of gradients ({self.names[0]}{more})"
+        self.resting = True
+        self.uses = 0
+        self.arrived: set[int] = set()
+        self.expected = 0
+        self.hooked: set[int] = set()
+
+    # --- gather ------------------------------------------------------------------------------
+
+    @property
+    def casts(self) -> bool:
+        """Whether shards are cast before they are gathered."""
+        return self.gather_dtype != self.dtype
+
+    def use_slot(self, slot: Slot) -> None:
+        """Fixes where this unit is gathered, and makes the views that ``param.data`` will be."""
+        self.slot = slot
+        world_size = self.group.size()
+        source = slot.cast if self.casts else self.shard
+        self._sources = [source[c.shard_offset : c.shard_offset + c.chunk] for c in self.cuts]
+        self._targets = [
+            slot.whole[c.whole_offset : c.whole_offset + c.chunk * world_size] for c in self.cuts
+        ]
+        self.whole_views = [
+            slot.whole.as_strided(size, stride, cut.whole_offset)
+            for (size, stride), cut in zip(self.layouts, self.cuts, strict=True)
+        ]
+
+    def gathered(self, generation: int) -> bool:
+        """Whether the slot holds this unit's present values, or will when its gather ends."""
+        return self.slot.owner is self and self.slot.generation == generation
+
+    def launch_gather(self, generation: int) -> None:
+        """Starts gathering. Work enqueued before on the current stream may still read the slot."""
+        slot = self.slot
+        slot.wait()
+        slot.owner, slot.generation = self, generation
+        if self.casts:
+            slot.cast[: self.shard_numel].copy_(self.shard)
+        slot.work = guarded(
+            self.gather_words,
+            self.group,
+            all_gather_several,
+            self._targets,
+            self._sources,
+            self.group,
+        )
+
+    def materialize(self) -> None:
+        """Makes the whole values, which have been gathered, the parameters' data."""
+        if self.resting:
+            self.resting = False
+            for param, whole in zip(self.params, self.whole_views, strict=True):
+                param.data = whole
+
+    def rest(self) -> None:
+        """Makes the shards the parameters' data."""
+        if not self.resting:
+            self.resting = True
+            for param, shard in zip(self.params, self.shard_views, strict=True):
+                param.data = shard
+
+    # --- gradients ---------------------------------------------------------------------------
+
+    def expect_gradients(self) -> None:
+        """Counts the gradients that a backward pass will make; nothing has arrived yet."""
+        self.expected = sum(param.requires_grad for param in self.params)
+        self.arrived.clear()
+
+    def launch_reduction(self) -> tuple[Reduction, list[int]]:
+        """Starts averaging the gradients; those that did not arrive count as zeros.
+
+        Returns:
+            The reduction, and the positions that had a gradient.
+        """
+        positions, inputs, present = [], [], []
+        for position, param in enumerate(self.params):
+            if not param.requires_grad:
+                continue
+            grad = self.gradients.take(position)
+            check_gradient(grad, self.names[position])
+            if grad is not None:
+                present.append(position)
+            positions.append(position)
+            inputs.append(self._whole_gradient(position, grad))
+        self.arrived.clear()
+        dtype = self._reduce_dtype or inputs[0].dtype
+        if dtype == torch.float16:
+            dtype = torch.float32
+        if any(grad.dtype != dtype for grad in inputs):
+            converted = torch.empty(
+                sum(grad.numel() for grad in inputs), dtype=dtype, device=self.device
+            ).split([grad.numel() for grad in inputs])
+            torch._foreach_copy_(converted, inputs)
+            inputs = list(converted)
+        sizes = [round_up(self.cuts[position].chunk) for position in positions]
+        output = torch.empty(sum(sizes), dtype=dtype, device=self.device)
+        targets = [
+            part[: self.cuts[position].chunk]
+            for position, part in zip(positions, output.split(sizes), strict=True)
+        ]
+        work = guarded(
+            self.reduce_words, self.group, reduce_scatter_several, targets, inputs, self.group
+        )
+        return Reduction(self, positions, inputs, output, sizes, work), present
+
+    def _whole_gradient(self, position: int, grad: Tensor | None) -> Tensor:
+        """The gradient as a vector that divides evenly over the ranks."""
+        cut = self.cuts[position]
+        numel = cut.chunk * self.group.size()
+        if grad is None:
+            return torch.zeros(numel, dtype=self.gather_dtype, device=self.device)
+        flat = in_memory_order(grad, self.whole_views[position])
+        if numel == cut.numel:
+            return flat
+        padded = flat.new_zeros(numel)
+        padded[: cut.numel].copy_(flat)
+        return padded

@@ -1,0 +1,373 @@
+"""A module whose parameters live in shards: ZeRO stage 3 of Rajbhandari et al. 2020.
+
+https://arxiv.org/abs/1910.02054
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from shard_optim.agreement import check_agreement
+from shard_optim.buckets import check_layout
+from shard_optim.collectives import guarded, resolve_group
+from shard_optim.fully_sharded.replicated import ReplicatedParameters
+from shard_optim.fully_sharded.schedule import Schedule, UnitCall
+from shard_optim.fully_sharded.state import shards_of, whole_parameters
+from shard_optim.fully_sharded.unit import Slot, Unit
+from shard_optim.fully_sharded.units import UnitPlan, Units, is_small, plan_units
+from shard_optim.norm import clip_sharded_
+
+_REDUCE_DTYPES = (None, torch.float32, torch.bfloat16, torch.float64)
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Wraps a module so that each rank holds 1/world_size of its large parameters.
+
+    ``parameters()`` are the shards: one-dimensional, with gradients of the same shape and dtype,
+    so any optimizer that treats every element alike works on them unchanged::
+
+        model = FullyShardedDataParallel(model, compute_dtype=torch.bfloat16)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        model(x).backward()
+        optimizer.step()
+
+    The parameters of one *unit*, such as a Transformer block, are gathered just before they are
+    needed, in forward and again in backward, while the unit before computes. Their gradients are
+    averaged by one reduce-scatter per unit during backward, which ends with the shards' gradients
+    in ``.grad``. Small parameters (norms, biases) stay whole on every rank; one all-reduce averages
+    their gradients.
+
+    The constructor is collective: rank 0's parameters and buffers are taken. All ranks must call
+    the same units in the same order. Compile units, not the model around them, and do so before.
+
+    Args:
+        module: on its device, in the dtype to update the parameters in.
+        process_group: the ranks that hold a shard each: a group or a one-dimensional device mesh.
+            None means the default group.
+        units: the modules to gather as one each, as a list or a predicate; None finds the repeated
+            blocks: children of one container that have the same type. What these do not hold, such
+            as an embedding and a head, forms units of its own, which stay gathered once used.
+        compute_dtype: dtype that parameters are cast to before they are gathered, and that the
+            model's floating-point inputs are cast to; None for the parameters' own.
+        reduce_dtype: dtype in which gradients are averaged: fp32, bf16, or None for the gradients'
+            own (fp32 for fp16 gradients, which would overflow).
+        reshard_after_forward: whether units take turns in ``prefetch + 1`` buffers. With False,
+            every unit has a buffer, and is gathered once per step.
+        prefetch: how many units are gathered ahead, 1 or 2.
+
+    Raises:
+        TypeError: if ``module`` or ``units`` is something else.
+        ValueError: if the module cannot be wrapped: it is already, an optimizer holds its
+            parameters, ``units`` are not in it, or a parameter has no dense memory.
+        RuntimeError: without a process group; on every rank, if the ranks' models differ.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        process_group: dist.ProcessGroup | dist.device_mesh.DeviceMesh | None = None,
+        units: Units = None,
+        compute_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        reshard_after_forward: bool = True,
+        prefetch: int = 1,
+    ) -> None:
+        super().__init__()
+        if prefetch not in (1, 2):
+            raise ValueError(f"prefetch must be 1 or 2, but got {prefetch!r}. Pass prefetch=1.")
+        if reduce_dtype not in _REDUCE_DTYPES:
+            raise ValueError(
+                "reduce_dtype must be None, torch.float32, torch.bfloat16 or torch.float64, but "
+                f"got {reduce_dtype}. Sums of fp16 gradients overflow; pass torch.float32."
+            )
+        _check_module(module)
+        self.module = module
+        self.process_group = resolve_group(process_group)
+        self.compute_dtype = compute_dtype
+        named = dict(module.named_parameters())
+        plans = plan_units(module, units)
+        first = next(iter(named.values()), None)
+        self.device = torch.device("cpu") if first is None else first.device
+        self._agree(plans, reduce_dtype)
+        self._broadcast()
+        self.units = [
+            Unit(
+                plan,
+                group=self.process_group,
+                compute_dtype=compute_dtype,
+                reduce_dtype=reduce_dtype,
+            )
+            for plan in plans
+        ]
+        depth = prefetch + 1 if reshard_after_forward else len(plans)
+        self.slots = _assign_slots(self.units, [plan.repeated for plan in plans], depth)
+        small = {name: param for name, param in named.items() if is_small(param)}
+        sharded = {id(param) for unit in self.units for param in unit.params}
+        small = {name: param for name, param in small.items() if id(param) not in sharded}
+        self.replicated = ReplicatedParameters(
+            list(small),
+            list(small.values()),
+            group=self.process_group,
+            compute_dtype=compute_dtype,
+            device=self.device,
+        )
+        self.schedule = Schedule(self.units, self.replicated, prefetch=prefetch)
+        self._calls = self._replace_calls(plans)
+        module.register_load_state_dict_pre_hook(self._take_shards)
+
+    # --- training ----------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Calls the module; gathers its units in turn.
+
+        Raises:
+            RuntimeError: if a unit was compiled after wrapping, or the last backward was not
+                finished.
+            CollectiveError: if a peer died or timed out.
+        """
+        for unit_module, call in self._calls.items():
+            if unit_module._compiled_call_impl is not call:
+                raise RuntimeError(
+                    "units must be compiled before the model is wrapped, but a "
+                    f"{type(unit_module).__name__} was compiled afterwards. Call compile() first, "
+                    "then FullyShardedDataParallel."
+                )
+        if self.compute_dtype is not None:
+            inputs, kwargs = pytree.tree_map_only(Tensor, self._cast, (inputs, kwargs))
+        return self.schedule.call_outermost(self.module, inputs, kwargs)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.compute_dtype) if tensor.is_floating_point() else tensor
+
+    def finish_gradient_synchronization(self) -> None:
+        """Ends the last backward, after which every ``.grad`` is this rank's averaged shard.
+
+        Backward does this itself at its end, and then this call changes nothing. It is needed
+        only if the model's outputs hide their tensors from torch's pytree utilities.
+
+        Raises:
+            CollectiveError: if a peer died or timed out.
+        """
+        self.schedule.finish()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, backward keeps whole gradients on this rank and communicates none.
+
+        For gradient accumulation at the price of memory: the first backward outside it reduces
+        the sum. Without it, every backward adds to the shards in ``.grad``.
+        """
+        before, self.schedule.paused = self.schedule.paused, True
+        try:
+            yield
+        finally:
+            self.schedule.paused = before
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """``torch.nn.utils.clip_grad_norm_`` over the whole gradients. Every rank calls it.
+
+        Args:
+            max_norm: largest norm allowed.
+            norm_type: p of the p-norm; ``inf`` for the largest magnitude.
+
+        Returns:
+            The norm before clipping, fp32, shape (), equal on all ranks.
+
+        Raises:
+            ValueError: for a norm type that is not positive.
+        """
+        if not norm_type > 0:
+            raise ValueError(f"norm_type must be positive, but got {norm_type}. Pass 2.0 or inf.")
+        self.schedule.finish()
+        sharded = [param for unit in self.units for param in unit.params]
+        return clip_sharded_(
+            [param.grad for param in sharded if param.grad is not None],
+            max_norm,
+            norm_type=norm_type,
+            group=self.process_group,
+            device=self.device,
+            replicated=[p.grad for p in self.replicated.params if p.grad is not None],
+        )
+
+    # --- names and values --------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The shards, under the module's own names and in its order."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """The module's own, under the module's own names and in its order."""
+        return self.module.named_buffers(*args, **kwargs)
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """All parameters, whole, as new tensors under the module's own names.
+
+        A collective call: every rank makes it and receives them. A parameter that has several names
+        is listed under the first, as by ``named_parameters()``.
+
+        Raises:
+            CollectiveError: if a peer died or timed out.
+        """
+        return dict(whole_parameters(self.module, self.units, self.process_group))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """This rank's shards, small parameters and buffers, under the module's own names.
+
+        No communication, so a single rank may call it. For whole parameters see
+        ``full_state_dict``.
+        """
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Loads whole parameters, of which this rank takes its shards, or a rank's own shards.
+
+        No communication: every rank passes its own dictionary. Only slices are copied to the
+        device, so a file opened with ``torch.load(path, mmap=True)`` is read one tensor at a time.
+
+        Raises:
+            ValueError: if a sharded parameter has another shape; nothing has changed then.
+        """
+        return self.module.load_state_dict(state_dict, *args, **kwargs)
+
+    def _take_shards(
+        self, _module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+    ) -> None:
+        state_dict.update(shards_of(self.module, self.units, state_dict, prefix))
+
+    # --- construction ------------------------------------------------------------------------
+
+    def _agree(self, plans: list[UnitPlan], reduce_dtype: torch.dtype | None) -> None:
+        unit_of = {id(param): plan.name for plan in plans for param in plan.params}
+        lines = [f"compute_dtype {self.compute_dtype}, reduce_dtype {reduce_dtype}"]
+        lines += [
+            f"parameter {name} {tuple(param.shape)} {param.dtype} {param.device.type} "
+            f"{'trainable' if param.requires_grad else 'frozen'}, "
+            + (f"in unit {unit_of[id(param)]!r}" if id(param) in unit_of else "replicated")
+            for name, param in self.module.named_parameters()
+        ]
+        check_agreement(lines, group=self.process_group, device=self.device)
+
+    @torch.no_grad()
+    def _broadcast(self) -> None:
+        """Makes all ranks' parameters and buffers equal to rank 0's."""
+        for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
+            values = tensor.detach()
+            check_layout(values, name)
+            guarded(
+                f"the broadcast of {name}",
+                self.process_group,
+                lambda values=values: dist.broadcast(values, group=self.process_group, group_src=0),
+            )
+
+    def _replace_calls(self, plans: list[UnitPlan]) -> dict[nn.Module, UnitCall]:
+        """Around each call, where ``module.compile()`` puts its own, and not in a hook.
+
+        A hook would become part of a compiled module's graph.
+        """
+        calls: dict[nn.Module, UnitCall] = {}
+        for unit, plan in zip(self.units, plans, strict=True):
+            for reader in plan.readers:
+                if reader not in calls:
+                    own = reader._compiled_call_impl or reader._call_impl
+                    calls[reader] = UnitCall(schedule=self.schedule, call=own, units=[])
+                    # Left out of copies and pickles by torch.
+                    reader.__dict__["_compiled_call_impl"] = calls[reader]
+                calls[reader].units.append(unit)
+        return calls
+
+    def _apply(self, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            "a model must be moved or cast before it is wrapped, but got to(), half() or the like "
+            "afterwards. Call it on the module, then wrap."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a sharded model must not be pickled or copied, because it holds a process group, but "
+            "got an attempt. Save state_dict() or full_parameters()."
+        )
+
+
+def _check_module(module: nn.Module) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"module must be a torch.nn.Module, but got {type(module).__name__}. Pass the model."
+        )
+    for name, child in module.named_modules():
+        if isinstance(child._compiled_call_impl, UnitCall) or isinstance(
+            child, FullyShardedDataParallel
+        ):
+            raise ValueError(
+                f"module must not be wrapped already, but got {name or 'the root'!r} sharded. "
+                "Wrap the outermost module only, and once."
+            )
+    for name, param in module.named_parameters():
+        if not param.is_floating_point():
+            raise ValueError(
+                f"parameters must be floating-point, but got {name} of {param.dtype}. Register it "
+                "as a buffer."
+            )
+    owned = {id(param) for param in module.parameters()}
+    if _optimizers_of(owned):
+        gc.collect()  # an optimizer that was dropped may wait for the garbage collector
+    found = _optimizers_of(owned)
+    if found:
+        raise ValueError(
+            "module must be wrapped before an optimizer is made for it, but got parameters that "
+            f"{found[0]} holds. Make the optimizer from the wrapper's parameters()."
+        )
+
+
+def _optimizers_of(params: set[int]) -> list[str]:
+    """Names of the classes of living optimizers that hold any of these parameters."""
+    return [
+        type(thing).__name__
+        for thing in gc.get_objects()
+        if issubclass(type(thing), Optimizer)
+        and any(id(param) in params for group in thing.param_groups for param in group["params"])
+    ]
+
+
+def _assign_slots(units: list[Unit], repeated: list[bool], depth: int) -> list[Slot]:
+    """Gives every unit its buffer: repeated ones take turns, the others have their own."""
+    slots = []
+    rings: dict[tuple[torch.dtype, bool], list[Unit]] = {}
+    for unit, takes_turns in zip(units, repeated, strict=True):
+        if takes_turns:
+            rings.setdefault((unit.gather_dtype, unit.casts), []).append(unit)
+        else:
+            slots.append(_slot_for([unit]))
+    for ring in rings.values():
+        slots += [_slot_for(ring[first::depth]) for first in range(min(depth, len(ring)))]
+    return slots
+
+
+def _slot_for(units: list[Unit]) -> Slot:
+    slot = Slot(
+        max(unit.whole_numel for unit in units),
+        max(unit.shard_numel for unit in units) if units[0].casts else 0,
+        units[0].gather_dtype,
+        units[0].device,
+    )
+    for unit in units:
+        unit.use_slot(slot)
+    return slot
