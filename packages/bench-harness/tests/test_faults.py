@@ -158,7 +158,7 @@ def test_rows_of_a_newer_version_are_one_line(bench: Bench, tmp_path: Path) -> N
     [
         ("factories:raises", "LookupError: no weights here"),
         ("factories:returns_text", "must return a torch.nn.Module"),
-        ("factories:missing", "must be an importable package.module:factory"),
+        ("factories:missing", "must be an importable package.module:name"),
         ("no_such_module:make", "No module named 'no_such_module'"),
     ],
 )

@@ -154,7 +154,7 @@ def test_any_module_is_a_workload():
 
 @pytest.mark.parametrize("factory", ["no.such:Model", "torch.nn:NoSuch", "torch.nn", ":x"])
 def test_a_factory_that_does_not_exist_is_quoted(factory):
-    with pytest.raises(ValueError, match=r"package\.module:factory"):
+    with pytest.raises(ValueError, match=r"package\.module:name"):
         imported_module(factory, "float32[1]", CPU, "fp32")
 
 

@@ -18,7 +18,7 @@ import typer
 
 from bench_harness.experiments import Experiment
 
-_SCALARS = (bool, int, float, str)
+_SCALARS = (bool, int, float, str, dict)
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class OptionSpec:
 
     Attributes:
         name: of the field; with dashes, of the command-line option.
-        kind: ``bool``, ``int``, ``float`` or ``str``: of the value or of each of its items.
+        kind: ``bool``, ``int``, ``float``, ``str``, or ``dict`` for a table or its name: of the
+            value or of each of its items.
         many: whether the value is a tuple.
         optional: whether None is a value.
     """
@@ -63,10 +64,12 @@ def _spec(field: dataclasses.Field[Any], hint: Any) -> OptionSpec:
         kind, optional = members[0] if len(members) == 1 else None, True
     if typing.get_origin(kind) is tuple:
         kind, many = typing.get_args(kind)[0], True
+    if kind == dict[str, Any]:  # a table
+        kind = dict
     if kind not in _SCALARS:
         raise TypeError(
-            f"option {field.name} must be bool, int, float, str, a tuple of one of them, or one of "
-            f"these or None; received {hint}"
+            f"option {field.name} must be bool, int, float, str, dict[str, Any], a tuple of one of "
+            f"them, or one of these or None, but got {hint}. Change its annotation."
         )
     return OptionSpec(
         name=field.name,
@@ -121,6 +124,8 @@ def _check(spec: OptionSpec, value: Any) -> Any:
 def _check_item(spec: OptionSpec, value: Any) -> Any:
     if spec.kind is float and type(value) is int:
         value = float(value)
+    if spec.kind is dict and isinstance(value, str):
+        return value  # the name of a table whose other entries are the defaults
     if type(value) is not spec.kind:
         raise ValueError(f"{spec.name} must be {_described(spec)}; received {value!r}")
     if spec.choices is not None and value not in spec.choices:
@@ -152,6 +157,8 @@ def _parse_item(spec: OptionSpec, text: str) -> Any:
         if text not in ("true", "false"):
             raise ValueError(f"{spec.name} must be true or false; received {text!r}")
         return text == "true"
+    if spec.kind is dict:
+        return text
     try:
         return spec.kind(text)
     except ValueError:

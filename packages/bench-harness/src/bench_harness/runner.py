@@ -14,6 +14,10 @@ from bench_harness.case import Case, JsonValue, Row
 from bench_harness.process import Outcome, Status
 from bench_harness.store import ARTIFACTS, ENVIRONMENTS, RESERVED, RUN, Store, Writer
 
+#: Key under which an experiment's row says that this variant alone was skipped or failed:
+#: ``{"status": "skipped", "error": "why"}``.
+ENDED = "ended"
+
 
 class Reporter(Protocol):
     """What a run tells whoever watches it."""
@@ -166,9 +170,15 @@ def _rows(case: Case, outcome: Outcome, about: Row) -> list[Row]:
     }
     if outcome.status != "ok":
         return [identified]
-    first, *others = ({**identified, **row} for row in outcome.value["rows"])
+    first, *others = (_identified(identified, row) for row in outcome.value["rows"])
     machine = {name: outcome.value[name] for name in ("machine_before", "machine_after")}
     return [{**first, **machine}, *others]  # the state of the machine belongs to the case
+
+
+def _identified(identified: Row, row: Row) -> Row:
+    """A row of a case; one that carries :data:`ENDED` did not end as its case did."""
+    measured = {name: value for name, value in row.items() if name != ENDED}
+    return {**identified, **row.get(ENDED, {}), **measured}
 
 
 def _record_run(

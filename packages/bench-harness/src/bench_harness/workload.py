@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from basics_model import ModelConfig
 
-SIZES = ("small", "medium", "large", "xl", "2.7B", "custom")
+SIZES = ("small", "medium", "large", "xl", "2.7B", "2026/xl", "2026/10B", "8B", "custom")
 DIMENSIONS = ("d_model", "d_ff", "num_layers", "num_heads")
 PRECISIONS = ("fp32", "tf32", "bf16")
 ATTENTIONS = ("naive", "sdpa", "flash")
@@ -132,8 +132,11 @@ def compute_dtype(precision: str) -> torch.dtype:
 def attention_by_name(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """A causal attention callable over (batch, heads, sequence, head_dim).
 
+    Args:
+        name: one of :data:`ATTENTIONS`, or ``package.module:callable``.
+
     Raises:
-        ValueError: unknown name.
+        ValueError: unknown name, or one that cannot be imported.
     """
     import basics_model
 
@@ -146,7 +149,29 @@ def attention_by_name(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
         flash: Callable[..., Any] = partial(flash_attention, causal=True)
         return flash
-    raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)}; received {name!r}")
+    if ":" in name:
+        found: Callable[..., Tensor] = imported(name, "attention")
+        return found
+    raise ValueError(
+        f"attention must be one of {', '.join(ATTENTIONS)} or package.module:callable, but got "
+        f"{name!r}. Correct the name."
+    )
+
+
+def imported(name: str, what: str) -> Any:
+    """The object that ``package.module:attribute`` names.
+
+    Raises:
+        ValueError: it cannot be imported; the message starts with ``what``.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{what} must be an importable package.module:name, but got {name!r} ({error}). "
+            "Install its package or correct the name."
+        ) from error
 
 
 class AttentionSwitch:
@@ -195,6 +220,8 @@ def language_model(
     attention: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
     seed: int = 0,
     batch_seed: int = 0,
+    checkpoint_blocks: int = 0,
+    chunked_loss: bool = False,
 ) -> Workload:
     """The Transformer language model of a case, with a random batch of token ids.
 
@@ -204,6 +231,8 @@ def language_model(
         attention: PyTorch's scaled dot-product attention by default.
         seed: of the parameters.
         batch_seed: of the tokens; distinct per rank in data-parallel runs.
+        checkpoint_blocks: blocks that backward recomputes together; 0 keeps everything.
+        chunked_loss: the loss is made inside the model, without all logits in memory at once.
     """
     import torch
 
@@ -212,7 +241,10 @@ def language_model(
     model_config = language_model_config(config)
     torch.manual_seed(seed)
     module = basics_model.TransformerLM(
-        model_config, attention=attention or basics_model.sdpa_attention, device=device
+        model_config,
+        attention=attention or basics_model.sdpa_attention,
+        checkpoint_blocks=checkpoint_blocks,
+        device=device,
     )
     generator = torch.Generator(device=device).manual_seed(batch_seed)
     tokens = torch.randint(
@@ -221,13 +253,22 @@ def language_model(
         device=device,
         generator=generator,
     )
-    targets = tokens[:, 1:]
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    if chunked_loss:
+        return Workload(
+            module=module,
+            precision=precision,
+            device=device,
+            loss_of=lambda loss: loss,
+            args=(inputs, targets),
+            model_config=model_config,
+        )
     return Workload(
         module=module,
         precision=precision,
         device=device,
         loss_of=lambda logits: basics_model.cross_entropy(logits, targets),
-        args=(tokens[:, :-1],),
+        args=(inputs,),
         model_config=model_config,
     )
 
@@ -239,31 +280,35 @@ def shape_row(model_config: ModelConfig) -> dict[str, int]:
 
 
 def imported_module(
-    factory: str, inputs: str, device: torch.device, precision: str, *, seed: int = 0
+    factory: str,
+    inputs: str,
+    device: torch.device,
+    precision: str,
+    *,
+    seed: int = 0,
+    batch_seed: int | None = None,
 ) -> Workload:
     """Anyone's module: ``factory`` is ``package.module:callable`` without arguments.
 
     Args:
         inputs: see :func:`parse_inputs`.
+        seed: of the parameters.
+        batch_seed: of the inputs; None goes on from the parameters' random numbers.
 
     Raises:
         ValueError: the name cannot be resolved, or does not give an ``nn.Module``.
     """
     import torch
 
-    module_name, _, attribute = factory.partition(":")
-    try:
-        make = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"model must be an importable package.module:factory; received {factory!r} ({error})"
-        ) from error
+    make = imported(factory, "model")
     torch.manual_seed(seed)
     module = make()
     if not isinstance(module, torch.nn.Module):
         raise ValueError(
             f"the factory must return a torch.nn.Module; {factory!r} returned {type(module)}"
         )
+    if batch_seed is not None:
+        torch.manual_seed(batch_seed)
     args, kwargs = parse_inputs(inputs, device)
     return Workload(
         module=module.to(device),

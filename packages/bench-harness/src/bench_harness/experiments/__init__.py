@@ -28,6 +28,7 @@ _BUILT_IN = {
     "allreduce": "bench_harness.experiments.allreduce:AllReduce",
     "ddp": "bench_harness.experiments.ddp:Ddp",
     "optimizer": "bench_harness.experiments.optimizer:Optimizer",
+    "train-step": "bench_harness.experiments.train_step:TrainStep",
     "profile": "bench_harness.experiments.profile:Profile",
 }
 

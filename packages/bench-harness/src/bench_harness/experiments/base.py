@@ -84,7 +84,8 @@ class Experiment(abc.ABC):
         Options: a frozen keyword-only dataclass whose fields, declared with :func:`option`, are
             the options of the command and the keys of a preset's table. Field types: ``bool``,
             ``int``, ``float``, ``str``, those or-ed with ``None``, and ``tuple[T, ...]`` of them
-            (written with commas on the command line, as a list in a preset). Its
+            (written with commas on the command line, as a list in a preset), and ``dict`` for
+            tables of a preset, which the command line gives by name only. Its
             ``__post_init__`` may raise ``ValueError`` for values that do not fit together.
     """
 

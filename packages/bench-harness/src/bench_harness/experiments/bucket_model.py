@@ -60,12 +60,25 @@ def sweeps(done: pd.DataFrame) -> list[Sweep]:
     """The cells that the model can be fitted to."""
     found = []
     for _, cell in done.groupby("case_key", sort=False):
-        buckets = cell[cell["variant"].str.startswith("bucketed") & cell["buckets"].notna()]
-        bare = cell[cell["variant"] == "none"]
+        if "buckets" not in cell:
+            continue
+        if "settings" in cell:
+            sized = cell["settings"].map(_only_sized)
+        else:
+            sized = cell["variant"].str.startswith("bucketed")
+        buckets = cell[sized & cell["buckets"].notna()]
+        bare = cell[cell["variant"].isin(["none", "no communication"])]
         if buckets["buckets"].nunique() >= 3 and len(bare):
             label = str(cell["label"].iloc[0])
             found.append(Sweep(label, buckets.sort_values("buckets"), bare.iloc[0]))
     return found
+
+
+def _only_sized(settings: Any) -> bool:
+    """Whether a variant is the bucketed wrapper with nothing given but the size of its buckets."""
+    wrapper = settings["wrapper"]
+    sized = wrapper["name"] == "bucketed" and isinstance(wrapper.get("bucket_size_mb"), float)
+    return sized and set(wrapper) == {"name", "bucket_size_mb"}
 
 
 def fit_table(done: pd.DataFrame) -> pd.DataFrame:

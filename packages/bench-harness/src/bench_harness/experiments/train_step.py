@@ -1,0 +1,235 @@
+"""Training steps: what each way to train costs, in time, exposed communication and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from bench_harness.case import Case, Row
+from bench_harness.environment import resolve_device
+from bench_harness.experiments.base import Experiment, Figure, Table, option
+from bench_harness.experiments.distributed import (
+    NodeOptions,
+    default_world_size,
+    require_gpus,
+    run_on_ranks,
+    slowest_of,
+    slowest_rank,
+)
+from bench_harness.experiments.shape import ShapeOptions
+from bench_harness.training import settings
+from bench_harness.workload import SIZES
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_PRECISIONS = ("fp32", "tf32", "bf16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(ShapeOptions, NodeOptions):
+    """Options of :class:`TrainStep`."""
+
+    sizes: tuple[str, ...] = option(("xl",), "Model sizes.", choices=SIZES)
+    batches: tuple[int, ...] = option((2,), "Sequences per rank.")
+    sequences: tuple[int, ...] = option((128,), "Context lengths.")
+    variants: tuple[dict[str, Any], ...] = option(
+        ("naive", "flat", "overlap", "bucketed", "torch-ddp"),
+        "Ways to train, compared: wrappers by name, or tables of a preset, which also set "
+        "arguments, optimizer, precision, compilation, attention.",
+    )
+    optimizer: dict[str, Any] | None = option(  # noqa: RUF009 - its default is None
+        None, "Optimizer of variants that name none."
+    )
+    precision: str = option("fp32", "Precision.", choices=_PRECISIONS)
+    compile: str = option("off", "What to compile.", choices=("off", "blocks", "model"))
+    attention: str = option("sdpa", "naive, sdpa, flash or package.module:callable.")
+    checkpoint_blocks: int = option(0, "Blocks that backward recomputes together; 0: none.")
+    loss: str = option("logits", "How the loss is made.", choices=("logits", "chunked"))
+    world_size: int | None = option(None, "Ranks; by default 2, or as many as there are GPUs.")
+    rounds: int = option(3, "Turns of each variant; the order goes back and forth.")
+    blocks: int = option(4, "Samples per turn.")
+    calls: int = option(5, "Steps per sample, without synchronisation between them.")
+    warmup: int = option(5, "Warm-up steps per turn.")
+    profiled: bool = option(False, "Also profile one step of each variant.")
+    all_reduces: bool = option(
+        False, "Also time all-reduces alone, which predict the best bucket of a sweep."
+    )
+    nsight: bool = option(
+        False,
+        "Instead of timing, record one step of each variant with Nsight Systems; the case is "
+        "skipped where nsys is missing.",
+    )
+    model: str | None = option(None, "package.module:factory of an nn.Module to train instead.")
+    input: str | None = option(None, "Its input, as input_ids=int64[4x128]<1000.")
+    device: str = option("auto", "Where to run.", choices=("auto", "cpu", "cuda"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.model is None) != (self.input is None):
+            raise ValueError(
+                f"model and input must be given together, but got model={self.model!r} and "
+                f"input={self.input!r}. Give both or neither."
+            )
+        for name in ("rounds", "blocks", "calls"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name} must be at least 1, but got {getattr(self, name)}. Raise it."
+                )
+        settings.labels(self.settings())
+
+    def settings(self) -> list[settings.Settings]:
+        """The variants, complete, with each step without communication before them.
+
+        Raises:
+            ValueError: an unknown key or value, or two variants that are the same.
+        """
+        defaults = {name: getattr(self, name) for name in settings.SHARED}
+        if self.optimizer is not None:
+            defaults["optimizer"] = self.optimizer
+        return settings.with_bounds([settings.read(each, defaults) for each in self.variants])
+
+
+class TrainStep(Experiment):
+    """Step time, exposed communication and memory of ways to train."""
+
+    name: ClassVar[str] = "train-step"
+    summary: ClassVar[str] = "Ways to train: step time, exposed communication, memory at moments"
+    guide: ClassVar[str] = (
+        "Times training steps of every variant in turns, in blocks that are not synchronised "
+        "inside, after its losses and weights have been proven to be those of plain averaging. A "
+        "variant is a wrapper, an optimizer, a precision, what is compiled, and an attention. "
+        "Exposed communication is the step minus the same step without communication, which is "
+        "always measured too. The first turn also weighs parameters, gradients and optimizer "
+        "state at four moments against their prediction."
+    )
+    examples: ClassVar[tuple[str, ...]] = (
+        "train-step --sizes small --variants naive,overlap,bucketed",
+        "train-step --batches 8 --sequences 512 --compile blocks",
+        "train-step --model my.model:build --input float32[8x512]",
+    )
+    Options: ClassVar[type[Any]] = Options
+
+    def cases(self, **options: Any) -> list[Case]:
+        """One case per size, batch and context length; all variants in each."""
+        chosen = Options(**options)
+        device = resolve_device(chosen.device)
+        world_size = chosen.world_size or default_world_size(device, chosen.nnodes)
+        variants = chosen.settings()
+        if world_size > 1 and chosen.nsight:  # nothing to see without communication
+            variants = [variant for variant in variants if variant.communicates]
+        subjects: list[Row]
+        if chosen.model is not None:
+            subjects = [{"model": chosen.model, "input": chosen.input}]
+        else:
+            subjects = [
+                {"size": size, **chosen.shape(), "batch": batch, "sequence": sequence}
+                for size in chosen.sizes
+                for batch in chosen.batches
+                for sequence in chosen.sequences
+            ]
+        common: Row = {
+            "variants": [variant.table() for variant in variants],
+            "world_size": world_size,
+            "nnodes": chosen.nnodes,
+            "rounds": chosen.rounds,
+            "blocks": chosen.blocks,
+            "calls": chosen.calls,
+            "warmup": chosen.warmup,
+            "profiled": chosen.profiled,
+            "all_reduces": chosen.all_reduces,
+            "nsight": chosen.nsight,
+            "device": device,
+        }
+        how = " Nsight Systems" if chosen.nsight else " profiled" * chosen.profiled
+        return [
+            Case(
+                experiment=self.name,
+                config={**subject, **common, "label": _label(subject, variants, world_size) + how},
+                placement=chosen.placement(),
+                timeout_s=900,
+            )
+            for subject in subjects
+        ]
+
+    def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
+        """Proves, weighs and times every variant in turns."""
+        if case.config["nsight"]:
+            from bench_harness.training import nsight
+
+            require_gpus(case.config)
+            return nsight.rows(dict(case.config), case.timeout_s / 3, progress)
+        from bench_harness.training.measure import measure_rank
+
+        ranks = run_on_ranks(case, progress, measure_rank, str(Path.cwd()))
+        return [merged(list(each)) for each in zip(*ranks, strict=True)]
+
+    def tables(self, rows: pd.DataFrame) -> list[Table]:
+        """Steps, memory, communication, the course's CSV columns, the bucket model."""
+        from bench_harness.experiments import train_step_tables
+
+        return train_step_tables.tables(rows)
+
+    def figures(self, rows: pd.DataFrame) -> list[Figure]:
+        """Step times, memory at its moments, overlap on one time axis, bucket sweeps."""
+        from bench_harness.experiments import train_step_tables
+
+        return train_step_tables.figures(rows)
+
+
+def _label(subject: Row, variants: list[settings.Settings], world_size: int) -> str:
+    what = subject.get("model") or f"{subject['size']} b{subject['batch']} s{subject['sequence']}"
+    precisions = "+".join(dict.fromkeys(variant.precision for variant in variants))
+    compiled = dict.fromkeys(v.compile for v in variants if v.compile != "off")
+    parts = [f"train-step {what} {precisions}", *(f"compiled {each}" for each in compiled)]
+    return " ".join([*parts, f"{world_size} ranks"])
+
+
+def merged(ranks: list[Row]) -> Row:
+    """One variant's row from those of all ranks: the slowest and the fullest of them count."""
+    row = slowest_rank(ranks)
+    if not row["samples_ms"]:  # skipped, or it did not agree
+        return {name: value for name, value in row.items() if value not in ([], None)}
+    for name in ("host_ms", "optimizer_ms"):
+        row[name] = slowest_of([rank[name] for rank in ranks])
+    for name in ("peak_gib", "device_allocations", "compilations"):
+        if name in row:
+            row[name] = max(rank[name] for rank in ranks)
+    row["memory"] = [_fullest(list(moment)) for moment in zip(*_each(ranks, "memory"), strict=True)]
+    if "all_reduce" in row:
+        sweeps = [rank["all_reduce"]["samples_ms"] for rank in ranks]
+        row["all_reduce"] = {
+            "size_bytes": row["all_reduce"]["size_bytes"],
+            "samples_ms": [slowest_of(list(size)) for size in zip(*sweeps, strict=True)],
+        }
+    if "communication_ms" in row:
+        row |= over_ranks(ranks)
+    return row
+
+
+def _each(ranks: list[Row], name: str) -> list[Any]:
+    return [rank[name] for rank in ranks]
+
+
+def _fullest(ranks: list[Row]) -> Row:
+    return {
+        name: max(rank[name] for rank in ranks) if isinstance(value, int) else value
+        for name, value in ranks[0].items()
+    }
+
+
+def over_ranks(ranks: Sequence[Mapping[str, Any]]) -> Row:
+    """Communication in a step: largest and least over ranks, and the timeline worth drawing.
+
+    NCCL's kernels spin while they wait for other ranks. The rank whose communication is exposed
+    least waits least, so its timeline shows what the exchange itself takes.
+    """
+    row: Row = {}
+    for name in ("communication_ms", "exposed_ms", "hidden_ms", "idle_ms"):
+        values = [rank[name] for rank in ranks]
+        row |= {name: max(values), f"{name.removesuffix('_ms')}_min_ms": min(values)}
+    drawn = min(range(len(ranks)), key=lambda rank: float(ranks[rank]["exposed_ms"]))
+    kept = {name: ranks[drawn][name] for name in ("overlap_ratio", "timeline", "spans")}
+    return {**row, **kept, "drawn_rank": drawn}

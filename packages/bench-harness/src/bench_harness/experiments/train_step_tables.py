@@ -1,0 +1,366 @@
+"""Tables and pictures of training steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import pandas as pd
+
+from bench_harness.experiments import present
+from bench_harness.experiments.base import Figure, Table
+from bench_harness.experiments.bucket_model import MISS_TOLERANCE, draw_fit, fit_table
+from bench_harness.report.plots import COLOURS, new_figure
+from bench_harness.stats import ratio_interval, with_summary
+from bench_harness.traces.picture import draw_overlap
+from bench_harness.training import settings as of
+from bench_harness.training.moments import MOMENTS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as MatplotlibFigure
+
+_CELL = {
+    "model": "model",
+    "size": "size",
+    "batch": "batch per rank",
+    "sequence": "sequence (tokens)",
+    "precision": "precision",
+    "compile": "compiled",
+    "world_size": "world size (ranks)",
+}
+#: A part of the memory further than this from its prediction is flagged.
+_TOLERANCE = 0.03
+_PARTS = ("parameter", "gradient", "state")
+#: Names of the course's comparison by column, where they are not those of the wrappers.
+_PUBLISHED = {"overlap": "overlap_individual"}
+
+
+def tables(rows: pd.DataFrame) -> list[Table]:
+    """Every table that the rows have something for."""
+    frame = with_summary(rows)
+    if "settings" not in frame:
+        return [Table("Training steps", present.columns(frame, _CELL | {"status": "status"}))]
+    frame = _compared(frame)
+    made = []
+    if frame["median_ms"].notna().any() or (frame["status"] != "ok").any():
+        made.append(_steps(frame))
+    done = present.finished(frame)
+    timed = done[done["median_ms"].notna()]
+    if "memory" in done and done["memory"].notna().any():
+        made.append(_memory(done))
+    if "communication_ms" in done and done["communication_ms"].notna().any():
+        made.append(_communication(done[done["communication_ms"].notna()]))
+    if len(timed):
+        made.append(_published(timed))
+        fitted = fit_table(timed)
+        if len(fitted):
+            made.append(
+                Table(
+                    "Bucket overhead model",
+                    fitted,
+                    "T(n) = s/(n·w) + n·o fitted to the exposed communication, with the bucket "
+                    "counts that the wrapper really used; b* = √(s·o·w), at least the largest "
+                    "parameter. Predicted: the same with o and w of all-reduces alone, t = o + "
+                    f"S/w, timed in the same run; a T* further than {MISS_TOLERANCE:.0%} from it "
+                    "is flagged.",
+                )
+            )
+    return made
+
+
+def _compared(frame: pd.DataFrame) -> pd.DataFrame:
+    """Adds to each row its settings as columns, and what relates it to others of its case."""
+    known = frame["settings"].map(lambda table: isinstance(table, Mapping))
+    for name in of.SHARED:
+        frame[name] = [_setting(table, name) for table in frame["settings"]]
+    frame["wrapper"] = [_setting(table, "wrapper", "name") for table in frame["settings"]]
+    medians = {
+        (row["case_key"], _identity(of.read(row["settings"], {}))): row["median_ms"]
+        for _, row in frame[known].iterrows()
+    }
+    naive = {
+        row["case_key"]: row["samples_ms"]
+        for _, row in frame[known].iterrows()
+        if row["wrapper"] == "naive" and isinstance(row.get("samples_ms"), list)
+    }
+    bare, speedups = [], []
+    for _, row in frame.iterrows():
+        base = float("nan")
+        if isinstance(row["settings"], Mapping):
+            variant = of.read(row["settings"], {}).without_communication()
+            base = medians.get((row["case_key"], _identity(variant)), base)
+        bare.append(base)
+        own, slow = row.get("samples_ms"), naive.get(row["case_key"])
+        nothing = (float("nan"),) * 3
+        speedups.append(ratio_interval(slow, own) if slow and _taken(own) else nothing)
+    frame[["speedup", "speedup_low", "speedup_high"]] = pd.DataFrame(speedups, index=frame.index)
+    frame["exposed_step_ms"] = frame["median_ms"] - pd.Series(bare, index=frame.index)
+    frame["share"] = 100 * frame["exposed_step_ms"] / frame["median_ms"]
+    samples = frame["samples_ms"] if "samples_ms" in frame else [None] * len(frame)
+    frame["fastest_ms"] = [_of(min, taken) for taken in samples]
+    frame["slowest_ms"] = [_of(max, taken) for taken in samples]
+    for name in ("host_ms", "optimizer_ms"):
+        if name in frame:
+            frame[f"{name}_median"] = [_of(_median, taken) for taken in frame[name]]
+    return frame
+
+
+def _identity(variant: of.Settings) -> str:
+    return repr(variant)
+
+
+def _setting(table: Any, *names: str) -> Any:
+    for name in names:
+        table = table.get(name) if isinstance(table, Mapping) else None
+    return table
+
+
+def _of(function: Any, taken: Any) -> float:
+    return float(function(taken)) if _taken(taken) else float("nan")
+
+
+def _taken(samples: Any) -> TypeGuard[list[float]]:
+    """Whether there are samples; a cell of a row that has none holds something else."""
+    return isinstance(samples, list) and bool(samples)
+
+
+def _median(taken: list[float]) -> float:
+    return float(pd.Series(taken).median())
+
+
+def _steps(frame: pd.DataFrame) -> Table:
+    return Table(
+        "Training steps",
+        present.columns(
+            frame[frame["median_ms"].notna() | (frame["status"] != "ok")],
+            _CELL
+            | {"variant": "variant"}
+            | present.STATISTICS
+            | {
+                "fastest_ms": "fastest (ms)",
+                "slowest_ms": "slowest (ms)",
+                "exposed_step_ms": "exposed communication (ms)",
+                "share": "of the step (%)",
+                "speedup": "speedup over naive (ratio)",
+                "speedup_low": "speedup 95 % low (ratio)",
+                "speedup_high": "speedup 95 % high (ratio)",
+                "optimizer_ms_median": "optimizer alone (ms)",
+                "host_ms_median": "host (ms)",
+                "peak_gib": "peak memory (GiB)",
+                "status": "status",
+                "error": "why",
+            },
+        ),
+        "A sample is the mean over a block of steps without synchronisation inside, the slowest "
+        "rank's. Exposed communication is the step minus the same step without communication. "
+        "Where the host's time is close to the step's, the host is the limit. A busy host only "
+        "adds time, so where samples scatter the fastest say more.",
+    )
+
+
+def _memory(done: pd.DataFrame) -> Table:
+    lines = [
+        {**{name: row[name] for name in [*_CELL, "variant"] if name in row}, **moment}
+        for _, row in done.iterrows()
+        if isinstance(row["memory"], list)
+        for moment in row["memory"]
+    ]
+    frame = pd.DataFrame(lines)
+    predicted = sum(frame[f"predicted_{part}_bytes"] for part in _PARTS)
+    frame["predicted_bytes"] = predicted
+    frame["missed"] = False
+    for part in _PARTS:
+        expected = frame[f"predicted_{part}_bytes"]
+        frame["missed"] |= (frame[f"{part}_bytes"] - expected).abs() > _TOLERANCE * expected
+    for name in [str(c) for c in frame if str(c).endswith("_bytes")]:
+        frame[name.replace("_bytes", "_gib")] = frame[name].astype("float64") / 2**30
+    return Table(
+        "Memory per rank at its moments",
+        present.columns(
+            frame,
+            _CELL
+            | {
+                "variant": "variant",
+                "moment": "moment",
+                "parameter_gib": "parameters (GiB)",
+                "gradient_gib": "gradients (GiB)",
+                "state_gib": "optimizer state (GiB)",
+                "predicted_gib": "predicted sum (GiB)",
+                "missed": "prediction missed",
+                "allocated_gib": "allocated (GiB)",
+                "peak_gib": "peak until then (GiB)",
+            },
+        ),
+        "The second step of a variant that is alone in memory; sizes of the tensors themselves, "
+        "the fullest rank's. On a GPU 'allocated' is the allocator's figure, and the peak, reset "
+        "at each moment, holds activations and temporary buffers. Predicted: the accounting of "
+        f"ZeRO's stages; a part that is off by more than {_TOLERANCE:.0%} is flagged.",
+    )
+
+
+def _communication(profiled: pd.DataFrame) -> Table:
+    profiled = profiled.copy()
+    if "payload_bytes" in profiled:
+        profiled["payload_mib"] = profiled["payload_bytes"].astype("float64") / 2**20
+    return Table(
+        "Communication in one profiled step",
+        present.columns(
+            profiled,
+            _CELL
+            | {
+                "variant": "variant",
+                "collectives": "collectives (count)",
+                "in_backward": "started in backward (count)",
+                "payload_mib": "payload (MiB)",
+                "communication_ms": "total (ms)",
+                "hidden_ms": "hidden (ms)",
+                "exposed_ms": "exposed (ms)",
+                "exposed_min_ms": "exposed, least rank (ms)",
+                "idle_ms": "idle (ms)",
+                "spans": "spans",
+            },
+        ),
+        "Exposed is communication with nothing computed meanwhile; hidden is the rest. Each "
+        "figure is the largest over ranks unless marked. Collectives wait for the slowest rank, "
+        "and that waiting counts.",
+    )
+
+
+def _published(done: pd.DataFrame) -> Table:
+    means = dict(
+        zip(zip(done["case_key"], done["wrapper"], strict=True), done["mean_ms"], strict=True)
+    )
+    return Table(
+        "Step times for comparison by column",
+        pd.DataFrame(
+            {
+                "implementation": [
+                    _PUBLISHED.get(wrapper, wrapper if wrapper in ("naive", "flat") else label)
+                    for wrapper, label in zip(done["wrapper"], done["variant"], strict=True)
+                ],
+                "model_size": done.get("size"),
+                "d_model": done.get("d_model"),
+                "num_layers": done.get("num_layers"),
+                "world_size": done["world_size"],
+                "avg_step_time_ms": done["mean_ms"].round(4),
+                "speedup_vs_naive": [
+                    round(means[case, "naive"] / mean, 4) if (case, "naive") in means else None
+                    for case, mean in zip(done["case_key"], done["mean_ms"], strict=True)
+                ],
+                "batch": done.get("batch"),
+                "sequence": done.get("sequence"),
+                "precision": done["precision"],
+            }
+        ).reset_index(drop=True),
+        "The columns that other implementations of the assignment publish; the last three say "
+        "which cell a line belongs to.",
+    )
+
+
+def figures(rows: pd.DataFrame) -> list[Figure]:
+    """Every picture that the rows have something for."""
+    done = present.finished(rows)
+    if "settings" not in done or done.empty:
+        return []
+    done = _compared(with_summary(done))
+    timed = done[done["median_ms"].notna()]
+    made = []
+    if len(timed):
+        made.append(
+            Figure(
+                "train_steps",
+                "Step time by variant",
+                _draw_steps(timed),
+                "Median step; the part beyond the step without communication is exposed. "
+                "Whiskers: 95 % interval.",
+            )
+        )
+    if "memory" in done and done["memory"].notna().any():
+        drawn = _draw_memory(done)
+        if drawn is not None:
+            made.append(Figure("train_step_memory", "Memory per rank at its moments", drawn))
+    profiled = done[done["timeline"].notna()] if "timeline" in done else done.iloc[:0]
+    for index, (_, cell) in enumerate(profiled.groupby("case_key", sort=False)):
+        lines = dict(zip(cell["variant"], cell["timeline"], strict=True))
+        lines.pop("no communication", None)
+        if lines:
+            made.append(
+                Figure(
+                    f"train_step_overlap_{index}",
+                    f"Overlap: {cell['label'].iloc[0]}",
+                    draw_overlap(lines),
+                    "One step of each variant, on the rank that waited least for others; "
+                    f"{cell['spans'].iloc[0]}. Black line: its end.",
+                )
+            )
+    sweep = draw_fit(timed)
+    if sweep is not None:
+        made.append(
+            Figure(
+                "train_step_buckets",
+                "Exposed communication over bucket size",
+                sweep,
+                "Points: step minus the step without communication. Line: fitted model.",
+            )
+        )
+    return made
+
+
+def _draw_steps(done: pd.DataFrame) -> MatplotlibFigure:
+    cells = [cell.sort_values("median_ms") for _, cell in done.groupby("case_key", sort=False)]
+    lines = sum(len(cell) for cell in cells)
+    longest = max(map(len, done["variant"]))
+    height = 0.9 + len(cells) + 0.3 * lines
+    figure, axes = new_figure(rows=len(cells), width=6 + 0.07 * longest, height=height)
+    for plot, cell in zip(axes[:, 0], cells, strict=True):
+        exposed = cell["exposed_step_ms"].fillna(0).clip(lower=0)
+        errors = [
+            (cell["median_ms"] - cell["ci_low_ms"]).fillna(0).clip(lower=0),
+            (cell["ci_high_ms"] - cell["median_ms"]).fillna(0).clip(lower=0),
+        ]
+        plot.barh(cell["variant"], cell["median_ms"] - exposed, color=COLOURS[0])
+        plot.barh(
+            cell["variant"],
+            exposed,
+            left=cell["median_ms"] - exposed,
+            xerr=errors,
+            color=COLOURS[1],
+            capsize=2,
+            label="exposed communication",
+        )
+        plot.invert_yaxis()
+        plot.set_title(cell["label"].iloc[0])
+        plot.set_xlabel("median step (ms)")
+        plot.tick_params(axis="y", labelsize="x-small")
+    handles, names = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside upper center")
+    return figure
+
+
+def _draw_memory(done: pd.DataFrame) -> MatplotlibFigure | None:
+    """Stacked bars of the first cell: what is held at each moment, by kind."""
+    _, cell = next(iter(done[done["memory"].notna()].groupby("case_key", sort=False)))
+    held = [row for _, row in cell.iterrows() if isinstance(row["memory"], list)]
+    if not held:
+        return None
+    lines = len(held) * len(MOMENTS)
+    longest = max(len(row["variant"]) for row in held)
+    figure, axes = new_figure(width=7.5 + 0.07 * longest, height=1.2 + 0.24 * lines)
+    plot, names, place = axes[0, 0], [], 0
+    for row in held:
+        for moment in row["memory"]:
+            left = 0.0
+            parts = {part: moment[f"{part}_bytes"] / 2**30 for part in _PARTS}
+            if moment["allocated_bytes"] is not None:
+                rest = moment["allocated_bytes"] / 2**30 - sum(parts.values())
+                parts["activations and buffers"] = max(rest, 0.0)
+            for colour, (part, width) in zip(COLOURS, parts.items(), strict=False):
+                plot.barh(place, width, left=left, color=colour, label=None if place else part)
+                left += width
+            names.append(f"{row['variant']}, {moment['moment']}")
+            place += 1
+    plot.set_yticks(range(len(names)), names, fontsize="x-small")
+    plot.invert_yaxis()
+    plot.set_xlabel("memory per rank (GiB)")
+    figure.legend(loc="outside upper center", ncols=4)
+    return figure

@@ -1,0 +1,358 @@
+"""From the settings of a variant to a training that can take steps."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bench_harness.experiments.base import CaseSkipped
+from bench_harness.training import settings as of
+from bench_harness.workload import attention_by_name, imported_module, language_model
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bench_harness.workload import Workload
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class Training:
+    """One variant in memory.
+
+    Attributes:
+        workload: the model, this rank's batch and its precision.
+        module: what forward calls: the model, or the wrapper around it.
+        numel, gradient_bytes: of the whole model, counted before any parameter is sharded.
+        finish: makes averaged gradients usable; called after backward.
+        close: removes hooks and lets go of what the wrapper holds.
+    """
+
+    workload: Workload
+    module: Callable[..., Any]
+    optimizer: torch.optim.Optimizer
+    numel: int
+    gradient_bytes: int
+    finish: Callable[[], object] = lambda: None
+    close: Callable[[], object] = lambda: None
+
+    def forward(self) -> Tensor:
+        """The loss of this rank's batch, with all gradients reset before."""
+        self.optimizer.zero_grad(set_to_none=True)
+        return self.workload.loss(self.module)
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients, averaged over ranks."""
+        self.workload.backward(loss)
+        self.finish()
+
+    def update(self) -> None:
+        """One step of the optimizer."""
+        self.optimizer.step()
+
+    def step(self) -> Tensor:
+        """A whole training step; returns its loss, detached and still on the device."""
+        loss = self.forward()
+        self.backward(loss)
+        self.update()
+        return loss.detach()
+
+    def wait(self) -> None:
+        """Waits for what the optimizer still has under way, so that all parameters are new."""
+        wait = getattr(self.optimizer, "wait", None)
+        if wait is not None:
+            wait()
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The model's parameters by name, whole, on every rank. Collective for sharded ones."""
+        self.wait()
+        gather = getattr(self.module, "full_parameters", None)
+        if gather is not None:
+            whole: dict[str, Tensor] = gather()
+            return whole
+        named = self.workload.module.named_parameters()
+        return {name: _whole(parameter.detach()) for name, parameter in named}
+
+    def stats(self) -> dict[str, int | None]:
+        """Collectives and bytes of the last step, as a wrapper of ddp-lite counts them."""
+        stats = getattr(self.module, "stats", None)
+        found = stats() if callable(stats) else None
+        return {
+            "collectives": getattr(found, "collectives", None),
+            "in_backward": getattr(found, "started_in_backward", None),
+            "buckets": getattr(found, "reductions", None)
+            or len(getattr(self.optimizer, "buckets", ()))
+            or None,
+            "payload_bytes": getattr(found, "bytes", None),
+        }
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    full = getattr(tensor, "full_tensor", None)
+    return full() if full is not None else tensor
+
+
+@contextmanager
+def training(
+    variant: of.Settings, config: Mapping[str, Any], device: torch.device
+) -> Iterator[Training]:
+    """A variant, built from the same initial weights on every call, and let go of afterwards.
+
+    Args:
+        config: of the case: ``size`` and dimensions, ``batch`` and ``sequence``, or ``model`` and
+            ``input`` of an imported module.
+
+    Raises:
+        CaseSkipped: the variant cannot run here; the text says why.
+    """
+    # What the variant before held is out of reach only now that its function has returned.
+    gc.collect()
+    workload = _workload(variant, config, device)
+    made = _wrapped(variant, workload)
+    try:
+        yield made
+    finally:
+        made.close()
+        for parameter in workload.module.parameters():
+            parameter.grad = None
+
+
+def _workload(variant: of.Settings, config: Mapping[str, Any], device: torch.device) -> Workload:
+    rank = dist.get_rank()
+    if config.get("model") is not None:
+        workload = imported_module(
+            config["model"], config["input"], device, variant.precision, batch_seed=rank
+        )
+    else:
+        workload = language_model(
+            config,
+            device,
+            precision=variant.precision,
+            attention=attention_by_name(variant.attention),
+            batch_seed=rank,
+            checkpoint_blocks=variant.checkpoint_blocks,
+            chunked_loss=variant.loss == "chunked",
+        )
+    if variant.compile != "off":
+        # Without a GPU nothing is worth generating code for.
+        backend = config.get("backend") or ("inductor" if device.type == "cuda" else "aot_eager")
+        for part in _blocks(workload.module) if variant.compile == "blocks" else [workload.module]:
+            part.compile(backend=backend, dynamic=False)
+    return workload
+
+
+def _blocks(module: nn.Module) -> list[nn.Module]:
+    """The blocks of a model, each of which is compiled or sharded on its own.
+
+    Raises:
+        ValueError: the model has none.
+    """
+    blocks = getattr(module, "blocks", None)
+    if not isinstance(blocks, nn.ModuleList):
+        raise ValueError(
+            f"the model must have its blocks in an nn.ModuleList named 'blocks', but got "
+            f'{type(module).__name__}. Set compile = "model" or "off".'
+        )
+    return list(blocks)
+
+
+def _wrapped(variant: of.Settings, workload: Workload) -> Training:
+    """Puts the wrapper around the model, and makes the optimizer."""
+    wrapper, module, device = variant.wrapper, workload.module, workload.device
+    whole = workload.parameters(), sum(p.nbytes for p in module.parameters() if p.requires_grad)
+    if isinstance(wrapper, of.FSDP2):
+        _shard(wrapper, module, device)
+        optimizer = _torch_optimizer(variant.optimizer, module, device)
+        return Training(workload, module, optimizer, *whole)
+    if isinstance(wrapper, of.FullySharded):
+        fully_sharded = _fully_sharded(wrapper, module)
+        return Training(
+            workload,
+            fully_sharded,
+            _torch_optimizer(variant.optimizer, fully_sharded, device),
+            *whole,
+            fully_sharded.finish_gradient_synchronization,
+            getattr(fully_sharded, "detach", lambda: None),
+        )
+    if isinstance(wrapper, of.TorchDDP):
+        around = nn.parallel.DistributedDataParallel(
+            module,
+            bucket_cap_mb=wrapper.bucket_cap_mb,
+            gradient_as_bucket_view=wrapper.gradient_as_bucket_view,
+            static_graph=wrapper.static_graph,
+        )
+        optimizer = _optimizer(variant.optimizer, module, device)
+        return Training(workload, around, optimizer, *whole)
+    if isinstance(wrapper, of.NoWrapper):
+        optimizer = _optimizer(variant.optimizer, module, device)
+        if isinstance(variant.optimizer, of.Sharded) and variant.optimizer.overlap:
+            optimizer.attach(module)  # type: ignore[attr-defined]
+        return Training(workload, module, optimizer, *whole)
+    ours = _ddp_lite(wrapper, module)
+    hands_over = isinstance(wrapper, of.Bucketed) and wrapper.comm_hook == "reduce-scatter"
+    layout = ours.buckets if hands_over else None
+    optimizer = _optimizer(variant.optimizer, module, device, layout=layout)
+    finish = ours.finish_gradient_synchronization
+    return Training(workload, ours, optimizer, *whole, finish, ours.detach)
+
+
+def _ddp_lite(wrapper: of.Arguments, module: nn.Module) -> Any:
+    import ddp_lite
+
+    if not isinstance(wrapper, of.Bucketed):
+        assert isinstance(wrapper, of.Naive)
+        classes: dict[type[of.Arguments], Callable[..., ddp_lite.DataParallelBase]] = {
+            of.Naive: ddp_lite.NaiveDDP,
+            of.Flat: ddp_lite.FlatDDP,
+            of.Overlap: ddp_lite.OverlapDDP,
+        }
+        return classes[type(wrapper)](module, missing_gradients=wrapper.missing_gradients)
+    group = dist.group.WORLD
+    if wrapper.nccl_high_priority or wrapper.nccl_max_ctas is not None:
+        group = _nccl_group(wrapper.nccl_high_priority, wrapper.nccl_max_ctas)
+    size, last = wrapper.bucket_size_mb, wrapper.last_bucket_size_mb
+    return ddp_lite.BucketedDDP(
+        module,
+        None if size == "one" else size,
+        last_bucket_size_mb=None if last == "same" else last,
+        copy=wrapper.copy,
+        wire_dtype=None if wrapper.wire_dtype is None else _DTYPES[wrapper.wire_dtype],
+        comm_hook=_comm_hook(wrapper.comm_hook, group),
+        missing_gradients=wrapper.missing_gradients,
+        process_group=group,
+    )
+
+
+def _comm_hook(name: str | None, group: Any) -> Any:
+    """A fresh hook: some keep state that belongs to one wrapper."""
+    if name is None:
+        return None
+    if name == "peer-copy":
+        from ddp_lite.peer import PeerCopyAverage
+
+        if group.size() != 2 or dist.get_backend(group) != "nccl":
+            raise CaseSkipped(
+                f"peer-copy needs two CUDA ranks; this group has {group.size()} ranks with "
+                f"{dist.get_backend(group)}"
+            )
+        return PeerCopyAverage(group)
+    if name == "reduce-scatter":
+        from shard_optim import ReduceScatterHook
+
+        return ReduceScatterHook()
+    from ddp_lite import hooks
+
+    return hooks.PowerSGD() if name == "power-sgd" else hooks.CompressTo(torch.bfloat16)
+
+
+_NCCL_GROUPS: dict[tuple[dist.ProcessGroup, bool, int | None], dist.ProcessGroup] = {}
+
+
+def _nccl_group(high_priority: bool, max_ctas: int | None) -> dist.ProcessGroup:
+    """A group with these NCCL settings, made once: a communicator is never given back."""
+    world = dist.group.WORLD
+    assert world is not None
+    if dist.get_backend(world) != "nccl":
+        raise CaseSkipped(f"NCCL settings need NCCL; this group uses {dist.get_backend(world)}")
+    key = (world, high_priority, max_ctas)
+    if key not in _NCCL_GROUPS:
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
+        if max_ctas is not None:
+            options.config.max_ctas = max_ctas
+        _NCCL_GROUPS[key] = dist.new_group(pg_options=options)
+    return _NCCL_GROUPS[key]
+
+
+def _shard(wrapper: of.FSDP2, module: nn.Module, device: torch.device) -> None:
+    """Shards every block, then the rest, as FSDP2 is meant to be applied."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if wrapper.param_dtype is None else _DTYPES[wrapper.param_dtype],
+        reduce_dtype=None if wrapper.reduce_dtype is None else _DTYPES[wrapper.reduce_dtype],
+    )
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for part in [*_blocks(module), module]:
+        fully_shard(
+            part,
+            mesh=mesh,
+            reshard_after_forward=wrapper.reshard_after_forward,
+            mp_policy=policy,
+        )
+
+
+def _fully_sharded(wrapper: of.FullySharded, module: nn.Module) -> Any:
+    import shard_optim
+
+    cls = getattr(shard_optim, "FullyShardedDataParallel", None)
+    if cls is None:
+        raise CaseSkipped(
+            "fully-sharded needs a shard-optim that has FullyShardedDataParallel; upgrade "
+            "shard-optim"
+        )
+    return cls(
+        module,
+        reshard_after_forward=wrapper.reshard_after_forward,
+        compute_dtype=None if wrapper.compute_dtype is None else _DTYPES[wrapper.compute_dtype],
+        reduce_dtype=None if wrapper.reduce_dtype is None else _DTYPES[wrapper.reduce_dtype],
+        prefetch=wrapper.prefetch,
+    )
+
+
+def _optimizer(
+    arguments: of.Arguments, module: nn.Module, device: torch.device, *, layout: Any = None
+) -> torch.optim.Optimizer:
+    """The optimizer of a replicated model."""
+    if isinstance(arguments, of.ZeroRedundancy):
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        fused = _fused(arguments.fused, device)
+        return ZeroRedundancyOptimizer(
+            module.parameters(), torch.optim.AdamW, lr=arguments.lr, fused=fused
+        )
+    if isinstance(arguments, of.Sharded):
+        from shard_optim import ShardedOptimizer
+
+        return ShardedOptimizer(
+            module.named_parameters(),
+            torch.optim.AdamW,
+            partition=arguments.partition,
+            bucket_size_mb=arguments.bucket_size_mb,
+            master_dtype=(
+                None if arguments.master_dtype is None else _DTYPES[arguments.master_dtype]
+            ),
+            reduce_gradients=arguments.reduce_gradients,
+            overlap=arguments.overlap,
+            layout=layout,
+            lr=arguments.lr,
+            fused=_fused(arguments.fused, device),
+        )
+    return _torch_optimizer(arguments, module, device)
+
+
+def _torch_optimizer(
+    arguments: of.Arguments, module: nn.Module, device: torch.device
+) -> torch.optim.Optimizer:
+    parameters = module.parameters()
+    if isinstance(arguments, of.BasicsAdamW):
+        import basics_model
+
+        return basics_model.AdamW(parameters, lr=arguments.lr)
+    assert isinstance(arguments, of.TorchOptimizer)
+    shared: dict[str, Any] = {"lr": arguments.lr, "fused": _fused(arguments.fused, device)}
+    if isinstance(arguments, of.SGD):
+        return torch.optim.SGD(parameters, momentum=arguments.momentum, **shared)
+    return torch.optim.AdamW(parameters, **shared)
+
+
+def _fused(asked: bool | None, device: torch.device) -> bool:
+    return device.type == "cuda" if asked is None else asked

@@ -1,0 +1,265 @@
+"""One rank's part of a training-step case: proof, memory, blocks of steps in turns, a profile.
+
+Every turn builds its variant anew from the same initial weights, warms it up, and lets go of it
+afterwards: variants meet the same state of the machine, only one is in memory at a time, and each
+may change its model for good, as sharding does. The first turn of a variant also weighs it and
+keeps the losses of its first steps, which all variants must share.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from bench_harness.case import Row
+from bench_harness.experiments.base import CaseSkipped
+from bench_harness.timing import synchronize
+from bench_harness.training import moments, proof
+from bench_harness.training import settings as of
+from bench_harness.training.build import Training, training
+from bench_harness.workload import shape_row
+
+if TYPE_CHECKING:
+    from bench_harness.workload import Workload
+
+STEP = "step"
+#: Largest difference of the first losses between variants, relative to them, by precision.
+LOSS_TOLERANCE = {"fp32": 1e-3, "tf32": 5e-3, "bf16": 2e-2}
+#: Shares of the gradients whose all-reduce is timed, for the prediction beside a bucket sweep.
+_SWEEP_SHARES = (1000, 100, 10)
+
+
+def measure_rank(
+    rank: int, world_size: int, device: torch.device, config: Mapping[str, Any], folder: str
+) -> list[Row]:
+    """One row per variant, with this rank's samples.
+
+    A row that ends with ``ended`` was not timed on: it says with which status and why.
+    """
+    variants = [of.read(table, {}) for table in config["variants"]]
+    rows: list[Row] = [
+        {"variant": label, "settings": variant.table(), "round": [], "samples_ms": []}
+        | {"host_ms": [], "optimizer_ms": [], "device_allocations": 0, "compilations": 0}
+        for label, variant in zip(of.labels(variants), variants, strict=True)
+    ]
+    # Past the compiler's limit a module would quietly run uncompiled.
+    with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
+        _prove(variants, rows, config, device)
+        link = _all_reduces(variants[0], config, device) if config["all_reduces"] else {}
+        for turn in range(config["rounds"]):
+            pairs = list(zip(variants, rows, strict=True))
+            for variant, row in pairs if turn % 2 == 0 else pairs[::-1]:
+                if "ended" not in row:
+                    _turn(variant, row, turn, config, device, Path(folder))
+            if turn == 0:
+                _compare_losses(variants, rows)
+    rows[0] |= link
+    return rows
+
+
+def _prove(
+    variants: list[of.Settings], rows: list[Row], config: Mapping[str, Any], device: torch.device
+) -> None:
+    """Marks the variants that cannot run here, or do not train like the definition."""
+    definitions: dict[of.Arguments, proof.Trained] = {}
+    for variant, row in zip(variants, rows, strict=True):
+        plain = variant.without_communication().optimizer
+        if plain not in definitions:
+            definitions[plain] = proof.definition(plain, config, device)
+        own: Row | None = None
+        try:
+            trouble, errors = proof.disagreement(variant, definitions[plain], config, device)
+            row |= errors
+            own = None if trouble is None else {"status": "error", "error": trouble}
+        except CaseSkipped as reason:
+            own = {"status": "skipped", "error": str(reason)}
+        except Exception as error:  # noqa: BLE001 - reported, and the others still run
+            own = {"status": "error", "error": f"{type(error).__name__}: {error}"}
+        everyone: list[Row | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+        troubled = [ended for ended in everyone if ended is not None]
+        if troubled:
+            row["ended"] = troubled[0]
+
+
+def _all_reduces(variant: of.Settings, config: Mapping[str, Any], device: torch.device) -> Row:
+    """All-reduces alone, from which the cost of a bucket sweep is predicted."""
+    from bench_harness.experiments.allreduce import sweep
+
+    with training(variant, config, device) as steps:
+        largest = max(p.nbytes for p in steps.workload.module.parameters())
+        sizes = [max(4096, 4 * steps.numel // share) for share in _SWEEP_SHARES]
+    taken = sweep(sizes, device, warmup=3, samples=10)
+    link = {"size_bytes": sizes, "samples_ms": taken}
+    return {"all_reduce": link, "largest_parameter_bytes": largest}
+
+
+def _turn(
+    variant: of.Settings,
+    row: Row,
+    turn: int,
+    config: Mapping[str, Any],
+    device: torch.device,
+    folder: Path,
+) -> None:
+    """One turn of a variant: warm-up, blocks of steps, the optimizer alone; adds to its row."""
+    before = moments.held_before(device) if turn == 0 else 0
+    with training(variant, config, device) as steps:
+        if turn == 0:
+            row |= facts(steps)
+            row["held_before_bytes"] = before
+            row["memory"], row["losses"] = moments.weigh(steps, variant, before)
+        for _ in range(config["warmup"]):
+            loss = steps.step()
+        if turn == 0 and config["warmup"]:
+            row["losses"].append(proof.mean_over_ranks(loss))
+        with _collector_paused():
+            synchronize(device)
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+            for _ in range(config["blocks"]):
+                row["round"].append(turn)
+                _block(steps.step, config["calls"], device, row)
+            if device.type == "cuda":
+                peak = torch.cuda.max_memory_allocated(device) / 2**30
+                row["peak_gib"] = max(peak, row.get("peak_gib", 0.0))
+            _optimizer_alone(steps, row)
+        if turn == config["rounds"] - 1:
+            row |= steps.stats()
+            if config["profiled"]:
+                name = row["variant"].replace("/", "-").replace(" ", "-")
+                path = folder / f"step-{name}-rank{dist.get_rank()}.json"
+                row |= _profile(steps.step, steps.workload, path)
+
+
+def facts(steps: Training) -> Row:
+    """What a reader must know of the model and its batch."""
+    shape = steps.workload.model_config
+    known: Row = {} if shape is None else dict(shape_row(shape))
+    module = steps.workload.module
+    explain = getattr(steps.module, "explain", None)
+    return {
+        **known,
+        "parameters": steps.numel,
+        "gradient_bytes": steps.gradient_bytes,
+        "tokens": steps.workload.args[0].numel() if shape is not None else None,
+        "trainable": sum(p.requires_grad for p in module.parameters()),
+        "explained": explain() if callable(explain) else None,
+    }
+
+
+def _block(step: Callable[[], object], calls: int, device: torch.device, row: Row) -> None:
+    """Adds one sample: milliseconds per step of a block, not synchronised inside.
+
+    ``samples_ms`` is until the device was done, ``host_ms`` until the host had launched
+    everything: where the two are close, the step is limited by the host. What must not happen
+    meanwhile is counted: requests for device memory, and compilations.
+    """
+    allocations, graphs = _device_allocations(device), _graphs()
+    dist.barrier()
+    synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(calls):
+        step()
+    launched = time.perf_counter() - begin
+    synchronize(device)
+    elapsed = time.perf_counter() - begin
+    row["samples_ms"].append(round(1e3 * elapsed / calls, 6))
+    row["host_ms"].append(round(1e3 * launched / calls, 6))
+    row["device_allocations"] += _device_allocations(device) - allocations
+    row["compilations"] += _graphs() - graphs
+
+
+def _optimizer_alone(steps: Training, row: Row) -> None:
+    """Adds the milliseconds from a finished backward to updated parameters."""
+    device = steps.workload.device
+    steps.backward(steps.forward())
+    dist.barrier()
+    synchronize(device)
+    begin = time.perf_counter()
+    steps.update()
+    steps.wait()
+    synchronize(device)
+    row["optimizer_ms"].append(round(1e3 * (time.perf_counter() - begin), 6))
+
+
+def _compare_losses(variants: list[of.Settings], rows: list[Row]) -> None:
+    """Ends the variants whose first losses are not those of the first one with their optimizer.
+
+    At full size and in their own precision; the small model has proven them before.
+    """
+    first: dict[of.Arguments, tuple[of.Settings, Row]] = {}
+    for variant, row in zip(variants, rows, strict=True):
+        averaged = variant.communicates or dist.get_world_size() == 1
+        if "ended" in row or not averaged or variant.wrapper.wire != "exact":
+            continue
+        other, known = first.setdefault(variant.without_communication().optimizer, (variant, row))
+        limit = max(LOSS_TOLERANCE[each.precision] for each in (variant, other))
+        error = max(
+            abs(found - wanted) / abs(wanted)
+            for found, wanted in zip(row["losses"], known["losses"], strict=True)
+        )
+        if not error <= limit:
+            row["ended"] = {
+                "status": "error",
+                "error": f"the first losses must be those of {known['variant']} within {limit:g} "
+                f"of their size, but got {row['losses']} against {known['losses']}",
+            }
+
+
+def _profile(step: Callable[[], object], workload: Workload, path: Path) -> Row:
+    """Communication of one profiled step by interval arithmetic."""
+    from bench_harness.traces import kineto
+    from bench_harness.traces.picture import timeline
+    from bench_harness.traces.trace import phase
+
+    device = workload.device
+    with kineto.recording(path, device):
+        dist.barrier()
+        with phase(STEP, device):
+            step()
+    trace = kineto.load(path)
+    window = trace.phases(STEP)[0]
+    found = trace.overlap(window)
+    if dist.get_rank() == 0:
+        kineto.trimmed(path, path.with_suffix(".trimmed.json.gz"), [window])
+    path.unlink()
+    return {
+        "communication_ms": found.communication_ns / 1e6,
+        "exposed_ms": found.exposed_ns / 1e6,
+        "hidden_ms": found.hidden_ns / 1e6,
+        "idle_ms": found.idle_ns / 1e6,
+        "overlap_ratio": found.ratio,
+        "spans": "GPU kernels" if trace.on_device else "host spans (gloo on a CPU)",
+        "timeline": timeline(trace, window),
+    }
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """No garbage collection inside: it would hit some blocks and not others."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _device_allocations(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.memory_stats(device)["num_device_alloc"])
+
+
+def _graphs() -> int:
+    """How many graphs this process has compiled so far."""
+    import torch._dynamo.utils
+
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])

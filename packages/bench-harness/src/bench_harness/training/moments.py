@@ -1,0 +1,140 @@
+"""What a rank holds in memory at the moments of its first two steps."""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bench_harness.case import Row
+from bench_harness.timing import synchronize
+
+if TYPE_CHECKING:
+    from bench_harness.training.build import Training
+    from bench_harness.training.settings import Settings
+
+#: In their order. The second step counts: before it, there is no optimizer state.
+MOMENTS = (
+    "after initialisation",
+    "end of forward",
+    "before the optimizer step",
+    "after the optimizer step",
+)
+
+
+def held_before(device: torch.device) -> int:
+    """Bytes that are allocated before a variant is built, after everything else was let go of."""
+    if device.type != "cuda":
+        return 0
+    held, before = -1, 0
+    while held != before:  # what one collection frees may hold more to collect
+        held = before
+        synchronize(device)
+        time.sleep(0.5)  # NCCL's watchdog lets go of tensors of finished collectives late
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return before
+
+
+def weigh(training: Training, variant: Settings, before: int) -> tuple[list[Row], list[float]]:
+    """Two steps, with what is held at each moment of the second, and before the first.
+
+    Args:
+        training: just built, no step taken.
+        before: :func:`held_before`.
+
+    Returns:
+        One row per moment of :data:`MOMENTS`, and the losses of the two steps (averaged over
+        ranks).
+    """
+    from bench_harness.training.proof import mean_over_ranks
+
+    predicted = _predicted(training, variant)
+    rows, losses = [_moment(training, MOMENTS[0], before, predicted)], []
+    for number in (1, 2):
+        loss = training.forward()
+        forward = _moment(training, MOMENTS[1], before, predicted)
+        training.backward(loss)
+        losses.append(mean_over_ranks(loss))
+        del loss
+        backward = _moment(training, MOMENTS[2], before, predicted)
+        training.update()
+        training.wait()
+        after = _moment(training, MOMENTS[3], before, predicted)
+        if number == 2:
+            rows += [forward, backward, after]
+    return rows, losses
+
+
+def _moment(training: Training, name: str, before: int, predicted: Row) -> Row:
+    """What is held now, by kind; the allocator's own figures; the peak since the last moment."""
+    device = training.workload.device
+    row: Row = {
+        "moment": name,
+        "parameter_bytes": _nbytes(training.workload.module.parameters()),
+        "gradient_bytes": _gradient_bytes(training, shards=name == MOMENTS[2]),
+        "state_bytes": _state_bytes(training.optimizer),
+        "predicted_parameter_bytes": predicted["parameters"],
+        "predicted_gradient_bytes": 0,
+        "predicted_state_bytes": 0 if name == MOMENTS[0] else predicted["optimizer_state"],
+        "allocated_bytes": None,
+        "peak_bytes": None,
+    }
+    freed = predicted["stage"] >= 2  # a sharded gradient is gone once it is used
+    if name == MOMENTS[2] or (name == MOMENTS[3] and not freed):
+        row["predicted_gradient_bytes"] = predicted["gradients"]
+    if device.type == "cuda":
+        synchronize(device)
+        row["allocated_bytes"] = torch.cuda.memory_allocated(device) - before
+        row["peak_bytes"] = torch.cuda.max_memory_allocated(device) - before
+        torch.cuda.reset_peak_memory_stats(device)
+    return row
+
+
+def _predicted(training: Training, variant: Settings) -> Row:
+    """Bytes of parameters, gradients and AdamW's state on one rank, by the accounting."""
+    import torch.distributed as dist
+
+    from shard_optim.accounting import rank_memory
+
+    world_size = dist.get_world_size()
+    memory = rank_memory(training.numel, world_size=world_size, stage=variant.zero_stage)
+    return {
+        "stage": variant.zero_stage,
+        "parameters": round(memory.parameters),
+        "gradients": round(memory.gradients),
+        "optimizer_state": round(memory.optimizer_state),
+    }
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    to_local = getattr(tensor, "to_local", None)
+    local: torch.Tensor = tensor if to_local is None else to_local()
+    return local
+
+
+def _nbytes(tensors: Any) -> int:
+    return sum(_local(tensor).nbytes for tensor in tensors)
+
+
+def _gradient_bytes(training: Training, *, shards: bool) -> int:
+    """Bytes of the gradients that this rank holds in its parameters, or else in shards.
+
+    Args:
+        shards: whether the optimizer has shards now; asking for them completes the reduction.
+    """
+    module = training.workload.module
+    whole = _nbytes(p.grad for p in module.parameters() if p.grad is not None)
+    local = getattr(training.optimizer, "local_gradients", None)
+    return whole if whole or local is None or not shards else _nbytes(local())
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    # ZeroRedundancyOptimizer keeps the state of its part in an optimizer of its own.
+    states = getattr(optimizer, "optim", optimizer).state.values()
+    tensors = (v for state in states for v in state.values() if isinstance(v, torch.Tensor))
+    return _nbytes(tensors)

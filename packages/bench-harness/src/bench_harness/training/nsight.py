@@ -1,0 +1,135 @@
+"""One training step of each variant under Nsight Systems: one report per variant.
+
+The program that Nsight Systems runs is this module itself: ``python -m
+bench_harness.training.nsight CASE.json INDEX FINISHED``. It starts every rank as a program
+of its own, because Nsight Systems follows programs, not forks.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench_harness.case import Row
+from bench_harness.training import settings as of
+
+if TYPE_CHECKING:
+    import torch
+
+
+def rows(config: Row, timeout_s: float, progress: Callable[[str], None]) -> list[Row]:
+    """Records every variant of a case, and reads communication and overlap from the exports.
+
+    Raises:
+        NsightMissingError: no usable ``nsys``; the case is skipped.
+        NsightError: recording failed, or a report holds no kernels.
+    """
+    from bench_harness.traces import nsight
+
+    nsight.nsys()
+    variants = [of.read(table, {}) for table in config["variants"]]
+    settings = Path("case.json").absolute()
+    settings.write_text(json.dumps(config), encoding="utf-8")
+    found = []
+    for index, (name, variant) in enumerate(zip(of.labels(variants), variants, strict=True)):
+        progress(f"recording {name} with Nsight Systems")
+        finished = Path("finished.json").absolute()
+        export = nsight.record(
+            [sys.executable, "-m", __name__, str(settings), str(index), str(finished)],
+            Path(f"step-{index}").absolute(),
+            finished=finished,
+            timeout_s=timeout_s / len(variants),
+        )
+        progress(f"reading the report of {name}")
+        counted = json.loads(finished.read_text(encoding="utf-8"))
+        about = {"variant": name, "settings": variant.table(), "report": f"step-{index}.nsys-rep"}
+        found.append({**about, **counted, **read(export, config["world_size"])})
+        finished.unlink()
+        export.unlink()  # the report itself stays
+    settings.unlink()
+    return found
+
+
+def read(export: Path, world_size: int) -> Row:
+    """Communication of the recorded step over all ranks, and the picture's data.
+
+    Raises:
+        NsightError: the report does not hold kernels of every rank.
+    """
+    from bench_harness.experiments.train_step import over_ranks
+    from bench_harness.traces import nsight
+    from bench_harness.traces.picture import timeline
+
+    found_on = nsight.devices(export)
+    if len(found_on) != world_size:
+        raise nsight.NsightError(
+            f"a report of {world_size} ranks must hold kernels of as many GPUs; {export.name} "
+            f"holds those of {len(found_on)}"
+        )
+    ranks = []
+    for device in found_on:
+        trace = nsight.load(export, device)
+        window = trace.phases("step")[0]
+        found = trace.overlap(window)
+        ranks.append(
+            {
+                "communication_ms": found.communication_ns / 1e6,
+                "exposed_ms": found.exposed_ns / 1e6,
+                "hidden_ms": found.hidden_ns / 1e6,
+                "idle_ms": found.idle_ns / 1e6,
+                "overlap_ratio": found.ratio,
+                "spans": "GPU kernels (Nsight Systems)",
+                "timeline": timeline(trace, window),
+            }
+        )
+    return over_ranks(ranks)
+
+
+def measure_rank(
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    config: Mapping[str, Any],
+    index: int,
+) -> Row:
+    """One rank's part: warm-up, then one step in a range of its own."""
+    import torch.distributed as dist
+
+    from bench_harness.traces.trace import phase
+    from bench_harness.training.build import training
+    from bench_harness.training.measure import STEP, facts
+
+    with training(of.read(config["variants"][index], {}), config, device) as steps:
+        with phase("warm-up", device):
+            for _ in range(config["warmup"]):
+                steps.step()
+        dist.barrier()
+        with phase(STEP, device):
+            steps.step()
+        return {**facts(steps), **steps.stats()}
+
+
+def _main(settings: Path, index: int, finished: Path) -> None:
+    """The program that Nsight Systems runs."""
+    from bench_harness.ranks import launch
+
+    config = json.loads(settings.read_text(encoding="utf-8"))
+    results = launch(
+        measure_rank,
+        config["world_size"],
+        config,
+        index,
+        backend="nccl" if config["device"] == "cuda" else "gloo",
+        start_method="spawn",
+    )
+    finished.write_text(json.dumps(results[0]), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    # By its importable name: ranks look the function up in the module that it says it is from.
+    from bench_harness.training import nsight
+
+    nsight._main(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

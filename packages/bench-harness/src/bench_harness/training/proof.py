@@ -1,0 +1,164 @@
+"""Proves, before anything is timed, that a variant trains like the plain definition of its step.
+
+The definition: every rank's gradients, averaged one by one by a plain all-reduce, then an
+unsharded optimizer. A small model takes a few steps in fp32 with each variant; its losses and its
+final weights must be those of the definition. What is proven are the variant's own settings, at a
+size at which the proof takes no time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from bench_harness.case import Row
+from bench_harness.training import settings as of
+from bench_harness.training.build import training
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Steps of the proof; one would miss what depends on the optimizer's state.
+STEPS = 3
+#: Largest error of a loss, relative to it. Sums of fp32 may be made in any order.
+LOSS_TOLERANCE = 1e-4
+#: Largest error of a parameter, as the norm of the difference over the norm of what the steps
+#: changed. AdamW divides gradients near zero by their own size, so rounding shows there.
+WEIGHT_TOLERANCE = 1e-2
+#: The same where gradients travel in 16 bits. Compressed with loss they have no such bound.
+ROUNDED_TOLERANCE = 0.1
+
+_SMALL = {
+    "size": "custom",
+    "d_model": 64,
+    "d_ff": 128,
+    "num_layers": 2,
+    "num_heads": 2,
+    "vocab_size": 256,
+    "batch": 2,
+    "sequence": 16,
+    "backend": "aot_eager",  # hooks meet the same graphs, but no code is generated
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a few steps gave.
+
+    Attributes:
+        losses: of each step, averaged over ranks.
+        before, after: the model's parameters by name.
+    """
+
+    losses: list[float]
+    before: dict[str, Tensor]
+    after: dict[str, Tensor]
+
+
+def small(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of the proof: a small language model, or the case's own other model."""
+    return dict(config) if config.get("model") is not None else {**config, **_SMALL}
+
+
+def definition(optimizer: of.Arguments, config: Mapping[str, Any], device: torch.device) -> Trained:
+    """Trains by the definition: gradients averaged one by one, an unsharded optimizer."""
+    plain = of.Settings(optimizer=optimizer)
+    with training(plain, small(config), device) as steps:
+        before = _copies(steps.parameters())
+        losses = []
+        for _ in range(STEPS):
+            loss = steps.forward()
+            steps.workload.backward(loss)
+            for parameter in steps.workload.module.parameters():
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= dist.get_world_size()
+            steps.update()
+            losses.append(mean_over_ranks(loss))
+        return Trained(losses, before, _copies(steps.parameters()))
+
+
+def disagreement(
+    variant: of.Settings, expected: Trained, config: Mapping[str, Any], device: torch.device
+) -> tuple[str | None, Row]:
+    """What is wrong with a variant's losses and weights, and the largest errors found.
+
+    Args:
+        expected: :func:`definition` with the same unsharded optimizer.
+
+    Returns:
+        The trouble, None if there is none; and the errors, as columns of the variant's row.
+    """
+    with training(_in_fp32(variant), small(config), device) as steps:
+        losses = [mean_over_ranks(steps.step()) for _ in range(STEPS)]
+        found = steps.parameters()
+        if not variant.communicates and dist.get_world_size() > 1:
+            return None, {}  # nothing is averaged, so there is nothing to agree with
+        loss_error = max(
+            abs(loss - wanted) / abs(wanted)
+            for loss, wanted in zip(losses, expected.losses, strict=True)
+        )
+        errors = {
+            name: float((found[name] - wanted).norm() / (wanted - expected.before[name]).norm())
+            for name, wanted in expected.after.items()
+        }
+        apart = _apart(found)
+    worst = max(errors, key=lambda name: errors[name])
+    limits = {
+        "exact": (LOSS_TOLERANCE, WEIGHT_TOLERANCE),
+        "rounded": (ROUNDED_TOLERANCE, ROUNDED_TOLERANCE),
+        "compressed": (ROUNDED_TOLERANCE, math.inf),
+    }
+    loss_limit, limit = limits[variant.wrapper.wire]
+    trouble = None
+    if not loss_error <= loss_limit:
+        trouble = (
+            f"the losses of {STEPS} steps must be those of plain averaging within "
+            f"{loss_limit:g} of their size, but got an error of {loss_error:.2e}"
+        )
+    elif not errors[worst] <= limit:
+        trouble = (
+            f"the weights after {STEPS} steps must be those of plain averaging within {limit:g} "
+            f"of what the steps changed, but got {errors[worst]:.2e} in {worst}"
+        )
+    elif apart:
+        trouble = f"all ranks must end with the same weights, but got different ones in {apart}"
+    return trouble, {"loss_error": loss_error, "weight_error": errors[worst]}
+
+
+def mean_over_ranks(value: Tensor) -> float:
+    """A scalar, averaged over ranks."""
+    total = value.detach().float().clone()
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+def _in_fp32(variant: of.Settings) -> of.Settings:
+    wrapper = variant.wrapper
+    if isinstance(wrapper, of.FSDP2):
+        wrapper = dataclasses.replace(wrapper, param_dtype=None, reduce_dtype=None)
+    if isinstance(wrapper, of.FullySharded):
+        wrapper = dataclasses.replace(wrapper, compute_dtype=None, reduce_dtype=None)
+    return dataclasses.replace(variant, wrapper=wrapper, precision="fp32")
+
+
+def _copies(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in parameters.items()}
+
+
+def _apart(parameters: Mapping[str, Tensor]) -> str | None:
+    """The name of a parameter in which a rank differs from rank 0; None if none does."""
+    for name, value in parameters.items():
+        first = value.contiguous().clone()
+        dist.broadcast(first, 0)
+        different = torch.tensor([float(not torch.equal(first, value))], device=value.device)
+        dist.all_reduce(different)
+        if different.item():
+            return name
+    return None

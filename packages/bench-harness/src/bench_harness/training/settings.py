@@ -1,0 +1,462 @@
+"""The settings of a training step as data: wrapper, optimizer, precision, compilation, attention.
+
+A variant of the experiment ``train-step`` is a table of a preset. It is read and checked here,
+without importing torch, and its label is generated from its settings, so that a label cannot say
+anything else than what was measured::
+
+    { wrapper = "naive" }
+    { wrapper = { name = "bucketed", bucket_size_mb = 100 }, optimizer = "zero-redundancy" }
+    { optimizer = { name = "sharded", reduce_gradients = true, overlap = "next-forward" } }
+    { wrapper = { name = "fsdp2", reshard_after_forward = true }, compile = "off" }
+
+A wrapper or an optimizer is a name, or a table with ``name`` and arguments. The arguments have the
+names and defaults of the class that they are passed to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
+
+Dtype: TypeAlias = Literal["fp32", "bf16", "fp16"]
+Precision: TypeAlias = Literal["fp32", "tf32", "bf16"]
+Compile: TypeAlias = Literal["off", "blocks", "model"]
+Loss: TypeAlias = Literal["logits", "chunked"]
+MissingGradients: TypeAlias = Literal["skip-if-all", "zeros", "error"]
+#: "exact", "rounded" to 16 bits, or "compressed" with loss.
+Wire: TypeAlias = Literal["exact", "rounded", "compressed"]
+Table: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """The arguments of a wrapper or an optimizer.
+
+    Attributes:
+        title: how a label names it.
+    """
+
+    title: ClassVar[str]
+
+    @property
+    def label(self) -> str:
+        """The title, and every argument that is not the default."""
+        given = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                given.append(field.name if value is True else f"{field.name}={_written(value)}")
+        return self.title + (f"({', '.join(given)})" if given else "")
+
+    @property
+    def wire(self) -> Wire:
+        """How gradients travel between ranks."""
+        return "exact"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoWrapper(Arguments):
+    """No wrapper. Gradients stay on their rank unless the optimizer reduces them."""
+
+    title: ClassVar[str] = "no wrapper"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Naive(Arguments):
+    """Arguments of :class:`ddp_lite.NaiveDDP`."""
+
+    title: ClassVar[str] = "NaiveDDP"
+    missing_gradients: MissingGradients = "skip-if-all"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flat(Naive):
+    """Arguments of :class:`ddp_lite.FlatDDP`."""
+
+    title: ClassVar[str] = "FlatDDP"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap(Naive):
+    """Arguments of :class:`ddp_lite.OverlapDDP`."""
+
+    title: ClassVar[str] = "OverlapDDP"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucketed(Arguments):
+    """Arguments of :class:`ddp_lite.BucketedDDP`.
+
+    Attributes:
+        bucket_size_mb: MB of 1024² bytes; "one" puts all gradients of a dtype into one bucket.
+        last_bucket_size_mb: the same for the bucket that is reduced last; "same" keeps it as
+            large as the others.
+        comm_hook: "peer-copy" is :class:`ddp_lite.peer.PeerCopyAverage`, "compress-bf16" and
+            "power-sgd" are those of :mod:`ddp_lite.hooks`, "reduce-scatter" hands the buckets
+            over to a sharded optimizer (:class:`shard_optim.ReduceScatterHook`).
+        nccl_high_priority: NCCL's kernels run on a stream of high priority.
+        nccl_max_ctas: at most so many thread blocks for a NCCL kernel.
+    """
+
+    title: ClassVar[str] = "BucketedDDP"
+    bucket_size_mb: float | Literal["auto", "one"] = "auto"
+    last_bucket_size_mb: float | Literal["same"] = 25
+    copy: bool = False
+    wire_dtype: Dtype | None = None
+    comm_hook: Literal["peer-copy", "compress-bf16", "power-sgd", "reduce-scatter"] | None = None
+    missing_gradients: MissingGradients = "skip-if-all"
+    nccl_high_priority: bool = False
+    nccl_max_ctas: int | None = None
+
+    @property
+    def wire(self) -> Wire:
+        """How gradients travel between ranks."""
+        if self.comm_hook == "power-sgd":
+            return "compressed"
+        rounded = self.wire_dtype not in (None, "fp32") or self.comm_hook == "compress-bf16"
+        return "rounded" if rounded else "exact"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchDDP(Arguments):
+    """Arguments of :class:`torch.nn.parallel.DistributedDataParallel`."""
+
+    title: ClassVar[str] = "torch DDP"
+    bucket_cap_mb: float = 25
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDP2(Arguments):
+    """Arguments of :func:`torch.distributed.fsdp.fully_shard`, applied to every block and the
+    model.
+
+    Attributes:
+        param_dtype: dtype in which parameters are gathered and used; None keeps theirs.
+        reduce_dtype: dtype in which gradients are reduced; None takes ``param_dtype``.
+    """
+
+    title: ClassVar[str] = "FSDP2"
+    reshard_after_forward: bool = True
+    param_dtype: Dtype | None = None
+    reduce_dtype: Dtype | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullySharded(Arguments):
+    """Arguments of :class:`shard_optim.FullyShardedDataParallel`."""
+
+    title: ClassVar[str] = "FullyShardedDataParallel"
+    reshard_after_forward: bool = True
+    compute_dtype: Dtype | None = None
+    reduce_dtype: Dtype | None = None
+    prefetch: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchOptimizer(Arguments):
+    """What every optimizer takes.
+
+    Attributes:
+        lr: learning rate.
+        fused: one kernel for all parameters; None means on CUDA only.
+    """
+
+    lr: float = 1e-4
+    fused: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(TorchOptimizer):
+    """Arguments of :class:`torch.optim.AdamW`."""
+
+    title: ClassVar[str] = "AdamW"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD(TorchOptimizer):
+    """Arguments of :class:`torch.optim.SGD`."""
+
+    title: ClassVar[str] = "SGD"
+    momentum: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BasicsAdamW(Arguments):
+    """Arguments of :class:`basics_model.AdamW`."""
+
+    title: ClassVar[str] = "basics_model.AdamW"
+    lr: float = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroRedundancy(TorchOptimizer):
+    """AdamW in :class:`torch.distributed.optim.ZeroRedundancyOptimizer`."""
+
+    title: ClassVar[str] = "ZeroRedundancyOptimizer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharded(TorchOptimizer):
+    """AdamW in :class:`shard_optim.ShardedOptimizer`, with its arguments."""
+
+    title: ClassVar[str] = "ShardedOptimizer"
+    partition: Literal["flat", "whole"] = "flat"
+    bucket_size_mb: float | None = None
+    master_dtype: Dtype | None = None
+    reduce_gradients: bool = False
+    overlap: Literal["next-forward"] | None = None
+
+
+WRAPPERS: dict[str, type[Arguments]] = {
+    "none": NoWrapper,
+    "naive": Naive,
+    "flat": Flat,
+    "overlap": Overlap,
+    "bucketed": Bucketed,
+    "torch-ddp": TorchDDP,
+    "fsdp2": FSDP2,
+    "fully-sharded": FullySharded,
+}
+OPTIMIZERS: dict[str, type[Arguments]] = {
+    "adamw": AdamW,
+    "sgd": SGD,
+    "adamw-basics": BasicsAdamW,
+    "zero-redundancy": ZeroRedundancy,
+    "sharded": Sharded,
+}
+#: Settings besides wrapper and optimizer that a variant may override.
+SHARED = ("precision", "compile", "attention", "checkpoint_blocks", "loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One variant, complete.
+
+    Attributes:
+        compile: "blocks" compiles every Transformer block, "model" the whole model.
+        attention: "naive", "sdpa", "flash", or ``package.module:callable``.
+        checkpoint_blocks: blocks that are recomputed together in backward; 0 keeps everything.
+        loss: "logits" makes all logits first; "chunked" never has all of them in memory at once.
+
+    Attention, ``checkpoint_blocks`` and ``loss`` are those of the language model; another model
+    has its own.
+    """
+
+    wrapper: Arguments = dataclasses.field(default_factory=NoWrapper)
+    optimizer: Arguments = dataclasses.field(default_factory=AdamW)
+    precision: Precision = "fp32"
+    compile: Compile = "off"
+    attention: str = "sdpa"
+    checkpoint_blocks: int = 0
+    loss: Loss = "logits"
+
+    def __post_init__(self) -> None:
+        wrapper, optimizer = self.wrapper, self.optimizer
+        reduces = isinstance(optimizer, Sharded) and optimizer.reduce_gradients
+        hands_over = isinstance(wrapper, Bucketed) and wrapper.comm_hook == "reduce-scatter"
+        if reduces and not isinstance(wrapper, NoWrapper):
+            raise ValueError(
+                f"wrapper must be 'none' where the optimizer has reduce_gradients, but got "
+                f"{wrapper.label}. Leave the wrapper out."
+            )
+        if isinstance(optimizer, Sharded) and optimizer.overlap and not reduces:
+            raise ValueError(
+                f"overlap must come with reduce_gradients, but got {optimizer.label}. Add "
+                "reduce_gradients = true."
+            )
+        if hands_over and not isinstance(optimizer, Sharded):
+            raise ValueError(
+                f"comm_hook 'reduce-scatter' must come with the optimizer 'sharded', but got "
+                f'{optimizer.label}. Set optimizer = "sharded".'
+            )
+        if isinstance(wrapper, (FSDP2, FullySharded)) and isinstance(
+            optimizer, (Sharded, ZeroRedundancy)
+        ):
+            raise ValueError(
+                f"optimizer must be an unsharded one under {wrapper.title}, but got "
+                f'{optimizer.label}. Set optimizer = "adamw".'
+            )
+
+    @property
+    def communicates(self) -> bool:
+        """Whether ranks exchange gradients."""
+        reduces = isinstance(self.optimizer, Sharded) and self.optimizer.reduce_gradients
+        return reduces or not isinstance(self.wrapper, NoWrapper)
+
+    @property
+    def zero_stage(self) -> Literal[0, 1, 2, 3]:
+        """The ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also parameters."""
+        if isinstance(self.wrapper, (FSDP2, FullySharded)):
+            return 3
+        if isinstance(self.optimizer, Sharded):
+            return 2 if self.optimizer.reduce_gradients else 1
+        return 1 if isinstance(self.optimizer, ZeroRedundancy) else 0
+
+    def without_communication(self) -> Settings:
+        """The same step with nothing exchanged: no wrapper, and an unsharded optimizer."""
+        optimizer = self.optimizer
+        if isinstance(optimizer, (Sharded, ZeroRedundancy)):
+            optimizer = AdamW(lr=optimizer.lr, fused=optimizer.fused)
+        return dataclasses.replace(self, wrapper=NoWrapper(), optimizer=optimizer)
+
+    def table(self) -> Table:
+        """As a table without defaults: what a case's configuration and a row keep."""
+        return {
+            "wrapper": _table(self.wrapper, WRAPPERS),
+            "optimizer": _table(self.optimizer, OPTIMIZERS),
+            **{name: getattr(self, name) for name in SHARED},
+        }
+
+    def label(self, *, differing: Sequence[str] = ()) -> str:
+        """The variant's name.
+
+        Args:
+            differing: those of :data:`SHARED` in which the variants of the case differ.
+        """
+        if not self.communicates:
+            parts = ["no communication"]
+            plain = isinstance(self.optimizer, AdamW)
+        else:
+            parts = [] if isinstance(self.wrapper, NoWrapper) else [self.wrapper.label]
+            plain = isinstance(self.optimizer, AdamW) and bool(parts)
+        if not (plain and self.optimizer.label == AdamW.title):
+            parts.append(self.optimizer.label)
+        text = " + ".join(parts)
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in differing and value != field.default:
+                text += f", {field.name}={value}"
+        return text
+
+
+def read(variant: Mapping[str, Any] | str, defaults: Mapping[str, Any]) -> Settings:
+    """A variant from a preset.
+
+    Args:
+        variant: a table, or the name of a wrapper.
+        defaults: values of ``optimizer`` and of :data:`SHARED` that the variant does not give.
+
+    Raises:
+        ValueError: an unknown key or value, or settings that do not fit together; the message
+            names the key, what is valid, and what to do.
+    """
+    table = {"wrapper": variant} if isinstance(variant, str) else dict(variant)
+    known = ("wrapper", "optimizer", *SHARED)
+    _check_keys(table, known, "variant")
+    given = {**defaults, **table}
+    checked: dict[str, Any] = {
+        "wrapper": _arguments("wrapper", given.get("wrapper", "none"), WRAPPERS),
+        "optimizer": _arguments("optimizer", given.get("optimizer", "adamw"), OPTIMIZERS),
+    }
+    hints = typing.get_type_hints(Settings)
+    for name in SHARED:
+        if name in given:
+            checked[name] = _checked(f"variant key {name}", given[name], hints[name])
+    return Settings(**checked)
+
+
+def labels(variants: Sequence[Settings]) -> list[str]:
+    """The variants' names within one case.
+
+    Raises:
+        ValueError: two variants are the same.
+    """
+    differing = [name for name in SHARED if len({getattr(v, name) for v in variants}) > 1]
+    made = [variant.label(differing=differing) for variant in variants]
+    for name in made:
+        if made.count(name) > 1:
+            raise ValueError(
+                f"variants must differ, but got {name!r} twice. Remove one of the two."
+            )
+    return made
+
+
+def with_bounds(variants: Sequence[Settings]) -> list[Settings]:
+    """The variants, and before them each distinct step without communication.
+
+    It is the lower bound that exposed communication is measured against.
+    """
+    bounds = dict.fromkeys(variant.without_communication() for variant in variants)
+    return [*bounds, *(variant for variant in variants if variant not in bounds)]
+
+
+_A = TypeVar("_A", bound=Arguments)
+
+
+def _arguments(what: str, given: Any, known: Mapping[str, type[_A]]) -> _A:
+    """A wrapper or an optimizer from its name, or from a table with its name and arguments."""
+    table = {"name": given} if isinstance(given, str) else given
+    if not isinstance(table, Mapping) or not isinstance(table.get("name"), str):
+        raise ValueError(
+            f"{what} must be a name or a table with a name, but got {given!r}. Write "
+            f'{what} = "{next(iter(known))}", or {what} = {{ name = … }}.'
+        )
+    name = table["name"]
+    if name not in known:
+        raise ValueError(
+            f"{what} must be one of {', '.join(known)}, but got {name!r}. Correct the name."
+        )
+    cls = known[name]
+    hints = typing.get_type_hints(cls)
+    fields = [field.name for field in dataclasses.fields(cls)]
+    _check_keys({key: value for key, value in table.items() if key != "name"}, fields, name)
+    values = {
+        key: _checked(f"{name} key {key}", value, hints[key])
+        for key, value in table.items()
+        if key != "name"
+    }
+    return cls(**values)
+
+
+def _check_keys(table: Mapping[str, Any], known: Sequence[str], what: str) -> None:
+    for key in table:
+        if key not in known:
+            valid = ", ".join(known) if known else "none: it takes no arguments"
+            raise ValueError(
+                f"{what} key must be one of {valid}, but got {key!r}. Remove or correct it."
+            )
+
+
+def _checked(what: str, value: Any, hint: Any) -> Any:
+    """A value of a preset, if it is of the annotated type."""
+    options = typing.get_args(hint) if _is_union(hint) else (hint,)
+    choices = [c for o in options if typing.get_origin(o) is Literal for c in typing.get_args(o)]
+    kinds = [option for option in options if isinstance(option, type)]
+    if value is None and types.NoneType in kinds:
+        return None
+    if isinstance(value, str) and value in choices:
+        return value
+    if isinstance(value, bool):
+        if bool in kinds:
+            return value
+    elif isinstance(value, int) and float in kinds:
+        return float(value)
+    elif type(value) in kinds:
+        return value
+    names = [kind.__name__ for kind in kinds if kind is not types.NoneType]
+    valid = ", ".join([*map(repr, choices), *(f"a value of type {name}" for name in names)])
+    raise ValueError(f"{what} must be one of {valid}, but got {value!r}. Correct the value.")
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)
+
+
+def _table(arguments: Arguments, known: Mapping[str, type[Arguments]]) -> Table:
+    (name,) = (name for name, cls in known.items() if cls is type(arguments))
+    given = {
+        field.name: getattr(arguments, field.name)
+        for field in dataclasses.fields(arguments)
+        if getattr(arguments, field.name) != field.default
+    }
+    return {"name": name, **given}
+
+
+def _written(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,346 @@
+"""Training steps as data: settings, labels, proof, a case with gloo, and its tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+
+import pandas as pd
+import pytest
+import torch
+
+from bench_harness import experiments, options, presets
+from bench_harness.experiments.train_step import merged, over_ranks
+from bench_harness.report.frame import to_frame
+from bench_harness.report.plots import png_bytes
+from bench_harness.training import settings as of
+from ranks import run_ranks
+
+TINY = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 64}
+SHARDED = {"optimizer": {"name": "sharded", "reduce_gradients": True, "overlap": "next-forward"}}
+
+
+@pytest.mark.parametrize(
+    ("variant", "label"),
+    [
+        ("none", "no communication"),
+        ("naive", "NaiveDDP"),
+        (
+            {"wrapper": {"name": "bucketed", "bucket_size_mb": 100}},
+            "BucketedDDP(bucket_size_mb=100)",
+        ),
+        ({"wrapper": {"name": "bucketed", "bucket_size_mb": "auto"}}, "BucketedDDP"),
+        (SHARDED, "ShardedOptimizer(reduce_gradients, overlap=next-forward)"),
+        (
+            {"wrapper": "torch-ddp", "optimizer": "zero-redundancy"},
+            "torch DDP + ZeroRedundancyOptimizer",
+        ),
+        (
+            {"wrapper": {"name": "fsdp2", "reshard_after_forward": False}, "optimizer": "adamw"},
+            "FSDP2(reshard_after_forward=False)",
+        ),
+        ({"wrapper": "flat", "optimizer": "sgd"}, "FlatDDP + SGD"),
+        ({"wrapper": "flat", "optimizer": {"name": "adamw", "lr": 1}}, "FlatDDP + AdamW(lr=1)"),
+    ],
+)
+def test_a_label_is_made_from_the_settings(variant: object, label: str) -> None:
+    read = of.read(variant, {})  # type: ignore[arg-type]
+    assert read.label() == label
+    again = of.read(json.loads(json.dumps(read.table())), {})
+    assert again == read, "a row's table gives the same settings back"
+
+
+def test_labels_say_what_differs_and_nothing_else() -> None:
+    variants = [
+        of.read("flat", {"precision": "bf16"}),
+        of.read({"wrapper": "flat", "compile": "blocks"}, {"precision": "bf16"}),
+    ]
+    assert of.labels(variants) == ["FlatDDP", "FlatDDP, compile=blocks"]
+    with pytest.raises(ValueError, match="variants must differ, but got 'FlatDDP' twice"):
+        of.labels([variants[0], variants[0]])
+
+
+@pytest.mark.parametrize(
+    ("variant", "message"),
+    [
+        ("fastest", "wrapper must be one of none, naive, .*, but got 'fastest'"),
+        ({"wraper": "flat"}, "variant key must be one of wrapper, optimizer, .*, but got 'wraper'"),
+        (
+            {"wrapper": {"name": "bucketed", "bucket_mb": 1}},
+            "bucketed key must be one of bucket_size_mb, .*, but got 'bucket_mb'. Remove",
+        ),
+        (
+            {"wrapper": {"name": "flat", "wire": "bf16"}},
+            "flat key must be one of missing_gradients, but got 'wire'",
+        ),
+        (
+            {"wrapper": {"name": "bucketed", "bucket_size_mb": "large"}},
+            "bucketed key bucket_size_mb must be one of 'auto', 'one', a value of type float, but "
+            "got 'large'",
+        ),
+        ({"wrapper": {"name": "bucketed", "copy": 1}}, "copy must be one of a value of type bool"),
+        ({"wrapper": 3}, "wrapper must be a name or a table with a name, but got 3"),
+        ({"precision": "fp8"}, "variant key precision must be one of 'fp32', 'tf32', 'bf16', but"),
+        (
+            {"wrapper": "flat", **SHARDED},
+            "wrapper must be 'none' where the optimizer has reduce_gradients, but got FlatDDP",
+        ),
+        (
+            {"optimizer": {"name": "sharded", "overlap": "next-forward"}},
+            "overlap must come with reduce_gradients",
+        ),
+        (
+            {"wrapper": {"name": "bucketed", "comm_hook": "reduce-scatter"}},
+            "'reduce-scatter' must come with the optimizer 'sharded'",
+        ),
+        ({"wrapper": "fsdp2", "optimizer": "zero-redundancy"}, "must be an unsharded one under"),
+    ],
+)
+def test_what_is_wrong_in_a_variant_is_named(variant: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        of.read(variant, {})  # type: ignore[arg-type]
+
+
+def test_a_preset_names_its_file_and_the_key(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = '[train-step]\nvariants = [{ wrapper = { name = "bucketed", bucket_mb = 1 } }]\n'
+    (tmp_path / "mine.toml").write_text(text)
+    with pytest.raises(ValueError, match=r"preset mine.toml: train-step: bucketed key must be"):
+        presets.load("mine.toml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "target"),
+    [
+        (of.Naive, "ddp_lite:NaiveDDP"),
+        (of.Flat, "ddp_lite:FlatDDP"),
+        (of.Overlap, "ddp_lite:OverlapDDP"),
+        (of.Bucketed, "ddp_lite:BucketedDDP"),
+        (of.TorchDDP, "torch.nn.parallel:DistributedDataParallel"),
+        (of.Sharded, "shard_optim:ShardedOptimizer"),
+        (of.SGD, "torch.optim:SGD"),
+        (of.AdamW, "torch.optim:AdamW"),
+        (of.BasicsAdamW, "basics_model:AdamW"),
+    ],
+)
+def test_arguments_are_those_of_the_class(arguments: type, target: str) -> None:
+    """Names and defaults, except those that TOML has no value for."""
+    from bench_harness.workload import imported
+
+    cls = imported(target, "class")
+    known: dict[str, inspect.Parameter] = {}
+    for base in cls.__mro__:
+        known = {**inspect.signature(base).parameters, **known} if base is not object else known
+    own = {"nccl_high_priority", "nccl_max_ctas", "lr"}  # a group's settings; always given
+    for field in dataclasses.fields(arguments):
+        if field.name in own or (arguments is of.Sharded and field.name == "fused"):
+            continue
+        assert field.name in known, field.name
+        default = known[field.name].default
+        assert field.default in (default, None) or default is None, field.name
+
+
+def test_each_step_without_communication_comes_first_and_once() -> None:
+    variants = [
+        of.read(each, {}) for each in ("flat", "naive", {"wrapper": "flat", "loss": "chunked"})
+    ]
+    bounded = of.with_bounds(variants)
+    assert of.labels(bounded) == [
+        *("no communication", "no communication, loss=chunked"),
+        *("FlatDDP", "NaiveDDP", "FlatDDP, loss=chunked"),
+    ]
+    stages = [of.read(each, {}).zero_stage for each in ("flat", SHARDED, "fsdp2")]
+    assert stages == [0, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    """One case with many kinds of variant, and its rows."""
+    experiment = experiments.get("train-step")
+    values = options.build(
+        experiment,
+        {
+            "sizes": ["custom"],
+            "batches": [2],
+            "sequences": [16],
+            "rounds": 2,
+            "blocks": 2,
+            "calls": 1,
+            "warmup": 1,
+            "profiled": True,
+            "all_reduces": True,
+            "device": "cpu",
+            "variants": [
+                *("naive", "flat", "overlap"),
+                *({"wrapper": {"name": "bucketed", "bucket_size_mb": s}} for s in (0.01, 0.02, 1)),
+                {"wrapper": {"name": "bucketed", "comm_hook": "peer-copy"}},
+                {"wrapper": "torch-ddp", "optimizer": "zero-redundancy"},
+                {
+                    "wrapper": {"name": "bucketed", "comm_hook": "reduce-scatter"},
+                    "optimizer": "sharded",
+                },
+                SHARDED,
+                {"wrapper": "fsdp2", "compile": "blocks"},
+                {
+                    "wrapper": "flat",
+                    "checkpoint_blocks": 1,
+                    "loss": "chunked",
+                    "attention": "flash",
+                },
+            ],
+            **TINY,
+        },
+    )
+    (case,) = experiment.cases(**values)
+    with pytest.MonkeyPatch.context() as patched:
+        folder = tmp_path_factory.mktemp("case")
+        patched.chdir(folder)
+        rows = experiment.run(case, print)
+    json.dumps(rows, allow_nan=False)
+    return case, rows, folder
+
+
+def frame_of(case, rows) -> pd.DataFrame:
+    about = {"case_key": case.key, "label": case.label, "status": "ok", "error": None}
+    flat = [{**about, **row, **row.get("ended", {}), "config": dict(case.config)} for row in rows]
+    return to_frame(flat)
+
+
+def test_every_variant_is_proven_weighed_and_timed(case) -> None:
+    case, rows, folder = case
+    by_name = {row["variant"]: row for row in rows}
+    skipped = by_name.pop("BucketedDDP(comm_hook=peer-copy)")
+    assert skipped["ended"]["status"] == "skipped"
+    assert "two CUDA ranks" in skipped["ended"]["error"]
+    for name, row in by_name.items():
+        assert "ended" not in row, (name, row["ended"])
+        assert len(row["samples_ms"]) == len(row["host_ms"]) == len(row["round"]) == 4
+        assert len(row["optimizer_ms"]) == 2
+        assert row["compilations"] == 0
+        if not name.startswith("no communication"):
+            assert row["weight_error"] < 1e-2
+            assert row["losses"] == pytest.approx(by_name["NaiveDDP"]["losses"], rel=1e-4)
+    assert by_name["FlatDDP"]["collectives"] == 1
+    assert by_name["NaiveDDP"]["in_backward"] == 0
+    assert by_name["OverlapDDP"]["in_backward"] == by_name["NaiveDDP"]["collectives"]
+    assert len(list(folder.glob("*.trimmed.json.gz"))) == len(by_name)
+
+
+def test_tables_relate_each_variant_to_its_step_without_communication(case) -> None:
+    case, rows, _ = case
+    frame = frame_of(case, rows)
+    experiment = experiments.get("train-step")
+    tables = {table.title: table.frame for table in experiment.tables(frame)}
+    steps = tables["Training steps"].set_index("variant")
+    bare = steps.loc["no communication", "median (ms)"]
+    expected = steps.loc["FlatDDP", "median (ms)"] - bare
+    assert steps.loc["FlatDDP", "exposed communication (ms)"] == pytest.approx(expected, abs=0.01)
+    assert steps.loc["BucketedDDP(comm_hook=peer-copy)", "status"] == "skipped"
+    memory = tables["Memory per rank at its moments"].set_index(["variant", "moment"])
+    after = memory.xs("after the optimizer step", level="moment")
+    sharded = "ShardedOptimizer(reduce_gradients, overlap=next-forward)"
+    assert len(memory) == 4 * (len(rows) - 1)
+    full = frame.set_index("variant")["memory"]["FlatDDP"][3]["state_bytes"]
+    half = frame.set_index("variant")["memory"][sharded][3]["state_bytes"]
+    assert half == pytest.approx(full / 2, rel=0.1)
+    assert not after.loc[["FlatDDP", "NaiveDDP"], "prediction missed"].any()
+    published = tables["Step times for comparison by column"].set_index("implementation")
+    assert list(published.columns[:6]) == [
+        *("model_size", "d_model", "num_layers", "world_size"),
+        *("avg_step_time_ms", "speedup_vs_naive"),
+    ]
+    assert published.loc["naive", "speedup_vs_naive"] == pytest.approx(1.0)
+    assert "overlap_individual" in published.index
+    (fitted,) = tables["Bucket overhead model"].to_dict("records")
+    assert fitted["predicted least overhead T* (ms)"] >= 0
+    pictures = experiment.figures(frame)
+    assert {picture.name for picture in pictures} >= {"train_steps", "train_step_memory"}
+    for picture in pictures:
+        assert png_bytes(picture.figure)
+
+
+def test_the_picture_is_of_the_rank_that_waited_least() -> None:
+    ranks = [
+        {
+            **{f"{name}_ms": value + rank for name in ("communication", "hidden", "idle")},
+            "exposed_ms": exposed,
+            "overlap_ratio": 0.5,
+            "timeline": rank,
+            "spans": "kernels",
+        }
+        for rank, (value, exposed) in enumerate([(5.0, 30.0), (4.0, 2.0)])
+    ]
+    row = over_ranks(ranks)
+    assert (row["drawn_rank"], row["timeline"]) == (1, 1)
+    assert (row["exposed_ms"], row["exposed_min_ms"]) == (30.0, 2.0)
+
+
+def test_the_slowest_and_fullest_rank_counts() -> None:
+    def rank(ms: float, held: int) -> dict[str, object]:
+        moment = {"moment": "end of forward", "state_bytes": held, "allocated_bytes": None}
+        return {
+            "variant": "FlatDDP",
+            "samples_ms": [ms],
+            "host_ms": [ms / 2],
+            "optimizer_ms": [1.0],
+            "device_allocations": 0,
+            "compilations": 0,
+            "peak_gib": ms,
+            "memory": [moment],
+        }
+
+    row = merged([rank(3.0, 10), rank(4.0, 5)])
+    assert (row["samples_ms"], row["host_ms"], row["peak_gib"]) == ([4.0], [2.0], 4.0)
+    assert row["memory"][0]["state_bytes"] == 10
+
+
+def wrong_trainings(rank, world_size):
+    """What the proof says of trainings that are wrong, and of one that is right."""
+    from bench_harness.training import build, proof
+
+    device = torch.device("cpu")
+    config = {"size": "custom", **TINY}
+    expected = proof.definition(of.AdamW(), config, device)
+    said = [proof.disagreement(of.read("flat", {}), expected, config, device)[0]]
+    wrapped = build._wrapped
+
+    def silent(variant, workload):  # nothing is averaged
+        made = wrapped(variant, workload)
+        made.module, made.finish = workload.module, lambda: None
+        made.close()
+        return made
+
+    def lazy(variant, workload):  # one parameter is never updated
+        made = wrapped(variant, workload)
+        made.optimizer.param_groups[0]["params"].pop()
+        return made
+
+    for fault in (silent, lazy):
+        build._wrapped = fault
+        try:
+            said.append(proof.disagreement(of.read("flat", {}), expected, config, device)[0])
+        finally:
+            build._wrapped = wrapped
+    return said
+
+
+def test_wrong_training_is_found_before_it_is_timed() -> None:
+    for outcome in run_ranks(wrong_trainings, 2):
+        right, silent, lazy = outcome.value
+        assert right is None
+        assert "must be those of plain averaging" in silent
+        assert "must be those of plain averaging" in lazy
+
+
+def test_a_variant_that_fails_alone_makes_its_row_an_error() -> None:
+    from bench_harness import runner
+    from bench_harness.case import Case
+    from bench_harness.process import Outcome
+
+    rows = [{"variant": "a"}, {"variant": "b", "ended": {"status": "error", "error": "off"}}]
+    value = {"rows": rows, "machine_before": {}, "machine_after": {}}
+    outcome = Outcome(status="ok", seconds=1.0, value=value, error=None, detail=None)
+    found = runner._rows(Case(experiment="toy", config={}), outcome, {})
+    assert [(row["status"], row["error"]) for row in found] == [("ok", None), ("error", "off")]
+    assert all("ended" not in row for row in found)
