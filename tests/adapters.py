@@ -7,7 +7,7 @@ import torch
 
 from ddp_lite import BucketedDDP, OverlapDDP
 from flashattn_triton import FlashAttention2PyTorch, FlashAttention2Triton
-from shard_optim import ShardedOptimizer
+from shard_optim import FullyShardedDataParallel, ShardedOptimizer
 
 
 def get_flashattention_autograd_function_pytorch() -> type[torch.autograd.Function]:
@@ -62,3 +62,20 @@ def get_sharded_optimizer(
 ) -> torch.optim.Optimizer:
     """An ``optimizer_cls`` whose state is sharded over the ranks."""
     return ShardedOptimizer(params, optimizer_cls, **kwargs)
+
+
+def get_fsdp(module: torch.nn.Module, compute_dtype: torch.dtype | None = None) -> torch.nn.Module:
+    """Wraps ``module`` so that each rank holds a shard of every matrix (ZeRO stage 3)."""
+    return FullyShardedDataParallel(module, compute_dtype=compute_dtype)
+
+
+def fsdp_on_after_backward(
+    fsdp_model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer
+) -> None:
+    """Waits for the gradients, between backward and the optimizer step."""
+    fsdp_model.finish_gradient_synchronization()
+
+
+def fsdp_gather_full_params(fsdp_model: FullyShardedDataParallel) -> dict[str, torch.Tensor]:
+    """All parameters, whole, under the unwrapped module's names. Every rank calls it."""
+    return fsdp_model.full_parameters()
