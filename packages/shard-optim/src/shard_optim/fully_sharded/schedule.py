@@ -34,6 +34,12 @@ from shard_optim.fully_sharded.unit import Reduction, Unit
 # Reductions under way, each of which holds the whole gradients of one unit.
 MAX_REDUCTIONS = 2
 
+_SHARDS_OUTSIDE = (
+    "Note: a sharded parameter is whole only while its unit's module is called, and otherwise this "
+    "rank's one-dimensional shard. If another module reads it, pass units= such that the module "
+    "that reads it, or one around both, is the unit."
+)
+
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class UnitCall:
@@ -100,6 +106,10 @@ class Schedule:
         self.replicated.materialize()
         try:
             outputs = call(*args, **kwargs)
+        except RuntimeError as error:
+            if any(word in str(error) for word in ("shape", "size", "dimension")):
+                error.add_note(_SHARDS_OUTSIDE)
+            raise
         finally:
             self._in_forward = False
             for unit in self.units:
@@ -128,8 +138,10 @@ class Schedule:
                 unit.expect_gradients()
                 if unit.expected != len(unit.hooked):
                     self._hook_gradients(unit)
-                unit.uses += 1
                 self._gather(unit)
+                unit.uses += 1
+            for unit in call.units:
+                unit.slot.wait()
                 unit.materialize()
             self._gather_ahead(call.units[-1], 1)
             try:
@@ -140,15 +152,14 @@ class Schedule:
                     if unit.uses <= 0:
                         unit.rest()
         if torch.is_grad_enabled():
-            for unit in call.units:
-                hook = self._before_backward(unit)
-                for tensor in tensors_in(outputs):
-                    if tensor.requires_grad:
-                        tensor.register_hook(hook)
+            hook = self._before_backward(call)
+            for tensor in tensors_in(outputs):
+                if tensor.requires_grad:
+                    tensor.register_hook(hook)
         return outputs
 
     def _gather(self, unit: Unit) -> None:
-        """Makes the current stream wait until the unit's present values are in its slot."""
+        """Launches the gather of the unit's present values, unless it has been launched."""
         if not unit.gathered(self._generation):
             owner = unit.slot.owner
             if owner is not None and owner is not unit and owner.uses > 0:
@@ -158,7 +169,6 @@ class Schedule:
                     "reshard_after_forward=False, or units without the inner one."
                 )
             unit.launch_gather(self._generation)
-        unit.slot.wait()
 
     def _gather_ahead(self, unit: Unit, direction: int) -> None:
         """Launches the gathers of the next units, but never over one that is being used."""
@@ -194,10 +204,11 @@ class Schedule:
 
             param.register_post_accumulate_grad_hook(on_gradient)
 
-    def _before_backward(self, unit: Unit) -> Callable[[Tensor], None]:
+    def _before_backward(self, call: UnitCall) -> Callable[[Tensor], None]:
         def on_output_gradient(_grad: Tensor) -> None:
-            self._prepare_backward(unit)
-            self._gather_ahead(unit, -1)
+            for unit in call.units:
+                self._prepare_backward(unit)
+            self._gather_ahead(call.units[0], -1)
 
         return on_output_gradient
 
@@ -214,16 +225,26 @@ class Schedule:
         self._backward = True
         self.replicated.gradients.begin()
         self.replicated.materialize()
-        trainable = [u for u in self._order if any(p.requires_grad for p in u.params)]
-        self._queue = [unit for unit in reversed(trainable) if unit in self._called]
-        self._queue += [unit for unit in trainable if unit not in self._called]
+        self._queue = [unit for unit in self._reduction_order() if unit.trainable]
         self._next = 0
-        for unit in trainable:
+        for unit in self._queue:
             unit.gradients.begin()
+
+    def _reduction_order(self) -> list[Unit]:
+        """The reverse of registration, with repeated units in the reverse order of their calls.
+
+        Units that were not called come last: they must not hold up the others.
+        """
+        calls = iter([unit for unit in self._called if unit.repeated])
+        called = [
+            next(calls) if unit.repeated else unit for unit in self.units if unit in self._called
+        ]
+        return [*called[::-1], *(unit for unit in self.units if unit not in self._called)]
 
     def _prepare_backward(self, unit: Unit) -> None:
         self._begin_backward()
         self._gather(unit)
+        unit.slot.wait()
         unit.materialize()
 
     def _launch_complete(self, unit: Unit) -> None:

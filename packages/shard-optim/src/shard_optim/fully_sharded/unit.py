@@ -143,6 +143,7 @@ class Unit:
         reduce_dtype: torch.dtype | None,
     ) -> None:
         self.name, self.names, self.params = plan.name, plan.names, plan.params
+        self.repeated = plan.repeated
         self.group = group
         self.dtype, self.device = self.params[0].dtype, self.params[0].device
         self.gather_dtype = compute_dtype or self.dtype
@@ -225,6 +226,11 @@ class Unit:
                 param.data = shard
 
     # --- gradients ---------------------------------------------------------------------------
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any parameter requires gradients."""
+        return any(param.requires_grad for param in self.params)
 
     def expect_gradients(self) -> None:
         """Counts the gradients that a backward pass will make; nothing has arrived yet."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -22,8 +22,9 @@ Units: TypeAlias = Iterable[nn.Module] | Callable[[nn.Module], bool] | None
 # keep. Matrices are sharded whatever their size.
 LARGEST_REPLICATED_VECTOR = 2**20
 
-# Modules that group others; their children, not they, are what a forward calls.
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, nn.Sequential)
+# Modules that only group others, and those among them that have no forward.
+_UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_CONTAINERS = (*_UNCALLED, nn.Sequential)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -74,21 +75,22 @@ def plan_units(root: nn.Module, units: Units) -> list[UnitPlan]:
             module.
     """
     blocks = _chosen_blocks(root, units)
-    owners = [*blocks, *_others(root, set(blocks))]
+    reader_of = {block: block for block in blocks} | _others(root, set(blocks))
     kinds: dict[nn.Module, dict[torch.dtype, UnitPlan]] = {}
     plan_of: dict[nn.Parameter, UnitPlan] = {}
-    chosen, repeated = set(owners), set(blocks)
+    repeated = set(blocks)
     module_names = {module: name for name, module in reversed(list(root.named_modules()))}
-    for name, param, owner in _parameters_with_owners(root, chosen):
+    for name, param, owner in _parameters_with_owners(root, reader_of):
         if is_small(param):
             continue
+        reader = reader_of[owner]
         if param in plan_of:  # tied: another module reads it too
-            if owner not in plan_of[param].readers:
-                plan_of[param].readers.append(owner)
+            if reader not in plan_of[param].readers:
+                plan_of[param].readers.append(reader)
             continue
         plan = kinds.setdefault(owner, {}).setdefault(
             param.dtype,
-            UnitPlan(name=module_names[owner], repeated=owner in repeated, readers=[owner]),
+            UnitPlan(name=module_names[owner], repeated=owner in repeated, readers=[reader]),
         )
         plan.names.append(name)
         plan.params.append(param)
@@ -158,30 +160,35 @@ def _repeated_blocks(node: nn.Module) -> Iterator[nn.Module]:
             yield from _repeated_blocks(child)
 
 
-def _others(root: nn.Module, blocks: set[nn.Module]) -> list[nn.Module]:
-    """The modules that read what no block holds: the root's remaining children, or the root."""
-    around = {m for m in root.modules() if m not in blocks and not blocks.isdisjoint(m.modules())}
-    found: dict[nn.Module, None] = {}
+def _others(root: nn.Module, blocks: set[nn.Module]) -> dict[nn.Module, nn.Module]:
+    """What no block holds: the modules to gather as one, each with the module that reads it.
 
-    def visit(node: nn.Module, caller: nn.Module) -> None:
+    That is the module around the blocks, usually the root: it may read a child's weight without
+    calling the child, as a fused loss reads the weight of the head.
+    """
+    around = {m for m in root.modules() if m not in blocks and not blocks.isdisjoint(m.modules())}
+    found: dict[nn.Module, nn.Module] = {}
+
+    def visit(node: nn.Module, reader: nn.Module) -> None:
         if node in blocks or not _has_large(node):
             return
         container = isinstance(node, _CONTAINERS)
         if not (node is root or node in around or container):
-            found[node] = None
+            found.setdefault(node, reader)
             return
-        caller = caller if container and node is not root else node
+        if node is root or not isinstance(node, _UNCALLED):
+            reader = node
         if any(not is_small(param) for param in node.parameters(recurse=False)):
-            found[caller] = None
+            found.setdefault(node, reader)
         for child in node.children():
-            visit(child, caller)
+            visit(child, reader)
 
     visit(root, root)
-    return list(found)
+    return found
 
 
 def _parameters_with_owners(
-    root: nn.Module, owners: set[nn.Module]
+    root: nn.Module, owners: Container[nn.Module]
 ) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
     """Every parameter with its name and the innermost of ``owners`` around it, on every path."""
     seen: set[tuple[nn.Module, nn.Module]] = set()

@@ -55,7 +55,8 @@ class FullyShardedDataParallel(nn.Module):
             None means the default group.
         units: the modules to gather as one each, as a list or a predicate; None finds the repeated
             blocks: children of one container that have the same type. What these do not hold, such
-            as an embedding and a head, forms units of its own, which stay gathered once used.
+            as an embedding and a head, forms units of its own, one for each child of the root,
+            which stay gathered from the start of a forward to the end of backward.
         compute_dtype: dtype that parameters are cast to before they are gathered, and that the
             model's floating-point inputs are cast to; None for the parameters' own.
         reduce_dtype: dtype in which gradients are averaged: fp32, bf16, or None for the gradients'

@@ -1,0 +1,153 @@
+"""Parameters in shards over NCCL: values, slow streams, memory."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ranks import run_ranks
+from shard_optim import FullyShardedDataParallel
+from shard_optim.accounting import rank_memory
+
+pytestmark = pytest.mark.multi_gpu
+
+WIDTH, VOCAB = 256, 512
+
+
+class Block(nn.Module):
+    def __init__(self, width, checkpointed):
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width)
+        self.checkpointed = checkpointed
+
+    def compute(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+    def forward(self, x):
+        if self.checkpointed:
+            return checkpoint(self.compute, x, use_reentrant=False)
+        return self.compute(x)
+
+
+class Net(nn.Module):
+    def __init__(self, device, depth=6, width=WIDTH, checkpointed=False):
+        super().__init__()
+        with torch.device(device):
+            self.embed = nn.Embedding(VOCAB, width)
+            self.blocks = nn.ModuleList(Block(width, checkpointed) for _ in range(depth))
+            self.head = nn.Linear(width, VOCAB, bias=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def build(device, **settings):
+    torch.manual_seed(0)
+    return Net(device, **settings)
+
+
+def batch(rank, step, device):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(0, VOCAB, (4, 64), generator=generator).to(device)
+
+
+def loss_of(model, tokens):
+    logits = model(tokens).float()
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def check_values(rank, world_size, settings, compiled, checkpointed):
+    """fp32: equal to averaged replicas. Every buffer is poisoned before each step."""
+    device = torch.device("cuda", rank)
+    plain, module = (build(device, checkpointed=checkpointed) for _ in range(2))
+    if compiled:
+        for each in (*plain.blocks, *module.blocks):
+            each.compile()
+    model = FullyShardedDataParallel(module, **settings)
+    optimizers = [
+        torch.optim.AdamW(each.parameters(), lr=1e-3, fused=True) for each in (plain, model)
+    ]
+    for step in range(4):
+        for slot in model.slots:
+            slot.whole.fill_(float("nan"))
+        tokens = batch(rank, step, device)
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = loss_of(each, tokens)
+            loss.backward()
+            if each is plain:
+                for param in plain.parameters():
+                    dist.all_reduce(param.grad, op=dist.ReduceOp.AVG)
+            optimizer.step()
+    found = model.full_parameters()
+    for name, param in plain.named_parameters():
+        # The embedding's gradient is summed with atomic additions, in any order.
+        torch.testing.assert_close(found[name], param.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{}, {"prefetch": 2}, {"reshard_after_forward": False}])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_values(settings, compiled, checkpointed):
+    run_ranks(check_values, 2, settings, compiled, checkpointed, backend="nccl", timeout=240)
+
+
+def check_slow_streams(rank, world_size):
+    """Sleeps on the compute stream before and after each block change nothing: no race."""
+    device = torch.device("cuda", rank)
+    results = []
+    for slow in (False, True):
+        model = FullyShardedDataParallel(build(device), compute_dtype=torch.bfloat16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if slow:
+            for number, block in enumerate(model.module.blocks):
+                if (number + rank) % 2:
+                    sleep = lambda *_: torch.cuda._sleep(2_000_000)  # noqa: E731
+                    block.up.register_forward_pre_hook(sleep)
+                    block.down.register_full_backward_hook(sleep)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model, batch(rank, step, device)).backward()
+            optimizer.step()
+        results.append(model.full_parameters())
+    for name, expected in results[0].items():
+        torch.testing.assert_close(results[1][name], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_slow_streams_change_nothing():
+    run_ranks(check_slow_streams, 2, backend="nccl", timeout=240)
+
+
+def check_memory(rank, world_size):
+    device = torch.device("cuda", rank)
+    dist.all_reduce(torch.zeros(1, device=device))
+    torch.ones(8, 8, device=device) @ torch.ones(8, 8, device=device)
+    module = build(device, depth=8, width=1024)
+    numel = sum(param.numel() for param in module.parameters())
+    before = torch.cuda.memory_allocated() - 4 * numel
+    model = FullyShardedDataParallel(module, compute_dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    slots = sum(slot.whole.nbytes + slot.cast.nbytes for slot in model.slots)
+    predicted = rank_memory(numel, world_size=world_size, stage=3)
+    loss_of(model, batch(rank, 0, device)).backward()
+    torch.cuda.synchronize()
+    expected = predicted.parameters + predicted.gradients + slots
+    measured = torch.cuda.memory_allocated() - before
+    assert abs(measured - expected) < 0.03 * expected, (measured, expected)
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.cuda.synchronize()
+    expected = predicted.parameters + predicted.optimizer_state + slots
+    measured = torch.cuda.memory_allocated() - before
+    assert abs(measured - expected) < 0.03 * expected, (measured, expected)
+
+
+def test_memory_is_as_predicted():
+    run_ranks(check_memory, 2, backend="nccl", timeout=120)
