@@ -77,6 +77,7 @@ class GradientStore:
                 self._reduced[position] = None
 
     def discard(self) -> None:
-        """Forgets every gradient that was not reduced; also those kept by ``keep``."""
+        """Forgets every gradient since the last step, of earlier backward passes too."""
         for position in range(len(self._params)):
             self.take(position)
+            self._reduced[position] = None

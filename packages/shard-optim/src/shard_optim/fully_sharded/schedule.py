@@ -315,7 +315,10 @@ class Schedule:
             unit.rest()
 
     def _recover(self) -> None:
-        """Before a forward: cleans up after a backward that an exception ended."""
+        """Before a forward: cleans up after a backward that an exception ended.
+
+        The gradients of the interrupted step are dropped: some are complete, others are not.
+        """
         if not self._backward:
             return
         if not self._end_is_queued:

@@ -1,0 +1,328 @@
+"""Parameters in shards where training does something unusual, and where it is asked wrongly."""
+
+import pytest
+import torch
+import torch._dynamo.utils
+import torch.distributed as dist
+from torch import nn
+
+from fully_sharded_models import (
+    OPTIMIZERS,
+    average_gradients,
+    batch,
+    loss_of,
+    net,
+    replicas,
+)
+from shard_optim import FullyShardedDataParallel, ShardedGradScaler
+
+SETTINGS = [{}, {"reshard_after_forward": False}]
+
+
+def sharded(**settings):
+    return FullyShardedDataParallel(net(), **settings)
+
+
+def assert_same(model, expected):
+    found = model.full_parameters()
+    for name, param in expected.named_parameters():
+        assert torch.equal(found[name], param), name
+
+
+def assert_close(model, expected, **tolerance):
+    found = model.full_parameters()
+    for name, param in expected.named_parameters():
+        torch.testing.assert_close(found[name], param.detach(), **tolerance)
+
+
+def both(rank, settings, work, *, steps=3):
+    """Trains replicas and shards alike: ``work(model, step, backward)`` makes the gradients."""
+    expected, model = net(), sharded(**settings)
+    for each in (expected, model):
+        optimizer = OPTIMIZERS["adamw"](each.parameters())
+        for step in range(steps):
+            optimizer.zero_grad()
+            work(each, step)
+            if each is expected:
+                average_gradients(each)
+            optimizer.step()
+    return model, expected
+
+
+def check_several_forwards(rank, world_size, settings):
+    def work(model, step):
+        losses = [loss_of(model, 3 * step + part, rank) for part in range(3)]
+        sum(losses).backward()
+
+    assert_same(*both(rank, settings, work))
+
+
+def check_two_backwards_of_one_graph(rank, world_size):
+    def work(model, step):
+        outputs = model(batch(step, rank))
+        outputs.square().mean().backward(retain_graph=True)
+        outputs.abs().mean().backward()
+
+    # The sum of two averages, where replicas average the sum.
+    assert_close(*both(rank, {}, work), rtol=1e-5, atol=1e-6)
+
+
+def check_accumulation(rank, world_size, settings, in_place):
+    """Every backward adds to the shards; whether gradients start as None or as zeros."""
+
+    def work(model, step):
+        if in_place:
+            for param in model.parameters():
+                param.grad = torch.zeros_like(param)
+        for part in range(3):
+            loss_of(model, 3 * step + part, rank).backward()
+
+    assert_close(*both(rank, settings, work), rtol=1e-5, atol=1e-6)
+
+
+def check_no_sync(rank, world_size, settings):
+    calls = []
+
+    def work(model, step):
+        for part in range(3):
+            if part < 2 and isinstance(model, FullyShardedDataParallel):
+                with model.no_sync():
+                    loss_of(model, 3 * step + part, rank).backward()
+                assert all(param.grad is None for param in model.parameters())
+                calls.append(step)
+            else:
+                loss_of(model, 3 * step + part, rank).backward()
+
+    assert_same(*both(rank, settings, work))
+    assert len(calls) == 6
+
+
+def check_evaluation(rank, world_size, settings):
+    """Forwards without gradients between training steps change nothing and give the same."""
+    outputs = []
+
+    def work(model, step):
+        model.eval()
+        for context in (torch.no_grad, torch.inference_mode):
+            with context():
+                outputs.append(model(batch(7, rank)))
+        model.train()
+        model(batch(8, rank))  # with gradients, but never differentiated
+        loss_of(model, step, rank).backward()
+
+    model, expected = both(rank, settings, work)
+    assert_same(model, expected)
+    half = len(outputs) // 2
+    for ours, theirs in zip(outputs[half:], outputs[:half], strict=True):
+        assert torch.equal(ours, theirs)
+
+
+class InterruptionError(RuntimeError):
+    pass
+
+
+def check_exception(rank, world_size, settings, where):
+    """An exception on all ranks, caught; the step is tried again."""
+
+    def fail(*_):
+        raise InterruptionError
+
+    def work(model, step):
+        block = model.blocks[2]
+        if step == 1:
+            if where == "forward":
+                handle = block.up.register_forward_hook(fail)
+            else:
+                handle = block.up.register_full_backward_hook(fail)
+            with pytest.raises(InterruptionError):
+                loss_of(model, step, rank).backward()
+            handle.remove()
+            for param in model.parameters():
+                param.grad = None
+        loss_of(model, step, rank).backward()
+
+    assert_same(*both(rank, settings, work))
+
+
+def check_clipping(rank, world_size, norm_type):
+    norms = []
+
+    def work(model, step):
+        (30 * loss_of(model, step, rank)).backward()
+        if isinstance(model, FullyShardedDataParallel):
+            norms.append(model.clip_grad_norm_(0.5, norm_type))
+        else:
+            average_gradients(model)
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type))
+
+    model, expected = both(rank, {}, work)
+    # The squares are summed in another order.
+    torch.testing.assert_close(torch.stack(norms[3:]), torch.stack(norms[:3]))
+    assert min(norms) > 0.5
+    assert_close(model, expected, rtol=1e-5, atol=1e-5)
+
+
+def check_scaler(rank, world_size):
+    """An overflow on one rank makes every rank skip the step."""
+    model = sharded(compute_dtype=torch.float16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = ShardedGradScaler("cpu", init_scale=4.0, growth_interval=100)
+    before = model.full_parameters()
+    for step in range(2):
+        optimizer.zero_grad()
+        loss = loss_of(model, step, rank)
+        if step == 0 and rank == 0:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        after = model.full_parameters()
+        moved = [not torch.equal(before[name], after[name]) for name in before]
+        assert any(moved) == (step == 1)
+    assert scaler.get_scale() == 2.0
+    expected = net()
+    reference = torch.optim.SGD(expected.parameters(), lr=0.1)
+    loss_of(expected, 1, rank).backward()
+    average_gradients(expected)
+    reference.step()
+    assert_close(model, expected, rtol=1e-3, atol=1e-3)  # fp16 has 11 bits
+
+
+def check_low_precision(rank, world_size, compute_dtype, reduce_dtype):
+    """Against replicas that compute in the same dtype from the same fp32 masters."""
+    model = sharded(compute_dtype=compute_dtype, reduce_dtype=reduce_dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = net()
+    reference = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+        low = net().to(compute_dtype)
+        low.load_state_dict(expected.state_dict())
+        loss_of(low, step, rank).backward()
+        for param, half in zip(expected.parameters(), low.parameters(), strict=True):
+            sums = half.grad.to(torch.float32 if half.ndim < 2 else reduce_dtype or half.dtype)
+            if sums.dtype == torch.float16:
+                sums = sums.float()
+            dist.all_reduce(sums, op=dist.ReduceOp.AVG)
+            param.grad = sums.float()
+        reference.step()
+    assert_same(model, expected)
+
+
+def check_thawing(rank, world_size):
+    """Freezing and unfreezing between steps."""
+
+    def work(model, step):
+        model.blocks[1].requires_grad_(step != 0)
+        model.blocks[3].up.weight.requires_grad_(step != 1)
+        loss_of(model, step, rank).backward()
+
+    assert_same(*both(rank, {}, work))
+
+
+def check_compiled(rank, world_size, how):
+    """One graph for all blocks, no graph break; the back end makes graphs but no code."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    expected = replicas(3, rank)
+    module = net()
+    for number, block in enumerate(module.blocks):
+        if how == "in place":
+            block.compile(backend="aot_eager", fullgraph=True)
+        else:
+            module.blocks[number] = torch.compile(block, backend="aot_eager", fullgraph=True)
+    model = FullyShardedDataParallel(module)
+    assert [unit.repeated for unit in model.units] == [False, *[True] * 5, False]
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    for step in range(3):
+        for slot in model.slots:
+            slot.whole.fill_(float("nan"))
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+    found = model.full_parameters().values()
+    for ours, param in zip(found, expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, param.detach(), rtol=1e-5, atol=1e-6)
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+def check_units(rank, world_size, units, names):
+    expected = replicas(3, rank)
+    module = net()
+    model = FullyShardedDataParallel(module, units=units(module))
+    assert [unit.name for unit in model.units] == names
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+    assert_same(model, expected)
+
+
+BLOCKS = [f"blocks.{number}" for number in range(5)]
+UNITS = {
+    "one": (lambda m: [m], [""]),
+    "some": (lambda m: [m.blocks[1], m.head], ["embed", *BLOCKS, "head"]),
+    "nested": (
+        lambda m: [*m.blocks, *(block.up for block in m.blocks)],
+        ["embed", *(name + part for name in BLOCKS for part in (".up", "")), "head"],
+    ),
+    "predicate": (
+        lambda m: lambda each: isinstance(each, nn.Linear),
+        ["embed", *(name + part for name in BLOCKS for part in (".up", ".down")), "head"],
+    ),
+}
+
+
+def check_unit_list(rank, world_size, name):
+    units, names = UNITS[name]
+    check_units(rank, world_size, units, names)
+
+
+def check_a_unit_on_its_own(rank, world_size):
+    """A block called directly, outside the model's forward, is gathered too."""
+    model, whole = sharded(), net()
+    x = torch.randn(2, 3, 8)
+    assert torch.equal(model.module.blocks[1](x), whole.blocks[1](x))
+    assert model.module.blocks[1].up.weight.ndim == 1
+
+
+CHECKS = [
+    *((f"several forwards {s}", check_several_forwards, (s,)) for s in SETTINGS),
+    ("retained graph", check_two_backwards_of_one_graph, ()),
+    *(
+        (f"accumulation {s} {in_place}", check_accumulation, (s, in_place))
+        for s in SETTINGS
+        for in_place in (False, True)
+    ),
+    *((f"no_sync {s}", check_no_sync, (s,)) for s in SETTINGS),
+    *((f"evaluation {s}", check_evaluation, (s,)) for s in SETTINGS),
+    *(
+        (f"exception in {where} {s}", check_exception, (s, where))
+        for where in ("forward", "backward")
+        for s in SETTINGS
+    ),
+    *((f"clipping {p}", check_clipping, (p,)) for p in (2.0, float("inf"))),
+    ("scaler", check_scaler, ()),
+    *(
+        (f"{compute} reduced in {reduce}", check_low_precision, (compute, reduce))
+        for compute, reduce in (
+            (torch.bfloat16, None),
+            (torch.bfloat16, torch.float32),
+            (torch.float16, None),
+        )
+    ),
+    ("thawing", check_thawing, ()),
+    *((f"compiled {how}", check_compiled, (how,)) for how in ("in place", "wrapped")),
+    *((f"units: {name}", check_unit_list, (name,)) for name in UNITS),
+    ("a unit on its own", check_a_unit_on_its_own, ()),
+]
+
+
+@pytest.mark.parametrize("name", [name for name, _, _ in CHECKS])
+def test_on_two_ranks(errors_on_two_ranks, name):
+    assert not errors_on_two_ranks[name], errors_on_two_ranks[name]
