@@ -17,7 +17,10 @@ REPOSITORY = tomllib.loads((PACKAGES[0] / "pyproject.toml").read_text())["projec
 ]
 RAW = REPOSITORY.replace("//github.com/", "//raw.githubusercontent.com/")
 
-pytestmark = pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name),
+]
 
 
 def links(page: Path) -> list[str]:

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from scripts.readme_results import README, rendered
 
+pytestmark = pytest.mark.nightly
+
 ROOT = README.parent
 PAGES = sorted(
     path
