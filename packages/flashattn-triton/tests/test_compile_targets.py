@@ -22,6 +22,8 @@ from background import Background
 from flashattn_triton import triton_versions
 from flashattn_triton.configs import tiling_for
 
+pytestmark = pytest.mark.nightly
+
 SCRIPT = Path(__file__).with_name("compile_kernels.py")
 # KB of shared memory of one block (CUDA C++ programming guide, table of compute capabilities).
 SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}

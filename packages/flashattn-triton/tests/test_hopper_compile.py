@@ -58,7 +58,7 @@ def config_of(row: dict[str, Any]) -> Any:
 
 
 COMPILING = Background(SCRIPT, (REQUESTS[::2], REQUESTS[1::2]))
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
