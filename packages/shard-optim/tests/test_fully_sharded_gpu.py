@@ -1,5 +1,8 @@
 """Parameters in shards over NCCL: values, slow streams, memory."""
 
+import gc
+import traceback
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -92,13 +95,6 @@ def check_values(rank, world_size, settings, compiled, checkpointed):
         torch.testing.assert_close(found[name], param.detach(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("settings", [{}, {"prefetch": 2}, {"reshard_after_forward": False}])
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_values(settings, compiled, checkpointed):
-    run_ranks(check_values, 2, settings, compiled, checkpointed, backend="nccl", timeout=240)
-
-
 def check_slow_streams(rank, world_size):
     """Sleeps on the compute stream before and after each block change nothing: no race."""
     device = torch.device("cuda", rank)
@@ -119,10 +115,6 @@ def check_slow_streams(rank, world_size):
         results.append(model.full_parameters())
     for name, expected in results[0].items():
         torch.testing.assert_close(results[1][name], expected, rtol=1e-4, atol=1e-5)
-
-
-def test_slow_streams_change_nothing():
-    run_ranks(check_slow_streams, 2, backend="nccl", timeout=240)
 
 
 def check_memory(rank, world_size):
@@ -149,5 +141,36 @@ def check_memory(rank, world_size):
     assert abs(measured - expected) < 0.03 * expected, (measured, expected)
 
 
-def test_memory_is_as_predicted():
-    run_ranks(check_memory, 2, backend="nccl", timeout=120)
+CHECKS = {
+    "eager": (check_values, ({}, False, False)),
+    "two ahead": (check_values, ({"prefetch": 2}, False, False)),
+    "kept": (check_values, ({"reshard_after_forward": False}, False, False)),
+    "checkpointed": (check_values, ({}, False, True)),
+    "compiled": (check_values, ({}, True, False)),
+    "compiled, kept": (check_values, ({"reshard_after_forward": False}, True, False)),
+    "slow streams": (check_slow_streams, ()),
+    "memory": (check_memory, ()),
+}
+
+
+def run_all(rank, world_size):
+    """What each check raised: one start of the ranks serves them all."""
+    errors = {}
+    for name, (check, arguments) in CHECKS.items():
+        try:
+            check(rank, world_size, *arguments)
+        except Exception:  # noqa: BLE001 - reported under the check's own name
+            errors[name] = traceback.format_exc()
+        gc.collect()
+    return errors
+
+
+@pytest.fixture(scope="module")
+def errors():
+    outcomes = run_ranks(run_all, 2, backend="nccl", timeout=240)
+    return {name: "\n".join(o.value[name] for o in outcomes if name in o.value) for name in CHECKS}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_over_nccl(errors, name):
+    assert not errors[name], errors[name]
