@@ -23,11 +23,13 @@ class Background:
     Args:
         script: the Python file.
         inputs: one process for each.
+        packages: a folder of packages that the processes find before the installed ones.
     """
 
-    def __init__(self, script: Path, inputs: Sequence[Any]) -> None:
+    def __init__(self, script: Path, inputs: Sequence[Any], packages: Path | None = None) -> None:
         self._script = script
         self._inputs = inputs
+        self._packages = packages
         self._running: list[tuple[subprocess.Popen[bytes], Path]] = []
 
     def start(self) -> None:
@@ -37,6 +39,9 @@ class Background:
         self._folder = TemporaryDirectory(prefix="background-")
         # Triton's interpreter, if the tests use it, would replace the compiler.
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        if self._packages is not None:
+            found = (str(self._packages), os.environ.get("PYTHONPATH", ""))
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, found))
         for number, value in enumerate(self._inputs):
             place = Path(self._folder.name) / str(number)
             place.mkdir()

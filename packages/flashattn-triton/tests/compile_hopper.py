@@ -109,6 +109,7 @@ def assembled(kernel: Any) -> dict[str, Any]:
         loops = inner_loops(output([CUOBJDUMP, "-sass", file.name]))
     said = PTXAS_SAID[kernel.hash]
     return {
+        "triton": triton.__version__,
         "registers": int(re.findall(r"Used (\d+) registers", said)[0]),
         "spills": sum(int(n) for n in re.findall(r"(\d+) bytes spill", said)),
         "warnings": re.findall(r"C7\d{3}", said),

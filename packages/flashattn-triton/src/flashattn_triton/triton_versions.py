@@ -13,8 +13,9 @@ once, encodes descriptors once per address, and calls the compiled launcher belo
 - What encodes a descriptor is called ``fill_tma_descriptor``, from 3.7 on
   ``fill_tma_descriptor_tiled``.
 
-Gluon, the language of the Hopper tier, renamed copies by the TMA (tensor memory accelerator) in
-3.8: :func:`tma_copies`.
+The Hopper tier. Gluon, its language, renamed copies by the TMA (tensor memory accelerator) in 3.8:
+:func:`tma_copies`. Compilers differ in where they need help: :func:`rounds_in_pairs`,
+:func:`hopper_options`.
 
 Under a version that is not in :data:`TESTED`, or on another vendor's GPUs, the portable tier is
 launched by Triton itself, and the Hopper tier is not used: :func:`refusal` says why.
@@ -141,8 +142,8 @@ def _launch_3_6(compiled: Any, grid: tuple[int, int, int]) -> _Launch:
     """One kernel's own launcher."""
     launcher = compiled.run
     function = launcher.launch
-    # Where there are descriptors, this function expands them, and calls what is wanted here.
-    function = inspect.getclosurevars(function).nonlocals.get("launcher", function)
+    if inspect.isfunction(function):  # it expands descriptors, and then calls what is wanted here
+        function = inspect.getclosurevars(function).nonlocals["launcher"]
     handle, metadata = compiled.function, compiled.packed_metadata
     flags = (launcher.launch_cooperative_grid, launcher.launch_pdl)
 
@@ -209,3 +210,22 @@ def tma_copies() -> tuple[Any, Any]:
     if (installed() or (0, 0)) < (3, 8):
         return tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
     return tma.async_load, tma.async_store
+
+
+def rounds_in_pairs() -> bool:
+    """Whether numbers rounded to a half type stay in pairs, two in a register, by themselves.
+
+    Triton 3.7 and 3.8 round them one by one, and what ptxas then combines in the forward loop of
+    the Hopper tier costs 32 more instructions a step and registers that are not there.
+    """
+    return installed() not in ((3, 7), (3, 8))
+
+
+def hopper_options() -> dict[str, Any]:
+    """Options of compiling the Hopper tier's kernels, besides :data:`COMPILE_OPTIONS`.
+
+    Triton 3.9 assembles for sm_90 with ptxas 13.4, the versions before with 12.8 and 12.9. At its
+    usual level of register usage the newer one believes that the backward kernels' products in
+    flight need more registers than there are, and runs them one by one (its warning C7512).
+    """
+    return {"ptx_options": "--register-usage-level=3"} if installed() == (3, 9) else {}

@@ -36,6 +36,7 @@ from flashattn_triton.hopper.support import (
     named_barrier_sync,
     tma_load,
     tma_store,
+    to_half,
 )
 
 ROWS = gl.constexpr(64)  # of one consumer: what one warp group's wgmma computes
@@ -311,7 +312,7 @@ def _step(
     mbarrier.arrive(v_empty.index(before), count=1)
     OUTPUT: gl.constexpr = acc.type.layout
     acc *= gl.expand_dims(gl.convert_layout(correction, gl.SliceLayout(1, OUTPUT)), 1)
-    p = gl.convert_layout(exponentials.to(p.dtype), p.type.layout)
+    p = gl.convert_layout(to_half(exponentials, p.dtype), p.type.layout)
     return acc, p, new_max, row_sum
 
 

@@ -106,6 +106,7 @@ class DirectLaunch:
             num_warps=4,
             num_stages=1,
             **triton_versions.COMPILE_OPTIONS,
+            **triton_versions.hopper_options(),
         )
 
     def __call__(self, addresses: Sequence[int]) -> None:

@@ -7,10 +7,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashattn_triton.triton_versions import tma_copies
+from flashattn_triton.triton_versions import rounds_in_pairs, tma_copies
 
 # A tile from global to shared memory, and back.
 tma_load, tma_store = tma_copies()
+ROUNDS_IN_PAIRS = gl.constexpr(rounds_in_pairs())
 # Hardware barriers 0 to 7 are left to Triton, which takes one per partition.
 FIRST_NAMED_BARRIER = gl.constexpr(8)
 
@@ -43,6 +44,22 @@ def exp2(x):
     return gl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
+
+
+@gluon.jit
+def to_half(x, dtype: gl.constexpr):
+    """fp32 ``x`` rounded to a half type, two numbers by one instruction into one register."""
+    if ROUNDS_IN_PAIRS:
+        half = x.to(dtype)
+    elif dtype == gl.bfloat16:
+        half = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        half = gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=2
+        )
+    return half
 
 
 @gluon.constexpr_function
