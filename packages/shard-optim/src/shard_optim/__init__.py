@@ -1,8 +1,12 @@
-"""Any torch optimizer with its state sharded over the data-parallel ranks."""
+"""Optimizer state, gradients and parameters sharded over the data-parallel ranks."""
 
 from shard_optim.checkpoint import load_checkpoint, save_checkpoint
 from shard_optim.collectives import CollectiveError
-from shard_optim.fully_sharded import FullyShardedDataParallel
+from shard_optim.fully_sharded import (
+    FullyShardedDataParallel,
+    load_fully_sharded,
+    save_fully_sharded,
+)
 from shard_optim.handoff import FlatBucket, ReduceScatterHook
 from shard_optim.optimizer import ShardedOptimizer
 from shard_optim.partition import BucketPlan, Partition, Span, plan_buckets
@@ -19,6 +23,8 @@ __all__ = [
     "ShardedOptimizer",
     "Span",
     "load_checkpoint",
+    "load_fully_sharded",
     "plan_buckets",
     "save_checkpoint",
+    "save_fully_sharded",
 ]

@@ -15,7 +15,12 @@ from shard_optim.exchange import all_gather_values
 
 
 def check_agreement(
-    lines: Sequence[str], *, group: dist.ProcessGroup, device: torch.device
+    lines: Sequence[str],
+    *,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    must: str = "construct the sharded optimizer from the same class, groups and parameters",
+    remedy: str = "build the same optimizer on every rank",
 ) -> None:
     """Compares a description over all ranks: one 16-byte all-reduce if they agree.
 
@@ -23,6 +28,8 @@ def check_agreement(
         lines: the description, one fact per line, most general first.
         group: the ranks to compare.
         device: where the group's back end can reduce tensors.
+        must: what every rank must do, for the error.
+        remedy: what to do otherwise.
 
     Raises:
         RuntimeError: on every rank if any two differ, naming the first difference.
@@ -34,7 +41,7 @@ def check_agreement(
     # max(x) == -max(-x) exactly when every rank sent the same x.
     bounds = torch.tensor([number, -number], dtype=torch.int64, device=device)
     guarded(
-        "the comparison of optimizer descriptions",
+        "the comparison of what the ranks construct",
         group,
         lambda: dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group),
     )
@@ -42,10 +49,7 @@ def check_agreement(
     if largest == -negated_smallest:
         return
     everyone = all_gather_values(list(lines), group)
-    raise RuntimeError(
-        "every rank must construct the sharded optimizer from the same class, groups and "
-        f"parameters, but {first_difference(everyone)}; build the same optimizer on every rank"
-    )
+    raise RuntimeError(f"every rank must {must}, but {first_difference(everyone)}; {remedy}")
 
 
 def describe_groups(groups: Sequence[Mapping[str, Any]], *, first: int) -> list[str]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shard_optim.buckets import in_memory_order
 from shard_optim.collectives import all_gather, guarded
+from shard_optim.exchange import broadcast_value
 from shard_optim.fully_sharded.unit import Unit
 
 
@@ -80,6 +81,62 @@ def shards_of(
                 "dict of this model: a whole one, or this rank's own of the same world size."
             )
     return found
+
+
+@torch.no_grad()
+def load_full(
+    module: nn.Module,
+    units: Sequence[Unit],
+    state_dict: Mapping[str, Any] | None,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> None:
+    """Hands every rank its shards of rank 0's state dict, one tensor at a time.
+
+    Raises:
+        ValueError: on every rank, if names or shapes differ; nothing has changed then.
+    """
+    place_of = places(units)
+    targets = module.state_dict(keep_vars=True)
+    shapes = {}
+    for name, target in targets.items():
+        unit, position = place_of.get(id(target), (None, 0))
+        shapes[name] = target.shape if unit is None else unit.layouts[position][0]
+    first = group.rank() == 0
+    problem = _difference(state_dict, shapes) if first else None
+    words = "the loading of a full state dict"
+    problem = guarded(words, group, broadcast_value, problem, group)
+    if problem is not None:
+        raise ValueError(
+            f"state_dict must be the whole model's on rank 0, but {problem}. Load a state dict of "
+            "this model."
+        )
+    for name, target in targets.items():
+        unit, position = place_of.get(id(target), (None, 0))
+        whole = torch.empty(shapes[name], dtype=target.dtype, device=device)
+        if first:
+            assert state_dict is not None
+            whole.copy_(state_dict[name])
+        guarded(words, group, lambda whole=whole: dist.broadcast(whole, group=group, group_src=0))
+        if unit is None:
+            target.copy_(whole)
+        else:
+            size, stride = unit.layouts[position]
+            start, count = unit.cuts[position].owned(group.rank())
+            target.copy_(flat_slice(whole, size, stride, start, count))
+
+
+def _difference(state_dict: Any, shapes: Mapping[str, torch.Size]) -> str | None:
+    """How a state dict differs from the model's, or None."""
+    if not isinstance(state_dict, Mapping):
+        return f"got {type(state_dict).__name__}"
+    for name, shape in shapes.items():
+        if name not in state_dict:
+            return f"{name} is missing"
+        if state_dict[name].shape != shape:
+            return f"{name} has shape {tuple(state_dict[name].shape)} where {tuple(shape)} is due"
+    extra = next((name for name in state_dict if name not in shapes), None)
+    return None if extra is None else f"it holds {extra}, which the model does not"
 
 
 def flat_slice(

@@ -21,7 +21,7 @@ from shard_optim.buckets import check_layout
 from shard_optim.collectives import guarded, resolve_group
 from shard_optim.fully_sharded.replicated import ReplicatedParameters
 from shard_optim.fully_sharded.schedule import Schedule, UnitCall
-from shard_optim.fully_sharded.state import shards_of, whole_parameters
+from shard_optim.fully_sharded.state import load_full, shards_of, whole_parameters
 from shard_optim.fully_sharded.unit import Slot, Unit
 from shard_optim.fully_sharded.units import UnitPlan, Units, is_small, plan_units
 from shard_optim.norm import clip_sharded_
@@ -230,6 +230,44 @@ class FullyShardedDataParallel(nn.Module):
         """
         return dict(whole_parameters(self.module, self.units, self.process_group))
 
+    def full_state_dict(self) -> dict[str, Tensor] | None:
+        """The plain module's state dict on the group's rank 0, on its CPU; a collective call.
+
+        One tensor at a time, so the devices need room for one more whole tensor only.
+
+        Returns:
+            On rank 0 parameters and persistent buffers, tied ones under every name; None elsewhere.
+
+        Raises:
+            CollectiveError: if a peer died or timed out.
+        """
+        first = self.process_group.rank() == 0
+        found: dict[int, Tensor] = {}
+        owners = dict(self.module.named_parameters())
+        for name, whole in whole_parameters(self.module, self.units, self.process_group):
+            if first:
+                found[id(owners[name])] = whole.cpu()
+        if not first:
+            return None
+        return {
+            name: found[id(value)] if id(value) in found else value.detach().cpu().clone()
+            for name, value in self.module.state_dict(keep_vars=True).items()
+        }
+
+    def load_full_state_dict(self, state_dict: Mapping[str, Tensor] | None) -> None:
+        """Loads a plain module's state dict that only rank 0 holds; a collective call.
+
+        One tensor at a time travels, and every rank keeps its shard.
+
+        Args:
+            state_dict: read on the group's rank 0; the others may pass None.
+
+        Raises:
+            ValueError: on every rank, if names or shapes differ; nothing has changed then.
+            CollectiveError: if a peer died or timed out.
+        """
+        load_full(self.module, self.units, state_dict, self.process_group, self.device)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """This rank's shards, small parameters and buffers, under the module's own names.
 
@@ -265,7 +303,13 @@ class FullyShardedDataParallel(nn.Module):
             + (f"in unit {unit_of[id(param)]!r}" if id(param) in unit_of else "replicated")
             for name, param in self.module.named_parameters()
         ]
-        check_agreement(lines, group=self.process_group, device=self.device)
+        check_agreement(
+            lines,
+            group=self.process_group,
+            device=self.device,
+            must="wrap the same model with the same settings",
+            remedy="build the model from the same configuration on every rank",
+        )
 
     @torch.no_grad()
     def _broadcast(self) -> None:

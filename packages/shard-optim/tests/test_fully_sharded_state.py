@@ -1,0 +1,258 @@
+"""Whole parameters out of shards and back, and checkpoints for any number of ranks."""
+
+import copy
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fully_sharded_models import OPTIMIZERS, batch, net
+from ranks import run_ranks
+from shard_optim import (
+    FullyShardedDataParallel,
+    ShardedOptimizer,
+    load_checkpoint,
+    load_fully_sharded,
+    save_checkpoint,
+    save_fully_sharded,
+)
+from shard_optim.fully_sharded.state import flat_slice, places
+
+
+def model_with_everything():
+    """Matrices that no world size divides, tied weights, a buffer, channels-last memory."""
+    model = net(tied=True)
+    model.register_buffer("calls", torch.tensor([3.0, 4.0]))
+    model.register_buffer("scratch", torch.tensor([1.0]), persistent=False)
+    model.conv = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+    return model
+
+
+def whole_gradient(shape, step, index):
+    generator = torch.Generator().manual_seed(100 * step + index)
+    return torch.randn(shape, generator=generator)
+
+
+def update(model, optimizer, steps):
+    """The same whole gradients on every rank, so that the number of ranks changes no bit."""
+    units = places(model.units) if isinstance(model, FullyShardedDataParallel) else {}
+    for step in steps:
+        for index, param in enumerate(model.parameters()):
+            if id(param) in units:
+                unit, position = units[id(param)]
+                size, stride = unit.layouts[position]
+                first, count = unit.cuts[position].owned(dist.get_rank())
+                grad = whole_gradient(size, step, index)
+                param.grad = flat_slice(grad, size, stride, first, count)
+            else:
+                param.grad = torch.empty_like(param).copy_(whole_gradient(param.shape, step, index))
+        optimizer.step()
+
+
+def assert_same(model, expected):
+    found = model.full_parameters()
+    for name, param in expected.named_parameters():
+        assert torch.equal(found[name], param), name
+
+
+def check_leg(rank, world_size, folder, leg):
+    """Loads what another number of ranks saved, compares it with plain training, trains on."""
+    expected = model_with_everything()
+    plain = OPTIMIZERS["adamw"](expected.parameters())
+    update(expected, plain, range(2 * leg))
+    module = model_with_everything()
+    module.calls.zero_()
+    model = FullyShardedDataParallel(module)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.7, weight_decay=0.1)
+    if leg:
+        load_fully_sharded(model, optimizer, f"{folder}/{leg - 1}")
+        assert model.module.calls.tolist() == [3.0, 4.0]
+        assert optimizer.param_groups[0]["lr"] == 0.05
+    else:
+        model.load_state_dict(model_with_everything().state_dict())
+        optimizer.param_groups[0]["lr"] = 0.05
+    assert_same(model, expected)
+    update(model, optimizer, range(2 * leg, 2 * leg + 2))
+    update(expected, plain, range(2 * leg, 2 * leg + 2))
+    assert_same(model, expected)
+    group = dist.new_group(backend="gloo")
+    saving = save_fully_sharded(model, optimizer, f"{folder}/{leg}", background_group=group)
+    update(model, optimizer, [99])  # what is being saved does not change any more
+    saving.result()
+    with pytest.raises(FileExistsError, match="Save to a new folder"):
+        save_fully_sharded(model, optimizer, f"{folder}/{leg}")
+
+
+def test_one_to_four_ranks_and_back(tmp_path):
+    for leg, world_size in enumerate([1, 2, 3, 4, 2, 1]):
+        run_ranks(check_leg, world_size, str(tmp_path), leg)
+
+
+def check_exchange_with_stage_2(rank, world_size, folder):
+    expected = model_with_everything()
+    plain = OPTIMIZERS["adamw"](expected.parameters())
+    update(expected, plain, range(2))
+
+    model = FullyShardedDataParallel(model_with_everything())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+    update(model, optimizer, range(2))
+    save_fully_sharded(model, optimizer, f"{folder}/3")
+
+    second = model_with_everything()
+    second.load_state_dict(expected.state_dict())
+    sharded = ShardedOptimizer(second.parameters(), torch.optim.AdamW, lr=0.7)
+    load_checkpoint(sharded, f"{folder}/3")
+    update(second, sharded, [2])
+    update(expected, plain, [2])
+    for (name, a), b in zip(second.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    save_checkpoint(sharded, f"{folder}/2")
+
+    full = expected.state_dict()
+    model.load_full_state_dict(full if rank == 0 else None)
+    load_fully_sharded(model, optimizer, f"{folder}/2")
+    update(model, optimizer, [3])
+    update(expected, plain, [3])
+    assert_same(model, expected)
+
+
+def test_exchange_with_stage_2(tmp_path):
+    run_ranks(check_exchange_with_stage_2, 2, str(tmp_path))
+
+
+def check_state_dicts(rank, world_size):
+    whole = model_with_everything()
+    model = FullyShardedDataParallel(model_with_everything())
+    full = model.full_state_dict()
+    if rank == 0:
+        assert list(full) == list(whole.state_dict())
+        for name, value in whole.state_dict().items():
+            assert torch.equal(full[name], value), name
+            assert full[name].stride() == value.stride(), name
+    else:
+        assert full is None
+    if rank == 1:  # needs no other rank
+        own = model.state_dict()
+        assert list(own) == list(whole.state_dict())
+        assert own["embed.weight"].shape == (44,)
+    changed = {name: value + 1 for name, value in whole.state_dict().items()}
+    model.load_state_dict(changed)
+    for name, value in model.full_parameters().items():
+        assert torch.equal(value, changed[name]), name
+    model.load_state_dict(model.state_dict())  # a rank's own shards
+    for name, value in model.full_parameters().items():
+        assert torch.equal(value, changed[name]), name
+    assert torch.equal(model.module.calls, changed["calls"])
+
+
+def check_wrong_state_dicts(rank, world_size):
+    model = FullyShardedDataParallel(net())
+    before = model.full_parameters()
+    wrong = net().state_dict()
+    wrong["blocks.1.up.weight"] = torch.zeros(13, 9)
+    with pytest.raises(
+        ValueError, match=r"blocks\.1\.up\.weight must have its whole shape \(13, 8\).*\(13, 9\)"
+    ):
+        model.load_state_dict(wrong)
+    with pytest.raises(ValueError, match=r"blocks\.1\.up\.weight has shape \(13, 9\)"):
+        model.load_full_state_dict(wrong if rank == 0 else None)
+    del wrong["blocks.1.up.weight"]
+    with pytest.raises(ValueError, match=r"blocks\.1\.up\.weight is missing"):
+        model.load_full_state_dict(wrong if rank == 0 else None)
+    for name, value in model.full_parameters().items():
+        assert torch.equal(value, before[name])
+
+
+def check_bad_input(rank, world_size):
+    def refused(error, text, **settings):
+        with pytest.raises(error, match=text):
+            FullyShardedDataParallel(settings.pop("module", None) or net(), **settings)
+
+    model = FullyShardedDataParallel(net())
+    refused(ValueError, "wrapped already.*once", module=model)
+    refused(ValueError, "wrapped already.*once", module=model.module)
+    refused(ValueError, "wrapped already.*once", module=nn.Sequential(model))
+    refused(TypeError, "module must be a torch.nn.Module, but got str", module="model")
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    refused(ValueError, "before an optimizer is made.*SGD holds.*parameters", module=module)
+    del optimizer
+    FullyShardedDataParallel(module)
+    module = net()
+    twice = [module.blocks[0], module.blocks[1], module.blocks[0]]
+    refused(
+        ValueError,
+        r"units must name every module once, but got 'blocks\.0' 2 times",
+        module=module,
+        units=twice,
+    )
+    refused(ValueError, "not in it. List modules of this model", units=[nn.Linear(2, 2)])
+    refused(TypeError, "units must be modules or a predicate", units=3)
+    module.compile(backend="eager")
+    refused(ValueError, "inside a compiled module", module=module, units=[module.blocks[0]])
+    refused(ValueError, "prefetch must be 1 or 2, but got 3", prefetch=3)
+    refused(ValueError, "reduce_dtype must be", reduce_dtype=torch.float16)
+    module = net()
+    module.numbers = nn.Parameter(torch.ones(3, 3, dtype=torch.complex64))
+    refused(ValueError, "must be floating-point, but got numbers of torch.complex64", module=module)
+
+    with pytest.raises(RuntimeError, match="moved or cast before it is wrapped"):
+        model.half()
+    with pytest.raises(TypeError, match="must not be pickled or copied"):
+        copy.deepcopy(model)
+    with pytest.raises(ValueError, match="norm_type must be positive"):
+        model.clip_grad_norm_(1.0, 0.0)
+    model.module.blocks[1].compile(backend="eager")
+    with pytest.raises(RuntimeError, match="compiled before the model is wrapped"):
+        model(batch(0, rank))
+
+
+class ReadsAnother(nn.Module):
+    def __init__(self, other):
+        super().__init__()
+        self.own = nn.Linear(8, 8)
+        self.other = [other]  # not registered: the other block's
+
+    def forward(self, x):
+        return self.own(x) + x @ self.other[0].weight
+
+
+def check_reading_a_shard(rank, world_size):
+    """A weight that is whole only during another unit's call: an error that says so."""
+    layers = [nn.Linear(8, 8) for _ in range(2)]
+    module = nn.Sequential(layers[0], ReadsAnother(layers[0]), layers[1])
+    model = FullyShardedDataParallel(module, units=list(module))
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(2, 8))
+    assert "one-dimensional shard" in "".join(caught.value.__notes__)
+    model = FullyShardedDataParallel(
+        nn.Sequential(layer := nn.Linear(8, 8), ReadsAnother(layer)),
+        units=lambda m: len(list(m.children())) == 2,
+    )
+    assert model(torch.ones(2, 8)).shape == (2, 8)
+
+
+CHECKS = [
+    ("state dicts", check_state_dicts, ()),
+    ("wrong state dicts", check_wrong_state_dicts, ()),
+    ("bad input", check_bad_input, ()),
+    ("reading a shard", check_reading_a_shard, ()),
+]
+
+
+@pytest.mark.parametrize("name", [name for name, _, _ in CHECKS])
+def test_on_two_ranks(errors_on_two_ranks, name):
+    assert not errors_on_two_ranks[name], errors_on_two_ranks[name]
+
+
+def build_different(rank, world_size):
+    module = net(depth=5 if rank == 0 else 4)
+    FullyShardedDataParallel(module)
+
+
+def test_mismatched_models_are_named_on_every_rank():
+    expected = r"RuntimeError: every rank must wrap the same model.*blocks\.4"
+    for outcome in run_ranks(build_different, 2, check=False):
+        assert re.search(expected, outcome.error, re.S), outcome.error
