@@ -64,7 +64,7 @@ def test_one_per_parameter_keeps_the_order() -> None:
 
 @pytest.mark.parametrize("size", [0, -1, float("nan"), float("inf"), "large"])
 def test_sizes_must_be_positive_and_finite(size: float | str) -> None:
-    with pytest.raises(ValueError, match=r"bucket_size_mb must be a positive number.*received"):
+    with pytest.raises(ValueError, match=r"bucket_size_mb must be a positive number.*but got"):
         bytes_from_mb(size, "bucket_size_mb")
 
 

@@ -31,7 +31,7 @@ def test_a_process_group_must_exist() -> None:
 def bad_input(rank: int, world_size: int) -> None:
     plain = nn.Linear(3, 3)
     for wrapper in ALL:
-        expect(TypeError, "must be a torch.nn.Module, received int", lambda w=wrapper: w(3))
+        expect(TypeError, "must be a torch.nn.Module, but got int", lambda w=wrapper: w(3))
         wrapped = wrapper(plain)
         expect(TypeError, "wrapped already", lambda w=wrapper, m=wrapped: w(m))
         inside = nn.Sequential(nn.Linear(3, 3), wrapped)
@@ -46,7 +46,7 @@ def bad_input(rank: int, world_size: int) -> None:
         expect(ValueError, "sparse=False", lambda w=wrapper, m=sparse: w(m))
         expect(
             ValueError,
-            "one of .*'skip-if-all'.*received 'ignore'",
+            "one of .*'skip-if-all'.*but got 'ignore'",
             lambda w=wrapper: w(plain, missing_gradients="ignore"),
         )
         frozen = nn.Linear(2, 2).requires_grad_(False)
@@ -72,11 +72,11 @@ def bad_input(rank: int, world_size: int) -> None:
     waves = nn.ParameterList([torch.ones(2, dtype=torch.complex64)])
     expect(ValueError, "0 is torch.complex64", lambda: BucketedDDP(waves, wire_dtype=torch.half))
     mesh = dist.device_mesh.init_device_mesh("cpu", (1, world_size), mesh_dim_names=("a", "b"))
-    expect(ValueError, "one dimension, received 2", lambda: NaiveDDP(plain, process_group=mesh))
+    expect(ValueError, "one dimension, but got 2", lambda: NaiveDDP(plain, process_group=mesh))
     assert NaiveDDP(plain, process_group=mesh["b"]).process_group.size() == world_size
     # one machine without GPUs has no second device that could hold data
     mixed = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta"))
-    words = "on one device, received 0.weight on cpu, 1.weight on meta; move"
+    words = "on one device, but got 0.weight on cpu, 1.weight on meta. Move"
     expect(ValueError, words, lambda: common_device(mixed))
     for_cpu = dist.new_group(backend="cpu:gloo")
     words = "serve the module's device, but the module is on cuda"

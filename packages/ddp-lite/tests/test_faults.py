@@ -174,7 +174,9 @@ def construct_or_leave(rank: int, world_size: int) -> tuple[str, float]:
         return "left", 0.0
     set_collective_timeout(COLLECTIVE_TIMEOUT)
     begin = time.monotonic()
-    with pytest.raises(PeerFailureError, match=r"construct its wrapper.*on rank 0 of 2") as caught:
+    with pytest.raises(
+        PeerFailureError, match=r"construct its BucketedDDP.*on rank 0 of 2"
+    ) as caught:
         BucketedDDP(nn.Linear(2, 2))
     return f"{caught.typename}: {caught.value}", time.monotonic() - begin
 
@@ -192,7 +194,7 @@ def differ(rank: int, world_size: int, name: str, what: str) -> tuple[str, float
     begin = time.monotonic()
     try:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 5 if odd and what == "shape" else 6))
-        wrapped = WRAPPERS[name](model, **kwargs)
+        wrapped = WRAPPERS[name](model, auto_finish=what != "finish", **kwargs)
         if what == "parameter" and odd:
             model[0](torch.ones(2, 4)).sum().backward()
         else:

@@ -239,7 +239,7 @@ def wrong_device(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="serve the module's device"):
         NaiveDDP(nn.Linear(2, 2))
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to(f"cuda:{rank}"))
-    with pytest.raises(ValueError, match=r"on one device, received 0\.weight on cpu"):
+    with pytest.raises(ValueError, match=r"on one device, but got 0\.weight on cpu"):
         NaiveDDP(mixed)
 
 

@@ -34,6 +34,7 @@ class Branches(nn.Module):
 
 
 def variants(**kwargs: object) -> list[nn.Module]:
+    kwargs |= {"auto_finish": False}
     built = [wrapper(Branches(), **kwargs) for wrapper in ALL]
     built.append(BucketedDDP(Branches(), 0.00002, copy=True, **kwargs))
     built.append(BucketedDDP(Branches(), 0.00002, wire_dtype=torch.bfloat16, **kwargs))
@@ -106,7 +107,7 @@ def test_zeros_gives_everyone_a_gradient() -> None:
 
 def forgotten(rank: int, world_size: int) -> None:
     for wrapper in ALL:
-        wrapped = wrapper(nn.Linear(2, 1))
+        wrapped = wrapper(nn.Linear(2, 1), auto_finish=False)
         wrapped(torch.ones(1, 2)).sum().backward()
         if rank == 0:
             with torch.no_grad():

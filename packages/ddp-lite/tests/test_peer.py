@@ -93,7 +93,7 @@ def test_each_rank_averages_its_half(tmp_path: Path) -> None:
 
 
 def wrong_group(rank: int, world_size: int) -> None:
-    with pytest.raises(ValueError, match="two CUDA ranks, received 3 ranks"):
+    with pytest.raises(ValueError, match="two CUDA ranks, but got 3 ranks"):
         PeerCopyAverage(dist.group.WORLD)
 
 

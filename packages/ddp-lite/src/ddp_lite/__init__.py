@@ -7,6 +7,7 @@ from ddp_lite.errors import (
     MissingGradientError,
     ModelMismatchError,
     PeerFailureError,
+    StepMismatchError,
     SynchronizationError,
     UnfinishedSynchronizationError,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "NaiveDDP",
     "OverlapDDP",
     "PeerFailureError",
+    "StepMismatchError",
     "SynchronizationError",
     "SynchronizationStats",
     "UnfinishedSynchronizationError",

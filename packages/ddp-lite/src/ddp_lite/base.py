@@ -18,19 +18,21 @@ import functools
 import itertools
 import time
 import warnings
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, Never, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ddp_lite import checks
+from ddp_lite import checks, torch_names
 from ddp_lite.buckets import Bucket, ParameterSpec
 from ddp_lite.collectives import Averager, broadcast_coalesced
+from ddp_lite.consistency import StepCheck
 from ddp_lite.diagnostics import RollCall, missing_gradients, warn_about_environment
 from ddp_lite.errors import (
     ModelMismatchError,
@@ -40,7 +42,8 @@ from ddp_lite.errors import (
 from ddp_lite.exchange import all_gather_json
 from ddp_lite.progress import ABSENT, ACCUMULATED, Progress
 from ddp_lite.reduction import InPlaceReduction, Reduction
-from ddp_lite.stats import SynchronizationStats, WaitTimer
+from ddp_lite.stats import SynchronizationStats, WaitTimer, stats_of
+from ddp_lite.structure import ModuleWatch, ParameterHooks, shortened
 from ddp_lite.transparent import TransparentWrapper
 from ddp_lite.uneven import Attendance, AverageOver
 from ddp_lite.verification import name_ranks, verify_same_model
@@ -64,16 +67,17 @@ class DataParallelBase(TransparentWrapper, ABC):
             ``"skip-if-all"``: it counts as zeros, and if no rank has a gradient, ``grad`` stays
             None everywhere. ``"zeros"``: it counts as zeros always. ``"error"``: every rank
             raises and names it; on CUDA this makes the host wait once a step.
-        auto_finish: synchronise at the end of every backward by itself;
-            ``finish_gradient_synchronization`` then needs no call. Uses a private hook of
-            torch's autograd engine.
+        auto_finish: whether every backward ends with synchronised gradients. False leaves that to
+            ``finish_gradient_synchronization``, and until it is called ``grad`` of a parameter may
+            be None. True uses a private hook of torch's autograd engine.
 
     Raises:
-        TypeError: ``module`` is no module or is wrapped already.
+        TypeError: ``module`` is no module, is wrapped already or shares a parameter with one that
+            is; or an argument is unknown, such as those of torch's ``DistributedDataParallel``.
         ValueError: meta or mixed devices, sparse gradients, an unknown policy, or a backend
             that does not serve the module's device.
         RuntimeError: no process group is initialised.
-        ModelMismatchError: on every rank, if the ranks' models differ.
+        ModelMismatchError: on every rank, if the ranks' models or settings differ.
     """
 
     def __init__(
@@ -82,11 +86,14 @@ class DataParallelBase(TransparentWrapper, ABC):
         *,
         process_group: dist.ProcessGroup | dist.device_mesh.DeviceMesh | None = None,
         missing_gradients: MissingGradients = "skip-if-all",
-        auto_finish: bool = False,
+        auto_finish: bool = True,
+        **unknown: Never,
     ) -> None:
+        torch_names.refuse(type(self), unknown)
         if missing_gradients not in _POLICIES:
             raise ValueError(
-                f"missing_gradients must be one of {_POLICIES}, received {missing_gradients!r}"
+                f"missing_gradients must be one of {_POLICIES}, but got {missing_gradients!r}. "
+                "Choose one of them"
             )
         checks.check_module(module, DataParallelBase)
         super().__init__(module)
@@ -96,10 +103,10 @@ class DataParallelBase(TransparentWrapper, ABC):
         warn_about_environment(self.device)
         self._policy = missing_gradients
         self._auto_finish = auto_finish
-        self._roll_call = RollCall(self.process_group)
+        self._roll_call = RollCall(self.process_group, type(self).__name__)
         self._step = -1  # errors of the constructor speak of step 0
         with self._naming_failures_of("the comparison and broadcast of models"):
-            verify_same_model(module, self.process_group)
+            verify_same_model(module, self.process_group, self._settings())
             broadcast_coalesced([*module.parameters(), *module.buffers()], self.process_group)
 
         self._average = Averager(self.process_group, self.device)
@@ -108,7 +115,10 @@ class DataParallelBase(TransparentWrapper, ABC):
         self._changes = 0  # of requires_grad
         self._attendance: Attendance | None = None
         self._in_flight: dict[int, Reduction] = {}  # by the group's place
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._hooks: list[ParameterHooks] = []  # one, or none once detached
+        # A dropped wrapper takes its hooks along.
+        weakref.finalize(self, _remove_all, self._hooks).atexit = False
+        self._finished_by_backward = False
         self._last_step: Callable[[], SynchronizationStats] | None = None
         self._adopt_parameters()
         if not self._parameters_by_index:
@@ -138,6 +148,14 @@ class DataParallelBase(TransparentWrapper, ABC):
         """Starts reducing the gradients of one group; ``extra`` is to be averaged as well."""
         return InPlaceReduction(bucket, gradients, self._average, extra)
 
+    def _settings(self) -> dict[str, str]:
+        """Everything in which ranks must not differ, in words."""
+        return {
+            "class": type(self).__name__,
+            "missing_gradients": self._policy,
+            "auto_finish": str(self._auto_finish),
+        }
+
     # -- using the wrapper -------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -145,15 +163,22 @@ class DataParallelBase(TransparentWrapper, ABC):
 
         Raises:
             UnfinishedSynchronizationError: the last backward was never finished.
-            ModelMismatchError: ``requires_grad`` changed since the last forward, but not alike on
-                all ranks.
+            ModelMismatchError: parameters were replaced, added or removed since the last forward,
+                or ``requires_grad`` changed, but not alike on all ranks.
+            RuntimeError: the wrapper was detached.
         """
         if not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
+        if not self._hooks:
+            raise RuntimeError(
+                f"a {type(self).__name__} must not be called after detach(), because gradients "
+                "are not synchronised any more. Call the module itself, or wrap it again"
+            )
         if self._progress.begun and not self._progress.accumulating:
             self._raise_unfinished()
         self._engine_callback_queued = False
-        self._notice_changed_requirements()
+        self._finished_by_backward = False
+        self._notice_changes()
         if self._attendance is not None and not self._progress.accumulating:
             with self._naming_failures_of("the count of ranks that have a batch"):
                 self._attendance.begin_step()
@@ -165,13 +190,16 @@ class DataParallelBase(TransparentWrapper, ABC):
     def finish_gradient_synchronization(self) -> None:
         """Waits for every reduction; afterwards ``parameter.grad`` holds the average.
 
-        Call it on every rank after the last backward of a step and before anything reads the
-        gradients. On CUDA only the current stream waits. With ``auto_finish=True`` it returns at
-        once.
+        With ``auto_finish=True`` the backward has done so already, and this returns at once. It
+        then serves gradients that no backward produced, such as on a rank without a batch.
+        Otherwise call it on every rank after the last backward of a step and before anything reads
+        the gradients. On CUDA only the current stream waits.
 
         Raises:
             MissingGradientError: policy ``"error"``, on every rank.
             PeerFailureError: a peer died, hangs, or runs other collectives.
+            StepMismatchError: on every rank, if ranks make different synchronisations or make them
+                from different weights. On CUDA the next call raises it.
             RuntimeError: called inside ``no_sync``.
         """
         if self._progress.accumulating:
@@ -179,7 +207,9 @@ class DataParallelBase(TransparentWrapper, ABC):
                 "finish_gradient_synchronization() must be called outside no_sync(), whose "
                 "purpose is to accumulate without synchronising; leave the block first"
             )
-        if not self._auto_finish:
+        if self._finished_by_backward:
+            self._finished_by_backward = False  # another call has other gradients in mind
+        else:
             self._finish()
 
     @contextmanager
@@ -255,11 +285,9 @@ class DataParallelBase(TransparentWrapper, ABC):
         """Removes every hook and returns the module, ready to be wrapped again.
 
         Flat tensors are let go. On CUDA the current stream waits for reductions under way, because
-        their memory is freed here.
+        their memory is freed here. A wrapper that is no longer referenced detaches itself.
         """
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        _remove_all(self._hooks)
         if self.device.type == "cuda":
             for reduction in self._in_flight.values():
                 reduction.wait()
@@ -272,10 +300,8 @@ class DataParallelBase(TransparentWrapper, ABC):
 
     def _adopt_parameters(self) -> None:
         """(Re)builds everything that depends on which parameters are trainable."""
-        for hook in self._hooks:
-            hook.remove()
-        self._all_parameters = list(self.module.parameters())
-        self._trainable_then = [p.requires_grad for p in self._all_parameters]
+        _remove_all(self._hooks)
+        self._watch = ModuleWatch(self.module)
         # Zero-size parameters have nothing to average.
         named = [
             (name, p) for name, p in self.module.named_parameters() if p.requires_grad and p.numel()
@@ -285,12 +311,11 @@ class DataParallelBase(TransparentWrapper, ABC):
             ParameterSpec(index=index, name=name, numel=p.numel(), dtype=p.dtype, device=p.device)
             for index, (name, p) in enumerate(named)
         ]
-        self._progress = Progress(len(named), self._on_first_gradient, self._start_in_backward)
-        arrived = self._progress.arrived
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(functools.partial(arrived, index))
-            for index, p in enumerate(self._parameters_by_index)
-        ]
+        self._progress = Progress(len(named), self)
+        self._hooks.append(ParameterHooks(self._parameters_by_index, self._progress))
+        self._check = None
+        if named and self._average.world_size > 1:
+            self._check = StepCheck(self._parameters_by_index, self.device)
         self._set_groups(self._plan() if named else [])
 
     def _set_groups(self, groups: list[tuple[int, ...]]) -> None:
@@ -320,32 +345,39 @@ class DataParallelBase(TransparentWrapper, ABC):
         self._progress.reset()
         self._absent: set[int] = set()  # parameters without a gradient on this rank
         self._presence: Tensor | None = None  # mean over the ranks of who has which gradient
+        self._check_message: Tensor | None = None
         self._engine_callback_queued = False
         self._in_flight = {}
         self._started: list[int] = []  # places in the order of reduction
         self._collectives_before = (self._average.collectives, self._average.bytes)
 
-    def _notice_changed_requirements(self) -> None:
-        """Notices ``requires_grad`` changed since the last forward; then collective."""
-        now = [p.requires_grad for p in self._all_parameters]
-        if now != self._trainable_then:
+    def _notice_changes(self) -> None:
+        """Notices what was done to the module since the last forward."""
+        watch = self._watch
+        for hooks in self._hooks:
+            hooks.run_last()
+        if watch.has_new_structure():
+            change = watch.describe_change()
+            if change:
+                report = f"{change} since {type(self).__name__} wrapped the module"
+                self._roll_call.leave_report(report, self._step + 1)
+                raise ModelMismatchError(
+                    f"a wrapped module must keep its parameters, but before step {self._step + 1} "
+                    f"on rank {self.process_group.rank()} {report}. Change the module first and "
+                    "wrap it then: BucketedDDP(wrapped.detach()) after the change"
+                )
+            self._watch = watch = ModuleWatch(self.module)
+        if watch.has_new_requirements():
             with self._naming_failures_of("the comparison of models after requires_grad changed"):
-                self._require_the_change_everywhere(now)
-                verify_same_model(self.module, self.process_group)
+                self._require_the_change_everywhere(watch.changed_requirements())
+                verify_same_model(self.module, self.process_group, self._settings())
             accumulating = self._progress.accumulating
             self._adopt_parameters()
             self._progress.accumulating = accumulating
 
-    def _require_the_change_everywhere(self, now: list[bool]) -> None:
+    def _require_the_change_everywhere(self, names: Sequence[str]) -> None:
         """Waits for all ranks to notice a change, for as long as a collective would."""
-        names = [
-            name
-            for (name, _), is_now, was in zip(
-                self.module.named_parameters(), now, self._trainable_then, strict=True
-            )
-            if is_now != was
-        ]
-        changed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        changed = ", ".join(shortened(names))
         me, step = self.process_group.rank(), self._step + 1
         self._changes += 1
         absent = self._roll_call.absentees(
@@ -381,13 +413,13 @@ class DataParallelBase(TransparentWrapper, ABC):
         for parameter in bucket.parameters:
             parameter.grad = None
         self._started.append(place)
-        extra = self._presence_for(place)
+        extra = self._messages_for(place, again)
         begin = time.monotonic()
         try:
             self._in_flight[place] = self._reduce(bucket, gradients, extra)
         except RuntimeError as error:
             self._refuse_sparse(bucket, gradients)
-            raise self._named(_describe(bucket), begin, error) from error
+            raise self._named(bucket.describe(), begin, error) from error
 
     def _note_absent(self, bucket: Bucket, gradients: Sequence[Tensor | None], again: bool) -> None:
         if self._policy == "error":
@@ -409,24 +441,34 @@ class DataParallelBase(TransparentWrapper, ABC):
                     f"step {self._step + 1}; build its layer with sparse=False"
                 )
 
-    def _presence_for(self, place: int) -> list[Tensor]:
-        """Who has which gradient travels with the last group, at no extra collective."""
-        is_last = place == len(self._groups) - 1
-        if not is_last or self._policy == "zeros" or self._presence is not None:
+    def _messages_for(self, place: int, again: bool) -> list[Tensor]:
+        """What ranks tell each other with the last group, at no extra collective."""
+        if place != len(self._groups) - 1:
             return []
         dtype = self._groups[place].dtype
         dtype = dtype.to_real() if dtype.is_complex else dtype
-        if self._absent:
-            present = [float(index not in self._absent) for index in range(len(self._specs))]
-            self._presence = torch.tensor(present, dtype=dtype, device=self.device)
-        else:
-            self._presence = torch.ones(len(self._specs), dtype=dtype, device=self.device)
-        return [self._presence]
+        messages = []
+        if self._check is not None:
+            self._check_message = self._check.message(self._step, again, dtype)
+            messages.append(self._check_message)
+        if self._policy != "zeros":
+            self._presence = self._presence_in(dtype)
+            messages.append(self._presence)
+        return messages
+
+    def _presence_in(self, dtype: torch.dtype) -> Tensor:
+        """Who has which gradient: 1 for each parameter that has one on this rank, else 0."""
+        if not self._absent:
+            return torch.ones(len(self._specs), dtype=dtype, device=self.device)
+        present = [float(index not in self._absent) for index in range(len(self._specs))]
+        return torch.tensor(present, dtype=dtype, device=self.device)
 
     # -- after backward ----------------------------------------------------------------------
 
     def _finish(self) -> None:
         started_in_backward = len(self._started)
+        if self.device.type == "cuda":
+            self._require_equal_steps()  # of the step before, without waiting for this one's
         with torch.no_grad():
             self._timer.start()
             self._start_remaining()
@@ -448,12 +490,22 @@ class DataParallelBase(TransparentWrapper, ABC):
         try:
             gradients = reduction.wait()
         except RuntimeError as error:
-            raise self._named(_describe(bucket), begin, error) from error
+            raise self._named(bucket.describe(), begin, error) from error
+        if self._check_message is not None and place == len(self._groups) - 1:
+            assert self._check is not None
+            self._check.read(self._check_message)
+            if self.device.type != "cuda":
+                self._require_equal_steps()
         for parameter, gradient in zip(bucket.parameters, gradients, strict=True):
             if parameter.grad is None:
                 parameter.grad = gradient
             else:
                 parameter.grad.add_(gradient)
+
+    def _require_equal_steps(self) -> None:
+        if self._check is not None and self._check.ranks_differ():
+            report = self._check.describe([spec.name for spec in self._specs])
+            raise self._roll_call.disagreement(report, self._step + 1)
 
     def _settle_missing(self) -> None:
         if self._policy == "zeros" or self._presence is None:
@@ -476,7 +528,7 @@ class DataParallelBase(TransparentWrapper, ABC):
         """Remembers what ``stats`` puts together when it is asked."""
         collectives, nbytes = self._collectives_before
         self._last_step = functools.partial(
-            _stats_of,
+            stats_of,
             [self._groups[place] for place in self._started],
             self._timer,
             step=self._step,
@@ -502,7 +554,11 @@ class DataParallelBase(TransparentWrapper, ABC):
             return
         self._engine_callback_queued = True
         engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(self._finish)
+        engine.queue_callback(self._finish_in_backward)
+
+    def _finish_in_backward(self) -> None:
+        self._finish()
+        self._finished_by_backward = True
 
     # -- errors ------------------------------------------------------------------------------
 
@@ -524,30 +580,21 @@ class DataParallelBase(TransparentWrapper, ABC):
     def _raise_unfinished(self) -> NoReturn:
         marks = self._progress.marks
         arrived = len(marks) - marks.count(ABSENT)
+        remedy = (
+            "That backward raised an error. To go on without it, call detach() and wrap the module "
+            "again, on all ranks"
+            if self._auto_finish
+            else "Call finish_gradient_synchronization() after backward, or use no_sync() or "
+            "auto_finish=True"
+        )
         raise UnfinishedSynchronizationError(
             f"every backward must be finished before the next forward, but after step "
             f"{self._step} a backward produced gradients of "
             f"{arrived} parameters on rank {self.process_group.rank()} that were "
-            "never synchronised, so an optimizer step would make the ranks differ; call "
-            "finish_gradient_synchronization() after backward, or use no_sync() or "
-            "auto_finish=True"
+            f"never synchronised, so an optimizer step would make the ranks differ. {remedy}"
         )
 
 
-def _describe(bucket: Bucket) -> str:
-    if len(bucket.names) == 1:
-        return f"the reduction of {bucket.names[0]}"
-    return (
-        f"the reduction of {len(bucket.names)} gradients from {bucket.names[0]} to "
-        f"{bucket.names[-1]}"
-    )
-
-
-def _stats_of(buckets: list[Bucket], timer: WaitTimer, **counts: int) -> SynchronizationStats:
-    return SynchronizationStats(
-        reductions=len(buckets),
-        group_bytes=tuple(bucket.nbytes for bucket in buckets),
-        group_parameters=tuple(bucket.names for bucket in buckets),
-        exposed_wait_ms=timer.milliseconds(),
-        **counts,
-    )
+def _remove_all(hooks: list[ParameterHooks]) -> None:
+    while hooks:
+        hooks.pop().remove()

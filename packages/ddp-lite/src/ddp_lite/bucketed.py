@@ -9,12 +9,16 @@ planned once more in the order in which rank 0's gradients really arrived.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from types import FunctionType
+from typing import Literal, Never, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from ddp_lite import torch_names
+from ddp_lite.base import MissingGradients
 from ddp_lite.buckets import Bucket, automatic_bucket_bytes, bytes_from_mb, plan_buckets
 from ddp_lite.collectives import Both, Completed, SideStream, Waitable
 from ddp_lite.overlap import OverlapDDP
@@ -50,11 +54,13 @@ class BucketedDDP(OverlapDDP):
             float32 and rounded once, then converted back.
         comm_hook: ``hook(flat, bucket)`` reduces the flat tensor in place (or keeps what it
             needs of it) and returns something with ``wait()``. It is responsible for averaging.
-            Or a ``GradientHook``.
+            Or a ``GradientHook``. If it has an attribute ``settings``, a string, ranks compare
+            that too.
         rebucket: plan again in observed order after the first step; costs one broadcast. None:
             yes, unless there is a ``comm_hook``, whose owner may rely on the buckets.
-        kwargs: ``process_group``, ``missing_gradients``, ``auto_finish``: see
-            ``DataParallelBase``.
+        process_group: see ``DataParallelBase``, like the next two.
+        missing_gradients: what a parameter without a gradient means.
+        auto_finish: whether every backward ends with synchronised gradients.
 
     Raises:
         ValueError: a size that is not positive, a ``wire_dtype`` that is not floating-point or
@@ -71,16 +77,23 @@ class BucketedDDP(OverlapDDP):
         wire_dtype: torch.dtype | None = None,
         comm_hook: CommHook | None = None,
         rebucket: bool | None = None,
-        **kwargs: Any,
+        process_group: dist.ProcessGroup | DeviceMesh | None = None,
+        missing_gradients: MissingGradients = "skip-if-all",
+        auto_finish: bool = True,
+        **unknown: Never,
     ) -> None:
+        torch_names.refuse(type(self), unknown)
         automatic = bucket_size_mb == "auto"
         bucket_bytes = None if automatic else bytes_from_mb(bucket_size_mb, "bucket_size_mb")
         last_bucket_bytes = bytes_from_mb(last_bucket_size_mb, "last_bucket_size_mb")
         if wire_dtype is not None and not wire_dtype.is_floating_point:
-            raise ValueError(f"wire_dtype must be a floating-point dtype, received {wire_dtype}")
+            raise ValueError(
+                f"wire_dtype must be a floating-point dtype, but got {wire_dtype}. Use one such as "
+                "torch.bfloat16"
+            )
         if wire_dtype is not None and comm_hook is not None:
             raise ValueError(
-                "wire_dtype and comm_hook exclude each other, received both; convert inside the "
+                "wire_dtype and comm_hook exclude each other, but got both. Convert inside the "
                 "hook (see ddp_lite.hooks)"
             )
         # The base class plans the buckets in its constructor, so the settings come first.
@@ -93,7 +106,24 @@ class BucketedDDP(OverlapDDP):
         self._comm_hook = comm_hook
         self._rebucket = comm_hook is None if rebucket is None else rebucket
         self._rebucket_next = False  # after this step, if a plan was made
-        super().__init__(module, **kwargs)
+        super().__init__(
+            module,
+            process_group=process_group,
+            missing_gradients=missing_gradients,
+            auto_finish=auto_finish,
+        )
+
+    def _settings(self) -> dict[str, str]:
+        hook = self._comm_hook
+        kind = hook if isinstance(hook, type | FunctionType) else type(hook)
+        return super()._settings() | {
+            "bucket_size_mb": "auto" if self._automatic_size else str(self._bucket_bytes),
+            "last_bucket_size_mb": str(self._last_bucket_bytes),
+            "copy": str(self._copy),
+            "wire_dtype": str(self._wire_dtype),
+            "comm_hook": f"{kind.__qualname__} {getattr(hook, 'settings', '')}",
+            "rebucket": str(self._rebucket),
+        }
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:

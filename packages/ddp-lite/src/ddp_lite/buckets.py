@@ -79,6 +79,14 @@ class Bucket:
     def __post_init__(self) -> None:
         self.nbytes = self.numel * self.dtype.itemsize
 
+    def describe(self) -> str:
+        """The bucket's reduction in words, for errors."""
+        if len(self.names) == 1:
+            return f"the reduction of {self.names[0]}"
+        return (
+            f"the reduction of {len(self.names)} gradients from {self.names[0]} to {self.names[-1]}"
+        )
+
     def release(self) -> None:
         """Drops the flat tensor; its memory is free once no gradient is a view of it."""
         self.flat = None
@@ -92,10 +100,10 @@ def bytes_from_mb(size_mb: float | str | None, argument: str) -> int | None:
     """
     if size_mb is None:
         return None
-    if isinstance(size_mb, str) or not (math.isfinite(size_mb) and size_mb > 0):
+    if not (isinstance(size_mb, int | float) and math.isfinite(size_mb) and size_mb > 0):
         raise ValueError(
-            f"{argument} must be a positive number of MB (1024**2 bytes) or None, received "
-            f"{size_mb!r}; pass None for one bucket holding everything"
+            f"{argument} must be a positive number of MB (1024**2 bytes) or None, but got "
+            f"{size_mb!r}. Pass None for one bucket holding everything"
         )
     return max(1, math.floor(size_mb * MEBIBYTE))
 

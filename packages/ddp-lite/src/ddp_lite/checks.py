@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_lite.collectives import backend_for
+from ddp_lite.structure import owner_of
 
 
 def check_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
@@ -22,11 +23,14 @@ def check_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
         wrapper: our own base class; nothing inside ``module`` may be one.
 
     Raises:
-        TypeError: no module, or wrapped already.
+        TypeError: no module, wrapped already, or with a parameter of another wrapped module.
         ValueError: parameters on the meta device or not yet initialised, or sparse gradients.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be a torch.nn.Module, received {type(module).__name__}")
+        raise TypeError(
+            f"module must be a torch.nn.Module, but got {type(module).__name__}. "
+            "Pass the model itself"
+        )
     for name, child in module.named_modules():
         where = f"its submodule {name!r}" if name else "it"
         if isinstance(child, wrapper | DistributedDataParallel):
@@ -40,6 +44,12 @@ def check_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
                 "sparse=True; build it with sparse=False"
             )
     for name, parameter in module.named_parameters():
+        if (owner := owner_of(parameter)) is not None:
+            raise TypeError(
+                f"module must not share parameters with a wrapped module, but {name} is "
+                f"synchronised by a {type(owner).__name__}. Call detach() on that wrapper first, "
+                "or put modules that share parameters into one module and wrap that"
+            )
         if nn.parameter.is_lazy(parameter):
             raise ValueError(
                 f"parameters must have a shape, but {name} is uninitialised; run one forward "
@@ -65,7 +75,7 @@ def common_device(module: nn.Module) -> torch.device:
     if len(first_names) > 1:
         found = ", ".join(f"{name} on {device}" for device, name in first_names.items())
         raise ValueError(
-            f"all parameters and buffers must be on one device, received {found}; move the "
+            f"all parameters and buffers must be on one device, but got {found}. Move the "
             "module with module.to(device)"
         )
     return next(iter(first_names), torch.device("cpu"))
@@ -90,14 +100,15 @@ def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessG
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
-                f"a device mesh must have one dimension, received {group.ndim} "
-                f"({group.mesh_dim_names}); pass one of them (mesh['name']), and a "
+                f"a device mesh must have one dimension, but got {group.ndim} "
+                f"({group.mesh_dim_names}). Pass one of them (mesh['name']), and a "
                 "HierarchicalAverage as comm_hook to use two"
             )
         return group.get_group()
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
-            "this rank must belong to the process group, received a group it is not part of"
+            "this rank must belong to the process group, but got a group it is not part of. "
+            "Wrap only on the ranks of the group"
         )
     return group
 

@@ -4,30 +4,40 @@ A collective that fails says only "connection closed" or "timed out". Before pas
 the surviving ranks hold a short roll call through the process group's store and look at peers'
 processes on their own host, so that the error names the rank that died, stopped or strayed.
 How long a collective may hang is the process group's own timeout; the roll call adds at most
-``ROLL_CALL_SECONDS``.
+``ROLL_CALL_SECONDS`` and one more for a store that does not answer, because the process that hosts
+it has stopped: such calls block in C++ whatever the store's timeout is.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import threading
 import time
 import uuid
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ddp_lite.errors import MissingGradientError, PeerFailureError
+from ddp_lite.errors import MissingGradientError, PeerFailureError, StepMismatchError
 from ddp_lite.exchange import all_gather_json
 from ddp_lite.verification import name_ranks
 
 ROLL_CALL_SECONDS = 2.0
 _PROCESS_STATES = {"T": "is stopped", "t": "is stopped", "Z": "has exited", "X": "has exited"}
+
+Result = TypeVar("Result")
+
+
+class StoreTimeoutError(RuntimeError):
+    """The process group's store did not answer; like torch's own store errors."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +76,10 @@ class RollCall:
 
     Args:
         group: the ranks concerned.
+        wrapper: name of the class that is being constructed.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, wrapper: str) -> None:
         self._group = group
         self._me = Peer.here()
         begin = time.monotonic()
@@ -76,7 +87,7 @@ class RollCall:
             everyone = all_gather_json([asdict(self._me), uuid.uuid4().hex], group)
         except RuntimeError as error:
             raise PeerFailureError(
-                "every rank must construct its wrapper, but the first exchange failed on rank "
+                f"every rank must construct its {wrapper}, but the first exchange failed on rank "
                 f"{group.rank()} of {group.size()} after {time.monotonic() - begin:.1f} s: a "
                 f"peer exited or did something else. The backend reported: {error}"
             ) from error
@@ -94,17 +105,43 @@ class RollCall:
             step: the step that is being made.
             timeout: how long to wait.
         """
-        self._reports(step).set(str(self._group.rank()), report)
-        here = self._store(f"attendance/{occasion}")
-        here.set(str(self._group.rank()), "")
-        here.add("count", 1)
-        deadline = time.monotonic() + timeout.total_seconds()
-        while here.add("count", 0) < self._group.size():
-            if time.monotonic() > deadline:
-                ranks = range(self._group.size())
-                return [rank for rank in ranks if not here.check([str(rank)])]
-            time.sleep(0.02)
-        return []
+        seconds = timeout.total_seconds()
+
+        def meet() -> list[int]:
+            self._reports(step).set(str(self._group.rank()), report)
+            here = self._store(f"attendance/{occasion}")
+            here.set(str(self._group.rank()), "")
+            here.add("count", 1)
+            deadline = time.monotonic() + seconds
+            while here.add("count", 0) < self._group.size():
+                if time.monotonic() > deadline:
+                    ranks = range(self._group.size())
+                    return [rank for rank in ranks if not here.check([str(rank)])]
+                time.sleep(0.02)
+            return []
+
+        return _within(seconds + 1, meet)
+
+    def leave_report(self, report: str, step: int) -> None:
+        """Tells ranks whose reductions fail in ``step`` what happened here; best effort."""
+        with contextlib.suppress(RuntimeError):
+            _within(1, lambda: self._reports(step).set(str(self._group.rank()), report))
+
+    def disagreement(self, report: str, step: int) -> StepMismatchError:
+        """The error for ranks that are at different points of training. All of them call this.
+
+        Args:
+            report: what this rank is doing, in words.
+            step: the step that it is making.
+        """
+        # Ranks count steps differently here, so their reports meet under one name.
+        findings = self._findings(report, "disagreement")
+        return StepMismatchError(
+            "every rank must make the same synchronisations from the same weights, but the ranks "
+            f"differ in step {step}: on rank {self._group.rank()} {report}; {'; '.join(findings)}. "
+            "Run the same forward and backward passes and the same optimizer steps on every rank, "
+            "and restart all ranks from the last checkpoint"
+        )
 
     def failure(self, waited_for: str, step: int, seconds: float, cause: Exception) -> Exception:
         """The error to raise, from ``cause``, naming every peer that did not answer.
@@ -123,50 +160,49 @@ class RollCall:
             "restart all ranks from the last checkpoint"
         )
 
-    def _findings(self, report: str, step: int) -> list[str]:
-        me = self._group.rank()
-        others = [rank for rank in range(self._group.size()) if rank != me]
+    def _findings(self, report: str, occasion: int | str) -> list[str]:
+        """What this rank finds out about the others, one phrase each; within a bounded time."""
+        others = [rank for rank in range(self._group.size()) if rank != self._group.rank()]
         troubles: dict[int, str] = {}
-        reports: dict[int, str] = {}
+        answers: dict[int, str] = {}
+        store_trouble = ""
         try:
-            answered = self._call(report, step, others, troubles)
-            store = self._reports(step)
-            reports = {rank: store.get(str(rank)).decode() for rank in sorted(answered)}
+            _within(ROLL_CALL_SECONDS + 1, lambda: self._call(report, occasion, others, answers))
         except RuntimeError as error:  # torch's store errors derive from it
-            self._look(others, troubles)
-            answered = set()
-            troubles[-1] = f"the store could not be reached ({type(error).__name__})"
-        silent = [rank for rank in others if rank not in answered and rank not in troubles]
+            store_trouble = f"the store could not be reached ({error or type(error).__name__})"
+        answers = dict(answers)  # a call that hangs in the store may still be adding to it
+        self._look(others, troubles)
         findings = [
-            f"rank {rank} (pid {self._peers[rank].pid}) {what}" if rank >= 0 else what
+            f"rank {rank} (pid {self._peers[rank].pid}) {what}"
             for rank, what in sorted(troubles.items())
+            if rank not in answers
         ]
-        findings += [f"rank {rank} says: {text}" for rank, text in reports.items() if text]
-        if silent:
+        findings += [f"rank {rank} says: {text}" for rank, text in sorted(answers.items()) if text]
+        silent = [rank for rank in others if rank not in answers and rank not in troubles]
+        if store_trouble:
+            findings.append(store_trouble)
+        elif silent:
             findings.append(f"{name_ranks(silent)} did not answer within {ROLL_CALL_SECONDS:.0f} s")
-        if not findings:
-            findings.append("all peers answered and failed likewise")
-        return findings
+        return findings or ["all peers answered and failed likewise"]
 
     def _call(
-        self, report: str, step: int, others: Sequence[int], troubles: dict[int, str]
-    ) -> set[int]:
-        """Announces this rank and waits for the others; returns the ranks that answered."""
-        store = self._reports(step)
+        self, report: str, occasion: int | str, others: Sequence[int], answers: dict[int, str]
+    ) -> None:
+        """Announces this rank and waits for the others; adds their reports to ``answers``."""
+        store = self._reports(occasion)
         store.set_timeout(timedelta(seconds=ROLL_CALL_SECONDS))  # all stores' from here on
         store.set(str(self._group.rank()), report)
         deadline = time.monotonic() + ROLL_CALL_SECONDS
-        answered: set[int] = set()
-        while time.monotonic() < deadline and len(answered | troubles.keys()) < len(others):
+        troubles: dict[int, str] = {}
+        while time.monotonic() < deadline and len(answers.keys() | troubles.keys()) < len(others):
             self._look(others, troubles)
-            answered |= {rank for rank in others if store.check([str(rank)])}
+            for rank in others:
+                if rank not in answers and store.check([str(rank)]):
+                    answers[rank] = store.get(str(rank)).decode()
             time.sleep(0.05)
-        for rank in answered:
-            troubles.pop(rank, None)
-        return answered
 
-    def _reports(self, step: int) -> dist.distributed_c10d.PrefixStore:
-        return self._store(f"reports/{step}")
+    def _reports(self, occasion: int | str) -> dist.distributed_c10d.PrefixStore:
+        return self._store(f"reports/{occasion}")
 
     def _store(self, place: str) -> dist.distributed_c10d.PrefixStore:
         return dist.distributed_c10d.PrefixStore(
@@ -178,6 +214,32 @@ class RollCall:
             peer = self._peers[rank]
             if peer.is_on_host_of(self._me) and (what := peer.trouble()) is not None:
                 troubles[rank] = what
+
+
+def _within(seconds: float, call: Callable[[], Result]) -> Result:
+    """Calls ``call`` in a thread of its own and waits for it no longer than ``seconds``.
+
+    Raises:
+        StoreTimeoutError: it had not returned by then. Nothing can end the thread, so it stays.
+        RuntimeError: as ``call`` did.
+    """
+    results: list[Result] = []
+    errors: list[RuntimeError] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True, name="ddp_lite roll call")
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise StoreTimeoutError(f"no answer within {seconds:.0f} s")
+    return results[0]
 
 
 def missing_gradients(names_by_rank: Sequence[Sequence[str]], step: int) -> MissingGradientError:

@@ -11,7 +11,7 @@ class SynchronizationError(RuntimeError):
 
 
 class ModelMismatchError(SynchronizationError):
-    """The ranks did not build the same model."""
+    """The ranks' models or settings differ, or a model is not the one that was wrapped."""
 
 
 class MissingGradientError(SynchronizationError):
@@ -20,6 +20,10 @@ class MissingGradientError(SynchronizationError):
 
 class UnfinishedSynchronizationError(SynchronizationError):
     """A new forward began although the last backward was never finished."""
+
+
+class StepMismatchError(SynchronizationError):
+    """The ranks are at different points of training, or their weights differ."""
 
 
 class PeerFailureError(SynchronizationError):

@@ -29,6 +29,7 @@ class CompressTo:
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._side = SideStream()
+        self.settings = str(dtype)
 
     def __call__(self, flat: Tensor, bucket: Bucket) -> Waitable:
         """Starts averaging ``flat`` in place."""
@@ -60,7 +61,8 @@ class HierarchicalAverage:
     def __init__(self, mesh: DeviceMesh) -> None:
         if mesh.ndim != 2:
             raise ValueError(
-                f"the mesh must have two dimensions (nodes, ranks per node), received {mesh.ndim}"
+                f"the mesh must have two dimensions (nodes, ranks per node), but got {mesh.ndim}. "
+                "Build it with init_device_mesh(device, (nodes, ranks_per_node))"
             )
         self._across, self._inside = mesh.get_group(0), mesh.get_group(1)
         self._size = mesh.size()
@@ -114,9 +116,10 @@ class PowerSGD:
 
     def __init__(self, rank: int = 2, *, seed: int = 0) -> None:
         if rank < 1:
-            raise ValueError(f"rank must be at least 1, received {rank}")
+            raise ValueError(f"rank must be at least 1, but got {rank}. Use 2 or 4")
         self._rank = rank
         self._seed = seed
+        self.settings = f"rank {rank}, seed {seed}"
         self._errors: dict[int, Tensor] = {}
         self._queries: dict[int, list[Tensor]] = {}
         self._side = SideStream()

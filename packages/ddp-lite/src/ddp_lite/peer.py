@@ -51,7 +51,7 @@ class PeerCopyAverage:
     def __init__(self, group: dist.ProcessGroup) -> None:
         if group.size() != 2 or backend_for(group, torch.device("cuda")) is None:
             raise ValueError(
-                "copying between peers needs a group of two CUDA ranks, received "
+                "copying between peers needs a group of two CUDA ranks, but got "
                 f"{group.size()} ranks with {dist.get_backend_config(group)!r}"
             )
         self._group = group

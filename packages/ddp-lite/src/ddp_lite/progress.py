@@ -6,7 +6,12 @@ a ``torch.nn.Module`` are slow to read and slower to write.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ddp_lite.base import DataParallelBase
 
 ABSENT, ACCUMULATED, COUNTED = 0, 1, 2
 
@@ -16,12 +21,17 @@ class Progress:
 
     Groups are started strictly in order: one that is complete early waits for those before it.
 
+    Parameters hold this object through their hooks, so it must not hold the wrapper: a wrapper that
+    its user has dropped is freed, and gradients that still arrive are ignored.
+
     Args:
         parameters: how many parameters there are.
-        on_first: called when the first gradient of a step arrives.
-        start: called with each group's place as soon as it and all before it are complete.
+        owner: the wrapper. Its ``_on_first_gradient`` is called when the first gradient of a step
+            arrives, its ``_start_in_backward`` with each group's place as soon as that group and
+            all before it are complete.
 
     Attributes:
+        owner: as a weak reference.
         accumulating: gradients that arrive now are not to be reduced yet.
         begun: a gradient has arrived that is to be reduced.
         marks: for each parameter ``ABSENT``, ``ACCUMULATED`` (while accumulating) or ``COUNTED``.
@@ -32,23 +42,19 @@ class Progress:
 
     __slots__ = (
         "_group_of",
-        "_on_first",
         "_outstanding",
         "_sizes",
-        "_start",
         "accumulating",
         "begun",
         "late",
         "marks",
         "next",
         "order",
+        "owner",
     )
 
-    def __init__(
-        self, parameters: int, on_first: Callable[[], None], start: Callable[[int], None]
-    ) -> None:
-        self._on_first = on_first
-        self._start = start
+    def __init__(self, parameters: int, owner: DataParallelBase) -> None:
+        self.owner = weakref.ref(owner)
         self._group_of = [0] * parameters
         self.accumulating = False
         self.plan([])
@@ -76,8 +82,11 @@ class Progress:
             self.marks[index] |= ACCUMULATED
             return
         if not self.begun:
+            owner = self.owner()
+            if owner is None:
+                return
             self.begun = True
-            self._on_first()
+            owner._on_first_gradient()
         place = self._group_of[index]
         if place < self.next:
             self.late.add(place)
@@ -89,7 +98,7 @@ class Progress:
                 self._start_complete()
 
     def _start_complete(self) -> None:
-        outstanding, start = self._outstanding, self._start
-        while self.next < len(outstanding) and not outstanding[self.next]:
+        outstanding, owner = self._outstanding, self.owner()
+        while owner is not None and self.next < len(outstanding) and not outstanding[self.next]:
             self.next += 1
-            start(self.next - 1)
+            owner._start_in_backward(self.next - 1)

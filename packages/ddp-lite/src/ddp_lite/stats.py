@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+from ddp_lite.buckets import Bucket
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,17 @@ class SynchronizationStats:
     group_bytes: tuple[int, ...]
     group_parameters: tuple[tuple[str, ...], ...]
     exposed_wait_ms: float
+
+
+def stats_of(buckets: Sequence[Bucket], timer: WaitTimer, **counts: int) -> SynchronizationStats:
+    """Puts together what is known of a step: its buckets in order, its waits, and its counts."""
+    return SynchronizationStats(
+        reductions=len(buckets),
+        group_bytes=tuple(bucket.nbytes for bucket in buckets),
+        group_parameters=tuple(bucket.names for bucket in buckets),
+        exposed_wait_ms=timer.milliseconds(),
+        **counts,
+    )
 
 
 class WaitTimer:

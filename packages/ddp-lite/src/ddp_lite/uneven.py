@@ -32,7 +32,9 @@ class Attendance:
         self, group: dist.ProcessGroup, device: torch.device, average_over: AverageOver
     ) -> None:
         if average_over not in ("active", "world"):
-            raise ValueError(f"average_over must be 'active' or 'world', received {average_over!r}")
+            raise ValueError(
+                f"average_over must be 'active' or 'world', but got {average_over!r}. Choose one"
+            )
         self._group = group
         self._device = device
         self._rescale = average_over == "active"

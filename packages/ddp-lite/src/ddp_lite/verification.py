@@ -1,14 +1,14 @@
-"""Do all ranks hold the same model? Asked before a single byte of it moves.
+"""Do all ranks hold the same model, and wrap it alike? Asked before a single byte of it moves.
 
-Every rank describes its parameters and buffers; the descriptions are first compared by digest,
-so that a thousand ranks with equal models exchange 32 bytes each. Only when digests differ are
-the descriptions themselves gathered, and then every rank raises the same error.
+Every rank describes the wrapper's settings, its parameters and buffers. The descriptions are first
+compared by digest, so that a thousand ranks with equal models exchange 64 bytes each. Only when
+digests differ are the descriptions themselves gathered, and then every rank raises the same error.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
 import torch.distributed as dist
@@ -41,13 +41,20 @@ def describe_module(module: nn.Module) -> list[tuple[str, str]]:
     return described
 
 
-def verify_same_model(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Checks that every rank of ``group`` describes ``module`` alike. Collective.
+def verify_same_model(
+    module: nn.Module, group: dist.ProcessGroup, settings: Mapping[str, str]
+) -> None:
+    """Checks that every rank wraps the same module with the same settings. Collective.
+
+    Args:
+        module: what is wrapped.
+        group: the ranks.
+        settings: of the wrapper, in words.
 
     Raises:
-        ModelMismatchError: on every rank, naming the parameters and the ranks that differ.
+        ModelMismatchError: on every rank, naming what differs and on which ranks.
     """
-    mine = describe_module(module)
+    mine = [*settings.items(), *describe_module(module)]
     digest = hashlib.sha256(repr(mine).encode()).hexdigest()
     if len(set(all_gather_json(digest, group))) == 1:
         return
@@ -57,9 +64,10 @@ def verify_same_model(module: nn.Module, group: dist.ProcessGroup) -> None:
     more = len(differences) - _MOST_DIFFERENCES_SHOWN
     tail = f"\n  and {more} more" if more > 0 else ""
     raise ModelMismatchError(
-        "every rank must wrap the same model (names, shapes, dtypes, order, requires_grad), but "
-        f"{len(differences)} entries differ:\n{shown}{tail}\n"
-        "build the model from the same configuration on every rank; nothing was sent yet"
+        "every rank must wrap the same model (names, shapes, dtypes, order, requires_grad) with "
+        f"the same settings, but {len(differences)} entries differ:\n{shown}{tail}\n"
+        "Build the model and its wrapper from the same configuration on every rank; nothing was "
+        "sent yet"
     )
 
 

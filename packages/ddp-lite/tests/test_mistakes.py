@@ -1,0 +1,356 @@
+"""What users get wrong: said on every rank, at the first step at the latest. One test a mistake."""
+
+import gc
+import itertools
+import os
+import signal
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+from ddp_lite import (
+    BucketedDDP,
+    FlatDDP,
+    ModelMismatchError,
+    NaiveDDP,
+    OverlapDDP,
+    PeerFailureError,
+    StepMismatchError,
+    torch_names,
+)
+from ranks import run_ranks
+
+ALL = (NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP)
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def loss_of(model: nn.Module, rank: int) -> torch.Tensor:
+    return model(torch.full((2, 4), rank + 1.0)).square().sum()
+
+
+def usual_loop(rank: int, world_size: int) -> None:
+    """backward, clip, step: without any call of ours."""
+    for wrapper, auto in itertools.product(ALL, (True, False)):
+        model, reference = mlp(), mlp()
+        wrapped = wrapper(model, auto_finish=auto)
+        ours = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+        for _ in range(3):
+            ours.zero_grad()
+            plain.zero_grad()
+            loss_of(wrapped, rank).backward()
+            if not auto:
+                wrapped.finish_gradient_synchronization()
+            for r in range(world_size):
+                (loss_of(reference, r) / world_size).backward()
+            norm = clip_grad_norm_(wrapped.parameters(), 0.5)
+            torch.testing.assert_close(norm, clip_grad_norm_(reference.parameters(), 0.5))
+            ours.step()
+            plain.step()
+        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
+def test_the_usual_loop_with_clipping_is_right() -> None:
+    run_ranks(usual_loop, 2)
+
+
+def wrapped_again(rank: int, world_size: int) -> None:
+    for first, second in itertools.product(ALL, ALL):
+        model = mlp()
+        wrapped = first(model)
+        words = rf"0\.weight is synchronised by a {first.__name__}\. Call detach\(\)"
+        with pytest.raises(TypeError, match=words):
+            second(model)
+        heads = nn.ModuleDict({"trunk": model[0], "head": nn.Linear(8, 2)})
+        with pytest.raises(TypeError, match=r"trunk\.weight is synchronised"):
+            second(heads)
+        loss_of(wrapped, rank).backward()
+        del wrapped  # takes its hooks along
+        model.zero_grad()
+        again = second(model)
+        loss_of(again, rank).backward()
+        mine = torch.cat([p.grad.flatten() for p in model.parameters()])
+        everyone = [torch.empty_like(mine) for _ in range(world_size)]
+        dist.all_gather(everyone, mine)
+        assert torch.equal(everyone[0], everyone[1])
+
+
+def test_wrapping_again_is_refused_and_after_dropping_right() -> None:
+    run_ranks(wrapped_again, 2)
+
+
+def freed(rank: int, world_size: int) -> None:
+    gc.disable()
+    for wrapper in ALL:
+        model = mlp()
+        wrapped = wrapper(model)
+        for _ in range(2):
+            loss_of(wrapped, rank).backward()
+            wrapped.finish_gradient_synchronization()
+        alive = weakref.ref(wrapped)
+        del wrapped
+        assert alive() is None, wrapper
+        assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    buckets = BucketedDDP(mlp(), copy=True)
+    loss_of(buckets, rank).backward()
+    model, parameter = weakref.ref(buckets.module), weakref.ref(buckets.module[0].weight)
+    del buckets
+    assert model() is None
+    assert parameter() is None
+
+
+def test_a_dropped_wrapper_is_freed_at_once() -> None:
+    run_ranks(freed, 2)
+
+
+SETTINGS: dict[str, Callable[[nn.Module, bool], nn.Module]] = {
+    "class": lambda m, odd: (OverlapDDP if odd else BucketedDDP)(m),
+    "missing_gradients": lambda m, odd: FlatDDP(
+        m, missing_gradients="zeros" if odd else "skip-if-all"
+    ),
+    "auto_finish": lambda m, odd: NaiveDDP(m, auto_finish=odd),
+    "bucket_size_mb": lambda m, odd: BucketedDDP(m, 1 if odd else 2),
+    "last_bucket_size_mb": lambda m, odd: BucketedDDP(m, last_bucket_size_mb=1 + odd),
+    "copy": lambda m, odd: BucketedDDP(m, copy=odd),
+    "wire_dtype": lambda m, odd: BucketedDDP(
+        m, wire_dtype=torch.float16 if odd else torch.bfloat16
+    ),
+    "comm_hook": lambda m, odd: BucketedDDP(m, comm_hook=average if odd else other_average),
+    "rebucket": lambda m, odd: BucketedDDP(m, rebucket=odd),
+}
+
+
+def average(flat: torch.Tensor, bucket: object) -> dist.Work:
+    return dist.all_reduce(flat, op=dist.ReduceOp.AVG, async_op=True)
+
+
+def other_average(flat: torch.Tensor, bucket: object) -> dist.Work:
+    return average(flat, bucket)
+
+
+def other_settings(rank: int, world_size: int) -> None:
+    for name, build in SETTINGS.items():
+        with pytest.raises(ModelMismatchError, match=rf"{name} .*rank 1: {name} "):
+            build(mlp(), rank == 1)
+
+
+def test_settings_that_differ_are_named_on_every_rank() -> None:
+    run_ranks(other_settings, 2)
+
+
+def changed_module(rank: int, world_size: int) -> None:
+    def replace(model: nn.Module) -> None:
+        model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+
+    def replace_number(model: nn.Module) -> None:
+        model[2].bias = nn.Parameter(model[2].bias.detach().clone())  # one element, equal value
+
+    def add(model: nn.Module) -> None:
+        model.register_parameter("scale", nn.Parameter(torch.ones(3)))
+
+    def add_module(model: nn.Module) -> None:
+        model[1].extra = nn.Linear(2, 2)
+
+    def remove(model: nn.Module) -> None:
+        model[2].bias = None
+
+    def weight_norm(model: nn.Module) -> None:
+        nn.utils.parametrizations.weight_norm(model[0])
+
+    cases = {
+        replace: r"0\.weight was replaced",
+        replace_number: r"2\.bias was replaced",
+        add: "scale was added",
+        add_module: r"1\.extra\.weight was added, 1\.extra\.bias was added",
+        remove: r"2\.bias was removed",
+        weight_norm: r"0\.parametrizations\.weight\.original0 was added.*0\.weight was removed",
+    }
+    for wrapper, (change, words) in itertools.product(ALL, cases.items()):
+        model = mlp()
+        wrapped = wrapper(model)
+        loss_of(wrapped, rank).backward()
+        model[1].note = nn.Identity()  # no parameters: allowed
+        loss_of(wrapped, rank).backward()
+        change(model)
+        with pytest.raises(ModelMismatchError, match=rf"before step 3 on rank {rank} {words}"):
+            loss_of(wrapped, rank)
+
+
+def test_a_changed_module_is_named_at_the_next_forward() -> None:
+    run_ranks(changed_module, 2)
+
+
+def torchs_names(rank: int, world_size: int) -> None:
+    for wrapper in ALL:
+        for name, instead in torch_names.INSTEAD.items():
+            with pytest.raises(TypeError) as caught:
+                wrapper(mlp(), **{name: 1})
+            message = str(caught.value)
+            assert f"the arguments of {wrapper.__name__} must be" in message
+            assert (
+                f"{name} is an argument of torch's DistributedDataParallel ({instead})" in message
+            )
+        with pytest.raises(TypeError, match=rf"{wrapper.__name__} .* bucket_mb is unknown"):
+            wrapper(mlp(), bucket_mb=1)
+    with pytest.raises(ValueError, match=r"bucket_size_mb must be .* but got \[0\]"):
+        BucketedDDP(mlp(), [rank * 0])
+
+
+def test_torchs_argument_names_are_mapped() -> None:
+    run_ranks(torchs_names, 2)
+
+
+def test_every_argument_of_torchs_wrapper_has_an_answer() -> None:
+    import inspect
+
+    arguments = set(inspect.signature(nn.parallel.DistributedDataParallel).parameters)
+    assert arguments - {"module", "process_group"} <= torch_names.INSTEAD.keys()
+
+
+def out_of_step(rank: int, world_size: int, name: str, mistake: str) -> tuple[str, list[float]]:
+    """One rank does something else in the third step; returns its error, or its last weights."""
+    odd = rank == 1
+    model = mlp()
+    explicit = mistake in ("finishes twice", "two backwards, then finish")
+    wrapped = {w.__name__: w for w in ALL}[name](model, auto_finish=not explicit)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    for step in range(6):
+        broken = odd and step == 2
+        optimizer.zero_grad()
+        try:
+            loss_of(wrapped, rank).backward(retain_graph=True)
+            if broken and mistake == "one backward more":
+                loss_of(wrapped, rank).backward()
+            if broken and mistake == "two backwards, then finish":
+                loss_of(wrapped.module, rank).backward()
+            if explicit:
+                wrapped.finish_gradient_synchronization()
+            if broken and mistake == "finishes twice":
+                wrapped.finish_gradient_synchronization()
+        except StepMismatchError as error:
+            return str(error), []
+        if not (broken and mistake == "no optimizer step"):
+            optimizer.step()
+        if broken and mistake == "changes a weight":
+            with torch.no_grad():
+                model[2].bias.add_(1)
+    return "no error", [p.sum().item() for p in model.parameters()]
+
+
+MISTAKES = [
+    "one backward more",
+    "two backwards, then finish",
+    "finishes twice",
+    "no optimizer step",
+    "changes a weight",
+]
+
+
+NAMES = [w.__name__ for w in ALL]
+CASES = [(name, 2, mistake) for name in NAMES for mistake in MISTAKES]
+CASES += [("BucketedDDP", 3, mistake) for mistake in MISTAKES]
+
+
+@pytest.mark.parametrize(("name", "world_size", "mistake"), CASES)
+def test_ranks_that_differ_end_with_an_error_on_all(
+    name: str, world_size: int, mistake: str
+) -> None:
+    outcomes = run_ranks(out_of_step, world_size, name, mistake)
+    if mistake == "two backwards, then finish" and name in ("NaiveDDP", "FlatDDP"):
+        # Their reductions start after backward, so the rank has only summed two gradients.
+        assert all(outcome.value == outcomes[0].value for outcome in outcomes)
+        return
+    number = 3 if mistake == "two backwards, then finish" else 4
+    for outcome in outcomes:
+        message, _ = outcome.value
+        assert "every rank must make the same synchronisations" in message, message
+        own = f"on rank {outcome.rank} it is making synchronisation "
+        assert own in message, message
+        assert f"making synchronisation {number}" in message, message
+        assert "says: it is making synchronisation" in message, message
+
+
+def late_hooks(rank: int, world_size: int) -> None:
+    for wrapper in ALL:
+        wrapped = wrapper(mlp())
+        seen: list[bool] = []
+
+        def look(parameter: torch.Tensor, seen: list[bool] = seen) -> None:
+            seen.append(parameter.grad is not None)
+
+        for p in wrapped.parameters():
+            p.register_post_accumulate_grad_hook(look)
+        for _ in range(2):
+            loss_of(wrapped, rank).backward()
+        assert seen == [True] * 8
+
+
+def test_hooks_registered_after_wrapping_see_gradients() -> None:
+    run_ranks(late_hooks, 2)
+
+
+def detached(rank: int, world_size: int) -> None:
+    for wrapper in ALL:
+        wrapped = wrapper(mlp())
+        model = wrapped.detach()
+        with pytest.raises(RuntimeError, match=rf"{wrapper.__name__} must not be called after"):
+            loss_of(wrapped, rank)
+        with torch.no_grad():
+            loss_of(wrapped, rank)
+        loss_of(wrapper(model), rank).backward()
+
+
+def test_a_detached_wrapper_does_not_train_silently() -> None:
+    run_ranks(detached, 2)
+
+
+def store_host_stops(rank: int, world_size: int, port: int) -> tuple[str, float]:
+    """Rank 0 hosts the TCPStore of a second process group and is stopped."""
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=30),
+    )
+    wrapped = BucketedDDP(mlp())
+    loss_of(wrapped, rank).backward()
+    pids = [peer.pid for peer in wrapped._roll_call._peers]
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    begin = time.monotonic()
+    try:
+        loss_of(wrapped, rank).backward()
+    except PeerFailureError as error:
+        return str(error), time.monotonic() - begin
+    finally:
+        if rank == 1:
+            os.kill(pids[0], signal.SIGKILL)
+    return "no error", 0.0
+
+
+def test_a_stopped_store_host_is_named_in_bounded_time() -> None:
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    outcomes = run_ranks(store_host_stops, 2, port, check=False)
+    message, seconds = outcomes[1].value
+    assert "is stopped" in message, message
+    assert "the store could not be reached (no answer within 3 s)" in message, message
+    assert seconds < 20
