@@ -102,27 +102,41 @@ def declared(wheel: Path) -> list[str]:
     return [r for r in metadata.get_all("Requires-Dist") or [] if "extra ==" not in r]
 
 
-def environment_of(dist: Path, name: str, resolution: str, folder: Path) -> Path:
-    """Makes an environment with one wheel and its requirements; returns its interpreter.
-
-    Files are links into uv's cache, so an environment takes seconds and hardly any space.
-    """
-    python = folder / "venv" / "bin" / "python"
+@pytest.fixture(scope="session")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an empty environment, whose torch all tests share once it is compiled."""
+    folder = tmp_path_factory.mktemp("alone")
     uv("venv", "-q", folder / "venv", cwd=folder)
+    return folder / "venv" / "bin" / "python"
+
+
+def install_alone(dist: Path, name: str, resolution: str, python: Path) -> None:
+    """Brings the environment to exactly one wheel and its requirements.
+
+    Files are links into uv's cache, so that this takes seconds and hardly any space.
+    """
     wheel = find(dist, name, ".whl")
     install = ["pip", "install", "-q", "--python", python, "--link-mode", "symlink", "-f", dist]
+    # --exact removes what is not required, --upgrade keeps nothing because it is there already.
     # Requirements given by name are direct ones: lowest-direct takes the lowest of each.
-    uv(*install, "--resolution", resolution, wheel, *declared(wheel), cwd=folder)
-    return python
+    anew = ["--exact", "--upgrade", "--resolution", resolution]
+    uv(*install, *anew, wheel, *declared(wheel), cwd=dist)
 
 
-def check_alone(dist: Path, name: str, resolution: str, folder: Path) -> None:
-    """Installs a wheel alone, imports it, and runs its README."""
-    python = environment_of(dist, name, resolution, folder)
-    freeze = uv("pip", "freeze", "--python", python, cwd=folder)
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("resolution", ["highest", "lowest-direct"])
+def test_readme_runs_with_the_wheel_alone(
+    dist: Path, name: str, resolution: str, python: Path, tmp_path: Path
+) -> None:
+    """Only the declared requirements are there; siblings come from the folder just built."""
+    install_alone(dist, name, resolution, python)
+    freeze = uv("pip", "freeze", "--python", python, cwd=tmp_path)
     print(f"{name}, {resolution}: {' '.join(freeze.split())}")
     installed = {line.partition(" @ ")[0].partition("==")[0] for line in freeze.splitlines()}
     assert installed & set(NAMES) == {name} | SIBLING_REQUIREMENTS.get(name, set())
+    assert ("torch==2.11.0" in freeze.split()) == (resolution == "lowest-direct")
     if name in ("ddp-lite", "shard-optim"):
         assert "numpy" not in installed, "the test is to show that NumPy is not needed"
     module = name.replace("-", "_")
@@ -133,26 +147,15 @@ def check_alone(dist: Path, name: str, resolution: str, folder: Path) -> None:
     # torch says so by itself where NumPy, which it can do without, is not installed.
     numpy = "ignore:Failed to initialize NumPy"
     subprocess.run(
-        [python, "-W", "error", "-W", numpy, "-c", program], check=True, cwd=folder, timeout=120
+        [python, "-W", "error", "-W", numpy, "-c", program], check=True, cwd=tmp_path, timeout=120
     )
     page = ROOT / "packages" / name / "README.md"
     run_readme.run(page, python)
     for extra in sorted({b.words["extra"] for b in run_readme.blocks(page) if "extra" in b.words}):
         wheel = find(dist, name, ".whl")
         install = ["pip", "install", "-q", "--python", python, "--link-mode", "symlink"]
-        uv(*install, "--resolution", resolution, "-f", dist, f"{wheel}[{extra}]", cwd=folder)
+        uv(*install, "--resolution", resolution, "-f", dist, f"{wheel}[{extra}]", cwd=tmp_path)
         run_readme.run(page, python, extra=extra)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("resolution", ["highest", "lowest-direct"])
-def test_readme_runs_with_the_wheel_alone(
-    dist: Path, name: str, resolution: str, tmp_path: Path
-) -> None:
-    """Only the declared requirements are there; siblings come from the folder just built."""
-    check_alone(dist, name, resolution, tmp_path)
 
 
 @pytest.mark.parametrize("name", NAMES)
