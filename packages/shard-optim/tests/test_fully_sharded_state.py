@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fully_sharded_models import OPTIMIZERS, batch, net
+from fully_sharded_models import OPTIMIZERS, batch, loss_of, net
 from ranks import run_ranks
 from shard_optim import (
     FullyShardedDataParallel,
@@ -19,6 +19,7 @@ from shard_optim import (
     save_fully_sharded,
 )
 from shard_optim.fully_sharded.state import flat_slice, places
+from shard_optim.fully_sharded.unit import Unit
 
 
 def model_with_everything():
@@ -234,11 +235,69 @@ def check_reading_a_shard(rank, world_size):
     assert model(torch.ones(2, 8)).shape == (2, 8)
 
 
+class Rotary(nn.Module):
+    """A buffer that is no part of checkpoints."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.empty(5), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        self.table.copy_(torch.arange(5.0))
+
+
+def check_meta_device(rank, world_size):
+    """Each unit gets memory on its own; tied weights stay tied; ranks need no common seed."""
+    with torch.device("meta"):
+        module = net(tied=True)
+        module.rotary = Rotary()
+    biggest = 0
+    original = Unit.__init__
+
+    def watched(unit, plan, **settings):
+        nonlocal biggest
+        real = [param for param in module.parameters() if not param.is_meta]
+        whole = sum(param.numel() for param in real if param.ndim > 1)
+        biggest = max(biggest, whole)
+        original(unit, plan, **settings)
+
+    Unit.__init__ = watched
+    torch.manual_seed(rank)
+    try:
+        model = FullyShardedDataParallel(module, device="cpu")
+    finally:
+        Unit.__init__ = original
+    assert biggest == 2 * 8 * 13  # the matrices of one block
+    assert model.module.head.weight is model.module.embed.weight
+    assert model.module.rotary.table.tolist() == [0, 1, 2, 3, 4]
+    values = model.full_parameters()
+    assert values["embed.weight"].std() > 0.5
+    assert values["blocks.1.norm.weight"].tolist() == [1] * 8
+    expected = net(tied=True)
+    expected.load_state_dict(values, strict=False)
+    for each in (model, expected):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        loss_of(each, 0, 0).backward()
+        optimizer.step()
+    assert_same(model, expected)
+
+    with torch.device("meta"):
+        module = net()
+    with pytest.raises(ValueError, match="device must be given"):
+        FullyShardedDataParallel(module)
+    with torch.device("meta"):
+        module.extra = nn.ParameterList([nn.Parameter(torch.ones(3, 3))])
+    with pytest.raises(ValueError, match=r"reset_parameters\(\).*ParameterList"):
+        FullyShardedDataParallel(module, device="cpu")
+
+
 CHECKS = [
     ("state dicts", check_state_dicts, ()),
     ("wrong state dicts", check_wrong_state_dicts, ()),
     ("bad input", check_bad_input, ()),
     ("reading a shard", check_reading_a_shard, ()),
+    ("meta device", check_meta_device, ()),
 ]
 
 

@@ -6,7 +6,7 @@ https://arxiv.org/abs/1910.02054
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -19,11 +19,12 @@ from torch.utils import _pytree as pytree
 from shard_optim.agreement import check_agreement
 from shard_optim.buckets import check_layout
 from shard_optim.collectives import guarded, resolve_group
+from shard_optim.fully_sharded.meta import is_on_meta, materialize, owners_of_parameters
 from shard_optim.fully_sharded.replicated import ReplicatedParameters
 from shard_optim.fully_sharded.schedule import Schedule, UnitCall
 from shard_optim.fully_sharded.state import load_full, shards_of, whole_parameters
 from shard_optim.fully_sharded.unit import Slot, Unit
-from shard_optim.fully_sharded.units import UnitPlan, Units, is_small, plan_units
+from shard_optim.fully_sharded.units import UnitPlan, Units, plan_units
 from shard_optim.norm import clip_sharded_
 
 _REDUCE_DTYPES = (None, torch.float32, torch.bfloat16, torch.float64)
@@ -64,6 +65,8 @@ class FullyShardedDataParallel(nn.Module):
         reshard_after_forward: whether units take turns in ``prefetch + 1`` buffers. With False,
             every unit has a buffer, and is gathered once per step.
         prefetch: how many units are gathered ahead, 1 or 2.
+        device: where to make parameters that are on the meta device, one unit at a time, by each
+            module's ``reset_parameters()``; such a model is never whole on any rank.
 
     Raises:
         TypeError: if ``module`` or ``units`` is something else.
@@ -82,6 +85,7 @@ class FullyShardedDataParallel(nn.Module):
         reduce_dtype: torch.dtype | None = None,
         reshard_after_forward: bool = True,
         prefetch: int = 1,
+        device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         if prefetch not in (1, 2):
@@ -97,24 +101,27 @@ class FullyShardedDataParallel(nn.Module):
         self.compute_dtype = compute_dtype
         named = dict(module.named_parameters())
         plans = plan_units(module, units)
-        first = next(iter(named.values()), None)
-        self.device = torch.device("cpu") if first is None else first.device
+        self.device = _device_of(module, device)
         self._agree(plans, reduce_dtype)
-        self._broadcast()
-        self.units = [
-            Unit(
-                plan,
-                group=self.process_group,
-                compute_dtype=compute_dtype,
-                reduce_dtype=reduce_dtype,
+        owners = owners_of_parameters(module)
+        self.units = []
+        for plan in plans:  # one after the other: the whole model never has memory
+            materialize((m for param in plan.params for m in owners[id(param)]), self.device)
+            self._broadcast(zip(plan.names, plan.params, strict=True))
+            self.units.append(
+                Unit(
+                    plan,
+                    group=self.process_group,
+                    compute_dtype=compute_dtype,
+                    reduce_dtype=reduce_dtype,
+                )
             )
-            for plan in plans
-        ]
+        materialize(module.modules(), self.device)
         depth = prefetch + 1 if reshard_after_forward else len(plans)
         self.slots = _assign_slots(self.units, [plan.repeated for plan in plans], depth)
-        small = {name: param for name, param in named.items() if is_small(param)}
         sharded = {id(param) for unit in self.units for param in unit.params}
-        small = {name: param for name, param in small.items() if id(param) not in sharded}
+        small = {name: param for name, param in named.items() if id(param) not in sharded}
+        self._broadcast((*small.items(), *module.named_buffers()))
         self.replicated = ReplicatedParameters(
             list(small),
             list(small.values()),
@@ -312,9 +319,9 @@ class FullyShardedDataParallel(nn.Module):
         )
 
     @torch.no_grad()
-    def _broadcast(self) -> None:
-        """Makes all ranks' parameters and buffers equal to rank 0's."""
-        for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
+    def _broadcast(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Makes all ranks' tensors equal to rank 0's."""
+        for name, tensor in tensors:
             values = tensor.detach()
             check_layout(values, name)
             guarded(
@@ -380,6 +387,19 @@ def _check_module(module: nn.Module) -> None:
             "module must be wrapped before an optimizer is made for it, but got parameters that "
             f"{found[0]} holds. Make the optimizer from the wrapper's parameters()."
         )
+
+
+def _device_of(module: nn.Module, device: torch.device | str | None) -> torch.device:
+    """Where the module is, or, if it is on the meta device, where it is to be made."""
+    if is_on_meta(module):
+        if device is None:
+            raise ValueError(
+                "device must be given for a module on the meta device, but got None. Pass the "
+                "device that this rank computes on."
+            )
+        return torch.device(device)
+    first = next(module.parameters(), None)
+    return torch.device("cpu") if first is None else first.device
 
 
 def _optimizers_of(params: set[int]) -> list[str]:

@@ -1,0 +1,54 @@
+"""Parameters made on the meta device, which has shapes but no memory, given memory and values."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+
+def owners_of_parameters(root: nn.Module) -> dict[int, list[nn.Module]]:
+    """The modules that hold each parameter directly, by the parameter's identity."""
+    owners: defaultdict[int, list[nn.Module]] = defaultdict(list)
+    for module in root.modules():
+        for param in module.parameters(recurse=False):
+            owners[id(param)].append(module)
+    return owners
+
+
+def materialize(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Gives modules' own parameters and buffers memory, and calls ``reset_parameters()``.
+
+    Parameters keep their identity, so tied ones stay tied. Modules that are not on the meta device
+    are left alone.
+
+    Raises:
+        ValueError: if a module on the meta device has no ``reset_parameters``.
+    """
+    for module in modules:
+        params = [param for param in module.parameters(recurse=False) if param.is_meta]
+        buffers = [(n, b) for n, b in module.named_buffers(recurse=False) if b.is_meta]
+        if not params and not buffers:
+            continue
+        reset = getattr(module, "reset_parameters", None)
+        if not callable(reset):
+            raise ValueError(
+                "modules on the meta device must have reset_parameters(), which sets their own "
+                f"parameters and buffers, but got {type(module).__name__} without it. Define it, "
+                "or make the module on a device with memory."
+            )
+        for param in params:
+            made = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
+            torch.utils.swap_tensors(param, made)
+        for name, buffer in buffers:
+            module._buffers[name] = torch.empty_like(buffer, device=device)
+        with torch.no_grad():
+            reset()
+
+
+def is_on_meta(root: nn.Module) -> bool:
+    """Whether any parameter or buffer has no memory."""
+    tensors: list[Tensor] = [*root.parameters(), *root.buffers()]
+    return any(tensor.is_meta for tensor in tensors)

@@ -1,0 +1,100 @@
+"""A rank of a sharded model dies, stops or raises: a named error in bounded time on the others, and
+a restart from the last checkpoint that ends where an uninterrupted run does."""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from fully_sharded_models import OPTIMIZERS, loss_of, net
+from ranks import run_ranks
+from shard_optim import FullyShardedDataParallel, load_fully_sharded, save_fully_sharded
+
+STEPS, SAVE_EVERY, FAULTY_STEP = 6, 2, 3
+
+# The survivor's process group gives up after this many seconds; everything else is quick.
+COLLECTIVE_TIMEOUT, BOUND = 10, 60
+
+
+def die(*_args, **_kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(*_args, **_kwargs):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def fail(*_args, **_kwargs):
+    raise ArithmeticError("only this rank fails")
+
+
+def arm(model, where, fault):
+    """Makes this rank fail when it gets there."""
+    if where == "forward":
+        model.module.blocks[2].register_forward_hook(fault)
+    elif where == "backward":
+        model.module.blocks[2].down.register_full_backward_hook(fault)
+    elif where == "step":
+        torch.optim.AdamW.step = fault
+    else:
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+        FileSystemWriter.write_data = fault
+
+
+def run(rank, world_size, folder, where=None, fault=None, start_again=False):
+    model = FullyShardedDataParallel(net(seed=rank))
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    first = 0
+    if start_again:
+        first = max(int(path.parent.name) for path in Path(folder).glob("*/.metadata"))
+        load_fully_sharded(model, optimizer, f"{folder}/{first}")
+    for step in range(first, STEPS):
+        if step == FAULTY_STEP and rank == 1 and where:
+            arm(model, where, {"die": die, "stop": stop, "fail": fail}[fault])
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+        if (step + 1) % SAVE_EVERY == 0 and not start_again:
+            save_fully_sharded(model, optimizer, f"{folder}/{step + 1}")
+    return [value.tolist() for value in model.full_parameters().values()]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    return run_ranks(run, 2, str(tmp_path_factory.mktemp("whole")))[0].value
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("where", "fault", "what"),
+    [
+        ("forward", "die", "the all-gather of parameters"),
+        ("forward", "stop", "the all-gather of parameters"),
+        ("forward", "fail", "the all-gather of parameters"),
+        ("backward", "die", "the (all-gather of parameters|reduce-scatter of gradients)"),
+        ("step", "die", "saving a checkpoint"),
+        ("save", "die", "saving a checkpoint"),
+    ],
+)
+def test_restart_after_a_fault(where, fault, what, tmp_path, uninterrupted):
+    survivor, faulty = run_ranks(
+        run,
+        2,
+        str(tmp_path),
+        where,
+        fault,
+        check=False,
+        timeout=BOUND,
+        collective_timeout=COLLECTIVE_TIMEOUT,
+    )
+    assert survivor.error is not None
+    assert survivor.seconds < BOUND
+    assert re.search(rf"CollectiveError: .*{what}", survivor.error), survivor.error
+    if fault == "fail":
+        assert "ArithmeticError: only this rank fails" in faulty.error
+    for outcome in run_ranks(run, 2, str(tmp_path), None, None, True):
+        assert outcome.value == uninterrupted
