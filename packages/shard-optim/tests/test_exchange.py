@@ -89,6 +89,7 @@ def check_no_object_collectives(rank: int, world_size: int) -> None:
     try:
         with pytest.raises(RuntimeError, match="every rank must construct"):
             ShardedOptimizer(nn.Linear(2, 2 + rank).parameters(), torch.optim.AdamW)
+        torch.manual_seed(0)
         model = nn.Linear(2, 2)
         optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW)
         model(torch.ones(1, 2)).sum().backward()

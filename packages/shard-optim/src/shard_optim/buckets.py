@@ -109,11 +109,31 @@ class Bucket:
                     )
                 )
 
+        self._addresses = [param.data_ptr() for param in self.params]
+
     def _adopt(self, param: Tensor, offset: int) -> None:
         """Moves the parameter's values into the flat buffer, keeping its shape and strides."""
         view = self.flat.as_strided(param.size(), param.stride(), offset)
         view.copy_(param.detach())
         param.data = view
+
+    def check_storage(self) -> None:
+        """Makes sure that the parameters are still views of the buffer that is updated.
+
+        Raises:
+            RuntimeError: naming the first that was moved or converted.
+        """
+        addresses = [param.data_ptr() for param in self.params]
+        if addresses == self._addresses:
+            return
+        place = next(i for i, a in enumerate(addresses) if a != self._addresses[i])
+        param, name = self.params[place], self.names[place]
+        raise RuntimeError(
+            "parameters must stay in the memory that the sharded optimizer updates, but "
+            f"{name} was moved or converted since ({self.dtype} on {self.device} then, "
+            f"{param.dtype} on {param.device} now). Convert the model first, with model.to(...), "
+            "and construct the optimizer then"
+        )
 
     def describe(self, what: str) -> str:
         """``what`` and this bucket in words, for errors."""

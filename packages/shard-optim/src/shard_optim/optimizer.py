@@ -20,6 +20,7 @@ from shard_optim.agreement import check_agreement, describe_groups
 from shard_optim.buckets import Bucket, check_layout
 from shard_optim.collectives import guarded, resolve_group
 from shard_optim.exchange import broadcast_value
+from shard_optim.first_step import check_first_step
 from shard_optim.handoff import FlatBucket
 from shard_optim.local import (
     LocalOptimizer,
@@ -33,8 +34,13 @@ from shard_optim.overlap import ForwardWaits
 from shard_optim.partition import PARTITIONS, Partition
 from shard_optim.placement import Placement, all_params, name_of
 from shard_optim.reduction import GradientReducer
-from shard_optim.state import check_full_state, gather_full_state, scatter_full_state
-from shard_optim.support import check_supported
+from shard_optim.state import MASTER, check_full_state, gather_full_state, scatter_full_state
+from shard_optim.support import (
+    check_elementwise_update,
+    check_supported,
+    foreign_hyperparameters,
+    state_keys,
+)
 
 Overlap = Literal["next-forward"]
 
@@ -118,6 +124,7 @@ class ShardedOptimizer(Optimizer):
         self.process_group = resolve_group(process_group)
         self.optimizer_cls = optimizer_cls
         self.partition: Partition = partition
+        self._kwargs = kwargs
         self.rank = dist.get_rank(self.process_group)
         self.world_size = self.process_group.size()
         self._placement = Placement(self.process_group, partition, bucket_size_mb)
@@ -135,8 +142,12 @@ class ShardedOptimizer(Optimizer):
         self._waits: ForwardWaits | None = None
         self._reducer = GradientReducer(self.process_group) if reduce_gradients else None
         self._collected = False
+        self._first_step_checked = False
+        self._averaged_before = not reduce_gradients and layout is None
 
         groups = as_groups(params)
+        if partition == "flat":
+            check_elementwise_update(optimizer_cls, settings_of(groups[0]), kwargs)
         super().__init__(groups, default_settings(optimizer_cls, groups, kwargs))
         self._agree(self.param_groups)
         if layout is None:
@@ -242,6 +253,9 @@ class ShardedOptimizer(Optimizer):
             What the closure returned, or None.
 
         Raises:
+            RuntimeError: if a parameter is no longer in the memory that is updated; at the first
+                step also, on every rank, if ranks have different weights, or different gradients
+                that a wrapper should have averaged.
             CollectiveError: if a peer died or timed out.
         """
         loss = None
@@ -318,7 +332,7 @@ class ShardedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets all gradients, reduced ones included."""
         if self._reducer is not None:
-            self._reducer.discard()
+            self._reducer.drop()
         self.local.drop_gradients()
         self._collected = False
         super().zero_grad(set_to_none)
@@ -374,6 +388,10 @@ class ShardedOptimizer(Optimizer):
             )
         if thawed := self._placement.place_unfrozen(self.param_groups):
             self._register(thawed)
+        for bucket in self.buckets:
+            bucket.check_storage()
+        if not self._first_step_checked:
+            self._check_first_step()
         if self._reducer is None:
             self.wait()
             self.local.take_gradients()
@@ -382,6 +400,16 @@ class ShardedOptimizer(Optimizer):
             self.wait()
             self.local.take_reduced(self._reducer.slices(), self._reducer.unused())
         self._collected = True
+
+    def _check_first_step(self) -> None:
+        self.wait()
+        check_first_step(
+            self.all_params(),
+            gradients=self._averaged_before,
+            name_of=self.name_of,
+            group=self.process_group,
+        )
+        self._first_step_checked = True
 
     # --- state -----------------------------------------------------------------------------
 
@@ -510,11 +538,30 @@ class ShardedOptimizer(Optimizer):
             partition=self.partition,
             name_of=self.name_of,
         )
+        if problem is None:
+            problem = self._other_class(state_dict)
         if problem is None and not shards:
             frozen = sorted(set(self._by_number(state_dict)) & set(self._placement.frozen))
             if frozen:
                 return f"it has state for {self.name_of(frozen[0])}, which is frozen"
         return problem
+
+    def _other_class(self, state_dict: Mapping[str, Any]) -> str | None:
+        """What shows that a state is of another optimizer class, or None."""
+        foreign = foreign_hyperparameters(self.optimizer_cls, self.defaults)
+        groups = zip(state_dict["param_groups"], self.param_groups, strict=True)
+        for number, (saved, group) in enumerate(groups):
+            if others := sorted(foreign & set(saved) - set(group)):
+                return f"group {number} has {others}: it is of another optimizer class"
+            expected = state_keys(self.optimizer_cls, settings_of(saved), self._kwargs)
+            for key in saved["params"]:
+                found = set(state_dict["state"].get(key, {})) - {MASTER}
+                if expected is not None and found and found != expected:
+                    return (
+                        f"it holds {sorted(found)} for a parameter of group {number}, where "
+                        f"{self.optimizer_cls.__name__} holds {sorted(expected)}"
+                    )
+        return None
 
     def _by_number(self, state_dict: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
         """State by the parameter's position over all groups, whatever keys it was saved under."""

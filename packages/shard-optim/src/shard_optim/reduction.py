@@ -107,6 +107,8 @@ class GradientReducer:
         self._in_flight: deque[_Flight] = deque()
         self._bytes_in_flight = 0
         self._paused = False
+        self._was_paused = False  # since the last step
+        self._dropped = False  # reduced gradients, and no backward since
         self._flags: tuple[Tensor, dist.Work | None] | None = None
         self._ones: Tensor | None = None
 
@@ -131,6 +133,7 @@ class GradientReducer:
             if position in arrived:
                 reducer._finish_pass()
             arrived.add(position)
+            reducer._dropped = False
             if len(arrived) == size:
                 reducer._launch_ready()
 
@@ -140,6 +143,7 @@ class GradientReducer:
     def paused(self) -> Iterator[None]:
         """Within it, gradients accumulate in the parameters and nothing is communicated."""
         before, self._paused = self._paused, True
+        self._was_paused = True
         try:
             yield
         finally:
@@ -200,9 +204,14 @@ class GradientReducer:
         """Completes the reduction of all gradients since the last step; every rank calls it.
 
         Raises:
-            RuntimeError: if gradients are left that no pass covered.
+            RuntimeError: if gradients are left that no pass covered, or were dropped after a pass.
             CollectiveError: if a peer died or timed out.
         """
+        if self._dropped and not self.active:
+            raise RuntimeError(
+                "a step must use the gradients that backward has reduced, but zero_grad() dropped "
+                "them on this rank. Call zero_grad() before backward or after step(), on every rank"
+            )
         if self.active or any(r.shard is None for r in self._reductions):
             self._finish_pass()
             self._exchange_flags()
@@ -211,11 +220,20 @@ class GradientReducer:
         for reduction in self._reductions:
             for param, name in zip(reduction.bucket.params, reduction.bucket.names, strict=True):
                 if param.grad is not None:
-                    raise RuntimeError(
-                        f"all gradients must be reduced before a step, but {name} has one that "
-                        "was accumulated after the last reduction; leave the last backward before "
-                        "a step out of no_sync()"
-                    )
+                    raise RuntimeError(self._left_over(name))
+
+    def _left_over(self, name: str) -> str:
+        if self._was_paused:
+            return (
+                f"all gradients must be reduced before a step, but {name} has one that was "
+                "accumulated after the last reduction. Leave the last backward before a step out "
+                "of no_sync()"
+            )
+        return (
+            f"gradients must be averaged once, but {name} has one again after its reduction. If "
+            "the model is in a data-parallel wrapper, use the model without it, or leave out "
+            "reduce_gradients=True"
+        )
 
     @property
     def active(self) -> bool:
@@ -273,8 +291,15 @@ class GradientReducer:
             guarded("the exchange of which parameters have gradients", self._group, work.wait)
         return [int(flag) for flag in flags.tolist()]
 
+    def drop(self) -> None:
+        """Forgets all gradients reduced since the last step, because the user does."""
+        launched = self._in_flight or any(r.shard is not None for r in self._reductions)
+        self._dropped = bool(launched)
+        self.discard()
+
     def discard(self) -> None:
         """Forgets all gradients reduced since the last step."""
+        self._was_paused = self._paused
         while self._in_flight:
             self._land()
         for reduction in self._reductions:

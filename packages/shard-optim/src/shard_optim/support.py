@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +49,96 @@ def check_supported(
             f'partition="flat" needs an optimizer that treats every element alike, but {name} '
             'looks at the shape of each parameter; pass partition="whole"'
         )
+
+
+def check_elementwise_update(
+    optimizer_cls: type[Optimizer], settings: Mapping[str, Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Refuses a class whose update of an element depends on other elements, found by a trial.
+
+    Two steps on a vector and on two parts of it must give the same elements; torch's own classes
+    need no trial. A class that a trial cannot run, because it needs a closure or certain shapes,
+    is left to ``check_elementwise_state``.
+
+    Args:
+        optimizer_cls: the class.
+        settings: of the first group.
+        kwargs: for the class.
+
+    Raises:
+        ValueError: naming the remedy.
+    """
+    if optimizer_cls.__module__.startswith("torch.optim."):
+        return
+    values = torch.linspace(-1, 2, 12)
+    gradients = [torch.linspace(0.1, 5, 12).square(), torch.linspace(3, -0.5, 12)]
+    try:
+        whole = _trial(optimizer_cls, [values], gradients, settings, kwargs)
+        parts = _trial(optimizer_cls, [values[:4], values[4:]], gradients, settings, kwargs)
+    except Exception:  # noqa: BLE001 - whatever a class of the user's does with a trial
+        return
+    if not torch.allclose(whole, parts, rtol=1e-4, atol=1e-6, equal_nan=True):
+        raise ValueError(
+            'partition="flat" needs an optimizer that treats every element alike, but '
+            f"{optimizer_cls.__name__} updates a vector otherwise when it gets it "
+            'in two parts. Pass partition="whole"'
+        )
+
+
+def _trial(
+    optimizer_cls: type[Optimizer],
+    parts: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    settings: Mapping[str, Any],
+    kwargs: Mapping[str, Any],
+) -> Tensor:
+    """All elements after a step with each of the gradients."""
+    params = [torch.nn.Parameter(part.clone()) for part in parts]
+    optimizer = optimizer_cls([dict(settings) | {"params": params}], **kwargs)
+    for group in optimizer.param_groups:
+        if isinstance(group.get("lr"), float):
+            group["lr"] = 0.1  # a schedule may begin at zero, where nothing shows
+    for gradient in gradients:
+        for param, part in zip(params, gradient.split([len(p) for p in params]), strict=True):
+            param.grad = part.clone()
+        optimizer.step()
+    return torch.cat([param.detach() for param in params])
+
+
+def state_keys(
+    optimizer_cls: type[Optimizer], group: Mapping[str, Any], kwargs: Mapping[str, Any]
+) -> frozenset[str] | None:
+    """Names of the state that a class of torch's keeps for a parameter; None for other classes.
+
+    Args:
+        optimizer_cls: the class.
+        group: hyperparameters.
+        kwargs: for the class.
+    """
+    if not optimizer_cls.__module__.startswith("torch.optim."):
+        return None
+    settings = {key: group[key] for key in group if key not in ("params", "param_names")}
+    # Flags that choose an implementation may need a GPU, and change no name.
+    settings |= {key: False for key in ("foreach", "fused", "capturable") if key in settings}
+    param = torch.nn.Parameter(torch.ones(2, 2))
+    optimizer = optimizer_cls([settings | {"params": [param]}], **without_flags(kwargs))
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    return frozenset(optimizer.state[param])
+
+
+def without_flags(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a class without those that choose an implementation."""
+    return {k: v for k, v in kwargs.items() if k not in ("foreach", "fused", "capturable")}
+
+
+def foreign_hyperparameters(optimizer_cls: type[Optimizer], known: Iterable[str]) -> set[str]:
+    """Names of hyperparameters that other classes of torch's have and ``optimizer_cls`` has not."""
+    names: set[str] = set()
+    for cls in vars(torch.optim).values():
+        if isinstance(cls, type) and issubclass(cls, Optimizer) and cls is not Optimizer:
+            names |= set(inspect.signature(cls).parameters) - {"params"}
+    return names - set(known)
 
 
 def check_elementwise_state(optimizer: Optimizer, run: Run) -> None:
