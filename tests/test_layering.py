@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = sorted(path.parent for path in (ROOT / "packages").glob("*/pyproject.toml"))
 SIBLINGS = {path.name.replace("-", "_") for path in PACKAGES}
 # Import names that differ from the distribution's.
-DISTRIBUTIONS = {"pynvml": "nvidia-ml-py"}
+DISTRIBUTIONS = {"PIL": "pillow", "pynvml": "nvidia-ml-py"}
 
 
 def imported_modules(source: Path) -> set[str]:

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+TOOLS = Path(__file__).parents[1] / "packages/flashattn-triton/tools"
 RAN = "12 problems ran with implementation 'auto'\n"
 
 
 @pytest.fixture
 def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
+    monkeypatch.syspath_prepend(str(TOOLS))
     return importlib.import_module("sanitize_attention")
 
 

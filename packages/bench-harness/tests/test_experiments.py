@@ -494,6 +494,12 @@ def test_fitted_constants_are_found_again():
     assert found == pytest.approx(per_call)
 
 
+def sweep_of(*sizes):
+    """Settings of a step without communication, and of buckets of these sizes."""
+    wrappers = [{"name": "none"}, *({"name": "bucketed", "bucket_size_mb": s} for s in sizes)]
+    return [{"wrapper": wrapper} for wrapper in wrappers]
+
+
 def test_bucket_sweep_is_drawn_even_where_noise_makes_the_overhead_negative():
     from bench_harness.experiments.bucket_model import draw_fit, fit_table
 
@@ -501,7 +507,8 @@ def test_bucket_sweep_is_drawn_even_where_noise_makes_the_overhead_negative():
         {
             "case_key": "a",
             "label": "cell",
-            "variant": ["none", "bucketed 1 MB", "bucketed 2 MB", "bucketed 4 MB"],
+            "variant": ["no communication", "bucketed 1", "bucketed 2", "bucketed 4"],
+            "settings": sweep_of(1.0, 2.0, 4.0),
             "buckets": [None, 8, 4, 2],
             "gradient_bytes": 2**23,
             "median_ms": [5.0, 4.0, 4.5, 4.9],
@@ -527,7 +534,8 @@ def test_all_reduces_alone_predict_the_same_optimum_where_the_model_holds():
         {
             "case_key": "a",
             "label": "cell",
-            "variant": ["none", *(f"bucketed {n:g}" for n in counts)],
+            "variant": ["no communication", *(f"bucketed {n:g}" for n in counts)],
+            "settings": sweep_of(*counts),
             "buckets": [None, *counts],
             "gradient_bytes": size,
             "samples_ms": [[step] * 3 for step in (100.0, *steps)],
@@ -578,7 +586,7 @@ def test_allreduce_fit_finds_overhead_and_bandwidth():
 
 
 def test_case_timeouts_leave_the_ranks_time_to_report():
-    for name in ("ddp", "optimizer", "allreduce"):
+    for name in ("train-step", "allreduce"):
         (case, *_) = experiments.get(name).cases(device="cpu")
         assert isinstance(case, Case)
         assert case.timeout_s >= 300

@@ -157,24 +157,53 @@ def test_matmul_kernels_dominate_backward(run):
 
 
 @pytest.mark.multi_gpu
-def test_ddp(run):
-    frame, _ = run(
-        "ddp",
+def test_train_step(run):
+    frame, tables = run(
+        "train-step",
         sizes=("custom",),
+        batches=(2,),
         sequences=(64,),
-        bucket_sizes_mb=(0.1, 1, 10),
+        precision="bf16",
         rounds=1,
         blocks=2,
         calls=2,
         warmup=2,
+        profiled=True,
+        variants=(
+            "naive",
+            "flat",
+            "overlap",
+            "bucketed",
+            {"wrapper": {"name": "bucketed", "wire_dtype": "bf16"}},
+            {"wrapper": "torch-ddp", "optimizer": "zero-redundancy"},
+            {"optimizer": {"name": "sharded", "reduce_gradients": True, "overlap": "next-forward"}},
+            {"wrapper": "fsdp2", "compile": "blocks"},
+            "fully-sharded",
+        ),
         **TINY,
     )
+    assert "ended" not in frame, list(frame["ended"].dropna())
     lines = frame.set_index("variant")
     assert (lines["spans"] == "GPU kernels").all()
-    assert lines.loc["none", "communication_ms"] == 0
-    assert (lines["communication_ms"].drop("none") > 0).all()
+    assert lines.loc["no communication", "communication_ms"] == 0
     # One after another on one stream after backward: nothing is left to hide under but copies.
-    assert lines.loc["flat", "exposed_ms"] > 0.5 * lines.loc["flat", "communication_ms"]
+    assert lines.loc["FlatDDP", "exposed_ms"] > 0.5 * lines.loc["FlatDDP", "communication_ms"]
+    memory = tables["Memory per rank at its moments"]
+    assert (memory["peak until then (GiB)"] >= memory["allocated (GiB)"]).all()
+
+
+def test_a_rank_is_weighed_alone(run):
+    frame, _ = run(
+        "train-step",
+        sizes=("custom",),
+        sequences=(64,),
+        world_size=4,
+        alone=True,
+        variants=("torch-ddp", {"wrapper": "bucketed", "optimizer": "sharded"}),
+        **TINY,
+    )
+    state = {row["variant"]: row["memory"][3]["state_bytes"] for _, row in frame.iterrows()}
+    assert state["BucketedDDP + ShardedOptimizer"] < 0.3 * state["torch DDP"]
 
 
 @pytest.mark.multi_gpu
@@ -182,13 +211,3 @@ def test_allreduce(run):
     frame, tables = run("allreduce", sizes_mb=(1, 4, 16), samples=4, warmup=2)
     assert set(frame["backend"]) == {"nccl"}
     assert (tables["Collectives"]["bus bandwidth (GB/s)"] > 0).all()
-
-
-@pytest.mark.multi_gpu
-def test_optimizer(run):
-    _, tables = run("optimizer", size="custom", sequence=64, rounds=1, samples=2, warmup=1, **TINY)
-    memory = tables["Memory per rank at three moments"].set_index(["variant", "moment"])
-    after = memory.xs("after the optimizer step", level="moment")
-    state, full = after["optimizer state (MiB)"], after.loc["unsharded", "optimizer state (MiB)"]
-    assert state["sharded-flat"] == pytest.approx(full / 2, rel=0.05)
-    assert (after["allocated (MiB)"] > state).all()

@@ -140,15 +140,15 @@ def test_a_rank_s_part_is_its_gpu_s_and_its_process_s(tools):
 
 
 def test_a_report_must_hold_every_rank(tools):
-    from bench_harness.experiments.ddp_nsight import read
+    from bench_harness.training.nsight import read
 
     assert nsight.devices(tools / "export.sqlite") == [0, 1]
     with pytest.raises(nsight.NsightError, match=r"of 3 ranks must hold .* holds those of 2"):
         read(tools / "export.sqlite", 3)
 
 
-def ddp_case(*variants):
-    (case,) = experiments.get("ddp").cases(
+def step_case(*variants):
+    (case,) = experiments.get("train-step").cases(
         sizes=("custom",),
         batches=(2,),
         sequences=(16,),
@@ -162,20 +162,20 @@ def ddp_case(*variants):
 
 
 @pytest.mark.slow  # every rank is a program that imports torch
-def test_ddp_is_a_program_that_nsys_can_run(tools, tmp_path, monkeypatch):
+def test_a_step_is_a_program_that_nsys_can_run(tools, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with closing(sqlite3.connect(tools / "export.sqlite")) as database, database:
         # A program that sees the machine's third and fourth GPU counts them from 0.
         database.execute("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET deviceId = deviceId + 2")
-    (row,) = experiments.get("ddp").run(ddp_case("overlap"), print)
+    (row,) = experiments.get("train-step").run(step_case("overlap"), print)
     # The figures are the made-up export's; the counts are the wrapper's own.
     assert (row["exposed_ms"], row["exposed_min_ms"]) == (0.05, 0.02)
     assert row["in_backward"] == row["collectives"] > 1
     left = [path.name for path in tmp_path.iterdir() if path.is_file()]
-    assert left == ["step-overlap.nsys-rep"]
+    assert left == ["step-0.nsys-rep"]
 
 
-def test_ddp_records_one_report_per_wrapper(tools, tmp_path, monkeypatch):
+def test_one_report_is_recorded_per_variant(tools, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     asked = []
 
@@ -187,11 +187,11 @@ def test_ddp_records_one_report_per_wrapper(tools, tmp_path, monkeypatch):
         return export
 
     monkeypatch.setattr(nsight, "record", record)
-    case = ddp_case("naive", "overlap")
-    experiment = experiments.get("ddp")
+    case = step_case("naive", "overlap")
+    experiment = experiments.get("train-step")
     rows = experiment.run(case, print)
-    assert asked == [("naive", "step-naive"), ("overlap", "step-overlap")]
-    assert [row["variant"] for row in rows] == ["naive", "overlap"]
+    assert asked == [("0", "step-0"), ("1", "step-1")]
+    assert [row["variant"] for row in rows] == ["NaiveDDP", "OverlapDDP"]
     about = {"case_key": case.key, "label": case.label, "status": "ok"}
     frame = to_frame([{**about, **row, "config": dict(case.config)} for row in rows])
     (table,) = experiment.tables(frame)
@@ -200,7 +200,7 @@ def test_ddp_records_one_report_per_wrapper(tools, tmp_path, monkeypatch):
     assert png_bytes(picture.figure)
 
 
-@pytest.mark.parametrize("name", ["ddp", "profile"])
+@pytest.mark.parametrize("name", ["train-step", "profile"])
 def test_without_nsys_the_case_is_skipped(name, tools):
     (tools / "nsys").unlink()
     experiment = experiments.get(name)

@@ -41,6 +41,13 @@ def test_the_example_preset_is_valid(tmp_path: Path) -> None:
     assert names == ["model", "allreduce", "allreduce"]
 
 
+def test_the_example_of_variants_is_valid(tmp_path: Path) -> None:
+    (text,) = (block for block in blocks("toml") if "[train-step]" in block)
+    (tmp_path / "steps.toml").write_text(text)
+    (case,) = presets.load(str(tmp_path / "steps.toml")).cases()
+    assert len(case.config["variants"]) == 6, "five, and the step without communication"
+
+
 def test_the_example_entry_point_uses_the_registry_s_group() -> None:
     (text,) = (block for block in blocks("toml") if "entry-points" in block)
     assert list(tomllib.loads(text)["project"]["entry-points"]) == [experiments.ENTRY_POINT_GROUP]

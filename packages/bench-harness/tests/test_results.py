@@ -1,19 +1,25 @@
-"""The repository's measured answers: every problem has one, made from the committed rows."""
+"""The repository's pages show what its published rows say."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
-from bench_harness import experiments
-from bench_harness.report import write_up
-from bench_harness.report.frame import to_frame
-from bench_harness.report.write import table_stem
-from bench_harness.store import Store
+from bench_harness.case import Row
+from bench_harness.report import published
+from bench_harness.report.render import render
+from bench_harness.training import settings as of
+from bench_harness.training.moments import MOMENTS
 
-RESULTS = Path(__file__).parents[3] / "docs" / "results"
+ROOT = Path(__file__).parents[3]
+RESULTS, ASSIGNMENT = ROOT / "docs" / "results", ROOT / "docs" / "assignment"
+PAGES = sorted(
+    page
+    for pattern in ("*.md", "docs/*/*.md", "packages/*/README.md")
+    for page in ROOT.glob(pattern)
+    if "\n<!-- /bench-harness -->" in page.read_text(encoding="utf-8")
+)
 PROBLEMS = (
     "benchmarking_script",
     "nsys_profile",
@@ -41,58 +47,79 @@ PROBLEMS = (
 )
 
 
-@pytest.fixture(scope="module")
-def pages() -> list[write_up.Page]:
-    return write_up.build(RESULTS)
+def listed(page: Path) -> object:
+    """A page as a parameter; those under docs take a minute together."""
+    marks = [pytest.mark.nightly] if (ROOT / "docs") in page.parents else []
+    return pytest.param(page, id=str(page.relative_to(ROOT)), marks=marks)
 
 
-def test_every_problem_is_answered_in_order(pages: list[write_up.Page]) -> None:
-    assert tuple(page.name for page in pages) == PROBLEMS
-    for page in pages:
-        assert page.headline
-        assert page.answer
-        assert page.measured, f"{page.name} says what it was measured on"
-        assert page.tables
+@pytest.mark.parametrize("page", [listed(page) for page in PAGES])
+def test_pages_show_what_the_rows_say(page: Path) -> None:
+    made = render(page)
+    assert made.problems == []
+    relative = page.relative_to(ROOT)
+    assert made.text == page.read_text(encoding="utf-8"), f"run bench-harness render {relative}"
+    for picture in made.pictures:
+        assert picture.is_file(), f"run bench-harness render {relative}"
 
 
-def test_every_answer_has_two_to_four_sentences(pages: list[write_up.Page]) -> None:
-    counts = {page.name: sentences(" ".join(page.answer)) for page in pages}
-    assert not {name: count for name, count in counts.items() if not 2 <= count <= 4}
+def test_every_problem_has_its_page() -> None:
+    assert {page.stem for page in ASSIGNMENT.glob("*.md")} == {"index", *PROBLEMS}
+    index = (ASSIGNMENT / "index.md").read_text(encoding="utf-8")
+    assert all(f"]({name}.md)" in index for name in PROBLEMS)
 
 
-def sentences(text: str) -> int:
-    """Sentences of a text: what ends with a full stop before a space or at its end."""
-    return len(re.findall(r"[.!?](?=\s|$)", re.sub(r"`[^`]*`", "code", text)))
+def test_the_evidence_stays_small() -> None:
+    files = [file for file in (ROOT / "docs").rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) <= 3 * 2**20
 
 
-def test_sentences_are_counted() -> None:
-    assert sentences("It takes 5.3 ms (`a. b`), 2.0 times less. So it is: faster. Why?") == 3
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("*.jsonl")), ids=lambda file: file.stem)
+def test_published_rows_have_their_circumstances_and_true_labels(file: Path) -> None:
+    cases: dict[str, list[Row]] = {}
+    for row in published.read(file):
+        assert row["measured_on"]
+        cases.setdefault(row["case_key"], []).append(row)
+    for rows in cases.values():
+        if rows[0]["experiment"] == "train-step":
+            variants = [of.read(row["settings"], {}) for row in rows]
+            assert [row["variant"] for row in rows] == of.labels(variants)
 
 
-def test_every_page_has_a_picture(pages: list[write_up.Page]) -> None:
-    assert [page.name for page in pages if not page.figures and not page.pictures] == []
+MEMORY = [
+    (row["label"], row)
+    for row in published.read(RESULTS / "sharding.jsonl")
+    if "memory" in row and row["settings"]["optimizer"]["name"] == "sharded"
+]
 
 
-def test_the_index_holds_what_the_rows_say(pages: list[write_up.Page]) -> None:
-    index = (RESULTS / "index.md").read_text(encoding="utf-8")
-    for page in pages:
-        line = f"| [{page.name}]({page.name}.md) | {page.headline} |"
-        assert line in index, "run bench-harness report docs/results --write-up"
+@pytest.mark.parametrize(
+    ("label", "row"), MEMORY, ids=[f"{row['variant']} {label}" for label, row in MEMORY]
+)
+def test_measured_memory_is_as_predicted(label: str, row: Row) -> None:
+    """Parameters, gradients and optimizer state, within 3 % of what the allocator counts."""
+    moments = {moment["moment"]: moment for moment in row["memory"]}
+    before, after = moments[MOMENTS[2]], moments[MOMENTS[3]]
+    assert after["state_bytes"] == pytest.approx(after["predicted_state_bytes"], rel=0.001)
+    expected = sum(before[f"predicted_{part}_bytes"] for part in ("parameter", "gradient", "state"))
+    assert before["allocated_bytes"] == pytest.approx(expected, rel=0.03)
 
 
-def test_the_pages_hold_the_answers_and_link_to_what_exists(pages: list[write_up.Page]) -> None:
-    for page in pages:
-        text = (RESULTS / f"{page.name}.md").read_text(encoding="utf-8")
-        for paragraph in page.answer:
-            assert paragraph in text, "run bench-harness report docs/results --write-up"
-        for address in re.findall(r"\]\(([^)#]+)\)", text):
-            assert (RESULTS / address).exists(), f"{page.name} links to {address}"
+@pytest.mark.parametrize("moment", [MOMENTS[0], MOMENTS[2], MOMENTS[3]])
+def test_a_rank_weighed_alone_holds_what_one_of_two_does(moment: str) -> None:
+    """What stands in for machines with more GPUs than were there."""
 
+    def held(label: str) -> dict[str, int]:
+        return {
+            row["variant"]: next(m for m in row["memory"] if m["moment"] == moment)[
+                "allocated_bytes"
+            ]
+            for row in published.read(RESULTS / "sharding.jsonl")
+            if row["label"] == label and "memory" in row
+        }
 
-def test_step_times_are_a_file_too() -> None:
-    run = RESULTS / "assignment-h200"
-    rows = [row for row in Store(run).load().rows if row["experiment"] == "ddp"]
-    title = "Step times for comparison by column"
-    (table,) = (t for t in experiments.get("ddp").tables(to_frame(rows)) if t.title == title)
-    file = run / "tables" / f"{table_stem('ddp', title)}.csv"
-    assert file.read_text() == table.frame.to_csv(index=False), "run bench-harness report on it"
+    alone = held("train-step xl b4 s512 bf16 2 ranks rank 0 alone")
+    real = held("train-step xl b4 s512 bf16 2 ranks one after the other")
+    assert len(alone) == 5
+    for name, found in alone.items():
+        assert found == pytest.approx(real[name], rel=0.005), name

@@ -1,7 +1,7 @@
 """Injected faults: every surviving rank ends with an error that names what happened, in time.
 
-Each test prints what it injected and how long the slowest survivor took to its error;
-``scripts/ddp_readme.py faults`` makes the README's table of that.
+Each test prints what it injected and how long the slowest survivor took to its error, as a row of
+the README's table.
 """
 
 import json

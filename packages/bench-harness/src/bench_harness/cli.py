@@ -242,24 +242,12 @@ def _carry_out(
     return 0 if session.measure(request, Console(), tables=tables) else FAILED
 
 
-def _report(
-    run: RunFolder,
-    write_up: Annotated[
-        bool,
-        typer.Option(
-            "--write-up",
-            help="The folder holds runs and answers/NAME.md: write a page per answer and an index.",
-        ),
-    ] = False,
-) -> int:
+def _report(run: RunFolder) -> int:
     """Rebuild tables, pictures and page of a run from its saved rows."""
     from rich.console import Console
 
     from bench_harness import session
 
-    if write_up:
-        session.write_up(run, Console())
-        return 0
     session.write_report(Store(run), Console(), tables=False)
     return 0
 
@@ -283,6 +271,53 @@ def _compare(
         Store(run_a), Store(run_b), tolerance=tolerance, across_hardware=across_hardware
     )
     show.comparisons(found, Console())
+    return 0
+
+
+def _render(
+    files: Annotated[list[Path], typer.Argument(help="Markdown files.", show_default=False)],
+    check: Annotated[
+        bool, typer.Option("--check", help="Change nothing; exit 1 if a file is outdated.")
+    ] = False,
+) -> int:
+    """Fill the marked blocks of Markdown files from published rows."""
+    from bench_harness.report.render import render
+    from bench_harness.store import replace_file
+
+    failed = False
+    for file in files:
+        made = render(file)
+        for problem in made.problems:
+            typer.echo(f"bench-harness: {problem}", err=True)
+        failed |= bool(made.problems)
+        outdated = made.text != file.read_text(encoding="utf-8")
+        if check:
+            if outdated:
+                typer.echo(f"bench-harness: {file} is outdated. Run render {file}.", err=True)
+            failed |= outdated
+            continue
+        for path, draw in made.pictures.items():
+            try:
+                replace_file(path, draw())
+            except ValueError as error:
+                typer.echo(f"bench-harness: {file}: {error}", err=True)
+                failed = True
+        if outdated:
+            replace_file(file, made.text.encode())
+    return FAILED if failed else 0
+
+
+def _publish(
+    target: Annotated[Path, typer.Argument(help="The file of rows to write.", show_default=False)],
+    runs: Annotated[list[Path], typer.Argument(help="Run folders.", show_default=False)],
+    only: Only = "",
+) -> int:
+    """Write the rows of runs into one file that a rendered block can name."""
+    from bench_harness.report.published import publish
+
+    texts = [item.strip() for item in only.split(",") if item.strip()]
+    count = publish(map(Store, runs), target, texts)
+    typer.echo(f"{count} cases in {target}")
     return 0
 
 
@@ -313,6 +348,8 @@ def _preset(
 _OTHERS: dict[str, Callable[..., int]] = {
     "report": _report,
     "compare": _compare,
+    "publish": _publish,
+    "render": _render,
     "preset": _preset,
     "env": _env,
 }

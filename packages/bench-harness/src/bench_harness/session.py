@@ -132,18 +132,6 @@ def _measure(request: Request, store: Store, planned: Sequence[Planned], console
         runner.run(left, store, reporter, invocation=invocation, timeout_s=request.timeout_s)
 
 
-def write_up(folder: Path, console: Console) -> None:
-    """Writes the answers of a results folder, and says where they are.
-
-    Raises:
-        ValueError, StoreError: an answer cannot be made, or a file cannot be written.
-    """
-    from bench_harness.report import write_up
-
-    pages = write_up.write(folder)
-    show.line(console, f"{len(pages)} pages, {folder / write_up.INDEX}")
-
-
 def write_report(store: Store, console: Console, *, tables: bool) -> None:
     """Rebuilds the report of a run folder and prints its summary.
 

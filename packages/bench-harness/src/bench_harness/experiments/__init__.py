@@ -26,8 +26,6 @@ _BUILT_IN = {
     "flash": "bench_harness.experiments.flash:Flash",
     "leaderboard": "bench_harness.experiments.leaderboard:Leaderboard",
     "allreduce": "bench_harness.experiments.allreduce:AllReduce",
-    "ddp": "bench_harness.experiments.ddp:Ddp",
-    "optimizer": "bench_harness.experiments.optimizer:Optimizer",
     "train-step": "bench_harness.experiments.train_step:TrainStep",
     "profile": "bench_harness.experiments.profile:Profile",
 }

@@ -62,12 +62,8 @@ def sweeps(done: pd.DataFrame) -> list[Sweep]:
     for _, cell in done.groupby("case_key", sort=False):
         if "buckets" not in cell:
             continue
-        if "settings" in cell:
-            sized = cell["settings"].map(_only_sized)
-        else:
-            sized = cell["variant"].str.startswith("bucketed")
-        buckets = cell[sized & cell["buckets"].notna()]
-        bare = cell[cell["variant"].isin(["none", "no communication"])]
+        buckets = cell[cell["settings"].map(_only_sized) & cell["buckets"].notna()]
+        bare = cell[cell["variant"] == "no communication"]
         if buckets["buckets"].nunique() >= 3 and len(bare):
             label = str(cell["label"].iloc[0])
             found.append(Sweep(label, buckets.sort_values("buckets"), bare.iloc[0]))

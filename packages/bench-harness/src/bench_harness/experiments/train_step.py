@@ -57,6 +57,11 @@ class Options(ShapeOptions, NodeOptions):
     all_reduces: bool = option(
         False, "Also time all-reduces alone, which predict the best bucket of a sweep."
     )
+    alone: bool = option(
+        False,
+        "Instead of timing, weigh rank 0 of the ranks, alone on one device: its collectives move "
+        "nothing, so only memory is the real one.",
+    )
     nsight: bool = option(
         False,
         "Instead of timing, record one step of each variant with Nsight Systems; the case is "
@@ -140,10 +145,12 @@ class TrainStep(Experiment):
             "warmup": chosen.warmup,
             "profiled": chosen.profiled,
             "all_reduces": chosen.all_reduces,
+            "alone": chosen.alone,
             "nsight": chosen.nsight,
             "device": device,
         }
-        how = " Nsight Systems" if chosen.nsight else " profiled" * chosen.profiled
+        how = " rank 0 alone" * chosen.alone
+        how += " Nsight Systems" if chosen.nsight else " profiled" * chosen.profiled
         return [
             Case(
                 experiment=self.name,
@@ -161,8 +168,10 @@ class TrainStep(Experiment):
 
             require_gpus(case.config)
             return nsight.rows(dict(case.config), case.timeout_s / 3, progress)
-        from bench_harness.training.measure import measure_rank
+        from bench_harness.training.measure import measure_rank, weigh_alone
 
+        if case.config["alone"]:
+            return weigh_alone(case.config)
         ranks = run_on_ranks(case, progress, measure_rank, str(Path.cwd()))
         return [merged(list(each)) for each in zip(*ranks, strict=True)]
 

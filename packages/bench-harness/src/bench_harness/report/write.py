@@ -5,13 +5,16 @@ from __future__ import annotations
 import numbers
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench_harness.experiments import Table
 from bench_harness.report.build import Report
-from bench_harness.report.cells import cell, split
+from bench_harness.report.cells import cell, is_missing, split
 from bench_harness.report.plots import data_uri, png_bytes, svg_bytes
 from bench_harness.store import RESULTS, replace_file
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 PAGE = "report.html"
 _TEMPLATE = "page.html.jinja"
@@ -76,6 +79,31 @@ def render_template(name: str, **values: Any) -> str:
         isinstance(value, numbers.Real) and not isinstance(value, bool)
     )
     return templates.get_template(name).render(data_uri=data_uri, split=split, **values)
+
+
+def grid(frame: pd.DataFrame, *, digits: int | None = None) -> str:
+    """A data frame as a Markdown table, numbers to the right.
+
+    Args:
+        digits: decimal places of numbers that are not whole; None shows six significant digits.
+    """
+
+    def shown(value: Any) -> str:
+        if digits is not None and isinstance(value, float) and not is_missing(value):
+            return f"{value:.{digits}f}"
+        return cell(value)
+
+    columns = [[shown(value) for value in frame[name].tolist()] for name in frame.columns]
+    right = [
+        all(isinstance(v, numbers.Real) or v is None for v in frame[name].tolist())
+        for name in frame.columns
+    ]
+    lines = [
+        [str(name).replace("|", "\\|") for name in frame.columns],
+        ["---:" if each else "---" for each in right],
+        *([text.replace("|", "\\|") for text in row] for row in zip(*columns, strict=True)),
+    ]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def markdown(table: Table) -> str:

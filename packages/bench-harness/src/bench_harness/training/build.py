@@ -189,6 +189,10 @@ def _wrapped(variant: of.Settings, workload: Workload) -> Training:
             gradient_as_bucket_view=wrapper.gradient_as_bucket_view,
             static_graph=wrapper.static_graph,
         )
+        if dist.get_backend() == "fake":  # its all-reduce returns what DDP does not understand
+            from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+
+            around.register_comm_hook(None, noop_hook)
         optimizer = _optimizer(variant.optimizer, module, device)
         return Training(workload, around, optimizer, *whole)
     if isinstance(wrapper, of.NoWrapper):
@@ -267,7 +271,9 @@ def _nccl_group(high_priority: bool, max_ctas: int | None) -> dist.ProcessGroup:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
         if max_ctas is not None:
             options.config.max_ctas = max_ctas
-        _NCCL_GROUPS[key] = dist.new_group(pg_options=options)
+        made = dist.new_group(pg_options=options)
+        assert isinstance(made, dist.ProcessGroup), "every rank is in the group"
+        _NCCL_GROUPS[key] = made
     return _NCCL_GROUPS[key]
 
 

@@ -24,7 +24,7 @@ from bench_harness.timing import synchronize
 from bench_harness.training import moments, proof
 from bench_harness.training import settings as of
 from bench_harness.training.build import Training, training
-from bench_harness.workload import shape_row
+from bench_harness.workload import device_of, shape_row
 
 if TYPE_CHECKING:
     from bench_harness.workload import Workload
@@ -62,6 +62,31 @@ def measure_rank(
                 _compare_losses(variants, rows)
     rows[0] |= link
     return rows
+
+
+def weigh_alone(config: Mapping[str, Any]) -> list[Row]:
+    """Memory of rank 0 of any number of ranks, in a group whose collectives move nothing.
+
+    One device holds what it would hold among any number of ranks; only the numbers in it are
+    wrong, so nothing is proven or timed.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    device = device_of(config["device"])
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=config["world_size"])
+    try:
+        rows: list[Row] = []
+        variants = [of.read(table, {}) for table in config["variants"]]
+        for label, variant in zip(of.labels(variants), variants, strict=True):
+            before = moments.held_before(device)
+            row: Row = {"variant": label, "settings": variant.table(), "held_before_bytes": before}
+            with training(variant, config, device) as steps:
+                row |= facts(steps)
+                row["memory"], _ = moments.weigh(steps, variant, before)
+            rows.append(row)
+        return rows
+    finally:
+        dist.destroy_process_group()
 
 
 def _prove(

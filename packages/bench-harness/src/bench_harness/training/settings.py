@@ -38,17 +38,19 @@ class Arguments:
 
     Attributes:
         title: how a label names it.
+        unlabelled: arguments that labels leave out, because they change no cost.
     """
 
     title: ClassVar[str]
+    unlabelled: ClassVar[tuple[str, ...]] = ()
 
     @property
     def label(self) -> str:
-        """The title, and every argument that is not the default."""
+        """The title, and every argument that is not the default, except those left out."""
         given = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value != field.default:
+            if value != field.default and field.name not in self.unlabelled:
                 given.append(field.name if value is True else f"{field.name}={_written(value)}")
         return self.title + (f"({', '.join(given)})" if given else "")
 
@@ -167,6 +169,7 @@ class TorchOptimizer(Arguments):
         fused: one kernel for all parameters; None means on CUDA only.
     """
 
+    unlabelled: ClassVar[tuple[str, ...]] = ("lr",)
     lr: float = 1e-4
     fused: bool | None = None
 
@@ -191,6 +194,7 @@ class BasicsAdamW(Arguments):
     """Arguments of :class:`basics_model.AdamW`."""
 
     title: ClassVar[str] = "basics_model.AdamW"
+    unlabelled: ClassVar[tuple[str, ...]] = ("lr",)
     lr: float = 1e-4
 
 

@@ -1,0 +1,157 @@
+"""Published rows: one file per published table, which needs no run folder beside it.
+
+A line is one case: what identifies it, the hardware and versions it was measured with, and its
+rows with every sample. What a row would repeat stands once. ``bench-harness publish`` makes such a
+file from a run folder, and :mod:`bench_harness.report.render` reads it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench_harness.case import Row
+from bench_harness.store import ENVIRONMENTS, Store, replace_file
+
+#: Columns of a case, the same in all of its rows. The label is also in the configuration.
+_CASE = ("experiment", "case_key", "label", "environment", "commit", "started", "seconds", "config")
+#: What a run folder keeps, and a published row does not: the machine's state, tracebacks, second
+#: clocks.
+_LEFT_OUT = (
+    *("schema", "case_rows", "machine_before", "machine_after", "detail"),
+    *("samples_device_ms", "samples_fastest_rank_ms"),
+)
+#: Significant digits of a published number: finer than what two samples ever share.
+_DIGITS = 6
+
+
+class PublishedError(ValueError):
+    """Published rows cannot be read; the text names the file and what to do, in one line."""
+
+
+def publish(stores: Iterable[Store], target: Path, only: Sequence[str] = ()) -> int:
+    """Writes the rows of runs into one file.
+
+    Args:
+        only: keep cases of these experiments, or with one of these texts in their label.
+
+    Returns:
+        The number of cases written.
+
+    Raises:
+        StoreError: a run cannot be read, or the file cannot be written.
+        PublishedError: nothing is left to write.
+    """
+    lines = []
+    for store in stores:
+        store.check_is_run()
+        environments = store.read_json(ENVIRONMENTS) or {}
+        cases: dict[str, list[Row]] = {}
+        for row in store.load().rows:
+            if not only or any(text == row["experiment"] or text in row["label"] for text in only):
+                cases.setdefault(row["case_key"], []).append(row)
+        lines += [case_line(rows, environments) for rows in cases.values()]
+    if not lines:
+        raise PublishedError(
+            f"cases must be in the runs, but got none for {', '.join(only) or 'any name'}. List "
+            "them with report."
+        )
+    texts = (
+        json.dumps(line, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        for line in lines
+    )
+    replace_file(target, "".join(text + "\n" for text in texts).encode())
+    return len(lines)
+
+
+def case_line(rows: Sequence[Row], environments: Mapping[str, Any]) -> Row:
+    """One line of a published file: a case and its rows."""
+    about = {name: rows[0][name] for name in _CASE if rows[0].get(name) is not None}
+    config = {name: value for name, value in about["config"].items() if name != "label"}
+    environment = environments.get(rows[0]["environment"], {})
+    own = [
+        {
+            name: _rounded(value)
+            for name, value in row.items()
+            if name not in (*_CASE, *_LEFT_OUT) and value is not None
+        }
+        for row in rows
+    ]
+    for row in own:
+        if row.get("status") == "ok":
+            del row["status"]
+    line = {**about, "config": config, "measured_on": measured_on(environment)}
+    return {**line, **_shared_once(own)}
+
+
+def _shared_once(rows: Sequence[Row]) -> Row:
+    """The rows of a case, with what all of them say taken out and said once."""
+    shared = {
+        name: value
+        for name, value in rows[0].items()
+        if len(rows) > 1 and all(name in row and row[name] == value for row in rows)
+    }
+    own = [{k: v for k, v in row.items() if k not in shared} for row in rows]
+    return {"shared": shared, "rows": own} if shared else {"rows": own}
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.{_DIGITS}g}")
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return {k: _rounded(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def measured_on(environment: Mapping[str, Any]) -> str:
+    """Hardware and versions in one phrase."""
+    names = [gpu["name"] for gpu in environment.get("gpus", [])]
+    packages = environment.get("packages", {})
+    hardware = f"{len(names)} × {names[0]}" if names else environment.get("cpu", "unknown machine")
+    versions = [f"{name} {packages[name]}" for name in ("torch", "triton") if packages.get(name)]
+    if environment.get("driver"):
+        versions.insert(0, f"driver {environment['driver']}")
+    return ", ".join([str(hardware), *versions])
+
+
+def read(file: Path) -> list[Row]:
+    """The rows of a published file, each with what stands once per case.
+
+    Raises:
+        PublishedError: the file is missing, or a line is not a case.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise PublishedError(
+            f"rows must be a readable file, but got {file} ({error.strerror}). Measure it again "
+            "and publish it, or remove the block."
+        ) from None
+    found: list[Row] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            case = json.loads(line)
+            rows, shared = case.pop("rows"), case.pop("shared", {})
+            found += [{"status": "ok", "error": None, **case, **shared, **row} for row in rows]
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise PublishedError(
+                f"{file} line {number} must be a case with its rows, but got {line[:40]!r}. "
+                "Publish the run again."
+            ) from None
+    return found
+
+
+def circumstances(rows: Iterable[Row]) -> list[str]:
+    """Hardware, versions and commits of rows, one line per machine."""
+    commits: dict[str, dict[str, None]] = {}
+    for row in rows:
+        commit = row.get("commit")
+        known = commits.setdefault(row["measured_on"], {})
+        if commit:
+            known[commit[:12] + " with changes" * commit.endswith("-dirty")] = None
+    return [
+        ", ".join([machine, *(f"commit {commit}" for commit in marks)])
+        for machine, marks in commits.items()
+    ]

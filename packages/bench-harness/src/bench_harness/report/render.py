@@ -1,0 +1,353 @@
+"""Fills the marked blocks of a Markdown file from published rows.
+
+A block begins with a comment that holds TOML and ends with a closing mark; what stands between the
+two is replaced. A source is named once and can be shown by any block after it::
+
+    <!-- bench-harness
+    [source.steps]
+    rows = "../results/train-step.jsonl"
+    experiment = "train-step"
+    table = "Training steps"
+    cases = ["b8 s512"]
+
+    [show]
+    source = "steps"
+    columns = ["variant", ["median (ms)", "step (ms)"]]
+    where = { status = "ok" }
+    sort = "median (ms)"
+    -->
+    ... the table ...
+    <!-- /bench-harness -->
+
+``cases`` are parts of labels; one that is the whole label of a case names only that case. A source
+without ``experiment`` shows the rows themselves, with ``where`` on their own names:
+``fields = [["variant", "wrapper"], ["state.bytes", "state (GiB)", 1073741824]]`` names each column,
+by dots where it is nested, and may divide it; ``by`` groups rows and shows medians, and
+``pivot = ["pass", "time (ms)"]`` makes a column of each pass.
+
+Instead of a table a block may hold ``text``, a template whose numbers come from sources, so that a
+sentence cannot drift from the rows::
+
+    text = "Naive takes {{ naive | figure }} ms, {{ (naive / none) | figure(2) }} times as long."
+    [value]
+    naive = ["steps", "median (ms)", { variant = "NaiveDDP" }]
+    none = ["steps", "median (ms)", { variant = "no communication" }]
+
+or a picture, ``[figure]`` with ``source``, ``name`` and ``file``, or ``measured = ["steps"]``,
+which lists hardware, versions and commits.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench_harness import experiments
+from bench_harness.case import Row
+from bench_harness.report import published
+from bench_harness.report.cells import is_missing
+from bench_harness.report.frame import to_frame
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_BLOCK = re.compile(
+    r"(?P<open><!-- bench-harness\n(?P<toml>.*?)\n?-->\n)"
+    r"(?P<body>.*?)(?P<close><!-- /bench-harness -->)",
+    re.DOTALL,
+)
+_OPENING = re.compile(r"<!-- bench-harness\n")
+#: Code that a page shows; a block in it is an example.
+_FENCED = re.compile(r"^(?P<fence>```+)[^`\n]*\n.*?^(?P=fence)$", re.DOTALL | re.MULTILINE)
+_KEYS = ("source", "show", "text", "value", "figure", "measured")
+_SOURCE = ("rows", "experiment", "table", "cases", "fields", "by", "pivot", "where")
+_SHOW = ("source", "columns", "where", "sort", "digits")
+_FIGURE = ("source", "name", "file", "link", "title")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendered:
+    """A rendered file.
+
+    Attributes:
+        text: the file with its blocks filled in.
+        pictures: PNG files that the blocks show, by path.
+        problems: blocks that could not be filled in and were left as they are; one line each.
+    """
+
+    text: str
+    pictures: dict[Path, Callable[[], bytes]]
+    problems: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """Rows, and the table that is made from them."""
+
+    rows: list[Row]
+    experiment: str | None
+    frame: pd.DataFrame
+
+
+@dataclass
+class _Page:
+    """What the blocks of one file share."""
+
+    folder: Path
+    sources: dict[str, _Source] = field(default_factory=dict)
+    pictures: dict[Path, Callable[[], bytes]] = field(default_factory=dict)
+    read: dict[Path, list[Row]] = field(default_factory=dict)
+    tables: dict[tuple[Any, ...], dict[str, pd.DataFrame]] = field(default_factory=dict)
+
+
+def render(file: Path) -> Rendered:
+    """Fills the blocks of a file in; writes nothing.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: a block is not closed.
+    """
+    text = file.read_text(encoding="utf-8")
+    page = _Page(file.parent)
+    problems: list[str] = []
+
+    fenced = [match.span() for match in _FENCED.finditer(text)]
+
+    def shown_as_code(match: re.Match[str]) -> bool:
+        return any(start < match.start() < end for start, end in fenced)
+
+    def filled(match: re.Match[str]) -> str:
+        if shown_as_code(match):
+            return match[0]
+        line = text.count("\n", 0, match.start()) + 1
+        try:
+            body = _body(match["toml"], page)
+        except ValueError as error:
+            problems.append(f"{file}:{line}: {error}")
+            return match[0]
+        return match["open"] + body + match["close"]
+
+    opened = [match for match in _OPENING.finditer(text) if not shown_as_code(match)]
+    closed = [match for match in _BLOCK.finditer(text) if not shown_as_code(match)]
+    if len(opened) != len(closed):
+        raise ValueError(
+            f"{file}: every block must end with <!-- /bench-harness -->, but got one that does "
+            "not. Add the closing mark."
+        )
+    return Rendered(text=_BLOCK.sub(filled, text), pictures=page.pictures, problems=problems)
+
+
+def _body(toml: str, page: _Page) -> str:
+    """What stands between a block's marks."""
+    try:
+        block = tomllib.loads(toml)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"a block must be TOML, but got an error: {error}. Correct it.") from None
+    _check_keys(block, _KEYS, "block")
+    for name, wanted in block.get("source", {}).items():
+        page.sources[name] = _source(wanted, page)
+    parts = []
+    if "measured" in block:
+        rows = [row for name in block["measured"] for row in _named(page, name).rows]
+        parts.append("\n".join(f"- {line}" for line in published.circumstances(rows)))
+    if "text" in block:
+        parts.append(_text(block, page))
+    if "show" in block:
+        parts.append(_shown(block["show"], page))
+    if "figure" in block:
+        parts.append(_picture(block["figure"], page))
+    return "\n" + "\n\n".join(parts) + "\n\n" if parts else ""
+
+
+def _source(wanted: Mapping[str, Any], page: _Page) -> _Source:
+    _check_keys(wanted, _SOURCE, "source")
+    if "rows" not in wanted:
+        raise ValueError("a source must have rows, but got none. Name a file of published rows.")
+    given = wanted["rows"]
+    files = [page.folder / name for name in ([given] if isinstance(given, str) else given)]
+    rows = []
+    for file in files:
+        if file not in page.read:
+            page.read[file] = published.read(file)
+        rows += page.read[file]
+    name = wanted.get("experiment")
+    if name is not None:
+        rows = [row for row in rows if row["experiment"] == name]
+    rows = _of_cases(rows, wanted.get("cases", []))
+    if not rows:
+        raise ValueError(
+            f"rows of {given} must hold cases named {wanted.get('cases', 'anything')}, but got "
+            "none. Measure them again, or correct cases."
+        )
+    if name is None:
+        frame = _fields(rows, wanted)
+    else:
+        key = (name, *map(str, files), *wanted.get("cases", []))
+        if key not in page.tables:
+            made = experiments.get(name).tables(to_frame(rows))
+            page.tables[key] = {table.title: table.frame for table in made}
+        tables = page.tables[key]
+        if wanted.get("table") not in tables:
+            raise ValueError(
+                f"table must be one of {', '.join(tables)}, but got {wanted.get('table')!r}. "
+                "Correct it."
+            )
+        frame = _where(tables[wanted["table"]], wanted.get("where", {}))
+    return _Source(rows=rows, experiment=name, frame=frame)
+
+
+def _of_cases(rows: list[Row], texts: Sequence[str]) -> list[Row]:
+    if not texts:
+        return rows
+    labels = {row["label"] for row in rows}
+
+    def named(label: str) -> bool:
+        return any(text == label if text in labels else text in label for text in texts)
+
+    return [row for row in rows if named(row["label"])]
+
+
+def _fields(rows: list[Row], wanted: Mapping[str, Any]) -> pd.DataFrame:
+    """The rows themselves, as the columns that a source names."""
+    import pandas as pd
+
+    frame = pd.json_normalize([{**row.pop("config", {}), **row} for row in map(dict, rows)])
+    frame = _where(frame, wanted.get("where", {}))
+    if "by" in wanted:
+        for name in wanted["by"]:
+            _column(frame, name)
+        frame = frame.groupby(wanted["by"], sort=False, as_index=False).median(numeric_only=True)
+    columns: dict[str, Any] = {}
+    for name, title, *divisor in wanted.get("fields", [[name, name] for name in frame]):
+        column = _column(frame, name)
+        columns[title] = column / divisor[0] if divisor else column
+    made = pd.DataFrame(columns).reset_index(drop=True)
+    if "pivot" not in wanted:
+        return made
+    across, values = wanted["pivot"]
+    _column(made, across), _column(made, values)
+    rest = [name for name in made.columns if name not in (across, values)]
+    wide = made.pivot_table(index=rest, columns=across, values=values, sort=False, dropna=False)
+    return wide.dropna(how="all").reset_index().rename_axis(columns=None)
+
+
+def _shown(wanted: Mapping[str, Any], page: _Page) -> str:
+    """A table as Markdown."""
+    from bench_harness.report.write import grid
+
+    _check_keys(wanted, _SHOW, "show")
+    frame = _where(_named(page, wanted.get("source")).frame, wanted.get("where", {}))
+    if frame.empty:
+        raise ValueError(
+            f"where must match rows, but got none for {wanted.get('where')}. Correct it."
+        )
+    if "sort" in wanted:
+        _column(frame, wanted["sort"])
+        frame = frame.sort_values(wanted["sort"], kind="stable")
+    chosen = [
+        (name, name) if isinstance(name, str) else tuple(name)
+        for name in wanted.get("columns", list(map(str, frame.columns)))
+    ]
+    shown = frame[[_column(frame, name).name for name, _ in chosen]]
+    shown.columns = [title for _, title in chosen]
+    return grid(shown, digits=wanted.get("digits"))
+
+
+def _picture(wanted: Mapping[str, Any], page: _Page) -> str:
+    from bench_harness.report.plots import png_bytes
+
+    _check_keys(wanted, _FIGURE, "figure")
+    source = _named(page, wanted.get("source"))
+    if source.experiment is None:
+        raise ValueError("a figure must be of an experiment, but got a source of plain rows.")
+    name, file, rows = wanted["name"], wanted["file"], source.rows
+    experiment = experiments.get(source.experiment)
+
+    def draw() -> bytes:
+        made = {figure.name: figure for figure in experiment.figures(to_frame(rows))}
+        if name not in made:
+            raise ValueError(
+                f"figure must be one of {', '.join(made)}, but got {name!r}. Correct its name."
+            )
+        return png_bytes(made[name].figure)
+
+    page.pictures[page.folder / file] = draw
+    return f"![{wanted.get('title', name)}]({wanted.get('link', file)})"
+
+
+def _text(block: Mapping[str, Any], page: _Page) -> str:
+    """Sentences whose numbers come from sources."""
+    import jinja2
+
+    # Markdown, not HTML: there is nothing to escape.
+    templates = jinja2.Environment(undefined=jinja2.StrictUndefined)  # noqa: S701
+    templates.filters["figure"] = figure
+    values = {
+        name: _cell(_named(page, asked[0]).frame, *asked[1:])
+        for name, asked in block.get("value", {}).items()
+    }
+    try:
+        return templates.from_string(block["text"]).render(values).strip()
+    except (jinja2.TemplateError, TypeError, ZeroDivisionError) as error:
+        raise ValueError(f"text cannot be filled in: {error}. Correct it.") from None
+
+
+def figure(value: Any, digits: int = 3) -> str:
+    """A number with so many significant digits, never in exponents."""
+    from decimal import Decimal
+
+    rounded = Decimal(f"{float(value):.{digits - 1}e}")
+    return f"{rounded:,f}"
+
+
+def _cell(frame: pd.DataFrame, column: str, where: Mapping[str, Any] | None = None) -> Any:
+    """One cell of a source."""
+    found = list(dict.fromkeys(_column(_where(frame, where or {}), column).tolist()))
+    if len(found) != 1:
+        raise ValueError(
+            f"value of {column!r} where {dict(where or {})} must be one cell, but got "
+            f"{len(found)}. Say which."
+        )
+    if found[0] is None or is_missing(found[0]):
+        raise ValueError(
+            f"value of {column!r} where {dict(where or {})} must be there, but got an empty cell."
+        )
+    return found[0]
+
+
+def _where(frame: pd.DataFrame, wanted: Mapping[str, Any]) -> pd.DataFrame:
+    for name, values in wanted.items():
+        accepted = values if isinstance(values, list) else [values]
+        frame = frame[_column(frame, name).isin(accepted)]
+    return frame
+
+
+def _column(frame: pd.DataFrame, name: str) -> pd.Series[Any]:
+    if name not in frame:
+        raise ValueError(
+            f"column must be one of {', '.join(map(str, frame.columns))}, but got {name!r}. "
+            "Correct it."
+        )
+    return frame[name]
+
+
+def _named(page: _Page, name: Any) -> _Source:
+    if name not in page.sources:
+        raise ValueError(
+            f"source must be one of {', '.join(page.sources) or 'none so far'}, but got {name!r}. "
+            "Define it in this block or above."
+        )
+    return page.sources[name]
+
+
+def _check_keys(given: Mapping[str, Any], known: Sequence[str], what: str) -> None:
+    for key in given:
+        if key not in known:
+            raise ValueError(
+                f"{what} key must be one of {', '.join(known)}, but got {key!r}. Remove or "
+                "correct it."
+            )

@@ -1,0 +1,243 @@
+"""Marked blocks of Markdown, filled from published rows; and publishing them from runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bench_harness.report import published
+from bench_harness.report.render import figure, render
+from bench_harness.report.write import grid
+from bench_harness.store import Store
+
+Bench = Callable[..., subprocess.CompletedProcess[str]]
+
+PAGE = """# Mine
+
+<!-- bench-harness
+measured = ["toy"]
+
+[source.toy]
+rows = "rows.jsonl"
+experiment = "toy"
+table = "Toy <times>"
+cases = ["toy ok"]
+
+[show]
+source = "toy"
+columns = ["variant", ["median (ms)", "time (ms)"]]
+where = { variant = ["plain", "double"] }
+sort = "median (ms)"
+digits = 1
+-->
+old
+<!-- /bench-harness -->
+
+<!-- bench-harness
+text = "Doubling takes {{ (double / plain) | figure(2) }} times as long as {{ plain | figure }} ms."
+
+[value]
+plain = ["toy", "median (ms)", { variant = "plain" }]
+double = ["toy", "median (ms)", { variant = "double" }]
+
+[figure]
+source = "toy"
+name = "line"
+file = "line.png"
+title = "A line"
+-->
+<!-- /bench-harness -->
+
+The end.
+"""
+
+
+def row(variant: str, samples: list[float], **more: object) -> dict[str, object]:
+    config = {"kind": "ok", "number": 0, "broken": False, "label": "toy ok"}
+    about = {"experiment": "toy", "case_key": "ok", "label": "toy ok", "config": config}
+    ended = {"status": "ok", "error": None, "detail": None, "seconds": 1.25, "started": "t0"}
+    where = {"environment": "abc", "commit": "c0ffee", "clock": "wall"}
+    return {**about, **ended, **where, "variant": variant, "samples_ms": samples, **more}
+
+
+@pytest.fixture
+def page(installed: Path, tmp_path: Path) -> Path:
+    """A page beside published rows."""
+    with Store(tmp_path / "run").open_for_writing() as writer:
+        writer.append([row("double", [2, 4, 6, 2468.81234567]), row("plain", [1, 2, 3, 1234.4])])
+        gpu = {"name": "GPU 9000", "memory_gib": 1}
+        content = {"gpus": [gpu, gpu], "driver": "1.2", "packages": {"torch": "9.9"}}
+        writer.write_json("env.json", {"abc": content})
+    assert published.publish([Store(tmp_path / "run")], tmp_path / "rows.jsonl") == 1
+    file = tmp_path / "mine.md"
+    file.write_text(PAGE)
+    return file
+
+
+def test_a_case_is_one_line_that_says_once_what_its_rows_share(page: Path) -> None:
+    (line,) = map(json.loads, (page.parent / "rows.jsonl").read_text().splitlines())
+    assert line["shared"] == {"clock": "wall"} | {"status": "ok"} or line["shared"] == {
+        "clock": "wall"
+    }
+    assert line["measured_on"] == "2 × GPU 9000, driver 1.2, torch 9.9"
+    rows = published.read(page.parent / "rows.jsonl")
+    assert [each["variant"] for each in rows] == ["double", "plain"]
+    assert rows[0]["samples_ms"] == [2, 4, 6, 2468.81]
+    assert all(each["clock"] == "wall" and each["status"] == "ok" for each in rows)
+
+
+def test_blocks_are_filled_and_the_rest_stays(bench: Bench, page: Path) -> None:
+    done = bench("render", str(page))
+    assert done.returncode == 0, done.stderr
+    text = page.read_text()
+    assert "- 2 × GPU 9000, driver 1.2, torch 9.9, commit c0ffee" in text
+    assert "| variant | time (ms) |\n| --- | ---: |" in text
+    assert text.index("| plain |") < text.index("| double |")
+    assert "old" not in text
+    assert "times as long as" in text
+    assert "![A line](line.png)" in text
+    assert (page.parent / "line.png").read_bytes().startswith(b"\x89PNG")
+    assert text.startswith("# Mine\n")
+    assert text.endswith("\nThe end.\n")
+    again = render(page)
+    assert again.text == text
+    assert bench("render", str(page), "--check").returncode == 0
+
+
+def test_an_outdated_page_fails_the_check_and_is_left_alone(bench: Bench, page: Path) -> None:
+    done = bench("render", str(page), "--check")
+    assert done.returncode == 1
+    assert f"{page} is outdated. Run render {page}." in " ".join(done.stderr.split())
+    assert page.read_text() == PAGE
+    assert not (page.parent / "line.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"rows.jsonl"', '"gone.jsonl"', "rows must be a readable file, but got .*gone.jsonl"),
+        ('["toy ok"]', '["toy oak"]', "must hold cases named .'toy oak'., but got none"),
+        ('"Toy <times>"', '"Toy"', "table must be one of Toy <times>, but got 'Toy'"),
+        ('["variant", ["median', '["variants", ["median', "column must be one of .*'variants'"),
+        ("digits = 1", "digit = 1", "show key must be one of .*, but got 'digit'"),
+        ('sort = "median', 'sort = "medium', "column must be one of .*'medium"),
+        ("| figure }} ms", "| figures }} ms", "text cannot be filled in: No filter named 'figures"),
+        ("(double / plain)", "(twice / plain)", "'twice' is undefined"),
+        ('{ variant = "plain" }]', '{ variant = "plane" }]', "must be one cell, but got 0"),
+        ('name = "line"', 'name = "lines"', "figure must be one of line, but got 'lines'"),
+        ('["plain", "double"]', '["plane"]', "where must match rows, but got none"),
+        ("measured = [", "measure = [", "block key must be one of .*, but got 'measure'"),
+        ('table = "Toy', "table = Toy", "a block must be TOML, but got an error"),
+    ],
+)
+def test_what_is_wrong_in_a_block_is_one_line(
+    bench: Bench, page: Path, old: str, new: str, message: str
+) -> None:
+    """It names file, line and key; the block stays as it is, and so does the file."""
+    import re
+
+    page.write_text(PAGE.replace(old, new))
+    done = bench("render", str(page))
+    assert done.returncode in (1, 2)
+    assert re.search(message, done.stderr), done.stderr
+    assert str(page) in done.stderr
+
+
+def test_the_other_blocks_go_on(bench: Bench, page: Path) -> None:
+    broken = (
+        '<!-- bench-harness\n[source.no]\nrows = "gone.jsonl"\n-->\nkept\n<!-- /bench-harness -->\n'
+    )
+    page.write_text(broken + PAGE)
+    done = bench("render", str(page))
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert f"{page}:1: rows must be a readable file" in done.stderr
+    text = page.read_text()
+    assert "kept" in text
+    assert "| plain |" in text
+
+
+def test_a_block_in_a_code_block_is_an_example(page: Path) -> None:
+    example = "```text\n<!-- bench-harness\n[show]\n-->\n<!-- /bench-harness -->\n```\n\n"
+    page.write_text(example + PAGE)
+    made = render(page)
+    assert made.problems == []
+    assert made.text.startswith(example)
+
+
+def test_a_block_that_is_not_closed_is_named(bench: Bench, page: Path) -> None:
+    page.write_text("<!-- bench-harness\n[show]\n-->\n")
+    done = bench("render", str(page))
+    assert done.returncode == 2
+    assert "every block must end with <!-- /bench-harness -->" in done.stderr
+
+
+PLAIN = """<!-- bench-harness
+[source.rows]
+rows = "rows.jsonl"
+where = { clock = "wall" }
+fields = [["variant", "what"], ["memory.peak", "peak (GiB)", 1024], ["pass", "pass"]]
+pivot = ["pass", "peak (GiB)"]
+
+[show]
+source = "rows"
+-->
+<!-- /bench-harness -->
+"""
+
+
+def test_rows_themselves_are_shown_with_a_column_per_pass(page: Path) -> None:
+    rows = [
+        row(name, [1.0], memory={"peak": peak}, **{"pass": way})
+        for name, way, peak in (("a", "forward", 1024), ("a", "both", 2048), ("b", "both", 4096))
+    ]
+    line = published.case_line(rows, {})
+    (page.parent / "rows.jsonl").write_text(json.dumps(line) + "\n")
+    page.write_text(PLAIN)
+    made = render(page)
+    assert made.problems == []
+    assert "| what | forward | both |" in made.text
+    assert "| a | 1 | 2 |" in made.text
+    assert "| b |  | 4 |" in made.text
+
+
+def test_publishing_nothing_says_so(bench: Bench, page: Path) -> None:
+    done = bench("publish", "other.jsonl", str(page.parent / "run"), "--only", "nothing")
+    assert done.returncode == 2
+    assert "cases must be in the runs, but got none for nothing" in done.stderr
+    done = bench("publish", "other.jsonl", str(page.parent / "run"), "--only", "toy")
+    assert done.returncode == 0
+    assert done.stdout == "1 cases in other.jsonl\n"
+
+
+def test_a_damaged_file_of_rows_is_named(page: Path) -> None:
+    (page.parent / "rows.jsonl").write_text("[1]\n")
+    (problem, *_) = render(page).problems
+    assert "rows.jsonl line 1 must be a case with its rows" in problem
+
+
+def test_numbers_stand_to_the_right_and_pipes_are_escaped() -> None:
+    import pandas as pd
+
+    frame = pd.DataFrame({"a|b": ["x|y", "z"], "ms": [1.25, None]})
+    assert grid(frame, digits=1) == "| a\\|b | ms |\n| --- | ---: |\n| x\\|y | 1.2 |\n| z |  |"
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "text"),
+    [
+        (1234.4, 3, "1,230"),
+        (0.012345, 3, "0.0123"),
+        (5, 3, "5.00"),
+        (2.0, 2, "2.0"),
+        (99.96, 3, "100"),
+        (1998235200, 3, "2,000,000,000"),
+        (0, 3, "0.00"),
+    ],
+)
+def test_figures_have_significant_digits(value: float, digits: int, text: str) -> None:
+    assert figure(value, digits) == text

@@ -1,0 +1,177 @@
+"""Runs flashattn-triton's kernels on small problems under NVIDIA's compute-sanitizer.
+
+    python tools/sanitize_attention.py [--checks memcheck racecheck] [--sanitizer PATH]
+
+Forward and backward of every kind of problem, by the portable kernels and, where another tier takes
+a problem, by that one too. Everything is compiled first, at full speed and in parallel; then each
+kind of problem is a program of its own under each check, as many at a time as there are processors.
+The compute sanitizer is part of the CUDA toolkit; it is looked for on PATH and beside the toolkit's
+compiler.
+
+Where a kernel gives warps different work, Triton 3.6 writes into shared memory which work is whose,
+and racecheck takes the loop in which warps read it for a race: it does not follow the hardware
+barrier between (flashattn-triton's LOG.md). That loop belongs to no line of ours, so debug
+information puts it on the kernel's ``def``; such reads are counted, not held against a kernel.
+Exit status 1 if a check reports an error, 2 if the sanitizer is not found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+CHECKS = ("memcheck", "racecheck", "initcheck", "synccheck")
+# Query and key lengths around tile sizes, and below them.
+LENGTHS = ((1, 1), (64, 64), (65, 129), (130, 100))
+# head_dim of query and key, of value, and the type.
+KINDS = (
+    (64, 64, "bfloat16"),
+    (128, 128, "float16"),
+    (40, 24, "bfloat16"),
+    (256, 256, "bfloat16"),
+    (64, 64, "float32"),
+    (128, 128, "float32"),
+    (256, 256, "float32"),
+)
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"causal": True},
+    {"causal": "bottom-right", "window": (20, None)},
+    {"causal": True, "softcap": 5.0, "deterministic": True},
+)
+
+
+KERNELS = Path(__file__).parents[1] / "src/flashattn_triton"
+RACE = re.compile(r"Error: Race reported between Read access at (\w+)\+0x\w+ in (\S+):(\d+)")
+
+
+def run_problems(implementation: str, kinds: list[int], options: list[int], quick: bool) -> None:
+    """The problems of these kinds with these options, in this process.
+
+    "auto" stands for what it chooses besides the portable kernels, and leaves the rest out.
+    """
+    import torch
+
+    from flashattn_triton import choose, flash_attention, flash_attention_varlen
+    from flashattn_triton.options import resolve_options
+
+    def leaves(*shapes: tuple[int, ...], dtype: str) -> list[torch.Tensor]:
+        kind = getattr(torch, dtype)
+        return [torch.randn(s, device="cuda", dtype=kind, requires_grad=True) for s in shapes]
+
+    ran = 0
+    starts = torch.tensor([0, 3, 3, 70], dtype=torch.int32, device="cuda")
+    for (dim, value_dim, dtype), given in product(
+        [KINDS[i] for i in kinds], [OPTIONS[i] for i in options]
+    ):
+        keywords = {**given, "implementation": implementation}
+        for n, m in LENGTHS[2:] if quick else LENGTHS:
+            q, k, v = leaves((1, 4, n, dim), (1, 2, m, dim), (1, 2, m, value_dim), dtype=dtype)
+            tier = choose(q, k, v, resolve_options(head_dim=dim, **given)).tier
+            if implementation == "auto" and tier == "triton":
+                continue
+            out, lse = flash_attention(q, k, v, return_lse=True, **keywords)
+            visible = torch.where(lse.isinf(), 0.0, lse)
+            (out.float().sum() + visible.sum()).backward()
+            ran += 1
+        if implementation != "auto" and not quick:
+            q, k, v = leaves((70, 4, dim), (70, 2, dim), (70, 2, value_dim), dtype=dtype)
+            out = flash_attention_varlen(q, k, v, starts, starts, 67, 67, **keywords)
+            out.float().sum().backward()
+            ran += 1
+    torch.cuda.synchronize()
+    print(f"{ran} problems ran with implementation {implementation!r}", flush=True)
+
+
+def find_sanitizer(given: Path | None) -> str | None:
+    """Where the tool is."""
+    if given is not None:
+        return str(given.resolve()) if given.exists() else None
+    compiler = shutil.which("nvcc")
+    beside = None if compiler is None else str(Path(compiler).resolve().parent)
+    return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=beside)
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--checks", nargs="+", choices=CHECKS, default=["memcheck", "racecheck"])
+    parser.add_argument("--sanitizer", type=Path, help="the compute-sanitizer program")
+    parser.add_argument("--implementations", nargs="+", default=["triton", "auto"])
+    parser.add_argument("--quick", action="store_true", help="half types and plain masks only")
+    # What is run in the processes that are watched:
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    parser.add_argument("--kinds", type=int, nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--options", type=int, nargs="+", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.run:
+        run_problems(arguments.run, arguments.kinds, arguments.options, arguments.quick)
+        return 0
+    sanitizer = find_sanitizer(arguments.sanitizer)
+    if sanitizer is None:
+        print("compute-sanitizer was not found; say where it is by --sanitizer", file=sys.stderr)
+        return 2
+    quick = ["--quick"] if arguments.quick else []
+    options = [str(i) for i in range(2 if arguments.quick else len(OPTIONS))]
+    # No other tier than the portable one takes more than the first two kinds.
+    pairs = [
+        (implementation, str(kind))
+        for implementation in arguments.implementations
+        for kind in range(2 if arguments.quick or implementation == "auto" else len(KINDS))
+    ]
+
+    def program(pair: tuple[str, str], options: list[str]) -> list[str]:
+        implementation, kind = pair
+        problems = ["--run", implementation, "--kinds", kind, "--options", *options, *quick]
+        return [sys.executable, __file__, *problems]
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        parts = [program(pair, [option]) for pair in pairs for option in options]
+        if any(pool.map(lambda part: subprocess.run(part, check=False).returncode, parts)):
+            print("the problems do not run without a sanitizer either", file=sys.stderr)
+            return 1
+        checks = [(check, program(pair, options)) for check in arguments.checks for pair in pairs]
+        return int(any([*pool.map(lambda pair: checked(sanitizer, *pair), checks)]))
+
+
+def checked(sanitizer: str, check: str, program: list[str]) -> bool:
+    """Whether one check of one program reports an error; prints what it says."""
+    # PyTorch's pool would make one allocation of many tensors, and hide what runs past one of them.
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    limits = ["--error-exitcode", "99", "--print-limit", "10000"]
+    command = [sanitizer, "--tool", check, *limits, *program]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    output = result.stdout + result.stderr
+    verdict = f"exit status {result.returncode}"
+    reports = compilers_own(output) if result.returncode == 99 else None
+    if reports is not None:
+        verdict += f", {reports} reports, all of them on the compiler's reads"
+    lines = [line[:200] for line in output.splitlines()[-25:]]
+    print(f"== {check}, {program[3:]}: {verdict}", *lines, sep="\n", flush=True)
+    return result.returncode != 0 and reports is None
+
+
+def compilers_own(output: str) -> int | None:
+    """How many errors were reported, if all are races of the reads that Triton itself adds."""
+    places = RACE.findall(output)
+    complete = " problems ran with " in output
+    if not complete or not 0 < len(places) == len(re.findall("^=+ Error", output, re.MULTILINE)):
+        return None
+    for kernel, file, number in places:
+        (source,) = KERNELS.rglob(file)
+        if not source.read_text().splitlines()[int(number) - 1].startswith(f"def {kernel}("):
+            return None
+    return len(places)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
