@@ -9,6 +9,7 @@ Dimensions: D d_model, F d_ff, L blocks, B tokens of the whole batch, X ranks th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -109,13 +110,62 @@ def rank_memory(
     )
 
 
-def step_traffic(numel: int, *, world_size: int, stage: Stage, policy: DtypePolicy = FP32) -> float:
+def fully_sharded_buffers(
+    repeated: Sequence[int],
+    others: Sequence[int],
+    *,
+    world_size: int,
+    gathered: float = 2,
+    reduced: float = 2,
+    cast: bool = True,
+    prefetch: int = 1,
+    reshard_after_forward: bool = True,
+) -> float:
+    """Bytes that ``FullyShardedDataParallel`` holds besides shards, at most: ``in_flight``.
+
+    Repeated units take turns in ``prefetch + 1`` buffers, or have one each; the others have one
+    each. While the gradients of one unit are made, those of two more may be on their way.
+
+    Args:
+        repeated: parameters of each repeated unit.
+        others: parameters of each other unit.
+        world_size: data-parallel ranks.
+        gathered: bytes of a gathered element.
+        reduced: bytes of a whole gradient's element.
+        cast: whether shards are cast before they are gathered.
+        prefetch: as given to the wrapper.
+        reshard_after_forward: as given to the wrapper.
+    """
+    largest = max(repeated, default=0)
+    turns = min(prefetch + 1, len(repeated)) * largest
+    held = (turns if reshard_after_forward else sum(repeated)) + sum(others)
+    gradients = 3 * max(largest, *others, 0) if others else 3 * largest
+    return gathered * held * (1 + (1 / world_size if cast else 0)) + reduced * gradients
+
+
+def step_traffic(
+    numel: int,
+    *,
+    world_size: int,
+    stage: Stage,
+    policy: DtypePolicy = FP32,
+    gathered_once: float = 0,
+) -> float:
     """Bytes that one rank sends in one step, with ring collectives.
 
     An all-reduce sends 2 (N-1)/N of the buffer, a reduce-scatter or an all-gather (N-1)/N. Stage 0
     all-reduces gradients. Stage 1 all-reduces gradients and gathers parameters. Stage 2
     reduce-scatters gradients and gathers parameters: as much as stage 0. Stage 3 gathers
-    parameters twice, for forward and for backward.
+    parameters twice, for forward and for backward, except those that stay gathered in between.
+
+    Args:
+        numel: trainable parameters of the whole model.
+        world_size: data-parallel ranks.
+        stage: 0, 1, 2 or 3.
+        policy: bytes per element.
+        gathered_once: of them, how many stay gathered between forward and backward (stage 3):
+            all with ``reshard_after_forward=False``, else the last ``prefetch + 1`` repeated units
+            and all that are not repeated.
 
     Raises:
         ValueError: for an unknown stage or a world size below 1.
@@ -124,7 +174,8 @@ def step_traffic(numel: int, *, world_size: int, stage: Stage, policy: DtypePoli
     ring = (world_size - 1) / world_size * numel
     reductions = {0: 2, 1: 2, 2: 1, 3: 1}[stage]
     gathers = {0: 0, 1: 1, 2: 1, 3: 2}[stage]
-    return ring * (reductions * policy.gradient + gathers * policy.parameter)
+    saved = gathered_once / numel if stage == 3 else 0
+    return ring * (reductions * policy.gradient + (gathers - saved) * policy.parameter)
 
 
 @dataclass(frozen=True, kw_only=True)

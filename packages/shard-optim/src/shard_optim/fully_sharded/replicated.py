@@ -101,19 +101,22 @@ class ReplicatedParameters:
             check_gradient(grad, name)
             taken.append(grad)
             flags.append(grad is not None or not param.requires_grad)
-        parts = [
-            torch.zeros(param.numel(), dtype=self._dtype, device=self._device)
-            if grad is None
-            else grad.reshape(-1).to(self._dtype)
+        grads = [
+            torch.zeros_like(param) if grad is None else grad
             for param, grad in zip(self.params, taken, strict=True)
         ]
         if all(flags):
-            parts.append(torch.ones(len(flags), dtype=self._dtype, device=self._device))
+            told = torch.ones(len(flags), dtype=self._dtype, device=self._device)
         else:
-            parts.append(torch.tensor(flags, dtype=self._dtype, device=self._device))
-        flat = torch.cat(parts)
+            told = torch.tensor(flags, dtype=self._dtype, device=self._device)
+        if len({grad.dtype for grad in grads}) > 1:
+            grads = [grad.to(self._dtype) for grad in grads]
+        # One kernel flattens them all, and one more widens them.
+        packed = [torch._utils._flatten_dense_tensors(grads).to(self._dtype)] if grads else []
+        flat = torch.cat([*packed, told])
         guarded(_WORDS, self._group, lambda: average(flat, self._group).wait())
-        *averages, anywhere = flat.split([part.numel() for part in parts])
+        sizes = [param.numel() for param in self.params]
+        *averages, anywhere = flat.split([*sizes, len(flags)])
         if not all(flags):
             flags = [flag > 0 for flag in anywhere.tolist()]
         for position, (param, part) in enumerate(zip(self.params, averages, strict=True)):

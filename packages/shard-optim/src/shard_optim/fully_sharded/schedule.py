@@ -288,12 +288,7 @@ class Schedule:
             self._reduce(unit)
         while self._reductions:
             self._reductions.popleft().land()
-        places = [
-            (unit, position)
-            for unit in trainable
-            for position, param in enumerate(unit.params)
-            if param.requires_grad
-        ]
+        places = [(unit, position) for unit in trainable for position in unit.reduced]
         present = [position in self._present[unit] for unit, position in places]
         anywhere = self.replicated.reduce(present)
         if not all(anywhere):

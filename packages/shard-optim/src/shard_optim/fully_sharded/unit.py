@@ -121,7 +121,7 @@ class Reduction:
         unit = self.unit
         guarded(unit.reduce_words, unit.group, self.work.wait)
         received = self.output.to(unit.dtype)
-        for position, part in zip(self.positions, received.split(self.sizes), strict=True):
+        for position, part in zip(self.positions, torch.split_with_sizes(received, self.sizes), strict=True):
             count = unit.shard_views[position].numel()
             unit.gradients.add(position, part if part.numel() == count else part[:count])
 
@@ -143,6 +143,7 @@ class Unit:
         arrived: positions whose gradients are complete in this backward pass.
         expected: how many will be.
         hooked: positions whose parameters report their gradients.
+        reduced: positions of the last reduction: those of trainable parameters.
     """
 
     def __init__(
@@ -181,6 +182,7 @@ class Unit:
         self.arrived: set[int] = set()
         self.expected = 0
         self.hooked: set[int] = set()
+        self.reduced: list[int] = []
 
     # --- gather ------------------------------------------------------------------------------
 
@@ -266,6 +268,7 @@ class Unit:
             positions.append(position)
             inputs.append(self._whole_gradient(position, grad))
         self.arrived.clear()
+        self.reduced = positions
         dtype = self._reduce_dtype or inputs[0].dtype
         if dtype == torch.float16:
             dtype = torch.float32
@@ -279,7 +282,7 @@ class Unit:
         output = torch.empty(sum(sizes), dtype=dtype, device=self.device)
         targets = [
             part[: self.cuts[position].chunk]
-            for position, part in zip(positions, output.split(sizes), strict=True)
+            for position, part in zip(positions, torch.split_with_sizes(output, sizes), strict=True)
         ]
         work = guarded(
             self.reduce_words, self.group, reduce_scatter_several, targets, inputs, self.group
