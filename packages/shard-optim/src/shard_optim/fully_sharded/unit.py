@@ -121,7 +121,9 @@ class Reduction:
         unit = self.unit
         guarded(unit.reduce_words, unit.group, self.work.wait)
         received = self.output.to(unit.dtype)
-        for position, part in zip(self.positions, torch.split_with_sizes(received, self.sizes), strict=True):
+        for position, part in zip(
+            self.positions, torch.split_with_sizes(received, self.sizes), strict=True
+        ):
             count = unit.shard_views[position].numel()
             unit.gradients.add(position, part if part.numel() == count else part[:count])
 
