@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar
 
 import torch
 import typer
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 def causal_flash_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """``flash_attention`` as the model calls it: all tensors (batch, heads, seq, head_dim)."""
-    return cast(Tensor, flash_attention(query, key, value, causal=True))
+    return flash_attention(query, key, value, causal=True)
 
 
 WRAPPERS: Mapping[str, type[DataParallelBase]] = {

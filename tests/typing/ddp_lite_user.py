@@ -15,6 +15,7 @@ from ddp_lite import (
     NaiveDDP,
     OverlapDDP,
     PeerFailureError,
+    StepMismatchError,
     SynchronizationError,
     SynchronizationStats,
     UnfinishedSynchronizationError,
@@ -47,7 +48,7 @@ def step(wrapped: BucketedDDP) -> nn.Module:
             wrapped.finish_gradient_synchronization()
     except (MissingGradientError, ModelMismatchError, PeerFailureError) as error:
         print(error)
-    except UnfinishedSynchronizationError as error:
+    except (StepMismatchError, UnfinishedSynchronizationError) as error:
         print(error)
     except SynchronizationError as error:
         print(error)

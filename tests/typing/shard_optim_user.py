@@ -10,14 +10,17 @@ from shard_optim import (
     BucketPlan,
     CollectiveError,
     FlatBucket,
+    FullyShardedDataParallel,
     Partition,
     ReduceScatterHook,
     ShardedGradScaler,
     ShardedOptimizer,
     Span,
     load_checkpoint,
+    load_fully_sharded,
     plan_buckets,
     save_checkpoint,
+    save_fully_sharded,
 )
 
 
@@ -66,3 +69,21 @@ def plan() -> list[Span | None]:
         [10, 20], world_size=2, partition="whole", bucket_numel=16, first_numel=8, alignment=4
     )
     return [plan.span(0, rank=1) for plan in plans]
+
+
+def fully_sharded(module: nn.Module, group: dist.ProcessGroup, folder: Path) -> None:
+    model = FullyShardedDataParallel(
+        module,
+        process_group=group,
+        units=list(module.children()),
+        compute_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+        reshard_after_forward=True,
+        prefetch=2,
+        device="cuda",
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    saving = save_fully_sharded(model, optimizer, folder, background_group=group)
+    if saving is not None:
+        saving.result()
+    load_fully_sharded(model, None, str(folder))

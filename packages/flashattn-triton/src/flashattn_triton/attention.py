@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -12,10 +12,13 @@ from torch.autograd.function import once_differentiable
 from flashattn_triton import eager, ops
 from flashattn_triton.compiled_backward import compiled_flash_backward
 from flashattn_triton.configs import Tiling
-from flashattn_triton.dispatch import check_implementation
+from flashattn_triton.dispatch import Implementation, check_implementation
 from flashattn_triton.launch import Packing
 from flashattn_triton.options import (
     AttentionOptions,
+    CausalArgument,
+    Layout,
+    Window,
     check_dense,
     check_layout,
     check_varlen,
@@ -25,19 +28,70 @@ from flashattn_triton.options import (
 )
 
 
+class PackedKeywords(TypedDict, total=False):
+    """Keywords of :func:`flash_attention_varlen` beside ``return_lse``, for its overloads."""
+
+    causal: CausalArgument
+    scale: float | None
+    window: Window | None
+    softcap: float | None
+    deterministic: bool
+    implementation: Implementation
+    tiling: Tiling | None
+
+
+class Keywords(PackedKeywords, total=False):
+    """Keywords of :func:`flash_attention` beside ``return_lse``, for its overloads."""
+
+    layout: Layout
+
+
+@overload
 def flash_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     *,
-    causal: bool | str = False,
+    return_lse: Literal[False] = False,
+    **keywords: Unpack[Keywords],
+) -> Tensor: ...
+
+
+@overload
+def flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    return_lse: Literal[True],
+    **keywords: Unpack[Keywords],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    return_lse: bool,
+    **keywords: Unpack[Keywords],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+def flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: CausalArgument = False,
     scale: float | None = None,
-    window: tuple[int | None, int | None] | None = None,
+    window: Window | None = None,
     softcap: float | None = None,
-    layout: str = "bhsd",
+    layout: Layout = "bhsd",
     return_lse: bool = False,
     deterministic: bool = False,
-    implementation: str = "auto",
+    implementation: Implementation = "auto",
     tiling: Tiling | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale · Q Kᵀ) V, exactly, without the N_q x N_k matrix (arXiv:2307.08691).
@@ -125,13 +179,58 @@ def flash_attention(
             call = eager.Call(query, key, value, options, implementation, tiling)
             eager.remember(kind, call)
     if call is not None:
-        out, lse = call(query, key, value, return_lse)
+        out, maybe_lse = call(query, key, value, return_lse)
     else:
         arguments = ops.operator_arguments(options, implementation=implementation, tiling=tiling)
-        out, lse = ops.attend(query, key, value, *arguments)
+        out, maybe_lse = ops.attend(query, key, value, *arguments)
     if layout == "bshd":
         out = to_heads_first(out, layout)
-    return out if lse is None or not return_lse else (out, lse)
+    return out if maybe_lse is None or not return_lse else (out, maybe_lse)
+
+
+@overload
+def flash_attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: Literal[False] = False,
+    **keywords: Unpack[PackedKeywords],
+) -> Tensor: ...
+
+
+@overload
+def flash_attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: Literal[True],
+    **keywords: Unpack[PackedKeywords],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def flash_attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: bool,
+    **keywords: Unpack[PackedKeywords],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def flash_attention_varlen(
@@ -143,13 +242,13 @@ def flash_attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    causal: bool | str = False,
+    causal: CausalArgument = False,
     scale: float | None = None,
-    window: tuple[int | None, int | None] | None = None,
+    window: Window | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
-    implementation: str = "auto",
+    implementation: Implementation = "auto",
     tiling: Tiling | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`flash_attention` of each sequence of a packed batch, without padding.

@@ -19,6 +19,9 @@ from flashattn_triton.hopper.configs import describe_backward, describe_forward
 from flashattn_triton.launch import copy_refusal
 from flashattn_triton.options import (
     AttentionOptions,
+    CausalArgument,
+    Layout,
+    Window,
     in_one_batch,
     resolve_options,
     to_heads_first,
@@ -214,18 +217,28 @@ def explain(
     key: Tensor,
     value: Tensor,
     *,
-    layout: str = "bhsd",
-    implementation: str = "auto",
+    causal: CausalArgument = False,
+    scale: float | None = None,
+    window: Window | None = None,
+    softcap: float | None = None,
+    layout: Layout = "bhsd",
+    deterministic: bool = False,
+    implementation: Implementation = "auto",
     tiling: Tiling | None = None,
-    **options: Any,
 ) -> str:
     """In words: which implementation and which tiles ``flash_attention`` would run, and why.
 
-    Takes ``flash_attention``'s arguments (``causal``, ``scale``, ``window``, ``softcap``,
-    ``deterministic`` among them). Launches nothing.
+    Takes ``flash_attention``'s arguments. Launches nothing.
     """
     query, key, value = (to_heads_first(x, layout) for x in in_one_batch(query, key, value))
-    resolved = resolve_options(head_dim=query.shape[-1], **options)
+    resolved = resolve_options(
+        head_dim=query.shape[-1],
+        causal=causal,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        deterministic=deterministic,
+    )
     plan = choose(query, key, value, resolved, implementation=implementation, tiling=tiling)
     lines = [f"tier: {plan.tier} ({plan.reason})"]
     if plan.tier == "hopper":

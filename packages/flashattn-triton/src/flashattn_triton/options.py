@@ -16,6 +16,9 @@ from torch import Tensor
 
 Causal = Literal["none", "top-left", "bottom-right"]
 Layout = Literal["bhsd", "bshd"]
+# What callers write for ``causal``; True is "top-left".
+CausalArgument = bool | Literal["top-left", "bottom-right"]
+Window = tuple[int | None, int | None]
 
 LAYOUTS = get_args(Layout)
 MAX_HEAD_DIM = 256
@@ -55,9 +58,9 @@ def diagonal_offset(n_queries: int, n_keys: int, options: AttentionOptions) -> i
 def resolve_options(
     *,
     head_dim: int,
-    causal: bool | str = False,
+    causal: CausalArgument = False,
     scale: float | None = None,
-    window: tuple[int | None, int | None] | None = None,
+    window: Window | None = None,
     softcap: float | None = None,
     deterministic: bool = False,
 ) -> AttentionOptions:

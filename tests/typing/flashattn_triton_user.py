@@ -1,0 +1,59 @@
+"""A user's program on every public name of flashattn-triton, for type checkers."""
+
+import torch
+from torch import Tensor
+
+from flashattn_triton import (
+    AttentionOptions,
+    FlashAttention2PyTorch,
+    FlashAttention2Triton,
+    FlashAttention2TritonCompiledBackward,
+    Plan,
+    Tiles,
+    Tiling,
+    choose,
+    explain,
+    flash_attention,
+    flash_attention_varlen,
+)
+from flashattn_triton.integrations import transformers
+from flashattn_triton.integrations.sdpa import Routing, route_sdpa
+
+
+def dense(query: Tensor, key: Tensor, value: Tensor, with_lse: bool) -> Tensor:
+    out: Tensor = flash_attention(query, key, value)
+    out = flash_attention(
+        query, key, value, causal="bottom-right", window=(128, None), softcap=20.0
+    )
+    out = flash_attention(query, key, value, layout="bshd", implementation="triton", scale=0.1)
+    out, lse = flash_attention(
+        query, key, value, causal=True, return_lse=True, deterministic=True, implementation="hopper"
+    )
+    either: Tensor | tuple[Tensor, Tensor] = flash_attention(query, key, value, return_lse=with_lse)
+    print(lse, either)
+    return out
+
+
+def packed(query: Tensor, starts: Tensor) -> Tensor:
+    out: Tensor = flash_attention_varlen(query, query, query, starts, starts, 128, 128, causal=True)
+    out, lse = flash_attention_varlen(
+        query, query, query, starts, starts, 128, 128, return_lse=True, implementation="tiled"
+    )
+    return out + lse
+
+
+def plans(query: Tensor) -> str:
+    options = AttentionOptions(causal="top-left", scale=0.125, window=(None, None))
+    tiles = Tiles(queries=64, keys=64, warps=4, stages=2)
+    tiling = Tiling(forward=tiles, key_pass=tiles, query_pass=tiles)
+    plan: Plan = choose(query, query, query, options, implementation="auto", tiling=tiling)
+    print(plan.tier, plan.reason)
+    return explain(query, query, query, layout="bshd", causal=True, window=(10, 0), softcap=2.0)
+
+
+def integrations(query: Tensor) -> Routing:
+    transformers.register()
+    with route_sdpa(strict=True) as routing:
+        torch.nn.functional.scaled_dot_product_attention(query, query, query)
+    print(FlashAttention2PyTorch, FlashAttention2Triton, FlashAttention2TritonCompiledBackward)
+    return routing
