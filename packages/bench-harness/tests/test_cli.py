@@ -96,6 +96,16 @@ def test_help_lists_every_experiment_and_loads_nothing_heavy(
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
 
 
+def test_results_are_printed_as_json_and_nothing_else(bench: Bench) -> None:
+    done = bench("toy", "--output", "out", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {case["status"] for case in found["cases"]} == {"ok"}
+    assert found["tables"]["toy"]["Toy <times>"][0]["median (ms)"] > 0
+    assert json.loads(bench("report", "out", "--json").stdout)["tables"] == found["tables"]
+    assert "environment id" in json.loads(bench("env", "--json").stdout)
+
+
 @pytest.mark.parametrize("name", experiments.names())
 def test_help_of_an_experiment_teaches_by_commands_that_work(bench: Bench, name: str) -> None:
     shown = bench(name, "--help").stdout

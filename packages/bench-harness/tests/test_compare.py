@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +12,8 @@ import pytest
 
 from bench_harness.compare import ComparisonError, compare, verdict
 from bench_harness.store import Store, StoreError
+
+Bench = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def store(
@@ -60,6 +65,40 @@ def test_two_samples_decide_nothing(tmp_path: Path) -> None:
     a = store(tmp_path / "a", {"one": 10.0}, samples=2)
     b = store(tmp_path / "b", {"one": 20.0}, samples=2)
     assert {(each.verdict, each.low) for each in compare(a, b)} == {("undecided", None)}
+
+
+@pytest.mark.parametrize(
+    ("fail_on", "code"),
+    [("slower", 1), ("slower:20", 1), ("slower:40", 0), ("slower:0", 1), (None, 0)],
+)
+def test_a_slower_row_fails_where_asked(
+    bench: Bench, tmp_path: Path, fail_on: str | None, code: int
+) -> None:
+    store(tmp_path / "a", {"one": 10.0, "two": 10.0})
+    store(tmp_path / "b", {"one": 13.0, "two": 9.0})
+    options = [] if fail_on is None else ["--fail-on", fail_on]
+    assert bench("compare", "a", "b", *options).returncode == code
+
+
+def test_a_comparison_is_printed_for_machines_and_for_pull_requests(
+    bench: Bench, tmp_path: Path
+) -> None:
+    store(tmp_path / "a", {"one": 10.0, "two": 10.0})
+    store(tmp_path / "b", {"one": 13.0, "two": 10.0})
+    found = json.loads(bench("compare", "a", "b", "--json").stdout)
+    assert [each["verdict"] for each in found] == ["slower", "slower", "same", "same"]
+    text = bench("compare", "a", "b", "--markdown").stdout
+    assert text.startswith("2 same, 2 slower\n\n| case |")
+    assert "toy two" not in text
+    assert bench("compare", "a", "a", "--markdown").stdout == "4 same\n"
+
+
+@pytest.mark.parametrize("text", ["faster", "slower:much", "slower:-1", "slower:nan"])
+def test_an_unknown_limit_is_one_line(bench: Bench, tmp_path: Path, text: str) -> None:
+    store(tmp_path / "a", {"one": 10.0})
+    done = bench("compare", "a", "a", "--fail-on", text)
+    assert done.returncode == 2
+    assert "--fail-on must be slower or slower:PERCENT" in done.stderr
 
 
 @pytest.mark.parametrize(

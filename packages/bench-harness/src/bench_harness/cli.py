@@ -5,7 +5,9 @@ What measures and shows is imported by the command that needs it, so ``--help`` 
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -53,6 +55,9 @@ Timeout: TypeAlias = Annotated[
     typer.Option(
         "--timeout", min=0.1, help="Seconds per case, instead of its own.", show_default=False
     ),
+]
+AsJson: TypeAlias = Annotated[
+    bool, typer.Option("--json", help="Print the results as JSON, and nothing else, to stdout.")
 ]
 RunFolder: TypeAlias = Annotated[Path, typer.Argument(help="A run folder.", show_default=False)]
 
@@ -150,7 +155,12 @@ def _experiment_command(experiment: Experiment, given: Sequence[str]) -> Callabl
     """A command whose signature is made from the experiment's options."""
 
     def command(
-        output: Path | None, only: str, dry_run: bool, timeout: float | None, **texts: Any
+        output: Path | None,
+        only: str,
+        dry_run: bool,
+        timeout: float | None,
+        as_json: bool,
+        **texts: Any,
     ) -> int:
         values = options.from_command_line(experiment, texts)
         return _carry_out(
@@ -162,6 +172,7 @@ def _experiment_command(experiment: Experiment, given: Sequence[str]) -> Callabl
             only=only,
             dry_run=dry_run,
             timeout=timeout,
+            as_json=as_json,
             tables=True,
         )
 
@@ -173,6 +184,7 @@ def _experiment_command(experiment: Experiment, given: Sequence[str]) -> Callabl
             ("only", Only, ""),
             ("dry_run", DryRun, False),
             ("timeout", Timeout, None),
+            ("as_json", AsJson, False),
         )
     ]
     command.__signature__ = inspect.Signature([*own, *common])  # type: ignore[attr-defined]
@@ -193,6 +205,7 @@ def _run_command(given: Sequence[str]) -> Callable[..., int]:
         only: Only = "",
         dry_run: DryRun = False,
         timeout: Timeout = None,
+        as_json: AsJson = False,
     ) -> int:
         """Run all experiments of a preset and write one report."""
         chosen = presets.load(preset)
@@ -205,6 +218,7 @@ def _run_command(given: Sequence[str]) -> Callable[..., int]:
             only=only,
             dry_run=dry_run,
             timeout=timeout,
+            as_json=as_json,
             tables=False,
         )
 
@@ -221,6 +235,7 @@ def _carry_out(
     only: str,
     dry_run: bool,
     timeout: float | None,
+    as_json: bool,
     tables: bool,
 ) -> int:
     from rich.console import Console
@@ -239,16 +254,18 @@ def _carry_out(
     if dry_run:
         session.dry_run(request, Console())
         return 0
-    return 0 if session.measure(request, Console(), tables=tables) else FAILED
+    console = Console(stderr=as_json)
+    done = session.measure(request, console, tables=tables and not as_json, as_json=as_json)
+    return 0 if done else FAILED
 
 
-def _report(run: RunFolder) -> int:
+def _report(run: RunFolder, as_json: AsJson = False) -> int:
     """Rebuild tables, pictures and page of a run from its saved rows."""
     from rich.console import Console
 
     from bench_harness import session
 
-    session.write_report(Store(run), Console(), tables=False)
+    session.write_report(Store(run), Console(stderr=as_json), tables=False, as_json=as_json)
     return 0
 
 
@@ -261,17 +278,36 @@ def _compare(
     across_hardware: Annotated[
         bool, typer.Option("--across-hardware", help="Compare different machines, and mark it.")
     ] = False,
+    fail_on: Annotated[
+        str | None,
+        typer.Option(
+            "--fail-on",
+            metavar="slower[:PERCENT]",
+            help="Exit with 1 if a row of B is surely slower than A by more than so much (5).",
+            show_default=False,
+        ),
+    ] = None,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print a summary for a pull request.")
+    ] = False,
+    as_json: AsJson = False,
 ) -> int:
     """Say whether run B is faster or slower than A."""
     from rich.console import Console
 
     from bench_harness import show
 
+    beyond = None if fail_on is None else compare.limit(fail_on)
     found = compare.compare(
         Store(run_a), Store(run_b), tolerance=tolerance, across_hardware=across_hardware
     )
-    show.comparisons(found, Console())
-    return 0
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(each) for each in found]))
+    elif markdown:
+        typer.echo(compare.markdown(found))
+    else:
+        show.comparisons(found, Console())
+    return FAILED if beyond is not None and compare.slower(found, beyond) else 0
 
 
 def _render(
@@ -321,13 +357,17 @@ def _publish(
     return 0
 
 
-def _env() -> int:
+def _env(as_json: AsJson = False) -> int:
     """Show this machine as results record it."""
     from rich.console import Console
 
     from bench_harness import environment, show
 
     description = environment.describe()
+    if as_json:
+        identity = environment.fingerprint(description)
+        typer.echo(json.dumps({"environment id": identity, **description}))
+        return 0
     show.environment(description, environment.fingerprint(description), Console())
     return 0
 

@@ -7,6 +7,8 @@ clocks, neighbours), so an interval that merely excludes 1 is not yet a differen
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -109,6 +111,50 @@ def compare(
             )
         )
     return found
+
+
+def limit(text: str) -> float:
+    """The relative slow-down that ``--fail-on`` names: ``slower`` or ``slower:PERCENT``.
+
+    Raises:
+        ValueError: it names something else.
+    """
+    name, _, percent = text.partition(":")
+    try:
+        value = float(percent) / 100 if percent else TOLERANCE
+    except ValueError:
+        value = -1.0
+    if name != "slower" or not value >= 0:
+        raise ValueError(
+            f"--fail-on must be slower or slower:PERCENT with a percentage of at least 0, but got "
+            f"{text!r}. Write slower:5."
+        )
+    return value
+
+
+def slower(found: Sequence[Comparison], beyond: float) -> list[Comparison]:
+    """Those whose whole interval says that B is slower by more than ``beyond``, a share of A."""
+    return [each for each in found if verdict(each.low, each.high, beyond) == "slower"]
+
+
+def markdown(found: Sequence[Comparison]) -> str:
+    """A summary to paste into a pull request: counts, and every row that is not the same."""
+    counts = Counter(each.verdict for each in found)
+    lines = [
+        ", ".join(f"{count} {name}" for name, count in sorted(counts.items())),
+        "",
+        "| case | A (ms) | B (ms) | B / A | 95 % interval | verdict |",
+        "| --- | ---: | ---: | ---: | --- | --- |",
+    ]
+    for each in found:
+        if each.verdict != "same":
+            name = f"{each.label}: {each.variant}" if each.variant else each.label
+            interval = "" if each.low is None else f"{each.low:.3f}–{each.high:.3f}"
+            lines.append(
+                f"| {name} | {each.median_a:.4g} | {each.median_b:.4g} | {each.ratio:.3f} | "
+                f"{interval} | {each.verdict} |"
+            )
+    return "\n".join(lines if any(each.verdict != "same" for each in found) else lines[:1])
 
 
 def _median(row: Row) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -91,11 +92,12 @@ def dry_run(request: Request, console: Console) -> None:
     show.plan(runner.plan(cases, Store(folder)), folder, console)
 
 
-def measure(request: Request, console: Console, *, tables: bool) -> bool:
+def measure(request: Request, console: Console, *, tables: bool, as_json: bool = False) -> bool:
     """Measures what is left, writes the report and prints a summary.
 
     Args:
         tables: also print the experiment's tables.
+        as_json: also print cases and tables as one JSON object, to standard output.
 
     Returns:
         Whether every case of the request has a result.
@@ -115,7 +117,7 @@ def measure(request: Request, console: Console, *, tables: bool) -> bool:
     except KeyboardInterrupt:
         show.interrupted(runner.plan(cases, store), folder, console)
         raise
-    write_report(store, console, tables=tables)
+    write_report(store, console, tables=tables, as_json=as_json)
     keys = {case.key for case in cases}
     failed = {"error", "timeout"}
     return not any(row["status"] in failed for row in store.load().rows if row["case_key"] in keys)
@@ -132,8 +134,12 @@ def _measure(request: Request, store: Store, planned: Sequence[Planned], console
         runner.run(left, store, reporter, invocation=invocation, timeout_s=request.timeout_s)
 
 
-def write_report(store: Store, console: Console, *, tables: bool) -> None:
+def write_report(store: Store, console: Console, *, tables: bool, as_json: bool = False) -> None:
     """Rebuilds the report of a run folder and prints its summary.
+
+    Args:
+        tables: also print the experiments' tables.
+        as_json: also print cases and tables as one JSON object, to standard output.
 
     Raises:
         StoreError: nothing to report, or the folder cannot be written.
@@ -146,3 +152,5 @@ def write_report(store: Store, console: Console, *, tables: bool) -> None:
     if tables:
         show.tables(built.sections, console)
     show.summary(built, page, console)
+    if as_json:
+        print(json.dumps(report.as_json(built, page), allow_nan=False))

@@ -1,6 +1,6 @@
 """From rows to what a person reads: tables, pictures and one offline page."""
 
 from bench_harness.report.build import Report, Section, build
-from bench_harness.report.write import write
+from bench_harness.report.write import as_json, write
 
-__all__ = ["Report", "Section", "build", "write"]
+__all__ = ["Report", "Section", "as_json", "build", "write"]

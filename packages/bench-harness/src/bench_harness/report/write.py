@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import numbers
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench_harness.case import Row
 from bench_harness.experiments import Table
 from bench_harness.report.build import Report
 from bench_harness.report.cells import cell, is_missing, split
@@ -79,6 +81,33 @@ def render_template(name: str, **values: Any) -> str:
         isinstance(value, numbers.Real) and not isinstance(value, bool)
     )
     return templates.get_template(name).render(data_uri=data_uri, split=split, **values)
+
+
+def as_json(report: Report, page: Path) -> Row:
+    """A report as plain values: how each case ended, and the tables by experiment and title."""
+    return {
+        "report": str(page),
+        "notes": report.notes,
+        "cases": [
+            {
+                "experiment": case.experiment,
+                "label": case.label,
+                "status": case.status,
+                "seconds": case.seconds,
+                "error": case.error,
+            }
+            for section in report.sections
+            for case in section.cases
+        ],
+        "tables": {
+            section.name: {
+                # pandas writes missing values as null, and its own numbers as numbers.
+                table.title: json.loads(table.frame.to_json(orient="records"))
+                for table in section.tables
+            }
+            for section in report.sections
+        },
+    }
 
 
 def grid(frame: pd.DataFrame, *, digits: int | None = None) -> str:
