@@ -122,9 +122,9 @@ def main() -> None:
             rounds = [ask(question) for _ in range(arguments.rounds)]
             said = []
             for folder in workers:
-                samples = [one[folder]["ms"] for one in rounds]
+                samples = [round(one[folder]["ms"], 4) for one in rounds]
                 row = rounds[0][folder] | {"ms": statistics.median(samples), "samples": samples}
-                row |= {"case": case, "pass": direction, "folder": Path(folder).name}
+                row |= {"case": case, "pass": direction}
                 with arguments.rows.open("a") as file:
                     file.write(json.dumps(row) + "\n")
                 said.append(f"{Path(folder).name} {row['ms']:.4f}")

@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from background import Background
-from flashattn_triton import triton_versions
 from flashattn_triton.configs import tiling_for
 
 pytestmark = pytest.mark.nightly
@@ -31,10 +30,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # fp16 has the tiles o
 # Bytes of stack that a thread may use: 16 registers, saved around the loops rather than in them.
 MOST_STACK = 64
 # fp32 operands are split into three parts; wide ones do not fit the registers, also within loops.
-# For sm_90, Triton 3.9 took a newer ptxas and lowered its level of register allocation, because of
-# an error in it; at the level that is ptxas's own choice, 520 bytes remain of 632 (see LOG.md).
 MOST_STACK_FP32 = {64: MOST_STACK, 128: 576, 256: 512}
-MOST_STACK_FP32_WITH_CAUTION = MOST_STACK_FP32 | {128: 640}
 
 
 def requests(architecture: int) -> list[dict[str, Any]]:
@@ -89,9 +85,7 @@ def test_shared_memory_suffices(rows: list[dict[str, Any]]) -> None:
 def test_registers_suffice(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         fp32 = row["dtype"] == "fp32"
-        cautious = row["architecture"] == 90 and triton_versions.installed() == (3, 9)
-        wide = MOST_STACK_FP32_WITH_CAUTION if cautious else MOST_STACK_FP32
-        most = wide[row["head_dim"]] if fp32 else MOST_STACK
+        most = MOST_STACK_FP32[row["head_dim"]] if fp32 else MOST_STACK
         assert row["stack"] <= most, row
 
 
