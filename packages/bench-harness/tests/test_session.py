@@ -15,9 +15,9 @@ from bench_harness.progress import ConsoleReporter, RemainingTime, duration
 from bench_harness.runner import Planned
 
 
-def case(name: str, experiment: str = "toy", estimate: float | None = None) -> Case:
+def case(name: str, experiment: str = "toy") -> Case:
     config = {"name": name, "label": f"{experiment} {name}"}
-    return Case(experiment=experiment, config=config, estimate_s=estimate)
+    return Case(experiment=experiment, config=config)
 
 
 def test_only_names_experiments_or_parts_of_labels() -> None:
@@ -63,8 +63,9 @@ def test_durations(seconds: float, text: str) -> None:
 
 
 def test_remaining_time_learns_from_the_cases_that_ran() -> None:
-    cases = [case("a", estimate=10.0), case("b"), case("c", "other"), case("d")]
-    planned = [Planned(each, False, each.estimate_s) for each in cases]
+    cases = [case("a"), case("b"), case("c", "other"), case("d")]
+    known = [10.0, None, None, None]
+    planned = [Planned(each, False, s) for each, s in zip(cases, known, strict=True)]
     remaining = RemainingTime(planned)
     assert remaining.seconds() == 40.0  # unknown ones count as typical
     remaining.finished(cases[1], 2.0)

@@ -29,14 +29,12 @@ class Case:
         config: everything that defines the measurement, as JSON. The entry ``"label"``, if
             given, is only its name and takes no part in the identity.
         timeout_s: seconds after which the case's processes are killed.
-        estimate_s: expected seconds, for the dry run and the remaining time; None if unknown.
         placement: how this machine takes part in a case of several machines; not in the key.
     """
 
     experiment: str
     config: Mapping[str, JsonValue]
     timeout_s: float = 300.0
-    estimate_s: float | None = None
     placement: Mapping[str, JsonValue] = field(default_factory=dict)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -33,7 +34,7 @@ def total_estimate(planned: Sequence[Planned]) -> float | None:
 
 
 class RemainingTime:
-    """Estimates the time left, from estimates where given and from this run's cases otherwise."""
+    """Estimates the time left, from how long cases took before, or cases like them in this run."""
 
     def __init__(self, planned: Sequence[Planned]) -> None:
         self._left = {item.case.key: item for item in planned if not item.finished}
@@ -77,6 +78,7 @@ class ConsoleReporter:
         self._total = sum(not item.finished for item in planned)
         self._done = 0
         self._remaining = RemainingTime(planned)
+        self._begin = time.monotonic()
         self._live = Progress(
             MofNCompleteColumn(),
             BarColumn(bar_width=12),
@@ -129,8 +131,9 @@ class ConsoleReporter:
         )
 
     def _left(self) -> str:
+        elapsed = f"{duration(time.monotonic() - self._begin)} elapsed"
         left = self._remaining.seconds()
-        return "" if left is None else f"about {duration(left)} left"
+        return elapsed if left is None else f"{elapsed}, about {duration(left)} left"
 
     def _fit(self, text: str) -> str:
         room = max(10, self._console.width - 50)

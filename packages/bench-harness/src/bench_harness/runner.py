@@ -38,7 +38,7 @@ class Planned:
 
     Attributes:
         finished: whether the folder already holds its result.
-        seconds: how long it took before, or is expected to take; None if unknown.
+        seconds: how long it took before; None if it has not run in this folder yet.
     """
 
     case: Case
@@ -58,10 +58,7 @@ def plan(cases: Iterable[Case], store: Store) -> list[Planned]:
     finished = store.finished(identity)
     past = {row["case_key"]: float(row["seconds"]) for row in store.load().rows}
     unique = {case.key: case for case in cases}
-    return [
-        Planned(case, key in finished, past.get(key, case.estimate_s))
-        for key, case in unique.items()
-    ]
+    return [Planned(case, key in finished, past.get(key)) for key, case in unique.items()]
 
 
 def run(

@@ -61,7 +61,6 @@ class Accounting(Experiment):
                     "shard_device_gb": chosen.shard_device_gb,
                     "label": "accounting",
                 },
-                estimate_s=0.5,
             )
         ]
 

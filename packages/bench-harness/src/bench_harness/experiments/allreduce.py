@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.case import Case, Row
 from bench_harness.environment import resolve_device
-from bench_harness.experiments import estimates, present
+from bench_harness.experiments import present
 from bench_harness.experiments.base import Experiment, Figure, Table, option
 from bench_harness.experiments.distributed import (
     NodeOptions,
@@ -81,16 +81,12 @@ class AllReduce(Experiment):
             }
             for world_size in chosen.world_sizes or (default_world_size(device, chosen.nnodes),)
         ]
-        # The check of a result counts as a few calls.
-        calls = len(chosen.operations) * (chosen.warmup + chosen.samples + 3)
         return [
             Case(
                 experiment=self.name,
                 config=config,
                 placement=chosen.placement(),
                 timeout_s=900,
-                estimate_s=estimates.RANKS_S[device]
-                + calls * sum(estimates.all_reduce_s(config, 2**20 * s) for s in chosen.sizes_mb),
             )
             for config in configs
         ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.case import Case, Row
 from bench_harness.environment import resolve_device
-from bench_harness.experiments import estimates, present
+from bench_harness.experiments import present
 from bench_harness.experiments.base import Experiment, Figure, Table, option
 
 if TYPE_CHECKING:
@@ -202,15 +202,10 @@ def _case(config: Row) -> Case:
     """The case of a configuration, with its label and how long it may take."""
     sequences, group = config["sequences"], config["executions"]
     length = f"s{sequences[0]}" + (f"–{sequences[-1]}" if len(sequences) > 1 else "")
-    passes = config["warmup"] + config["samples"]
-    compiling = 5.0 * len(sequences) if "compiled" in group else 0.0
     return Case(
         experiment=Attention.name,
         config={**config, "label": f"attention {length} d{config['head_dim']} {'+'.join(group)}"},
         timeout_s=1800,
-        estimate_s=estimates.START_S[config["device"]]
-        + compiling
-        + len(group) * passes * sum(estimates.attention_s(config, s) for s in sequences),
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.case import Case, Row
 from bench_harness.environment import resolve_device
-from bench_harness.experiments import estimates, present
+from bench_harness.experiments import present
 from bench_harness.experiments.base import CaseSkipped, Experiment, Figure, Table, option
 
 if TYPE_CHECKING:
@@ -280,13 +280,9 @@ def _side_by_side(done: pd.DataFrame) -> list[Table]:
 
 
 def _case(config: dict[str, Any]) -> Case:
-    """The case of a configuration, with its label and how long it may take."""
+    """The case of a configuration, with its label."""
     sequences, group = config["sequences"], config["variants"]
     length = f"s{sequences[0]}" + (f"–{sequences[-1]}" if len(sequences) > 1 else "")
-    # do_bench calls at least eight times, whatever time it was given.
-    slowest = sum(estimates.attention_s(config, s, heads=config["heads"]) for s in sequences)
-    quadratic = sum(name in QUADRATIC for name in group)
-    told_s = (config["rep_ms"] + config["warmup_ms"]) / 1e3
     return Case(
         experiment=Flash.name,
         config={
@@ -294,9 +290,6 @@ def _case(config: dict[str, Any]) -> Case:
             "label": f"flash {length} d{config['head_dim']} {config['dtype']} {'+'.join(group)}",
         },
         timeout_s=1800,
-        estimate_s=estimates.START_S[config["device"]]
-        + len(sequences) * len(group) * (0.2 + 3 * told_s)
-        + 16 * config["rounds"] * quadratic * slowest,
     )
 
 

@@ -67,7 +67,6 @@ class Leaderboard(Experiment):
                     "label": f"leaderboard s{chosen.sequence} {chosen.heads}×{chosen.head_dim}",
                 },
                 timeout_s=600,
-                estimate_s=15 + (1 + len(chosen.peers)) * (chosen.rep_ms + chosen.warmup_ms) / 1e3,
             )
         ]
 

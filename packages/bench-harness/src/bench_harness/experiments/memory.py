@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.case import Case, Row
 from bench_harness.environment import resolve_device
-from bench_harness.experiments import estimates, present
+from bench_harness.experiments import present
 from bench_harness.experiments.base import Experiment, Figure, Table, option
 from bench_harness.experiments.shape import ShapeOptions
 from bench_harness.workload import ATTENTIONS, PRECISIONS, SIZES
@@ -107,10 +107,6 @@ class Memory(Experiment):
                 experiment=self.name,
                 config=config,
                 timeout_s=600,
-                estimate_s=estimates.START_S[device]
-                + estimates.build_s(config)
-                + estimates.step_s(config, config["precision"])
-                + 3.0,  # reading the history
             )
             for config in configs
         ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.case import Case, Row
 from bench_harness.environment import resolve_device
-from bench_harness.experiments import estimates, present
+from bench_harness.experiments import present
 from bench_harness.experiments.base import Experiment, Figure, Table, option
 from bench_harness.experiments.shape import ShapeOptions
 from bench_harness.workload import ATTENTIONS, OPTIMIZERS, PRECISIONS, SIZES
@@ -123,7 +123,6 @@ class Model(Experiment):
                     "label": _label(subject, group, warmup),
                 },
                 timeout_s=900,
-                estimate_s=_estimate(subject, group, warmup + chosen.samples, common),
             )
             for subject in subjects
             for warmup in chosen.warmups
@@ -318,27 +317,6 @@ def _label(subject: Row, variants: list[dict[str, str]], warmup: int) -> str:
         "+".join(dict.fromkeys(variant[name] for variant in variants)) for name in variants[0]
     )
     return f"model {what} {which} warm-up {warmup}"
-
-
-def _estimate(
-    subject: Row, variants: list[dict[str, str]], rounds: int, common: Row
-) -> float | None:
-    """Seconds; None for a module of whose work nothing is known."""
-    if "model" in subject:
-        return None
-    config = {**subject, **common}
-    share = {"forward": 0.3, "forward-backward": 1.0, "step": 1.1}
-    steps = rounds * sum(share[mode] for mode in config["modes"])
-    graphs = 1 + ("forward" in config["modes"])
-    return (
-        estimates.START_S[config["device"]]
-        + estimates.build_s(config)
-        + sum(
-            steps * estimates.step_s(config, variant["precision"])
-            + (estimates.COMPILE_S * graphs if variant["execution"] == "compiled" else 0.0)
-            for variant in variants
-        )
-    )
 
 
 def _subject(config: Any, device: torch.device) -> tuple[Workload, AttentionSwitch | None]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.case import Case, Row
 from bench_harness.environment import resolve_device
-from bench_harness.experiments import estimates, present
+from bench_harness.experiments import present
 from bench_harness.experiments.base import Experiment, Figure, Table, option
 
 if TYPE_CHECKING:
@@ -68,7 +68,6 @@ class Precision(Experiment):
                     "device": device,
                     "label": f"precision {device}",
                 },
-                estimate_s=estimates.START_S[device],
             )
         ]
 

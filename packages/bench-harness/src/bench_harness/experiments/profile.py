@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.case import Case, Row
 from bench_harness.environment import resolve_device
-from bench_harness.experiments import estimates, present
+from bench_harness.experiments import present
 from bench_harness.experiments.base import Experiment, Figure, Table, option
 from bench_harness.experiments.shape import ShapeOptions
 from bench_harness.workload import ATTENTIONS, OPTIMIZERS, PRECISIONS, SIZES
@@ -99,10 +99,6 @@ class Profile(Experiment):
                 experiment=self.name,
                 config=config,
                 timeout_s=600,
-                estimate_s=estimates.START_S[device]
-                + estimates.build_s(config)
-                + 1.3 * (chosen.warmup + 1) * estimates.step_s(config, chosen.precision)
-                + (20.0 if chosen.nsight else 4.0),  # writing and reading the trace
             )
             for config in configs
         ]
