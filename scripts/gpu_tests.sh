@@ -18,4 +18,5 @@ if [[ $devices -lt 1 ]]; then
     exit 2
 fi
 echo "running the GPU tests on $devices device(s)"
-exec "${python[@]}" -m pytest -m "gpu or multi_gpu" "$@"
+# Where pytest-benchmark is installed, it warns beside pytest-xdist, and warnings are errors here.
+exec "${python[@]}" -m pytest -p no:benchmark -m "gpu or multi_gpu" "$@"
