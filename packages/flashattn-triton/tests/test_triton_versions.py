@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -197,6 +199,19 @@ def test_profilers_hooks_are_told(driver: Driver, hook: Any) -> None:
 def test_scratch_memory_is_left_to_triton(driver: Driver, which: str) -> None:
     compiled = compiled_with(launcher_of(driver, False, **{which: 128}), False)
     assert triton_versions.fast_launcher(compiled, GRID, ["pointer"] * 2, REST) is None
+
+
+PUBLIC = ("", "language", "experimental", "tools.tensor_descriptor", "runtime.errors")
+
+
+def test_nobody_else_imports_private_modules() -> None:
+    """Kernels and launchers import Triton's languages and its descriptors, and nothing else."""
+    for file in Path(triton_versions.__file__).parent.rglob("*.py"):
+        if file.name == "triton_versions.py":
+            continue
+        for module in re.findall(r"^\s*(?:from|import) triton\b\.?(\S*)", file.read_text(), re.M):
+            assert module in PUBLIC or module.startswith("experimental.gluon"), (file, module)
+        assert "from triton import" not in file.read_text(), file
 
 
 def test_another_vendors_launcher_is_left_to_triton(driver: Driver) -> None:
