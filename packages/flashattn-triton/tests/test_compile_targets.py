@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from background import Background
+from flashattn_triton import triton_versions
 from flashattn_triton.configs import tiling_for
 
 pytestmark = pytest.mark.nightly
@@ -31,6 +32,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # fp16 has the tiles o
 MOST_STACK = 64
 # fp32 operands are split into three parts; wide ones do not fit the registers, also within loops.
 MOST_STACK_FP32 = {64: MOST_STACK, 128: 576, 256: 512}
+# Triton 3.9 has ptxas 13.4 allocate registers at a lower level, because of an error in it. At that
+# program's own level this kernel has 40 bytes, and under Triton 3.6 48. Keys: Triton's version,
+# architecture, head_dim, dtype, kernel.
+MORE_STACK = {((3, 9), a, 256, "bf16", "key_pass_kernel"): 104 for a in (90, 100)}
 
 
 def requests(architecture: int) -> list[dict[str, Any]]:
@@ -86,6 +91,8 @@ def test_registers_suffice(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         fp32 = row["dtype"] == "fp32"
         most = MOST_STACK_FP32[row["head_dim"]] if fp32 else MOST_STACK
+        kind = (row["architecture"], row["head_dim"], row["dtype"], row["kernel"])
+        most = MORE_STACK.get((triton_versions.installed(), *kind), most)
         assert row["stack"] <= most, row
 
 
