@@ -40,6 +40,7 @@ class StepCheck:
         self._sent_zero: Tensor | None = None
         self._flag: Tensor | None = None
         self._event: torch.cuda.Event | None = None
+        self._unread: Tensor | None = None  # on CUDA, what ``ranks_differ`` has not looked at
         self._number = 0
 
     def message(self, number: int, again: bool, dtype: torch.dtype) -> Tensor:
@@ -74,13 +75,20 @@ class StepCheck:
                 self._event = torch.cuda.Event()
                 self._flag = torch.zeros((), pin_memory=True)
             assert self._flag is not None
-            self._flag.copy_(found, non_blocking=True)
+            self._unread = found if self._unread is None else self._unread + found
+            self._flag.copy_(self._unread, non_blocking=True)
             self._event.record(torch.cuda.current_stream(averaged.device))
 
     def ranks_differ(self) -> bool:
-        """Whether the last ``read`` found a difference. On CUDA the host waits for it."""
+        """Whether a ``read`` since the last call found a difference. On CUDA the host waits for it.
+
+        While a CUDA graph is captured, when the host cannot wait, nothing is looked at.
+        """
         if self._event is not None:
+            if torch.cuda.is_current_stream_capturing():
+                return False
             self._event.synchronize()
+            self._unread = None
         flag = self._flag
         return flag is not None and bool(flag.item() > 0)
 
