@@ -59,13 +59,15 @@ def test_unusable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="got 0 bytes in"):
         open_tokens(empty)
     empty.write_bytes(b"abc")
-    with pytest.raises(ValueError, match="whole number of uint16 values and at least one, got 3"):
+    with pytest.raises(
+        ValueError, match="whole number of uint16 values and at least one, but got 3"
+    ):
         open_tokens(empty, "uint16")
     square, real = tmp_path / "square.npy", tmp_path / "real.npy"
     np.save(square, np.zeros((2, 2), np.int64))
     np.save(real, np.zeros(4))
     for path in (square, real):
-        with pytest.raises(ValueError, match="one-dimensional array of integers, got"):
+        with pytest.raises(ValueError, match="one-dimensional array of integers, but got"):
             open_tokens(path)
 
 
@@ -139,15 +141,15 @@ def test_sequential_batches_cover_every_window_once() -> None:
 
 def test_impossible_datasets_are_refused() -> None:
     tokens = np.arange(5)
-    with pytest.raises(ValueError, match="context of 5 needs at least 6 tokens, got 5"):
+    with pytest.raises(ValueError, match="tokens must be at least 6 for a context of 5, but got 5"):
         TokenDataset(tokens, 5)
     with pytest.raises(ValueError, match="context_length must be at least 1"):
         TokenDataset(tokens, 0)
     with pytest.raises(
-        ValueError, match="rank must be at least 0 and below world_size, got 2 of 2"
+        ValueError, match="rank must be at least 0 and below world_size, but got 2 of 2"
     ):
         TokenDataset(tokens, 2, rank=2, world_size=2)
-    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="batch_size must be at least 1, but got 0"):
         TokenDataset(tokens, 2).get_batch(0)
 
 

@@ -122,7 +122,7 @@ def test_nothing_to_add(config: ModelConfig) -> None:
 @pytest.mark.parametrize(
     ("prompt", "settings", "message"),
     [
-        (torch.zeros(1, 0, dtype=torch.long), {}, r"at least one token, got shape \(1, 0\)"),
+        (torch.zeros(1, 0, dtype=torch.long), {}, r"at least one token, but got shape \(1, 0\)"),
         (torch.zeros(3, dtype=torch.long), {}, r"prompt must be \(batch, seq\)"),
         (
             torch.zeros(1, 1, dtype=torch.long),

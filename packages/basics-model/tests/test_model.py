@@ -276,7 +276,7 @@ def test_gpu_equals_cpu(config: ModelConfig, attention: Attention) -> None:
     ids=["one-dimensional", "float", "int32"],
 )
 def test_wrong_token_ids_are_refused(config: ModelConfig, token_ids: Tensor) -> None:
-    with pytest.raises(ValueError, match=r"token_ids must be \(batch, seq\) int64, got shape"):
+    with pytest.raises(ValueError, match=r"token_ids must be \(batch, seq\) int64, but got shape"):
         TransformerLM(config)(token_ids)
 
 

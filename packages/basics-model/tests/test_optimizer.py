@@ -133,7 +133,7 @@ def test_closure_is_called_with_gradients() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lr": -1e-3}, "lr must be finite and at least 0, got -0.001"),
+        ({"lr": -1e-3}, "lr must be finite and at least 0, but got -0.001"),
         ({"lr": math.nan}, "lr must be finite"),
         ({"eps": -1.0}, "eps must be finite and at least 0"),
         ({"weight_decay": -0.1}, "weight_decay must be finite"),
@@ -152,7 +152,9 @@ def test_hyperparameters_are_checked(settings: dict[str, Any], message: str) -> 
 def test_sparse_gradients_are_refused() -> None:
     embedding = nn.Embedding(4, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(ValueError, match=r"dense gradients, got a sparse one of shape \(4, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"dense gradients, but got a sparse one of shape \(4, 2\)"
+    ):
         AdamW(embedding.parameters()).step()
 
 
@@ -191,7 +193,7 @@ def test_cosine_without_warm_up_or_decay() -> None:
 def test_cosine_checks_its_arguments(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         cosine(1, **changes)
-    with pytest.raises(ValueError, match="step must be at least 0, got -1"):
+    with pytest.raises(ValueError, match="step must be at least 0, but got -1"):
         cosine(-1)
 
 
@@ -220,12 +222,12 @@ def test_schedule_resumes() -> None:
     resumed.step()
     schedule.step()
     assert resumed.get_last_lr() == schedule.get_last_lr()
-    with pytest.raises(ValueError, match="one rate per parameter group, got 2 for 1"):
+    with pytest.raises(ValueError, match="one rate per parameter group, but got 2 for 1"):
         resumed.load_state_dict({"updates": 1, "max_learning_rates": [1.0, 2.0]})
 
 
 def test_schedule_checks_its_ratio() -> None:
-    with pytest.raises(ValueError, match=r"min_ratio must be between 0 and 1, got 1\.5"):
+    with pytest.raises(ValueError, match=r"min_ratio must be between 0 and 1, but got 1\.5"):
         CosineSchedule(AdamW(parameters()), warmup_steps=1, total_steps=2, min_ratio=1.5)
 
 
@@ -256,7 +258,7 @@ def test_clipping_accumulates_in_fp32() -> None:
 def test_clipping_without_gradients_or_norm() -> None:
     assert float(clip_gradients(parameters(), 1.0)) == 0.0
     unclipped: list[Tensor] = []
-    with pytest.raises(ValueError, match="max_norm must be above 0, got 0"):
+    with pytest.raises(ValueError, match="max_norm must be above 0, but got 0"):
         clip_gradients(unclipped, 0.0)
 
 

@@ -70,12 +70,12 @@ def test_unknown_size_lists_the_valid_ones() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"d_model": 0}, "d_model must be an integer of at least 1, got 0"),
+        ({"d_model": 0}, "d_model must be an integer of at least 1, but got 0"),
         ({"num_layers": -1}, "num_layers"),
         ({"num_heads": True}, "num_heads must be an integer"),
-        ({"d_ff": 2.5}, "d_ff must be an integer of at least 1, got 2.5"),
-        ({"num_heads": 3}, "num_heads must divide d_model, got d_model=16 and num_heads=3"),
-        ({"num_heads": 16}, "must be even for rotary embeddings, got 16 / 16 = 1"),
+        ({"d_ff": 2.5}, "d_ff must be an integer of at least 1, but got 2.5"),
+        ({"num_heads": 3}, "num_heads must divide d_model, but got d_model=16 and num_heads=3"),
+        ({"num_heads": 16}, "must be even for rotary embeddings, but got 16 / 16 = 1"),
         ({"rope_theta": 0.0}, "rope_theta must be above 0"),
         ({"rope_theta": float("nan")}, "rope_theta must be above 0"),
     ],

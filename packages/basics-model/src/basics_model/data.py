@@ -31,11 +31,11 @@ def decode_bytes(token_ids: Tensor) -> str:
         ValueError: not one-dimensional, or an id outside 0 to 255.
     """
     if token_ids.ndim != 1:
-        raise ValueError(f"token_ids must be (length,), got shape {tuple(token_ids.shape)}")
+        raise ValueError(f"token_ids must be (length,), but got shape {tuple(token_ids.shape)}.")
     try:
         return bytes(token_ids.tolist()).decode(errors="replace")
     except ValueError:
-        raise ValueError("byte-level token ids must be between 0 and 255") from None
+        raise ValueError("byte-level token ids must be between 0 and 255.") from None
 
 
 def open_tokens(path: Path | str, dtype: npt.DTypeLike = np.uint8) -> npt.NDArray[Any]:
@@ -62,13 +62,13 @@ def open_tokens(path: Path | str, dtype: npt.DTypeLike = np.uint8) -> npt.NDArra
         if size == 0 or size % kind.itemsize:
             raise ValueError(
                 f"a token file must hold a whole number of {kind.name} values and at least one, "
-                f"got {size} bytes in {path}"
+                f"but got {size} bytes in {path}."
             )
         tokens = np.memmap(path, dtype=kind, mode="r")
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise ValueError(
-            f"tokens must be a one-dimensional array of integers, got {tokens.dtype} of shape "
-            f"{tokens.shape} in {path}"
+            f"tokens must be a one-dimensional array of integers, but got {tokens.dtype} of shape "
+            f"{tokens.shape} in {path}."
         )
     return tokens
 
@@ -101,15 +101,15 @@ class TokenDataset:
         world_size: int = 1,
     ) -> None:
         if context_length < 1:
-            raise ValueError(f"context_length must be at least 1, got {context_length}")
+            raise ValueError(f"context_length must be at least 1, but got {context_length}.")
         if len(tokens) < context_length + 1:
             raise ValueError(
-                f"a context of {context_length} needs at least {context_length + 1} tokens, got "
-                f"{len(tokens)}; use a longer text or a shorter context"
+                f"tokens must be at least {context_length + 1} for a context of {context_length}, "
+                f"but got {len(tokens)}. Use a longer text or a shorter context."
             )
         if not 0 <= rank < world_size:
             raise ValueError(
-                f"rank must be at least 0 and below world_size, got {rank} of {world_size}"
+                f"rank must be at least 0 and below world_size, but got {rank} of {world_size}."
             )
         self.tokens = tokens
         self.context_length = context_length
@@ -136,7 +136,7 @@ class TokenDataset:
             moved on by one token.
         """
         if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+            raise ValueError(f"batch_size must be at least 1, but got {batch_size}.")
         generator = np.random.default_rng([self.seed, self.position])
         starts = generator.integers(len(self), size=batch_size * self.world_size)
         self.position += 1

@@ -28,9 +28,9 @@ def filter_logits(
         ValueError: ``top_k`` below 1, or ``top_p`` not above 0 and at most 1.
     """
     if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k must be at least 1, got {top_k}")
+        raise ValueError(f"top_k must be at least 1, but got {top_k}.")
     if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")
+        raise ValueError(f"top_p must be above 0 and at most 1, but got {top_p}.")
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     if top_k is not None:
         ordered[..., top_k:] = -math.inf
@@ -79,7 +79,8 @@ def generate(
     """
     if prompt.ndim != 2 or prompt.shape[1] < 1:
         raise ValueError(
-            f"prompt must be (batch, seq) with at least one token, got shape {tuple(prompt.shape)}"
+            "prompt must be (batch, seq) with at least one token, but got shape "
+            f"{tuple(prompt.shape)}."
         )
     if not temperature >= 0:  # also refuses NaN
         raise ValueError(f"temperature must be a number of at least 0, but got {temperature}.")

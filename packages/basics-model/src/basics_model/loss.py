@@ -66,10 +66,10 @@ def linear_cross_entropy(
     if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
             f"weight must be (vocab_size, d_model) with the d_model of hidden, but got weight "
-            f"{tuple(weight.shape)} and hidden {tuple(hidden.shape)}"
+            f"{tuple(weight.shape)} and hidden {tuple(hidden.shape)}."
         )
     if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens must be at least 1, but got {chunk_tokens}")
+        raise ValueError(f"chunk_tokens must be at least 1, but got {chunk_tokens}.")
     kind = hidden.device.type
     autocast = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
     dtype = torch.get_autocast_dtype(kind) if autocast else hidden.dtype
@@ -139,7 +139,9 @@ def _check_targets(name: str, x: Tensor, targets: Tensor) -> None:
     if x.shape[:-1] != targets.shape or not targets.numel():
         raise ValueError(
             f"targets must be at least one value, in the shape of {name} without its last "
-            f"dimension, but got {name} {tuple(x.shape)} and targets {tuple(targets.shape)}"
+            f"dimension, but got {name} {tuple(x.shape)} and targets {tuple(targets.shape)}."
         )
     if targets.dtype != torch.int64:
-        raise ValueError(f"targets must be int64, but got {targets.dtype}; convert with .long()")
+        raise ValueError(
+            f"targets must be int64, but got {targets.dtype}. Convert them with .long()."
+        )

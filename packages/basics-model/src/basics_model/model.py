@@ -209,7 +209,7 @@ class TransformerLM(nn.Module):
     ) -> None:
         super().__init__()
         if checkpoint_blocks < 0:
-            raise ValueError(f"checkpoint_blocks must be at least 0, but got {checkpoint_blocks}")
+            raise ValueError(f"checkpoint_blocks must be at least 0, but got {checkpoint_blocks}.")
         self.config = config
         self.checkpoint_blocks = checkpoint_blocks
         self.embedding = Embedding(config.vocab_size, config.d_model, device=device, dtype=dtype)
@@ -236,8 +236,8 @@ class TransformerLM(nn.Module):
         """
         if token_ids.ndim != 2 or token_ids.dtype != torch.int64:
             raise ValueError(
-                f"token_ids must be (batch, seq) int64, got shape {tuple(token_ids.shape)} "
-                f"and {token_ids.dtype}"
+                f"token_ids must be (batch, seq) int64, but got shape {tuple(token_ids.shape)} "
+                f"and {token_ids.dtype}."
             )
         cos, sin = rotary_tables(
             token_ids.shape[1], self.config.head_dim, self.config.rope_theta, token_ids.device

@@ -86,8 +86,8 @@ class AdamW(torch.optim.Optimizer):
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         if gradient.is_sparse:
             raise ValueError(
-                "AdamW needs dense gradients, got a sparse one of shape "
-                f"{tuple(gradient.shape)}; build the embedding with sparse=False"
+                "AdamW needs dense gradients, but got a sparse one of shape "
+                f"{tuple(gradient.shape)}. Build the embedding with sparse=False."
             )
         state = self.state[parameter]
         if not state:
@@ -109,10 +109,10 @@ class AdamW(torch.optim.Optimizer):
 def _check_hyperparameters(group: dict[str, Any]) -> None:
     for name in ("lr", "eps", "weight_decay"):
         if not 0 <= group[name] < math.inf:
-            raise ValueError(f"{name} must be finite and at least 0, got {group[name]!r}")
+            raise ValueError(f"{name} must be finite and at least 0, but got {group[name]!r}.")
     betas = tuple(group["betas"])
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas must be two numbers of at least 0 and below 1, got {betas!r}")
+        raise ValueError(f"betas must be two numbers of at least 0 and below 1, but got {betas!r}.")
 
 
 def cosine_learning_rate(
@@ -133,16 +133,16 @@ def cosine_learning_rate(
             the rates are not in 0 ≤ minimum ≤ maximum.
     """
     if step < 0:
-        raise ValueError(f"step must be at least 0, got {step}")
+        raise ValueError(f"step must be at least 0, but got {step}.")
     if not 0 <= warmup_steps <= total_steps:
         raise ValueError(
-            "warmup_steps must be between 0 and total_steps, got "
-            f"warmup_steps={warmup_steps} and total_steps={total_steps}"
+            "warmup_steps must be between 0 and total_steps, but got "
+            f"warmup_steps={warmup_steps} and total_steps={total_steps}."
         )
     if not 0 <= min_learning_rate <= max_learning_rate:
         raise ValueError(
-            "learning rates must satisfy 0 <= minimum <= maximum, got "
-            f"minimum={min_learning_rate} and maximum={max_learning_rate}"
+            "learning rates must satisfy 0 <= minimum <= maximum, but got "
+            f"minimum={min_learning_rate} and maximum={max_learning_rate}."
         )
     if step < warmup_steps:
         return max_learning_rate * step / warmup_steps
@@ -180,7 +180,7 @@ class CosineSchedule:
         min_ratio: float = 0.1,
     ) -> None:
         if not 0 <= min_ratio <= 1:
-            raise ValueError(f"min_ratio must be between 0 and 1, got {min_ratio}")
+            raise ValueError(f"min_ratio must be between 0 and 1, but got {min_ratio}.")
         self.optimizer = optimizer
         self.warmup_steps = warmup_steps
         self.total_steps = total_steps
@@ -211,8 +211,8 @@ class CosineSchedule:
         rates = [float(rate) for rate in state["max_learning_rates"]]
         if len(rates) != len(self.optimizer.param_groups):
             raise ValueError(
-                f"the schedule's state must hold one rate per parameter group, got {len(rates)} "
-                f"for {len(self.optimizer.param_groups)} groups"
+                f"the schedule's state must hold one rate per parameter group, but got "
+                f"{len(rates)} for {len(self.optimizer.param_groups)} groups."
             )
         self.updates = int(state["updates"])
         self.max_learning_rates = rates
@@ -249,7 +249,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float, *, eps: float 
         ValueError: ``max_norm`` is not above 0.
     """
     if not max_norm > 0:
-        raise ValueError(f"max_norm must be above 0, got {max_norm}")
+        raise ValueError(f"max_norm must be above 0, but got {max_norm}.")
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
         return torch.zeros(())

@@ -51,18 +51,20 @@ class ModelConfig:
             if field.name == "rope_theta":
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{field.name} must be an integer of at least 1, got {value!r}")
+                raise ValueError(
+                    f"{field.name} must be an integer of at least 1, but got {value!r}."
+                )
         if not self.rope_theta > 0:
-            raise ValueError(f"rope_theta must be above 0, got {self.rope_theta!r}")
+            raise ValueError(f"rope_theta must be above 0, but got {self.rope_theta!r}.")
         if self.d_model % self.num_heads:
             raise ValueError(
-                f"num_heads must divide d_model, got d_model={self.d_model} and "
-                f"num_heads={self.num_heads}; change one of them"
+                f"num_heads must divide d_model, but got d_model={self.d_model} and "
+                f"num_heads={self.num_heads}. Change one of them."
             )
         if self.head_dim % 2:
             raise ValueError(
-                f"d_model / num_heads must be even for rotary embeddings, got {self.d_model} / "
-                f"{self.num_heads} = {self.head_dim}; change one of them"
+                f"d_model / num_heads must be even for rotary embeddings, but got {self.d_model} / "
+                f"{self.num_heads} = {self.head_dim}. Change one of them."
             )
 
     @property
