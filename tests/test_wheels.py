@@ -69,7 +69,8 @@ def test_wheel_contents(dist: Path, name: str) -> None:
     tops = {f.partition("/")[0] for f in files}
     assert tops == {module, metadata_file.partition("/")[0]}
     assert f"{module}/py.typed" in files
-    assert not [f for f in files if "test" in Path(f).name.lower()]
+    assert not [f for f in files if re.match(r"(test_|conftest|tests$)", Path(f).name)]
+    assert not [f for f in files if "tests" in Path(f).parts]
     assert metadata["Version"] == project["version"]
     assert metadata["License-Expression"] == "MIT"
     assert metadata["Requires-Python"] == ">=3.11"
