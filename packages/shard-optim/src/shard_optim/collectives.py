@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -54,13 +54,37 @@ def all_gather(flat: Tensor, owned: Tensor, group: dist.ProcessGroup) -> dist.Wo
     return group._allgather_base(flat, owned, options)
 
 
+class Waitable(Protocol):
+    """A collective under way, or several."""
+
+    def wait(self) -> Any:
+        """Returns when the result may be used; on CUDA the current stream waits, not the host."""
+
+
+class _All:
+    """Several collectives as one."""
+
+    def __init__(self, works: Sequence[Waitable]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
 def all_gather_several(
     wholes: Sequence[Tensor], parts: Sequence[Tensor], group: dist.ProcessGroup
-) -> dist.Work:
+) -> Waitable:
     """Starts filling each of ``wholes``, shape (world_size * n,), with every rank's part of it.
 
     One call and, over NCCL, one kernel for all of them; each may have another n, shape (n,).
     """
+    # Gloo's worker threads store the name of what they completed last in one string without a lock.
+    # Names of up to 15 characters lie inside the string, but "ALLGATHER_COALESCED" is allocated,
+    # and two threads that assign it at once free it twice (torch 2.11 to 2.15).
+    if group._get_backend(wholes[0].device).name() == "gloo":
+        pairs = zip(wholes, parts, strict=True)
+        return _All([all_gather(whole, part, group) for whole, part in pairs])
     options = AllgatherOptions()
     options.asyncOp = True
     return group.allgather_into_tensor_coalesced(list(wholes), list(parts), options)

@@ -299,6 +299,8 @@ class Schedule:
     def _end(self, trainable: Sequence[Unit]) -> None:
         self._backward = self._end_is_queued = False
         self._queue, self._present = [], {}
+        for unit in self.units:
+            unit.slot.wait()  # a gather that nobody used must not read what the optimizer writes
         self._rest()
         for unit in trainable:
             unit.gradients.end()

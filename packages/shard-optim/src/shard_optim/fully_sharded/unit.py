@@ -18,7 +18,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shard_optim.buckets import check_gradient, in_memory_order
-from shard_optim.collectives import all_gather_several, guarded, reduce_scatter_several
+from shard_optim.collectives import (
+    Waitable,
+    all_gather_several,
+    guarded,
+    reduce_scatter_several,
+)
 from shard_optim.fully_sharded.gradients import GradientStore
 from shard_optim.fully_sharded.units import UnitPlan
 
@@ -95,7 +100,7 @@ class Slot:
         self.cast = torch.zeros(shard_numel, dtype=dtype, device=device)
         self.owner: Unit | None = None
         self.generation = -1
-        self.work: dist.Work | None = None
+        self.work: Waitable | None = None
 
     def wait(self) -> None:
         """Waits for the gather into this slot. On CUDA the current stream waits, not the host."""
