@@ -25,6 +25,7 @@ from torch import Tensor
 
 from shard_optim.buckets import Bucket, check_gradient
 from shard_optim.collectives import guarded, maximum, reduce_scatter
+from shard_optim.reduced_gradient import StandIn, gradient_of
 
 # Packed gradients that may wait for the network before backward waits for them: enough to ride out
 # jitter between ranks, a small part of the memory of any model that needs sharding. At least two
@@ -52,6 +53,7 @@ class Reduction:
         self.size = len(self.bucket.params)
         self.words = self.bucket.describe("the reduce-scatter of gradients")
         self._packed = self.bucket.packed
+        self.stand_in = StandIn(min(self.bucket.params, key=Tensor.numel))
 
     def pack(self, grads: Sequence[Tensor | None]) -> Tensor:
         """Gradients of all members in a new flat tensor, zeros for those that are None.
@@ -173,7 +175,7 @@ class GradientReducer:
             self._land()
         grads = []
         for position, param in enumerate(bucket.params):
-            grad = param.grad
+            grad = gradient_of(param)
             grads.append(grad)
             if grad is not None:
                 check_gradient(grad, bucket.names[position])
@@ -182,6 +184,7 @@ class GradientReducer:
         packed = reduction.pack(grads)
         for param in bucket.params:
             param.grad = None
+        reduction.stand_in.show()
         if self._group.size() == 1 or bucket.plan.chunk == 0:
             self._in_flight.append(_Flight(reduction, packed, packed, None))
             return
@@ -219,7 +222,7 @@ class GradientReducer:
             self._land()
         for reduction in self._reductions:
             for param, name in zip(reduction.bucket.params, reduction.bucket.names, strict=True):
-                if param.grad is not None:
+                if gradient_of(param) is not None:
                     raise RuntimeError(self._left_over(name))
 
     def _left_over(self, name: str) -> str:
@@ -306,4 +309,5 @@ class GradientReducer:
             reduction.arrived.clear()
             reduction.present.clear()
             reduction.shard = None
+            reduction.stand_in.remove()
         self._next = 0

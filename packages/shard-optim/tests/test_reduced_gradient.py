@@ -1,0 +1,97 @@
+"""Under ``reduce_gradients=True`` gradients are in shards after backward: reading them is refused.
+
+One rank is enough: what stands in ``grad`` does not depend on the number of ranks.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shard_optim import ShardedOptimizer
+
+
+@pytest.fixture(autouse=True)
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def made():
+    """A model, its optimizer, an input, and the same without sharding."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    plain = copy.deepcopy(model)
+    optimizer = ShardedOptimizer(
+        model.named_parameters(), torch.optim.SGD, lr=0.1, reduce_gradients=True
+    )
+    return model, optimizer, torch.randn(3, 6), plain, torch.optim.SGD(plain.parameters(), lr=0.1)
+
+
+def assert_same(model, plain):
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+        assert ours.grad is None
+
+
+READS = {
+    "clip_grad_norm_": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1.0),
+    "one by one": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1.0, foreach=False),
+    "largest": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1.0, float("inf")),
+    "clip_grad_value_": lambda m: nn.utils.clip_grad_value_(m.parameters(), 1.0),
+    "a norm": lambda m: [p.grad.norm() for p in m.parameters() if p.grad is not None],
+    "zeros": lambda m: m.zero_grad(set_to_none=False),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_refused_and_the_step_is_right(read):
+    model, optimizer, x, plain, stepper = made()
+    for each in (model, plain):
+        each(x).square().mean().backward()
+    with pytest.raises(RuntimeError, match=r"Call optimizer\.clip_grad_norm_\(\) instead of"):
+        READS[read](model)
+    assert model[0].bias.grad.shape == (6,)
+    norm = optimizer.clip_grad_norm_(0.01)
+    assert norm == nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+    optimizer.step()
+    stepper.step()
+    stepper.zero_grad()
+    assert_same(model, plain)
+
+
+@pytest.mark.parametrize("pause", [False, True])
+def test_further_backwards(pause):
+    """Into shards, or into whole gradients; some parameters are unused in some of them."""
+    model, optimizer, x, plain, stepper = made()
+    for each in (model, plain):
+        each(x).square().mean().backward()
+        if pause and each is model:
+            with optimizer.no_sync():
+                each(x).square().mean().backward()
+        else:
+            each(x).square().mean().backward()
+        each[2](x).square().mean().backward()
+    optimizer.step()
+    stepper.step()
+    stepper.zero_grad()
+    assert_same(model, plain)
+
+
+def test_compiling_between_two_backwards():
+    """The compiler looks at ``grad`` of the parameters that it traces."""
+    model, optimizer, x, plain, stepper = made()
+    model[0](x).square().mean().backward()
+    model[0].compile(backend="aot_eager", fullgraph=True)
+    model[0](x).square().mean().backward()
+    optimizer.step()
+    for _ in range(2):
+        plain[0](x).square().mean().backward()
+    stepper.step()
+    stepper.zero_grad()
+    assert_same(model, plain)
