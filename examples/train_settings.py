@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 def causal_flash_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """``flash_attention`` as the model calls it: all tensors (batch, heads, seq, head_dim)."""
-    return flash_attention(query, key, value, causal=True)
+    return flash_attention(query, key, value, causal=True, layout="bhsd")
 
 
 WRAPPERS: Mapping[str, type[DataParallelBase]] = {

@@ -129,7 +129,7 @@ def tolerance_of(dtype: torch.dtype, options: AttentionOptions) -> Tolerance:
 # ---- cases ---------------------------------------------------------------------------------------
 
 DTYPE_NAMES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-PUBLIC_CAUSAL = {"none": False, "top-left": True, "bottom-right": "bottom-right"}
+PUBLIC_CAUSAL = {"none": False, "top-left": "top-left", "bottom-right": "bottom-right"}
 
 
 @dataclass(frozen=True)

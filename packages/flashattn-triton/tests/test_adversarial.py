@@ -204,7 +204,7 @@ WINDOWS = [
     (90, 70, "bottom-right", (3, None)),  # the first 20 are before them
     (70, 70, True, (10**9, 10**9)),
     (70, 70, False, (2**40, None)),
-    (129, 130, True, (64, None)),
+    (129, 130, "top-left", (64, None)),
     (130, 129, "bottom-right", (63, 5)),
     (200, 3, False, (5, 130)),
     (3, 200, False, (5, 130)),

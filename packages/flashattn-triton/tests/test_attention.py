@@ -50,7 +50,7 @@ def test_any_leading_dimensions(leading: tuple[int, ...], layout: str, implement
         for _ in range(2)
     )
     leaves = [query, key, value]
-    keywords: dict[str, Any] = {"causal": True, "layout": layout, "return_lse": True}
+    keywords: dict[str, Any] = {"causal": "top-left", "layout": layout, "return_lse": True}
     out, lse = flash_attention(*leaves, **keywords, implementation=implementation)
     assert out.shape == query.shape
     assert lse.shape == (*leading, 4, 20)

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gpu
 def attend(case: Any, **keywords: Any) -> Callable[..., Any]:
     keywords = {**case.keywords, "implementation": "triton", "return_lse": True, **keywords}
     if not case.packed:
-        return lambda q, k, v: flash_attention(q, k, v, **keywords)
+        return lambda q, k, v: flash_attention(q, k, v, layout="bhsd", **keywords)
     longest = [max(column) for column in zip(*case.seqlens, strict=True)]
     starts = case.cu_seqlens("cuda")
     return lambda q, k, v: flash_attention_varlen(q, k, v, *starts, *longest, **keywords)
@@ -138,8 +138,9 @@ def test_many_heads_past_two_billion_elements(implementation: str) -> None:
     heads = 2**31 // (512 * 64) + 2
     q = torch.randn(1, heads, 512, 64, device="cuda", dtype=torch.bfloat16)
     last = q[:, -2:]
-    out = flash_attention(q, q, q, causal=True, implementation=implementation)
-    expected = flash_attention(last, last, last, causal=True, implementation=implementation)
+    keywords: dict[str, Any] = {"causal": True, "implementation": implementation, "layout": "bhsd"}
+    out = flash_attention(q, q, q, **keywords)
+    expected = flash_attention(last, last, last, **keywords)
     assert torch.equal(out[:, -2:], expected)
 
 

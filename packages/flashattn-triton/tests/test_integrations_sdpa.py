@@ -66,7 +66,7 @@ def test_positional_arguments_and_modules(calls):
         F.scaled_dot_product_attention(query, key, value, None, 0.0, True)
         routed = layer(tokens, tokens, tokens, need_weights=False)[0]
     assert routing.routed == len(calls) == 2
-    assert calls[0]["causal"] is True
+    assert calls[0]["causal"] == "top-left"
     torch.testing.assert_close(routed, plain)
 
 

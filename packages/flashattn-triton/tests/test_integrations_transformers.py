@@ -213,7 +213,7 @@ def test_a_compiled_model_without_graph_breaks():
 
 def test_dropout_is_refused():
     model = causal_model("Llama", integration.NAME, attention_dropout=0.1).train()
-    with pytest.raises(ValueError, match=r"has no dropout, received dropout=0\.1"):
+    with pytest.raises(ValueError, match=r"got 0\.1\. Set attention_dropout=0 in"):
         model(tokens())
     model.eval()(tokens())
 

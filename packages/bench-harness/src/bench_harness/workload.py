@@ -147,7 +147,7 @@ def attention_by_name(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     if name == "flash":
         from flashattn_triton import flash_attention
 
-        flash: Callable[..., Any] = partial(flash_attention, causal=True)
+        flash: Callable[..., Any] = partial(flash_attention, causal=True, layout="bhsd")
         return flash
     if ":" in name:
         found: Callable[..., Tensor] = imported(name, "attention")

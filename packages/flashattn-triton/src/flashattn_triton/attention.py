@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, Never, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -11,9 +11,15 @@ from torch.autograd.function import once_differentiable
 
 from flashattn_triton import eager, ops
 from flashattn_triton.compiled_backward import compiled_flash_backward
-from flashattn_triton.configs import Tiling
+from flashattn_triton.configs import Tiling, check_tiling_type
 from flashattn_triton.dispatch import Implementation, check_implementation
 from flashattn_triton.launch import Packing
+from flashattn_triton.mistakes import (
+    check_tensors,
+    refuse_keywords,
+    warn_of_alignment,
+    warn_of_layout,
+)
 from flashattn_triton.options import (
     AttentionOptions,
     CausalArgument,
@@ -43,7 +49,7 @@ class PackedKeywords(TypedDict, total=False):
 class Keywords(PackedKeywords, total=False):
     """Keywords of :func:`flash_attention` beside ``return_lse``, for its overloads."""
 
-    layout: Layout
+    layout: Layout | None
 
 
 @overload
@@ -88,11 +94,12 @@ def flash_attention(
     scale: float | None = None,
     window: Window | None = None,
     softcap: float | None = None,
-    layout: Layout = "bhsd",
+    layout: Layout | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
     implementation: Implementation = "auto",
     tiling: Tiling | None = None,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale · Q Kᵀ) V, exactly, without the N_q x N_k matrix (arXiv:2307.08691).
 
@@ -107,12 +114,14 @@ def flash_attention(
         key: (B, G, N_k, D), G dividing H: query head h reads key head h // (H / G).
         value: (B, G, N_k, E).
         causal: False; True or "top-left": query i sees the keys j <= i; "bottom-right": query i
-            sees j <= i + N_k - N_q, as for decoding with a cache.
+            sees j <= i + N_k - N_q, as for decoding with a cache. True warns where N_q and N_k
+            differ, because flash-attn aligns the mask to the bottom right.
         scale: factor on the scores, 1/sqrt(D) by default; may be negative.
         window: (left, right): a query sees that many keys before and after its diagonal, which is
             the one of ``causal`` (top-left if that is False). None means no limit.
         softcap: c > 0 replaces a scaled score s by c·tanh(s/c).
-        layout: "bhsd" or "bshd", of inputs and output.
+        layout: "bhsd" or "bshd", of inputs and output. None means "bhsd", with a warning if inputs
+            look like "bshd".
         return_lse: also return the logsumexp.
         deterministic: gradients are bit-identical from run to run.
         implementation: "auto" (for CUDA tensors "hopper" where that tier can run, else "triton";
@@ -129,7 +138,11 @@ def flash_attention(
 
     Raises:
         ValueError: an argument is not what is described above.
+        TypeError: an input is not a tensor, or an argument has another library's name.
     """
+    if unknown:
+        refuse_keywords("flash_attention", (*PackedKeywords.__annotations__, "layout"), unknown)
+    check_tensors(query=query, key=key, value=value)
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = _autocast(query, key, value)
     if query.dim() != 4:
@@ -156,6 +169,7 @@ def flash_attention(
     if call is None:
         check_layout(layout)
         check_implementation(implementation)
+        check_tiling_type(tiling)
     if layout == "bshd" and key.dim() == value.dim() == 4:
         query, key, value = (to_heads_first(x, layout) for x in (query, key, value))
     if call is None:
@@ -168,6 +182,8 @@ def flash_attention(
             softcap=softcap,
             deterministic=deterministic,
         )
+        warn_of_alignment(causal, query.shape[2], key.shape[2], stacklevel=2)
+        warn_of_layout(layout, query, key, stacklevel=2)
         if implementation == "reference":
             from flashattn_triton.reference import attention_reference
 
@@ -250,6 +266,7 @@ def flash_attention_varlen(
     deterministic: bool = False,
     implementation: Implementation = "auto",
     tiling: Tiling | None = None,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`flash_attention` of each sequence of a packed batch, without padding.
 
@@ -273,8 +290,15 @@ def flash_attention_varlen(
 
     Raises:
         ValueError: an argument is not what is described above.
+        TypeError: an input is not a tensor, or an argument has another library's name.
     """
+    if unknown:
+        refuse_keywords("flash_attention_varlen", [*PackedKeywords.__annotations__], unknown)
+    check_tensors(
+        query=query, key=key, value=value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k
+    )
     check_implementation(implementation)
+    check_tiling_type(tiling)
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = _autocast(query, key, value)
     check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -286,6 +310,8 @@ def flash_attention_varlen(
         softcap=softcap,
         deterministic=deterministic,
     )
+    if max_seqlen_q != max_seqlen_k:
+        warn_of_alignment(causal, max_seqlen_q, max_seqlen_k, stacklevel=2)
     if implementation == "reference":
         from flashattn_triton.reference import attention_reference_varlen
 
@@ -333,6 +359,7 @@ class FlashAttention2Triton(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False) -> Tensor:
         """O, with what the backward pass needs saved on ``ctx``."""
+        check_tensors(Q=Q, K=K, V=V)
         for name, x in (("Q", Q), ("K", K), ("V", V)):
             if x.dim() < 3 or x.shape[:-2] != Q.shape[:-2]:
                 raise ValueError(

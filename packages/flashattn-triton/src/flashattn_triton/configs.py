@@ -44,6 +44,35 @@ class Tiling:
     fused: Tiles | None = None
     bulk: bool = False
 
+    def __post_init__(self) -> None:
+        """Refuses what no kernel can be compiled with.
+
+        Raises:
+            TypeError: a kernel's shape is not a :class:`Tiles`.
+            ValueError: a shape has a number that cannot be.
+        """
+        for kernel in ("forward", "key_pass", "query_pass", "fused"):
+            tiles = getattr(self, kernel)
+            if tiles is None and kernel == "fused":
+                continue
+            if not isinstance(tiles, Tiles):
+                raise TypeError(
+                    f"tiling.{kernel} must be Tiles, but got {tiles!r}. Use Tiles(queries, keys, "
+                    f"warps, stages)."
+                )
+            for name, least in (("queries", 16), ("keys", 16), ("warps", 1)):
+                size = getattr(tiles, name)
+                if not isinstance(size, int) or size < least or size & (size - 1):
+                    raise ValueError(
+                        f"tiling.{kernel}.{name} must be a power of two and at least {least}, but "
+                        f"got {size!r}. Working shapes are in flashattn_triton.configs.TABLE."
+                    )
+            if not isinstance(tiles.stages, int) or tiles.stages < 1:
+                raise ValueError(
+                    f"tiling.{kernel}.stages must be an integer >= 1, but got {tiles.stages!r}. "
+                    f"Use 1 for no pipeline."
+                )
+
     def owners(self) -> list[tuple[str, int, Tiles]]:
         """For each kernel its name, the rows that one program owns, and its shape."""
         rows = [
@@ -70,6 +99,14 @@ class Tiling:
             query_pass=query_pass,
             fused=fused if fused.warps else None,
             bulk=bool(numbers[20]),
+        )
+
+
+def check_tiling_type(tiling: object) -> None:
+    """Raises ``TypeError`` unless ``tiling`` is a :class:`Tiling` or None."""
+    if tiling is not None and not isinstance(tiling, Tiling):
+        raise TypeError(
+            f"tiling must be a Tiling or None, but got {tiling!r}. Use None for the shipped table."
         )
 
 

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from inspect import signature
+from typing import Any, Literal, Never, get_args
 
 import torch
 from torch import Tensor
 
-from flashattn_triton.configs import INTERPRETER, Tiling, tiling_for
+from flashattn_triton import triton_versions
+from flashattn_triton.configs import INTERPRETER, Tiling, check_tiling_type, tiling_for
 from flashattn_triton.hopper import eligibility
 from flashattn_triton.hopper.configs import describe_backward, describe_forward
 from flashattn_triton.launch import copy_refusal
+from flashattn_triton.mistakes import check_tensors, refuse_keywords, warn_once
 from flashattn_triton.options import (
     AttentionOptions,
     CausalArgument,
     Layout,
     Window,
+    check_layout,
     in_one_batch,
     resolve_options,
     to_heads_first,
@@ -172,6 +176,15 @@ def _choose(
         return Plan(tier="hopper", tiling=chosen, reason=gpu.name)
     if implementation == "hopper":
         raise ValueError(f"implementation 'hopper' cannot run this: {refusal}")
+    if refusal == triton_versions.refusal():
+        warn_once(
+            "hopper",
+            f"The Hopper tier of flashattn-triton, which is faster on {gpu.name}, must have "
+            f"{triton_versions.KNOWN}, but got another: {refusal}. The portable kernels run "
+            f"instead. Update flashattn-triton, install a torch that brings such a Triton, or "
+            f"confirm with implementation='triton'.",
+            stacklevel=2,
+        )
     if gpu.capability == eligibility.CAPABILITY:
         reason = f"{reason}; not the Hopper tier: {refusal}"
     return Plan(tier="triton", tiling=chosen, reason=f"{reason}; shipped table")
@@ -221,15 +234,21 @@ def explain(
     scale: float | None = None,
     window: Window | None = None,
     softcap: float | None = None,
-    layout: Layout = "bhsd",
+    layout: Layout | None = None,
     deterministic: bool = False,
     implementation: Implementation = "auto",
     tiling: Tiling | None = None,
+    **unknown: Never,
 ) -> str:
     """In words: which implementation and which tiles ``flash_attention`` would run, and why.
 
-    Takes ``flash_attention``'s arguments. Launches nothing.
+    Takes ``flash_attention``'s arguments and raises its errors. Launches nothing.
     """
+    if unknown:
+        refuse_keywords("explain", list(signature(explain).parameters)[3:-1], unknown)
+    check_tensors(query=query, key=key, value=value)
+    check_layout(layout)
+    check_tiling_type(tiling)
     query, key, value = (to_heads_first(x, layout) for x in in_one_batch(query, key, value))
     resolved = resolve_options(
         head_dim=query.shape[-1],

@@ -23,6 +23,9 @@ Window = tuple[int | None, int | None]
 LAYOUTS = get_args(Layout)
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# Of scale and soft-cap: kernels compute in fp32 with either, its inverse, and their product or
+# quotient, all times log2(e).
+_LARGEST_FACTOR = 1e18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +85,14 @@ def resolve_options(
         scale=_normalise_scale(scale, head_dim),
         window=_normalise_window(window),
         softcap=_normalise_softcap(softcap),
-        deterministic=bool(deterministic),
+        deterministic=_normalise_flag("deterministic", deterministic),
     )
+
+
+def _normalise_flag(name: str, flag: object) -> bool:
+    if not isinstance(flag, bool):
+        raise ValueError(f"{name} must be True or False, but got {flag!r}. Pass a bool.")
+    return flag
 
 
 def _normalise_causal(causal: bool | str) -> Causal:
@@ -105,8 +114,11 @@ def _is_number(x: object) -> bool:
 def _normalise_scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
-    if not _is_number(scale) or not math.isfinite(scale):
-        raise ValueError(f"scale must be a finite number or None; received {scale!r}")
+    if not _is_number(scale) or not abs(scale) <= _LARGEST_FACTOR:
+        raise ValueError(
+            f"scale must be a finite number of at most {_LARGEST_FACTOR:.0e} in size, or None, "
+            f"but got {scale!r}. Use scale=None for 1/sqrt(head_dim)."
+        )
     return float(scale)
 
 
@@ -117,13 +129,14 @@ def _normalise_window(
         return (None, None)
     if not isinstance(window, tuple | list) or len(window) != 2:
         raise ValueError(
-            f"window must be None or a pair (left, right) of integers >= 0 or None; "
-            f"received {window!r}"
+            f"window must be None or a pair (left, right) of integers >= 0 or None, but got "
+            f"{window!r}. Use ({window!r}, 0) for that many keys before a query's own."
         )
     for side, size in zip(("left", "right"), window, strict=True):
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
             raise ValueError(
-                f"window {side} must be an integer >= 0, or None for no limit; received {size!r}"
+                f"window {side} must be an integer >= 0, or None, but got {size!r}. Use None for "
+                f"no limit, which is -1 in flash-attn."
             )
     return (window[0], window[1])
 
@@ -131,15 +144,22 @@ def _normalise_window(
 def _normalise_softcap(softcap: float | None) -> float | None:
     if softcap is None:
         return None
-    if not _is_number(softcap) or not math.isfinite(softcap) or softcap <= 0:
-        raise ValueError(f"softcap must be a finite number > 0, or None; received {softcap!r}")
+    if not _is_number(softcap) or not 1 / _LARGEST_FACTOR <= softcap <= _LARGEST_FACTOR:
+        raise ValueError(
+            f"softcap must be a finite number > 0 (from {1 / _LARGEST_FACTOR:.0e} to "
+            f"{_LARGEST_FACTOR:.0e}), or None, but got {softcap!r}. Use softcap=None for no "
+            f"soft-cap, which is 0.0 in flash-attn."
+        )
     return float(softcap)
 
 
-def check_layout(layout: str) -> None:
-    """Raises ``ValueError`` unless ``layout`` is one of "bhsd" and "bshd"."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}; received {layout!r}")
+def check_layout(layout: str | None) -> None:
+    """Raises ``ValueError`` unless ``layout`` is one of "bhsd" and "bshd", or None for "bhsd"."""
+    if layout is not None and layout not in LAYOUTS:
+        raise ValueError(
+            f"layout must be one of {', '.join(LAYOUTS)}, but got {layout!r}. b is the batch, h "
+            f"heads, s the sequence, d head_dim."
+        )
 
 
 def in_one_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -223,8 +243,11 @@ def check_varlen(
     if value.shape[0] != key.shape[0]:
         raise ValueError(f"value must have key's {key.shape[0]} tokens; received {value.shape[0]}")
     for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if length < 0:
-            raise ValueError(f"{name} must be an integer >= 0; received {length!r}")
+        if not isinstance(length, int | torch.SymInt) or length < 0:
+            raise ValueError(
+                f"{name} must be an integer >= 0, but got {length!r}. Pass the longest length as a "
+                f"Python int."
+            )
     starts = (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k))
     for name, x in starts:
         if x.dim() != 1 or x.shape[0] < 2 or x.dtype != torch.int32 or not x.is_contiguous():
@@ -293,7 +316,7 @@ def _check_head_dims(query_dim: int, key_dim: int, value_dim: int) -> None:
             )
 
 
-def to_heads_first(x: Tensor, layout: str) -> Tensor:
+def to_heads_first(x: Tensor, layout: str | None) -> Tensor:
     """(B, H, N, D) view of a 4-D tensor in ``layout``; the same function undoes it."""
     check_layout(layout)
     return x.transpose(1, 2) if layout == "bshd" else x

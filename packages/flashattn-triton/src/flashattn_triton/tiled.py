@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from flashattn_triton.mistakes import check_tensors
 from flashattn_triton.options import AttentionOptions, diagonal_offset
 
 # Large enough that the matrix products, not the Python loop, take the time on a CPU; small enough
@@ -384,6 +385,7 @@ def as_batch(x: Tensor) -> Tensor:
 
 def check_assignment_inputs(Q: Tensor, K: Tensor, V: Tensor) -> None:
     """Raises a ValueError unless Q, K, V are what :class:`FlashAttention2PyTorch` documents."""
+    check_tensors(Q=Q, K=K, V=V)
     for name, x in (("Q", Q), ("K", K), ("V", V)):
         if x.dim() < 3:
             raise ValueError(

@@ -374,7 +374,9 @@ def implementation(name: str, *, causal: bool, device: torch.device) -> Attentio
 
         return scaled_dot_product
     if name in OURS:
-        flash: Callable[..., Any] = partial(flash_attention, causal=causal, implementation=name)
+        flash: Callable[..., Any] = partial(
+            flash_attention, causal=causal, implementation=name, layout="bhsd"
+        )
         return flash
     if name == "naive":
         return partial(_naive, causal=causal)

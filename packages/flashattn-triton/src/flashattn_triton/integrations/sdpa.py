@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashattn_triton.attention import flash_attention
-from flashattn_triton.options import DTYPES, MAX_HEAD_DIM
+from flashattn_triton.options import DTYPES, MAX_HEAD_DIM, CausalArgument
 
 
 @dataclass
@@ -167,11 +167,10 @@ class _Call:
         return None
 
     def run(self) -> Tensor:
-        tensors = (self.query, self.key, self.value)
-        if self.query.dim() == 3:  # (B, N, D): the batch takes the place of the heads
-            query, key, value = (x[None] for x in tensors)
-            out = flash_attention(query, key, value, causal=self.is_causal, scale=self.scale)
-        else:
-            out = flash_attention(*tensors, causal=self.is_causal, scale=self.scale)
-        assert isinstance(out, Tensor)  # no logsumexp was asked for
+        # (B, N, D): the batch takes the place of the heads
+        query, key, value = (
+            x[None] if x.dim() == 3 else x for x in (self.query, self.key, self.value)
+        )
+        causal: CausalArgument = "top-left" if self.is_causal else False
+        out = flash_attention(query, key, value, causal=causal, scale=self.scale, layout="bhsd")
         return out[0] if self.query.dim() == 3 else out

@@ -122,8 +122,8 @@ def attention_forward(
     """
     if dropout:
         raise ValueError(
-            f"{NAME} has no dropout, received dropout={dropout}; set attention_dropout=0 in the "
-            f"model's configuration, or choose another attn_implementation"
+            f"dropout must be 0 for {NAME}, but got {dropout}. Set {_dropout_settings(module)} in "
+            f"the model's configuration, call model.eval(), or choose another attn_implementation."
         )
     for name, feature in UNSUPPORTED.items():
         if kwargs.get(name) is not None:
@@ -151,7 +151,7 @@ def attention_forward(
             options,
         ), None
     if attention_mask is None:
-        out = flash_attention(query, key, value, **options)
+        out = flash_attention(query, key, value, layout="bhsd", **options)
         assert isinstance(out, Tensor)  # no logsumexp was asked for
         return out.transpose(1, 2).contiguous(), None
     if attention_mask.dim() != 2 or attention_mask.shape != (key.shape[0], key.shape[2]):
@@ -161,6 +161,17 @@ def attention_forward(
             f"for custom masks"
         )
     return _attend_unpadded(query, key, value, attention_mask, options), None
+
+
+def _dropout_settings(module: nn.Module) -> str:
+    """The settings of the layer's model that cause dropout in attention, each set to 0."""
+    settings = vars(getattr(module, "config", module))
+    found = [
+        name
+        for name, value in settings.items()
+        if "att" in name and ("drop" in name or "pdrop" in name) and isinstance(value, float)
+    ]
+    return " and ".join(f"{name}=0" for name in found) or "attention's dropout to 0"
 
 
 def _attend_packed(

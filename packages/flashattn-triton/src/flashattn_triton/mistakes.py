@@ -1,0 +1,132 @@
+"""Errors and warnings for calls that mean something else than they compute.
+
+Arguments that other libraries take under other names, and inputs that are not tensors, are errors.
+Where a call may be meant as it stands, one warning is given in a process: both alignments of a
+causal mask and both layouts are legitimate, and a GPU works without its fastest kernels.
+"""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+_given: set[str] = set()  # kinds of warnings that this process has seen
+
+
+def warn_once(kind: str, message: str, stacklevel: int) -> None:
+    """Gives a ``UserWarning``, unless the process has had one of this kind.
+
+    Args:
+        kind: what identifies the warning; the message may differ from call to call.
+        message: what was expected, what was got and what to do.
+        stacklevel: 1 for the line that calls this function, 2 for its caller's, and so on.
+    """
+    if kind not in _given:
+        # A filter may turn this into an error, and then the next call is to see it too.
+        warnings.warn(message, UserWarning, stacklevel=stacklevel + 1)
+        _given.add(kind)
+
+
+def warn_of_alignment(causal: object, n_queries: int, n_keys: int, stacklevel: int) -> None:
+    """Warns if ``causal`` is True and the lengths differ: flash-attn aligns the mask otherwise."""
+    if causal is True and n_queries != n_keys and not torch.compiler.is_compiling():
+        warn_once(
+            "alignment",
+            f"causal must say where the mask is aligned if there are not as many queries as keys, "
+            f"but got True for {n_queries} queries and {n_keys} keys: taken as 'top-left' (query i "
+            f"sees keys 0 to i), as in PyTorch. flash-attn means 'bottom-right' (the last query "
+            f"sees every key). Pass one of the two names.",
+            stacklevel + 1,
+        )
+
+
+def warn_of_layout(layout: str | None, query: Tensor, key: Tensor, stacklevel: int) -> None:
+    """Warns if no layout is given and (B, H, N, D) tensors look like (B, N, H, D)."""
+    if layout is not None or torch.compiler.is_compiling():
+        return
+    if query.shape[1] > query.shape[2] and key.shape[1] > key.shape[2]:
+        warn_once(
+            "layout",
+            f"layout must be given if there are more heads than positions, but got None for query "
+            f"{tuple(query.shape)} and key {tuple(key.shape)}: taken as 'bhsd' (batch, heads, "
+            f"sequence, head_dim). Pass layout='bshd' if they are (batch, sequence, heads, "
+            f"head_dim), as flash-attn's are, or layout='bhsd' to confirm.",
+            stacklevel + 1,
+        )
+
+
+def check_tensors(**tensors: object) -> None:
+    """Raises ``TypeError`` unless each argument, given by its name, is a tensor."""
+    for name, x in tensors.items():
+        if isinstance(x, Tensor):
+            continue
+        kind = type(x)
+        remedy = "torch.from_numpy" if kind.__module__ == "numpy" else "torch.as_tensor"
+        raise TypeError(
+            f"{name} must be a torch.Tensor, but got {kind.__module__}.{kind.__qualname__}. "
+            f"Convert it with {remedy}({name})."
+        )
+
+
+def _repeat(ours: str) -> Callable[[Any], str]:
+    return lambda value: f"Use {ours}={value!r}."
+
+
+def _window(value: Any) -> str:
+    sides = value if isinstance(value, Sequence) else (value, value)
+    ours = tuple(None if side == -1 else side for side in sides)
+    return f"Use window={ours!r}, where None, not -1, means no limit."
+
+
+def _causal(value: Any) -> str:
+    return f"Use causal={value!r}, whose True aligns the mask to the top left."
+
+
+def _dropout(value: Any) -> str:
+    return "There is no dropout. Leave the argument out, and apply dropout elsewhere."
+
+
+def _no(feature: str) -> Callable[[Any], str]:
+    return lambda value: f"There is no support for {feature}. Leave the argument out."
+
+
+# What flash-attn and PyTorch's scaled_dot_product_attention call things, and what to do instead.
+_ELSEWHERE: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "softmax_scale": ("flash-attn", _repeat("scale")),
+    "sm_scale": ("flash-attn", _repeat("scale")),
+    "window_size": ("flash-attn", _window),
+    "dropout_p": ("flash-attn and PyTorch", _dropout),
+    "return_attn_probs": ("flash-attn", _repeat("return_lse")),
+    "return_softmax_lse": ("flash-attn", _repeat("return_lse")),
+    "alibi_slopes": ("flash-attn", _no("ALiBi")),
+    "block_table": ("flash-attn", _no("paged caches")),
+    "page_table": ("flash-attn", _no("paged caches")),
+    "is_causal": ("PyTorch", _causal),
+    "attn_mask": ("PyTorch", _no("arbitrary masks: there are causal and window")),
+    "enable_gqa": ("PyTorch", lambda value: "Leave it out: grouped heads need no argument."),
+}
+
+
+def refuse_keywords(function: str, allowed: Sequence[str], unknown: dict[str, Any]) -> NoReturn:
+    """Raises ``TypeError`` for the first of ``unknown``, naming this package's argument.
+
+    Args:
+        function: the one that was called.
+        allowed: its keyword arguments.
+        unknown: other keyword arguments, with their values.
+    """
+    name, value = next(iter(unknown.items()))
+    if name in _ELSEWHERE:
+        library, remedy = _ELSEWHERE[name]
+        raise TypeError(
+            f"{function} must be called by its own argument names, but got {name}, a name of "
+            f"{library}. {remedy(value)}"
+        )
+    similar = difflib.get_close_matches(name, allowed, n=1)
+    hint = f"Did you mean {similar[0]}?" if similar else f"Choose from {', '.join(allowed)}."
+    raise TypeError(f"{function} must be called by its own argument names, but got {name}. {hint}")
