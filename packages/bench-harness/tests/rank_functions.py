@@ -5,6 +5,7 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -13,8 +14,20 @@ def report(rank, world_size, device, text):
     total = torch.full((3,), float(rank))
     dist.all_reduce(total)
     return {"rank": rank, "world_size": world_size, "device": str(device), "text": text} | {
-        "total": total.tolist()
+        "total": total.tolist(),
+        "ports": open_ports(),
     }
+
+
+def open_ports():
+    """The addresses that this rank and its launcher listen on."""
+    processes = psutil.Process(), psutil.Process().parent()
+    return [
+        each.laddr.ip
+        for process in processes
+        for each in process.net_connections("tcp")
+        if each.status == psutil.CONN_LISTEN
+    ]
 
 
 def fail_on_last(rank, world_size, device):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing.context
+import os
 import subprocess
 import sys
 import time
@@ -133,24 +135,87 @@ def test_what_a_finished_call_left_running_is_killed(calls: ModuleType, tmp_path
     assert gone([int((tmp_path / "pid").read_text())])
 
 
+def program(plugin: Path, *lines: str) -> list[str]:
+    """A Python program that may call functions of ``toy_calls`` without waiting for torch."""
+    start = (
+        f"import sys; sys.path.insert(0, {str(plugin)!r})",
+        "import multiprocessing.forkserver, os, signal, toy_calls",
+        "from pathlib import Path",
+        "from bench_harness import process",
+        "process._PRELOAD = []",
+    )
+    return [sys.executable, "-c", "\n".join([*start, *lines])]
+
+
 def test_a_killed_parent_takes_the_call_along(plugin: Path, tmp_path: Path) -> None:
     """The parent gets SIGKILL, so no code of its own can clean up."""
-    program = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from pathlib import Path\n"
-        "import toy_calls\n"
-        "from bench_harness import process\n"
-        "process._PRELOAD = []\n"
-        "process.call(toy_calls.hangs_with_children, sys.argv[2], timeout_s=60,\n"
-        "             folder=Path(sys.argv[2]).parent, on_progress=print)\n"
-    )
     pids = tmp_path / "pids"
-    parent = subprocess.Popen([sys.executable, "-c", program, str(plugin), str(pids)])
+    call = f"toy_calls.hangs_with_children, {str(pids)!r}, timeout_s=60, folder=Path('.')"
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    parent = subprocess.Popen(
+        program(plugin, f"process.call({call}, on_progress=print)"),
+        env={**os.environ, "TMPDIR": str(temporary)},
+    )
     deadline = time.monotonic() + 30
     while not (pids.exists() and pids.read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
+    assert {folder.name.partition("-")[0] for folder in temporary.iterdir()} == {"bench", "pymp"}
     parent.kill()
     parent.wait()
-    process_id, near, far = (int(pid) for pid in pids.read_text().split())
-    assert gone([process_id, near])
-    psutil.Process(far).kill()  # moved to a session of its own, out of a dead parent's reach
+    assert gone([int(pid) for pid in pids.read_text().split()])
+    deadline = time.monotonic() + 10
+    while list(temporary.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_fork_server_that_dies_is_started_again(plugin: Path, tmp_path: Path) -> None:
+    call = "process.call(toy_calls.double, 1, timeout_s=60, folder=Path('.'), on_progress=print)"
+    done = subprocess.run(
+        program(
+            plugin,
+            f"assert {call}.status == 'ok'",
+            "os.kill(multiprocessing.forkserver._forkserver._forkserver_pid, signal.SIGKILL)",
+            f"print({call})",
+        ),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "Outcome(status='ok'" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux hands orphans to a supervisor")
+def test_an_orphan_in_a_session_of_its_own_is_killed_with_a_killed_call(
+    calls: ModuleType, tmp_path: Path
+) -> None:
+    outcome = call(calls.leaves_an_orphan, str(tmp_path / "pid"), folder=tmp_path)
+    assert outcome.error is not None
+    assert "SIGKILL" in outcome.error
+    assert gone([int((tmp_path / "pid").read_text())])
+
+
+def test_of_much_output_the_end_is_kept_and_nothing_reaches_the_disk(
+    calls: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = psutil.Process().memory_info().rss
+    outcome = call(calls.prints_much, 200, folder=tmp_path)
+    assert outcome.detail is not None
+    assert outcome.detail.endswith("xxx\nthe last line")
+    assert len(outcome.detail) < 6000
+    assert psutil.Process().memory_info().rss - before < 50 << 20
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fork_server_that_cannot_live_is_an_error_and_not_an_interruption(
+    calls: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(process: object) -> None:
+        raise EOFError
+
+    monkeypatch.setattr(multiprocessing.context.ForkServerProcess, "start", ended)
+    outcome = call(calls.double, 1, folder=tmp_path)
+    assert outcome.status == "error"
+    assert "fork server" in (outcome.error or "")

@@ -41,6 +41,8 @@ def test_results_come_back_in_rank_order(functions):
     assert [r["rank"] for r in results] == [0, 1]
     assert all(r["world_size"] == 2 and r["device"] == "cpu" for r in results)
     assert all(r["text"] == "hello" and r["total"] == [1.0] * 3 for r in results)
+    listening = {address for r in results for address in r["ports"]}
+    assert not {"0.0.0.0", "::"} & listening
 
 
 def test_error_names_the_rank_that_failed_first_with_its_traceback(functions):

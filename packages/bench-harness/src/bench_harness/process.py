@@ -1,23 +1,30 @@
 """One function call in a process of its own: with a deadline, and nothing left behind.
 
 Processes are forked from a server that has torch imported, so each starts in about a tenth of a
-second. The server never initialises CUDA, so a process may. Each process leads its own session:
-whatever it starts (ranks, compilers, a profiler) is ended with it, at the deadline, on Ctrl-C, and
-even when the parent is killed, which closes the lifeline that the process watches.
+second. The server never initialises CUDA, so a process may.
+
+Two processes belong to a call. The *worker* calls the function. The *supervisor*, its parent, does
+nothing but wait. It keeps the end of what the worker prints, ends everything that the worker
+started (ranks, compilers, a profiler), and removes what that left in the folder for temporary
+files. On Linux it adopts orphans, so it also reaches a process that moved to a session of its own
+and whose parent has ended. It does so when the worker ends, however it ends, and when its lifeline
+closes: at the deadline, on Ctrl-C, and when the process that waits for the answer is killed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
+import multiprocessing.util
 import os
+import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -47,15 +54,17 @@ _PRELOAD = [
     "bench_harness.ranks",
 ]
 
-#: Name of the processes in which calls run; :mod:`bench_harness.ranks` knows them by it.
+#: Name of the workers, in which calls run; :mod:`bench_harness.ranks` knows them by it.
 PROCESS_NAME = "bench-case"
 
 _QUIET_TRACKER = "ignore::UserWarning:multiprocessing.resource_tracker"
 
-#: Characters of output kept from a process that failed.
+#: Bytes of output kept from a process that failed. Nothing of it is written to disk.
 _TAIL = 4000
-#: Seconds a process gets to leave after it has answered.
+#: Seconds a worker gets to leave after it has answered, and a killed process to be gone.
 _FAREWELL_S = 10.0
+#: ``PR_SET_CHILD_SUBREAPER`` of Linux's prctl: orphans below this process become its children.
+_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +84,15 @@ class Outcome:
     error: str | None = None
     detail: str | None = None
     seconds: float
+
+
+def temporary_prefix(worker: int) -> str:
+    """How the names of a worker's temporary folders begin, so that its supervisor finds them.
+
+    Args:
+        worker: its process id.
+    """
+    return f"bench-ranks-{worker}-"
 
 
 def start_server() -> None:
@@ -107,23 +125,18 @@ def call(
         timeout_s: seconds until the process and all it started are killed.
         folder: exists.
     """
-    start_server()
     started = time.monotonic()
-    with tempfile.NamedTemporaryFile(prefix="bench-case-") as log:
-        answer: Outcome | None = None
-        with _process(_main, function, args, log.name, str(folder)) as (process, pipe):
-            while answer is None:
-                left = max(0.0, timeout_s - (time.monotonic() - started))
-                ready = multiprocessing.connection.wait([pipe, process.sentinel], left)
-                if not ready:
-                    answer = _failure("timeout", f"still running after {timeout_s:g} s; killed")
-                elif pipe in ready:
-                    answer = _receive(pipe, process, on_progress)
-                else:
-                    answer = _died(process)
-            if answer.status != "timeout":
-                process.join(_FAREWELL_S)
-        output = Path(log.name).read_text(errors="replace")[-_TAIL:].strip()
+    try:
+        with _supervised(function, args, str(folder)) as supervisor:
+            answer = _await_answer(supervisor.answers, started + timeout_s, on_progress)
+            late = answer is None and time.monotonic() >= started + timeout_s
+            code, output = supervisor.end(0.0 if late else _FAREWELL_S)
+    except ServerDiedError as error:
+        return _failure("error", str(error), seconds=time.monotonic() - started)
+    if late:
+        answer = _failure("timeout", f"still running after {timeout_s:g} s; killed")
+    if answer is None:
+        answer = _died(code)
     detail = answer.detail
     if answer.status != "ok" and output:
         detail = "\n".join(filter(None, [detail, "--- end of output ---", output]))
@@ -136,91 +149,195 @@ def call(
     )
 
 
-def _failure(status: Status, error: str, detail: str | None = None) -> Outcome:
-    return Outcome(status=status, error=error, detail=detail, seconds=0.0)
+def _failure(status: Status, error: str, *, seconds: float = 0.0) -> Outcome:
+    return Outcome(status=status, error=error, seconds=seconds)
 
 
-def _receive(
-    pipe: Connection,
-    process: multiprocessing.process.BaseProcess,
-    on_progress: Progress,
-) -> Outcome | None:
-    """One message: a progress line gives None, the last message an outcome."""
-    try:
-        kind, content = pipe.recv()
-    except EOFError:
-        return _died(process)
-    if kind == "progress":
+def _await_answer(answers: Connection, deadline: float, on_progress: Progress) -> Outcome | None:
+    """The worker's last message; None if it died, or the deadline passed, before it came."""
+    while answers.poll(max(0.0, deadline - time.monotonic())):
+        try:
+            kind, content = answers.recv()
+        except (EOFError, OSError):
+            return None
+        if kind == "outcome":
+            return Outcome(**content)
         on_progress(content)
-        return None
-    return Outcome(**content)
+    return None
 
 
-def _died(process: multiprocessing.process.BaseProcess) -> Outcome:
-    process.join(_FAREWELL_S)
-    code = process.exitcode
-    if code is not None and code < 0:
+def _died(code: int | None) -> Outcome:
+    if code is None:
+        return _failure("error", "ended, and so did the process that supervised it")
+    if code < 0:
         name = signal.Signals(-code).name
         hint = " (SIGKILL often means that the machine ran out of memory)" * (name == "SIGKILL")
         return _failure("error", f"ended by {name}{hint}")
     return _failure("error", f"ended with exit code {code} before it returned a result")
 
 
+class ServerDiedError(RuntimeError):
+    """The fork server ended while it was to start a process."""
+
+
+@dataclass(frozen=True)
+class _Supervisor:
+    """What the caller holds of a supervisor.
+
+    Attributes:
+        answers: where the worker's messages arrive.
+        endings: where the supervisor's only message arrives: the worker's exit code, and the end
+            of its output.
+        lifeline: closing it ends the call.
+    """
+
+    process: multiprocessing.process.BaseProcess
+    answers: Connection
+    endings: Connection
+    lifeline: Connection
+
+    def end(self, patience_s: float) -> tuple[int | None, str]:
+        """Ends the worker and all it started, and returns the supervisor's message.
+
+        Args:
+            patience_s: seconds in which the worker may leave by itself.
+
+        Returns:
+            The worker's exit code, None if unknown, and the end of its output.
+        """
+        if not self.endings.poll(patience_s):
+            self.lifeline.close()
+        code, output = None, ""
+        with contextlib.suppress(EOFError, OSError):
+            if self.endings.poll(2 * _FAREWELL_S):
+                code, output = self.endings.recv()
+        self.lifeline.close()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if code is None:  # stopped or killed from outside: what is left is found by parentage
+                _kill_tree(psutil.Process(self.process.pid))
+        self.process.join()
+        return code, output.strip()
+
+
 @contextlib.contextmanager
-def _process(
-    target: Callable[..., None], *args: Any
-) -> Iterator[tuple[multiprocessing.process.BaseProcess, Connection]]:
+def _supervised(*args: Any) -> Iterator[_Supervisor]:
+    """Starts a supervisor and its worker; nothing of them is left afterwards.
+
+    Raises:
+        ServerDiedError: the fork server ended twice while it was to start them.
+    """
     context = multiprocessing.get_context("forkserver")
-    receiver, sender = context.Pipe(duplex=False)
-    watched, lifeline = context.Pipe(duplex=False)
-    process = context.Process(name=PROCESS_NAME, target=target, args=(sender, watched, *args))
+    with contextlib.ExitStack() as pipes:
+        ends = [pipes.enter_context(end) for _ in range(3) for end in context.Pipe(duplex=False)]
+        answers, answer, endings, ending, watched, lifeline = ends
+        for attempts_left in (1, 0):
+            start_server()
+            # Holds the fork server's socket; a caller that is killed cannot remove it.
+            sockets = multiprocessing.util.get_temp_dir()
+            process = context.Process(
+                target=_supervise, args=(answer, ending, watched, sockets, *args)
+            )
+            try:
+                process.start()
+                break
+            except (EOFError, ConnectionError):
+                if not attempts_left:
+                    raise ServerDiedError(
+                        "the fork server must stay alive while it starts a case, but was ended "
+                        "twice. Free memory, and give the same command again."
+                    ) from None
+                time.sleep(1.0)  # until the dead server is seen to be dead
+        for end in (answer, ending, watched):
+            end.close()
+        supervisor = _Supervisor(process, answers, endings, lifeline)
+        try:
+            yield supervisor
+        finally:
+            if not lifeline.closed:
+                supervisor.end(0.0)
+
+
+def _supervise(
+    answer: Connection, ending: Connection, watched: Connection, sockets: str, *args: Any
+) -> None:
+    """Runs the worker, and ends with everything below it.
+
+    Args:
+        sockets: the caller's temporary folder, removed if the caller is gone.
+    """
+    os.setsid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    reader, writer = os.pipe()
+    worker = multiprocessing.get_context("fork").Process(
+        name=PROCESS_NAME, target=_work, args=(answer, writer, *args)
+    )
+    worker.start()
+    answer.close()
+    os.close(writer)
+    # A worker's sentinel stays open in what it forked, so its end is noticed by SIGCHLD.
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    output = b""
+    sources: list[Any] = [reader, woken, watched]
+    while worker.exitcode is None:
+        ready = multiprocessing.connection.wait(sources)
+        if watched in ready:
+            break
+        if woken in ready:
+            os.read(woken, 1 << 12)
+        if reader in ready:
+            data = os.read(reader, 1 << 16)
+            output = (output + data)[-_TAIL:]
+            if not data:  # closed by all who could write
+                sources.remove(reader)
+    _kill_children(worker)
+    os.set_blocking(reader, False)
+    with contextlib.suppress(BlockingIOError):
+        while data := os.read(reader, 1 << 16):
+            output = (output + data)[-_TAIL:]
+    for folder in Path(tempfile.gettempdir()).glob(f"{temporary_prefix(worker.pid or 0)}*"):
+        shutil.rmtree(folder, ignore_errors=True)
     try:
-        process.start()
-        sender.close()
-        watched.close()
-        yield process, receiver
-    finally:
-        if process.pid is not None:
-            _end(process)
-        for pipe in (receiver, sender, watched, lifeline):
-            pipe.close()
+        ending.send((worker.exitcode, output.decode(errors="replace")))
+    except OSError:  # nobody waits any more
+        shutil.rmtree(sockets, ignore_errors=True)
 
 
-def _end(process: multiprocessing.process.BaseProcess) -> None:
-    """Kills the process, its session, and children that moved to a session of their own."""
-    assert process.pid is not None
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(process.pid).children(recursive=True):
+def _kill_children(worker: multiprocessing.process.BaseProcess) -> None:
+    """Kills the worker and all below it, and orphans that this process adopted meanwhile."""
+    deadline = time.monotonic() + _FAREWELL_S
+    while (below := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
+        for process in below:
             with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.kill()
-    process.join()
+                process.kill()
+        worker.join(_FAREWELL_S)  # before psutil takes its exit code
+        psutil.wait_procs(below, timeout=max(0.0, deadline - time.monotonic()))
+    worker.join(0)
 
 
-def _main(
-    pipe: Connection,
-    watched: Connection,
+def _kill_tree(root: psutil.Process) -> None:
+    for process in [*root.children(recursive=True), root]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _work(
+    answer: Connection,
+    output: int,
     function: Callable[..., JsonValue],
     args: tuple[Any, ...],
-    log: str,
     folder: str,
 ) -> None:
     os.setsid()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-    threading.Thread(target=_die_with_parent, args=(watched,), daemon=True).start()
-    with Path(log).open("wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.close(output)
     os.chdir(folder)
-    pipe.send(("outcome", _answer(function, args, lambda text: pipe.send(("progress", text)))))
-
-
-def _die_with_parent(watched: Connection) -> None:
-    with contextlib.suppress(EOFError, OSError):
-        watched.recv()
-    os.killpg(0, signal.SIGKILL)
+    answer.send(("outcome", _answer(function, args, lambda text: answer.send(("progress", text)))))
 
 
 def _answer(

@@ -1,8 +1,8 @@
 """Runs a function on several ranks through torch's own elastic launcher.
 
-Ranks are forked from a process that has torch imported, meet through a store on a free port, and
-end together: a rank that raises, dies or outlives the deadline ends the launch with one error that
-names it and carries its traceback.
+Ranks are forked from a process that has torch imported. Those of one machine meet through a file,
+those of several through a store on the network. They end together: a rank that raises, dies or
+outlives the deadline ends the launch with one error that names it and carries its traceback.
 
 The process of a case was itself forked from a server with torch imported and has not computed
 anything yet, so ranks are forked from it directly. Any other process may hold thread pools that a
@@ -32,9 +32,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from bench_harness.process import PROCESS_NAME
+from bench_harness.process import PROCESS_NAME, temporary_prefix
 
 _LIFELINE = "launcher-is-alive"
+#: Of the file through which the ranks of one machine meet.
+_STORE = "store"
+#: The name under which torch's launcher finds :func:`_one_machine`.
+_RENDEZVOUS = "bench-one-machine"
 
 
 class RankError(RuntimeError):
@@ -75,9 +79,8 @@ class Nodes:
 
     @property
     def on_loopback(self) -> bool:
-        """Whether all of them are this machine."""
-        host = self.rdzv_endpoint.rpartition(":")[0]
-        return self.nnodes == 1 or host in ("localhost", "127.0.0.1")
+        """Whether several of them are this machine."""
+        return self.rdzv_endpoint.rpartition(":")[0] in ("localhost", "127.0.0.1")
 
 
 def launch(
@@ -130,22 +133,25 @@ def launch(
     import torch
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.elastic.rendezvous import RendezvousError, rendezvous_handler_registry
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
     from torch.numa.binding import AffinityMode, NumaOptions
 
     with (
-        tempfile.TemporaryDirectory(prefix="bench-ranks-") as folder,
+        tempfile.TemporaryDirectory(prefix=temporary_prefix(os.getpid())) as folder,
         _held_lock(Path(folder) / _LIFELINE),
         _quiet_launcher(),
     ):
+        alone = nodes.nnodes == 1
+        if alone:
+            rendezvous_handler_registry.register(_RENDEZVOUS, _one_machine)
         config = LaunchConfig(
             min_nodes=nodes.nnodes,
             max_nodes=nodes.nnodes,
             nproc_per_node=world_size // nodes.nnodes,
             run_id=nodes.run_id or uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint=nodes.rdzv_endpoint,
+            rdzv_backend=_RENDEZVOUS if alone else "c10d",
+            rdzv_endpoint=str(Path(folder) / _STORE) if alone else nodes.rdzv_endpoint,
             rdzv_configs={
                 "timeout": max(1, int(timeout_s)),
                 "join_timeout": max(1, int(timeout_s)),
@@ -155,7 +161,7 @@ def launch(
             monitor_interval=0.05,
             start_method=start_method,
             logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL),
-            local_addr="127.0.0.1" if nodes.on_loopback else None,
+            local_addr="127.0.0.1" if alone or nodes.on_loopback else None,
             # Without any, the configuration would count CUDA devices to choose a default, and then
             # no fork of this process may use CUDA. Ranks are not bound, as by that default.
             numa_options=NumaOptions(affinity_mode=AffinityMode.NODE),
@@ -163,7 +169,7 @@ def launch(
         config.numa_options = None
         try:
             results = elastic_launch(config, _rank_main)(
-                function, backend, timeout_s, folder, nodes.nnodes > 1, args
+                function, backend, timeout_s, folder, not alone, args
             )
         except RendezvousError as error:
             raise RankError(
@@ -176,7 +182,7 @@ def launch(
             if torch.OutOfMemoryError.__name__ in message.rstrip().rpartition("\n")[2]:
                 raise torch.OutOfMemoryError(message) from None
             raise RankError(message) from None
-    if nodes.nnodes > 1:
+    if not alone:
         everyone: list[Any] = next(iter(results.values()))
         return everyone
     return [results[rank] for rank in sorted(results)]
@@ -187,13 +193,14 @@ def _rank_main(
     backend: str,
     timeout_s: float,
     folder: str,
-    gathered: bool,
+    several_machines: bool,
     args: tuple[Any, ...],
 ) -> Any:
     """What every rank runs: deadline, process group, the function, and an orderly end.
 
     Args:
-        gathered: return the results of all ranks: those on other machines reach the launcher so.
+        several_machines: the ranks meet through the network, and each returns the results of all,
+            so that those of other machines reach the launcher.
     """
     import torch
     import torch.distributed as dist
@@ -211,13 +218,21 @@ def _rank_main(
             else:
                 device = torch.device("cpu")
                 torch.set_num_threads(max(1, _cores() // int(os.environ["LOCAL_WORLD_SIZE"])))
+            meeting: dict[str, Any] = {}
+            if not several_machines:
+                # A store on a port would be open to the network, and torch cannot bind it to the
+                # loopback.
+                meeting_point = str(Path(folder) / f"{_STORE}-of-ranks")
+                store = dist.FileStore(meeting_point, world_size)  # type: ignore[attr-defined]
+                meeting = {"store": store, "rank": rank, "world_size": world_size}
             dist.init_process_group(
                 backend,
                 timeout=timedelta(seconds=timeout_s),
                 device_id=device if backend == "nccl" else None,
+                **meeting,
             )
             result = function(rank, world_size, device, *args)
-            if gathered:
+            if several_machines:
                 everyone: list[Any] = [None] * world_size
                 dist.all_gather_object(everyone, result)
                 result = everyone
@@ -233,6 +248,52 @@ def _rank_main(
             if dist.is_initialized():
                 dist.destroy_process_group()
             faulthandler.cancel_dump_traceback_later()
+
+
+def _one_machine(parameters: Any) -> Any:
+    """The rendezvous of a launch that has this machine alone, which is over when it begins.
+
+    torch's own would open a port on all interfaces, and wait up to 0.3 seconds for other machines.
+
+    Args:
+        parameters: torch's ``RendezvousParameters``, whose endpoint is the path of a file.
+    """
+    import torch.distributed as dist
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousHandler,
+        RendezvousInfo,
+        RendezvousStoreInfo,
+    )
+
+    class OneMachine(RendezvousHandler):
+        """Each answer is that of a rendezvous of one participant."""
+
+        closed = False
+
+        def get_backend(self) -> str:
+            return _RENDEZVOUS
+
+        def get_run_id(self) -> str:
+            return str(parameters.run_id)
+
+        def next_rendezvous(self) -> RendezvousInfo:
+            store = dist.FileStore(parameters.endpoint)  # type: ignore[attr-defined]
+            nowhere = RendezvousStoreInfo("127.0.0.1", 0)  # ranks meet through a file too
+            return RendezvousInfo(store, 0, 1, nowhere)
+
+        def num_nodes_waiting(self) -> int:
+            return 0
+
+        def is_closed(self) -> bool:
+            return self.closed
+
+        def set_closed(self) -> None:
+            self.closed = True
+
+        def shutdown(self) -> bool:
+            return True
+
+    return OneMachine()
 
 
 @contextmanager

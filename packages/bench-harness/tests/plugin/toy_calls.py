@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from bench_harness.experiments import CaseSkipped
+from bench_harness.process import temporary_prefix
 
 Progress = Callable[[str], None]
 
@@ -94,6 +96,7 @@ def not_json(progress: Progress) -> object:
 def hangs_with_children(where: str, progress: Progress) -> None:
     near = subprocess.Popen(["sleep", "600"])
     far = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    tempfile.mkdtemp(prefix=temporary_prefix(os.getpid()))
     Path(where).write_text(f"{os.getpid()} {near.pid} {far.pid}")
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(600)
@@ -103,3 +106,25 @@ def leaves_a_child(where: str, progress: Progress) -> str:
     child = subprocess.Popen(["sleep", "600"])
     Path(where).write_text(str(child.pid))
     return "done"
+
+
+def leaves_an_orphan(where: str, progress: Progress) -> None:
+    """Starts a session whose leader ends at once, which leaves an orphan, and dies."""
+    script = (
+        "import subprocess\n"
+        "quiet = subprocess.DEVNULL\n"
+        "print(subprocess.Popen(['sleep', '600'], stdout=quiet, stderr=quiet).pid)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], start_new_session=True, capture_output=True, check=True
+    )
+    Path(where).write_bytes(done.stdout)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def prints_much(megabytes: int, progress: Progress) -> None:
+    line = b"x" * ((1 << 20) - 1) + b"\n"
+    for _ in range(megabytes):
+        os.write(1, line)
+    os.write(1, b"the last line\n")
+    raise ValueError("printed")

@@ -265,6 +265,12 @@ def _picture(wanted: Mapping[str, Any], page: _Page) -> str:
     if source.experiment is None:
         raise ValueError("a figure must be of an experiment, but got a source of plain rows.")
     name, file, rows = wanted["name"], wanted["file"], source.rows
+    target = page.folder / file
+    if not target.resolve().is_relative_to(page.folder.resolve()) or target.suffix != ".png":
+        raise ValueError(
+            f"figure file must be a PNG file in the page's folder or below it, but got {file!r}. "
+            "Correct the path."
+        )
     experiment = experiments.get(source.experiment)
 
     def draw() -> bytes:
@@ -275,16 +281,18 @@ def _picture(wanted: Mapping[str, Any], page: _Page) -> str:
             )
         return png_bytes(made[name].figure)
 
-    page.pictures[page.folder / file] = draw
+    page.pictures[target] = draw
     return f"![{wanted.get('title', name)}]({wanted.get('link', file)})"
 
 
 def _text(block: Mapping[str, Any], page: _Page) -> str:
     """Sentences whose numbers come from sources."""
     import jinja2
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+    # A template comes with a page, and whoever renders somebody else's page must not run its code.
     # Markdown, not HTML: there is nothing to escape.
-    templates = jinja2.Environment(undefined=jinja2.StrictUndefined)  # noqa: S701
+    templates = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, autoescape=False)
     templates.filters["figure"] = figure
     values = {
         name: _cell(_named(page, asked[0]).frame, *asked[1:])
