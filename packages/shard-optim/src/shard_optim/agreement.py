@@ -18,6 +18,7 @@ def check_agreement(
     lines: Sequence[str],
     *,
     group: dist.ProcessGroup,
+    across: dist.ProcessGroup | None = None,
     device: torch.device,
     must: str = "construct the sharded optimizer from the same class, groups and parameters",
     remedy: str = "build the same optimizer on every rank",
@@ -27,6 +28,8 @@ def check_agreement(
     Args:
         lines: the description, one fact per line, most general first.
         group: the ranks to compare.
+        across: if given, the ranks that are at this rank's place in other such groups, which are
+            compared too.
         device: where the group's back end can reduce tensors.
         must: what every rank must do, for the error.
         remedy: what to do otherwise.
@@ -34,21 +37,26 @@ def check_agreement(
     Raises:
         RuntimeError: on every rank if any two differ, naming the first difference.
     """
-    if group.size() == 1:
+    groups = [each for each in (group, across) if each is not None and each.size() > 1]
+    if not groups:
         return
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
     number = int.from_bytes(digest[:7], "big")
     # max(x) == -max(-x) exactly when every rank sent the same x.
     bounds = torch.tensor([number, -number], dtype=torch.int64, device=device)
-    guarded(
-        "the comparison of what the ranks construct",
-        group,
-        lambda: dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group),
-    )
+    for each in groups:
+        guarded(
+            "the comparison of what the ranks construct",
+            each,
+            lambda each=each: dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=each),
+        )
     largest, negated_smallest = bounds.tolist()
     if largest == -negated_smallest:
         return
-    everyone = all_gather_values(list(lines), group)
+    everyone = [list(lines)]
+    for each in groups:
+        gathered = all_gather_values(everyone, each)
+        everyone = [described for ranks in gathered for described in ranks]
     raise RuntimeError(f"every rank must {must}, but {first_difference(everyone)}; {remedy}")
 
 

@@ -48,7 +48,8 @@ def save_fully_sharded(
         optimizer: over its parameters; None to save the model alone.
         folder: the same on every rank, without a checkpoint in it.
         background_group: a gloo group of the same ranks that nothing else uses. With it, shards
-            are copied to the CPU, and a thread writes them while training goes on.
+            are copied to the CPU, and a thread writes them while training goes on. Not with a
+            two-dimensional mesh.
 
     Returns:
         With ``background_group``, a future: its ``result()`` returns when the folder is complete,
@@ -56,14 +57,16 @@ def save_fully_sharded(
 
     Raises:
         FileExistsError: if the folder holds a checkpoint already.
-        ValueError: if the optimizer holds other parameters than the model's.
+        ValueError: if the optimizer holds other parameters than the model's, or for a background
+            group with a two-dimensional mesh.
         CollectiveError: if a peer died or timed out, or could not write.
     """
-    from shard_optim.storage import METADATA, write_folder
+    from shard_optim.storage import write_folder
 
-    if (Path(folder) / METADATA).exists():
-        raise FileExistsError(
-            f"folder must hold no checkpoint, but {folder} does. Save to a new folder."
+    if model.ranks.replicas is not None and background_group is not None:
+        raise ValueError(
+            "background_group must be None with a two-dimensional mesh, but got a group. Save in "
+            "the foreground."
         )
     items: dict[str, Any] = {}
     ranges: dict[str, Range] = {}
@@ -80,14 +83,30 @@ def save_fully_sharded(
             state = optimizer.state.get(param, {})
             _add_state(items, ranges, index, state, place_of[id(param)])
     if background_group is None:
-        write_folder(folder, items, ranges, model.process_group)
+
+        def write() -> None:
+            _check_new(folder)
+            write_folder(folder, items, ranges, model.process_group)
+
+        # Replicas hold the same shards.
+        model.ranks.on_first_replica("saving a checkpoint", write)
         return None
+    _check_new(folder)
     items = {key: _copied(value) for key, value in items.items()}
     ranges = {key: replace(part, values=_copied(part.values)) for key, part in ranges.items()}
     pool = ThreadPoolExecutor(1, thread_name_prefix="save_fully_sharded")
     saving = pool.submit(write_folder, folder, items, ranges, background_group)
     pool.shutdown(wait=False)
     return saving
+
+
+def _check_new(folder: str | Path) -> None:
+    from shard_optim.storage import METADATA
+
+    if (Path(folder) / METADATA).exists():
+        raise FileExistsError(
+            f"folder must hold no checkpoint, but {folder} does. Save to a new folder."
+        )
 
 
 def load_fully_sharded(

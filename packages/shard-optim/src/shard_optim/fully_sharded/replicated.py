@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from shard_optim.buckets import check_gradient
 from shard_optim.collectives import average, guarded
 from shard_optim.fully_sharded.gradients import GradientStore
+from shard_optim.fully_sharded.mesh import Ranks
 
 _WORDS = "the all-reduce of small parameters' gradients"
 
@@ -25,7 +25,7 @@ class ReplicatedParameters:
     Args:
         names: of the parameters, for errors.
         params: the parameters, equal on all ranks.
-        group: the ranks to average over.
+        ranks: to average over.
         compute_dtype: dtype that the model computes with; None for the parameters' own.
         device: where sums are made.
     """
@@ -35,13 +35,13 @@ class ReplicatedParameters:
         names: Sequence[str],
         params: Sequence[nn.Parameter],
         *,
-        group: dist.ProcessGroup,
+        ranks: Ranks,
         compute_dtype: torch.dtype | None,
         device: torch.device,
     ) -> None:
         self.names, self.params = list(names), list(params)
         self.gradients = GradientStore(self.params)
-        self._group = group
+        self._ranks = ranks
         self._device = device
         self._dtype = torch.float32
         for param in self.params:
@@ -114,7 +114,8 @@ class ReplicatedParameters:
         # One kernel flattens them all, and one more widens them.
         packed = [torch._utils._flatten_dense_tensors(grads).to(self._dtype)] if grads else []
         flat = torch.cat([*packed, told])
-        guarded(_WORDS, self._group, lambda: average(flat, self._group).wait())
+        for group in reversed(self._ranks.levels):  # as sharded gradients are: across comes last
+            guarded(_WORDS, group, lambda group=group: average(flat, group).wait())
         sizes = [param.numel() for param in self.params]
         *averages, anywhere = flat.split([*sizes, len(flags)])
         if not all(flags):

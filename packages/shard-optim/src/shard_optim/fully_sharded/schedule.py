@@ -265,6 +265,8 @@ class Schedule:
     def _reduce(self, unit: Unit) -> None:
         while len(self._reductions) >= MAX_REDUCTIONS:
             self._reductions.popleft().land()
+        for earlier in self._reductions:
+            earlier.cross()
         reduction, present = unit.launch_reduction()
         self._reductions.append(reduction)
         self._present.setdefault(unit, set()).update(present)

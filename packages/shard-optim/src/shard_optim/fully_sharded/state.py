@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shard_optim.buckets import in_memory_order
 from shard_optim.collectives import all_gather, guarded
-from shard_optim.exchange import broadcast_value
+from shard_optim.fully_sharded.mesh import Ranks
 from shard_optim.fully_sharded.unit import Unit
 
 
@@ -88,10 +88,10 @@ def load_full(
     module: nn.Module,
     units: Sequence[Unit],
     state_dict: Mapping[str, Any] | None,
-    group: dist.ProcessGroup,
+    ranks: Ranks,
     device: torch.device,
 ) -> None:
-    """Hands every rank its shards of rank 0's state dict, one tensor at a time.
+    """Hands every rank its shards of the first rank's state dict, one tensor at a time.
 
     Raises:
         ValueError: on every rank, if names or shapes differ; nothing has changed then.
@@ -102,14 +102,14 @@ def load_full(
     for name, target in targets.items():
         unit, position = place_of.get(id(target), (None, 0))
         shapes[name] = target.shape if unit is None else unit.layouts[position][0]
-    first = group.rank() == 0
+    first = ranks.first
     problem = _difference(state_dict, shapes) if first else None
     words = "the loading of a full state dict"
-    problem = guarded(words, group, broadcast_value, problem, group)
+    problem = ranks.broadcast_value(words, problem)
     if problem is not None:
         raise ValueError(
-            f"state_dict must be the whole model's on rank 0, but {problem}. Load a state dict of "
-            "this model."
+            f"state_dict must be the whole model's on the first rank, but {problem}. Load a state "
+            "dict of this model."
         )
     for name, target in targets.items():
         unit, position = place_of.get(id(target), (None, 0))
@@ -117,12 +117,12 @@ def load_full(
         if first:
             assert state_dict is not None
             whole.copy_(state_dict[name])
-        guarded(words, group, lambda whole=whole: dist.broadcast(whole, group=group, group_src=0))
+        ranks.broadcast(words, whole)
         if unit is None:
             target.copy_(whole)
         else:
             size, stride = unit.layouts[position]
-            start, count = unit.cuts[position].owned(group.rank())
+            start, count = unit.cuts[position].owned(ranks.shards.rank())
             target.copy_(flat_slice(whole, size, stride, start, count))
 
 

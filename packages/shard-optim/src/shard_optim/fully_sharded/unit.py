@@ -21,10 +21,12 @@ from shard_optim.buckets import check_gradient, in_memory_order
 from shard_optim.collectives import (
     Waitable,
     all_gather_several,
+    average,
     guarded,
     reduce_scatter_several,
 )
 from shard_optim.fully_sharded.gradients import GradientStore
+from shard_optim.fully_sharded.mesh import Ranks
 from shard_optim.fully_sharded.units import UnitPlan
 
 # Parameters start at multiples of this many elements: at least the 128 bytes of a cache line.
@@ -112,7 +114,7 @@ class Slot:
 
 @dataclass(eq=False)
 class Reduction:
-    """A reduce-scatter under way; ``inputs`` must live until it has been awaited."""
+    """A reduction under way; ``inputs`` must live until the reduce-scatter has been awaited."""
 
     unit: Unit
     positions: list[int]
@@ -120,11 +122,26 @@ class Reduction:
     output: Tensor
     sizes: list[int]
     work: dist.Work
+    across: dist.Work | None = None
+
+    def cross(self) -> None:
+        """Starts averaging across replicas what the reduce-scatter gave to this rank."""
+        unit = self.unit
+        if unit.replicas is not None and self.across is None:
+            guarded(unit.reduce_words, unit.group, self.work.wait)
+            self.across = guarded(
+                unit.across_words, unit.replicas, average, self.output, unit.replicas
+            )
 
     def land(self) -> None:
         """Waits for it (on CUDA the stream does) and adds what this rank received."""
         unit = self.unit
-        guarded(unit.reduce_words, unit.group, self.work.wait)
+        if unit.replicas is None:
+            guarded(unit.reduce_words, unit.group, self.work.wait)
+        else:
+            self.cross()
+            assert self.across is not None
+            guarded(unit.across_words, unit.replicas, self.across.wait)
         received = self.output.to(unit.dtype)
         for position, part in zip(
             self.positions, torch.split_with_sizes(received, self.sizes), strict=True
@@ -138,7 +155,7 @@ class Unit:
 
     Args:
         plan: which parameters. They hold their whole values; afterwards, their shards.
-        group: the ranks that hold a shard each.
+        ranks: those that hold a shard each, and those that hold the same one.
         compute_dtype: dtype to gather in; None for the parameters' own.
         reduce_dtype: dtype to average gradients in; None for the gradients' own, but fp32 instead
             of fp16, which overflows in sums.
@@ -157,13 +174,14 @@ class Unit:
         self,
         plan: UnitPlan,
         *,
-        group: dist.ProcessGroup,
+        ranks: Ranks,
         compute_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
     ) -> None:
         self.name, self.names, self.params = plan.name, plan.names, plan.params
         self.repeated = plan.repeated
-        self.group = group
+        group = self.group = ranks.shards
+        self.replicas = ranks.replicas
         self.dtype, self.device = self.params[0].dtype, self.params[0].device
         self.gather_dtype = compute_dtype or self.dtype
         self._reduce_dtype = reduce_dtype
@@ -184,6 +202,7 @@ class Unit:
         more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
         self.gather_words = f"the all-gather of parameters ({self.names[0]}{more})"
         self.reduce_words = f"the reduce-scatter of gradients ({self.names[0]}{more})"
+        self.across_words = f"the all-reduce of gradient shards ({self.names[0]}{more})"
         self.resting = True
         self.uses = 0
         self.arrived: set[int] = set()

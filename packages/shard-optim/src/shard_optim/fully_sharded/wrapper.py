@@ -5,7 +5,6 @@ https://arxiv.org/abs/1910.02054
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -13,13 +12,12 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from shard_optim.agreement import check_agreement
 from shard_optim.buckets import check_layout
-from shard_optim.collectives import guarded, resolve_group
-from shard_optim.fully_sharded.meta import is_on_meta, materialize, owners_of_parameters
+from shard_optim.fully_sharded.checks import check_module, device_of
+from shard_optim.fully_sharded.mesh import resolve_ranks
+from shard_optim.fully_sharded.meta import materialize, owners_of_parameters
 from shard_optim.fully_sharded.replicated import ReplicatedParameters
 from shard_optim.fully_sharded.schedule import Schedule, UnitCall
 from shard_optim.fully_sharded.state import load_full, shards_of, whole_parameters
@@ -47,13 +45,15 @@ class FullyShardedDataParallel(nn.Module):
     in ``.grad``. Small parameters (norms, biases) stay whole on every rank; one all-reduce averages
     their gradients.
 
-    The constructor is collective: rank 0's parameters and buffers are taken. All ranks must call
-    the same units in the same order. Compile units, not the model around them, and do so before.
+    The constructor is collective: the first rank's parameters and buffers are taken. All ranks must
+    call the same units in the same order. Compile units, not the model around them, and do so
+    before.
 
     Args:
         module: on its device, in the dtype to update the parameters in.
-        process_group: the ranks that hold a shard each: a group or a one-dimensional device mesh.
-            None means the default group.
+        process_group: the ranks that hold a shard each: a group or a one-dimensional device mesh;
+            None means the default group. A two-dimensional mesh shards over its second dimension,
+            such as the GPUs of one node, and replicates over its first.
         units: the modules to gather as one each, as a list or a predicate; None finds the repeated
             blocks: children of one container that have the same type. What these do not hold, such
             as an embedding and a head, forms units of its own, one for each child of the root,
@@ -95,13 +95,14 @@ class FullyShardedDataParallel(nn.Module):
                 "reduce_dtype must be None, torch.float32, torch.bfloat16 or torch.float64, but "
                 f"got {reduce_dtype}. Sums of fp16 gradients overflow; pass torch.float32."
             )
-        _check_module(module)
+        check_module(module, FullyShardedDataParallel)
         self.module = module
-        self.process_group = resolve_group(process_group)
+        self.ranks = resolve_ranks(process_group)
+        self.process_group = self.ranks.shards
         self.compute_dtype = compute_dtype
         named = dict(module.named_parameters())
         plans = plan_units(module, units)
-        self.device = _device_of(module, device)
+        self.device = device_of(module, device)
         self._agree(plans, reduce_dtype)
         owners = owners_of_parameters(module)
         self.units = []
@@ -111,7 +112,7 @@ class FullyShardedDataParallel(nn.Module):
             self.units.append(
                 Unit(
                     plan,
-                    group=self.process_group,
+                    ranks=self.ranks,
                     compute_dtype=compute_dtype,
                     reduce_dtype=reduce_dtype,
                 )
@@ -125,7 +126,7 @@ class FullyShardedDataParallel(nn.Module):
         self.replicated = ReplicatedParameters(
             list(small),
             list(small.values()),
-            group=self.process_group,
+            ranks=self.ranks,
             compute_dtype=compute_dtype,
             device=self.device,
         )
@@ -238,17 +239,18 @@ class FullyShardedDataParallel(nn.Module):
         return dict(whole_parameters(self.module, self.units, self.process_group))
 
     def full_state_dict(self) -> dict[str, Tensor] | None:
-        """The plain module's state dict on the group's rank 0, on its CPU; a collective call.
+        """The plain module's state dict on the first rank, on its CPU; a collective call.
 
         One tensor at a time, so the devices need room for one more whole tensor only.
 
         Returns:
-            On rank 0 parameters and persistent buffers, tied ones under every name; None elsewhere.
+            On the first rank parameters and persistent buffers, tied ones under every name; None
+            elsewhere.
 
         Raises:
             CollectiveError: if a peer died or timed out.
         """
-        first = self.process_group.rank() == 0
+        first = self.ranks.first
         found: dict[int, Tensor] = {}
         owners = dict(self.module.named_parameters())
         for name, whole in whole_parameters(self.module, self.units, self.process_group):
@@ -262,18 +264,18 @@ class FullyShardedDataParallel(nn.Module):
         }
 
     def load_full_state_dict(self, state_dict: Mapping[str, Tensor] | None) -> None:
-        """Loads a plain module's state dict that only rank 0 holds; a collective call.
+        """Loads a plain module's state dict that only the first rank holds; a collective call.
 
         One tensor at a time travels, and every rank keeps its shard.
 
         Args:
-            state_dict: read on the group's rank 0; the others may pass None.
+            state_dict: read on the first rank; the others may pass None.
 
         Raises:
             ValueError: on every rank, if names or shapes differ; nothing has changed then.
             CollectiveError: if a peer died or timed out.
         """
-        load_full(self.module, self.units, state_dict, self.process_group, self.device)
+        load_full(self.module, self.units, state_dict, self.ranks, self.device)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """This rank's shards, small parameters and buffers, under the module's own names.
@@ -310,25 +312,15 @@ class FullyShardedDataParallel(nn.Module):
             + (f"in unit {unit_of[id(param)]!r}" if id(param) in unit_of else "replicated")
             for name, param in self.module.named_parameters()
         ]
-        check_agreement(
-            lines,
-            group=self.process_group,
-            device=self.device,
-            must="wrap the same model with the same settings",
-            remedy="build the model from the same configuration on every rank",
-        )
+        self.ranks.check_agreement(lines, self.device)
 
     @torch.no_grad()
     def _broadcast(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Makes all ranks' tensors equal to rank 0's."""
+        """Makes all ranks' tensors equal to the first rank's."""
         for name, tensor in tensors:
             values = tensor.detach()
             check_layout(values, name)
-            guarded(
-                f"the broadcast of {name}",
-                self.process_group,
-                lambda values=values: dist.broadcast(values, group=self.process_group, group_src=0),
-            )
+            self.ranks.broadcast(f"the broadcast of {name}", values)
 
     def _replace_calls(self, plans: list[UnitPlan]) -> dict[nn.Module, UnitCall]:
         """Around each call, where ``module.compile()`` puts its own, and not in a hook.
@@ -357,59 +349,6 @@ class FullyShardedDataParallel(nn.Module):
             "a sharded model must not be pickled or copied, because it holds a process group, but "
             "got an attempt. Save state_dict() or full_parameters()."
         )
-
-
-def _check_module(module: nn.Module) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"module must be a torch.nn.Module, but got {type(module).__name__}. Pass the model."
-        )
-    for name, child in module.named_modules():
-        if isinstance(child._compiled_call_impl, UnitCall) or isinstance(
-            child, FullyShardedDataParallel
-        ):
-            raise ValueError(
-                f"module must not be wrapped already, but got {name or 'the root'!r} sharded. "
-                "Wrap the outermost module only, and once."
-            )
-    for name, param in module.named_parameters():
-        if not param.is_floating_point():
-            raise ValueError(
-                f"parameters must be floating-point, but got {name} of {param.dtype}. Register it "
-                "as a buffer."
-            )
-    owned = {id(param) for param in module.parameters()}
-    if _optimizers_of(owned):
-        gc.collect()  # an optimizer that was dropped may wait for the garbage collector
-    found = _optimizers_of(owned)
-    if found:
-        raise ValueError(
-            "module must be wrapped before an optimizer is made for it, but got parameters that "
-            f"{found[0]} holds. Make the optimizer from the wrapper's parameters()."
-        )
-
-
-def _device_of(module: nn.Module, device: torch.device | str | None) -> torch.device:
-    """Where the module is, or, if it is on the meta device, where it is to be made."""
-    if is_on_meta(module):
-        if device is None:
-            raise ValueError(
-                "device must be given for a module on the meta device, but got None. Pass the "
-                "device that this rank computes on."
-            )
-        return torch.device(device)
-    first = next(module.parameters(), None)
-    return torch.device("cpu") if first is None else first.device
-
-
-def _optimizers_of(params: set[int]) -> list[str]:
-    """Names of the classes of living optimizers that hold any of these parameters."""
-    return [
-        type(thing).__name__
-        for thing in gc.get_objects()
-        if issubclass(type(thing), Optimizer)
-        and any(id(param) in params for group in thing.param_groups for param in group["params"])
-    ]
 
 
 def _assign_slots(units: list[Unit], repeated: list[bool], depth: int) -> list[Slot]:

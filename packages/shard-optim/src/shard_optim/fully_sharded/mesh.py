@@ -1,0 +1,123 @@
+"""Which ranks hold a shard each, and which hold the same shard.
+
+With a two-dimensional mesh parameters are cut over its last dimension only, such as the GPUs of one
+node, where gathers are fast. Gradients are reduce-scattered there, and the shards all-reduced
+across the first dimension, over which everything is replicated (hybrid sharding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shard_optim.agreement import check_agreement
+from shard_optim.collectives import CollectiveError, guarded, resolve_group
+from shard_optim.exchange import broadcast_value
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that train one model.
+
+    Attributes:
+        shards: those that together hold every parameter once.
+        replicas: those that hold the same shard as this rank; None if there is no other.
+    """
+
+    shards: dist.ProcessGroup
+    replicas: dist.ProcessGroup | None = None
+
+    @property
+    def levels(self) -> list[dist.ProcessGroup]:
+        """Groups such that a broadcast from the first rank of each in turn reaches all ranks."""
+        return [self.shards] if self.replicas is None else [self.replicas, self.shards]
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank is the first of all."""
+        return all(group.rank() == 0 for group in self.levels)
+
+    def broadcast(self, what: str, values: Tensor) -> None:
+        """Overwrites a tensor with the first rank's.
+
+        Raises:
+            CollectiveError: if a peer died or timed out.
+        """
+        for group in self.levels:
+            guarded(
+                what, group, lambda group=group: dist.broadcast(values, group=group, group_src=0)
+            )
+
+    def broadcast_value(self, what: str, value: Any) -> Any:
+        """The first rank's value; see ``exchange.py`` for what it may be.
+
+        Raises:
+            CollectiveError: if a peer died or timed out.
+        """
+        for group in self.levels:
+            value = guarded(what, group, broadcast_value, value, group)
+        return value
+
+    def on_first_replica(self, what: str, action: Callable[[], object]) -> None:
+        """Does something on the ranks of the first replica, while the others wait for it.
+
+        Raises:
+            CollectiveError: on the others, if the action raised on the first; if a peer died.
+        """
+        if self.replicas is None:
+            action()
+            return
+        problem = None
+        try:
+            if self.replicas.rank() == 0:
+                action()
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            problem = guarded(what, self.replicas, broadcast_value, problem, self.replicas)
+        if problem is not None:
+            raise CollectiveError(
+                f"every rank of the group must take part in {what}, but it failed on the first "
+                f"replica: {problem}"
+            )
+
+    def check_agreement(self, lines: Sequence[str], device: torch.device) -> None:
+        """Compares what the ranks wrap.
+
+        Raises:
+            RuntimeError: on every rank if two differ, naming the first difference.
+        """
+        check_agreement(
+            lines,
+            group=self.shards,
+            across=self.replicas,
+            device=device,
+            must="wrap the same model with the same settings",
+            remedy="build the model from the same configuration on every rank",
+        )
+
+
+def resolve_ranks(process_group: dist.ProcessGroup | DeviceMesh | None) -> Ranks:
+    """The ranks of a group, of a mesh of one or two dimensions, or of the default group.
+
+    Raises:
+        ValueError: for a mesh of more dimensions.
+        RuntimeError: if there is neither.
+    """
+    if not isinstance(process_group, DeviceMesh) or process_group.ndim == 1:
+        return Ranks(resolve_group(process_group))
+    if process_group.ndim > 2:
+        raise ValueError(
+            "process_group must be a device mesh of one dimension, or of two to replicate over the "
+            f"first and shard over the second, but got {process_group.ndim} dimensions. Pass a "
+            "part of the mesh."
+        )
+    replicas = process_group.get_group(0)
+    return Ranks(process_group.get_group(1), None if replicas.size() == 1 else replicas)

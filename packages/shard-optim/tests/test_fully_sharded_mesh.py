@@ -1,0 +1,103 @@
+"""Two levels: parameters sharded over two ranks, and replicated over two such pairs."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fully_sharded_models import OPTIMIZERS, loss_of, net
+from ranks import run_ranks
+from shard_optim import FullyShardedDataParallel, load_fully_sharded, save_fully_sharded
+from shard_optim.collectives import CollectiveError
+
+STEPS = 3
+
+
+def replicas(mesh, rank, steps, **settings):
+    """Whole models whose gradients are averaged in the same order: inside a pair, then across."""
+    model = net(**settings)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+            for level in (1, 0):
+                dist.all_reduce(param.grad, op=dist.ReduceOp.AVG, group=mesh.get_group(level))
+        optimizer.step()
+    return model
+
+
+def train(model, optimizer, rank, steps):
+    for step in steps:
+        for slot in model.slots:
+            slot.whole.fill_(float("nan"))
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+
+
+def assert_same(model, expected):
+    found = model.full_parameters()
+    for name, param in expected.named_parameters():
+        assert torch.equal(found[name], param), name
+
+
+def check_two_levels(rank, world_size, folder):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for settings, how in (
+        ({}, {}),
+        ({"tied": True}, {"reshard_after_forward": False}),
+        ({"how": "not re-entrant"}, {}),
+    ):
+        expected = replicas(mesh, rank, STEPS, **settings)
+        model = FullyShardedDataParallel(net(seed=rank, **settings), process_group=mesh, **how)
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        shard = model.module.blocks[0].up.weight
+        assert shard.numel() == 13 * 8 // 2
+        train(model, optimizer, rank, range(STEPS))
+        assert_same(model, expected)
+        everywhere = [torch.empty_like(shard) for _ in range(2)]
+        dist.all_gather(everywhere, shard.detach(), group=mesh.get_group(0))
+        assert torch.equal(*everywhere)
+
+    # Checkpoints: the same folder for two levels of ranks and for one.
+    save_fully_sharded(model, optimizer, f"{folder}/two")
+    error = FileExistsError if rank < 2 else CollectiveError
+    with pytest.raises(error, match="Save to a new folder"):
+        save_fully_sharded(model, optimizer, f"{folder}/two")
+    flat = FullyShardedDataParallel(net(seed=rank))
+    flat_optimizer = torch.optim.AdamW(flat.parameters())
+    load_fully_sharded(flat, flat_optimizer, f"{folder}/two")
+    assert_same(flat, expected)
+    save_fully_sharded(flat, flat_optimizer, f"{folder}/one")
+    again = FullyShardedDataParallel(net(seed=rank), process_group=mesh)
+    again_optimizer = torch.optim.AdamW(again.parameters())
+    load_fully_sharded(again, again_optimizer, f"{folder}/one")
+    for a, b in ((model, optimizer), (again, again_optimizer)):
+        train(a, b, rank, [STEPS])
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
+    )
+
+    # A whole state dict, from the first rank to all.
+    whole = again.full_state_dict()
+    assert (whole is None) == (rank != 0)
+    other = FullyShardedDataParallel(net(seed=7), process_group=mesh)
+    other.load_full_state_dict(whole)
+    assert all(
+        torch.equal(a, b) for a, b in zip(other.parameters(), again.parameters(), strict=True)
+    )
+
+    # Models that differ between pairs only, and too many dimensions.
+    different = nn.Linear(4, 4 if rank < 2 else 5)
+    with pytest.raises(RuntimeError, match=r"rank 2 has \[parameter weight \(5, 4\)"):
+        FullyShardedDataParallel(different, process_group=mesh)
+    deep = init_device_mesh("cpu", (1, 2, 2))
+    with pytest.raises(ValueError, match="one dimension, or of two"):
+        FullyShardedDataParallel(net(), process_group=deep)
+
+
+def test_two_pairs(tmp_path):
+    run_ranks(check_two_levels, 4, str(tmp_path))
