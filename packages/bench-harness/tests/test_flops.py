@@ -47,6 +47,21 @@ def test_leaderboard_case():
     assert (forward + backward) / 1e12 == pytest.approx(1.924, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("causal", "window"), [(True, (3, None)), (False, (2, 4)), (False, (0, 0))]
+)
+def test_attention_counts_what_a_window_shows(causal, window):
+    from flashattn_triton.options import resolve_options
+    from flashattn_triton.reference import visibility_mask
+
+    options = resolve_options(head_dim=8, causal=causal, window=window)
+    visible = int(visibility_mask(13, 13, options).sum())
+    shape = {"causal": causal, "window": window, "value_head_dim": 12}
+    assert attention_flops(2, 3, 13, 8, **shape) == 2 * 2 * 3 * visible * (8 + 12)
+    backward = attention_flops(2, 3, 13, 8, backward=True, **shape)
+    assert backward == 2 * 2 * 3 * visible * (3 * 8 + 2 * 12)
+
+
 def test_bus_bandwidth_factors():
     assert bus_bandwidth_factor("all_reduce", 2) == 1.0
     assert bus_bandwidth_factor("all_reduce", 4) == 1.5

@@ -50,55 +50,55 @@ def test_model_has_both_clocks(run):
     assert tables["Time per phase"]["MFU (%)"].dropna().between(0, 100).all()
 
 
-def test_attention_keeps_what_is_predicted(run):
-    frame, _ = run(
-        "attention",
-        head_dims=(64,),
-        sequences=(512,),
-        samples=3,
-        warmup=1,
-        executions=("eager",),
+def test_attention(run):
+    variants = (
+        *("flashattn-triton", "flashattn-triton-portable", "flashattn-triton-compiled", "naive"),
+        *("naive-compiled", "flex", "sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-math"),
     )
-    measured, predicted = frame["saved_bytes"].iloc[0], frame["predicted_saved_bytes"].iloc[0]
-    assert measured == pytest.approx(predicted, rel=0.1)
+    frame, tables = run(
+        "attention",
+        sequences=(256,),
+        head_dims=(64,),
+        heads=2,
+        variants=variants,
+        passes=("forward", "training forward", "backward", "forward+sum+backward"),
+        rep_ms=30.0,
+        warmup_ms=10.0,
+    )
+    assert set(frame["variant"]) == set(variants)
+    assert "status" not in frame or set(frame["status"]) == {"ok"}
+    assert (frame["clock"] == "do_bench").all()
+    naive = frame[frame["variant"] == "naive"].iloc[0]
+    assert naive["saved_bytes"] == pytest.approx(naive["predicted_saved_bytes"], rel=0.1)
+    assert len(tables["Attention passes"]) == len(variants)
+
+
+def test_attention_peers_take_what_they_say(run):
+    """FlexAttention and PyTorch's kernels with grouped heads, windows and soft-caps."""
+    for options in (
+        {"kv_heads": 2},
+        {"window": (64, -1)},
+        {"masks": ("full",), "window": (64, 32), "softcap": 20.0},
+    ):
+        frame, _ = run(
+            "attention",
+            sequences=(256,),
+            head_dims=(64,),
+            heads=4,
+            variants=("flashattn-triton", "flex", "sdpa-flash"),
+            passes=("forward",),
+            rep_ms=5.0,
+            warmup_ms=1.0,
+            **options,
+        )
+        timed = frame[frame["samples_ms"].notna()]["variant"]
+        assert set(timed) >= {"flashattn-triton", "flex"}
 
 
 def test_running_out_of_memory_has_its_own_type(run):
     with pytest.raises(torch.OutOfMemoryError):
-        run(
-            "attention",
-            head_dims=(16,),
-            sequences=(2**19,),
-            samples=1,
-            warmup=0,
-            executions=("eager",),
-        )
+        run("attention", head_dims=(16,), sequences=(2**19,), variants=("naive",))
     torch.cuda.empty_cache()
-
-
-def test_flash(run):
-    frame, _ = run(
-        "flash",
-        sequences=(256,),
-        head_dims=(64,),
-        variants=("triton", "naive", "naive-compiled", "flex", "sdpa-flash", "sdpa-math"),
-        dtypes=("bf16",),
-        rep_ms=30,
-        warmup_ms=10,
-    )
-    assert set(frame["phase"]) == {"forward", "backward", "forward+backward"}
-    assert set(frame["variant"]) == {
-        *("triton", "naive", "naive-compiled", "flex"),
-        *("sdpa-flash", "sdpa-math"),
-    }
-    assert (frame["clock"] == "do_bench").all()
-
-
-def test_leaderboard_at_a_small_size(run):
-    frame, _ = run(
-        "leaderboard", sequence=1024, heads=2, rep_ms=50, warmup_ms=10, peers=("sdpa-flash",)
-    )
-    assert list(frame["variant"]) == ["FlashAttention2Triton", "sdpa-flash"]
 
 
 def test_memory_history_agrees_with_the_allocators_own_figures(run, tmp_path):

@@ -67,14 +67,32 @@ def training_flops(shape: Shape, batch: int, sequence: int, *, causal: bool = Fa
 
 
 def attention_flops(
-    batch: int, heads: int, sequence: int, head_dim: int, *, causal: bool, backward: bool = False
+    batch: int,
+    heads: int,
+    sequence: int,
+    head_dim: int,
+    *,
+    causal: bool,
+    backward: bool = False,
+    value_head_dim: int | None = None,
+    window: tuple[int | None, int | None] | None = None,
 ) -> int:
     """Operations of attention alone: two products forward, five backward (Dao, 2023, section 4.1).
 
-    Causal attention counts half of the S×S scores.
+    Causal attention counts half of the S×S scores; with a window only visible scores count.
+
+    Args:
+        value_head_dim: of the value, if it is another than that of query and key.
+        window: (left, right) visible keys beside the diagonal; None means no limit.
     """
-    forward = 4 * batch * heads * sequence * sequence * head_dim // (2 if causal else 1)
-    return forward * 5 // 2 if backward else forward
+    scores = sequence * sequence / (2 if causal else 1)
+    if window is not None:
+        left = sequence if window[0] is None else window[0]
+        right = 0 if causal else sequence if window[1] is None else window[1]
+        scores = sum(min(i, left) + 1 + min(sequence - 1 - i, right) for i in range(sequence))
+    value = value_head_dim or head_dim
+    widths = 3 * head_dim + 2 * value if backward else head_dim + value
+    return int(2 * batch * heads * scores * widths)
 
 
 def bus_bandwidth_factor(operation: str, world_size: int) -> float:

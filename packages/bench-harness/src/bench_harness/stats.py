@@ -112,8 +112,9 @@ def with_summary(
 ) -> pd.DataFrame:
     """A copy of ``rows`` with the summary of ``column`` as columns ``median_ms``, ``mean_ms``, ...
 
-    Rows without samples (cases that ran out of memory, for one) get empty cells. Where rows say
-    how long the timer itself takes, ``too_short`` marks medians of which that is over 1 %.
+    Rows without samples (cases that ran out of memory, for one) get empty cells, except for a part
+    of the summary that they hold themselves. Where rows say how long the timer itself takes,
+    ``too_short`` marks medians of which that is over 1 %.
     """
     import pandas as pd
 
@@ -124,6 +125,9 @@ def with_summary(
         summaries.append({f"{k}{suffix}" if k in timed else k: v for k, v in summary.items()})
     names = [f"{k}{suffix}" if k in timed else k for k in Summary.__annotations__]
     added = pd.DataFrame(summaries, index=rows.index, columns=pd.Index(names))
+    if column == "samples_ms":  # rows that were published with a summary instead of samples
+        for name in [name for name in names if name in rows]:
+            added[name] = added[name].where(added[name].notna(), rows[name])
     if "timer_overhead_ms" in rows and suffix == "_ms":
         known = rows["timer_overhead_ms"].notna() & added["median_ms"].notna()
         short = rows["timer_overhead_ms"] > TIMER_SHARE * added["median_ms"].astype("float64")

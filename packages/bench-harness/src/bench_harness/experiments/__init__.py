@@ -23,8 +23,6 @@ _BUILT_IN = {
     "model": "bench_harness.experiments.model:Model",
     "memory": "bench_harness.experiments.memory:Memory",
     "attention": "bench_harness.experiments.attention:Attention",
-    "flash": "bench_harness.experiments.flash:Flash",
-    "leaderboard": "bench_harness.experiments.leaderboard:Leaderboard",
     "allreduce": "bench_harness.experiments.allreduce:AllReduce",
     "train-step": "bench_harness.experiments.train_step:TrainStep",
     "profile": "bench_harness.experiments.profile:Profile",

@@ -1,335 +1,312 @@
-"""Plain attention over head dimensions and sequence lengths: time, saved memory, where it ends."""
+"""Attention alone: implementations on a grid of problems, in time, memory and accuracy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from bench_harness import attentions
 from bench_harness.case import Case, Row
 from bench_harness.environment import resolve_device
-from bench_harness.experiments import present
+from bench_harness.experiments.attention_timing import (
+    CLOCKS,
+    DTYPES,
+    PASSES,
+    Attempts,
+    Problem,
+    time_in_turns,
+    timer_overhead_ms,
+)
 from bench_harness.experiments.base import Experiment, Figure, Table, option
 
 if TYPE_CHECKING:
     import pandas as pd
     import torch
 
+_MASKS = ("causal", "full")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Options of :class:`Attention`.
 
-    Small enough for a quick run on two cores: ``head_dims=[16, 64]``, ``sequences=[128]``,
-    ``batch=2``, ``samples=10``, ``warmup=2``, ``executions=["eager"]``.
+    Small enough for a quick run on two cores: ``sequences=[128, 256]``, ``head_dims=[64]``,
+    ``variants=["flashattn-triton", "naive", "sdpa-flash"]``, ``rep_ms=100``.
     """
 
-    head_dims: tuple[int, ...] = option((16, 32, 64, 128), "Dimensions of the single head.")
-    sequences: tuple[int, ...] = option((256, 1024, 4096, 8192, 16384), "Sequence lengths.")
-    batch: int = option(8, "Sequences per batch.")
-    dtype: str = option("fp32", "Element type.", choices=("fp32", "bf16"))
-    executions: tuple[str, ...] = option(
-        ("eager", "compiled"),
-        "Plain or through torch.compile, compared.",
-        choices=("eager", "compiled"),
+    variants: tuple[str, ...] = option(
+        ("flashattn-triton", "naive", "naive-compiled", "sdpa-flash", "sdpa-cudnn", "flex"),
+        "Implementations, compared: built-in or registered names, or package.module:callable; the "
+        "first one is the reference of speedups.",
     )
-    warmup: int = option(5, "Warm-up passes.")
-    samples: int = option(100, "Measured forward and backward passes.")
+    dtypes: tuple[str, ...] = option(("bf16",), "Element types.", choices=tuple(DTYPES))
+    head_dims: tuple[int, ...] = option((64, 128), "Head dimensions of query and key.")
+    value_head_dim: int | None = option(None, "Head dimension of the value; none: the same.")
+    batch: int = option(1, "Sequences per batch.")
+    tokens: int | None = option(
+        None, "Tokens in all, instead of a batch: the batch is this divided by the length."
+    )
+    heads: int = option(1, "Query heads.")
+    kv_heads: int | None = option(None, "Key and value heads; none: as many as query heads.")
+    sequences: tuple[int, ...] = option((512, 1024, 2048, 4096, 8192, 16384), "Sequence lengths.")
+    packed: tuple[int, ...] = option(
+        (), "Lengths of sequences packed into one batch without padding; instead of sequences."
+    )
+    masks: tuple[str, ...] = option(("causal",), "Masks.", choices=_MASKS)
+    window: tuple[int, ...] = option(
+        (), "Visible keys left and right of the diagonal; -1 is no limit."
+    )
+    softcap: float | None = option(None, "Soft-cap of the scores.")
+    deterministic: bool = option(False, "Ask for gradients that are the same from run to run.")
+    passes: tuple[str, ...] = option(
+        ("forward", "backward", "forward+backward"),
+        "What is timed; training forward keeps what backward needs, and with sum, backward starts "
+        "at the sum of the output, as on the leaderboard.",
+        choices=PASSES,
+    )
+    clock: str = option(
+        "device",
+        "do_bench on a GPU (device), the clock around a synchronised call (wall), or the time "
+        "until a call returns (host).",
+        choices=CLOCKS,
+    )
+    rep_ms: float = option(300.0, "Milliseconds of measurement per variant and pass.")
+    warmup_ms: float = option(100.0, "Milliseconds of warm-up per variant and pass.")
+    rounds: int = option(3, "Turns that share those milliseconds, so that drift meets everyone.")
+    samples: int = option(10, "Least samples per variant and pass, however long they take.")
     isolate_gib: float = option(
         1.0,
-        "Cells with larger scores (GiB) are measured one variant to a case, so that one without "
-        "enough memory takes no other along.",
+        "Where fp32 scores would be larger (GiB), variants that store them get cases of their own, "
+        "so that one without enough memory takes no other along.",
     )
     device: str = option("auto", "Where to run.", choices=("auto", "cpu", "cuda"))
 
+    def __post_init__(self) -> None:
+        for name in self.variants:
+            attentions.check(name)
+        for name in ("rounds", "samples", "heads", "batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name} must be at least 1, but got {getattr(self, name)}. Raise it."
+                )
+        if not self.variants:
+            raise ValueError("variants must name an implementation, but got none. Name one.")
+        if self.heads % (self.kv_heads or self.heads):
+            raise ValueError(
+                f"kv_heads must divide heads, but got {self.kv_heads} of {self.heads}. Correct it."
+            )
+        if len(self.window) not in (0, 2) or any(side < -1 for side in self.window):
+            raise ValueError(
+                f"window must be two numbers of keys (-1: no limit), but got {self.window}. Write "
+                "left and right."
+            )
+
 
 class Attention(Experiment):
-    """Single-head softmax attention, plain and compiled."""
+    """Implementations of attention on a grid of problems."""
 
     name: ClassVar[str] = "attention"
-    summary: ClassVar[str] = "Plain attention: time, memory saved for backward, out-of-memory cells"
+    summary: ClassVar[str] = "Attention kernels: time, throughput, memory kept for backward, errors"
     guide: ClassVar[str] = (
-        "Times forward and backward of attention that stores its scores, plain and compiled, "
-        "and weighs what forward keeps for backward against its prediction. A cell without "
-        "enough memory is a result; the smallest one is explained tensor by tensor."
+        "Compares implementations of attention: each is first compared with an fp32 reference on "
+        "the problem that is timed, then its passes are timed in turns with the others. One that "
+        "is not installed or does not take a problem is skipped, and the others go on. Memory that "
+        "forward keeps for backward is measured for all, and predicted for naive attention."
     )
     examples: ClassVar[tuple[str, ...]] = (
-        "attention --sequences 1024,4096 --head-dims 64",
-        "attention --executions eager --samples 20",
+        "attention --sequences 4096,16384 --heads 16 --head-dims 64",
+        "attention --variants flashattn-triton,my.kernels:attend",
+        "attention --packed 1024,512,2048 --variants flashattn-triton",
     )
     Options: ClassVar[type[Any]] = Options
 
     def cases(self, **options: Any) -> list[Case]:
-        """One case per head dimension; cells with large scores have one per variant."""
+        """One case per dtype, head dimension and mask; lengths with large scores have their own.
+
+        There the variants that store the scores are apart, each beside the first variant.
+        """
         chosen = Options(**options)
-        device = resolve_device(chosen.device)
-        limit = chosen.isolate_gib * 2**30 / (4 * chosen.batch)
-        together = [s for s in chosen.sequences if s**2 <= limit]
-        groups = [(together, list(chosen.executions))] if together else []
-        groups += [([s], [e]) for s in chosen.sequences if s**2 > limit for e in chosen.executions]
+        config: Row = {
+            "batch": chosen.batch,
+            "tokens": chosen.tokens,
+            "heads": chosen.heads,
+            "kv_heads": chosen.kv_heads or chosen.heads,
+            "value_head_dim": chosen.value_head_dim,
+            "packed": list(chosen.packed),
+            "window": [None if side < 0 else side for side in chosen.window] or None,
+            "softcap": chosen.softcap,
+            "deterministic": chosen.deterministic,
+            "passes": list(chosen.passes),
+            "clock": chosen.clock,
+            "rep_ms": chosen.rep_ms,
+            "warmup_ms": chosen.warmup_ms,
+            "rounds": chosen.rounds,
+            "samples": chosen.samples,
+            "device": resolve_device(chosen.device),
+        }
         return [
             _case(
                 {
-                    "batch": chosen.batch,
-                    "sequences": sequences,
+                    **config,
+                    "dtype": dtype,
                     "head_dim": head_dim,
-                    "dtype": chosen.dtype,
-                    "executions": group,
-                    "warmup": chosen.warmup,
-                    "samples": chosen.samples,
-                    "device": device,
+                    "mask": mask,
+                    "sequences": list(sequences),
+                    "variants": variants,
                 }
             )
+            for dtype in chosen.dtypes
             for head_dim in chosen.head_dims
-            for sequences, group in groups
+            for mask in chosen.masks
+            for sequences, variants in _groups(chosen)
         ]
 
     def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
-        """Measures forward and backward of every variant, and what forward keeps for backward."""
-        import torch
+        """Proves every variant on each problem, then times its passes."""
+        import torch._functorch.config
 
         from bench_harness.workload import device_of
 
         device = device_of(case.config["device"])
+        overhead = timer_overhead_ms(case.config["clock"], device)
         rows: list[Row] = []
-        for sequence in case.config["sequences"]:
-            # Meeting a second length, the compiler would give up static shapes.
-            torch.compiler.reset()
-            rows += measure(case.config, sequence, device, progress)
+        # Backward alone is timed over one graph, again and again: a compiled function must not
+        # reuse the memory of what it saved.
+        with torch._functorch.config.patch(donated_buffer=False):
+            for problem in problems(case.config):
+                # Meeting a second length, the compiler would give up static shapes.
+                torch.compiler.reset()
+                rows += measured(problem, case.config, device, overhead, progress)
         return rows
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
-        """The grid with times, memory and cells without enough memory; the smallest such cell."""
-        import pandas as pd
+        """The grid with all statistics; medians by pass and by variant; cells without memory."""
+        from bench_harness.experiments import attention_tables
 
-        from bench_harness.stats import with_summary
-
-        frame = with_summary(rows)
-        frame["execution"] = frame.get("variant", pd.Series(index=frame.index, dtype=object))
-        missing = frame["execution"].isna()
-        frame.loc[missing, "execution"] = frame.loc[missing, "executions"].map("+".join)
-        frame = present.lengths(frame)
-        if "saved_bytes" in frame:
-            frame["saved_mib"] = frame["saved_bytes"] / 2**20
-            frame["predicted_mib"] = frame["predicted_saved_bytes"] / 2**20
-            miss = (frame["saved_bytes"] / frame["predicted_saved_bytes"] - 1).abs() > 0.1
-            frame["prediction_missed"] = miss.where(frame["execution"] == "eager")
-        cell = {
-            "batch": "batch",
-            "sequence": "sequence (tokens)",
-            "head_dim": "head_dim",
-            "execution": "execution",
-            "phase": "phase",
-        }
-        tables = [
-            Table(
-                "Attention grid",
-                present.columns(
-                    frame,
-                    cell
-                    | present.STATISTICS
-                    | {
-                        "saved_mib": "held before backward (MiB)",
-                        "predicted_mib": "predicted for eager (MiB)",
-                        "prediction_missed": "prediction missed",
-                        "status": "status",
-                    },
-                ),
-                "Held before backward: what the forward pass leaves allocated, output included. It "
-                "grows with the square of the sequence length: the softmax output alone is "
-                "batch × sequence² × 4 bytes. Predictions off by more than 10 % are marked; the "
-                "compiler chooses for itself what to keep.",
-            )
-        ]
-        failed = frame[frame["status"] == "oom"] if "status" in frame else frame.iloc[:0]
-        if len(failed):
-            # A case of several lengths ends at the longest.
-            smallest = failed.sort_values(["longest", "head_dim"]).iloc[0]
-            size = {"fp32": 4, "bf16": 2}[smallest["dtype"]]
-            batch, sequence, head_dim = (
-                int(smallest[name]) for name in ("batch", "longest", "head_dim")
-            )
-            tables.append(
-                Table(
-                    "Memory of the smallest cell that ran out",
-                    pd.DataFrame(accounting(batch, sequence, head_dim, size)),
-                    f"Batch {batch}, sequence {sequence}, head_dim {head_dim}, "
-                    f"{smallest['dtype']} elements.",
-                )
-            )
-        return tables
+        return attention_tables.tables(rows)
 
     def figures(self, rows: pd.DataFrame) -> list[Figure]:
-        """Time and held memory over sequence length."""
-        from bench_harness.report.plots import COLOURS, new_figure
-        from bench_harness.stats import with_summary
+        """Time, throughput and held memory over the length; errors."""
+        from bench_harness.experiments import attention_tables
 
-        done = with_summary(present.finished(rows))
-        if "phase" not in done or done.empty:
-            return []
-        figure, axes = new_figure(columns=3, width=11, height=4)
-        shades = dict(zip(sorted(done["head_dim"].unique()), COLOURS, strict=False))
-        done = done.sort_values(["head_dim", "sequence"], kind="stable")
-        for name, group in present.by(done, ["head_dim", "variant"]):
-            first = group.iloc[0]
-            look: Any = {
-                "color": shades.get(first["head_dim"]),
-                "marker": "o",
-                "linestyle": "-" if first["variant"] == "eager" else "--",
-            }
-            for index, phase in enumerate(("forward", "backward")):
-                part = group[group["phase"] == phase]
-                axes[0, index].plot(part["sequence"], part["median_ms"], label=name, **look)
-            part = group[group["phase"] == "forward"]
-            axes[0, 2].plot(part["sequence"], part["saved_bytes"] / 2**20, **look)
-        for plot, title, unit in zip(
-            axes[0],
-            ("forward", "backward", "held before backward"),
-            ("median time (ms)", "median time (ms)", "memory (MiB)"),
-            strict=True,
-        ):
-            plot.set_title(title)
-            present.log_axes(plot, x="sequence length (tokens)", y=unit)
-        if len(axes[0, 0].get_lines()) > 1:
-            figure.legend(
-                *axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4
-            )
-        return [Figure("attention_grid", "Attention over sequence length", figure)]
+        return attention_tables.figures(rows)
+
+
+def _groups(chosen: Options) -> list[tuple[tuple[int, ...], list[str]]]:
+    """Lengths and variants that share a case."""
+    variants = list(dict.fromkeys(chosen.variants))
+    if chosen.packed:
+        return [((), variants)]
+    reference, *others = variants
+    linear = [v for v in variants if not attentions.stores_scores(v)]
+    apart = [[reference, v] for v in others if attentions.stores_scores(v)]
+    if linear and (linear != [reference] or not apart):  # else the reference has its turn
+        apart.insert(0, linear)
+    apart = apart or [variants]
+
+    def is_large(sequence: int) -> bool:
+        batch = _batch(chosen.batch, chosen.tokens, sequence)
+        return 4 * batch * chosen.heads * sequence**2 > chosen.isolate_gib * 2**30
+
+    split = len(linear) < len(variants)
+    together = tuple(s for s in chosen.sequences if not split or not is_large(s))
+    large = [s for s in chosen.sequences if s not in together]
+    groups = [(together, variants)] if together else []
+    return [*groups, *(((s,), group) for s in large for group in apart)]
+
+
+def _batch(batch: int, tokens: int | None, sequence: int) -> int:
+    return batch if tokens is None else max(1, tokens // sequence)
+
+
+def problems(config: Mapping[str, Any]) -> list[Problem]:
+    """The problems of a case, one per length."""
+    lengths = tuple(config["packed"])
+    return [
+        Problem(
+            batch=1 if lengths else _batch(config["batch"], config["tokens"], sequence),
+            heads=config["heads"],
+            kv_heads=config["kv_heads"],
+            sequence=sequence,
+            head_dim=config["head_dim"],
+            value_head_dim=config["value_head_dim"] or config["head_dim"],
+            dtype=config["dtype"],
+            causal=config["mask"] == "causal",
+            window=tuple(config["window"]) if config["window"] else None,
+            softcap=config["softcap"],
+            deterministic=config["deterministic"],
+            lengths=lengths,
+        )
+        for sequence in ([sum(lengths)] if lengths else config["sequences"])
+    ]
 
 
 def _case(config: Row) -> Case:
-    """The case of a configuration, with its label and how long it may take."""
-    sequences, group = config["sequences"], config["executions"]
-    length = f"s{sequences[0]}" + (f"–{sequences[-1]}" if len(sequences) > 1 else "")
     return Case(
-        experiment=Attention.name,
-        config={**config, "label": f"attention {length} d{config['head_dim']} {'+'.join(group)}"},
-        timeout_s=1800,
+        experiment=Attention.name, config={**config, "label": label(config)}, timeout_s=1800
     )
 
 
-def measure(
+def label(config: Mapping[str, Any]) -> str:
+    """A case's name: its problem, and the variants."""
+    sequences, packed = config["sequences"], config["packed"]
+    heads, kv_heads = config["heads"], config["kv_heads"]
+    if packed:
+        size = f"packed {len(packed)} × s{min(packed)}–{max(packed)}"
+    else:
+        first = f"b{config['batch']}" if config["tokens"] is None else f"t{config['tokens']}"
+        size = f"{first} s{sequences[0]}" + f"–{sequences[-1]}" * (len(sequences) > 1)
+    dims = f"d{config['head_dim']}" + f"/{config['value_head_dim']}" * bool(
+        config["value_head_dim"]
+    )
+    parts = [
+        *("attention", size, f"h{heads}" + f"/{kv_heads}" * (kv_heads != heads), dims),
+        *(config["dtype"], config["mask"]),
+        f"window {config['window']}" if config["window"] else "",
+        f"softcap {config['softcap']:g}" if config["softcap"] else "",
+        "deterministic" * config["deterministic"],
+        f"{config['clock']} clock" if config["clock"] != "device" else "",
+        "+".join(config["variants"]),
+    ]
+    return " ".join(filter(None, parts))
+
+
+def measured(
+    problem: Problem,
     config: Mapping[str, Any],
-    sequence: int,
     device: torch.device,
+    overhead: float,
     progress: Callable[[str], None],
 ) -> list[Row]:
-    """One row per variant and phase at one length; variants take turns."""
+    """The rows of one problem: a variant and pass each, and one for each that is out."""
     import torch
 
-    from basics_model import softmax_attention
-    from bench_harness.timing import Samples, record_sample
-
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config["dtype"]]
-    shape = (config["batch"], sequence, config["head_dim"])
-    query, key, value = (
-        torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
-    )
-    grad_out = torch.randn(shape, device=device, dtype=dtype)
-    table: dict[str, Callable[..., torch.Tensor]] = {"eager": softmax_attention}
-    if "compiled" in config["executions"]:
-        table["compiled"] = torch.compile(softmax_attention)
-    phases = {
-        (execution, phase): Samples()
-        for execution in config["executions"]
-        for phase in ("forward", "backward")
+    progress(f"length {problem.sequence}: comparing with the reference")
+    attempts = Attempts(config["variants"], problem, device)
+    attempts.prove()
+    taken = time_in_turns(attempts, config, progress)
+    clock = "do_bench" if config["clock"] == "device" and device.type == "cuda" else config["clock"]
+    about: Row = {
+        "batch": problem.batch,
+        "sequence": problem.sequence,
+        "length": f"s{problem.sequence}",
     }
-    saved: dict[str, int] = {}
-    rounds = config["warmup"] + config["samples"]
-    for index in range(rounds):
-        if index % 10 == 0:
-            progress(f"length {sequence}, pass {index + 1} of {rounds}")
-        for execution in config["executions"]:
-            taken = {"forward": Samples(), "backward": Samples()}
-            before = _allocated(device)
-            with record_sample(taken["forward"], device):
-                out = table[execution](query, key, value)
-            saved[execution] = _allocated(device) - before
-            with record_sample(taken["backward"], device):
-                out.backward(grad_out)
-            del out
-            query.grad = key.grad = value.grad = None
-            for phase, samples in taken.items():
-                kept = phases[execution, phase]
-                if index == 0:
-                    kept.first_ms = samples.wall_ms[0]
-                if index >= config["warmup"]:
-                    kept.wall_ms += samples.wall_ms
-                    kept.device_ms += samples.device_ms
-    if device.type != "cuda":
-        saved = {
-            execution: _saved_bytes(
-                partial(table[execution], query, key, value), (query, key, value)
-            )
-            for execution in config["executions"]
-        }
-    return [
+    rows = [
         {
-            "variant": execution,
-            "phase": phase,
-            "sequence": sequence,
-            "length": f"s{sequence}",
-            "saved_bytes": saved[execution],
-            **predicted_bytes(*shape, dtype.itemsize),
+            "variant": name,
+            "phase": each,
+            **about,
+            "clock": "wall" if clock == "device" else clock,
+            "flops": problem.flops(each),
+            "timer_overhead_ms": overhead,
+            **attempts.about[name],
             **samples.row(),
         }
-        for (execution, phase), samples in phases.items()
+        for (name, each), samples in taken.items()
     ]
-
-
-def predicted_bytes(batch: int, sequence: int, head_dim: int, itemsize: int) -> Row:
-    """What eager softmax attention keeps for backward, and what it needs at its peak.
-
-    Saved: the softmax output (B·S²), which both the softmax and the second product need; the mask
-    (S² booleans); the output (B·S·D). Query, key and value exist anyway. The peak of backward adds
-    three more B·S² matrices: the gradient of the softmax output, its product with that output,
-    which PyTorch's softmax computes first, and the gradient of the scores.
-    """
-    scores = batch * sequence**2 * itemsize
-    saved = scores + sequence**2 + batch * sequence * head_dim * itemsize
-    return {"predicted_saved_bytes": saved, "predicted_peak_bytes": saved + 3 * scores}
-
-
-def accounting(batch: int, sequence: int, head_dim: int, itemsize: int) -> list[Row]:
-    """Every tensor of one forward and backward pass, with its formula."""
-    scores, rows = batch * sequence**2, batch * sequence * head_dim
-    entries = [
-        ("query, key, value", "3·B·S·D", 3 * rows * itemsize),
-        ("their gradients", "3·B·S·D", 3 * rows * itemsize),
-        ("scores, during forward", "B·S²", scores * itemsize),
-        ("mask, saved", "S² (1 byte)", sequence**2),
-        ("softmax output, saved", "B·S²", scores * itemsize),
-        ("output and its gradient", "2·B·S·D", 2 * rows * itemsize),
-        ("gradient of the softmax output", "B·S²", scores * itemsize),
-        ("that gradient times the output", "B·S²", scores * itemsize),
-        ("gradient of the scores", "B·S²", scores * itemsize),
-    ]
-    return [
-        {"tensor": tensor, "elements": formula, "size (MiB)": round(size / 2**20, 1)}
-        for tensor, formula, size in entries
-    ]
-
-
-def _allocated(device: torch.device) -> int:
-    import torch
-
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def _saved_bytes(forward: Callable[[], torch.Tensor], inputs: tuple[torch.Tensor, ...]) -> int:
-    """Bytes that forward leaves allocated: its output and what autograd keeps, inputs left out."""
-    import torch
-
-    storages: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        pack(forward())
-    for tensor in inputs:
-        storages.pop(tensor.untyped_storage().data_ptr(), None)
-    return sum(storages.values())
+    rows += [{"variant": name, **about, "ended": end} for name, end in attempts.ended.items()]
+    del attempts
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return rows

@@ -1,0 +1,331 @@
+"""Implementations of attention by name: what the experiment ``attention`` compares.
+
+A preset names an implementation in one of three ways:
+
+- a name of :data:`BUILT_IN`;
+- a name that an installed package registers in the entry-point group ``bench_harness.attentions``;
+- ``package.module:callable``.
+
+Each is a function ``attend(query, key, value, *, causal, **settings) -> output``. Query is (batch,
+heads, sequence, head_dim), key and value have the key/value heads, and the output has the query's
+heads and the value's head_dim. ``settings`` holds only what the problem asks for:
+
+- ``window``: (left, right) numbers of visible keys beside the diagonal, None for no limit;
+- ``softcap``: c, which maps a scaled score s to c·tanh(s/c);
+- ``deterministic``: True;
+- ``cu_seqlens`` and ``max_seqlen``: of sequences packed into tensors of (tokens, heads, head_dim).
+
+An implementation whose signature has no such keyword, whose package is missing, or that raises
+:class:`CaseSkipped`, ``ValueError`` or ``NotImplementedError`` is skipped with that reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import operator
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from bench_harness.experiments.base import CaseSkipped
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Attend: TypeAlias = Callable[..., Tensor]
+
+ENTRY_POINT_GROUP = "bench_harness.attentions"
+Window: TypeAlias = tuple[int | None, int | None]
+
+
+def names() -> list[str]:
+    """Every name that can stand for an implementation, built-in ones first."""
+    return list(dict.fromkeys([*BUILT_IN, *(entry.name for entry in _plug_ins())]))
+
+
+def check(name: str) -> None:
+    """Checks a name without importing anything.
+
+    Raises:
+        ValueError: it is no registered name and no ``package.module:callable``.
+    """
+    if ":" not in name and name not in names():
+        raise ValueError(
+            f"variants must be {', '.join(names())} or package.module:callable, but got {name!r}. "
+            "Correct the name or install the package that registers it."
+        )
+
+
+def stores_scores(name: str) -> bool:
+    """Whether an implementation keeps all scores in memory, as far as its name tells."""
+    return name.startswith("naive")
+
+
+def find(name: str) -> Attend:
+    """A fresh callable for an implementation; compiled ones have compiled nothing yet.
+
+    Raises:
+        CaseSkipped: it cannot be imported here.
+        ValueError: unknown name.
+    """
+    check(name)
+    if name in BUILT_IN:
+        return BUILT_IN[name]()
+    target = name if ":" in name else next(e.value for e in _plug_ins() if e.name == name)
+    module, _, attribute = target.partition(":")
+    try:
+        found: Attend = operator.attrgetter(attribute)(importlib.import_module(module))
+    except (ImportError, AttributeError, ValueError) as error:
+        raise CaseSkipped(f"{name} cannot be imported: {error}") from error
+    return found
+
+
+def _plug_ins() -> importlib.metadata.EntryPoints:
+    return importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+
+
+def naive(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool,
+    window: Window | None = None,
+    softcap: float | None = None,
+    deterministic: bool = False,
+) -> Tensor:
+    """softmax(Q·Kᵀ/√D)·V in the inputs' dtype, with all scores stored."""
+    import torch
+
+    from flashattn_triton.options import resolve_options
+    from flashattn_triton.reference import visibility_mask
+
+    ratio = query.shape[1] // key.shape[1]
+    if ratio > 1:
+        key, value = (x.repeat_interleave(ratio, dim=1) for x in (key, value))
+    scores = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if window is not None:
+        options = resolve_options(head_dim=query.shape[-1], causal=causal, window=window)
+        n_queries, n_keys = scores.shape[-2:]
+        visible = visibility_mask(n_queries, n_keys, options, scores.device)
+        scores = scores.masked_fill(~visible, float("-inf"))
+    elif causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, float("-inf"))
+    return torch.softmax(scores, dim=-1) @ value
+
+
+def _naive_compiled() -> Attend:
+    import torch
+
+    compiled: Attend = torch.compile(naive)
+    return compiled
+
+
+def _flashattn_triton(implementation: str) -> Attend:
+    from flashattn_triton import flash_attention, flash_attention_varlen
+
+    dense: Attend = flash_attention
+    packed: Attend = flash_attention_varlen
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int = 0,
+        **settings: Any,
+    ) -> Tensor:
+        if implementation == "triton" and query.device.type != "cuda":
+            raise CaseSkipped("the Triton tiers need a CUDA device")
+        settings["implementation"] = implementation
+        if cu_seqlens is None:
+            return dense(query, key, value, layout="bhsd", **settings)
+        lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+        return packed(query, key, value, *lengths, **settings)
+
+    return attend
+
+
+def _flashattn_triton_compiled() -> Attend:
+    """The form in which the public leaderboard calls the package."""
+    import torch
+
+    from flashattn_triton import FlashAttention2Triton
+
+    apply: Callable[..., Tensor] = torch.compile(FlashAttention2Triton.apply)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
+        if query.device.type != "cuda":
+            raise CaseSkipped("FlashAttention2Triton needs a CUDA device")
+        if query.shape[1] != key.shape[1]:
+            raise CaseSkipped("FlashAttention2Triton.apply takes as many key as query heads")
+        out = apply(*(x.flatten(0, 1) for x in (query, key, value)), causal)
+        return out.view(*query.shape[:-1], -1)
+
+    return attend
+
+
+def _sdpa(backend: str) -> Attend:
+    """PyTorch's attention, by one of its kernels."""
+    import torch.nn.functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    chosen = getattr(SDPBackend, backend)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
+        grouped = query.shape[1] != key.shape[1]
+        try:
+            with sdpa_kernel(chosen):
+                return F.scaled_dot_product_attention(
+                    query, key, value, is_causal=causal, enable_gqa=grouped
+                )
+        except RuntimeError as error:
+            if "No available kernel" not in str(error):
+                raise
+            raise CaseSkipped(f"PyTorch's {backend} kernel does not take this problem") from error
+
+    return attend
+
+
+def _sdpa_default(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
+    """PyTorch's attention, by the kernel that it chooses itself."""
+    import torch.nn.functional as F
+
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=grouped)
+
+
+def _flex() -> Attend:
+    """FlexAttention, compiled, with the block mask of the problem it sees first."""
+    import torch
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    masks: dict[tuple[Any, ...], Any] = {}
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool,
+        window: Window | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        if query.device.type != "cuda":
+            raise CaseSkipped("compiled FlexAttention needs a CUDA device")
+        problem = (query.shape[-2], causal, window)
+        if problem not in masks:
+            masks[problem] = _block_mask(*problem, query.device)
+        out: Tensor = compiled(
+            query,
+            key,
+            value,
+            block_mask=masks[problem],
+            score_mod=None if softcap is None else _capped(softcap),
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return out
+
+    return attend
+
+
+def _block_mask(length: int, causal: bool, window: Window | None, device: Any) -> Any:
+    """FlexAttention's mask; compiled, since all pairs of 65,536 tokens would fill a GPU."""
+    import torch
+    from torch.nn.attention.flex_attention import and_masks, create_block_mask
+
+    left, right = window or (None, None)
+    right = 0 if causal else right
+
+    def after(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return j - i <= right  # type: ignore[operator]
+
+    def before(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return i - j <= left  # type: ignore[operator]
+
+    limits = [limit for limit, side in ((after, right), (before, left)) if side is not None]
+    if not limits:
+        return None
+    make = torch.compile(create_block_mask)
+    return make(and_masks(*limits), None, None, length, length, device=device)
+
+
+def _capped(softcap: float) -> Callable[..., Any]:
+    import torch
+
+    def cap(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return cap
+
+
+def _flash_attn_4() -> Attend:
+    """The package flash-attn-4, whose layout puts the sequence before the heads."""
+    try:
+        cute = importlib.import_module("flash_attn.cute")
+    except ImportError as error:
+        raise CaseSkipped(f"the package flash-attn-4 is not installed: {error}") from error
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool,
+        window: Window | None = None,
+        softcap: float | None = None,
+        deterministic: bool = False,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
+        settings = {
+            "causal": causal,
+            "window_size": window or (None, None),
+            "softcap": softcap or 0.0,
+            "deterministic": deterministic,
+        }
+        try:
+            if cu_seqlens is not None:
+                starts = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+                longest = {"max_seqlen_q": max_seqlen, "max_seqlen_k": max_seqlen}
+                out = cute.flash_attn_varlen_func(
+                    query, key, value, **starts, **longest, **settings
+                )
+                return _first(out)
+            heads_last = (x.transpose(1, 2) for x in (query, key, value))
+            return _first(cute.flash_attn_func(*heads_last, **settings)).transpose(1, 2)
+        except AssertionError as error:  # how it refuses what it does not support
+            raise CaseSkipped(f"flash-attn-4 does not take this problem: {error}") from error
+
+    return attend
+
+
+def _first(out: Any) -> Tensor:
+    """The output, which some versions return together with the logsumexp."""
+    first: Tensor = out[0] if isinstance(out, tuple) else out
+    return first
+
+
+#: Name → what makes a fresh callable. ``flashattn-triton`` takes the tier that the package itself
+#: chooses on this device; ``-portable`` and ``-tiled`` insist on one.
+BUILT_IN: dict[str, Callable[[], Attend]] = {
+    "flashattn-triton": functools.partial(_flashattn_triton, "auto"),
+    "flashattn-triton-portable": functools.partial(_flashattn_triton, "triton"),
+    "flashattn-triton-tiled": functools.partial(_flashattn_triton, "tiled"),
+    "flashattn-triton-compiled": _flashattn_triton_compiled,
+    "naive": lambda: naive,
+    "naive-compiled": _naive_compiled,
+    "sdpa": lambda: _sdpa_default,
+    "sdpa-flash": functools.partial(_sdpa, "FLASH_ATTENTION"),
+    "sdpa-cudnn": functools.partial(_sdpa, "CUDNN_ATTENTION"),
+    "sdpa-efficient": functools.partial(_sdpa, "EFFICIENT_ATTENTION"),
+    "sdpa-math": functools.partial(_sdpa, "MATH"),
+    "flex": _flex,
+    "flash-attn-4": _flash_attn_4,
+}

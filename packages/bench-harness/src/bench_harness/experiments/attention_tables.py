@@ -1,0 +1,285 @@
+"""Tables and pictures of the experiment ``attention``."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from bench_harness.experiments import present
+from bench_harness.experiments.attention_timing import PASSES, Problem
+from bench_harness.experiments.base import Figure, Table
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure as MatplotlibFigure
+
+#: What identifies a problem, by the column that shows it.
+_PROBLEM = {
+    "dtype": "dtype",
+    "head_dim": "head_dim",
+    "value_head_dim": "value head_dim",
+    "mask": "mask",
+    "window": "window (keys)",
+    "softcap": "soft-cap (1)",
+    "deterministic": "deterministic",
+    "batch": "batch",
+    "heads": "heads",
+    "kv_heads": "key/value heads",
+    "sequence": "sequence (tokens)",
+}
+#: Significant digits of figures: as many as published rows have, so that nothing is rounded twice.
+_DIGITS = 6
+_VARIANT = {"variant": "attention", "tier": "tier"}
+_QUANTILES = {"p20_ms": "20 % quantile (ms)", "p80_ms": "80 % quantile (ms)"}
+_ERRORS = {
+    "error_out": "error of output (share of max)",
+    "error_grad": "error of gradients (share of max)",
+    "error_dq": "error of dQ (share of max)",
+    "error_dk": "error of dK (share of max)",
+    "error_dv": "error of dV (share of max)",
+}
+
+
+def tables(rows: pd.DataFrame) -> list[Table]:
+    """The grid, medians by pass and by variant, and the smallest cell without memory."""
+    frame = _frame(rows)
+    if "flops" in frame:
+        # A case's first variant is the reference of its speedups.
+        first = frame[frame["variants"].str[0] == frame["variant"]]
+        cell = ["case_key", "sequence", "phase"]
+        medians = first.set_index(cell)["median_ms"].to_dict()
+        frame["speedup"] = [
+            medians.get(where, math.nan) / median
+            for where, median in zip(
+                frame[cell].itertuples(index=False, name=None), frame["median_ms"], strict=True
+            )
+        ]
+    grid = Table(
+        "Attention grid",
+        present.columns(
+            frame,
+            {**_PROBLEM, **_VARIANT, "phase": "pass"}
+            | present.STATISTICS
+            | _QUANTILES
+            | {"tflop_s": "TFLOP/s", "speedup": "speedup over the first (ratio)"}
+            | _ERRORS
+            | {
+                "saved_mib": "held before backward (MiB)",
+                "predicted_mib": "predicted for naive (MiB)",
+                "missed": "prediction missed",
+                "status": "status",
+                "error": "reason",
+            },
+            digits=_DIGITS,
+        ),
+        "On a GPU times are triton.testing.do_bench's (device events, cache overwritten), unless "
+        "the case asks for another clock; on a CPU the wall clock. Speedups compare variants of "
+        "one case only. Causal attention counts half of the scores. Errors are shares of the "
+        "largest value of the fp32 reference. Held before backward: what forward leaves allocated, "
+        "output included; predictions off by more than 10 % are marked.",
+    )
+    return [grid, *_medians(present.finished(frame)), *_out_of_memory(frame)]
+
+
+def _frame(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows with their summary, and what is shown of lists, bytes and operations."""
+    from bench_harness.stats import with_summary
+
+    frame = with_summary(rows)
+    if "variant" not in frame:
+        frame["variant"] = None
+    missing = frame["variant"].isna()
+    frame.loc[missing, "variant"] = frame.loc[missing, "variants"].map("+".join)
+    frame["sequences"] = [
+        held if len(held) else [sum(packed)]
+        for held, packed in zip(frame["sequences"], frame["packed"], strict=True)
+    ]
+    frame = present.lengths(frame)
+    frame["window"] = frame["window"].map(_pair, na_action="ignore")
+    frame["deterministic"] = frame["deterministic"].astype(object).where(frame["deterministic"])
+    if (frame["kv_heads"] == frame["heads"]).all():
+        frame["kv_heads"] = None
+    if "plan" in frame:
+        frame["tier"] = frame["plan"].map(lambda plan: plan["tier"], na_action="ignore")
+    if "flops" in frame:
+        frame["tflop_s"] = frame["flops"] / frame["median_ms"] / 1e9
+    if "saved_bytes" in frame:
+        frame["saved_mib"] = frame["saved_bytes"] / 2**20
+    if "predicted_saved_bytes" in frame:
+        frame["predicted_mib"] = frame["predicted_saved_bytes"] / 2**20
+        missed = (frame["saved_bytes"] / frame["predicted_saved_bytes"] - 1).abs() > 0.1
+        frame["missed"] = missed.where(frame["variant"] == "naive")
+    if "error_dq" in frame:
+        largest = frame[["error_dq", "error_dk", "error_dv"]].max(axis=1)
+        frame["error_grad"] = (
+            largest if "error_grad" not in frame else (frame["error_grad"].fillna(largest))
+        )
+    return frame
+
+
+def _pair(window: Any) -> str:
+    return ", ".join("no limit" if side is None else str(side) for side in window)
+
+
+def _medians(done: pd.DataFrame) -> list[Table]:
+    """A line per problem and variant with a column per pass, and the other way round."""
+    if "phase" not in done or done.empty:
+        return []
+    done = done.sort_values(["dtype", "head_dim", "mask", "longest"], kind="stable")
+    made = []
+    for title, across, note in (
+        ("Attention passes", "phase", "Medians, a column per pass."),
+        (
+            "Attention side by side",
+            "variant",
+            "Medians. Empty: not measured beside the others of its line.",
+        ),
+    ):
+        lines = {
+            "case_key": "case",
+            **_PROBLEM,
+            **({"variant": "attention"} if across == "phase" else {"phase": "pass"}),
+        }
+        keys = [name for name in lines if name in done and done[name].notna().any()]
+        wide = done.pivot_table(
+            index=keys, columns=across, values="median_ms", sort=False, dropna=False
+        )
+        wide = wide.dropna(how="all").reset_index()
+        lines.pop("case_key")
+        found = list(done[across].unique())
+        ordered = [name for name in PASSES if name in found] if across == "phase" else found
+        named = {name: f"{name} (ms)" for name in ordered}
+        made.append(Table(title, present.columns(wide, lines | named, digits=_DIGITS), note))
+    return made
+
+
+def _out_of_memory(frame: pd.DataFrame) -> list[Table]:
+    """Every tensor of the smallest naive cell that ran out of memory."""
+    import pandas as pd
+
+    failed = frame[(frame["status"] == "oom") & frame["variant"].str.contains("naive")]
+    if failed.empty:
+        return []
+    # A case of several lengths ends at the longest.
+    smallest = failed.sort_values(["longest", "head_dim"]).iloc[0]
+    problem = Problem(
+        batch=int(smallest["batch"]),
+        heads=int(smallest["heads"]),
+        kv_heads=int(smallest["heads"]),
+        sequence=int(smallest["longest"]),
+        head_dim=int(smallest["head_dim"]),
+        value_head_dim=int(smallest["head_dim"]),
+        dtype=smallest["dtype"],
+        causal=smallest["mask"] == "causal",
+    )
+    return [
+        Table(
+            "Memory of the smallest cell that ran out",
+            pd.DataFrame(accounting(problem)),
+            f"Batch {problem.batch}, {problem.heads} heads, sequence {problem.sequence}, head_dim "
+            f"{problem.head_dim}, {problem.dtype} elements.",
+        )
+    ]
+
+
+def accounting(problem: Problem) -> list[dict[str, Any]]:
+    """Every tensor of one naive forward and backward pass, with its formula."""
+    size = 4 if problem.dtype == "fp32" else 2
+    scores = size * problem.batch * problem.heads * problem.sequence**2
+    rows = size * problem.batch * problem.heads * problem.sequence * problem.head_dim
+    entries = [
+        ("query, key, value", "3·B·H·S·D", 3 * rows),
+        ("their gradients", "3·B·H·S·D", 3 * rows),
+        ("scores, during forward", "B·H·S²", scores),
+        ("mask, saved", "S² (1 byte)", problem.causal * problem.sequence**2),
+        ("softmax output, saved", "B·H·S²", scores),
+        ("output and its gradient", "2·B·H·S·D", 2 * rows),
+        ("gradient of the softmax output", "B·H·S²", scores),
+        ("that gradient times the output", "B·H·S²", scores),
+        ("gradient of the scores", "B·H·S²", scores),
+    ]
+    return [
+        {"tensor": tensor, "elements": formula, "size (MiB)": round(size / 2**20, 1)}
+        for tensor, formula, size in entries
+    ]
+
+
+def figures(rows: pd.DataFrame) -> list[Figure]:
+    """Time of each pass, throughput of the last, held memory and errors, over the length."""
+    done = _frame(present.finished(rows))
+    if "phase" not in done or done["median_ms"].isna().all():
+        return []
+    measured = [name for name in PASSES if name in set(done["phase"])]
+    last = done[done["phase"] == measured[-1]]
+    drawn = [
+        Figure(
+            f"attention_{name}",
+            f"Time of {name} over the sequence length",
+            draw(done[done["phase"] == name], "median_ms", "median time (ms)"),
+        )
+        for name in measured
+    ]
+    drawn.append(
+        Figure(
+            "attention_throughput",
+            f"Throughput of {measured[-1]} over the sequence length",
+            draw(last, "tflop_s", "throughput (TFLOP/s)", log=False),
+        )
+    )
+    if "saved_mib" in last and last["saved_mib"].notna().any():
+        drawn.append(
+            Figure(
+                "attention_memory",
+                "Memory that forward leaves allocated",
+                draw(last, "saved_mib", "memory (MiB)"),
+            )
+        )
+    for what, column in (("output", "error_out"), ("gradients", "error_grad")):
+        if column in last and last[column].notna().any():
+            drawn.append(
+                Figure(
+                    f"attention_errors_{what}",
+                    f"Error of the {what}",
+                    draw(last, column, "error (share of the largest value)"),
+                )
+            )
+    return drawn
+
+
+def draw(done: pd.DataFrame, column: str, unit: str, *, log: bool = True) -> MatplotlibFigure:
+    """A column over the sequence length: a panel per dtype, head dimension and mask.
+
+    Args:
+        unit: label of the vertical axis.
+        log: whether that axis is logarithmic.
+    """
+    from bench_harness.report.plots import COLOURS, new_figure
+
+    done = done.sort_values(["dtype", "head_dim", "mask"], kind="stable")
+    panels = present.by(done, ["dtype", "head_dim", "value_head_dim", "mask", "softcap"])
+    columns = min(4, len(panels))
+    height = -(-len(panels) // columns)
+    figure, axes = new_figure(
+        rows=height,
+        columns=columns,
+        width=3.4 * max(2, columns),
+        height=3.0 * height + 0.6,
+        sharey=not log,
+    )
+    colour = dict(zip(done["variant"].unique(), COLOURS * 3, strict=False))
+    drawn: dict[str, Any] = {}
+    for plot, (title, panel) in zip(axes.flat, panels, strict=False):
+        for variant, group in panel.groupby("variant", sort=False):
+            part = group.groupby("sequence")[column].median()
+            (drawn[str(variant)],) = plot.plot(
+                part.index, part.to_numpy(), "o-", color=colour[variant]
+            )
+        plot.set_title(title)
+        positive = bool((panel[column] > 0).any())  # errors of fp32 may all be 0
+        present.log_axes(plot, x="sequence length (tokens)", y=unit, y_log=log and positive)
+    if not log:
+        axes[0, 0].set_ylim(bottom=0)  # shared by all panels
+    for plot in list(axes.flat)[len(panels) :]:
+        plot.set_visible(False)
+    figure.legend(drawn.values(), drawn.keys(), loc="outside upper center", ncols=4)
+    return figure

@@ -1,0 +1,276 @@
+"""The experiment ``attention``: implementations, their proof, the grid of problems, its tables."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor
+
+from bench_harness import attentions, experiments
+from bench_harness.case import Case, Row
+from bench_harness.experiments.attention_timing import Attempts, Problem
+from bench_harness.report.frame import to_frame
+from bench_harness.report.plots import png_bytes
+
+CPU = torch.device("cpu")
+QUICK: dict[str, Any] = {
+    "dtypes": ("fp32",),
+    "head_dims": (8,),
+    "sequences": (24,),
+    "rep_ms": 0.0,
+    "warmup_ms": 0.0,
+    "rounds": 2,
+    "samples": 4,
+    "device": "cpu",
+}
+
+
+def stored(case: Case, rows: list[Row]) -> list[Row]:
+    """Rows as the runner stores them."""
+    about = {"experiment": "attention", "label": case.label, "case_key": case.key, "status": "ok"}
+    return [{**about, **row.pop("ended", {}), **row, "config": dict(case.config)} for row in rows]
+
+
+def run(**options: Any) -> tuple[pd.DataFrame, dict[str, pd.DataFrame]]:
+    """Rows of all cases, and the tables by title."""
+    experiment = experiments.get("attention")
+    rows: list[Row] = []
+    for case in experiment.cases(**{**QUICK, **options}):
+        found = experiment.run(case, lambda text: None)
+        json.dumps(found, allow_nan=False)
+        rows += stored(case, found)
+    frame = to_frame(rows)
+    return frame, {table.title: table.frame for table in experiment.tables(frame)}
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A user's module with kernels."""
+    made = ModuleType("user_kernels")
+    monkeypatch.setitem(sys.modules, "user_kernels", made)
+    return made
+
+
+def test_backward_of_a_compiled_attention_is_timed_over_a_kept_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which the compiler's defaults do not allow."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    frame, _ = run(variants=("naive-compiled",), passes=("backward",), rounds=1, samples=2)
+    assert frame["status"].tolist() == ["ok"]
+
+
+def test_the_grid() -> None:
+    variants = ("flashattn-triton", "naive", "sdpa-math", "flash-attn-4")
+    passes = ("forward", "training forward", "backward", "forward+backward")
+    frame, tables = run(
+        variants=variants, sequences=(24, 48), dtypes=("fp32", "bf16"), heads=2, passes=passes
+    )
+    timed = frame[frame["status"] == "ok"]
+    assert set(timed["variant"]) == {*variants} - {"flash-attn-4"}
+    assert set(timed["phase"]) == set(passes)
+    assert timed["samples_ms"].map(len).min() >= 4
+    assert (timed[timed["dtype"] == "fp32"]["error_dq"] < 1e-5).all()
+    naive = timed[timed["variant"] == "naive"]
+    assert (naive["saved_bytes"] == naive["predicted_saved_bytes"]).all()
+    missing = frame[frame["status"] == "skipped"]
+    assert set(missing["variant"]) == {"flash-attn-4"}
+    assert missing["error"].str.contains("not installed").all()
+
+    grid = tables["Attention grid"]
+    own = grid[grid["attention"] == "flashattn-triton"]
+    assert (own["speedup over the first (ratio)"] == 1).all()
+    assert set(own["tier"]) == {"tiled"}
+    assert not grid["prediction missed"].eq(True).any()
+    lines = tables["Attention passes"]
+    assert len(lines) == 2 * 2 * 3  # dtypes × lengths × variants
+    assert sorted(lines["backward (ms)"]) == sorted(
+        grid[grid["pass"] == "backward"]["median (ms)"].dropna()
+    )
+    assert len(tables["Attention side by side"]) == 2 * 2 * 4  # dtypes × lengths × passes
+    pictures = {each.name: each.figure for each in experiments.get("attention").figures(frame)}
+    assert {f"attention_{name}" for name in (*passes, "throughput", "memory")} <= pictures.keys()
+    assert png_bytes(pictures["attention_throughput"])
+    drawn = [value for plot in pictures["attention_errors_gradients"].axes
+             for line in plot.get_lines() for value in line.get_ydata()]  # fmt: skip
+    assert len(drawn) == len(lines)
+
+
+@pytest.mark.parametrize(
+    ("options", "skipped"),
+    [
+        ({"window": (5, -1), "softcap": 4.0, "heads": 4, "kv_heads": 2}, {"sdpa-math"}),
+        ({"masks": ("full",), "window": (2, 3), "clock": "host"}, {"sdpa-math"}),
+        ({"value_head_dim": 12, "deterministic": True, "heads": 2}, {"sdpa-math"}),
+        ({"heads": 4, "kv_heads": 2, "tokens": 48}, set()),
+        ({"packed": (5, 1, 9), "heads": 4, "kv_heads": 2}, {"sdpa-math", "naive"}),
+    ],
+)
+def test_an_implementation_is_proven_on_the_problem_or_skipped(
+    options: dict[str, Any], skipped: set[str]
+) -> None:
+    frame, tables = run(
+        variants=("flashattn-triton", "naive", "sdpa-math"), passes=("forward",), **options
+    )
+    assert set(frame[frame["status"] == "skipped"]["variant"]) == skipped
+    timed = frame[frame["status"] == "ok"]
+    assert set(timed["variant"]) == {"flashattn-triton", "naive", "sdpa-math"} - skipped
+    assert (timed[["error_out", "error_dq", "error_dk", "error_dv"]] < 1e-5).all(axis=None)
+    assert (timed["flops"] > 0).all()
+    assert len(tables["Attention passes"]) == 3 - len(skipped)
+
+
+def test_what_is_wrong_or_fails_is_out_and_the_others_go_on(module: ModuleType) -> None:
+    def kernel(change: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
+            return change(query, key, value, causal)
+
+        return attend
+
+    naive = attentions.naive
+
+    def raises(*_: object) -> Tensor:
+        raise RuntimeError("illegal\nmemory")
+
+    module.good = kernel(lambda q, k, v, c: naive(q, k, v, causal=c))
+    module.scaled = kernel(lambda q, k, v, c: 1.01 * naive(q, k, v, causal=c))
+    module.nan = kernel(lambda q, k, v, c: float("nan") * naive(q, k, v, causal=c))
+    module.gradient = kernel(lambda q, k, v, c: naive(q.detach() + 0 * q, k, v, causal=c))
+    module.raises = kernel(raises)
+    module.refuses = kernel(lambda q, k, v, c: attentions.find("flex")(q, k, v, causal=c))
+    wanted = ("good", "scaled", "nan", "gradient", "raises", "refuses", "missing")
+    frame, _ = run(variants=tuple(f"user_kernels:{name}" for name in wanted), passes=("forward",))
+    found = frame.assign(name=frame["variant"].str.partition(":")[2]).set_index("name")
+    assert found["status"].to_dict() == {
+        "good": "ok",
+        **dict.fromkeys(("scaled", "nan", "gradient", "raises"), "error"),
+        **dict.fromkeys(("refuses", "missing"), "skipped"),
+    }
+    errors = found["error"].to_dict()
+    for name in ("scaled", "nan", "gradient"):
+        assert "must be at most 0.0001 of its largest value" in errors[name]
+    assert errors["raises"] == "RuntimeError: illegal memory"
+    assert "needs a CUDA device" in errors["refuses"]
+    assert "cannot be imported" in errors["missing"]
+
+
+def test_lack_of_memory_ends_the_case(module: ModuleType) -> None:
+    def greedy(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
+        raise torch.OutOfMemoryError("no")
+
+    module.greedy = greedy
+    with pytest.raises(torch.OutOfMemoryError):
+        run(variants=("user_kernels:greedy",))
+
+
+def test_an_installed_package_registers_an_implementation(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType
+) -> None:
+    module.attend = attentions.naive
+    entry = importlib.metadata.EntryPoint(
+        "mine", "user_kernels:attend", attentions.ENTRY_POINT_GROUP
+    )
+    plug_ins = importlib.metadata.EntryPoints([entry])
+    monkeypatch.setattr(attentions, "_plug_ins", lambda: plug_ins)
+    assert attentions.names()[-1] == "mine"
+    assert attentions.find("mine") is attentions.naive
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"variants": ("flsh",)}, r"variants must be flashattn-triton, .* but got 'flsh'"),
+        ({"variants": ()}, "variants must name an implementation"),
+        ({"heads": 3, "kv_heads": 2}, "kv_heads must divide heads, but got 2 of 3"),
+        ({"window": (1,)}, "window must be two numbers of keys"),
+        ({"rounds": 0}, "rounds must be at least 1, but got 0"),
+    ],
+)
+def test_bad_options_name_what_is_valid(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        experiments.get("attention").cases(**options)
+
+
+def test_large_scores_are_apart() -> None:
+    cases = experiments.get("attention").cases(
+        sequences=(1024, 65536), head_dims=(64,), device="cpu"
+    )
+    linear = ["flashattn-triton", "sdpa-flash", "sdpa-cudnn", "flex"]
+    assert [(case.config["sequences"], case.config["variants"]) for case in cases] == [
+        ([1024], ["flashattn-triton", "naive", "naive-compiled", *linear[1:]]),
+        ([65536], linear),
+        ([65536], ["flashattn-triton", "naive"]),
+        ([65536], ["flashattn-triton", "naive-compiled"]),
+    ]
+    alone = experiments.get("attention").cases(
+        sequences=(65536,), head_dims=(64,), variants=("naive",), device="cpu"
+    )
+    assert [case.config["variants"] for case in alone] == [["naive"]]
+
+
+def test_the_smallest_cell_without_memory_is_explained() -> None:
+    experiment = experiments.get("attention")
+    cases = experiment.cases(
+        **{**QUICK, "sequences": (8192, 16384), "batch": 8, "variants": ("naive",)}
+    )
+    rows = [stored(case, [{"ended": {"status": "oom", "error": "why"}}])[0] for case in cases]
+    tables = {table.title: table for table in experiment.tables(to_frame(reversed(rows)))}
+    found = tables["Memory of the smallest cell that ran out"]
+    assert "sequence 8192" in found.note
+    sizes = found.frame.set_index("tensor")["size (MiB)"]
+    assert sizes["softmax output, saved"] == 8 * 8192**2 * 4 / 2**20
+
+
+def test_the_portable_tier_and_peers_of_a_gpu_are_skipped_on_a_cpu() -> None:
+    names = ["flashattn-triton-portable", "flashattn-triton-compiled", "flex"]
+    problem = Problem(
+        batch=1, heads=1, kv_heads=1, sequence=8, head_dim=8, value_head_dim=8, dtype="fp32",
+        causal=True,
+    )  # fmt: skip
+    attempts = Attempts(names, problem, CPU)
+    attempts.prove()
+    assert {name: end["status"] for name, end in attempts.ended.items()} == dict.fromkeys(
+        names, "skipped"
+    )
+    assert all("CUDA" in end["error"] for end in attempts.ended.values())
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(
+    ("causal", "window", "softcap"),
+    [
+        (True, None, None),
+        (False, (3, None), 2.0),
+        (False, (None, 2), None),
+        (True, (4, None), None),
+    ],
+)
+def test_flex_attention_gets_the_problem_s_mask(
+    monkeypatch: pytest.MonkeyPatch,
+    causal: bool,
+    window: attentions.Window | None,
+    softcap: float | None,
+) -> None:
+    """Uncompiled, which a CPU can run."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    query, key, value = (torch.randn(1, 2, 24, 8) for _ in range(3))
+    found = flex_attention(
+        query,
+        key,
+        value,
+        block_mask=attentions._block_mask(24, causal, window, CPU),
+        score_mod=None if softcap is None else attentions._capped(softcap),
+    )
+    wanted = attentions.naive(query, key, value, causal=causal, window=window, softcap=softcap)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
