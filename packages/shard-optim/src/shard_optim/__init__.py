@@ -4,6 +4,7 @@ from shard_optim.checkpoint import load_checkpoint, save_checkpoint
 from shard_optim.collectives import CollectiveError
 from shard_optim.fully_sharded import (
     FullyShardedDataParallel,
+    WholeMatrixOptimizer,
     load_fully_sharded,
     save_fully_sharded,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "ShardedGradScaler",
     "ShardedOptimizer",
     "Span",
+    "WholeMatrixOptimizer",
     "load_checkpoint",
     "load_fully_sharded",
     "plan_buckets",

@@ -19,6 +19,9 @@ from torch import Tensor
 from shard_optim.collectives import all_gather, guarded
 from shard_optim.partition import BucketPlan, Span
 
+# Attribute of a parameter of a FullyShardedDataParallel: the ranks that hold its other shards.
+SHARD_GROUP = "_shard_group"
+
 
 @dataclass(eq=False, kw_only=True)
 class Shard:

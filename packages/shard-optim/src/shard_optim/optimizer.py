@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shard_optim.agreement import check_agreement, describe_groups
-from shard_optim.buckets import Bucket, check_layout
+from shard_optim.buckets import SHARD_GROUP, Bucket, check_layout
 from shard_optim.collectives import guarded, resolve_group
 from shard_optim.exchange import broadcast_value
 from shard_optim.first_step import check_first_step
@@ -218,6 +218,12 @@ class ShardedOptimizer(Optimizer):
                 "pass module.parameters(), which yields tied parameters once"
             )
         for index, param in enumerate(params, start=first):
+            if hasattr(param, SHARD_GROUP):
+                raise ValueError(
+                    f"parameters must be whole, but {self.name_of(index)} is a shard of a "
+                    "FullyShardedDataParallel. Give shards to optimizer_cls itself, or to "
+                    "WholeMatrixOptimizer if it looks at shapes"
+                )
             check_layout(param, self.name_of(index))
 
     def _agree(self, groups: Sequence[dict[str, Any]]) -> None:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from shard_optim.buckets import in_memory_order
 from shard_optim.checkpoint import _names_by_parameter
 from shard_optim.fully_sharded.state import places
+from shard_optim.fully_sharded.whole import WholeMatrixOptimizer
 from shard_optim.fully_sharded.wrapper import FullyShardedDataParallel
 from shard_optim.local import pack_groups, settings_of
 
@@ -81,7 +82,7 @@ def save_fully_sharded(
         items["header"] = _header(optimizer, params, place_of)
         for index, param in enumerate(params):
             state = optimizer.state.get(param, {})
-            _add_state(items, ranges, index, state, place_of[id(param)])
+            _add_state(items, ranges, index, state, _state_place(optimizer, param, place_of))
     if background_group is None:
 
         def write() -> None:
@@ -153,7 +154,7 @@ def load_fully_sharded(
         for index, param in enumerate(params):
             for key, kind, _ in named.get(index, ()):
                 if kind == "elements":
-                    _want_range(ranges, stored, key, place_of[id(param)])
+                    _want_range(ranges, stored, key, _state_place(optimizer, param, place_of))
                 elif kind == "values":
                     items[key] = None
                 else:
@@ -225,6 +226,23 @@ def _places(model: FullyShardedDataParallel) -> dict[int, _Place]:
     return found
 
 
+def _state_place(optimizer: Optimizer, param: Tensor, place_of: dict[int, _Place]) -> _Place:
+    """What of the state of a parameter this rank holds: that of its shard, or as owner, all."""
+    place = place_of[id(param)]
+    if not isinstance(optimizer, WholeMatrixOptimizer):
+        return place
+    size, stride = optimizer.layout_of(param)
+    owns = optimizer.whole_of(param) is not None
+    return _Place(
+        param=torch.empty_strided(size, stride, dtype=param.dtype, device="meta"),
+        sharded=False,
+        shape=size,
+        first=0,
+        count=size.numel() if owns else 0,
+        saves=owns,
+    )
+
+
 def _add_range(ranges: dict[str, Range], key: str, values: Tensor, place: _Place) -> None:
     from shard_optim.planners import Range
 
@@ -282,13 +300,15 @@ def _install(
     """Loads the optimizer's state through its own ``load_state_dict``."""
     states: dict[int, dict[str, Any]] = {}
     for index, param in enumerate(params):
-        place = place_of[id(param)]
+        place = _state_place(optimizer, param, place_of)
+        if place.count == 0 and not place.sharded:
+            continue  # another rank owns the whole parameter
         state: dict[str, Any] = {}
         for name, kind, key in named.get(index, ()):
             if kind == "values":
                 state |= items[name]
             elif kind == "elements":
-                state[key] = torch.empty_like(param, device="cpu")
+                state[key] = torch.empty_like(place.param, device="cpu")
                 if name in ranges:
                     state[key] = state[key].to(ranges[name].values.dtype)
                     place.fill(state[key], ranges[name].values)
@@ -320,7 +340,7 @@ def _header(
 ) -> dict[str, Any]:
     """The same as for an optimizer of whole parameters."""
     return {
-        "optimizer": type(optimizer).__qualname__,
+        "optimizer": getattr(optimizer, "optimizer_cls", type(optimizer)).__qualname__,
         "shapes": [tuple(place_of[id(param)].shape) for param in params],
         "param_groups": pack_groups(optimizer.param_groups),
     }

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shard_optim.buckets import check_gradient, in_memory_order
+from shard_optim.buckets import SHARD_GROUP, check_gradient, in_memory_order
 from shard_optim.collectives import (
     Waitable,
     all_gather_several,
@@ -33,14 +33,12 @@ from shard_optim.fully_sharded.units import UnitPlan
 ALIGNMENT = 128
 
 
-# Attribute of a sharded parameter: the ranks that hold its other shards.
-_GROUP = "_shard_group"
-
-
 def shard_group_of(optimizer: Optimizer) -> dist.ProcessGroup | None:
     """The ranks that hold the other shards of an optimizer's parameters; None if they are whole."""
     params = (param for group in optimizer.param_groups for param in group["params"])
-    return next((getattr(param, _GROUP) for param in params if hasattr(param, _GROUP)), None)
+    return next(
+        (getattr(param, SHARD_GROUP) for param in params if hasattr(param, SHARD_GROUP)), None
+    )
 
 
 def round_up(number: int, multiple: int = ALIGNMENT) -> int:
@@ -197,7 +195,7 @@ class Unit:
             view.copy_(in_memory_order(param.detach(), param)[first : first + count])
             self.shard_views.append(view)
             param.data = view
-            setattr(param, _GROUP, group)
+            setattr(param, SHARD_GROUP, group)
         self.gradients = GradientStore(self.params)
         more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
         self.gather_words = f"the all-gather of parameters ({self.names[0]}{more})"
