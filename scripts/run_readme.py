@@ -98,7 +98,9 @@ def run(page: Path, python: Path, *, extra: str | None = None, timeout: float = 
         for block in chosen:
             command = _prepare(block, Path(folder), python)
             if command:
-                _execute(block, command, Path(folder), python, timeout)
+                code, output = _run(block, command, Path(folder), python, timeout)
+                if code:
+                    raise RuntimeError(f"{block} ended with exit code {code}\n{output}")
     return len(chosen)
 
 
@@ -141,21 +143,6 @@ def _imports(text: str) -> ast.Module:
 def _has_gpu(python: Path) -> bool:
     question = "import sys, torch; sys.exit(not torch.cuda.is_available())"
     return subprocess.run([python, "-c", question], capture_output=True).returncode == 0
-
-
-# What torch 2.15 prints when a process whose work is done aborts while it exits: a program of torch
-# alone that makes a gloo group, an all-reduce and destroys the group does so now and then.
-_ABORTED_AT_EXIT = "terminate called without an active exception"
-
-
-def _execute(block: Block, command: list[str], folder: Path, python: Path, timeout: float) -> None:
-    """Runs a block; once or twice more if torch itself aborts at the exit of a rank."""
-    for last in (False, False, True):
-        code, output = _run(block, command, folder, python, timeout)
-        if not code:
-            return
-        if last or "ranks" not in block.words or _ABORTED_AT_EXIT not in output:
-            raise RuntimeError(f"{block} ended with exit code {code}\n{output}")
 
 
 def _run(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import time
 from collections.abc import Iterable
 from datetime import timedelta
 
@@ -13,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_lite.collectives import backend_for
 from ddp_lite.structure import owner_of
+
+_PAUSE_BEFORE_EXIT_SECONDS = 0.1
 
 
 def check_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
@@ -93,6 +98,7 @@ def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessG
             "a process group must exist before a module is wrapped; call "
             "torch.distributed.init_process_group() first"
         )
+    _pause_before_exit()
     if group is None:
         default = dist.group.WORLD
         assert default is not None
@@ -111,6 +117,20 @@ def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessG
             "Wrap only on the ranks of the group"
         )
     return group
+
+
+@functools.cache
+def _pause_before_exit() -> None:
+    """Gives gloo's threads a moment before the interpreter finalises; works once per process.
+
+    A collective that is started during backward keeps a Python object of torch's, the context in
+    which backward runs. The gloo thread that carried the collective out releases it afterwards, for
+    which it needs Python's global lock. If the program has begun to exit by then, the interpreter
+    ends that thread and the process aborts with "terminate called without an active exception"
+    after all its work is done (torch 2.11 to 2.15, with torch's own hooks too). A sleeping main
+    thread hands over the lock.
+    """
+    atexit.register(time.sleep, _PAUSE_BEFORE_EXIT_SECONDS)
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:

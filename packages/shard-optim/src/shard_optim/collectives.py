@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -11,6 +14,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 
 Result = TypeVar("Result")
+
+_PAUSE_BEFORE_EXIT_SECONDS = 0.1
 
 
 class CollectiveError(RuntimeError):
@@ -135,8 +140,9 @@ def resolve_group(
             to initialise would otherwise train unsynchronised replicas.
     """
     if isinstance(process_group, dist.device_mesh.DeviceMesh):
-        return process_group.get_group()
+        process_group = process_group.get_group()
     if process_group is not None:
+        _pause_before_exit()
         return process_group
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
@@ -146,4 +152,17 @@ def resolve_group(
         )
     group = dist.group.WORLD
     assert group is not None
+    _pause_before_exit()
     return group
+
+
+@functools.cache
+def _pause_before_exit() -> None:
+    """Gives gloo's threads a moment before the interpreter finalises; works once per process.
+
+    The thread that carried out a collective releases what it kept of the Python context in which
+    the collective was started, which takes Python's global lock. If the program has begun to exit
+    by then, torch aborts the process with "terminate called without an active exception" although
+    all its work is done. A sleeping main thread hands over the lock.
+    """
+    atexit.register(time.sleep, _PAUSE_BEFORE_EXIT_SECONDS)

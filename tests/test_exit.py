@@ -1,0 +1,45 @@
+"""Programs that train at module level, on gloo, end with exit code 0 on every rank."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import sys
+import torch
+import torch.distributed as dist
+from {module} import {wrapper}
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+sys.setswitchinterval(1000)  # gloo's threads get Python's lock only when this one gives it up
+dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
+wrapped = {wrapper}(torch.nn.Linear(8, 1))
+wrapped(torch.randn(4, 8)).sum().backward()
+dist.destroy_process_group()
+"""
+STARTS = 2  # without the pause before exit, two of five starts abort
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("module", "wrapper"),
+    [("ddp_lite", "BucketedDDP"), ("shard_optim", "FullyShardedDataParallel")],
+)
+def test_a_collective_of_backward_does_not_abort_the_exit(
+    module: str, wrapper: str, tmp_path: Path
+) -> None:
+    program = PROGRAM.format(module=module, wrapper=wrapper)
+    for start in range(STARTS):
+        command = [sys.executable, "-c", program]
+        ranks = [
+            subprocess.Popen(
+                [*command, str(rank), str(tmp_path / f"store{start}")],
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        ended = [(rank.communicate(timeout=120)[1], rank.returncode) for rank in ranks]
+        assert [code for _, code in ended] == [0, 0], ended
