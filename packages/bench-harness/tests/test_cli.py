@@ -126,7 +126,7 @@ def test_help_of_an_experiment_teaches_by_commands_that_work(bench: Bench, name:
         (["modle"], "command must be one of "),
         (["toy", "--no-such-option"], "No such option: --no-such-option"),
         (["toy", "--kinds", "ok,odd"], "toy: kinds must be one of ok, slow, raises"),
-        (["toy", "--repeats", "many"], "toy: repeats must be of type int; received 'many'"),
+        (["toy", "--repeats", "many"], "toy: repeats must be of type int, but got 'many'"),
         (["toy", "--repeats", "0"], "toy: repeats must be at least 1; received 0"),
         (["toy", "--only", "nothing"], "--only must name one of the experiments toy"),
         (["run"], "Missing argument"),

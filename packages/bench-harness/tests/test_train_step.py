@@ -83,7 +83,7 @@ def test_labels_say_what_differs_and_nothing_else() -> None:
             "bucketed key bucket_size_mb must be one of 'auto', 'one', a value of type float, but "
             "got 'large'",
         ),
-        ({"wrapper": {"name": "bucketed", "copy": 1}}, "copy must be one of a value of type bool"),
+        ({"wrapper": {"name": "bucketed", "copy": 1}}, "copy must be of type bool"),
         ({"wrapper": 3}, "wrapper must be a name or a table with a name, but got 3"),
         ({"precision": "fp8"}, "variant key precision must be one of 'fp32', 'tf32', 'bf16', but"),
         (

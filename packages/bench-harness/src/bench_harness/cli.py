@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from bench_harness import compare, experiments, options, presets
 from bench_harness.case import Case
@@ -28,12 +28,13 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 # installed one; either way it is the parent of a class that typer exports.
 _UsageError: type[Any] = typer.BadParameter.__mro__[1]
 
-_EXPERIMENTS, _RUNS = "Experiments", "Runs and reports"
+_EXPERIMENTS, _RUNS, _ANY = "Experiments", "Runs and reports", "Options of every run"
 
 Output: TypeAlias = Annotated[
     Path | None,
     typer.Option(
         "--output",
+        rich_help_panel=_ANY,
         help="Run folder; one that holds results is resumed. Default: runs/NAME-NN.",
         show_default=False,
     ),
@@ -42,34 +43,75 @@ Only: TypeAlias = Annotated[
     str,
     typer.Option(
         "--only",
+        rich_help_panel=_ANY,
         metavar="TEXT,...",
         help="Only these experiments, or cases whose label holds a text.",
         show_default=False,
     ),
 ]
 DryRun: TypeAlias = Annotated[
-    bool, typer.Option("--dry-run", help="List the cases and the expected time; run nothing.")
+    bool,
+    typer.Option(
+        "--dry-run", rich_help_panel=_ANY, help="List the cases and their time so far; run nothing."
+    ),
 ]
 Timeout: TypeAlias = Annotated[
     float | None,
     typer.Option(
-        "--timeout", min=0.1, help="Seconds per case, instead of its own.", show_default=False
+        "--timeout",
+        rich_help_panel=_ANY,
+        min=0.1,
+        help="Seconds per case, instead of its own.",
+        show_default=False,
     ),
 ]
 AsJson: TypeAlias = Annotated[
-    bool, typer.Option("--json", help="Print the results as JSON, and nothing else, to stdout.")
+    bool,
+    typer.Option(
+        "--json",
+        rich_help_panel=_ANY,
+        help="Print the results as JSON, and nothing else, to stdout.",
+    ),
 ]
 RunFolder: TypeAlias = Annotated[Path, typer.Argument(help="A run folder.", show_default=False)]
 
 
+class _Command(TyperCommand):
+    """Its help lists options in groups."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        records = [(getattr(p, "rich_help_panel", None), p.get_help_record(ctx))
+                   for p in self.get_params(ctx)]  # fmt: skip
+        _write_groups(records, "Options", formatter)
+
+
 class _Commands(TyperGroup):
-    """Lists the valid names where an unknown command is given."""
+    """Its help lists commands in groups; an unknown command is answered by the valid names."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        records = []
+        for name in self.list_commands(ctx):
+            command: Any = self.get_command(ctx, name)
+            text = command.get_short_help_str(limit=formatter.width)
+            records.append((command.rich_help_panel, (name, text)))
+        _write_groups(records, "Commands", formatter)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
             valid = ", ".join(self.list_commands(ctx))
             raise ValueError(f"command must be one of {valid}; received {args[0]!r}")
         return super().resolve_command(ctx, args)
+
+
+def _write_groups(
+    records: Sequence[tuple[str | None, tuple[str, str] | None]], rest: str, formatter: Any
+) -> None:
+    """Writes names with their help, group by group; those without a group under ``rest``."""
+    for group in dict.fromkeys(panel for panel, _ in records):
+        lines = [record for panel, record in records if panel == group and record is not None]
+        if lines:
+            with formatter.section(group or rest):
+                formatter.write_dl(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -108,17 +150,17 @@ def application(given: Sequence[str]) -> typer.Typer:
     """
     app = typer.Typer(
         cls=_Commands,
-        add_completion=False,
         rich_markup_mode=None,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        # As wide as the terminal, but not wider than lines are comfortable to read.
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
         help="Measures and explains Transformer training: one command per experiment, one report.",
     )
     app.callback()(_root)
     for experiment in experiments.every():
         command = _experiment_command(experiment, given)
         text = _help(experiment)
-        app.command(experiment.name, rich_help_panel=_EXPERIMENTS, help=text)(command)
-    app.command("run", rich_help_panel=_RUNS)(_run_command(given))
+        app.command(experiment.name, cls=_Command, rich_help_panel=_EXPERIMENTS, help=text)(command)
+    app.command("run", cls=_Command, rich_help_panel=_RUNS)(_run_command(given))
     for name, function in _OTHERS.items():
         app.command(name, rich_help_panel=_RUNS)(function)
     return app
@@ -162,7 +204,7 @@ def _experiment_command(experiment: Experiment, given: Sequence[str]) -> Callabl
         as_json: bool,
         **texts: Any,
     ) -> int:
-        values = options.from_command_line(experiment, texts)
+        values = options.build(experiment, texts, written=True)
         return _carry_out(
             experiment.name,
             experiment.cases(**values),
@@ -192,6 +234,10 @@ def _experiment_command(experiment: Experiment, given: Sequence[str]) -> Callabl
     return command
 
 
+def _shipped(incomplete: str) -> list[str]:
+    return [name for name in presets.shipped() if name.startswith(incomplete)]
+
+
 def _run_command(given: Sequence[str]) -> Callable[..., int]:
     def run(
         preset: Annotated[
@@ -199,6 +245,7 @@ def _run_command(given: Sequence[str]) -> Callable[..., int]:
             typer.Argument(
                 help=f"One of {', '.join(presets.shipped())}, or a file NAME.toml.",
                 show_default=False,
+                autocompletion=_shipped,
             ),
         ],
         output: Output = None,
@@ -374,7 +421,12 @@ def _env(as_json: AsJson = False) -> int:
 
 def _preset(
     name: Annotated[
-        str, typer.Argument(help=f"One of {', '.join(presets.shipped())}.", show_default=False)
+        str,
+        typer.Argument(
+            help=f"One of {', '.join(presets.shipped())}.",
+            show_default=False,
+            autocompletion=_shipped,
+        ),
     ],
 ) -> int:
     """Print a preset's file, to copy and change.

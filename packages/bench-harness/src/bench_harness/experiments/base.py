@@ -82,10 +82,10 @@ class Experiment(abc.ABC):
         guide: what is measured and how to read it, in a few sentences, for ``--help``.
         examples: command lines that ``--help`` shows, from the experiment's name on.
         Options: a frozen keyword-only dataclass whose fields, declared with :func:`option`, are
-            the options of the command and the keys of a preset's table. Field types: ``bool``,
-            ``int``, ``float``, ``str``, those or-ed with ``None``, and ``tuple[T, ...]`` of them
-            (written with commas on the command line, as a list in a preset), and ``dict`` for
-            tables of a preset, which the command line gives by name only. Its
+            the options of the command and the keys of a preset's table. Field types: what msgspec
+            converts, as ``bool``, ``int``, ``str | None`` or ``tuple[float, ...]`` (written with
+            commas on the command line, as a list in a preset), and ``dict`` for tables of a
+            preset, in a union with ``str`` if the command line may give one by name. Its
             ``__post_init__`` may raise ``ValueError`` for values that do not fit together.
     """
 

@@ -35,12 +35,12 @@ class Options(ShapeOptions, NodeOptions):
     sizes: tuple[str, ...] = option(("xl",), "Model sizes.", choices=SIZES)
     batches: tuple[int, ...] = option((2,), "Sequences per rank.")
     sequences: tuple[int, ...] = option((128,), "Context lengths.")
-    variants: tuple[dict[str, Any], ...] = option(
+    variants: tuple[dict[str, Any] | str, ...] = option(
         ("naive", "flat", "overlap", "bucketed", "torch-ddp"),
         "Ways to train, compared: wrappers by name, or tables of a preset, which also set "
         "arguments, optimizer, precision, compilation, attention.",
     )
-    optimizer: dict[str, Any] | None = option(  # noqa: RUF009 - its default is None
+    optimizer: dict[str, Any] | str | None = option(  # noqa: RUF009 - its default is None
         None, "Optimizer of variants that name none."
     )
     precision: str = option("fp32", "Precision.", choices=_PRECISIONS)

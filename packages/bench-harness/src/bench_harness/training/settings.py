@@ -16,11 +16,12 @@ names and defaults of the class that they are passed to.
 from __future__ import annotations
 
 import dataclasses
-import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
+
+from bench_harness.convert import converted
 
 Dtype: TypeAlias = Literal["fp32", "bf16", "fp16"]
 Precision: TypeAlias = Literal["fp32", "tf32", "bf16"]
@@ -361,7 +362,7 @@ def read(variant: Mapping[str, Any] | str, defaults: Mapping[str, Any]) -> Setti
     hints = typing.get_type_hints(Settings)
     for name in SHARED:
         if name in given:
-            checked[name] = _checked(f"variant key {name}", given[name], hints[name])
+            checked[name] = converted(f"variant key {name}", given[name], hints[name])
     return Settings(**checked)
 
 
@@ -411,7 +412,7 @@ def _arguments(what: str, given: Any, known: Mapping[str, type[_A]]) -> _A:
     fields = [field.name for field in dataclasses.fields(cls)]
     _check_keys({key: value for key, value in table.items() if key != "name"}, fields, name)
     values = {
-        key: _checked(f"{name} key {key}", value, hints[key])
+        key: converted(f"{name} key {key}", value, hints[key])
         for key, value in table.items()
         if key != "name"
     }
@@ -425,31 +426,6 @@ def _check_keys(table: Mapping[str, Any], known: Sequence[str], what: str) -> No
             raise ValueError(
                 f"{what} key must be one of {valid}, but got {key!r}. Remove or correct it."
             )
-
-
-def _checked(what: str, value: Any, hint: Any) -> Any:
-    """A value of a preset, if it is of the annotated type."""
-    options = typing.get_args(hint) if _is_union(hint) else (hint,)
-    choices = [c for o in options if typing.get_origin(o) is Literal for c in typing.get_args(o)]
-    kinds = [option for option in options if isinstance(option, type)]
-    if value is None and types.NoneType in kinds:
-        return None
-    if isinstance(value, str) and value in choices:
-        return value
-    if isinstance(value, bool):
-        if bool in kinds:
-            return value
-    elif isinstance(value, int) and float in kinds:
-        return float(value)
-    elif type(value) in kinds:
-        return value
-    names = [kind.__name__ for kind in kinds if kind is not types.NoneType]
-    valid = ", ".join([*map(repr, choices), *(f"a value of type {name}" for name in names)])
-    raise ValueError(f"{what} must be one of {valid}, but got {value!r}. Correct the value.")
-
-
-def _is_union(hint: Any) -> bool:
-    return typing.get_origin(hint) in (typing.Union, types.UnionType)
 
 
 def _table(arguments: Arguments, known: Mapping[str, type[Arguments]]) -> Table:
