@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,6 +19,7 @@ from bench_harness.experiments.distributed import (
     slowest_rank,
 )
 from bench_harness.experiments.shape import ShapeOptions
+from bench_harness.traces.step import over_ranks
 from bench_harness.training import settings
 from bench_harness.workload import SIZES
 
@@ -214,6 +215,7 @@ def merged(ranks: list[Row]) -> Row:
             "samples_ms": [slowest_of(list(size)) for size in zip(*sweeps, strict=True)],
         }
     if "communication_ms" in row:
+        del row["arrivals"]
         row |= over_ranks(ranks)
     return row
 
@@ -227,18 +229,3 @@ def _fullest(ranks: list[Row]) -> Row:
         name: max(rank[name] for rank in ranks) if isinstance(value, int) else value
         for name, value in ranks[0].items()
     }
-
-
-def over_ranks(ranks: Sequence[Mapping[str, Any]]) -> Row:
-    """Communication in a step: largest and least over ranks, and the timeline worth drawing.
-
-    NCCL's kernels spin while they wait for other ranks. The rank whose communication is exposed
-    least waits least, so its timeline shows what the exchange itself takes.
-    """
-    row: Row = {}
-    for name in ("communication_ms", "exposed_ms", "hidden_ms", "idle_ms"):
-        values = [rank[name] for rank in ranks]
-        row |= {name: max(values), f"{name.removesuffix('_ms')}_min_ms": min(values)}
-    drawn = min(range(len(ranks)), key=lambda rank: float(ranks[rank]["exposed_ms"]))
-    kept = {name: ranks[drawn][name] for name in ("overlap_ratio", "timeline", "spans")}
-    return {**row, **kept, "drawn_rank": drawn}

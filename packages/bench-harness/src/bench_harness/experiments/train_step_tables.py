@@ -50,6 +50,8 @@ def tables(rows: pd.DataFrame) -> list[Table]:
         made.append(_memory(done))
     if "communication_ms" in done and done["communication_ms"].notna().any():
         made.append(_communication(done[done["communication_ms"].notna()]))
+    if "stragglers" in done and done["stragglers"].notna().any():
+        made += _stragglers(done[done["stragglers"].notna()])
     if len(timed):
         made.append(_published(timed))
         fitted = fit_table(timed)
@@ -224,6 +226,45 @@ def _communication(profiled: pd.DataFrame) -> Table:
         "figure is the largest over ranks unless marked. Collectives wait for the slowest rank, "
         "and that waiting counts.",
     )
+
+
+def _stragglers(profiled: pd.DataFrame) -> list[Table]:
+    """Who arrived last, by rank, and the collectives that waited longest."""
+
+    def lines(name: str) -> pd.DataFrame:
+        return pd.DataFrame(
+            {**{key: row[key] for key in [*_CELL, "variant"] if key in row}, **entry}
+            for _, row in profiled.iterrows()
+            for entry in row[name]
+        )
+
+    what = _CELL | {"variant": "variant"}
+    by_rank = what | {
+        "rank": "rank (number)",
+        "last": "arrived last (count)",
+        "waited_for_ms": "others waited for it (ms)",
+        "waited_ms": "waited itself (ms)",
+    }
+    by_collective = what | {
+        "number": "collective (number)",
+        "name": "name",
+        "last_rank": "last rank (number)",
+        "wait_ms": "longest wait (ms)",
+    }
+    return [
+        Table(
+            "Stragglers in one profiled step",
+            present.columns(lines("stragglers"), by_rank),
+            "A collective ends on all ranks together, so the rank that spends least time in it "
+            "arrived last, and the others waited for as long as they spend more in it. One "
+            "profiled step: a rank that is last everywhere is worth a look, single waits are not.",
+        ),
+        Table(
+            "Collectives that waited longest",
+            present.columns(lines("latest"), by_collective),
+            "Numbered in the order of their start on rank 0.",
+        ),
+    ]
 
 
 def _published(done: pd.DataFrame) -> Table:

@@ -242,7 +242,7 @@ def _compare_losses(variants: list[of.Settings], rows: list[Row]) -> None:
 def _profile(step: Callable[[], object], workload: Workload, path: Path) -> Row:
     """Communication of one profiled step by interval arithmetic."""
     from bench_harness.traces import kineto
-    from bench_harness.traces.picture import timeline
+    from bench_harness.traces.step import of_rank
     from bench_harness.traces.trace import phase
 
     device = workload.device
@@ -252,19 +252,11 @@ def _profile(step: Callable[[], object], workload: Workload, path: Path) -> Row:
             step()
     trace = kineto.load(path)
     window = trace.phases(STEP)[0]
-    found = trace.overlap(window)
     if dist.get_rank() == 0:
         kineto.trimmed(path, path.with_suffix(".trimmed.json.gz"), [window])
     path.unlink()
-    return {
-        "communication_ms": found.communication_ns / 1e6,
-        "exposed_ms": found.exposed_ns / 1e6,
-        "hidden_ms": found.hidden_ns / 1e6,
-        "idle_ms": found.idle_ns / 1e6,
-        "overlap_ratio": found.ratio,
-        "spans": "GPU kernels" if trace.on_device else "host spans (gloo on a CPU)",
-        "timeline": timeline(trace, window),
-    }
+    spans = "GPU kernels" if trace.on_device else "host spans (gloo on a CPU)"
+    return of_rank(trace, window, spans)
 
 
 @contextmanager

@@ -59,9 +59,8 @@ def read(export: Path, world_size: int) -> Row:
     Raises:
         NsightError: the report does not hold kernels of every rank.
     """
-    from bench_harness.experiments.train_step import over_ranks
     from bench_harness.traces import nsight
-    from bench_harness.traces.picture import timeline
+    from bench_harness.traces.step import of_rank, over_ranks
 
     found_on = nsight.devices(export)
     if len(found_on) != world_size:
@@ -72,19 +71,7 @@ def read(export: Path, world_size: int) -> Row:
     ranks = []
     for device in found_on:
         trace = nsight.load(export, device)
-        window = trace.phases("step")[0]
-        found = trace.overlap(window)
-        ranks.append(
-            {
-                "communication_ms": found.communication_ns / 1e6,
-                "exposed_ms": found.exposed_ns / 1e6,
-                "hidden_ms": found.hidden_ns / 1e6,
-                "idle_ms": found.idle_ns / 1e6,
-                "overlap_ratio": found.ratio,
-                "spans": "GPU kernels (Nsight Systems)",
-                "timeline": timeline(trace, window),
-            }
-        )
+        ranks.append(of_rank(trace, trace.phases("step")[0], "GPU kernels (Nsight Systems)"))
     return over_ranks(ranks)
 
 

@@ -1,0 +1,50 @@
+"""Communication in one recorded step: what a rank's trace says, and what all ranks say together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench_harness.case import Row
+from bench_harness.traces.intervals import Interval
+from bench_harness.traces.picture import timeline
+from bench_harness.traces.stragglers import arrivals, stragglers
+from bench_harness.traces.trace import Trace
+
+
+def of_rank(trace: Trace, window: Interval, spans: str) -> Row:
+    """What one rank's trace says of a step, for :func:`over_ranks`.
+
+    Args:
+        spans: what the trace's spans are, as a table says it.
+    """
+    found = trace.overlap(window)
+    return {
+        "communication_ms": found.communication_ns / 1e6,
+        "exposed_ms": found.exposed_ns / 1e6,
+        "hidden_ms": found.hidden_ns / 1e6,
+        "idle_ms": found.idle_ns / 1e6,
+        "overlap_ratio": found.ratio,
+        "spans": spans,
+        "timeline": timeline(trace, window),
+        "arrivals": arrivals(trace, window),
+    }
+
+
+def over_ranks(ranks: Sequence[Mapping[str, Any]]) -> Row:
+    """Communication in a step: largest and least over ranks, stragglers, a timeline to draw.
+
+    NCCL's kernels spin while they wait for other ranks. The rank whose communication is exposed
+    least waits least, so its timeline shows what the exchange itself takes.
+
+    Args:
+        ranks: :func:`of_rank` of every rank.
+    """
+    row: Row = {}
+    for name in ("communication_ms", "exposed_ms", "hidden_ms", "idle_ms"):
+        values = [rank[name] for rank in ranks]
+        row |= {name: max(values), f"{name.removesuffix('_ms')}_min_ms": min(values)}
+    drawn = min(range(len(ranks)), key=lambda rank: float(ranks[rank]["exposed_ms"]))
+    kept = {name: ranks[drawn][name] for name in ("overlap_ratio", "timeline", "spans")}
+    late = stragglers([rank["arrivals"] for rank in ranks])
+    return {**row, **kept, **late, "drawn_rank": drawn}
