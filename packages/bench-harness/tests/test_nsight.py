@@ -194,8 +194,10 @@ def test_one_report_is_recorded_per_variant(tools, tmp_path, monkeypatch):
     assert [row["variant"] for row in rows] == ["NaiveDDP", "OverlapDDP"]
     about = {"case_key": case.key, "label": case.label, "status": "ok"}
     frame = to_frame([{**about, **row, "config": dict(case.config)} for row in rows])
-    (table,) = experiment.tables(frame)
+    table, by_rank, by_collective = experiment.tables(frame)
     assert set(table.frame["spans"]) == {"GPU kernels (Nsight Systems)"}
+    assert by_rank.title == "Stragglers in one profiled step"
+    assert by_rank.frame["arrived last (count)"].sum() == len(by_collective.frame) > 0
     (picture,) = experiment.figures(frame)
     assert png_bytes(picture.figure)
 
