@@ -126,11 +126,14 @@ def test_collectives_of_one_step(fake_group, settings, gathers):
 
 
 @pytest.mark.parametrize("fake_group", [2, 8], indirect=True)
-def test_memory(fake_group):
+@pytest.mark.parametrize("reshard", [True, False])
+def test_memory(fake_group, reshard):
     """Shards, gradients, optimizer state and buffers as predicted."""
     world_size, module = fake_group, Model(width=256)
     numel = sum(param.numel() for param in module.parameters())
-    model = FullyShardedDataParallel(module, compute_dtype=torch.bfloat16)
+    model = FullyShardedDataParallel(
+        module, compute_dtype=torch.bfloat16, reshard_after_forward=reshard
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 256)).sum().backward()
     optimizer.step()
@@ -143,9 +146,14 @@ def test_memory(fake_group):
         state[key].nbytes for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")
     )
     assert abs(moments - predicted.optimizer_state) < 0.03 * predicted.optimizer_state
-    held = sum(slot.whole.nbytes + slot.cast.nbytes for slot in model.slots)
+    casts = {id(unit.cast): unit.cast.values.nbytes for unit in model.units}
+    held = sum(slot.whole.nbytes for slot in model.slots) + sum(casts.values())
     buffers = fully_sharded_buffers(
-        [3 * 256 * 256] * DEPTH, [256 * 256] * 2, world_size=world_size, reduced=0
+        [3 * 256 * 256] * DEPTH,
+        [256 * 256] * 2,
+        world_size=world_size,
+        reduced=0,
+        reshard_after_forward=reshard,
     )
     assert abs(held - buffers) < 0.03 * buffers
 

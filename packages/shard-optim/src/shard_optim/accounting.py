@@ -139,8 +139,9 @@ def fully_sharded_buffers(
     largest = max(repeated, default=0)
     turns = min(prefetch + 1, len(repeated)) * largest
     held = (turns if reshard_after_forward else sum(repeated)) + sum(others)
+    shards = (turns + sum(others)) / world_size if cast else 0
     gradients = 3 * max(largest, *others, 0) if others else 3 * largest
-    return gathered * held * (1 + (1 / world_size if cast else 0)) + reduced * gradients
+    return gathered * (held + shards) + reduced * gradients
 
 
 def step_traffic(

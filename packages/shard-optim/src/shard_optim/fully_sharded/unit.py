@@ -79,6 +79,29 @@ def plan_cuts(numels: Sequence[int], world_size: int) -> list[Cut]:
     return cuts
 
 
+class CastBuffer:
+    """A persistent buffer of shards cast to the dtype that they are gathered in.
+
+    Only a gather under way reads it, so as many as gathers may be under way at once are enough.
+
+    Args:
+        numel: elements of the largest unit's shards.
+        dtype: of gathered parameters.
+        device: where it lies.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.values = torch.zeros(numel, dtype=dtype, device=device)
+        self._reader: Slot | None = None
+
+    def fill(self, shard: Tensor, reader: Slot) -> None:
+        """Casts shards into it, for a gather into ``reader``."""
+        if self._reader is not None:
+            self._reader.wait()
+        self._reader = reader
+        self.values[: shard.numel()].copy_(shard)
+
+
 class Slot:
     """A persistent buffer into which units are gathered, one after the other.
 
@@ -88,16 +111,12 @@ class Slot:
 
     Args:
         numel: elements of the largest unit that uses it.
-        shard_numel: elements of that unit's shards, if they are cast before they are gathered.
         dtype: of gathered parameters.
         device: where it lies.
     """
 
-    def __init__(
-        self, numel: int, shard_numel: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.whole = torch.zeros(numel, dtype=dtype, device=device)
-        self.cast = torch.zeros(shard_numel, dtype=dtype, device=device)
         self.owner: Unit | None = None
         self.generation = -1
         self.work: Waitable | None = None
@@ -215,11 +234,16 @@ class Unit:
         """Whether shards are cast before they are gathered."""
         return self.gather_dtype != self.dtype
 
-    def use_slot(self, slot: Slot) -> None:
-        """Fixes where this unit is gathered, and makes the views that ``param.data`` will be."""
-        self.slot = slot
+    def use(self, slot: Slot, cast: CastBuffer | None) -> None:
+        """Fixes where this unit is gathered, and makes the views that ``param.data`` will be.
+
+        Args:
+            slot: to gather into.
+            cast: to cast shards into before; None if they need no cast.
+        """
+        self.slot, self.cast = slot, cast
         world_size = self.group.size()
-        source = slot.cast if self.casts else self.shard
+        source = self.shard if cast is None else cast.values
         self._sources = [source[c.shard_offset : c.shard_offset + c.chunk] for c in self.cuts]
         self._targets = [
             slot.whole[c.whole_offset : c.whole_offset + c.chunk * world_size] for c in self.cuts
@@ -238,8 +262,8 @@ class Unit:
         slot = self.slot
         slot.wait()
         slot.owner, slot.generation = self, generation
-        if self.casts:
-            slot.cast[: self.shard_numel].copy_(self.shard)
+        if self.cast is not None:
+            self.cast.fill(self.shard, slot)
         slot.work = guarded(
             self.gather_words,
             self.group,

@@ -21,7 +21,7 @@ from shard_optim.fully_sharded.meta import materialize, owners_of_parameters
 from shard_optim.fully_sharded.replicated import ReplicatedParameters
 from shard_optim.fully_sharded.schedule import Schedule, UnitCall
 from shard_optim.fully_sharded.state import load_full, shards_of, whole_parameters
-from shard_optim.fully_sharded.unit import Slot, Unit
+from shard_optim.fully_sharded.unit import CastBuffer, Slot, Unit
 from shard_optim.fully_sharded.units import UnitPlan, Units, plan_units
 from shard_optim.norm import clip_sharded_
 
@@ -118,8 +118,12 @@ class FullyShardedDataParallel(nn.Module):
                 )
             )
         materialize(module.modules(), self.device)
-        depth = prefetch + 1 if reshard_after_forward else len(plans)
-        self.slots = _assign_slots(self.units, [plan.repeated for plan in plans], depth)
+        self.slots = _assign_slots(
+            self.units,
+            [plan.repeated for plan in plans],
+            prefetch=prefetch,
+            reshard=reshard_after_forward,
+        )
         sharded = {id(param) for unit in self.units for param in unit.params}
         small = {name: param for name, param in named.items() if id(param) not in sharded}
         self._broadcast((*small.items(), *module.named_buffers()))
@@ -351,27 +355,39 @@ class FullyShardedDataParallel(nn.Module):
         )
 
 
-def _assign_slots(units: list[Unit], repeated: list[bool], depth: int) -> list[Slot]:
-    """Gives every unit its buffer: repeated ones take turns, the others have their own."""
+def _assign_slots(
+    units: list[Unit], repeated: list[bool], *, prefetch: int, reshard: bool
+) -> list[Slot]:
+    """Gives every unit its buffer: repeated ones take turns, the others have their own.
+
+    Where shards are cast first, repeated units take turns in the buffers for that in any case.
+    """
     slots = []
     rings: dict[tuple[torch.dtype, bool], list[Unit]] = {}
     for unit, takes_turns in zip(units, repeated, strict=True):
         if takes_turns:
             rings.setdefault((unit.gather_dtype, unit.casts), []).append(unit)
         else:
-            slots.append(_slot_for([unit]))
+            slots += _buffers_for([unit], prefetch=0, reshard=reshard)
     for ring in rings.values():
-        slots += [_slot_for(ring[first::depth]) for first in range(min(depth, len(ring)))]
+        slots += _buffers_for(ring, prefetch=prefetch, reshard=reshard)
     return slots
 
 
-def _slot_for(units: list[Unit]) -> Slot:
-    slot = Slot(
-        max(unit.whole_numel for unit in units),
-        max(unit.shard_numel for unit in units) if units[0].casts else 0,
-        units[0].gather_dtype,
-        units[0].device,
-    )
-    for unit in units:
-        unit.use_slot(slot)
-    return slot
+def _buffers_for(ring: list[Unit], *, prefetch: int, reshard: bool) -> list[Slot]:
+    turns = min(prefetch + 1, len(ring))
+    count = turns if reshard else len(ring)
+    dtype, device = ring[0].gather_dtype, ring[0].device
+    slots = [
+        Slot(max(unit.whole_numel for unit in ring[first::count]), dtype, device)
+        for first in range(count)
+    ]
+    casts = [
+        CastBuffer(max(unit.shard_numel for unit in ring[first::turns]), dtype, device)
+        if ring[0].casts
+        else None
+        for first in range(turns)
+    ]
+    for number, unit in enumerate(ring):
+        unit.use(slots[number % count], casts[number % turns])
+    return slots
