@@ -15,8 +15,10 @@ from flashattn_triton import (
     explain,
     flash_attention,
     flash_attention_varlen,
+    merge,
 )
 from flashattn_triton.integrations import transformers
+from flashattn_triton.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
 from flashattn_triton.integrations.sdpa import Routing, route_sdpa
 
 
@@ -32,6 +34,20 @@ def dense(query: Tensor, key: Tensor, value: Tensor, with_lse: bool) -> Tensor:
     either: Tensor | tuple[Tensor, Tensor] = flash_attention(query, key, value, return_lse=with_lse)
     print(lse, either)
     return out
+
+
+def parts(query: Tensor, sinks: Tensor) -> Tensor:
+    first = flash_attention(query, query, query, sinks=sinks, return_lse=True)
+    second = flash_attention(
+        query, query, query, causal="bottom-right-window", window=(8, 8), return_lse=True
+    )
+    out, lse = merge([first[0], second[0]], [first[1], second[1]], layout="bhsd")
+    return out + lse.unsqueeze(-1)
+
+
+def as_flash_attn(query: Tensor, starts: Tensor) -> None:
+    print(flash_attn_func(query, query, query, 0.0, 0.125, True, (128, 0)))
+    print(flash_attn_varlen_func(query, query, query, starts, starts, 16, 16, causal=True))
 
 
 def packed(query: Tensor, starts: Tensor) -> Tensor:

@@ -129,7 +129,7 @@ def tolerance_of(dtype: torch.dtype, options: AttentionOptions) -> Tolerance:
 # ---- cases ---------------------------------------------------------------------------------------
 
 DTYPE_NAMES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-PUBLIC_CAUSAL = {"none": False, "top-left": "top-left", "bottom-right": "bottom-right"}
+CAUSAL = ("none", "top-left", "bottom-right")
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Case:
     @property
     def keywords(self) -> dict[str, Any]:
         window = None if self.window == (None, None) else self.window
-        causal = PUBLIC_CAUSAL[self.causal]
+        causal = False if self.causal == "none" else self.causal
         return {"causal": causal, "scale": self.scale, "window": window, "softcap": self.softcap}
 
     def cu_seqlens(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
@@ -186,7 +186,8 @@ class Case:
             f"D{dim}x{value_dim}" if dim != value_dim else f"D{dim}",
             self.dtype_name,
         ]
-        parts += {"none": [], "top-left": ["causal"], "bottom-right": ["causalbr"]}[self.causal]
+        masks = {"top-left": "causal", "bottom-right": "causalbr", "bottom-right-window": "br"}
+        parts += [masks[self.causal]] if self.causal != "none" else []
         parts += [f"window{self.window[0]}_{self.window[1]}"] if any_bound(self.window) else []
         parts += [f"softcap{self.softcap:g}"] if self.softcap is not None else []
         parts += [f"scale{self.scale:g}"] if self.scale is not None else []
@@ -235,6 +236,7 @@ CASES = [
     dense(1, (2, 1), 150, 150, 32, "fp32", window=(16, 8)),
     dense(1, 1, 150, 150, 32, "fp32", window=(None, 0)),  # a causal mask by another name
     dense(1, 1, 100, 130, 32, "fp32", causal="bottom-right", window=(31, 5)),
+    dense(1, (2, 1), 90, 130, 32, "fp32", causal="bottom-right-window", window=(9, 40)),
     dense(1, 1, 130, 40, 16, "fp32", window=(20, 20)),  # the last 70 queries see no key
     dense(1, 1, 90, 90, 32, "fp32", causal="top-left", window=(0, 0)),  # each sees itself
     dense(1, 1, 90, 90, 32, "fp32", window=(1000, 1000)),  # wider than the sequence
@@ -286,6 +288,9 @@ VARLEN_CASES = [
     packed((2, 1), ((0, 20), (40, 0), (30, 30)), (32, 32), "fp32"),  # empty on either side
     packed((1, 1), ((3, 3), (100, 100)), (32, 16), "fp32", causal="top-left", window=(9, None)),
     packed((1, 1), ((50, 50), (31, 63)), (16, 16), "fp32", softcap=2.0, scale=-0.4),
+    packed(
+        (1, 1), ((50, 31), (31, 63)), (16, 16), "fp32", causal="bottom-right-window", window=(5, 7)
+    ),
 ]
 
 
@@ -306,6 +311,7 @@ def full_matrix() -> Iterator[Case]:
         {"window": (100, 50)},
         {"window": (0, 0), "causal": "top-left"},
         {"window": (256, None), "causal": "bottom-right"},
+        {"window": (200, 300), "causal": "bottom-right-window"},
         {"softcap": 15.0, "causal": "top-left"},
         {"softcap": 30.0, "window": (300, 0)},
         {"scale": -0.2, "causal": "top-left"},
@@ -313,7 +319,7 @@ def full_matrix() -> Iterator[Case]:
     ]
     for dtype_name in DTYPE_NAMES:
         for head_dim in (64, 128):
-            for causal in PUBLIC_CAUSAL:
+            for causal in CAUSAL:
                 for n_queries, n_keys in lengths:
                     yield dense(2, (4, 2), n_queries, n_keys, head_dim, dtype_name, causal=causal)
         for width in widths[dtype_name]:
@@ -330,7 +336,7 @@ def full_matrix() -> Iterator[Case]:
 def full_varlen_matrix() -> Iterator[Case]:
     lengths = ((300, 300), (0, 0), (1, 1), (1023, 799), (64, 512), (0, 77), (65, 0), (2000, 2000))
     for dtype_name in DTYPE_NAMES:
-        for causal in PUBLIC_CAUSAL:
+        for causal in CAUSAL:
             yield packed((4, 2), lengths, (64, 64), dtype_name, causal=causal)
     yield packed((4, 2), lengths, (128, 128), "bf16", causal="bottom-right")
     yield packed((4, 1), lengths, (96, 96), "bf16", causal="top-left", window=(100, None))

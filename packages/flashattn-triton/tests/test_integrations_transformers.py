@@ -208,6 +208,37 @@ def test_a_compiled_model_without_graph_breaks():
     torch.testing.assert_close(compiled(ids, use_cache=False), model(ids, use_cache=False))
 
 
+def gpt_oss(implementation):
+    """Attention sinks, sliding windows in every other layer, grouped heads, experts."""
+    config = transformers.GptOssConfig(
+        **SIZES, num_local_experts=2, num_experts_per_tok=1, sliding_window=6
+    )
+    torch.manual_seed(3)
+    model = transformers.GptOssForCausalLM._from_config(config, attn_implementation=implementation)
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks)
+    return model.to(DEVICE).train()
+
+
+@pytest.mark.parametrize("side", [None, "left", "right"])
+def test_attention_sinks_as_in_gpt_oss(side):
+    ours, theirs = gpt_oss(integration.NAME), gpt_oss("eager")
+    theirs.load_state_dict(ours.state_dict())
+    ids = tokens()
+    mask = None if side is None else padding(side, ids)
+    out, expected = (model(ids, attention_mask=mask).logits for model in (ours, theirs))
+    seen = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    torch.testing.assert_close(out[seen], expected[seen], rtol=1e-4, atol=1e-5)
+    weight = torch.randn_like(out) * seen[..., None]
+    (out * weight).sum().backward()
+    (expected * weight).sum().backward()
+    sinks = 0
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-5, msg=name)
+        sinks += name.endswith("sinks") and bool(a.grad.any())
+    assert sinks == 2
+
+
 # ---- refusals ------------------------------------------------------------------------------------
 
 

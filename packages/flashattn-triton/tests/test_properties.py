@@ -20,7 +20,7 @@ dims = st.integers(1, 24)
 side = st.none() | st.integers(0, 80)
 heads = st.tuples(st.integers(1, 3), st.integers(1, 2)).map(lambda x: (x[0] * x[1], x[1]))
 masks = {
-    "causal": st.sampled_from(["none", "top-left", "bottom-right"]),
+    "causal": st.sampled_from(["none", "top-left", "bottom-right", "bottom-right-window"]),
     "window": st.tuples(side, side),
     "softcap": st.none() | st.floats(0.5, 20),
     "scale": st.none() | st.floats(-1, 1).filter(lambda x: x == 0 or abs(x) > 1e-3),

@@ -37,6 +37,8 @@ def drawn(mask):
         ({"window": (1, 7), "causal": "top-left"}, (3, 3), ["x..", "xx.", ".xx"]),
         ({"window": (1, 0), "causal": "bottom-right"}, (2, 5), ["..xx.", "...xx"]),
         ({"window": (0, 0)}, (4, 2), ["x.", ".x", "..", ".."]),
+        ({"window": (1, 1), "causal": "bottom-right-window"}, (2, 4), [".xxx", "..xx"]),
+        ({"window": (0, 1), "causal": "bottom-right-window"}, (4, 2), ["..", "x.", "xx", ".x"]),
     ],
 )
 def test_visibility_mask_draws_the_documented_picture(keywords, shape, expected):

@@ -8,6 +8,7 @@ from flashattn_triton.attention import (
 )
 from flashattn_triton.configs import Tiles, Tiling
 from flashattn_triton.dispatch import Plan, choose, explain
+from flashattn_triton.logsumexp import merge
 from flashattn_triton.options import AttentionOptions
 from flashattn_triton.tiled import FlashAttention2PyTorch
 
@@ -23,4 +24,5 @@ __all__ = [
     "explain",
     "flash_attention",
     "flash_attention_varlen",
+    "merge",
 ]

@@ -14,6 +14,7 @@ from flashattn_triton.compiled_backward import compiled_flash_backward
 from flashattn_triton.configs import Tiling, check_tiling_type
 from flashattn_triton.dispatch import Implementation, check_implementation
 from flashattn_triton.launch import Packing
+from flashattn_triton.logsumexp import add_sinks, check_sinks
 from flashattn_triton.mistakes import (
     check_tensors,
     refuse_keywords,
@@ -41,6 +42,7 @@ class PackedKeywords(TypedDict, total=False):
     scale: float | None
     window: Window | None
     softcap: float | None
+    sinks: Tensor | None
     deterministic: bool
     implementation: Implementation
     tiling: Tiling | None
@@ -94,6 +96,7 @@ def flash_attention(
     scale: float | None = None,
     window: Window | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     layout: Layout | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
@@ -115,11 +118,15 @@ def flash_attention(
         value: (B, G, N_k, E).
         causal: False; True or "top-left": query i sees the keys j <= i; "bottom-right": query i
             sees j <= i + N_k - N_q, as for decoding with a cache. True warns where N_q and N_k
-            differ, because flash-attn aligns the mask to the bottom right.
+            differ, because flash-attn aligns the mask to the bottom right. "bottom-right-window"
+            is not causal: only the window's diagonal is that of "bottom-right".
         scale: factor on the scores, 1/sqrt(D) by default; may be negative.
         window: (left, right): a query sees that many keys before and after its diagonal, which is
-            the one of ``causal`` (top-left if that is False). None means no limit.
+            the one of ``causal`` (top-left if that is False). None means no limit. A causal mask
+            hides the keys after the diagonal, whatever ``right`` says.
         softcap: c > 0 replaces a scaled score s by c·tanh(s/c).
+        sinks: (H,), a logit for each query head that joins the softmax's denominator and has no
+            value; differentiable. The logsumexp includes it.
         layout: "bhsd" or "bshd", of inputs and output. None means "bhsd", with a warning if inputs
             look like "bshd".
         return_lse: also return the logsumexp.
@@ -143,24 +150,30 @@ def flash_attention(
     if unknown:
         refuse_keywords("flash_attention", (*PackedKeywords.__annotations__, "layout"), unknown)
     check_tensors(query=query, key=key, value=value)
+    if sinks is not None or query.dim() != 4:
+        keywords: Keywords = {
+            "causal": causal,
+            "scale": scale,
+            "window": window,
+            "softcap": softcap,
+            "layout": layout,
+            "deterministic": deterministic,
+            "implementation": implementation,
+            "tiling": tiling,
+        }
+        check_layout(layout)
+        if sinks is not None:
+            if query.dim() >= 3:
+                check_sinks(sinks, query, query.shape[-2 if layout == "bshd" else -3])
+            out, lse = flash_attention(query, key, value, return_lse=True, **keywords)
+            out, lse = add_sinks(out, lse, sinks, layout or "bhsd")
+        else:
+            batch = in_one_batch(query, key, value)
+            result = flash_attention(*batch, return_lse=True, **keywords)
+            out, lse = (x.reshape(*query.shape[:-3], *x.shape[1:]) for x in result)
+        return (out, lse) if return_lse else out
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = _autocast(query, key, value)
-    if query.dim() != 4:
-        leading = query.shape[:-3]
-        result = flash_attention(
-            *in_one_batch(query, key, value),
-            causal=causal,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            layout=layout,
-            return_lse=True,
-            deterministic=deterministic,
-            implementation=implementation,
-            tiling=tiling,
-        )
-        out, lse = (x.reshape(*leading, *x.shape[1:]) for x in result)
-        return (out, lse) if return_lse else out
     kind = eager.kind_of(
         query, key, value,
         causal, scale, window, softcap, layout, deterministic, implementation, tiling,
@@ -262,6 +275,7 @@ def flash_attention_varlen(
     scale: float | None = None,
     window: Window | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
     implementation: Implementation = "auto",
@@ -299,6 +313,8 @@ def flash_attention_varlen(
     )
     check_implementation(implementation)
     check_tiling_type(tiling)
+    if sinks is not None and query.dim() == 3:
+        check_sinks(sinks, query, query.shape[1])
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = _autocast(query, key, value)
     check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -319,6 +335,8 @@ def flash_attention_varlen(
         with torch.autocast(query.device.type, enabled=False):
             out, lse = attention_reference_varlen(query, key, value, *starts, options)
         out = out.to(query.dtype)
+        if sinks is not None:
+            out, lse = add_sinks(out, lse, sinks, "bshd")
         return (out, lse) if return_lse else out
     packing = Packing(
         cu_seqlens_q=cu_seqlens_q,
@@ -331,8 +349,10 @@ def flash_attention_varlen(
     )
     views = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     out, lse = ops.attend(*views, *arguments)
-    out = out.squeeze(0).transpose(0, 1)
-    return (out, lse.squeeze(0)) if return_lse else out
+    out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
+    if sinks is not None:
+        out, lse = add_sinks(out, lse, sinks, "bshd")
+    return (out, lse) if return_lse else out
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -99,7 +99,7 @@ def option_constants(options: AttentionOptions) -> dict[str, bool]:
     """The kernels' compile-time arguments that say which options there are."""
     left, right = options.band
     return {
-        "BOTTOM_RIGHT": options.causal == "bottom-right",
+        "BOTTOM_RIGHT": options.bottom_right,
         "HAS_LEFT": left is not None,
         "HAS_SOFTCAP": options.softcap is not None,
         "is_causal": right is not None,

@@ -14,10 +14,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-Causal = Literal["none", "top-left", "bottom-right"]
+Causal = Literal["none", "top-left", "bottom-right", "bottom-right-window"]
 Layout = Literal["bhsd", "bshd"]
 # What callers write for ``causal``; True is "top-left".
-CausalArgument = bool | Literal["top-left", "bottom-right"]
+CausalArgument = bool | Literal["top-left", "bottom-right", "bottom-right-window"]
 Window = tuple[int | None, int | None]
 
 LAYOUTS = get_args(Layout)
@@ -34,7 +34,7 @@ class AttentionOptions:
 
     Query i and key j meet on the diagonal where j = i + :func:`diagonal_offset`. A query sees the
     keys from ``window[0]`` before its diagonal to ``window[1]`` after it (None: no limit); a causal
-    mask also hides every key after the diagonal.
+    mask ("top-left" or "bottom-right") also hides every key after the diagonal.
     """
 
     causal: Causal = "none"
@@ -44,18 +44,24 @@ class AttentionOptions:
     deterministic: bool = False
 
     @property
+    def bottom_right(self) -> bool:
+        """Whether the last query's diagonal ends at the last key."""
+        return self.causal in ("bottom-right", "bottom-right-window")
+
+    @property
     def band(self) -> tuple[int | None, int | None]:
         """Visible keys before and after the diagonal, the causal mask included (None: no limit)."""
         left, right = self.window
-        return left, right if self.causal == "none" else 0
+        return left, 0 if self.causal in ("top-left", "bottom-right") else right
 
 
 def diagonal_offset(n_queries: int, n_keys: int, options: AttentionOptions) -> int:
     """Key index minus query index on the diagonal that masks and windows refer to.
 
-    Zero, or ``n_keys - n_queries`` for "bottom-right", where the last query meets the last key.
+    Zero, or ``n_keys - n_queries`` for "bottom-right" and "bottom-right-window", where the last
+    query meets the last key.
     """
-    return n_keys - n_queries if options.causal == "bottom-right" else 0
+    return n_keys - n_queries if options.bottom_right else 0
 
 
 def resolve_options(
@@ -71,7 +77,7 @@ def resolve_options(
 
     Args:
         head_dim: D, for the default scale 1/sqrt(D).
-        causal: False, True (= "top-left"), "top-left" or "bottom-right".
+        causal: False, True (= "top-left"), "top-left", "bottom-right" or "bottom-right-window".
         scale: factor on Q·K before the softmax; any finite number, negative ones included.
         window: (left, right) numbers of visible keys beside the diagonal; None means no limit.
         softcap: c > 0 maps a scaled score s to c·tanh(s/c).
@@ -102,8 +108,11 @@ def _normalise_causal(causal: bool | str) -> Causal:
         return "top-left"
     if causal == "bottom-right":
         return "bottom-right"
+    if causal == "bottom-right-window":
+        return "bottom-right-window"
     raise ValueError(
-        f"causal must be False, True, 'top-left' or 'bottom-right'; received {causal!r}"
+        f"causal must be False, True, 'top-left' or 'bottom-right', or 'bottom-right-window', but "
+        f"got {causal!r}. In PyTorch's is_causal True is 'top-left', in flash-attn 'bottom-right'."
     )
 
 

@@ -33,19 +33,19 @@ def visibility_mask(
 ) -> Tensor:
     """Which key each query sees.
 
-    The diagonal of query i is key i ("none" and "top-left"), or key i + N_k - N_q
-    ("bottom-right", so that the last query meets the last key). A causal mask keeps the keys up
-    to the diagonal; a window (left, right) keeps those from diagonal - left to diagonal + right;
-    both together keep the intersection.
+    The diagonal of query i is key i ("none" and "top-left"), or key i + N_k - N_q ("bottom-right"
+    and "bottom-right-window", so that the last query meets the last key). A causal mask ("top-left"
+    and "bottom-right") keeps the keys up to the diagonal; a window (left, right) keeps those from
+    diagonal - left to diagonal + right; both together keep the intersection.
 
     Returns:
         (N_q, N_k) bool, True where the key is visible.
     """
     queries = torch.arange(n_queries, device=device)[:, None]
     keys = torch.arange(n_keys, device=device)[None, :]
-    diagonal = queries + (n_keys - n_queries if options.causal == "bottom-right" else 0)
+    diagonal = queries + (n_keys - n_queries if options.bottom_right else 0)
     visible = torch.ones(n_queries, n_keys, dtype=torch.bool, device=device)
-    if options.causal != "none":
+    if options.causal in ("top-left", "bottom-right"):
         visible &= keys <= diagonal
     left, right = options.window
     if left is not None:

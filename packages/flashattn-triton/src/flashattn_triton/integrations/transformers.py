@@ -35,7 +35,6 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 # Arguments that models pass for features that change the result and that are not computed here.
 UNSUPPORTED = {
-    "s_aux": "attention sinks",
     "position_bias": "a position bias",
     "cache": "a paged cache",
     "head_mask": "a head mask",
@@ -46,13 +45,14 @@ def register() -> None:
     """Makes ``attn_implementation="flashattn-triton"`` known to transformers; repeatable.
 
     Covered: causal and bidirectional self-attention, cross-attention, grouped-query heads, padding
-    on either side, packed sequences, sliding windows, soft-caps, decoding with a dynamic cache.
-    Everything else raises a ``ValueError`` in the forward pass: dropout, attention sinks, position
+    on either side, packed sequences, sliding windows, soft-caps, attention sinks, decoding with a
+    dynamic cache. Everything else raises a ``ValueError`` in the forward pass: dropout, position
     biases, static and paged caches, requests for attention weights, and masks that are not bands
     within sequences (4-D masks, prefix masks, rules supplied by the user).
 
-    transformers takes every name with "flash" in it for a kernel that it must load before use.
-    There is nothing to load for this one, so its loader is wrapped to leave this name alone.
+    transformers takes every name with "flash" in it for a kernel that it must load before use, and
+    replaces it in models that list the kernels they accept, as gpt-oss does. There is nothing to
+    load for this one, so the function that recognises such names is wrapped to leave this one out.
 
     Raises:
         ImportError: if transformers is not installed.
@@ -66,18 +66,22 @@ def register() -> None:
         ) from error
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
-    load = modeling_utils.lazy_import_flash_attention
-    if not hasattr(load, "leaves_alone"):
-        modeling_utils.lazy_import_flash_attention = _leaving_alone(NAME, load)
+    recognise = modeling_utils.is_flash_attention_requested
+    if not hasattr(recognise, "leaves_out"):
+        modeling_utils.is_flash_attention_requested = _leaving_out(NAME, recognise)
 
 
-def _leaving_alone(name: str, load: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(load)
-    def load_others(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
-        return None if implementation == name else load(implementation, *args, **kwargs)
+def _leaving_out(name: str, recognise: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(recognise)
+    def recognise_others(
+        config: Any = None, requested_attention_implementation: str | None = None, **keywords: Any
+    ) -> bool:
+        if requested_attention_implementation == name:
+            return False
+        return recognise(config, requested_attention_implementation, **keywords)
 
-    load_others.leaves_alone = name  # type: ignore[attr-defined]
-    return load_others
+    recognise_others.leaves_out = name  # type: ignore[attr-defined]
+    return recognise_others
 
 
 def attention_forward(
@@ -93,6 +97,7 @@ def attention_forward(
     is_causal: bool | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer, as transformers calls it.
@@ -111,6 +116,7 @@ def attention_forward(
         is_causal: overrides the module's.
         cu_seq_lens_q: (sequences + 1,), where each sequence packed in the only row starts.
         cu_seq_lens_k: the same for the keys.
+        s_aux: (H,) attention sinks.
         kwargs: what else models pass; a feature that is not supported is refused.
 
     Returns:
@@ -140,6 +146,7 @@ def attention_forward(
         "scale": scaling,
         "window": None if sliding_window is None else (sliding_window - 1, sliding_window - 1),
         "softcap": softcap,
+        "sinks": s_aux,
     }
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         return _attend_packed(

@@ -1,0 +1,130 @@
+"""Causal attention over a sequence that is spread over ranks: ring attention in a page of code.
+
+Every rank keeps its own queries. Keys and values travel around the ring, one rank further at each
+step (arXiv:2310.01889). What a rank computes at each step is joined by ``merge``, from outputs and
+logsumexps alone, so no rank ever holds more than two parts of the keys. Gradients travel the ring
+the other way: the shift is differentiable, and so is everything else.
+
+Under a causal mask the last rank would have all the work if parts were contiguous. Each of W ranks
+therefore has two of 2·W chunks, its own from the front and from the back (``zigzag``), and has the
+same amount of work at every step.
+
+    torchrun --standalone --nproc-per-node 2 examples/ring_attention.py
+
+compares ranks with attention on the whole sequence, and prints the largest differences.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from flashattn_triton import flash_attention, merge
+
+
+def zigzag(x: Tensor, rank: int, world_size: int) -> Tensor:
+    """The two chunks of (B, H, N, D) that belong to ``rank``; 2 · world_size must divide N."""
+    chunks = x.chunk(2 * world_size, dim=2)
+    return torch.cat([chunks[rank], chunks[2 * world_size - 1 - rank]], dim=2)
+
+
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Causal attention of this rank's queries to the keys of all ranks.
+
+    Args:
+        query: (B, H, N, D), what :func:`zigzag` gives this rank.
+        key: (B, G, N, D), likewise.
+        value: (B, G, N, D), likewise.
+        group: the ranks of the ring, all by default.
+
+    Returns:
+        (B, H, N, D), this rank's part of the output.
+    """
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    half = query.shape[2] // 2
+    travelling = torch.stack([key, value])
+    outputs, logsumexps = [], []
+    for step in range(world_size):
+        source = (rank - step) % world_size
+        k, v = travelling
+        if source == rank:
+            out, lse = flash_attention(query, k, v, causal="top-left", return_lse=True)
+        elif source < rank:  # all queries see the source's first chunk, and none its second
+            out, lse = flash_attention(query, k[:, :, :half], v[:, :, :half], return_lse=True)
+        else:  # only the queries of the second chunk see the source's keys, and all of them
+            out, lse = flash_attention(query[:, :, half:], k, v, return_lse=True)
+            out = F.pad(out, (0, 0, half, 0))
+            lse = F.pad(lse, (half, 0), value=float("-inf"))
+        outputs.append(out)
+        logsumexps.append(lse)
+        if step < world_size - 1:
+            travelling = _Shift.apply(travelling, group)
+    return merge(outputs, logsumexps)[0]
+
+
+class _Shift(torch.autograd.Function):
+    """Sends a tensor to the next rank and returns that of the previous one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        return exchange(x, +1, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return exchange(grad, -1, ctx.group), None
+
+
+def exchange(x: Tensor, step: int, group: dist.ProcessGroup | None) -> Tensor:
+    """Sends ``x`` to the rank ``step`` further, and returns what the rank ``step`` back sent."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    x, received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    peers = [(rank + step) % world_size, (rank - step) % world_size]
+    to, source = peers if group is None else [dist.get_global_rank(group, p) for p in peers]
+    transfers = [
+        dist.P2POp(dist.isend, x, to, group),
+        dist.P2POp(dist.irecv, received, source, group),
+    ]
+    for transfer in dist.batch_isend_irecv(transfers):
+        transfer.wait()
+    return received
+
+
+def largest_differences(n: int = 48) -> dict[str, float]:
+    """The ring against attention on the whole sequence, on this rank: output and gradients."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    torch.manual_seed(0)
+    whole = [torch.randn(1, heads, n, 16, device=device, requires_grad=True) for heads in (4, 2, 2)]
+    weight = torch.randn(1, 4, n, 16, device=device)
+    expected = flash_attention(*whole, causal="top-left")
+    gradients = torch.autograd.grad(expected, whole, weight)
+    query, key, value = own = [zigzag(x.detach(), rank, world_size).requires_grad_() for x in whole]
+    out = ring_attention(query, key, value)
+    own_gradients = torch.autograd.grad(out, own, zigzag(weight, rank, world_size))
+    names = ("out", "grad_query", "grad_key", "grad_value")
+    return {
+        name: (a - zigzag(e.detach(), rank, world_size)).abs().max().item()
+        for name, a, e in zip(names, (out, *own_gradients), (expected, *gradients), strict=True)
+    }
+
+
+def main() -> None:
+    """Compares the ring with one process, on as many ranks as torchrun starts."""
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    try:
+        print(f"rank {dist.get_rank()}: {largest_differences()}")
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""``flash_attn_func`` and ``flash_attn_varlen_func`` with flash-attn's arguments and meaning.
+
+    from flashattn_triton.integrations.flash_attn import flash_attn_func
+
+Code written for flash-attn 2 runs here with that import in place of ``from flash_attn import``.
+Positional arguments have flash-attn 2's order; names that only flash-attn 3 has are accepted too.
+
+Tensors are (batch, sequence, heads, head_dim), or (tokens, heads, head_dim) where sequences are
+packed. Causal masks and windows are aligned to the bottom right: the last query meets the last key.
+-1 means no limit of a window, and 0.0 no soft-cap. An argument that asks for what is not computed
+here raises a ``ValueError`` with its name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from flashattn_triton.attention import flash_attention, flash_attention_varlen
+from flashattn_triton.options import CausalArgument, Window
+
+# flash-attn returns a third value, the probabilities, for tests of its dropout.
+Result = Tensor | tuple[Tensor, Tensor, None]
+
+# What else flash-attn takes, with the value that asks for nothing, and what it is.
+_UNSUPPORTED: dict[str, tuple[Any, str]] = {
+    "dropout_p": (0.0, "dropout"),
+    "alibi_slopes": (None, "ALiBi"),
+    "block_table": (None, "paged caches"),
+    "page_table": (None, "paged caches"),
+    "qv": (None, "a second query for values"),
+    "q_descale": (None, "fp8"),
+    "k_descale": (None, "fp8"),
+    "v_descale": (None, "fp8"),
+    "attention_chunk": (0, "chunked attention"),
+    "seqused_q": (None, "sequences shorter than cu_seqlens says"),
+    "seqused_k": (None, "sequences shorter than cu_seqlens says"),
+    "leftpad_k": (None, "padding on the left of keys"),
+}
+# Advice for flash-attn 3's scheduler that changes no result.
+_WITHOUT_EFFECT = ("num_splits", "pack_gqa", "sm_margin")
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **flash_attn_3: Any,
+) -> Result:
+    """Attention of (B, N_q, H, D) queries to (B, N_k, G, D) keys; G divides H.
+
+    Args:
+        q: (B, N_q, H, D), fp16, bf16 or fp32.
+        k: (B, N_k, G, D).
+        v: (B, N_k, G, E).
+        dropout_p: must be 0.
+        softmax_scale: factor on the scores; None means 1/sqrt(D).
+        causal: query i sees the keys j <= i + N_k - N_q.
+        window_size: (left, right): query i sees the keys from i + N_k - N_q - left to
+            i + N_k - N_q + right; -1 means no limit.
+        softcap: c > 0 replaces a scaled score s by c·tanh(s/c); 0 means none.
+        alibi_slopes: must be None.
+        deterministic: gradients are bit-identical from run to run.
+        return_attn_probs: also return the logsumexp (B, H, N_q) in fp32, and None in the place of
+            the probabilities, which never exist.
+        flash_attn_3: further arguments of flash-attn 3.
+
+    Returns:
+        (B, N_q, H, E), or a tuple of it and the two values above.
+
+    Raises:
+        ValueError: an argument asks for what is not computed here, or is not what is described.
+        TypeError: an input is not a tensor, or an argument does not exist.
+    """
+    _refuse("flash_attn_func", flash_attn_3, dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    out, lse = flash_attention(
+        q,
+        k,
+        v,
+        causal=_alignment(causal),
+        scale=softmax_scale,
+        window=_window(window_size),
+        softcap=_softcap(softcap),
+        deterministic=deterministic,
+        layout="bshd",
+        return_lse=True,
+    )
+    return (out, lse, None) if return_attn_probs else out
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    **flash_attn_3: Any,
+) -> Result:
+    """:func:`flash_attn_func` of each sequence of a packed batch.
+
+    Args:
+        q: (T_q, H, D), the sequences' tokens one after another.
+        k: (T_k, G, D).
+        v: (T_k, G, E).
+        cu_seqlens_q: (sequences + 1,) int32, where each sequence starts in ``q``, and T_q.
+        cu_seqlens_k: the same for ``k`` and ``v``.
+        max_seqlen_q: at least the length of the longest query sequence.
+        max_seqlen_k: at least the length of the longest key sequence.
+        block_table: must be None.
+
+    The other arguments are those of :func:`flash_attn_func`.
+
+    Returns:
+        (T_q, H, E); with ``return_attn_probs`` also the logsumexp (H, T_q) in fp32, and None.
+
+    Raises:
+        ValueError: an argument asks for what is not computed here, or is not what is described.
+        TypeError: an input is not a tensor, or an argument does not exist.
+    """
+    _refuse(
+        "flash_attn_varlen_func",
+        flash_attn_3,
+        dropout_p=dropout_p,
+        alibi_slopes=alibi_slopes,
+        block_table=block_table,
+    )
+    out, lse = flash_attention_varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        causal=_alignment(causal),
+        scale=softmax_scale,
+        window=_window(window_size),
+        softcap=_softcap(softcap),
+        deterministic=deterministic,
+        return_lse=True,
+    )
+    return (out, lse, None) if return_attn_probs else out
+
+
+def _refuse(function: str, flash_attn_3: dict[str, Any], **given: Any) -> None:
+    """Raises for what is not computed here, and for names that no flash-attn has."""
+    for name, value in (given | flash_attn_3).items():
+        if name in _WITHOUT_EFFECT:
+            continue
+        if name not in _UNSUPPORTED:
+            raise TypeError(
+                f"{function} must be called with arguments of flash-attn 2 or 3, but got {name}. "
+                f"Leave it out."
+            )
+        nothing, feature = _UNSUPPORTED[name]
+        if isinstance(value, Tensor) or value != nothing:
+            shown = (
+                f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
+            )
+            raise ValueError(
+                f"{name} must be {nothing}, because flashattn-triton does not support {feature}, "
+                f"but got {shown}. Leave it out, or keep flash-attn for this call."
+            )
+
+
+def _alignment(causal: bool) -> CausalArgument:
+    if not isinstance(causal, bool):
+        raise ValueError(f"causal must be True or False, but got {causal!r}. Pass a bool.")
+    return "bottom-right" if causal else "bottom-right-window"
+
+
+def _window(window_size: tuple[int | None, int | None]) -> Window:
+    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+        raise ValueError(
+            f"window_size must be a pair (left, right) of integers, but got {window_size!r}. Use "
+            f"(-1, -1) for no limit."
+        )
+    left, right = (None if size == -1 else size for size in window_size)
+    return left, right
+
+
+def _softcap(softcap: float) -> float | None:
+    return None if softcap == 0 else softcap

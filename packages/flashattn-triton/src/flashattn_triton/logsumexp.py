@@ -1,0 +1,136 @@
+"""What follows from an output and its logsumexp, without another look at keys and values.
+
+Softmax over a row of scores S with the logsumexp L = log Σ_j exp(S_j) has the output
+O = Σ_j exp(S_j - L) V_j. If further terms join the sum, every weight shrinks by the same factor:
+
+- :func:`merge` joins attention to several sets of keys: the output of a set with the logsumexp
+  L_p has the weight exp(L_p - L), where L is the logsumexp of all L_p.
+- :func:`add_sinks` joins one logit s per head that has no value: O · sigmoid(L - s).
+
+Both are differentiable in all their inputs, because ``flash_attention`` is differentiable through
+the logsumexp. They compute in fp32, or in fp64 if a tensor is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flashattn_triton.mistakes import check_tensors
+from flashattn_triton.options import Layout, check_layout
+
+
+def merge(
+    outputs: Sequence[Tensor], logsumexps: Sequence[Tensor], *, layout: Layout = "bhsd"
+) -> tuple[Tensor, Tensor]:
+    """Attention to all keys, from attention of the same queries to disjoint sets of keys.
+
+    A query that no set shows a key has output 0 and logsumexp -inf.
+
+    Args:
+        outputs: one for each set of keys, of equal shape, dtype and device: (..., H, N, E) for
+            layout "bhsd", (..., N, H, E) for "bshd", which packed sequences are too.
+        logsumexps: (..., H, N), as ``flash_attention`` returns them with ``return_lse=True``.
+        layout: of the outputs.
+
+    Returns:
+        The output, in the dtype and layout of ``outputs``, and its logsumexp.
+
+    Raises:
+        ValueError: the sequences are empty, or not equally long, or their tensors do not fit.
+        TypeError: not all are tensors.
+    """
+    check_layout(layout)
+    if not outputs or len(outputs) != len(logsumexps):
+        raise ValueError(
+            f"logsumexps must have one tensor for each of outputs, and there must be one, but got "
+            f"{len(outputs)} outputs and {len(logsumexps)} logsumexps. Pass one of each per set of "
+            f"keys."
+        )
+    for i, (out, lse) in enumerate(zip(outputs, logsumexps, strict=True)):
+        check_tensors(**{f"outputs[{i}]": out, f"logsumexps[{i}]": lse})
+        _check_part(i, out, outputs[0])
+        rows = out.shape[:-1] if layout == "bhsd" else _heads_first(out.shape[:-1])
+        if lse.shape != rows or lse.device != out.device or not lse.is_floating_point():
+            raise ValueError(
+                f"logsumexps[{i}] must be a floating tensor of shape {tuple(rows)} on "
+                f"{out.device}, but got {lse.dtype} of shape {tuple(lse.shape)} on {lse.device}. "
+                f"Pass what flash_attention returns with return_lse=True, and the layout of "
+                f"outputs."
+            )
+    lses = torch.stack([_accumulated(lse) for lse in logsumexps])
+    # Rows without any key: their maximum is taken as 0, because -inf - -inf is NaN.
+    highest = lses.detach().amax(0)
+    highest = highest.masked_fill(highest == float("-inf"), 0.0)
+    weights = torch.exp(lses - highest)
+    total = weights.sum(0)
+    empty = total == 0
+    total = total.masked_fill(empty, 1.0)
+    merged = torch.zeros_like(outputs[0], dtype=_accumulated(outputs[0]).dtype)
+    for out, weight in zip(outputs, weights, strict=True):
+        merged = merged + out * _like_output(weight / total, layout)
+    lse = (highest + torch.log(total)).masked_fill(empty, float("-inf"))
+    return merged.to(outputs[0].dtype), lse
+
+
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Output and logsumexp with one more logit per head in the softmax's denominator.
+
+    Args:
+        out: (..., H, N, E) for layout "bhsd", (..., N, H, E) for "bshd".
+        lse: (..., H, N), without the sinks.
+        sinks: (H,), checked by :func:`check_sinks`.
+        layout: of ``out``.
+    """
+    logits = _accumulated(sinks)[:, None]
+    weight = torch.sigmoid(_accumulated(lse) - logits)
+    with_sinks = (out * _like_output(weight, layout)).to(out.dtype)
+    return with_sinks, torch.logaddexp(_accumulated(lse), logits)
+
+
+def check_sinks(sinks: object, query: Tensor, heads: int) -> None:
+    """Checks one logit for each query head.
+
+    Raises:
+        ValueError: naming what was expected and what was given.
+        TypeError: not a tensor.
+    """
+    check_tensors(sinks=sinks)
+    assert isinstance(sinks, Tensor)
+    if sinks.shape != (heads,) or not sinks.is_floating_point() or sinks.device != query.device:
+        raise ValueError(
+            f"sinks must be a floating tensor of shape ({heads},), one logit for each head of "
+            f"query, on {query.device}, but got {sinks.dtype} of shape {tuple(sinks.shape)} on "
+            f"{sinks.device}. Use one parameter of {heads} numbers per layer."
+        )
+
+
+def _check_part(index: int, out: Tensor, first: Tensor) -> None:
+    if out.dim() < 3 or not out.is_floating_point():
+        raise ValueError(
+            f"outputs[{index}] must be a floating tensor of at least 3 dimensions, but got "
+            f"{out.dtype} of shape {tuple(out.shape)}. Pass what flash_attention returns."
+        )
+    if (out.shape, out.dtype, out.device) != (first.shape, first.dtype, first.device):
+        raise ValueError(
+            f"outputs[{index}] must be like outputs[0], {first.dtype} of shape "
+            f"{tuple(first.shape)} on {first.device}, but got {out.dtype} of shape "
+            f"{tuple(out.shape)} on {out.device}. All parts have the same queries."
+        )
+
+
+def _heads_first(shape: torch.Size) -> torch.Size:
+    """(..., N, H) to (..., H, N)."""
+    return torch.Size((*shape[:-2], shape[-1], shape[-2]))
+
+
+def _like_output(x: Tensor, layout: Layout) -> Tensor:
+    """(..., H, N) as a factor of an output in ``layout``."""
+    return (x if layout == "bhsd" else x.transpose(-1, -2)).unsqueeze(-1)
+
+
+def _accumulated(x: Tensor) -> Tensor:
+    """``x`` in fp32, or in fp64 if it is."""
+    return x if x.dtype == torch.float64 else x.float()

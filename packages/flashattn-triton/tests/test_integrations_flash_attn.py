@@ -1,0 +1,158 @@
+"""flash-attn's functions by its names and with its meaning, against masks written out here."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashattn_triton.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def definition(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: Any, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """(N, H, D) in fp64, as flash-attn's documentation defines it."""
+    q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[0] // k.shape[0], 0) for x in (k, v))
+    scores = q @ k.mT * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    diagonal = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
+    keys = torch.arange(k.shape[1])[None]
+    left, right = window
+    seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
+    seen &= (keys >= diagonal - left) | (left < 0)
+    seen &= (keys <= diagonal + right) | (right < 0)
+    seen &= (keys <= diagonal) | (not causal)
+    scores = scores.masked_fill(~seen.to(scores.device), float("-inf"))
+    lse = scores.logsumexp(-1)
+    weights = torch.where(seen.to(scores.device), torch.exp(scores - lse[..., None]), 0.0)
+    return (weights @ v).transpose(0, 1), lse
+
+
+def close(actual: Any, expected: Any) -> None:
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e.to(a.dtype), rtol=1e-5, atol=1e-5)
+
+
+def leaves(*rows: int, heads: int = 4, kv_heads: int = 2) -> list[Tensor]:
+    queries, keys = rows
+    shapes = ((queries, heads), (keys, kv_heads), (keys, kv_heads))
+    return [torch.randn(n, h, 16, device=DEVICE, requires_grad=True) for n, h in shapes]
+
+
+OPTIONS = [
+    {},
+    {"causal": True},
+    {"window_size": (3, 4)},
+    {"window_size": (7, -1)},
+    {"window_size": (-1, 2)},
+    {"window_size": (5, 3), "causal": True},
+    {"softcap": 2.0, "softmax_scale": 0.7, "causal": True, "deterministic": True},
+]
+
+
+@pytest.mark.parametrize("rows", [(9, 9), (5, 11), (11, 5)], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_dense(rows: tuple[int, int], options: dict[str, Any]) -> None:
+    sequences = [leaves(*rows) for _ in range(2)]
+    q, k, v = (torch.stack(parts) for parts in zip(*sequences, strict=True))
+    out, lse, nothing = flash_attn_func(q, k, v, return_attn_probs=True, **options)
+    assert nothing is None
+    assert torch.equal(out, flash_attn_func(q, k, v, **options))
+    check(sequences, out.unbind(), lse.unbind(), options)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_packed(options: dict[str, Any]) -> None:
+    lengths = [(9, 9), (5, 11), (11, 5), (1, 7)]
+    sequences = [leaves(*rows) for rows in lengths]
+    q, k, v = (torch.cat(parts) for parts in zip(*sequences, strict=True))
+    starts = [torch.tensor([0, *n]).cumsum(0).int().to(DEVICE) for n in zip(*lengths, strict=True)]
+    out, lse, nothing = flash_attn_varlen_func(
+        q, k, v, *starts, 11, 11, return_attn_probs=True, **options
+    )
+    assert nothing is None
+    rows = [n for n, _ in lengths]
+    check(sequences, out.split(rows), lse.split(rows, dim=1), options)
+
+
+def check(sequences: list[list[Tensor]], outs: Any, lses: Any, options: dict[str, Any]) -> None:
+    """Outputs, logsumexps and gradients of each sequence."""
+    for tensors, out, lse in zip(sequences, outs, lses, strict=True):
+        expected = definition(
+            *tensors,
+            scale=options.get("softmax_scale", 0.25),
+            causal=options.get("causal", False),
+            window=options.get("window_size", (-1, -1)),
+            softcap=options.get("softcap", 0.0),
+        )
+        blind = expected[1] == float("-inf")  # rows that see no key
+        close((out, lse), expected)
+        weight = torch.randn_like(out) * ~blind.T[..., None]
+        wanted = torch.autograd.grad(
+            (expected[0] * weight).masked_fill(blind.T[..., None], 0.0).sum(),
+            tensors,
+            retain_graph=True,
+        )
+        close(torch.autograd.grad(out, tensors, weight, retain_graph=True), wanted)
+
+
+def test_signatures() -> None:
+    """Positional arguments in flash-attn 2's order."""
+    dense = ["q", "k", "v", "dropout_p", "softmax_scale", "causal", "window_size", "softcap"]
+    rest = ["alibi_slopes", "deterministic", "return_attn_probs"]
+    assert list(inspect.signature(flash_attn_func).parameters)[:-1] == dense + rest
+    starts = ["cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"]
+    packed = [*dense[:3], *starts, *dense[3:], *rest, "block_table"]
+    assert list(inspect.signature(flash_attn_varlen_func).parameters)[:-1] == packed
+
+
+UNSUPPORTED = [
+    ({"dropout_p": 0.1}, "dropout_p must be 0.0, .* does not support dropout, but got 0.1"),
+    ({"alibi_slopes": torch.ones(4)}, r"alibi_slopes must be None, .* a tensor of shape \(4,\)"),
+    ({"page_table": torch.ones(4)}, "page_table must be None, .* paged caches"),
+    ({"qv": torch.ones(4)}, "qv must be None"),
+    ({"k_descale": torch.ones(4)}, "k_descale must be None, .* fp8"),
+    ({"attention_chunk": 64}, "attention_chunk must be 0"),
+    ({"seqused_k": torch.ones(4)}, "seqused_k must be None"),
+    ({"causal": "top-left"}, "causal must be True or False, but got 'top-left'"),
+    ({"window_size": 128}, r"window_size must be a pair \(left, right\) of integers, but got 128"),
+    ({"window_size": (-2, 0)}, "window left must be an integer >= 0, or None, but got -2"),
+    ({"softcap": -1.0}, "softcap must be a finite number > 0 .* got -1.0"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), UNSUPPORTED, ids=[m for _, m in UNSUPPORTED])
+def test_what_is_refused(change: dict[str, Any], message: str) -> None:
+    q, k, v = leaves(5, 5)
+    starts = torch.tensor([0, 5], dtype=torch.int32)
+    with pytest.raises(ValueError, match=message):
+        flash_attn_func(*(x[None] for x in (q, k, v)), **change)
+    with pytest.raises(ValueError, match=message):
+        flash_attn_varlen_func(q, k, v, starts, starts, 5, 5, **change)
+
+
+def test_unknown_and_harmless_arguments() -> None:
+    q, k, v = (x[None] for x in leaves(5, 5))
+    with pytest.raises(TypeError, match=r"flash_attn_func must be called .* but got scale\."):
+        flash_attn_func(q, k, v, scale=1.0)
+    with pytest.raises(TypeError, match=r"query must be a torch\.Tensor"):
+        flash_attn_func(q.detach().numpy(), k, v)
+    expected = flash_attn_func(q, k, v)
+    plain = {"num_splits": 0, "pack_gqa": True, "sm_margin": 4, "qv": None, "attention_chunk": 0}
+    assert torch.equal(flash_attn_func(q, k, v, **plain), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_compiled() -> None:
+    tensors = [x.detach()[None] for x in leaves(9, 12)]
+    compiled = torch.compile(flash_attn_func, backend="eager", fullgraph=True)
+    options = {"causal": True, "window_size": (4, 0)}
+    assert torch.equal(compiled(*tensors, **options), flash_attn_func(*tensors, **options))
