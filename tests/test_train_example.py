@@ -96,6 +96,7 @@ def assert_refused(outcome: tuple[int, str, str], *messages: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_killed_run_continues_to_the_same_weights(
     examples: Examples, text: Path, tmp_path: Path
 ) -> None:

@@ -159,6 +159,7 @@ def test_readme_runs_with_the_wheel_alone(
         run_readme.run(page, python, extra=extra)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", NAMES)
 def test_install_lines(dist: Path, name: str, tmp_path: Path) -> None:
     """The lines of a README that install it do so: from an index, a checkout, and from git."""

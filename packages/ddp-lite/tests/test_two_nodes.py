@@ -52,6 +52,7 @@ def nodes() -> Iterator[list[tuple[str, str, str]]]:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_two_nodes_under_torchrun(nodes: list[tuple[str, str, str]]) -> None:
     processes = []
     for place, (namespace, interface, address) in enumerate(nodes):

@@ -77,6 +77,6 @@ def check_several(rank, world_size):
         check_training(rank, world_size, name, "adamw", {})
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3, pytest.param(4, marks=pytest.mark.nightly)])
 def test_world_sizes(world_size):
     run_ranks(check_several, world_size)

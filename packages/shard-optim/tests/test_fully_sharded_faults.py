@@ -73,7 +73,7 @@ def uninterrupted(tmp_path_factory):
     ("where", "fault", "what"),
     [
         ("forward", "die", "the all-gather of parameters"),
-        ("forward", "stop", "the all-gather of parameters"),
+        pytest.param("forward", "stop", "the all-gather of parameters", marks=pytest.mark.nightly),
         ("forward", "fail", "the all-gather of parameters"),
         ("backward", "die", "the (all-gather of parameters|reduce-scatter of gradients)"),
         ("step", "die", "saving a checkpoint"),
