@@ -49,6 +49,9 @@ class Options(ShapeOptions, NodeOptions):
     attention: str = option("sdpa", "naive, sdpa, flash or package.module:callable.")
     checkpoint_blocks: int = option(0, "Blocks that backward recomputes together; 0: none.")
     loss: str = option("logits", "How the loss is made.", choices=("logits", "chunked"))
+    lower_bound: bool = option(
+        True, "Also measure each step without communication; the whole model must fit a device."
+    )
     world_size: int | None = option(None, "Ranks; by default 2, or as many as there are GPUs.")
     rounds: int = option(3, "Turns of each variant; the order goes back and forth.")
     blocks: int = option(4, "Samples per turn.")
@@ -87,7 +90,7 @@ class Options(ShapeOptions, NodeOptions):
         settings.labels(self.settings())
 
     def settings(self) -> list[settings.Settings]:
-        """The variants, complete, with each step without communication before them.
+        """The variants, complete; before them, if asked for, each step without communication.
 
         Raises:
             ValueError: an unknown key or value, or two variants that are the same.
@@ -95,7 +98,8 @@ class Options(ShapeOptions, NodeOptions):
         defaults = {name: getattr(self, name) for name in settings.SHARED}
         if self.optimizer is not None:
             defaults["optimizer"] = self.optimizer
-        return settings.with_bounds([settings.read(each, defaults) for each in self.variants])
+        variants = [settings.read(each, defaults) for each in self.variants]
+        return settings.with_bounds(variants) if self.lower_bound else variants
 
 
 class TrainStep(Experiment):

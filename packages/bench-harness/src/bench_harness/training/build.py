@@ -294,6 +294,14 @@ def _shard(wrapper: of.FSDP2, module: nn.Module, device: torch.device) -> None:
             reshard_after_forward=wrapper.reshard_after_forward,
             mp_policy=policy,
         )
+    if wrapper.prefetch:
+        blocks: Any = _blocks(module)  # of FSDP2's own class by now
+        for position, block in enumerate(blocks):
+            before = blocks[max(0, position - wrapper.prefetch) : position]
+            block.set_modules_to_forward_prefetch(
+                blocks[position + 1 : position + 1 + wrapper.prefetch]
+            )
+            block.set_modules_to_backward_prefetch(before[::-1])
 
 
 def _fully_sharded(wrapper: of.FullySharded, module: nn.Module) -> Any:

@@ -142,12 +142,15 @@ class FSDP2(Arguments):
     Attributes:
         param_dtype: dtype in which parameters are gathered and used; None keeps theirs.
         reduce_dtype: dtype in which gradients are reduced; None takes ``param_dtype``.
+        prefetch: how many blocks are gathered ahead on request, in forward and in backward; 0
+            leaves it to FSDP2, which gathers one ahead in backward.
     """
 
     title: ClassVar[str] = "FSDP2"
     reshard_after_forward: bool = True
     param_dtype: Dtype | None = None
     reduce_dtype: Dtype | None = None
+    prefetch: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
