@@ -10,7 +10,13 @@ pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     path
-    for pattern in ("*.md", "docs/*/*.md", "examples/*.md", "packages/*/*.md")
+    for pattern in (
+        "*.md",
+        "docs/*/*.md",
+        "examples/*.md",
+        "packages/*/*.md",
+        "packages/*/docs/*.md",
+    )
     for path in ROOT.glob(pattern)
 )
 

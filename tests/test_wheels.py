@@ -150,8 +150,10 @@ def test_readme_runs_with_the_wheel_alone(
     subprocess.run(
         [python, "-W", "error", "-W", numpy, "-c", program], check=True, cwd=tmp_path, timeout=120
     )
-    page = ROOT / "packages" / name / "README.md"
-    run_readme.run(page, python)
+    package = ROOT / "packages" / name
+    page = package / "README.md"
+    for each in (page, *sorted(package.glob("docs/*.md"))):
+        run_readme.run(each, python)
     for extra in sorted({b.words["extra"] for b in run_readme.blocks(page) if "extra" in b.words}):
         wheel = find(dist, name, ".whl")
         install = ["pip", "install", "-q", "--python", python, "--link-mode", "symlink"]

@@ -347,6 +347,7 @@ class DataParallelBase(TransparentWrapper, ABC):
         self._presence: Tensor | None = None  # mean over the ranks of who has which gradient
         self._check_message: Tensor | None = None
         self._engine_callback_queued = False
+        self._backward = -1  # which one queued the callback, by the engine's number
         self._in_flight = {}
         self._started: list[int] = []  # places in the order of reduction
         self._collectives_before = (self._average.collectives, self._average.bytes)
@@ -550,9 +551,20 @@ class DataParallelBase(TransparentWrapper, ABC):
                 leaf.register_hook(self._queue_finish)
 
     def _queue_finish(self, _gradient: Tensor | None = None) -> None:
-        if self._engine_callback_queued or self._progress.accumulating:
+        if self._progress.accumulating:
+            return
+        backward = torch._C._current_graph_task_id()
+        if self._engine_callback_queued:
+            if _gradient is not None and backward != self._backward:
+                raise UnfinishedSynchronizationError(
+                    f"backward passes through one {type(self).__name__} must run one after "
+                    f"another, but in step {self._step + 1} on rank {self.process_group.rank()} "
+                    "one began while another was under way, or after it had failed. Add the losses "
+                    "and call backward once, from one thread"
+                )
             return
         self._engine_callback_queued = True
+        self._backward = backward
         engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._finish_in_backward)
 

@@ -19,7 +19,7 @@ class MissingGradientError(SynchronizationError):
 
 
 class UnfinishedSynchronizationError(SynchronizationError):
-    """A new forward began although the last backward was never finished."""
+    """A forward or backward began although the last backward was never finished."""
 
 
 class StepMismatchError(SynchronizationError):
