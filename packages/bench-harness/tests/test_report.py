@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import re
+import subprocess
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,13 +16,15 @@ import pytest
 from rich.console import Console
 from tests.support import browser
 
-from bench_harness import report, show
-from bench_harness.experiments import Table
+from bench_harness import experiments, report, runner, show
+from bench_harness.experiments import Figure, Table
 from bench_harness.report.cells import cell, split
 from bench_harness.report.frame import to_frame
-from bench_harness.report.write import table_stem
+from bench_harness.report.write import csv as as_csv
+from bench_harness.report.write import markdown, table_stem
 from bench_harness.store import Store, StoreError
 
+Bench = Callable[..., subprocess.CompletedProcess[str]]
 MACHINE = {"gpus": [{"throttle_reasons": ["power limit"]}], "load_1min": 0.5}
 
 
@@ -140,8 +145,9 @@ def test_damage_and_mixed_environments_are_said(store: Store) -> None:
         writer.write_json("env.json", {"abc": {}, "def": {}})
     with store.results.open("a") as file:
         file.write('{"torn')
-    damage, mixed = report.build(store).notes
-    assert "results.jsonl line 5 is damaged" in damage
+    damage, again, mixed = report.build(store).notes
+    assert "results.jsonl line 5 is damaged and was left out: it is not a JSON object" in damage
+    assert "measures what is missing again" in again
     assert "2 environments" in mixed
 
 
@@ -243,3 +249,71 @@ def test_the_page_renders_and_sorts_in_a_browser(store: Store) -> None:
     times = done.stdout[: done.stdout.index('id="cases"')]
     assert 'aria-sort="descending"' in times
     assert times.index("&lt;b&gt;double") < times.index(">plain<")
+
+
+WRONG = [None, 3, -1, 10**400, True, "x", "../../etc", "=1+1", [], [None], {}, {"gpus": 3}]
+
+
+def test_no_wrong_value_costs_more_than_its_row(store: Store, bench: Bench) -> None:
+    """Every field of a row with every kind of wrong value: reports, resuming, comparing go on."""
+    (good, *_) = map(json.loads, store.results.read_text().splitlines())
+    good = {**good, "case_rows": 1}
+    with store.results.open("a") as file:
+        for name in [*(good.keys() - {"schema"}), "samples_device_ms"]:  # newer ones are refused
+            for index, value in enumerate(WRONG):
+                own = {**good, "case_key": f"{name}{index}", "label": f"{name} {value}"[:60]}
+                file.write(json.dumps({**own, name: value}) + "\n")
+            without = {**good, "case_key": f"no-{name}"}
+            file.write(json.dumps({k: v for k, v in without.items() if k != name}) + "\n")
+    loaded = store.load()
+    assert len(loaded.damaged) > 100
+    assert "its case_key is '../../etc'" in loaded.damaged.values()
+    assert runner.plan([], store) == []
+    built = report.build(store)
+    page = report.write(built, store.folder).read_text()
+    toy = next(section for section in built.sections if section.name == "toy")
+    assert toy.tables, toy.problems
+    assert "more lines are damaged and were left out" in page
+    assert bench("compare", str(store.folder), str(store.folder)).returncode == 0
+    assert bench("publish", "rows.jsonl", str(store.folder)).returncode == 0
+
+
+def test_a_picture_that_cannot_be_drawn_costs_itself_only(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bench_harness.report.plots import new_figure
+
+    def figures(self: object, rows: object) -> list[Figure]:
+        good, _ = new_figure()
+        bad, axes = new_figure()
+        axes[0, 0].set_title("$\\frac{1}{$")  # drawn only when it is saved
+        return [Figure("bad", "Bad", bad), Figure("good", "Good", good)]
+
+    monkeypatch.setattr(type(experiments.get("toy")), "figures", figures)
+    built = report.build(store)
+    page = report.write(built, store.folder).read_text()
+    assert "Could not be shown: picture bad: ValueError" in page
+    assert (store.folder / "figures" / "toy-good.png").is_file()
+    assert "Toy &lt;times&gt;" in page
+
+
+def test_a_case_of_which_no_table_can_be_made_is_left_out_by_name(store: Store) -> None:
+    with store.open_for_writing() as writer:
+        writer.append([row("short", variant="plain", samples_ms=[1])])  # the toy wants four
+    built = report.build(store)
+    toy = built.sections[0]
+    assert [len(table.frame) for table in toy.tables] == [2]
+    (problem,) = toy.problems
+    assert problem.startswith("tables: IndexError")
+    assert problem.endswith("Left out: toy short")
+
+
+def test_no_text_is_a_formula_or_a_link(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"=name": ["=1+1", "@x", "-2", "plain"], "ms": [-1.5, 2.0, 3.0, 4.0]})
+    assert as_csv(frame).splitlines() == [
+        *("'=name,ms", "'=1+1,-1.5", "'@x,2.0", "'-2,3.0", "plain,4.0")
+    ]
+    shown = markdown(Table("T", pd.DataFrame({"a|b": ["[x](y)|<i>\nz", "`c`"]})))
+    assert "a\\|b" in shown
+    assert "\\[x](y)\\|&lt;i> z" in shown
+    assert "\\`c\\`" in shown

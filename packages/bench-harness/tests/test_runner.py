@@ -77,9 +77,9 @@ def test_a_measured_row_says_what_where_when_and_how(store: Store) -> None:
     assert plain["config"] == dict(case.config)
     assert plain["samples_ms"] == [1.0, 1.01, 1.02, 1.0, 1.01, 1.01]
     assert plain["machine_before"].keys() == plain["machine_after"].keys()
-    environments = store.read_json("env.json")
+    environments = store.environments()
     assert environments[plain["environment"]]["torch"]["torch"].startswith("2.")
-    (invocation,) = store.read_json("run.json")
+    (invocation,) = store.runs()
     assert invocation["command"] == "toy"
     assert not (store.folder / "artifacts").exists()
 
@@ -110,7 +110,7 @@ def test_only_unfinished_cases_run_again(store: Store) -> None:
     assert all(item.seconds is not None for item in again)
     assert run(cases, store).started == ["toy raises 0"]
     assert len(store.load().rows) == 5
-    assert len(store.read_json("run.json")) == 2
+    assert len(store.runs()) == 2
 
 
 def test_another_machine_measures_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from bench_harness.store import SCHEMA_VERSION, Store, StoreError
 
 
 def row(key: str, status: str = "ok", started: str = "t0", **more: object) -> dict[str, object]:
-    return {"case_key": key, "status": status, "started": started, "environment": "e", **more}
+    about = {"experiment": "toy", "label": f"toy {key}", "config": {}, "commit": None}
+    ended = {"status": status, "started": started, "seconds": 1.0, "error": None, "detail": None}
+    return {"case_key": key, "environment": "e", **about, **ended, **more}
 
 
 def lines(store: Store) -> list[dict[str, object]]:
@@ -28,7 +31,7 @@ def test_rows_come_back_as_they_were_stored(store: Store) -> None:
         writer.append([row("a", samples_ms=[1.5, 2.5]), row("a", samples_ms=[])])
         writer.append([row("b", "oom", error="no room")])
     loaded = store.load()
-    assert loaded.damaged == []
+    assert loaded.damaged == {}
     assert [(r["case_key"], r["status"]) for r in loaded.rows] == [
         ("a", "ok"),
         ("a", "ok"),
@@ -65,13 +68,13 @@ def test_a_torn_last_line_is_reported_and_its_case_is_unfinished(store: Store) -
     whole = store.results.read_bytes()
     store.results.write_bytes(whole[:-20])
     loaded = store.load()
-    assert loaded.damaged == [3]
+    assert loaded.damaged == {3: "it is not a JSON object"}
     assert [r["case_key"] for r in loaded.rows] == ["a"]
     assert store.finished("e") == {"a"}
     with store.open_for_writing() as writer:  # goes on behind the torn line, not inside it
         writer.append([row("b", started="t1", value=1)])
     assert store.finished("e") == {"a", "b"}
-    assert store.load().damaged == [3]
+    assert list(store.load().damaged) == [3]
 
 
 @pytest.mark.parametrize("garbage", [b"\x00\x00\x00", b"[1, 2]", b'{"schema": 1}', b"\xff\xfe"])
@@ -81,7 +84,7 @@ def test_damage_in_the_middle_takes_nothing_else_along(store: Store, garbage: by
         writer.append([row("b")])
     first, second = store.results.read_bytes().splitlines()
     store.results.write_bytes(b"\n".join([first, garbage, second, b""]))
-    assert store.load().damaged == [2]
+    assert list(store.load().damaged) == [2]
     assert store.finished("e") == {"a", "b"}
 
 
@@ -132,25 +135,64 @@ def test_a_full_disk_keeps_what_was_written(store: Store, monkeypatch: pytest.Mo
         with pytest.raises(StoreError, match="No space left on device; what was measured"):
             writer.append([row("b")])
     assert store.finished("e") == {"a"}
-    assert store.load().damaged == [2]
+    assert list(store.load().damaged) == [2]
 
 
 def test_a_replaced_file_is_whole_or_old(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = {"started": "t0", "command": "first"}
     with store.open_for_writing() as writer:
-        writer.write_json("run.json", {"first": True})
+        writer.write_json("run.json", [first])
 
         def fail(self: Path, content: bytes) -> int:
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(Path, "write_bytes", fail)
         with pytest.raises(StoreError, match="No space left"):
-            writer.write_json("run.json", {"second": True})
-    assert store.read_json("run.json") == {"first": True}
-    assert store.read_json("env.json") is None
+            writer.write_json("run.json", [{**first, "command": "second"}])
+    assert store.runs() == [first]
+    assert store.environments() == {}
 
 
 def test_a_json_file_that_is_not_json_is_named(store: Store) -> None:
     with store.open_for_writing():
         (store.folder / "env.json").write_text("{")
     with pytest.raises(StoreError, match=r"env\.json"):
-        store.read_json("env.json")
+        store.environments()
+
+
+@pytest.mark.parametrize("content", ["3", "[]", '{"abc": 3}', '{"abc": {"gpus": 3}}'])
+def test_a_json_file_of_something_else_is_named(store: Store, content: str) -> None:
+    with store.open_for_writing():
+        (store.folder / "env.json").write_text(content)
+        (store.folder / "run.json").write_text('[{"started": 3}]')
+    with pytest.raises(StoreError, match=r"env\.json must be a table of machines"):
+        store.environments()
+    with pytest.raises(StoreError, match=r"run\.json must be a list of invocations"):
+        store.runs()
+
+
+def test_a_doubled_file_is_as_good_as_one(store: Store) -> None:
+    with store.open_for_writing() as writer:
+        writer.append([row("a", value=1), row("a", value=2)])
+        writer.append([row("b")])
+    before = store.load()
+    store.results.write_bytes(2 * store.results.read_bytes())
+    assert store.load() == before
+    assert store.finished("e") == {"a", "b"}
+
+
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(store: Store) -> None:
+    store.folder.mkdir()
+    os.mkfifo(store.results)
+    os.mkfifo(store.folder / "run.json")
+    for use in (store.load, store.runs, store.check_is_run, store.open_for_writing().__enter__):
+        with pytest.raises(StoreError, match=r"must be a regular file|is not a run folder"):
+            use()
+
+
+def test_escape_sequences_do_not_reach_a_terminal(store: Store) -> None:
+    with store.open_for_writing() as writer:
+        writer.append([row("a", error="\x1b]0;title\x07 \x9b31m red", detail="one\ntwo")])
+    (loaded,) = store.load().rows
+    assert loaded["error"] == " ]0;title   31m red"
+    assert loaded["detail"] == "one\ntwo"

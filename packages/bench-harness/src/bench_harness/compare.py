@@ -1,12 +1,18 @@
-"""Compares two runs, row by row: faster, slower, the same, or undecided, with an interval.
+"""Compares two runs, row by row: faster, slower, the same, or "cannot tell", with an interval.
 
 The ratio of the two medians is judged by its 95 % bootstrap interval against a tolerance: two runs
 of the same code differ by more than the samples within one of them show (placement of memory,
 clocks, neighbours), so an interval that merely excludes 1 is not yet a difference.
+
+The bootstrap of a few samples is too sure of itself. So a row whose samples scatter or drift too
+much to quote decides nothing, and "faster" and "slower" also need samples that Mann–Whitney's test
+tells apart at 1 %. Where nothing can be told, the number of samples that probably would tell is
+estimated from the width of the interval, which shrinks as one over the root of that number.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +21,12 @@ from typing import Literal, TypeAlias
 from bench_harness.case import Row
 from bench_harness.store import RESERVED, Store
 
-Verdict: TypeAlias = Literal["faster", "slower", "same", "undecided"]
+Verdict: TypeAlias = Literal["faster", "slower", "same", "cannot tell"]
+
+#: The fewest samples of each run that can tell two runs apart.
+FEWEST = 5
+#: More samples than this are not worth asking for: something else is wrong.
+MOST = 10_000
 
 #: Relative difference below which two times count as the same.
 TOLERANCE = 0.05
@@ -34,6 +45,10 @@ class Comparison:
         median_a, median_b: milliseconds.
         ratio: ``median_b / median_a``; below 1 means that B is faster.
         low, high: 95 % bootstrap interval of the ratio; None below three samples in either run.
+        conclusive: whether "faster" or "slower" may be said at all: the samples of both runs are
+            steady, and tell the runs apart.
+        samples_needed: of each run, so that there probably is a verdict; None if there is one, or
+            if more samples would not help, as where they drift.
         same_hardware: whether both rows come from the same environment.
     """
 
@@ -46,20 +61,47 @@ class Comparison:
     low: float | None
     high: float | None
     verdict: Verdict
+    conclusive: bool
+    samples_needed: int | None
     same_hardware: bool
 
 
 def verdict(low: float | None, high: float | None, tolerance: float) -> Verdict:
     """What an interval of B's time over A's says, allowing for ``tolerance`` around 1."""
     if low is None or high is None:
-        return "undecided"
+        return "cannot tell"
     if high < 1 - tolerance:
         return "faster"
     if low > 1 + tolerance:
         return "slower"
     if low >= 1 - tolerance and high <= 1 + tolerance:
         return "same"
-    return "undecided"
+    return "cannot tell"
+
+
+def samples_needed(
+    ratio: float, low: float | None, high: float | None, count: int, tolerance: float
+) -> int | None:
+    """How many samples probably give a verdict, from how wide the interval of ``count`` is.
+
+    Args:
+        ratio: of the medians; the interval around it must come to lie on one side of each end of
+            the tolerance.
+        count: samples of the run that has fewer.
+
+    Returns:
+        The number; None where it is larger than :data:`MOST`.
+    """
+    from bench_harness.stats import UNSTABLE_WIDTH
+
+    if low is None or high is None:
+        return FEWEST
+    margin = min(abs(ratio - (1 - tolerance)), abs(ratio - (1 + tolerance)))
+    allowed = min(margin, ratio * UNSTABLE_WIDTH / 2)
+    if not allowed:
+        return None
+    needed = count * (max(high - ratio, ratio - low) / allowed) ** 2
+    return max(FEWEST, count + 1, math.ceil(needed)) if needed <= MOST else None
 
 
 def compare(
@@ -75,16 +117,15 @@ def compare(
         ComparisonError: the runs share no row, or only rows of different environments.
         StoreError: a run cannot be read.
     """
-    from bench_harness.stats import ratio_interval
-
     for run in (run_a, run_b):
         run.check_is_run()
     rows_a, rows_b = _measured(run_a), _measured(run_b)
     shared = [identity for identity in rows_a if identity in rows_b]
     if not shared:
+        damaged = sum(len(run.load().damaged) for run in (run_a, run_b))
         raise ComparisonError(
             f"{run_a.folder} and {run_b.folder} hold no case in common: run both with the same "
-            "options"
+            f"options{f' ({damaged} damaged lines were left out)' * (damaged > 0)}"
         )
     different = [i for i in shared if rows_a[i]["environment"] != rows_b[i]["environment"]]
     if different and not across_hardware:
@@ -92,25 +133,41 @@ def compare(
             f"{len(different)} of {len(shared)} rows were measured on different hardware or "
             "libraries; --across-hardware compares them all the same, and marks them"
         )
-    found = []
-    for identity in shared:
-        a, b = rows_a[identity], rows_b[identity]
-        ratio, low, high = ratio_interval(b["samples_ms"], a["samples_ms"])
-        found.append(
-            Comparison(
-                experiment=a["experiment"],
-                label=a["label"],
-                variant=_described(identity[1], a["label"]),
-                median_a=_median(a),
-                median_b=_median(b),
-                ratio=ratio,
-                low=low,
-                high=high,
-                verdict=verdict(low, high, tolerance),
-                same_hardware=a["environment"] == b["environment"],
-            )
-        )
-    return found
+    return [
+        _comparison(rows_a[identity], rows_b[identity], identity[1], tolerance)
+        for identity in shared
+    ]
+
+
+def _comparison(a: Row, b: Row, texts: tuple[str, ...], tolerance: float) -> Comparison:
+    from bench_harness.stats import ratio_interval, separated, summarize
+
+    old, new = a["samples_ms"], b["samples_ms"]
+    ratio, low, high = ratio_interval(new, old)
+    summaries = summarize(old), summarize(new)
+    steady = not any(summary["unstable"] for summary in summaries)
+    conclusive = steady and separated(old, new)
+    found = verdict(low, high, tolerance)
+    if not (steady if found == "same" else conclusive):
+        found = "cannot tell"
+    drifting = any(summary["drift"] for summary in summaries)
+    needed = None
+    if found == "cannot tell" and not drifting:
+        needed = samples_needed(ratio, low, high, min(len(old), len(new)), tolerance)
+    return Comparison(
+        experiment=a["experiment"],
+        label=a["label"],
+        variant=_described(texts, a["label"]),
+        median_a=summaries[0]["median"],
+        median_b=summaries[1]["median"],
+        ratio=ratio,
+        low=low,
+        high=high,
+        verdict=found,
+        conclusive=conclusive,
+        samples_needed=needed,
+        same_hardware=a["environment"] == b["environment"],
+    )
 
 
 def limit(text: str) -> float:
@@ -134,7 +191,11 @@ def limit(text: str) -> float:
 
 def slower(found: Sequence[Comparison], beyond: float) -> list[Comparison]:
     """Those whose whole interval says that B is slower by more than ``beyond``, a share of A."""
-    return [each for each in found if verdict(each.low, each.high, beyond) == "slower"]
+    return [
+        each
+        for each in found
+        if each.conclusive and verdict(each.low, each.high, beyond) == "slower"
+    ]
 
 
 def markdown(found: Sequence[Comparison]) -> str:
@@ -143,24 +204,19 @@ def markdown(found: Sequence[Comparison]) -> str:
     lines = [
         ", ".join(f"{count} {name}" for name, count in sorted(counts.items())),
         "",
-        "| case | A (ms) | B (ms) | B / A | 95 % interval | verdict |",
-        "| --- | ---: | ---: | ---: | --- | --- |",
+        "| case | A (ms) | B (ms) | B / A | 95 % interval | verdict | needs (samples) |",
+        "| --- | ---: | ---: | ---: | --- | --- | ---: |",
     ]
     for each in found:
         if each.verdict != "same":
             name = f"{each.label}: {each.variant}" if each.variant else each.label
+            name = name.replace("|", "\\|")
             interval = "" if each.low is None else f"{each.low:.3f}–{each.high:.3f}"
             lines.append(
                 f"| {name} | {each.median_a:.4g} | {each.median_b:.4g} | {each.ratio:.3f} | "
-                f"{interval} | {each.verdict} |"
+                f"{interval} | {each.verdict} | {each.samples_needed or ''} |"
             )
     return "\n".join(lines if any(each.verdict != "same" for each in found) else lines[:1])
-
-
-def _median(row: Row) -> float:
-    from statistics import median
-
-    return float(median(row["samples_ms"]))
 
 
 def _measured(run: Store) -> dict[tuple[str, tuple[str, ...]], Row]:

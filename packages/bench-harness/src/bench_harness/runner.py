@@ -185,10 +185,10 @@ def _record_run(
     identity: str,
     description: Row,
 ) -> None:
-    runs = store.read_json(RUN) or []
+    runs = store.runs()
     entry = {"started": _now(), "environment": identity, "commit": _commit(description)}
     writer.write_json(RUN, [*runs, {**invocation, **entry}])
-    environments = store.read_json(ENVIRONMENTS) or {}
+    environments = store.environments()
     if "torch" not in environments.get(identity, {}):
         outcome = process.call(
             _describe_torch, timeout_s=300.0, folder=Path.cwd(), on_progress=lambda text: None

@@ -14,7 +14,7 @@ from bench_harness import experiments, runner, show
 from bench_harness.case import Case
 from bench_harness.progress import ConsoleReporter
 from bench_harness.runner import Planned
-from bench_harness.store import RUN, Store
+from bench_harness.store import Store
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -78,8 +78,8 @@ def choose_folder(name: str, cases: Sequence[Case]) -> Path:
     latest = max(numbered, default=0)
     if latest:
         store = Store(numbered[latest])
-        runs = store.read_json(RUN) or []
-        same = bool(runs) and set(runs[-1]["cases"]) == {case.key for case in cases}
+        runs = store.runs()
+        same = bool(runs) and set(runs[-1].get("cases", [])) == {case.key for case in cases}
         if same and not all(item.finished for item in runner.plan(cases, store)):
             return numbered[latest]
     return RUNS / f"{name}-{latest + 1:02d}"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from bench_harness.experiments import Table
     from bench_harness.report import Report, Section
 
-_VERDICTS = {"faster": "green", "slower": "red", "same": "", "undecided": "yellow"}
+_VERDICTS = {"faster": "green", "slower": "red", "same": "", "cannot tell": "yellow"}
 
 
 def start(planned: Sequence[Planned], folder: Path, console: Console) -> None:
@@ -127,6 +127,9 @@ def _is_number(text: str) -> bool:
 def comparisons(found: Sequence[Comparison], console: Console) -> None:
     """The verdict for every row of two runs."""
     grid = _grid("case", "A ms", "B ms", "B/A", "95 % interval", "verdict")
+    asked = any(each.samples_needed is not None for each in found)
+    if asked:
+        grid.add_column("needs", justify="right")
     grid.columns[0].overflow = "fold"
     for each in found:
         interval = (
@@ -140,10 +143,13 @@ def comparisons(found: Sequence[Comparison], console: Console) -> None:
             f"{each.ratio:.3f}",
             interval,
             Text(each.verdict + mark, style=_VERDICTS[each.verdict]),
+            *([str(each.samples_needed or "")] if asked else []),
         )
     console.print(grid)
     counts = {name: sum(each.verdict == name for each in found) for name in _VERDICTS}
     line(console, ", ".join(f"{count} {name}" for name, count in counts.items() if count))
+    if asked:
+        line(console, "needs: so many samples in each run would probably tell")
     if not all(each.same_hardware for each in found):
         line(console, "* measured on different hardware or libraries", style="yellow")
 

@@ -23,15 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from bench_harness import row_checks
 from bench_harness.case import JsonValue, Row
 
 #: Version of a row's layout. Rows of a newer one are refused, never guessed at.
 SCHEMA_VERSION = 1
 
 RESULTS, RUN, ENVIRONMENTS, ARTIFACTS = "results.jsonl", "run.json", "env.json", "artifacts"
-
-# What reading relies on.
-_NEEDED = frozenset({"schema", "case_key", "case_rows", "environment", "started", "status"})
 
 #: What the runner says about a row; a measurement may not use these names.
 RESERVED = frozenset(
@@ -56,11 +54,12 @@ class Loaded:
 
     Attributes:
         rows: the rows of each case's last complete attempt, in file order.
-        damaged: line numbers (from 1) that are not JSON: the torn last line of a killed run.
+        damaged: line numbers (from 1) that are not rows, and what is wrong with each. The last
+            line of a killed run may be torn.
     """
 
     rows: list[Row]
-    damaged: list[int]
+    damaged: dict[int, str]
 
 
 class Store:
@@ -93,31 +92,34 @@ class Store:
         Raises:
             StoreError: the file cannot be read, or was written by a newer version.
         """
+        self._require_file(self.results)
         try:
             lines = self.results.read_bytes().splitlines() if self.results.exists() else []
         except OSError as error:
             raise StoreError(f"cannot read {self.results}: {error.strerror}") from None
         attempts: dict[tuple[str, str], list[Row]] = {}
-        damaged: list[int] = []
+        damaged: dict[int, str] = {}
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            row = _parse(line)
+            row = row_checks.parse(line)
             schema = None if row is None else row.get("schema")
             if isinstance(schema, int) and schema > SCHEMA_VERSION:
                 raise StoreError(
                     f"{self.results} line {number} has schema {schema}, this version reads up to "
                     f"{SCHEMA_VERSION}: upgrade bench-harness"
                 )
-            if row is None or not _NEEDED.issubset(row):
-                damaged.append(number)
+            wrong = "it is not a JSON object" if row is None else row_checks.problem(row)
+            if row is None or wrong is not None:
+                damaged[number] = wrong or ""
                 continue
             attempts.setdefault((row["case_key"], row["started"]), []).append(row)
         last: dict[str, list[Row]] = {}
         for (key, _), rows in attempts.items():
-            if len(rows) == rows[0]["case_rows"]:
+            count = rows[0]["case_rows"]
+            if rows == rows[:count] * (len(rows) // count):  # a file put together from copies
                 last.pop(key, None)  # a repeated case takes its latest place in the order
-                last[key] = rows
+                last[key] = rows[:count]
         return Loaded([row for rows in last.values() for row in rows], damaged)
 
     def finished(self, environment: str) -> set[str]:
@@ -128,6 +130,11 @@ class Store:
             keys[row["case_key"]] = keys.get(row["case_key"], True) and done
         return {key for key, done in keys.items() if done}
 
+    def _require_file(self, path: Path) -> None:
+        """Refuses what cannot be read like a file: a named pipe would be waited for."""
+        if path.exists() and not path.is_file():
+            raise StoreError(f"{path} must be a regular file, but is not one. Remove it")
+
     @contextlib.contextmanager
     def open_for_writing(self) -> Iterator[Writer]:
         """Creates the folder and takes it for this process alone.
@@ -135,6 +142,7 @@ class Store:
         Raises:
             StoreError: the folder is not writable, or another process is measuring into it.
         """
+        self._require_file(self.results)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             file = self.results.open("ab+", buffering=0)
@@ -149,17 +157,63 @@ class Store:
                 ) from None
             yield Writer(self, file)
 
-    def read_json(self, name: str) -> JsonValue:
-        """The content of ``name`` (:data:`RUN` or :data:`ENVIRONMENTS`), or None if absent.
+    def runs(self) -> list[Row]:
+        """The invocations that wrote into the folder (``run.json``), the latest one last.
 
         Raises:
-            StoreError: the file is not JSON.
+            StoreError: the file is not a list of invocations.
         """
+        found = self._read_json(RUN)
+        if found is None:
+            return []
+        if not isinstance(found, list) or not all(map(_is_invocation, found)):
+            raise StoreError(
+                f"{self.folder / RUN} must be a list of invocations, but is not one. Remove it: "
+                "the rows do not need it"
+            )
+        return found
+
+    def environments(self) -> dict[str, Row]:
+        """The machines that measured (``env.json``), by environment id.
+
+        Raises:
+            StoreError: the file is not a table of machines.
+        """
+        found = self._read_json(ENVIRONMENTS)
+        if found is None:
+            return {}
+        if not isinstance(found, dict) or not all(map(_is_environment, found.values())):
+            raise StoreError(
+                f"{self.folder / ENVIRONMENTS} must be a table of machines, but is not one. "
+                "Remove it: the rows do not need it"
+            )
+        return found
+
+    def _read_json(self, name: str) -> JsonValue:
         path = self.folder / name
+        self._require_file(path)
         try:
             return json.loads(path.read_text()) if path.exists() else None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise StoreError(f"cannot read {path}: {error}") from None
+
+
+def _is_invocation(value: JsonValue) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("started"), str)
+        and isinstance(value.get("command"), str)
+        and isinstance(cases := value.get("cases", []), list)
+        and all(isinstance(key, str) for key in cases)
+    )
+
+
+def _is_environment(value: JsonValue) -> bool:
+    if not isinstance(value, dict):
+        return False
+    gpus = value.get("gpus", [])
+    named = isinstance(gpus, list) and all(isinstance(g, dict) and "name" in g for g in gpus)
+    return named and isinstance(value.get("packages", {}), dict)
 
 
 class Writer:
@@ -218,11 +272,3 @@ def replace_file(path: Path, content: bytes) -> None:
         partial.replace(path)
     except OSError as error:
         raise StoreError(f"cannot write {path}: {error.strerror}") from None
-
-
-def _parse(line: bytes) -> Row | None:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) else None

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from bench_harness import environment, experiments
 from bench_harness.case import JsonValue, Row
 from bench_harness.experiments import Experiment, Figure, Table
 from bench_harness.report.frame import to_frame
-from bench_harness.store import ARTIFACTS, ENVIRONMENTS, RUN, Store, StoreError
+from bench_harness.store import ARTIFACTS, Store, StoreError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_Shown = TypeVar("_Shown")
+
+#: Damaged lines and cases that a report names one by one.
+_NAMED = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +109,10 @@ def build(store: Store) -> Report:
         by_name.setdefault(row["experiment"], []).append(row)
     known = experiments.names()
     order = sorted(by_name, key=lambda name: known.index(name) if name in known else len(known))
-    environments: dict[str, Row] = store.read_json(ENVIRONMENTS) or {}
+    environments = store.environments()
     return Report(
         name=store.folder.resolve().name,
-        runs=store.read_json(RUN) or [],
+        runs=store.runs(),
         environments=environments,
         commits=list(dict.fromkeys(row["commit"] for row in loaded.rows if row["commit"])),
         sections=[_section(name, by_name[name], store.folder) for name in order],
@@ -110,14 +120,15 @@ def build(store: Store) -> Report:
     )
 
 
-def _notes(store: Store, damaged: Sequence[int], environments: dict[str, Row]) -> list[str]:
-    notes = []
+def _notes(store: Store, damaged: Mapping[int, str], environments: Mapping[str, Row]) -> list[str]:
+    notes = [
+        f"{store.results.name} line {number} is damaged and was left out: {wrong}."
+        for number, wrong in list(damaged.items())[:_NAMED]
+    ]
+    if len(damaged) > _NAMED:
+        notes.append(f"{len(damaged) - _NAMED} more lines are damaged and were left out.")
     if damaged:
-        lines = ", ".join(map(str, damaged))
-        notes.append(
-            f"{store.results.name} line {lines} is damaged and was left out: probably the run was "
-            "killed while writing. The same command measures that case again."
-        )
+        notes.append("The same command measures what is missing again.")
     if len(environments) > 1:
         notes.append(
             f"The rows come from {len(environments)} environments: compare only rows of the same."
@@ -149,21 +160,47 @@ def _section(name: str, rows: list[Row], folder: Path) -> Section:
 
 def _show(experiment: Experiment, rows: list[Row]) -> tuple[list[Table], list[Figure], list[str]]:
     """Tables and pictures; one that fails is reported and takes no other along."""
-    tables: list[Table] = []
-    figures: list[Figure] = []
-    problems = []
-    try:
-        tables = experiment.tables(to_frame(rows))
-    except Exception as error:  # noqa: BLE001 - shown in the report
-        problems.append("tables: " + _where(error))
-    try:
-        figures = experiment.figures(to_frame(rows))
-    except Exception as error:  # noqa: BLE001 - shown in the report
-        problems.append("pictures: " + _where(error))
+    problems: list[str] = []
+    tables = _made(experiment.tables, rows, "tables", problems)
+    figures = _made(experiment.figures, rows, "pictures", problems)
     return tables, figures, problems
 
 
-def _where(error: Exception) -> str:
+def _made(
+    make: Callable[[pd.DataFrame], list[_Shown]], rows: list[Row], what: str, problems: list[str]
+) -> list[_Shown]:
+    """What ``make`` makes of the rows, or of the rows of those cases of which it makes something.
+
+    Args:
+        problems: gets a text for what was left out.
+    """
+    try:
+        return make(to_frame(rows))
+    except Exception as error:  # noqa: BLE001 - shown in the report
+        problem = f"{what}: {where(error)}"
+    by_case: dict[str, list[Row]] = {}
+    for row in rows:
+        by_case.setdefault(row["case_key"], []).append(row)
+    good: list[Row] = []
+    bad: list[str] = []
+    for own in by_case.values():
+        try:
+            if own[0]["status"] == "ok":  # others hold nothing that could be shown alone
+                make(to_frame(own))
+            good += own
+        except Exception:  # noqa: BLE001 - the first error is shown
+            bad.append(own[0]["label"])
+    made: list[_Shown] = []
+    if good and bad:
+        with contextlib.suppress(Exception):
+            made = make(to_frame(good))
+            problem += f". Left out: {', '.join(bad[:_NAMED])}{', …' * (len(bad) > _NAMED)}"
+    problems.append(problem)
+    return made
+
+
+def where(error: Exception) -> str:
+    """An error in one line, with the place that raised it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     text = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
     return f"{text} ({frame.name}, line {frame.lineno})"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_harness.case import Row
-from bench_harness.store import ENVIRONMENTS, Store, replace_file
+from bench_harness.store import Store, replace_file
 
 #: Columns of a case, the same in all of its rows. The label is also in the configuration.
 _CASE = ("experiment", "case_key", "label", "environment", "commit", "started", "seconds", "config")
@@ -47,7 +47,7 @@ def publish(stores: Iterable[Store], target: Path, only: Sequence[str] = ()) -> 
     lines = []
     for store in stores:
         store.check_is_run()
-        environments = store.read_json(ENVIRONMENTS) or {}
+        environments = store.environments()
         cases: dict[str, list[Row]] = {}
         for row in store.load().rows:
             if not only or any(text == row["experiment"] or text in row["label"] for text in only):

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import numbers
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench_harness.case import Row
 from bench_harness.experiments import Table
-from bench_harness.report.build import Report
+from bench_harness.report.build import Report, Section, where
 from bench_harness.report.cells import cell, is_missing, split
 from bench_harness.report.plots import data_uri, png_bytes, svg_bytes
-from bench_harness.store import RESULTS, replace_file
+from bench_harness.store import RESULTS, StoreError, replace_file
 
 if TYPE_CHECKING:
     import pandas as pd
 
 PAGE = "report.html"
 _TEMPLATE = "page.html.jinja"
+
+#: How a text begins that a spreadsheet evaluates.
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+#: What would end a cell, or begin a link, code or emphasis.
+_MARKDOWN = str.maketrans({character: "\\" + character for character in "|[`*"})
 
 #: Columns whose "yes" a reader must not miss.
 _FLAGS = ("unstable", "too short", "prediction missed")
@@ -35,17 +42,31 @@ def write(report: Report, folder: Path) -> Path:
         StoreError: the folder cannot be written.
     """
     for section in report.sections:
-        for table in section.tables:
+        for table in list(section.tables):
             stem = folder / "tables" / table_stem(section.name, table.title)
-            replace_file(stem.with_suffix(".csv"), table.frame.to_csv(index=False).encode())
-            replace_file(stem.with_suffix(".md"), markdown(table).encode())
-        for figure in section.figures:
+            with _or_left_out(section, section.tables, table, f"table {table.title}"):
+                replace_file(stem.with_suffix(".csv"), csv(table.frame).encode())
+                replace_file(stem.with_suffix(".md"), markdown(table).encode())
+        for figure in list(section.figures):
             stem = folder / "figures" / f"{section.name}-{figure.name}"
-            replace_file(stem.with_suffix(".png"), png_bytes(figure.figure))
-            replace_file(stem.with_suffix(".svg"), svg_bytes(figure.figure))
+            with _or_left_out(section, section.figures, figure, f"picture {figure.name}"):
+                replace_file(stem.with_suffix(".png"), png_bytes(figure.figure))
+                replace_file(stem.with_suffix(".svg"), svg_bytes(figure.figure))
     page = folder / PAGE
     replace_file(page, render(report).encode())
     return page
+
+
+@contextlib.contextmanager
+def _or_left_out(section: Section, shown: list[Any], item: Any, name: str) -> Iterator[None]:
+    """Takes out of the section what cannot be drawn or written down, and says so there."""
+    try:
+        yield
+    except StoreError:  # the folder's fault
+        raise
+    except Exception as error:  # noqa: BLE001 - shown in the report
+        shown.remove(item)
+        section.problems.append(f"{name}: {where(error)}")
 
 
 def table_stem(experiment: str, title: str) -> str:
@@ -110,6 +131,23 @@ def as_json(report: Report, page: Path) -> Row:
     }
 
 
+def csv(frame: pd.DataFrame) -> str:
+    """A data frame as CSV whose texts no spreadsheet takes for a formula."""
+
+    def safe(value: Any) -> Any:
+        return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
+
+    text = frame.astype(object).map(safe).rename(columns=safe).to_csv(index=False)
+    assert text is not None  # it is, where no file is given
+    return text
+
+
+def _escaped(text: str) -> str:
+    """A cell's text that Markdown shows as it is."""
+    text = " ".join(text.splitlines())
+    return text.replace("<", "&lt;").translate(_MARKDOWN)
+
+
 def grid(frame: pd.DataFrame, *, digits: int | None = None) -> str:
     """A data frame as a Markdown table, numbers to the right.
 
@@ -128,16 +166,17 @@ def grid(frame: pd.DataFrame, *, digits: int | None = None) -> str:
         for name in frame.columns
     ]
     lines = [
-        [str(name).replace("|", "\\|") for name in frame.columns],
+        [_escaped(str(name)) for name in frame.columns],
         ["---:" if each else "---" for each in right],
-        *([text.replace("|", "\\|") for text in row] for row in zip(*columns, strict=True)),
+        *([_escaped(text) for text in row] for row in zip(*columns, strict=True)),
     ]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def markdown(table: Table) -> str:
     """A table as Markdown with its title and note."""
-    shown = table.frame.astype(object).map(cell)
+    shown = table.frame.astype(object).map(lambda value: _escaped(cell(value)))
+    shown.columns = [_escaped(str(name)) for name in shown.columns]
     text = shown.to_markdown(index=False, disable_numparse=True)
     parts = [f"### {table.title}", text, table.note]
     return "\n\n".join(part for part in parts if part) + "\n"
