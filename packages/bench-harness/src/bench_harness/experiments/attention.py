@@ -166,10 +166,14 @@ class Attention(Experiment):
         """Proves every variant on each problem, then times its passes."""
         import torch._functorch.config
 
+        from bench_harness.roofline import ceilings
         from bench_harness.workload import device_of
 
         device = device_of(case.config["device"])
-        overhead = timer_overhead_ms(case.config["clock"], device)
+        about: Row = {
+            "timer_overhead_ms": timer_overhead_ms(case.config["clock"], device),
+            **ceilings(device, getattr(torch, DTYPES[case.config["dtype"]])),
+        }
         rows: list[Row] = []
         # Backward alone is timed over one graph, again and again: a compiled function must not
         # reuse the memory of what it saved.
@@ -177,7 +181,9 @@ class Attention(Experiment):
             for problem in problems(case.config):
                 # Meeting a second length, the compiler would give up static shapes.
                 torch.compiler.reset()
-                rows += measured(problem, case.config, device, overhead, progress)
+                rows += [
+                    {**about, **row} for row in measured(problem, case.config, device, progress)
+                ]
         return rows
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
@@ -276,7 +282,6 @@ def measured(
     problem: Problem,
     config: Mapping[str, Any],
     device: torch.device,
-    overhead: float,
     progress: Callable[[str], None],
 ) -> list[Row]:
     """The rows of one problem: a variant and pass each, and one for each that is out."""
@@ -299,7 +304,7 @@ def measured(
             **about,
             "clock": "wall" if clock == "device" else clock,
             "flops": problem.flops(each),
-            "timer_overhead_ms": overhead,
+            "least_bytes": problem.least_bytes(each),
             **attempts.about[name],
             **samples.row(),
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from bench_harness import roofline
 from bench_harness.experiments import present
 from bench_harness.experiments.attention_timing import PASSES, Problem
 from bench_harness.experiments.base import Figure, Table
@@ -62,6 +63,7 @@ def tables(rows: pd.DataFrame) -> list[Table]:
             | present.STATISTICS
             | _QUANTILES
             | {"tflop_s": "TFLOP/s", "speedup": "speedup over the first (ratio)"}
+            | roofline.COLUMNS
             | _ERRORS
             | {
                 "saved_mib": "held before backward (MiB)",
@@ -76,7 +78,7 @@ def tables(rows: pd.DataFrame) -> list[Table]:
         "the case asks for another clock; on a CPU the wall clock. Speedups compare variants of "
         "one case only. Causal attention counts half of the scores. Errors are shares of the "
         "largest value of the fp32 reference. Held before backward: what forward leaves allocated, "
-        "output included; predictions off by more than 10 % are marked.",
+        f"output included; predictions off by more than 10 % are marked. {roofline.NOTE}",
     )
     return [grid, *_medians(present.finished(frame)), *_out_of_memory(frame)]
 
@@ -114,7 +116,7 @@ def _frame(rows: pd.DataFrame) -> pd.DataFrame:
         frame["error_grad"] = (
             largest if "error_grad" not in frame else (frame["error_grad"].fillna(largest))
         )
-    return frame
+    return roofline.with_roofline(frame)
 
 
 def _pair(window: Any) -> str:

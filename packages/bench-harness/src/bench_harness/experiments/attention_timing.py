@@ -115,8 +115,17 @@ class Problem:
             for backward in (False, True)
         }
         forward, backward = count[False], count[True]
-        alone = {"forward": forward, "training forward": forward, "backward": backward}
-        return alone.get(name_of_pass, forward + backward)
+        return _of_pass(name_of_pass, forward, backward)
+
+    def least_bytes(self, name_of_pass: str) -> int:
+        """Memory traffic that a pass cannot do without: its inputs and results, once each."""
+        size = 4 if self.dtype == "fp32" else 2
+        tokens = self.batch * self.sequence * size
+        inputs = tokens * (self.heads + self.kv_heads) * self.head_dim
+        inputs += tokens * self.kv_heads * self.value_head_dim
+        output = tokens * self.heads * self.value_head_dim
+        # Backward reads inputs, output and its gradient, and writes the inputs' gradients.
+        return _of_pass(name_of_pass, inputs + output, 2 * inputs + 2 * output)
 
     def predicted_bytes(self) -> Row:
         """What naive attention keeps for backward, and what it needs at its peak.
@@ -137,6 +146,11 @@ class Problem:
         """Whether :meth:`predicted_bytes` holds: nothing but a mask and as many key heads."""
         special = self.window or self.softcap or self.lengths
         return not special and self.kv_heads == self.heads
+
+
+def _of_pass(name: str, forward: int, backward: int) -> int:
+    alone = {"forward": forward, "training forward": forward, "backward": backward}
+    return alone.get(name, forward + backward)
 
 
 class Attempts:

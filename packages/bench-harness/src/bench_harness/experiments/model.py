@@ -133,7 +133,7 @@ class Model(Experiment):
         """Measures every variant of the case in turn, on one set of parameters."""
         import torch
 
-        from bench_harness import flops, timing
+        from bench_harness import roofline, timing
         from bench_harness.workload import compute_dtype, device_of, optimizer_class
 
         config = case.config
@@ -160,7 +160,7 @@ class Model(Experiment):
         for runner in runners:
             # fp32 products in TF32 have a ceiling of their own, so measure it in the precision.
             with runner.precision():
-                ceiling = flops.matmul_ceiling(device, compute_dtype(runner.names["precision"]))
+                rates = roofline.ceilings(device, compute_dtype(runner.names["precision"]))
             for phase, samples in runner.phases.items():
                 work = {"forward": 1, "training forward": 1, "backward": 2, "step": 3}.get(phase)
                 rows.append(
@@ -170,7 +170,8 @@ class Model(Experiment):
                         "phase": phase,
                         **facts,
                         "flops": facts["forward_flops"] * work if work else None,
-                        "ceiling_tflop_s": ceiling,
+                        "least_bytes": _least_bytes(facts["parameters"], config, phase),
+                        **rates,
                         "timer_overhead_ms": overhead,
                         **samples.row(),
                     }
@@ -179,6 +180,7 @@ class Model(Experiment):
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """Times per phase; the effect of warm-up; the first step against the steady state."""
+        from bench_harness import roofline
         from bench_harness.stats import with_summary
 
         frame = with_summary(rows)
@@ -186,6 +188,7 @@ class Model(Experiment):
         if "flops" in frame:
             frame["tflop_s"] = frame["flops"] / seconds / 1e12
             frame["mfu"] = 100 * frame["tflop_s"] / frame["ceiling_tflop_s"]
+        frame = roofline.with_roofline(frame)
         if "timer_overhead_ms" in frame:
             frame["timer"] = 100 * frame["timer_overhead_ms"] / frame["median_ms"]
         if "tokens" in frame:
@@ -214,6 +217,7 @@ class Model(Experiment):
                     "tokens_s": "tokens/s",
                     "tflop_s": "TFLOP/s",
                     "mfu": "MFU (%)",
+                    **roofline.COLUMNS,
                     "timer": "timer itself (%)",
                     "status": "status",
                 },
@@ -222,7 +226,7 @@ class Model(Experiment):
             "synchronised one by one, so they add up to more than the step. MFU refers to a matrix "
             "product measured in the same process and precision; the S×S attention products are "
             "counted in full. Where the timer itself is more than 1 % of the median, the figure is "
-            "marked too short to quote.",
+            f"marked too short to quote. {roofline.NOTE}",
         )
         tables = [times]
         done = present.finished(frame)
@@ -327,6 +331,14 @@ def _subject(config: Any, device: torch.device) -> tuple[Workload, AttentionSwit
         return imported_module(config["model"], config["input"], device, precision), None
     switch = AttentionSwitch(config["variants"][0]["attention"])
     return language_model(config, device, precision=precision, attention=switch), switch
+
+
+def _least_bytes(parameters: int, config: Any, phase: str) -> int:
+    """Memory traffic of parameters, gradients and optimizer state in a phase."""
+    from bench_harness.roofline import step_bytes
+
+    parts = step_bytes(parameters, config["optimizer"])
+    return sum(parts.values()) if phase == "step" else parts[phase.removeprefix("training ")]
 
 
 def _facts(workload: Workload) -> Row:

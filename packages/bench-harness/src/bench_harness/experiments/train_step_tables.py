@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import pandas as pd
 
+from bench_harness import roofline
 from bench_harness.experiments import present
 from bench_harness.experiments.base import Figure, Table
 from bench_harness.experiments.bucket_model import MISS_TOLERANCE, draw_fit, fit_table
@@ -40,7 +41,7 @@ def tables(rows: pd.DataFrame) -> list[Table]:
     frame = with_summary(rows)
     if "settings" not in frame:
         return [Table("Training steps", present.columns(frame, _CELL | {"status": "status"}))]
-    frame = _compared(frame)
+    frame = roofline.with_roofline(_compared(frame))
     made = []
     if frame["median_ms"].notna().any() or (frame["status"] != "ok").any():
         made.append(_steps(frame))
@@ -149,6 +150,7 @@ def _steps(frame: pd.DataFrame) -> Table:
                 "optimizer_ms_median": "optimizer alone (ms)",
                 "host_ms_median": "host (ms)",
                 "peak_gib": "peak memory (GiB)",
+                **roofline.COLUMNS,
                 "status": "status",
                 "error": "why",
             },
@@ -156,7 +158,7 @@ def _steps(frame: pd.DataFrame) -> Table:
         "A sample is the mean over a block of steps without synchronisation inside, the slowest "
         "rank's. Exposed communication is the step minus the same step without communication. "
         "Where the host's time is close to the step's, the host is the limit. A busy host only "
-        "adds time, so where samples scatter the fastest say more.",
+        f"adds time, so where samples scatter the fastest say more. {roofline.NOTE}",
     )
 
 

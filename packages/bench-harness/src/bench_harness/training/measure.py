@@ -20,11 +20,13 @@ import torch.distributed as dist
 
 from bench_harness.case import Row
 from bench_harness.experiments.base import CaseSkipped
+from bench_harness.flops import training_flops
+from bench_harness.roofline import ceilings, step_bytes
 from bench_harness.timing import synchronize
 from bench_harness.training import moments, proof
 from bench_harness.training import settings as of
 from bench_harness.training.build import Training, training
-from bench_harness.workload import device_of, shape_row
+from bench_harness.workload import compute_dtype, device_of, precision_context, shape_row
 
 if TYPE_CHECKING:
     from bench_harness.workload import Workload
@@ -61,6 +63,13 @@ def measure_rank(
             if turn == 0:
                 _compare_losses(variants, rows)
     rows[0] |= link
+    rates: dict[str, Row] = {}
+    for variant, row in zip(variants, rows, strict=True):
+        if "ended" not in row:
+            if variant.precision not in rates:
+                with precision_context(variant.precision, device):
+                    rates[variant.precision] = ceilings(device, compute_dtype(variant.precision))
+            row |= rates[variant.precision]
     return rows
 
 
@@ -168,6 +177,10 @@ def facts(steps: Training) -> Row:
     """What a reader must know of the model and its batch."""
     shape = steps.workload.model_config
     known: Row = {} if shape is None else dict(shape_row(shape))
+    if shape is not None:
+        batch, sequence = steps.workload.args[0].shape
+        known["flops"] = training_flops(shape, batch, sequence)
+        known["least_bytes"] = sum(step_bytes(steps.numel).values())
     module = steps.workload.module
     explain = getattr(steps.module, "explain", None)
     return {

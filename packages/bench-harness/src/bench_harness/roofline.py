@@ -1,0 +1,92 @@
+"""Where a measurement stands against the measured limits of its device (Williams et al., 2009).
+
+The roofline is the least time in which the work can be done: its operations at the rate of a large
+matrix product, or its least memory traffic at the rate of a large copy, whichever takes longer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bench_harness.case import Row
+from bench_harness.flops import matmul_ceiling
+from bench_harness.timing import measure
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import torch
+
+#: Columns that :func:`with_roofline` adds, as tables show them.
+COLUMNS = {
+    "intensity": "intensity (FLOP/byte)",
+    "roof_ms": "roofline (ms)",
+    "roof_share": "of the roofline (%)",
+    "bound": "limit",
+}
+NOTE = (
+    "Roofline: the longer of the operations at the rate of a matrix product and the least memory "
+    "traffic at the rate of a copy, both measured in the same process."
+)
+
+
+def ceilings(device: torch.device, dtype: torch.dtype) -> Row:
+    """The measured rates of a device: ``ceiling_tflop_s`` and ``bandwidth_gb_s``."""
+    return {
+        "ceiling_tflop_s": matmul_ceiling(device, dtype),
+        "bandwidth_gb_s": memory_bandwidth(device),
+    }
+
+
+def memory_bandwidth(device: torch.device, size: int | None = None) -> float:
+    """GB/s that a copy within a device's memory reads and writes.
+
+    Args:
+        size: bytes to copy; by default 1 GiB on CUDA and 64 MiB on a CPU, more than its caches.
+    """
+    import torch
+
+    count = size or (2**30 if device.type == "cuda" else 2**26)
+    source = torch.zeros(count, device=device, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    samples = measure(lambda: target.copy_(source), device=device, warmup=2, samples=5)
+    readings = sorted(samples.device_ms or samples.wall_ms)
+    return float(2 * count / (readings[len(readings) // 2] * 1e-3) / 1e9)
+
+
+def with_roofline(frame: pd.DataFrame) -> pd.DataFrame:
+    """Adds :data:`COLUMNS` to rows that hold a median, their work and their device's rates.
+
+    Args:
+        frame: with ``median_ms``, ``flops``, ``least_bytes``, ``ceiling_tflop_s`` and
+            ``bandwidth_gb_s``; without one of them nothing is added.
+    """
+    needed = ("flops", "least_bytes", "ceiling_tflop_s", "bandwidth_gb_s", "median_ms")
+    if any(name not in frame for name in needed):
+        return frame
+    work = frame["flops"].astype("float64").fillna(0.0)
+    compute = work / frame["ceiling_tflop_s"] / 1e9
+    memory = frame["least_bytes"].astype("float64") / frame["bandwidth_gb_s"] / 1e6
+    frame["intensity"] = work / frame["least_bytes"].astype("float64")
+    frame["roof_ms"] = compute.where(compute > memory, memory)
+    frame["roof_share"] = 100 * frame["roof_ms"] / frame["median_ms"]
+    limits = (compute > memory).map({True: "compute", False: "memory"})
+    frame["bound"] = limits.where(frame["roof_ms"].notna())
+    return frame
+
+
+def step_bytes(parameters: int, optimizer: str | None = None) -> dict[str, int]:
+    """Least memory traffic of a training step in fp32, by part.
+
+    Forward reads the parameters; backward reads them and writes gradients; AdamW reads parameters,
+    gradients and two moments and writes all but the gradients. Activations may stay in caches.
+
+    Args:
+        parameters: their number.
+        optimizer: "adamw", "adamw-basics" or "sgd"; None leaves the optimizer out.
+    """
+    passes = {None: 0, "sgd": 3}.get(optimizer, 7)
+    return {
+        "forward": 4 * parameters,
+        "backward": 8 * parameters,
+        "optimizer": 4 * passes * parameters,
+    }
