@@ -1,4 +1,4 @@
-"""What the README shows works as shown."""
+"""What the README and the page about extensions show works as shown."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 
-from bench_harness import experiments, options, presets
+from bench_harness import attentions, experiments, options, presets
 from bench_harness.report.frame import to_frame
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+PACKAGE = Path(__file__).parents[1]
+README = "".join(
+    (PACKAGE / page).read_text(encoding="utf-8") for page in ("README.md", "docs/extending.md")
+)
 
 
 def blocks(language: str) -> list[str]:
@@ -49,8 +52,9 @@ def test_the_example_of_variants_is_valid(tmp_path: Path) -> None:
 
 
 def test_the_example_entry_point_uses_the_registry_s_group() -> None:
-    (text,) = (block for block in blocks("toml") if "entry-points" in block)
-    assert list(tomllib.loads(text)["project"]["entry-points"]) == [experiments.ENTRY_POINT_GROUP]
+    found = [tomllib.loads(text) for text in blocks("toml") if "entry-points" in text]
+    groups = [group for each in found for group in each["project"]["entry-points"]]
+    assert groups == [attentions.ENTRY_POINT_GROUP, experiments.ENTRY_POINT_GROUP]
 
 
 @pytest.mark.parametrize("name", experiments.names())
