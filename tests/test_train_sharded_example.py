@@ -1,0 +1,45 @@
+"""examples/train_sharded.py: its prediction, and a run continued on another number of ranks."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.example_programs import Examples
+
+SCRIPT = "train_sharded.py"
+SMALL = [
+    *("--size", "small", "--num-layers", "3", "--d-model", "32", "--d-ff", "64"),
+    *("--num-heads", "2", "--vocab-size", "256", "--context", "32", "--steps", "2"),
+    "--no-compiled",
+]
+
+
+@pytest.fixture
+def examples() -> Iterator[Examples]:
+    started = Examples()
+    yield started
+    started.close()
+
+
+def test_predicts_trains_and_continues(examples: Examples, tmp_path: Path) -> None:
+    code, output, errors = examples.run(["--dry-run", "--ranks", "2"], script=SCRIPT)
+    assert code == 0, errors
+    # 8.1 billion parameters: 4, 4 and 8 bytes each, on two ranks.
+    assert "8,125,698,048 parameters on 2 ranks" in output
+    assert "parameters 15.14, gradients 15.14, optimizer state 30.27" in output
+
+    command = [*SMALL, "--checkpoint-dir", str(tmp_path)]
+    losses = []
+    for world_size in (2, 1):
+        code, output, errors = examples.run(command, world_size, SCRIPT)
+        assert code == 0, errors
+        losses += [(int(a), float(b)) for a, b in re.findall(r"step (\d+): loss ([\d.]+)", output)]
+    assert [step for step, _ in losses] == [1, 2, 3, 4]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4"]
+    assert losses[0][1] == pytest.approx(5.55, abs=0.3)  # ln 256, as an untrained model has
+
+    code, _, errors = examples.run(["--size", "9B"], script=SCRIPT)
+    assert code == 2
+    assert "must be one of" in errors
