@@ -17,9 +17,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import typer
-from torch import nn
 
-from basics_model import SIZES, ModelConfig, TokenDataset, TransformerLM, model_config
+from basics_model import SIZES, ModelConfig, SizeName, TokenDataset, TransformerLM, model_config
 from shard_optim import FullyShardedDataParallel, load_fully_sharded, save_fully_sharded
 from shard_optim.accounting import fully_sharded_buffers, rank_memory
 
@@ -37,7 +36,7 @@ def predicted(config: ModelConfig, ranks: int, *, compute_bytes: int, keep: bool
         keep: whether gathered parameters are kept between forward and backward.
     """
     model = TransformerLM(config, device="meta")
-    matrices = [p.numel() for p in cast(nn.Module, model.blocks[0]).parameters() if p.ndim > 1]
+    matrices = [p.numel() for p in model.blocks[0].parameters() if p.ndim > 1]
     repeated = [sum(matrices)] * config.num_layers
     others = [config.vocab_size * config.d_model] * 2
     buffers = fully_sharded_buffers(
@@ -103,7 +102,7 @@ def main(
     if size not in SIZES:
         raise typer.BadParameter(f"--size must be one of {', '.join(SIZES)}, but got {size!r}.")
     config = model_config(
-        size,
+        cast(SizeName, size),
         vocab_size=vocab_size,
         context_length=context,
         d_model=d_model,
