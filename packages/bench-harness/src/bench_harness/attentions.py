@@ -277,19 +277,12 @@ def _flash_attn_4() -> Attend:
         key: Tensor,
         value: Tensor,
         *,
-        causal: bool,
-        window: Window | None = None,
-        softcap: float | None = None,
-        deterministic: bool = False,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        **settings: Any,
     ) -> Tensor:
-        settings = {
-            "causal": causal,
-            "window_size": window or (None, None),
-            "softcap": softcap or 0.0,
-            "deterministic": deterministic,
-        }
+        if "window" in settings:
+            settings["window_size"] = settings.pop("window")
         try:
             if cu_seqlens is not None:
                 starts = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
