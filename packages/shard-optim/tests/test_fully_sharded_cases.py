@@ -283,6 +283,26 @@ def check_unit_list(rank, world_size, name):
     check_units(rank, world_size, units, names)
 
 
+def check_ranks_that_call_different_units(rank, world_size):
+    """Blocks of one size would otherwise be mixed up silently; the right order works again."""
+    model = sharded(reshard_after_forward=False)
+    order = list(model.module.blocks)
+    other = [order[0], order[2], order[1], *order[3:]]
+
+    def forward(blocks):
+        x = model.module.embed(batch(0, rank))
+        for block in blocks:
+            x = block(x)
+        return model.module.head(x).sum()
+
+    model.module.forward = lambda: forward(other if rank == 1 else order)
+    with pytest.raises(RuntimeError, match="call the same units in the same order"):
+        model().backward()
+    for blocks in (order, other):
+        model.module.forward = lambda blocks=blocks: forward(blocks)
+        model().backward()
+
+
 def check_a_unit_on_its_own(rank, world_size):
     """A block called directly, outside the model's forward, is gathered too."""
     model, whole = sharded(), net()
@@ -320,6 +340,7 @@ CHECKS = [
     *((f"compiled {how}", check_compiled, (how,)) for how in ("in place", "wrapped")),
     *((f"units: {name}", check_unit_list, (name,)) for name in UNITS),
     ("a unit on its own", check_a_unit_on_its_own, ()),
+    ("different units", check_ranks_that_call_different_units, ()),
 ]
 
 

@@ -100,6 +100,11 @@ def check_exchange_with_stage_2(rank, world_size, folder):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
     update(model, optimizer, range(2))
     save_fully_sharded(model, optimizer, f"{folder}/3")
+    smaller, larger = net(tied=True), model_with_everything()
+    larger.more = nn.Linear(3, 3)
+    for other, name in ((smaller, "conv.weight"), (larger, "more.weight")):
+        with pytest.raises(ValueError, match=rf"of the same model|must hold model\.{name}"):
+            load_fully_sharded(FullyShardedDataParallel(other), None, f"{folder}/3")
 
     second = model_with_everything()
     second.load_state_dict(expected.state_dict())

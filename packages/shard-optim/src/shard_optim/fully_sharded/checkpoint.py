@@ -137,6 +137,13 @@ def load_fully_sharded(
     ranges: dict[str, Range] = {}
     place_of = _places(model)
     if any(key.startswith("model.") for key in stored):
+        names = {f"model.{name}" for name, _ in model.module.named_parameters()}
+        extra = [key for key in stored if key.startswith("model.") and key not in names]
+        if extra:
+            raise ValueError(
+                f"the checkpoint must be of the same model, but it holds {extra[0]}, which this "
+                "one does not. Load another checkpoint."
+            )
         for name, weight in model.module.named_parameters():
             _want_range(ranges, stored, f"model.{name}", place_of[id(weight)])
         items = {

@@ -1,12 +1,17 @@
 """Small parameters, which every rank keeps whole, and the one all-reduce of a backward pass.
 
 Their gradients are averaged in one flat vector. It also tells which parameters of the whole model,
-sharded ones included, received a gradient on any rank: one number each.
+sharded ones included, received a gradient on any rank: one number each. Two more numbers tell
+whether all ranks gathered and reduced the same units in the same order: otherwise units of equal
+size would be mixed up without an error.
 """
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -17,6 +22,21 @@ from shard_optim.fully_sharded.gradients import GradientStore
 from shard_optim.fully_sharded.mesh import Ranks
 
 _WORDS = "the all-reduce of small parameters' gradients"
+
+
+@dataclass
+class _Order:
+    """What ranks told each other about the order of their collectives in one backward pass.
+
+    Attributes:
+        own: this rank's two numbers.
+        mean: of all ranks' numbers, on the CPU.
+        copied: when ``mean`` may be read; None for at once.
+    """
+
+    own: tuple[int, int]
+    mean: torch.Tensor
+    copied: torch.cuda.Event | None
 
 
 class ReplicatedParameters:
@@ -61,6 +81,7 @@ class ReplicatedParameters:
             if computing is not resting
         ]
         self.at_rest = True
+        self._orders: deque[_Order] = deque()  # exchanged, and not yet compared
 
     def refresh(self) -> None:
         """Casts the present values to the dtype of the computation."""
@@ -84,16 +105,23 @@ class ReplicatedParameters:
             for param, _, resting in self._cast:
                 param.data = resting
 
-    def reduce(self, present: Sequence[bool]) -> list[bool]:
+    def reduce(self, present: Sequence[bool], order_digest: int) -> list[bool]:
         """Averages this backward pass's gradients over the ranks.
 
         Args:
             present: for each sharded parameter, whether it had a gradient on this rank.
+            order_digest: of the order in which this rank has gathered and reduced units.
 
         Returns:
             The same for any rank. On CUDA, reading that makes the host wait, so it is read only
             by a rank that lacked some gradient.
+
+        Raises:
+            RuntimeError: if another rank's order was another one. On CUDA this is found in a later
+                backward, as soon as reading it makes nobody wait.
+            CollectiveError: if a peer died or timed out.
         """
+        self._compare_orders()
         taken = []
         flags = list(present)
         for position, (param, name) in enumerate(zip(self.params, self.names, strict=True)):
@@ -113,11 +141,21 @@ class ReplicatedParameters:
             grads = [grad.to(self._dtype) for grad in grads]
         # One kernel flattens them all, and one more widens them.
         packed = [torch._utils._flatten_dense_tensors(grads).to(self._dtype)] if grads else []
-        flat = torch.cat([*packed, told])
+        own = (order_digest % 2048, order_digest // 2048 % 2048)
+        # Filled by kernels: a copy from ordinary host memory could wait for the device.
+        order = [torch.full_like(told[:1], float(number)) for number in own]
+        flat = torch.cat([*packed, told, *order])
         for group in reversed(self._ranks.levels):  # as sharded gradients are: across comes last
             guarded(_WORDS, group, lambda group=group: average(flat, group).wait())
         sizes = [param.numel() for param in self.params]
-        *averages, anywhere = flat.split([*sizes, len(flags)])
+        *averages, anywhere, mean = flat.split([*sizes, len(flags), 2])
+        copied = None
+        arrived = mean.to("cpu", non_blocking=True)
+        if self._device.type == "cuda":
+            copied = torch.cuda.Event()
+            copied.record(torch.cuda.current_stream(self._device))
+        self._orders.append(_Order(own, arrived, copied))
+        self._compare_orders()
         if not all(flags):
             flags = [flag > 0 for flag in anywhere.tolist()]
         for position, (param, part) in enumerate(zip(self.params, averages, strict=True)):
@@ -126,3 +164,20 @@ class ReplicatedParameters:
                     position, part.view(param.shape).to(self._resting[position].dtype)
                 )
         return flags[: len(present)]
+
+    def _compare_orders(self) -> None:
+        # One rank of N that differs moves the mean by at least 1 / N.
+        tolerance = 0.5 / math.prod(group.size() for group in self._ranks.levels)
+        while self._orders:
+            order = self._orders[0]
+            if order.copied is not None and not order.copied.query():
+                return
+            self._orders.popleft()
+            pairs = zip(order.mean.tolist(), order.own, strict=True)
+            if any(abs(mean - own) > tolerance for mean, own in pairs):
+                raise RuntimeError(
+                    "every rank must call the same units in the same order, but another rank "
+                    "gathered or reduced others, or in another order, so weights and gradients "
+                    "are mixed up. Make the model's control flow the same on all ranks, and load "
+                    "the last checkpoint."
+                )

@@ -79,9 +79,10 @@ class Schedule:
         self.paused = False
         self._prefetch = prefetch
         self._generation = 0
+        self._number = {unit: number for number, unit in enumerate(units)}
+        self._order_digest = 0  # of all gathers and reductions since the last exchange
         self._in_forward = False
-        self._order = list(units)  # as of the last forward
-        self._place = {unit: place for place, unit in enumerate(units)}
+        self._expect_order(units)
         self._called: dict[Unit, None] = {}  # in this forward, in order of first calls
         self._backward = False  # has begun and not ended
         self._end_is_queued = False
@@ -116,8 +117,9 @@ class Schedule:
                 unit.uses = 0
             self._rest()
             if self._called:
-                self._order = [*self._called, *(u for u in self.units if u not in self._called)]
-                self._place = {unit: place for place, unit in enumerate(self._order)}
+                self._expect_order(
+                    [*self._called, *(u for u in self.units if u not in self._called)]
+                )
         if torch.is_grad_enabled():
             for tensor in tensors_in(outputs):
                 if tensor.requires_grad:
@@ -158,6 +160,11 @@ class Schedule:
                     tensor.register_hook(hook)
         return outputs
 
+    def _expect_order(self, units: Sequence[Unit]) -> None:
+        """Units are gathered ahead in this order: that of the last forward."""
+        self._order = list(units)
+        self._place = {unit: place for place, unit in enumerate(units)}
+
     def _gather(self, unit: Unit) -> None:
         """Launches the gather of the unit's present values, unless it has been launched."""
         if not unit.gathered(self._generation):
@@ -168,7 +175,11 @@ class Schedule:
                     f"{unit.name!r} was called by {owner.name!r}. Pass "
                     "reshard_after_forward=False, or units without the inner one."
                 )
-            unit.launch_gather(self._generation)
+            self._launch_gather(unit)
+
+    def _launch_gather(self, unit: Unit) -> None:
+        self._order_digest = hash((self._order_digest, self._number[unit]))
+        unit.launch_gather(self._generation)
 
     def _gather_ahead(self, unit: Unit, direction: int) -> None:
         """Launches the gathers of the next units, but never over one that is being used."""
@@ -181,7 +192,7 @@ class Schedule:
             owner = following.slot.owner
             free = owner is None or (owner is not unit and owner.uses == 0)
             if free and not following.gathered(self._generation):
-                following.launch_gather(self._generation)
+                self._launch_gather(following)
 
     # --- backward ----------------------------------------------------------------------------
 
@@ -267,6 +278,7 @@ class Schedule:
             self._reductions.popleft().land()
         for earlier in self._reductions:
             earlier.cross()
+        self._order_digest = hash((self._order_digest, -1 - self._number[unit]))
         reduction, present = unit.launch_reduction()
         self._reductions.append(reduction)
         self._present.setdefault(unit, set()).update(present)
@@ -292,7 +304,8 @@ class Schedule:
             self._reductions.popleft().land()
         places = [(unit, position) for unit in trainable for position in unit.reduced]
         present = [position in self._present[unit] for unit, position in places]
-        anywhere = self.replicated.reduce(present)
+        digest, self._order_digest = self._order_digest, 0
+        anywhere = self.replicated.reduce(present, digest)
         if not all(anywhere):
             for (unit, position), used in zip(places, anywhere, strict=True):
                 if not used:
@@ -328,6 +341,8 @@ class Schedule:
             )
         while self._reductions:
             self._reductions.popleft().land()
+        self._order_digest = 0
+        self._expect_order(self.units)  # ranks may have disagreed
         begun = [unit for unit in self.units if unit.gradients.begun]
         for unit in begun:
             unit.gradients.discard()
