@@ -501,7 +501,7 @@ def load(module: types.ModuleType, machine: Machine, **changes: Any) -> dict[str
         "warpgroup_mma_wait": machine.product_wait,
         "fence_async_shared": machine.fence,
         "exp2": _operation(np.exp2),
-        "to_half": lambda x, dtype: x,
+        "to_operand": lambda x, dtype, layout: x,
         "reduce_add": machine.reduce_add,
         "named_barrier_sync": machine.named_sync,
         "named_barrier_arrive": machine.named_arrive,

@@ -29,8 +29,6 @@ SERIALISED = {"C7512", "C7514", "C7515"}
 # nothing. Compilers of newer versions do not keep to that for some kernels: bytes in all, accesses
 # to spilled registers in a step of the loop. See results/triton_versions.md.
 MORE_SPILLS = {
-    ("3.8", "forward", 64, "full"): (120, 6),  # fp16
-    ("3.8", "forward", 64, "causal"): (464, 2),  # fp16
     ("3.8", "forward", 64, "window"): (48, 0),
     ("3.8", "backward", 64, "causal"): (168, 2),
     ("3.8", "backward", 64, "window"): (948, 0),

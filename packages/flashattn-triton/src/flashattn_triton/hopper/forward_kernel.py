@@ -36,7 +36,7 @@ from flashattn_triton.hopper.support import (
     named_barrier_sync,
     tma_load,
     tma_store,
-    to_half,
+    to_operand,
 )
 
 ROWS = gl.constexpr(64)  # of one consumer: what one warp group's wgmma computes
@@ -312,7 +312,8 @@ def _step(
     mbarrier.arrive(v_empty.index(before), count=1)
     OUTPUT: gl.constexpr = acc.type.layout
     acc *= gl.expand_dims(gl.convert_layout(correction, gl.SliceLayout(1, OUTPUT)), 1)
-    p = gl.convert_layout(to_half(exponentials, p.dtype), p.type.layout)
+    PROBABILITIES: gl.constexpr = p.type.layout
+    p = to_operand(exponentials, p.dtype, PROBABILITIES)
     return acc, p, new_max, row_sum
 
 
@@ -395,7 +396,7 @@ def _consume(
             exponentials = _widened(exponentials, SCORES)
             row_max = gl.convert_layout(row_max, SCORE_ROWS, assert_trivial=True)
             row_sum = gl.convert_layout(row_sum, SCORE_ROWS, assert_trivial=True)
-        p = gl.convert_layout(exponentials.to(DTYPE), PROBABILITIES)
+        p = to_operand(exponentials, DTYPE, PROBABILITIES)
         acc = gl.zeros([ROWS, D], gl.float32, OUTPUT)
 
         # A diagonal that is not aligned to tiles crosses two of them, a window's left edge too.

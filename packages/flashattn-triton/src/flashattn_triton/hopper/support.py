@@ -46,20 +46,28 @@ def exp2(x):
     )
 
 
+@gluon.constexpr_function
+def _rounding_instruction(is_bfloat16):
+    return f"cvt.rn.{'bf16x2' if is_bfloat16 else 'f16x2'}.f32 $0, $2, $1;"
+
+
 @gluon.jit
-def to_half(x, dtype: gl.constexpr):
-    """fp32 ``x`` rounded to a half type, two numbers by one instruction into one register."""
+def to_operand(x, dtype: gl.constexpr, LAYOUT: gl.constexpr):
+    """fp32 ``x`` rounded to a half type, as an operand of products in registers.
+
+    Where the compiler does not keep rounded numbers in pairs, one instruction rounds two of them
+    into one register. They are bf16 to the compiler until they are in place, whatever their bits
+    mean: it takes pairs of fp16 apart.
+    """
     if ROUNDS_IN_PAIRS:
-        half = x.to(dtype)
-    elif dtype == gl.bfloat16:
-        half = gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
-        )
+        operand = gl.convert_layout(x.to(dtype), LAYOUT)
     else:
-        half = gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=2
+        PTX: gl.constexpr = _rounding_instruction(dtype == gl.bfloat16)
+        pairs = gl.inline_asm_elementwise(
+            PTX, "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
         )
-    return half
+        operand = gl.convert_layout(pairs, LAYOUT).to(dtype, bitcast=True)
+    return operand
 
 
 @gluon.constexpr_function
