@@ -53,7 +53,7 @@ def test_cuda_tensors_take_triton() -> None:
 def test_unknown_implementation_lists_the_known() -> None:
     q, k, v = inputs()
     for call in (flash_attention, explain):
-        with pytest.raises(ValueError, match="hopper, reference; received 'cutlass'"):
+        with pytest.raises(ValueError, match="hopper, reference, but got 'cutlass'"):
             call(q, k, v, implementation="cutlass")
 
 
@@ -62,7 +62,7 @@ def test_triton_needs_cuda_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(dispatch, "interpreting", lambda: False)
     dispatch._choose.cache_clear()
-    with pytest.raises(ValueError, match="'triton' needs CUDA tensors, received cpu"):
+    with pytest.raises(ValueError, match="'triton' must have CUDA tensors, but got cpu"):
         plan(implementation="triton")
     dispatch._choose.cache_clear()
 
@@ -137,9 +137,9 @@ def test_shipped_tiles_respect_warp_groups(key: tuple[int, int, int], tiling: Ti
 def test_wrongly_compiled_tilings_are_refused() -> None:
     small = Tiles(64, 64, 4, 2)
     repeated = Tiling(forward=Tiles(64, 64, 8, 2), key_pass=small, query_pass=small)
-    with pytest.raises(ValueError, match=r"tiling\.forward needs at least 16 rows per warp"):
+    with pytest.raises(ValueError, match=r"tiling\.forward must have at least 16 rows per warp"):
         check_tiling(repeated, gpu((9, 0), 227), torch.bfloat16)
     split = Tiling(forward=Tiles(32, 64, 4, 2), key_pass=small, query_pass=small)
-    with pytest.raises(ValueError, match=r"tiling\.key_pass needs fewer than 64 rows for float32"):
+    with pytest.raises(ValueError, match=r"tiling\.key_pass must have fewer than 64 rows for float32"):
         check_tiling(split, gpu((9, 0), 227), torch.float32)
     check_tiling(split, gpu((9, 0), 227), torch.bfloat16)

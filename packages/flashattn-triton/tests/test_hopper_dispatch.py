@@ -139,7 +139,7 @@ def test_by_name_it_insists() -> None:
 
 def test_it_needs_cuda() -> None:
     q = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="'hopper' needs CUDA tensors, received cpu"):
+    with pytest.raises(ValueError, match="'hopper' must have CUDA tensors, but got cpu"):
         explain(q, q, q, implementation="hopper")
 
 

@@ -112,7 +112,7 @@ def test_holes_in_the_padding():
     ours, theirs = pair("Llama")
     assert_same_results(ours, theirs, ids, padding("hole", ids))
     windowed, _ = pair("Mistral", sliding_window=6)
-    with pytest.raises(ValueError, match="received a padding mask with holes"):
+    with pytest.raises(ValueError, match="attention_mask must leave each sequence in one piece"):
         windowed(ids, attention_mask=padding("hole", ids))
 
 
@@ -140,7 +140,7 @@ def test_packed_sequences_by_cumulative_lengths():
         out = model(ids, cu_seq_lens_q=starts, cu_seq_lens_k=starts, **longest, **keywords).logits
         torch.testing.assert_close(out, expected)
     tensors = torch.randn(3, 2, 1, 19, 8, device=DEVICE)
-    with pytest.raises(ValueError, match="one row of packed sequences, received a batch of 2"):
+    with pytest.raises(ValueError, match="one row of packed sequences, but got a batch of 2"):
         integration.attention_forward(
             torch.nn.Module(), *tensors, None, cu_seq_lens_q=starts, cu_seq_lens_k=starts
         )
@@ -252,7 +252,7 @@ def test_dropout_is_refused():
 def test_a_custom_mask_is_refused():
     model, _ = pair("Llama")
     with pytest.raises(
-        ValueError, match=r"takes a padding mask .* received shape \(2, 1, 19, 19\)"
+        ValueError, match=r"must be a padding mask .* but got shape \(2, 1, 19, 19\)"
     ):
         model(
             tokens(),
@@ -263,12 +263,12 @@ def test_a_custom_mask_is_refused():
 def test_a_static_cache_is_refused():
     model, _ = pair("Llama")
     cache = transformers.StaticCache(config=model.config, max_cache_len=32)
-    with pytest.raises(ValueError, match="use a dynamic cache"):
+    with pytest.raises(ValueError, match="Use a dynamic cache"):
         model.eval()(tokens(), past_key_values=cache)
 
 
 def test_attention_weights_are_refused():
-    with pytest.raises(ValueError, match="never has the attention weights"):
+    with pytest.raises(ValueError, match="output_attentions must be False"):
         integration.attention_forward(
             torch.nn.Module(), *torch.randn(3, 1, 1, 4, 8), None, output_attentions=True
         )
@@ -277,7 +277,7 @@ def test_attention_weights_are_refused():
 @pytest.mark.parametrize("name", integration.UNSUPPORTED)
 def test_features_of_other_implementations_are_refused(name):
     tensors = torch.randn(3, 1, 1, 4, 8)
-    with pytest.raises(ValueError, match=f"does not support .*, received {name}"):
+    with pytest.raises(ValueError, match=f"{name} must be None, because .* does not support"):
         integration.attention_forward(torch.nn.Module(), *tensors, None, **{name: object()})
     integration.attention_forward(torch.nn.Module(), *tensors, None, **{name: None})
 
@@ -318,7 +318,7 @@ def test_only_bands_are_accepted(rule, local_size, accepted):
     if accepted:
         assert integration.attention_mask(**arguments) is None
     else:
-        with pytest.raises(ValueError, match="received a rule that is none of these"):
+        with pytest.raises(ValueError, match="but got a rule that is none of these"):
             integration.attention_mask(**arguments)
 
 
@@ -334,7 +334,7 @@ def test_a_users_mask_function_is_refused():
 
 def test_a_padding_mask_shorter_than_the_keys_is_refused():
     short = torch.tensor([[True, False, True]])
-    with pytest.raises(ValueError, match=r"must cover all 4 keys, received shape \(1, 3\)"):
+    with pytest.raises(ValueError, match=r"must cover all 4 keys, but got shape \(1, 3\)"):
         integration.attention_mask(1, 4, 4, attention_mask=short)
 
 

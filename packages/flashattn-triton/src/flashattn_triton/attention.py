@@ -384,7 +384,8 @@ class FlashAttention2Triton(torch.autograd.Function):
             if x.dim() < 3 or x.shape[:-2] != Q.shape[:-2]:
                 raise ValueError(
                     f"{name} must be (..., sequence, head_dim) with Q's leading dimensions, at "
-                    f"least one; received {tuple(x.shape)}, Q is {tuple(Q.shape)}"
+                    f"least one, but got {tuple(x.shape)} for Q {tuple(Q.shape)}. Reshape or "
+                    f"expand it."
                 )
         query, key, value = (_as_heads(x) for x in (Q, K, V))
         check_dense(query, key, value)

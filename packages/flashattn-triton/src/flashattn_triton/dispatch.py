@@ -74,8 +74,8 @@ def check_implementation(implementation: str) -> None:
     """Raises ``ValueError`` unless ``implementation`` is one that exists."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
-            f"implementation must be one of {', '.join(IMPLEMENTATIONS)}; "
-            f"received {implementation!r}"
+            f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, but got "
+            f"{implementation!r}. 'auto' chooses."
         )
 
 
@@ -150,15 +150,17 @@ def _choose(
         return Plan(tier="tiled", tiling=None, reason=reason)
     if implementation == "hopper" and device.type != "cuda":
         raise ValueError(
-            f"implementation 'hopper' needs CUDA tensors, received {device.type}; move them to a "
-            f"GPU or use implementation='tiled'"
+            f"implementation 'hopper' must have CUDA tensors, but got {device.type}. Move them "
+            f"to a "
+            f"GPU or use implementation='tiled'."
         )
     if implementation == "hopper" and tiling is not None:
         raise ValueError("tiling shapes the portable kernels; use it with implementation='triton'")
     if device.type != "cuda":
         if not interpreting():
             raise ValueError(
-                f"implementation 'triton' needs CUDA tensors, received {device.type}; move them to "
+                f"implementation 'triton' must have CUDA tensors, but got {device.type}. Move "
+                f"them to "
                 f"a GPU, use implementation='tiled', or set TRITON_INTERPRET=1 before the first "
                 f"import of flashattn_triton to run the kernels in Triton's interpreter"
             )
@@ -205,12 +207,14 @@ def check_tiling(tiling: Tiling, gpu: GPU, dtype: torch.dtype) -> None:
     for name, rows, tiles in tiling.owners():
         if 64 <= rows < 16 * tiles.warps:
             raise ValueError(
-                f"tiling.{name} needs at least 16 rows per warp on {gpu.name}, or fewer than 64 "
-                f"rows; received {rows} rows and {tiles.warps} warps"
+                f"tiling.{name} must have at least 16 rows per warp on {gpu.name}, or fewer than "
+                f"64 "
+                f"rows, but got {rows} rows and {tiles.warps} warps. Use fewer warps."
             )
         if rows >= 64 and dtype == torch.float32:
             raise ValueError(
-                f"tiling.{name} needs fewer than 64 rows for float32 on {gpu.name}; received {rows}"
+                f"tiling.{name} must have fewer than 64 rows for float32 on {gpu.name}, but got "
+                f"{rows}. Use 32."
             )
 
 

@@ -175,19 +175,19 @@ def in_one_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
     """Tensors of 4 dimensions: those before the last three are one, the batch.
 
     Raises:
-        ValueError: naming the argument, what was received and what is allowed.
+        ValueError: naming the argument, what it must be and what was given.
     """
     dims = query.dim()
     for name, x in (("query", query), ("key", key), ("value", value)):
         if dims < 3 or x.dim() != dims:
             raise ValueError(
                 f"{name} must have {max(dims, 3)} dimensions, as query and at least 3 (heads, "
-                f"sequence, head_dim); received shape {tuple(x.shape)}"
+                f"sequence, head_dim), but got shape {tuple(x.shape)}. Reshape it."
             )
         if x.shape[:-3] != query.shape[:-3] and dims != 4:
             raise ValueError(
-                f"{name} must have query's leading dimensions {tuple(query.shape[:-3])}; "
-                f"received {tuple(x.shape[:-3])}"
+                f"{name} must have query's leading dimensions {tuple(query.shape[:-3])}, "
+                f"but got {tuple(x.shape[:-3])}. Expand it."
             )
     if dims == 4:
         return query, key, value
@@ -200,26 +200,28 @@ def check_dense(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Checks (B, H, N_q, D), (B, G, N_k, D), (B, G, N_k, E).
 
     Raises:
-        ValueError: naming the argument, what was received and what is allowed.
+        ValueError: naming the argument, what it must be and what was given.
     """
     in_one_batch(query, key, value)
     _check_kind(query, key, value)
     for name, x in (("key", key), ("value", value)):
         if x.shape[0] != query.shape[0]:
             raise ValueError(
-                f"{name} must have query's batch size {query.shape[0]}; received {x.shape[0]}"
+                f"{name} must have query's batch size {query.shape[0]}, but got "
+                f"{x.shape[0]}. Expand it."
             )
     _check_heads(query.shape[1], key.shape[1], value.shape[1])
     _check_head_dims(query.shape[3], key.shape[3], value.shape[3])
     if value.shape[2] != key.shape[2]:
         raise ValueError(
-            f"value must have key's sequence length {key.shape[2]}; received {value.shape[2]}"
+            f"value must have key's sequence length {key.shape[2]}, but got {value.shape[2]}. Pass "
+            f"the same positions of both."
         )
     for name, x in (("query", query), ("key", key)):
         if x.shape[0] < 1 or x.shape[2] < 1:
             raise ValueError(
-                f"{name} must have a batch and a sequence of length >= 1; "
-                f"received shape {tuple(x.shape)}"
+                f"{name} must have a batch and a sequence of length >= 1, but got shape "
+                f"{tuple(x.shape)}. Leave empty batches out."
             )
 
 
@@ -238,19 +240,22 @@ def check_varlen(
     would stop the host until the device catches up, so there they are the caller's responsibility.
 
     Raises:
-        ValueError: naming the argument, what was received and what is allowed.
+        ValueError: naming the argument, what it must be and what was given.
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 3:
             raise ValueError(
-                f"{name} must have 3 dimensions (tokens, heads, head_dim); "
-                f"received shape {tuple(x.shape)}"
+                f"{name} must have 3 dimensions (tokens, heads, head_dim), but got shape "
+                f"{tuple(x.shape)}. Use flash_attention for batches that are not packed."
             )
     _check_kind(query, key, value)
     _check_heads(query.shape[1], key.shape[1], value.shape[1])
     _check_head_dims(query.shape[2], key.shape[2], value.shape[2])
     if value.shape[0] != key.shape[0]:
-        raise ValueError(f"value must have key's {key.shape[0]} tokens; received {value.shape[0]}")
+        raise ValueError(
+            f"value must have key's {key.shape[0]} tokens, but got {value.shape[0]}. Pass the same "
+            f"positions of both."
+        )
     for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if not isinstance(length, int | torch.SymInt) or length < 0:
             raise ValueError(
@@ -262,16 +267,20 @@ def check_varlen(
         if x.dim() != 1 or x.shape[0] < 2 or x.dtype != torch.int32 or not x.is_contiguous():
             raise ValueError(
                 f"{name} must be a contiguous int32 tensor of shape (sequences + 1,) with at least "
-                f"one sequence; received shape {tuple(x.shape)}, dtype {x.dtype}"
+                f"one sequence, but got shape {tuple(x.shape)}, dtype {x.dtype}. Start with 0 "
+                f"and end "
+                f"with the number of tokens."
             )
         if x.device != query.device:
             raise ValueError(
-                f"{name} must be on query's device {query.device}; it is on {x.device}"
+                f"{name} must be on query's device {query.device}, but got {x.device}. Move it "
+                f"there."
             )
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise ValueError(
             f"cu_seqlens_k must have as many sequences as cu_seqlens_q "
-            f"({cu_seqlens_q.shape[0] - 1}); received {cu_seqlens_k.shape[0] - 1}"
+            f"({cu_seqlens_q.shape[0] - 1}), but got {cu_seqlens_k.shape[0] - 1}. Sequences may be "
+            f"empty on either side."
         )
     if query.device.type == "cpu" and not torch.compiler.is_compiling():
         tokens = (query.shape[0], key.shape[0])
@@ -285,43 +294,57 @@ def _check_starts(name: str, starts: Tensor, total: int, limit_name: str, limit:
     lengths = [end - start for start, end in itertools.pairwise(values)]
     if values[0] != 0 or values[-1] != total or min(lengths) < 0:
         raise ValueError(
-            f"{name} must rise from 0 to the number of tokens, {total}, and never fall; "
-            f"received {values}"
+            f"{name} must rise from 0 to the number of tokens, {total}, and never fall, but got "
+            f"{values}. Use the cumulative sum of the lengths, with 0 before it."
         )
     if max(lengths) > limit:
         raise ValueError(
-            f"{limit_name} must be at least the longest sequence, {max(lengths)}; received {limit}"
+            f"{limit_name} must be at least the longest sequence, {max(lengths)}, but got {limit}. "
+            f"Pass that length."
         )
 
 
 def _check_kind(query: Tensor, key: Tensor, value: Tensor) -> None:
     if query.dtype not in DTYPES:
-        raise ValueError(f"query must be float16, bfloat16 or float32; received {query.dtype}")
+        raise ValueError(
+            f"query must be float16, bfloat16 or float32, but got {query.dtype}. Convert it."
+        )
     for name, x in (("key", key), ("value", value)):
         if x.dtype != query.dtype:
-            raise ValueError(f"{name} must have query's dtype {query.dtype}; received {x.dtype}")
+            raise ValueError(
+                f"{name} must have query's dtype {query.dtype}, but got {x.dtype}. Convert it."
+            )
         if x.device != query.device:
             raise ValueError(
-                f"{name} must be on query's device {query.device}; it is on {x.device}"
+                f"{name} must be on query's device {query.device}, but got {x.device}. Move it "
+                f"there."
             )
 
 
 def _check_heads(heads: int, kv_heads: int, value_heads: int) -> None:
     if value_heads != kv_heads:
-        raise ValueError(f"value must have key's {kv_heads} heads; received {value_heads}")
+        raise ValueError(
+            f"value must have key's {kv_heads} heads, but got {value_heads}. Grouped heads share "
+            f"both."
+        )
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise ValueError(
-            f"query's head count must be a multiple of key's; received {heads} and {kv_heads}"
+            f"query's head count must be a multiple of key's, but got {heads} and {kv_heads}. Pass "
+            f"layout='bshd' if that dimension is the sequence."
         )
 
 
 def _check_head_dims(query_dim: int, key_dim: int, value_dim: int) -> None:
     if key_dim != query_dim:
-        raise ValueError(f"key must have query's head_dim {query_dim}; received {key_dim}")
+        raise ValueError(
+            f"key must have query's head_dim {query_dim}, but got {key_dim}. Only value's may "
+            f"differ."
+        )
     for name, dim in (("query", query_dim), ("value", value_dim)):
         if not 1 <= dim <= MAX_HEAD_DIM:
             raise ValueError(
-                f"{name} must have a head_dim from 1 to {MAX_HEAD_DIM}; received {dim}"
+                f"{name} must have a head_dim from 1 to {MAX_HEAD_DIM}, but got {dim}. Split it "
+                f"into more heads."
             )
 
 

@@ -134,11 +134,14 @@ def attention_forward(
     for name, feature in UNSUPPORTED.items():
         if kwargs.get(name) is not None:
             raise ValueError(
-                f"{NAME} does not support {feature}, received {name}; "
-                f"choose another attn_implementation"
+                f"{name} must be None, because {NAME} does not support {feature}, but got one. "
+                f"Choose another attn_implementation."
             )
     if kwargs.get("output_attentions"):
-        raise ValueError(f"{NAME} never has the attention weights; set output_attentions=False")
+        raise ValueError(
+            f"output_attentions must be False, because {NAME} never has the attention weights, but "
+            f"got True. Leave it out, or use attn_implementation='eager'."
+        )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     options: dict[str, Any] = {
         # With a cache the queries are the last of the keys' positions; without one, N_q = N_k.
@@ -163,9 +166,9 @@ def attention_forward(
         return out.transpose(1, 2).contiguous(), None
     if attention_mask.dim() != 2 or attention_mask.shape != (key.shape[0], key.shape[2]):
         raise ValueError(
-            f"{NAME} takes a padding mask (batch, keys) = {(key.shape[0], key.shape[2])}, "
-            f"received shape {tuple(attention_mask.shape)}; choose another attn_implementation "
-            f"for custom masks"
+            f"attention_mask must be a padding mask (batch, keys) = "
+            f"{(key.shape[0], key.shape[2])}, but got shape {tuple(attention_mask.shape)}. Choose "
+            f"another attn_implementation for custom masks."
         )
     return _attend_unpadded(query, key, value, attention_mask, options), None
 
@@ -192,8 +195,8 @@ def _attend_packed(
     """Attention within the sequences that make up the only row of the batch."""
     if query.shape[0] != 1:
         raise ValueError(
-            f"cu_seq_lens_q describes one row of packed sequences, received a batch of "
-            f"{query.shape[0]}; flatten the batch into one row"
+            f"cu_seq_lens_q must come with one row of packed sequences, but got a batch of "
+            f"{query.shape[0]}. Flatten the batch into one row."
         )
     lengths = [
         int(cu_seqlens.diff().max()) if limit is None else int(limit)
@@ -216,8 +219,8 @@ def _attend_unpadded(
     if options["causal"] or options["window"]:
         if options["window"] and not _in_one_piece(mask):
             raise ValueError(
-                f"{NAME} needs each sequence in one piece where a sliding window counts "
-                f"positions, received a padding mask with holes; choose another attn_implementation"
+                "attention_mask must leave each sequence in one piece where a sliding window "
+                "counts positions, but got one with holes. Choose another attn_implementation."
             )
         query_mask = mask[:, -n_queries:]
     else:
@@ -310,7 +313,8 @@ def attention_mask(
     """
     if use_vmap:
         raise ValueError(
-            f"{NAME} does not support custom mask functions; choose another attn_implementation"
+            f"The mask must be the model's own, because {NAME} does not support custom mask "
+            f"functions, but got one. Choose another attn_implementation."
         )
     sequences = None
     if mask_function is not None and not torch.compiler.is_compiling():
@@ -323,8 +327,8 @@ def attention_mask(
     padding = attention_mask[:, -kv_length:]
     if padding.shape[1] < kv_length:
         raise ValueError(
-            f"attention_mask must cover all {kv_length} keys, received shape "
-            f"{tuple(attention_mask.shape)}"
+            f"attention_mask must cover all {kv_length} keys, but got shape "
+            f"{tuple(attention_mask.shape)}. Include the cached positions."
         )
     if sequences is not None:
         return sequences * padding
@@ -379,13 +383,16 @@ def _recognise(
     same = sequences[:, positions] == own[..., None]
     if not torch.equal(visible, (band & inside) & same):
         raise ValueError(
-            f"{NAME} supports causal, sliding-window and full masks within sequences, received a "
-            f"rule that is none of these (such as blocks or a prefix that see ahead); choose "
-            f"another attn_implementation"
+            f"The mask must be causal, a sliding window or full within sequences for {NAME}, but "
+            f"got "
+            f"a rule that is none of these (such as blocks or a prefix that see ahead). Choose "
+            f"another attn_implementation."
         )
     if (causal or local_size is not None) and int(queries[-1]) != last:
         raise ValueError(
-            f"{NAME} needs the last query at the position of the last key, received queries up to "
-            f"{int(queries[-1])} and keys up to {last}; use a dynamic cache instead of a static one"
+            f"The last query must be at the position of the last key for {NAME}, but got queries "
+            f"up "
+            f"to {int(queries[-1])} and keys up to {last}. Use a dynamic cache instead of a static "
+            f"one."
         )
     return sequences.int() if int(sequences.max()) > 1 else None
