@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from flashattn_triton.hopper import backward, forward
-from flashattn_triton.hopper.launch import DirectLaunch
+from flashattn_triton.hopper.launch import FastLaunch
 from flashattn_triton.options import resolve_options
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -75,9 +75,9 @@ def launch(request: Request) -> None:
 def compiled(work: Callable[[], None]) -> Iterator[tuple[str, Any]]:
     """(name, compiled kernel) of everything that ``work`` launches; nothing is."""
     kernels = []
-    launch = DirectLaunch.__call__
+    launch = FastLaunch.__call__
 
-    def compile_only(self: DirectLaunch, addresses: Sequence[int]) -> None:
+    def compile_only(self: FastLaunch, addresses: Sequence[int]) -> None:
         with contextlib.redirect_stdout(io.StringIO()) as said:
             kernel = self.compile()
         PTXAS_SAID.setdefault(kernel.hash, said.getvalue())
@@ -88,11 +88,11 @@ def compiled(work: Callable[[], None]) -> Iterator[tuple[str, Any]]:
     triton.knobs.nvidia.dump_ptxas_log = True
     forward.multiprocessors = lambda device: 132
     forward.current_device = backward.current_device = lambda: None
-    DirectLaunch.__call__ = compile_only
+    FastLaunch.__call__ = compile_only
     try:
         work()
     finally:
-        DirectLaunch.__call__ = launch
+        FastLaunch.__call__ = launch
     yield from kernels
 
 

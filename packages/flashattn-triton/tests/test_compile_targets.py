@@ -71,7 +71,7 @@ def rows() -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_kernel_compiles(rows: list[dict[str, Any]]) -> None:
-    kernels = {"flash_forward_kernel", "prepare_kernel", "key_pass_kernel", "query_pass_kernel"}
+    kernels = {"flash_forward_kernel", "preprocess_kernel", "key_pass_kernel", "query_pass_kernel"}
     compiled = {(r["architecture"], r["head_dim"], r["dtype"], r["kernel"]) for r in rows}
     expected = {(a, d, t, k) for a in SHARED_MEMORY for d in (64, 128, 256) for t in DTYPES
                 for k in kernels}  # fmt: skip

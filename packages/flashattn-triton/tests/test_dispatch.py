@@ -16,7 +16,7 @@ TILING = Tiling(
     key_pass=Tiles(32, 16, 4, 1),
     query_pass=Tiles(32, 32, 4, 1),
     fused=Tiles(16, 64, 8, 2),
-    bulk=True,
+    tma_reduce=True,
 )
 
 
@@ -140,6 +140,8 @@ def test_wrongly_compiled_tilings_are_refused() -> None:
     with pytest.raises(ValueError, match=r"tiling\.forward must have at least 16 rows per warp"):
         check_tiling(repeated, gpu((9, 0), 227), torch.bfloat16)
     split = Tiling(forward=Tiles(32, 64, 4, 2), key_pass=small, query_pass=small)
-    with pytest.raises(ValueError, match=r"tiling\.key_pass must have fewer than 64 rows for float32"):
+    with pytest.raises(
+        ValueError, match=r"tiling\.key_pass must have fewer than 64 rows for float32"
+    ):
         check_tiling(split, gpu((9, 0), 227), torch.float32)
     check_tiling(split, gpu((9, 0), 227), torch.bfloat16)

@@ -144,7 +144,7 @@ def test_it_needs_cuda() -> None:
 
 
 @pytest.mark.gpu
-def test_tensors_that_cannot_be_copied_take_the_portable_tier() -> None:
+def test_tensors_that_the_tma_cannot_read_take_the_portable_tier() -> None:
     if dispatch.describe_gpu(0).capability != (9, 0):
         pytest.skip("needs compute capability 9.0")
     q = torch.empty(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16)

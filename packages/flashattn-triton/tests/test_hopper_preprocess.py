@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from flashattn_triton.hopper.preprocess import ROWS, finish_kernel, prepare_kernel
+from flashattn_triton.hopper.preprocess import ROWS, postprocess_kernel, preprocess_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH, HEADS = 2, 3
@@ -34,7 +34,7 @@ def test_the_sum_of_dq_is_put_in_order(n_queries: int, head_dim: int) -> None:
     shape = {"WIDTH": width, "NARROW": head_dim < width, "ROWS": ROWS}
     sizes = (n_queries, n_padded, HEADS, head_dim // 8)
     programs = BATCH * HEADS * n_padded // ROWS
-    finish_kernel[(programs,)](lying, found, *octets(found), *sizes, -0.25, **shape)
+    postprocess_kernel[(programs,)](lying, found, *octets(found), *sizes, -0.25, **shape)
     expected = (-0.25 * dq[:, :, :n_queries, :head_dim]).half()
     assert torch.equal(found.cpu(), expected)
     memory = torch.as_strided(found, wide.shape, wide.stride(), 0)
@@ -58,7 +58,7 @@ def test_statistics_and_zeros(n_queries: int, head_dim: int, scale: float, has_d
     strides = [*octets(out), *octets(grad_out), *(dl.stride() if has_dl else (0, 0, 0))]
     numbers = (n_queries, n_padded, HEADS, head_dim // 8, -1 / scale)
     flags = {"WIDTH": width, "NARROW": head_dim < width, "ROWS": ROWS, "HAS_DL": has_dl}
-    prepare_kernel[(BATCH * HEADS * n_padded // ROWS,)](
+    preprocess_kernel[(BATCH * HEADS * n_padded // ROWS,)](
         *tensors[:3], tensors[3] if has_dl else None, parts, dq, *strides, *numbers, **flags
     )
     halves = parts.cpu().double().unflatten(3, (2, 8))

@@ -23,13 +23,13 @@ if triton_versions.refusal() is not None:
 
 from flashattn_triton.hopper import backward, backward_kernel, forward, forward_kernel
 from flashattn_triton.hopper.configs import backward_config, tile_width
-from flashattn_triton.hopper.launch import DirectLaunch, TileMap, edges
+from flashattn_triton.hopper.launch import FastLaunch, TileMap, edges
 from flashattn_triton.options import AttentionOptions, resolve_options
 from gluon_simulator import Descriptor, Machine, Pointer, load
 
 
 def run(
-    launch: DirectLaunch,
+    launch: FastLaunch,
     module: ModuleType,
     memory: Sequence[Any],
     seed: int,
@@ -201,7 +201,7 @@ NOTHING: Any = lambda *arguments: None  # noqa: E731
         (check_backward, {"_ds_written": lambda consumer, steps: 4 + consumer}),
         (check_backward, {"fence_async_shared": NOTHING}),
         (check_forward, {"fence_async_shared": NOTHING}),
-        (check_forward, {"_take_turn": NOTHING}),
+        (check_forward, {"_scheduler_barrier_wait": NOTHING}),
     ],
     ids=["two tiles of dS", "shared", "one barrier each", "no fence", "forward", "no turns"],
 )

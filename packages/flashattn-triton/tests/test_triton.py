@@ -20,16 +20,16 @@ from flashattn_triton import (
     flash_attention_varlen,
     forward,
 )
-from flashattn_triton.launch import can_be_copied, copy_refusal
+from flashattn_triton.launch import can_use_tma, tma_refusal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = Tiles(16, 32, 4, 1)
 FUSED = Tiling(forward=SMALL, key_pass=SMALL, query_pass=SMALL, fused=SMALL)
 TWO_PASS = Tiling(forward=SMALL, key_pass=SMALL, query_pass=SMALL)
-COPYING = Tiles(16, 32, 4, 2, copied=True)  # the statistics too, in a pipelined loop
-COPIED = Tiling(forward=COPYING, key_pass=COPYING, query_pass=COPYING)
-COPYING_ONE = replace(COPYING, stages=1)
-COPIED_ONE = Tiling(forward=COPYING_ONE, key_pass=COPYING_ONE, query_pass=COPYING_ONE)
+USING_TMA = Tiles(16, 32, 4, 2, use_tma=True)  # the statistics too, in a pipelined loop
+BY_TMA = Tiling(forward=USING_TMA, key_pass=USING_TMA, query_pass=USING_TMA)
+USING_TMA_ONE = replace(USING_TMA, stages=1)
+BY_TMA_ONE = Tiling(forward=USING_TMA_ONE, key_pass=USING_TMA_ONE, query_pass=USING_TMA_ONE)
 
 
 def attend(case: Any, **keywords: Any) -> Callable[..., Any]:
@@ -65,35 +65,35 @@ def test_both_backward_forms(
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "padded", "expanded"])
-def test_reading_with_the_copy_engine(
+def test_reading_by_tma(
     strided_case: Any, layout: str, make_inputs: Any, assert_close_to_oracle: Any
 ) -> None:
     """Where strides don't allow it, the same tiling reads through pointers."""
     inputs = make_inputs(strided_case, DEVICE, layout)
-    assert_close_to_oracle(attend(strided_case, tiling=COPIED), inputs)
+    assert_close_to_oracle(attend(strided_case, tiling=BY_TMA), inputs)
 
 
-def test_reading_with_the_copy_engine_one_tile_at_a_time(
+def test_reading_by_tma_one_tile_at_a_time(
     dense_case: Any, make_inputs: Any, assert_close_to_oracle: Any
 ) -> None:
     case = dense_case(2, (4, 2), 35, 70, 64, "bf16", causal="bottom-right", window=(40, None))
-    assert_close_to_oracle(attend(case, tiling=COPIED_ONE), make_inputs(case, DEVICE))
+    assert_close_to_oracle(attend(case, tiling=BY_TMA_ONE), make_inputs(case, DEVICE))
 
 
-@pytest.mark.parametrize("fused", [COPYING_ONE, None], ids=["fused", "two-pass"])
-def test_wide_fp32_tiles_are_copied_again(
+@pytest.mark.parametrize("fused", [USING_TMA_ONE, None], ids=["fused", "two-pass"])
+def test_wide_fp32_tiles_are_reloaded(
     fused: Tiles | None, dense_case: Any, make_inputs: Any, assert_close_to_oracle: Any
 ) -> None:
     case = dense_case(1, (2, 1), 35, 70, 136, "fp32", causal="bottom-right")
-    tiling = replace(COPIED_ONE, fused=fused)
+    tiling = replace(BY_TMA_ONE, fused=fused)
     assert_close_to_oracle(attend(case, tiling=tiling), make_inputs(case, DEVICE))
 
 
-def test_the_copy_engine_does_not_read_packed_sequences(
+def test_the_tma_does_not_read_packed_sequences(
     varlen_case: Any, make_inputs: Any, assert_close_to_oracle: Any
 ) -> None:
     inputs = make_inputs(varlen_case, DEVICE)
-    assert_close_to_oracle(attend(varlen_case, tiling=COPIED), inputs)
+    assert_close_to_oracle(attend(varlen_case, tiling=BY_TMA), inputs)
 
 
 DECLARED = (
@@ -112,17 +112,17 @@ def test_the_kernel_has_the_declared_arguments_in_order() -> None:
         assert "block_ptr" not in inspect.getsource(module)
 
 
-def test_what_can_be_copied() -> None:
+def test_what_the_tma_can_read() -> None:
     x = torch.empty(2, 3, 8, 16, device=DEVICE, dtype=torch.bfloat16)
-    assert can_be_copied(x)
-    assert can_be_copied(x.transpose(1, 2))
-    assert can_be_copied(x[:1])
-    assert can_be_copied(x[..., :12])
-    assert not can_be_copied(x[..., 1:])  # starts 2 bytes after a multiple of 16
-    assert not can_be_copied(x[..., ::2])  # elements of a row are no neighbours
-    assert not can_be_copied(x[:, :1].expand(2, 3, 8, 16))
-    assert not can_be_copied(torch.empty(2, 3, 8, 12, device=DEVICE, dtype=torch.bfloat16))
-    assert can_be_copied(torch.empty(2, 3, 8, 12, device=DEVICE))
+    assert can_use_tma(x)
+    assert can_use_tma(x.transpose(1, 2))
+    assert can_use_tma(x[:1])
+    assert can_use_tma(x[..., :12])
+    assert not can_use_tma(x[..., 1:])  # starts 2 bytes after a multiple of 16
+    assert not can_use_tma(x[..., ::2])  # elements of a row are no neighbours
+    assert not can_use_tma(x[:, :1].expand(2, 3, 8, 16))
+    assert not can_use_tma(torch.empty(2, 3, 8, 12, device=DEVICE, dtype=torch.bfloat16))
+    assert can_use_tma(torch.empty(2, 3, 8, 12, device=DEVICE))
 
 
 def test_deterministic_takes_two_passes_and_agrees(
@@ -152,10 +152,10 @@ def test_gradient_of_the_output_alone(
         ((2, 3, 5, 64), (2**39, 320, 64, 1), 512, "strides must be positive"),
     ],
 )
-def test_why_not_copied(
+def test_why_the_tma_cannot_read(
     shape: tuple[int, ...], strides: tuple[int, ...], address: int, reason: str | None
 ) -> None:
-    actual = copy_refusal("key", torch.Size(shape), strides, address, 2)
+    actual = tma_refusal("key", torch.Size(shape), strides, address, 2)
     if reason is None:
         assert actual is None
     else:

@@ -45,7 +45,7 @@ def test_what_is_shipped_is_a_candidate(role: str) -> None:
     for (kilobytes, head_dim, itemsize), tiling in TABLE.items():
         shape = getattr(tiling, role)
         if kilobytes > 160 and shape is not None:
-            shape = dataclasses.replace(shape, copied=False)  # with which each is tried as well
+            shape = dataclasses.replace(shape, use_tma=False)  # with which each is tried as well
             assert shape in [*tune.candidates(role, head_dim, itemsize)], (head_dim, itemsize)
 
 
@@ -100,7 +100,7 @@ def test_the_fastest_of_each_kernel_is_chosen(
     fastest = Tiles(64, 64, 4, 2)
 
     def milliseconds(role: str, shape: Tiles, tiling: Tiling) -> float | None:
-        if shape.copied:
+        if shape.use_tma:
             return None  # does not fit
         two_pass = tiling.fused is None and role == "query_pass"
         penalty = 1.0 if two_pass and fused_wins else 0.0

@@ -174,11 +174,11 @@ def flash_attention(
         return (out, lse) if return_lse else out
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = _autocast(query, key, value)
-    kind = eager.kind_of(
+    cache_key = eager.cache_key_of(
         query, key, value,
         causal, scale, window, softcap, layout, deterministic, implementation, tiling,
     )  # fmt: skip
-    call = None if kind is None else eager.find(kind)
+    call = None if cache_key is None else eager.cached(cache_key)
     if call is None:
         check_layout(layout)
         check_implementation(implementation)
@@ -204,9 +204,9 @@ def flash_attention(
                 out, lse = attention_reference(query, key, value, options)
             out = to_heads_first(out.to(query.dtype), layout)
             return (out, lse) if return_lse else out
-        if kind is not None:
-            call = eager.Call(query, key, value, options, implementation, tiling)
-            eager.remember(kind, call)
+        if cache_key is not None:
+            call = eager.CachedCall(query, key, value, options, implementation, tiling)
+            eager.store(cache_key, call)
     if call is not None:
         out, maybe_lse = call(query, key, value, return_lse)
     else:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from flashattn_triton.backward_kernels import (
     ATOMIC,
-    BULK,
     NONE,
+    TMA_REDUCE,
     key_pass_kernel,
-    prepare_kernel,
+    preprocess_kernel,
     query_pass_kernel,
 )
 from flashattn_triton.configs import Tiles, Tiling
@@ -28,7 +28,7 @@ from flashattn_triton.launch import (
     Strides,
     TileView,
     alignment,
-    can_be_copied,
+    can_use_tma,
     dot_precision,
     empty_output,
     is_wide,
@@ -40,7 +40,7 @@ from flashattn_triton.launch import (
 )
 from flashattn_triton.options import AttentionOptions
 
-PREPARE_TILES = Tiles(64, 1, 4, 1)
+PREPROCESS_TILES = Tiles(64, 1, 4, 1)
 
 
 def triton_backward(
@@ -97,7 +97,7 @@ def backward_call(
         tiling,
         dot_precision(query.dtype),
         None if packing is None else packing.sizes,
-        packing is None and all(can_be_copied(x) for x in (query, key, value, grad_out)),
+        packing is None and all(can_use_tma(x) for x in (query, key, value, grad_out)),
     )
 
 
@@ -146,7 +146,7 @@ class RepeatedBackward:
 class BackwardCall:
     """The backward kernels on one kind of input: what their launches need, found out once."""
 
-    prepare: Launch
+    preprocess: Launch
     key_pass: Launch
     query_pass: Launch | None
     statistics: Sequence[int]
@@ -171,7 +171,7 @@ class BackwardCall:
         dq, dk, dv = [query.new_empty_strided(*like) for like in self.gradients]
         statistics = query.new_empty(self.statistics, dtype=fp32)
         dq_sum = None if self.dq_sum is None else query.new_empty(self.dq_sum, dtype=fp32)
-        self.prepare(out, grad_out, grad_logsumexp, logsumexp, statistics, dq_sum)
+        self.preprocess(out, grad_out, grad_logsumexp, logsumexp, statistics, dq_sum)
         self.key_pass(
             query,
             key,
@@ -203,7 +203,7 @@ def _backward_call(
     tiling: Tiling,
     precision: str,
     sizes: Sizes | None,
-    copyable: bool,
+    readable_by_tma: bool,
 ) -> BackwardCall:
     (batch, heads, n_queries, head_dim), (_, kv_heads, n_keys, _), (*_, value_dim) = shapes
     *inputs, out_stride = strides
@@ -216,13 +216,13 @@ def _backward_call(
     width, value_width = padded(head_dim, dtype), padded(value_dim, dtype)
     if fused is not None:  # padded, so that a tile is one block of memory
         dq = (heads * n_queries * width, n_queries * width, width, 1)
-    longest_tile = max(t.queries for t in (PREPARE_TILES, tiling.key_pass, tiling.query_pass))
+    longest_tile = max(t.queries for t in (PREPROCESS_TILES, tiling.key_pass, tiling.query_pass))
     multiple = max(longest_tile, 0 if fused is None else fused.queries)
     n_padded = -(-n_queries // multiple) * multiple
-    prepare = Launch(
-        prepare_kernel,
+    preprocess = Launch(
+        preprocess_kernel,
         device,
-        -(-n_padded // PREPARE_TILES.queries) * batch * heads,
+        -(-n_padded // PREPROCESS_TILES.queries) * batch * heads,
         [
             *out_stride[:3],
             *inputs[3][:3],
@@ -233,28 +233,28 @@ def _backward_call(
             "E": value_dim,
             "E_PADDED": value_width,
             "D_PADDED": width,
-            "ROWS": PREPARE_TILES.queries,
+            "ROWS": PREPROCESS_TILES.queries,
             "HAS_DL": grad_logsumexp_stride is not None,
             "ZEROES": fused is not None,
         },
-        PREPARE_TILES,
+        PREPROCESS_TILES,
     )
     key_tiles, query_tiles = fused or tiling.key_pass, tiling.query_pass
     # Of Q, K, V, dO, the statistics and the sum of dQ for the key pass; Q, K, V for the query pass.
     key_views: list[TileView | None] = [None] * 6
     query_views: list[TileView | None] = [None] * 3
-    if fused is not None and tiling.bulk:
+    if fused is not None and tiling.tma_reduce:
         rows = batch * heads * n_queries
         key_views[5] = TileView([rows, width], [width, 1], [fused.queries, width])
     # A copy is waited for where it stands unless the loop is pipelined; a load is not.
-    copies_statistics = copyable and key_tiles.copied and key_tiles.stages > 1
-    if copyable and key_tiles.copied:
+    statistics_by_tma = readable_by_tma and key_tiles.use_tma and key_tiles.stages > 1
+    if readable_by_tma and key_tiles.use_tma:
         do_shape, block = (*shapes[0][:3], value_dim), [1, 1, key_tiles.queries]
         key_views[0] = TileView(shapes[0], strides[0], [*block, width])
         key_views[3] = TileView(do_shape, strides[3], [*block, value_width])
-        if copies_statistics:
+        if statistics_by_tma:
             key_views[4] = TileView([2 * batch * heads, n_padded], [n_padded, 1], block[1:])
-    if copyable and query_tiles.copied:
+    if readable_by_tma and query_tiles.use_tma:
         block = [1, 1, query_tiles.keys]
         query_views[1] = TileView(shapes[1], strides[1], [*block, width])
         query_views[2] = TileView(shapes[2], strides[2], [*block, value_width])
@@ -284,19 +284,19 @@ def _backward_call(
         shape = {
             "Q_TILE_SIZE": tiles.queries,
             "K_TILE_SIZE": tiles.keys,
-            "COPIED": copyable and tiles.copied,
+            "USE_TMA": readable_by_tma and tiles.use_tma,
         }
         return Launch(kernel, device, programs, numbers, constants | shape | more, tiles, views)
 
-    mode = NONE if fused is None else BULK if tiling.bulk else ATOMIC
+    mode = NONE if fused is None else TMA_REDUCE if tiling.tma_reduce else ATOMIC
     dq_outer, dk_outer, dv_outer = (outer(stride, sizes) for stride in (dq, dk, dv))
     # A descriptor counts rows, a pointer elements.
-    unit = width if mode is BULK else 1
+    unit = width if mode is TMA_REDUCE else 1
     target = tuple(stride // unit for stride in dq_outer)
     programs = -(-n_keys // key_tiles.keys) * batch * kv_heads
     key_pass = launch(
         key_pass_kernel, key_tiles, programs, key_views, [target, dk_outer, dv_outer], kv_heads,
-        DQ_MODE=mode.value, COPIES_STATISTICS=copies_statistics,
+        DQ_MODE=mode.value, STATISTICS_BY_TMA=statistics_by_tma,
     )  # fmt: skip
     query_pass = None
     if fused is None:
@@ -305,7 +305,7 @@ def _backward_call(
             query_pass_kernel, query_tiles, programs, query_views, [dq_outer], heads
         )
     return BackwardCall(
-        prepare=prepare,
+        preprocess=preprocess,
         key_pass=key_pass,
         query_pass=query_pass,
         statistics=statistics,

@@ -27,8 +27,6 @@ import triton.language as tl
 
 from flashattn_triton.forward import (
     LOG2_E,
-    copy_again,
-    copy_rows,
     dot,
     key_range,
     load_rows,
@@ -36,18 +34,20 @@ from flashattn_triton.forward import (
     store_rows,
     tanh,
     tile_indices,
+    tma_load,
+    tma_reload,
     visible,
 )
 
 # How the key pass adds its part of dQ: not at all, by fp32 atomic additions, or by the bulk
-# reductions of sm_90 and later, which the copy engine carries out on whole tiles.
+# reductions of sm_90 and later, which the TMA carries out on whole tiles.
 NONE = tl.constexpr(0)
 ATOMIC = tl.constexpr(1)
-BULK = tl.constexpr(2)
+TMA_REDUCE = tl.constexpr(2)
 
 
 @triton.jit(do_not_specialize=["N_QUERIES", "N_HEADS"])
-def prepare_kernel(
+def preprocess_kernel(
     O_ptr,
     dO_ptr,
     dL_ptr,  # (B, H, N_q) fp32, or None
@@ -80,9 +80,9 @@ def prepare_kernel(
     is. A packed batch is one sequence here.
     """
     n_tiles = tl.cdiv(N_PADDED, ROWS)
-    both = tl.program_id(0) // n_tiles
-    h = (both % N_HEADS).to(tl.int64)
-    b = (both // N_HEADS).to(tl.int64)
+    batch_head = tl.program_id(0) // n_tiles
+    h = (batch_head % N_HEADS).to(tl.int64)
+    b = (batch_head // N_HEADS).to(tl.int64)
     query_start = ((tl.program_id(0) % n_tiles) * ROWS).to(tl.int64)
     rows = tl.arange(0, ROWS).to(tl.int64)
     columns = tl.arange(0, E_PADDED)
@@ -96,11 +96,11 @@ def prepare_kernel(
     if HAS_DL:
         dl_tile = dL_ptr + b * stride_dlb + h * stride_dlh + query_start * stride_dlq
         delta -= tl.load(dl_tile + rows * stride_dlq, mask=inside, other=0.0)
-    row = both.to(tl.int64) * N_QUERIES + query_start
+    row = batch_head.to(tl.int64) * N_QUERIES + query_start
     logsumexp = tl.load(L_ptr + row + rows, mask=inside, other=float("inf"))
     # A constant logsumexp has no derivative, whatever its gradient claims (0 · NaN is NaN).
     delta = tl.where(logsumexp == float("-inf"), 0.0, delta)
-    target = statistics_ptr + both.to(tl.int64) * 2 * N_PADDED + query_start + rows
+    target = statistics_ptr + batch_head.to(tl.int64) * 2 * N_PADDED + query_start + rows
     stored = rows < N_PADDED - query_start
     tl.store(target, logsumexp * LOG2_E, mask=stored)
     tl.store(target + N_PADDED, delta, mask=stored)
@@ -131,7 +131,7 @@ def _differentiate_keys(
     n_padded,
     batch,
     head,
-    both,  # batch · H + head
+    batch_head,  # batch · H + head
     dq_start,
     stride_qq,
     stride_doq,
@@ -157,36 +157,36 @@ def _differentiate_keys(
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
     DQ_MODE: tl.constexpr,
-    COPIED: tl.constexpr,
-    COPIES_STATISTICS: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    STATISTICS_BY_TMA: tl.constexpr,
     PACKED: tl.constexpr,
     is_causal: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Adds what queries ``start`` to ``stop`` contribute. Scores are (keys, queries) here."""
-    WIDE_FP32: tl.constexpr = COPIED and PRECISION == "bf16x6" and columns.shape[0] > 128
+    WIDE_FP32: tl.constexpr = USE_TMA and PRECISION == "bf16x6" and columns.shape[0] > 128
     for query_start in range(
         loop_bound(start, INTERPRETED), loop_bound(stop, INTERPRETED), Q_TILE_SIZE
     ):
         query_start = query_start + 0  # a tensor under the interpreter too
         n_rows = n_queries - query_start
         queries = query_start + tl.arange(0, Q_TILE_SIZE)
-        if COPIED:  # rows and columns past the end are 0
-            q = copy_rows(Q, batch, head, query_start, Q_TILE_SIZE, columns.shape[0])
+        if USE_TMA:  # rows and columns past the end are 0
+            q = tma_load(Q, batch, head, query_start, Q_TILE_SIZE, columns.shape[0])
         else:
             q_tile = Q + query_start.to(tl.int64) * stride_qq
             q = load_rows(q_tile, rows, columns, stride_qq, n_rows, D, True)
-        if COPIES_STATISTICS:
-            logsumexp = statistics.load([2 * both, query_start]).reshape(Q_TILE_SIZE)
+        if STATISTICS_BY_TMA:
+            logsumexp = statistics.load([2 * batch_head, query_start]).reshape(Q_TILE_SIZE)
         else:
             logsumexp = load_statistic(statistics, queries, n_queries, float("inf"), PACKED)
-        if COPIED:
-            do = copy_rows(dO, batch, head, query_start, Q_TILE_SIZE, value_columns.shape[0])
+        if USE_TMA:
+            do = tma_load(dO, batch, head, query_start, Q_TILE_SIZE, value_columns.shape[0])
         else:
             do_tile = dO + query_start.to(tl.int64) * stride_doq
             do = load_rows(do_tile, rows, value_columns, stride_doq, n_rows, E, True)
-        if COPIES_STATISTICS:
-            delta = statistics.load([2 * both + 1, query_start]).reshape(Q_TILE_SIZE)
+        if STATISTICS_BY_TMA:
+            delta = statistics.load([2 * batch_head + 1, query_start]).reshape(Q_TILE_SIZE)
         else:
             delta = load_statistic(statistics + n_padded, queries, n_queries, 0.0, PACKED)
         # Both products of scores are started before either is waited for, and so are the sums.
@@ -214,13 +214,13 @@ def _differentiate_keys(
             ds = ds * (1.0 - s * s)
         ds = ds.to(q.dtype)
         if WIDE_FP32:
-            q = copy_again(Q, batch, head, query_start, n_queries, Q_TILE_SIZE, columns.shape[0])
-            do = copy_again(
+            q = tma_reload(Q, batch, head, query_start, n_queries, Q_TILE_SIZE, columns.shape[0])
+            do = tma_reload(
                 dO, batch, head, query_start, n_queries, Q_TILE_SIZE, value_columns.shape[0]
             )
         dv = dot(p.to(do.dtype), do, dv, PRECISION, INTERPRETED, INFINITIES=not WIDE_FP32)
         dk = dot(ds, q, dk, PRECISION, INTERPRETED, INFINITIES=not WIDE_FP32)
-        if DQ_MODE == BULK:
+        if DQ_MODE == TMA_REDUCE:
             # Rows past the end carry zeros, which may be added to whatever follows.
             dq = dot(tl.trans(ds), k, None, PRECISION, INTERPRETED, INFINITIES=not WIDE_FP32)
             dQ.atomic_add([(dq_start + query_start).to(tl.int32), 0], dq)
@@ -289,8 +289,8 @@ def key_pass_kernel(
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
     DQ_MODE: tl.constexpr,
-    COPIED: tl.constexpr,
-    COPIES_STATISTICS: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    STATISTICS_BY_TMA: tl.constexpr,
     is_causal: tl.constexpr,
 ):
     """dK and dV of one key tile of one key head. Grid: tiles · B · G.
@@ -303,7 +303,7 @@ def key_pass_kernel(
     key_start = (tl.program_id(0) % n_tiles) * K_TILE_SIZE
 
     b, kv_h = batch.to(tl.int64), kv_head.to(tl.int64)
-    if not COPIED:
+    if not USE_TMA:
         Q += b * stride_qb
         dO += b * stride_dob
     K_ptr += b * stride_kb + kv_h * stride_kh
@@ -360,37 +360,39 @@ def key_pass_kernel(
     dv = tl.zeros([K_TILE_SIZE, E_PADDED], tl.float32)
     for member in range(loop_bound(HEADS_PER_KV, INTERPRETED)):
         head = kv_head * HEADS_PER_KV + member
-        both = batch * N_KV_HEADS * HEADS_PER_KV + head
+        batch_head = batch * N_KV_HEADS * HEADS_PER_KV + head
         if PACKED:  # all sequences are one row of each head
-            both = head
+            batch_head = head
         q_head, do_head, head_statistics = Q, dO, statistics
-        if not COPIED:
+        if not USE_TMA:
             q_head += head.to(tl.int64) * stride_qh
             do_head += head.to(tl.int64) * stride_doh
-        if not COPIES_STATISTICS:
-            head_statistics += both.to(tl.int64) * 2 * N_PADDED + first_statistic
+        if not STATISTICS_BY_TMA:
+            head_statistics += batch_head.to(tl.int64) * 2 * N_PADDED + first_statistic
         dq_head = dq_start + head.to(tl.int64) * stride_dqh
         dk, dv = _differentiate_keys(
-            dk, dv, k, v, q_head, do_head, dQ, head_statistics, N_PADDED, batch, head, both,
+            dk, dv, k, v, q_head, do_head, dQ, head_statistics, N_PADDED, batch, head, batch_head,
             dq_head, stride_qq, stride_doq, stride_dqq, start, tl.minimum(full_start, stop),
             keys, rows, columns, value_columns, offset, N_QUERIES, N_KEYS,
             window_left, window_right, scale, softcap, D, E, Q_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT,
-            PRECISION, INTERPRETED, DQ_MODE, COPIED, COPIES_STATISTICS, PACKED, is_causal, True,
+            PRECISION, INTERPRETED, DQ_MODE, USE_TMA, STATISTICS_BY_TMA, PACKED, is_causal, True,
         )  # fmt: skip
         dk, dv = _differentiate_keys(
-            dk, dv, k, v, q_head, do_head, dQ, head_statistics, N_PADDED, batch, head, both,
+            dk, dv, k, v, q_head, do_head, dQ, head_statistics, N_PADDED, batch, head, batch_head,
             dq_head, stride_qq, stride_doq, stride_dqq, full_start, full_stop,
             keys, rows, columns, value_columns, offset, N_QUERIES, N_KEYS,
             window_left, window_right, scale, softcap, D, E, Q_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT,
-            PRECISION, INTERPRETED, DQ_MODE, COPIED, COPIES_STATISTICS, PACKED, is_causal, False,
+            PRECISION, INTERPRETED, DQ_MODE, USE_TMA, STATISTICS_BY_TMA, PACKED, is_causal, False,
         )  # fmt: skip
         if HAS_LEFT:
             dk, dv = _differentiate_keys(
-                dk, dv, k, v, q_head, do_head, dQ, head_statistics, N_PADDED, batch, head, both,
-                dq_head, stride_qq, stride_doq, stride_dqq, tl.maximum(full_start, full_stop), stop,
+                dk, dv, k, v, q_head, do_head, dQ, head_statistics, N_PADDED, batch, head,
+                batch_head, dq_head, stride_qq, stride_doq, stride_dqq,
+                tl.maximum(full_start, full_stop), stop,
                 keys, rows, columns, value_columns, offset, N_QUERIES, N_KEYS,
                 window_left, window_right, scale, softcap, D, E, Q_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT,
-                PRECISION, INTERPRETED, DQ_MODE, COPIED, COPIES_STATISTICS, PACKED, is_causal, True,
+                PRECISION, INTERPRETED, DQ_MODE, USE_TMA, STATISTICS_BY_TMA, PACKED, is_causal,
+                True,
             )  # fmt: skip
     dk_tile = dK_ptr + first * stride_dkk
     store_rows(dk_tile, dk * scale, key_rows, columns, stride_dkk, n_rows, D)
@@ -429,20 +431,20 @@ def _differentiate_queries(
     HAS_LEFT: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
-    COPIED: tl.constexpr,
+    USE_TMA: tl.constexpr,
     is_causal: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Adds what keys ``start`` to ``stop`` contribute to dQ."""
-    WIDE_FP32: tl.constexpr = COPIED and PRECISION == "bf16x6" and columns.shape[0] > 128
+    WIDE_FP32: tl.constexpr = USE_TMA and PRECISION == "bf16x6" and columns.shape[0] > 128
     for key_start in range(
         loop_bound(start, INTERPRETED), loop_bound(stop, INTERPRETED), K_TILE_SIZE
     ):
         key_start = key_start + 0  # a tensor under the interpreter too
         n_rows = n_keys - key_start
-        if COPIED:
-            k = copy_rows(K, batch, kv_head, key_start, K_TILE_SIZE, columns.shape[0])
-            v = copy_rows(V, batch, kv_head, key_start, K_TILE_SIZE, value_columns.shape[0])
+        if USE_TMA:
+            k = tma_load(K, batch, kv_head, key_start, K_TILE_SIZE, columns.shape[0])
+            v = tma_load(V, batch, kv_head, key_start, K_TILE_SIZE, value_columns.shape[0])
         else:
             k_tile = K + key_start.to(tl.int64) * stride_kk
             k = load_rows(k_tile, keys, columns, stride_kk, n_rows, D, MASKED)
@@ -471,7 +473,7 @@ def _differentiate_queries(
         if HAS_SOFTCAP:
             ds = ds * (1.0 - s * s)
         if WIDE_FP32:
-            k = copy_again(K, batch, kv_head, key_start, n_keys, K_TILE_SIZE, columns.shape[0])
+            k = tma_reload(K, batch, kv_head, key_start, n_keys, K_TILE_SIZE, columns.shape[0])
         dq = dot(ds.to(k.dtype), k, dq, PRECISION, INTERPRETED, INFINITIES=not WIDE_FP32)
     return dq
 
@@ -523,7 +525,7 @@ def query_pass_kernel(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
-    COPIED: tl.constexpr,
+    USE_TMA: tl.constexpr,
     is_causal: tl.constexpr,
 ):
     """dQ of one query tile of one head; the same walk over keys as the forward kernel."""
@@ -535,15 +537,15 @@ def query_pass_kernel(
     b, h = batch.to(tl.int64), head.to(tl.int64)
     kv_head = head // HEADS_PER_KV
     Q_ptr += b * stride_qb + h * stride_qh
-    if not COPIED:
+    if not USE_TMA:
         K += b * stride_kb + kv_head.to(tl.int64) * stride_kh
         V += b * stride_vb + kv_head.to(tl.int64) * stride_vh
     dO_ptr += b * stride_dob + h * stride_doh
     dQ_ptr += b * stride_dqb + h * stride_dqh
-    both = batch * N_HEADS + head
+    batch_head = batch * N_HEADS + head
     if PACKED:  # all sequences are one row of each head
-        both = head
-    statistics_ptr += both.to(tl.int64) * 2 * N_PADDED
+        batch_head = head
+    statistics_ptr += batch_head.to(tl.int64) * 2 * N_PADDED
     if PACKED:
         first_query = tl.load(cu_seqlens_q_ptr + batch)
         first_key = tl.load(cu_seqlens_k_ptr + batch)
@@ -583,18 +585,18 @@ def query_pass_kernel(
             dq, q, do, logsumexp, delta, K, V, batch, kv_head, stride_kk, stride_vk,
             start, tl.minimum(full_start, stop), queries, keys, columns, value_columns, offset,
             N_KEYS, window_left, window_right, scale, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP,
-            HAS_LEFT, PRECISION, INTERPRETED, COPIED, is_causal, True,
+            HAS_LEFT, PRECISION, INTERPRETED, USE_TMA, is_causal, True,
         )  # fmt: skip
     dq = _differentiate_queries(
         dq, q, do, logsumexp, delta, K, V, batch, kv_head, stride_kk, stride_vk,
         full_start, full_stop, queries, keys, columns, value_columns, offset,
         N_KEYS, window_left, window_right, scale, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP,
-        HAS_LEFT, PRECISION, INTERPRETED, COPIED, is_causal, False,
+        HAS_LEFT, PRECISION, INTERPRETED, USE_TMA, is_causal, False,
     )  # fmt: skip
     dq = _differentiate_queries(
         dq, q, do, logsumexp, delta, K, V, batch, kv_head, stride_kk, stride_vk,
         tl.maximum(full_start, full_stop), stop, queries, keys, columns, value_columns, offset,
         N_KEYS, window_left, window_right, scale, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP,
-        HAS_LEFT, PRECISION, INTERPRETED, COPIED, is_causal, True,
+        HAS_LEFT, PRECISION, INTERPRETED, USE_TMA, is_causal, True,
     )  # fmt: skip
     store_rows(dQ_ptr + first * stride_dqq, dq * scale, rows, columns, stride_dqq, n_rows, D)

@@ -16,15 +16,15 @@ import torch
 class Tiles:
     """The shape of one kernel: rows of queries and of keys per tile, warps, pipeline stages.
 
-    ``copied``: where strides allow it, what the kernel walks over is read as whole tiles by the
-    copy engine of sm_90 and later, and the program spends no instructions on addresses.
+    ``use_tma``: where strides allow it, what the kernel walks over is read as whole tiles by the
+    TMA of sm_90 and later, and the program spends no instructions on addresses.
     """
 
     queries: int
     keys: int
     warps: int
     stages: int
-    copied: bool = False
+    use_tma: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Tiling:
     ``forward``: a program owns query rows. ``key_pass``: a program owns keys and computes dK, dV.
     ``query_pass``: a program owns query rows and computes dQ. ``fused``: a program owns keys,
     computes dK, dV and adds its part of dQ to an fp32 buffer; None if the two passes are faster.
-    ``bulk``: it adds with sm_90's bulk reductions, carried out by the copy engine on whole tiles,
+    ``tma_reduce``: it adds with sm_90's bulk reductions, carried out by the TMA on whole tiles,
     instead of atomic additions.
     """
 
@@ -42,7 +42,7 @@ class Tiling:
     key_pass: Tiles
     query_pass: Tiles
     fused: Tiles | None = None
-    bulk: bool = False
+    tma_reduce: bool = False
 
     def __post_init__(self) -> None:
         """Refuses what no kernel can be compiled with.
@@ -85,7 +85,7 @@ class Tiling:
     def pack(self) -> list[int]:
         """As the flat list that the operators take; an absent ``fused`` is five zeros."""
         kernels = (self.forward, self.key_pass, self.query_pass, self.fused or Tiles(0, 0, 0, 0))
-        return [*(int(n) for tiles in kernels for n in astuple(tiles)), int(self.bulk)]
+        return [*(int(n) for tiles in kernels for n in astuple(tiles)), int(self.tma_reduce)]
 
     @classmethod
     def unpack(cls, numbers: Sequence[int]) -> Tiling:
@@ -98,7 +98,7 @@ class Tiling:
             key_pass=key_pass,
             query_pass=query_pass,
             fused=fused if fused.warps else None,
-            bulk=bool(numbers[20]),
+            tma_reduce=bool(numbers[20]),
         )
 
 
@@ -111,8 +111,8 @@ def check_tiling_type(tiling: object) -> None:
 
 
 def _tiles(numbers: Sequence[int]) -> Tiles:
-    queries, keys, warps, stages, *copied = numbers
-    return Tiles(queries, keys, warps, stages, copied=any(copied))
+    queries, keys, warps, stages, *use_tma = numbers
+    return Tiles(queries, keys, warps, stages, use_tma=any(use_tma))
 
 
 def _tiling(
@@ -120,20 +120,20 @@ def _tiling(
     key_pass: tuple[int, ...],
     query_pass: tuple[int, ...],
     fused: tuple[int, ...] | None = None,
-    bulk: bool = False,
+    tma_reduce: bool = False,
 ) -> Tiling:
     return Tiling(
         forward=_tiles(forward),
         key_pass=_tiles(key_pass),
         query_pass=_tiles(query_pass),
         fused=_tiles(fused) if fused else None,
-        bulk=bulk,
+        tma_reduce=tma_reduce,
     )
 
 
 # Keys: KB of shared memory of one block, widest head_dim, bytes of an element. Shapes are
 # (queries, keys, warps, stages) of forward, key pass, query pass, fused; _COPIED marks those that
-# the copy engine feeds.
+# the TMA feeds.
 #
 # sm_90 rows are measured (LOG.md). What they have in common: 64 rows for each warp group of 4 warps
 # (64 rows with 8 warps would be computed twice, and Triton 3.6 then reads past the operand), and
@@ -148,28 +148,24 @@ def _tiling(
 _LARGE = 220  # sm_90, sm_100
 _MEDIUM = 160  # sm_80
 _SMALL = 96  # sm_86, sm_89, sm_120
-_COPIED = 1
+_TMA = 1
 
 TABLE = {
-    (_LARGE, 64, 2): _tiling(
-        (64, 128, 4, 2, _COPIED), (64, 64, 4, 3, _COPIED), (64, 64, 4, 3, _COPIED)
-    ),
-    (_LARGE, 128, 2): _tiling(
-        (64, 64, 4, 3, _COPIED), (32, 64, 4, 3, _COPIED), (128, 64, 8, 3, _COPIED)
-    ),
-    (_LARGE, 256, 2): _tiling((128, 64, 8, 2, _COPIED), (32, 32, 4, 2), (64, 32, 4, 3, _COPIED)),
+    (_LARGE, 64, 2): _tiling((64, 128, 4, 2, _TMA), (64, 64, 4, 3, _TMA), (64, 64, 4, 3, _TMA)),
+    (_LARGE, 128, 2): _tiling((64, 64, 4, 3, _TMA), (32, 64, 4, 3, _TMA), (128, 64, 8, 3, _TMA)),
+    (_LARGE, 256, 2): _tiling((128, 64, 8, 2, _TMA), (32, 32, 4, 2), (64, 32, 4, 3, _TMA)),
     (_LARGE, 64, 4): _tiling(
-        (32, 128, 4, 2, _COPIED), (32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 3, _COPIED)
+        (32, 128, 4, 2, _TMA), (32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 3, _TMA)
     ),
     (_LARGE, 128, 4): _tiling(
-        (32, 64, 4, 2, _COPIED), (32, 32, 4, 2), (32, 32, 8, 2), (32, 32, 4, 1, _COPIED), bulk=True
+        (32, 64, 4, 2, _TMA), (32, 32, 4, 2), (32, 32, 8, 2), (32, 32, 4, 1, _TMA), tma_reduce=True
     ),
     (_LARGE, 256, 4): _tiling(
-        (32, 64, 8, 2, _COPIED),
-        (32, 16, 4, 1, _COPIED),
-        (32, 64, 8, 1, _COPIED),
-        (32, 16, 4, 1, _COPIED),
-        bulk=True,
+        (32, 64, 8, 2, _TMA),
+        (32, 16, 4, 1, _TMA),
+        (32, 64, 8, 1, _TMA),
+        (32, 16, 4, 1, _TMA),
+        tma_reduce=True,
     ),
     (_MEDIUM, 64, 2): _tiling((128, 64, 8, 3), (64, 128, 8, 2), (64, 64, 4, 2)),
     (_MEDIUM, 128, 2): _tiling((128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2)),

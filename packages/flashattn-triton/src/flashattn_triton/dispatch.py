@@ -18,7 +18,7 @@ from flashattn_triton import triton_versions
 from flashattn_triton.configs import INTERPRETER, Tiling, check_tiling_type, tiling_for
 from flashattn_triton.hopper import eligibility
 from flashattn_triton.hopper.configs import describe_backward, describe_forward
-from flashattn_triton.launch import copy_refusal
+from flashattn_triton.launch import tma_refusal
 from flashattn_triton.mistakes import check_tensors, refuse_keywords, warn_once
 from flashattn_triton.options import (
     AttentionOptions,
@@ -110,7 +110,7 @@ def choose(
         return plan
     for name, x in (("query", query), ("key", key), ("value", value)):
         place = (x.shape, x.stride(), x.data_ptr() % 16)
-        refusal = copy_refusal(name, *place, x.element_size())
+        refusal = tma_refusal(name, *place, x.element_size())
         if refusal is not None and implementation == "hopper":
             raise ValueError(f"implementation 'hopper' cannot run this: {refusal}")
         if refusal is not None:
@@ -271,14 +271,14 @@ def explain(
     elif plan.tiling is not None:
         kernels = {} if plan.tier == "hopper" else {"forward": plan.tiling.forward}
         if plan.tiling.fused is not None and not resolved.deterministic:
-            addition = "bulk reduction" if plan.tiling.bulk else "atomic addition"
+            addition = "bulk reduction" if plan.tiling.tma_reduce else "atomic addition"
             kernels[f"backward, fused (dQ by fp32 {addition})"] = plan.tiling.fused
         else:
             kernels["backward, keys (dK, dV)"] = plan.tiling.key_pass
             kernels["backward, queries (dQ)"] = plan.tiling.query_pass
         lines += [
             f"{name}: {t.queries} queries x {t.keys} keys, {t.warps} warps, {t.stages} stages"
-            f"{', fed by the copy engine where strides allow it' if t.copied else ''}"
+            f"{', fed by the TMA where strides allow it' if t.use_tma else ''}"
             for name, t in kernels.items()
         ]
     return "\n".join(lines)

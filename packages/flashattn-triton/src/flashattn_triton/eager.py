@@ -1,9 +1,9 @@
-"""Eager calls on dense batches: what depends only on the kind of input is worked out once.
+"""A cache of eager calls on dense batches, by shapes, strides, types and options.
 
 Checking arguments, normalising options, choosing a tier and passing through PyTorch's dispatcher
-take the host longer than a small problem takes a GPU, and give the same answers for every call
-with equal shapes, strides, types and options. They are given for the first such call, and found
-again by one look-up.
+take the host longer than a small problem takes a GPU, and have the same results for all calls with
+equal shapes, strides, types and options. The first such call stores them under a key, and later
+calls look them up.
 
 Tensor subclasses, transforms, compilers and dispatch modes must see the operators themselves: such
 calls are left to :mod:`flashattn_triton.ops`.
@@ -26,15 +26,17 @@ from flashattn_triton.launch import alignment, dot_precision
 from flashattn_triton.options import AttentionOptions
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-# Beyond this many kinds of input all are worked out again: lengths that never repeat would
-# otherwise be remembered for ever.
+# The cache is emptied at this many keys: lengths that never repeat would otherwise fill memory.
 _LIMIT = 4096
 
-_calls: dict[Hashable, Call] = {}
+_calls: dict[Hashable, CachedCall] = {}
 
 
-class Call:
-    """One kind of input, heads first: which tier runs, with which options."""
+class CachedCall:
+    """What is worked out once for all inputs with one cache key: the tier, its launchers, options.
+
+    Inputs are (B, H, N, D).
+    """
 
     def __init__(
         self,
@@ -87,7 +89,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: Call, return_lse: bool
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: CachedCall, return_lse: bool
     ) -> Any:
         out, lse = call.forward(query, key, value)
         ctx.save_for_backward(query, key, value, out, lse)
@@ -113,8 +115,9 @@ class _Attention(torch.autograd.Function):
         return (*gradients, None, None)
 
 
-# ``_Attention.apply`` without its loop over arguments for wrappers that outlived their transform;
-# these have no address, so :func:`kind_of` leaves them to the operators.
+# ``_Attention.apply`` without its loop over arguments, which looks for tensor wrappers left over
+# from a ``torch.func`` transform that has already ended. Such wrappers have no address, so
+# :func:`cache_key_of` returns None for them.
 _apply: Callable[..., Any] = super(torch.autograd.Function, _Attention).apply
 
 
@@ -127,10 +130,10 @@ def operators_are_watched() -> bool:
     )
 
 
-def kind_of(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> Hashable | None:
-    """What tells one kind of call from others, or None for calls that are left to the operators.
+def cache_key_of(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> Hashable | None:
+    """The key of a call in the cache, or None for calls that must run the registered operators.
 
-    Equal values of unequal types (True and 1) are not equally valid, so types are part of it.
+    Equal values of unequal types (True and 1) are not equally valid, so types are part of the key.
     """
     if operators_are_watched():
         return None
@@ -138,7 +141,7 @@ def kind_of(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> Hasha
         return None
     try:
         aligned = alignment((query, key, value))
-    except RuntimeError:  # without memory of their own, as wrappers that outlived a transform
+    except RuntimeError:  # no memory: wrappers left over from a transform that has ended
         return None
     types: tuple[Any, ...] = tuple(map(type, arguments))
     if tuple in types:
@@ -163,17 +166,17 @@ def kind_of(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> Hasha
     )
 
 
-def find(kind: Hashable | None) -> Call | None:
-    """The call of this kind, if there was one before."""
+def cached(cache_key: Hashable | None) -> CachedCall | None:
+    """The call that is stored under ``cache_key``, if there is one."""
     try:
-        return _calls.get(kind)
+        return _calls.get(cache_key)
     except TypeError:  # an argument that cannot be hashed, valid or not
         return None
 
 
-def remember(kind: Hashable | None, call: Call) -> None:
-    """Makes ``call`` what :func:`find` finds."""
+def store(cache_key: Hashable | None, call: CachedCall) -> None:
+    """Stores ``call`` in the cache under ``cache_key``."""
     if len(_calls) >= _LIMIT:
         _calls.clear()
     with contextlib.suppress(TypeError):
-        _calls[kind] = call
+        _calls[cache_key] = call

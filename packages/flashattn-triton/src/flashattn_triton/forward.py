@@ -35,7 +35,7 @@ from flashattn_triton.launch import (
     Sizes,
     Strides,
     TileView,
-    can_be_copied,
+    can_use_tma,
     dot_precision,
     empty_output,
     empty_row_statistic,
@@ -129,19 +129,20 @@ def load_rows(ptr, rows, columns, stride_row, n_rows, WIDTH: tl.constexpr, MASKE
 
 
 @triton.jit
-def copy_rows(descriptor, batch, head, start, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """``load_rows`` by the copy engine, from a descriptor of (B, H, N, D): 0 outside it."""
+def tma_load(descriptor, batch, head, start, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """``load_rows`` by the TMA, from a descriptor of (B, H, N, D): 0 outside it."""
     return descriptor.load([batch, head, start, 0]).reshape(ROWS, COLUMNS)
 
 
 @triton.jit
-def copy_again(descriptor, batch, head, start, length, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """``copy_rows`` for the second product of a wide fp32 tile, the sum of a gradient.
+def tma_reload(descriptor, batch, head, start, length, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """``tma_load`` for the second product of a wide fp32 tile, the sum of a gradient.
 
-    Kept from the first product, its parts (see ``dot_fp32``) would fill the registers. The compiler
-    cannot know the second address, which is the first; else it would not copy again.
+    Kept from the first product, its parts (see ``dot_fp32``) would fill the registers. The second
+    address equals the first one, in a form that the compiler cannot know to be equal: otherwise it
+    would keep the tile instead of loading it again.
     """
-    return copy_rows(descriptor, batch, head, start + (length >> 31), ROWS, COLUMNS)
+    return tma_load(descriptor, batch, head, start + (length >> 31), ROWS, COLUMNS)
 
 
 @triton.jit
@@ -244,7 +245,7 @@ def _attend(
     HAS_LEFT: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
-    COPIED: tl.constexpr,
+    USE_TMA: tl.constexpr,
     is_causal: tl.constexpr,
     MASKED: tl.constexpr,
 ):
@@ -253,8 +254,8 @@ def _attend(
         loop_bound(start, INTERPRETED), loop_bound(stop, INTERPRETED), K_TILE_SIZE
     ):
         key_start = key_start + 0  # a tensor under the interpreter too
-        if COPIED:
-            k = copy_rows(K, batch, kv_head, key_start, K_TILE_SIZE, columns.shape[0])
+        if USE_TMA:
+            k = tma_load(K, batch, kv_head, key_start, K_TILE_SIZE, columns.shape[0])
         else:
             k_tile = K + key_start.to(tl.int64) * stride_kk
             k = load_rows(k_tile, keys, columns, stride_kk, n_keys - key_start, D, MASKED)
@@ -288,8 +289,8 @@ def _attend(
         correction = tl.exp2(row_max - shift)
         row_sum = row_sum * correction + tl.sum(p, 1)
         acc = acc * correction[:, None]
-        if COPIED:
-            v = copy_rows(V, batch, kv_head, key_start, K_TILE_SIZE, value_columns.shape[0])
+        if USE_TMA:
+            v = tma_load(V, batch, kv_head, key_start, K_TILE_SIZE, value_columns.shape[0])
         else:
             v_tile = V + key_start.to(tl.int64) * stride_vk
             v = load_rows(v_tile, keys, value_columns, stride_vk, n_keys - key_start, E, MASKED)
@@ -353,7 +354,7 @@ def flash_forward_kernel(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
-    COPIED: tl.constexpr,
+    USE_TMA: tl.constexpr,
     is_causal: tl.constexpr,
 ):
     """One query tile of one head. ``is_causal``: no key after diagonal + window_right is visible.
@@ -369,7 +370,7 @@ def flash_forward_kernel(
     b, h = batch.to(tl.int64), head.to(tl.int64)
     kv_head = head // HEADS_PER_KV
     Q_ptr += b * stride_qb + h * stride_qh
-    if not COPIED:
+    if not USE_TMA:
         K_ptr += b * stride_kb + kv_head.to(tl.int64) * stride_kh
         V_ptr += b * stride_vb + kv_head.to(tl.int64) * stride_vh
     O_ptr += b * stride_ob + h * stride_oh
@@ -415,21 +416,21 @@ def flash_forward_kernel(
             start, tl.minimum(full_start, stop),
             queries, keys, columns, value_columns, offset, N_KEYS, window_left, window_right,
             scale_log2, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, PRECISION,
-            INTERPRETED, COPIED, is_causal, True,
+            INTERPRETED, USE_TMA, is_causal, True,
         )  # fmt: skip
     acc, row_sum, row_max = _attend(
         acc, row_sum, row_max, q, K_ptr, V_ptr, batch, kv_head, stride_kk, stride_vk,
         full_start, full_stop,
         queries, keys, columns, value_columns, offset, N_KEYS, window_left, window_right,
         scale_log2, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, PRECISION,
-        INTERPRETED, COPIED, is_causal, False,
+        INTERPRETED, USE_TMA, is_causal, False,
     )  # fmt: skip
     acc, row_sum, row_max = _attend(
         acc, row_sum, row_max, q, K_ptr, V_ptr, batch, kv_head, stride_kk, stride_vk,
         tl.maximum(full_start, full_stop), stop,
         queries, keys, columns, value_columns, offset, N_KEYS, window_left, window_right,
         scale_log2, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, PRECISION,
-        INTERPRETED, COPIED, is_causal, True,
+        INTERPRETED, USE_TMA, is_causal, True,
     )  # fmt: skip
 
     # A row that saw no key has sum 0: output 0 / 1, logsumexp -inf + log2(1).
@@ -509,7 +510,7 @@ def forward_call(
         tiles,
         dot_precision(query.dtype),
         None if packing is None else packing.sizes,
-        tiles.copied and packing is None and can_be_copied(key) and can_be_copied(value),
+        tiles.use_tma and packing is None and can_use_tma(key) and can_use_tma(value),
     )
 
 
@@ -523,7 +524,7 @@ def _forward_call(
     tiles: Tiles,
     precision: str,
     sizes: Sizes | None,
-    copied: bool,
+    use_tma: bool,
 ) -> ForwardCall:
     like = torch.empty_strided(shapes[0], strides[0], dtype=dtype, device="meta")
     out, logsumexp = empty_output(like, shapes[2][3]), empty_row_statistic(like)
@@ -549,12 +550,12 @@ def _forward_call(
         "WIDE": is_wide(*matrices),
         "PRECISION": precision,
         "INTERPRETED": not isinstance(flash_forward_kernel, triton.JITFunction),
-        "COPIED": copied,
+        "USE_TMA": use_tma,
         **option_constants(options),
     }
     programs = -(-n_queries // tiles.queries) * batch * heads
     views: list[TileView | None] = []
-    if copied:
+    if use_tma:
         k_block = [1, 1, tiles.keys, constants["D_PADDED"]]
         v_block = [1, 1, tiles.keys, constants["E_PADDED"]]
         k_view, v_view = (

@@ -115,10 +115,12 @@ def alignment(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=1024)
-def copy_refusal(
+def tma_refusal(
     name: str, shape: torch.Size, strides: Strides, address: int, itemsize: int
 ) -> str | None:
-    """Why the copy engine cannot read tiles of a (B, H, N, D) tensor; None if it can.
+    """Why the TMA (tensor memory accelerator) cannot read tiles of a tensor; None if it can.
+
+    The tensor is (B, H, N, D).
 
     Args:
         name: of the tensor, for the answer.
@@ -137,13 +139,13 @@ def copy_refusal(
     return None
 
 
-def can_be_copied(x: Tensor) -> bool:
-    """Whether :func:`copy_refusal` has nothing against a (B, H, N, D) tensor."""
-    return copy_refusal("", x.shape, x.stride(), x.data_ptr() % 16, x.element_size()) is None
+def can_use_tma(x: Tensor) -> bool:
+    """Whether the TMA can read tiles of a (B, H, N, D) tensor; see :func:`tma_refusal`."""
+    return tma_refusal("", x.shape, x.stride(), x.data_ptr() % 16, x.element_size()) is None
 
 
 class TileView:
-    """How the copy engine sees tensors of one shape: all of a descriptor but the address.
+    """How the TMA sees tensors of one shape: all of a descriptor but the address.
 
     Heads and batch keep dimensions of their own, so that a tile past the last row reads zeros, and
     not the next head.
@@ -169,7 +171,7 @@ def _descriptor_type() -> type[TensorDescriptor]:
         """Triton's own checks cost the host more than the encoding of a descriptor does."""
 
         def __post_init__(self) -> None:
-            """Checks nothing; :func:`can_be_copied` did."""
+            """Checks nothing; :func:`can_use_tma` did."""
 
     return Descriptor
 
@@ -211,7 +213,7 @@ class Launch:
             numbers: what follows the tensors.
             constants: the compile-time arguments, by name.
             tiles: warps and stages.
-            views: how the copy engine sees the first tensors; None, and all that follow: pointers.
+            views: how the TMA sees the first tensors; None, and all that follow: pointers.
         """
         self.kernel = kernel
         self.device = device.index if device.type == "cuda" else None
@@ -253,7 +255,7 @@ class Launch:
             **triton_versions.COMPILE_OPTIONS,
         )
         if compiled is not None:  # as in Triton's interpreter
-            self.started[kind] = self._starter(compiled, tensors)
+            self.started[kind] = self._launcher(compiled, tensors)
 
     def _described(
         self, tensors: Sequence[Tensor | None]
@@ -265,7 +267,7 @@ class Launch:
                 described[i] = view.of(x)
         return described
 
-    def _starter(self, compiled: Any, tensors: Sequence[Tensor | None]) -> _Start:
+    def _launcher(self, compiled: Any, tensors: Sequence[Tensor | None]) -> _Start:
         rest = (*self.numbers, *self.constants.values())
         parameters: list[triton_versions.Parameter] = [
             None if x is None else "pointer" for x in tensors

@@ -268,7 +268,11 @@ def _differentiate(
 
 
 class _Attention(torch.autograd.Function):
-    """The same derivative without the generic registration, whose bookkeeping outlasts kernels."""
+    """The operator's derivative in eager mode.
+
+    The bookkeeping of a derivative registered with ``torch.library`` takes the host longer than a
+    small problem takes the GPU.
+    """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
@@ -280,9 +284,10 @@ class _Attention(torch.autograd.Function):
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
-    """``torch.ops.flashattn_triton.forward``: in eager mode at less overhead, in transforms at all.
+    """Calls ``torch.ops.flashattn_triton.forward`` with its derivative.
 
-    What is registered with an operator serves autograd and compilers, but not ``torch.func.grad``.
+    In eager mode this costs less than the operator's registered derivative. Inside ``torch.func``
+    transforms it is the only way: they do not see what is registered with an operator.
     """
     refuse_forward_mode(query, key, value)
     differentiated = query.requires_grad or key.requires_grad or value.requires_grad
@@ -367,7 +372,7 @@ class _Transformed(torch.autograd.Function):
 
 
 class _TransformedBackward(torch.autograd.Function):
-    """Its derivative, which has none."""
+    """Backward of the operator. It is not differentiable a second time."""
 
     @staticmethod
     def forward(*inputs: Any) -> Any:

@@ -143,8 +143,8 @@ def compile_only(problem: Problem, tiling: Tiling) -> None:
 
 def _with(tiling: Tiling, role: str, shape: Tiles) -> Tiling:
     """``tiling`` with another shape of one kernel; the fused form adds dQ as the GPU does best."""
-    bulk = torch.cuda.get_device_capability() >= (9, 0)
-    replaced: dict[str, Any] = {role: shape, "bulk": bulk}
+    tma_reduce = torch.cuda.get_device_capability() >= (9, 0)
+    replaced: dict[str, Any] = {role: shape, "tma_reduce": tma_reduce}
     return dataclasses.replace(tiling, **replaced)
 
 
@@ -155,7 +155,7 @@ def variants(role: str, base: Tiling, problem: Problem) -> list[Tiling]:
         base = dataclasses.replace(base, fused=None)
     shapes = list(candidates(role, problem.head_dim, itemsize))
     if torch.cuda.get_device_capability() >= (9, 0):
-        shapes += [dataclasses.replace(shape, copied=True) for shape in shapes]
+        shapes += [dataclasses.replace(shape, use_tma=True) for shape in shapes]
     return [_with(base, role, shape) for shape in shapes]
 
 

@@ -16,12 +16,12 @@ from flashattn_triton.hopper.backward_kernel import (
     hopper_backward_kernel,
 )
 from flashattn_triton.hopper.configs import backward_config, tile_width
-from flashattn_triton.hopper.launch import DirectLaunch, edges, tile_map
-from flashattn_triton.hopper.preprocess import ROWS, finish_kernel, prepare_kernel
+from flashattn_triton.hopper.launch import FastLaunch, edges, tile_map
+from flashattn_triton.hopper.preprocess import ROWS, postprocess_kernel, preprocess_kernel
 from flashattn_triton.launch import (
     Strides,
     alignment,
-    can_be_copied,
+    can_use_tma,
     current_device,
     empty_output,
 )
@@ -47,15 +47,15 @@ def hopper_backward(
         out: its output, (B, H, N_q, D).
         logsumexp: its logsumexp, contiguous (B, H, N_q) fp32.
         grad_out: dO, the shape of ``out``. It and the tensors above may have any strides, and are
-            copied where the copy engine cannot follow them; what is the same for all heads, as the
+            copied where the TMA cannot follow them; what is the same for all heads, as the
             gradient of a sum is, once.
         grad_logsumexp: dL, the shape of ``logsumexp``, or None for zero.
 
     Returns:
         dQ, dK and dV in the inputs' shapes and dtype. dQ is accumulated in fp32, in any order.
     """
-    query, key, value, out = (_copyable(x) for x in (query, key, value, out))
-    grad_out = _copyable(_distinct(grad_out)).expand(grad_out.shape)
+    query, key, value, out = (_for_tma(x) for x in (query, key, value, out))
+    grad_out = _for_tma(_distinct(grad_out)).expand(grad_out.shape)
     tensors = [query, key, value, out, grad_out]
     if query.numel() == 0 or key.numel() == 0:  # which no descriptor can express
         dq, dk, dv = (empty_output(x, x.shape[3]).zero_() for x in (query, key, value))
@@ -64,9 +64,9 @@ def hopper_backward(
     return call(query, key, value, out, logsumexp, grad_out, grad_logsumexp)
 
 
-def _copyable(x: Tensor) -> Tensor:
-    """``x``, or a copy of it that the copy engine can read."""
-    return x if can_be_copied(x) else x.clone(memory_format=torch.contiguous_format)
+def _for_tma(x: Tensor) -> Tensor:
+    """``x``, or a copy of it that the TMA can read."""
+    return x if can_use_tma(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _distinct(x: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class RepeatedHopperBackward:
         call = self.calls.get(kind)
         if call is None or alignment(tensors):
             read = (query, key, value, out, _distinct(grad_out))
-            if not all(can_be_copied(x) for x in read):
+            if not all(can_use_tma(x) for x in read):
                 statistics = (logsumexp, grad_out, grad_logsumexp)
                 return hopper_backward(query, key, value, out, *statistics, self.options)
             call = self.calls[kind] = _call_for(tensors, grad_logsumexp, self.options)
@@ -118,9 +118,9 @@ class HopperBackwardCall:
     kernels share. ``statistics``: bytes of it that come before the sum of dQ.
     """
 
-    prepare: DirectLaunch
-    main: DirectLaunch
-    finish: DirectLaunch
+    preprocess: FastLaunch
+    main: FastLaunch
+    postprocess: FastLaunch
     device: torch.device
     gradients: Sequence[tuple[Sequence[int], Strides]]
     statistics: int
@@ -145,10 +145,10 @@ class HopperBackwardCall:
         statistics = shared.data_ptr()
         dq_sum, do = statistics + self.statistics, grad_out.data_ptr()
         dl = () if grad_logsumexp is None else (grad_logsumexp.data_ptr(),)
-        self.prepare((out.data_ptr(), do, logsumexp.data_ptr(), *dl, statistics, dq_sum))
+        self.preprocess((out.data_ptr(), do, logsumexp.data_ptr(), *dl, statistics, dq_sum))
         inputs = (query.data_ptr(), key.data_ptr(), value.data_ptr())
         self.main((*inputs, do, statistics, dq_sum, dk.data_ptr(), dv.data_ptr()))
-        self.finish((dq_sum, dq.data_ptr()))
+        self.postprocess((dq_sum, dq.data_ptr()))
         return dq, dk, dv
 
 
@@ -193,30 +193,34 @@ def _backward_call(
     shape = {"WIDTH": width, "NARROW": head_dim < width, "ROWS": ROWS}
     has_dl = grad_logsumexp_stride is not None
 
-    def octets(stride: Strides) -> list[int]:
+    def stride_div8(stride: Strides) -> list[int]:
         return [s // 8 for s in stride[:3]]
 
     fp32 = torch.float32
-    prepare = DirectLaunch(
-        prepare_kernel,
+    preprocess = FastLaunch(
+        preprocess_kernel,
         rows // ROWS,
         [dtype, dtype, fp32, fp32 if has_dl else None, torch.bfloat16, fp32],
         [
-            *(*octets(o_stride), *octets(do_stride), *(grad_logsumexp_stride or (0, 0, 0))),
+            *(
+                *stride_div8(o_stride),
+                *stride_div8(do_stride),
+                *(grad_logsumexp_stride or (0, 0, 0)),
+            ),
             *(*sizes, -1.0 / options.scale),
         ],
         shape | {"HAS_DL": has_dl},
     )
-    finish = DirectLaunch(
-        finish_kernel,
+    postprocess = FastLaunch(
+        postprocess_kernel,
         rows // ROWS,
         [fp32, dtype],
-        [*octets(dq_stride), *sizes, options.scale],
+        [*stride_div8(dq_stride), *sizes, options.scale],
         shape,
     )
     query_block, key_block = [1, 1, queries, width], [1, 1, KEYS.value, width]
     own_block = [1, 1, OWN.value, width]
-    main = DirectLaunch(
+    main = FastLaunch(
         hopper_backward_kernel,
         -(-n_keys // KEYS.value) * batch * kv_heads,
         [
@@ -241,9 +245,9 @@ def _backward_call(
         },
     )
     return HopperBackwardCall(
-        prepare=prepare,
+        preprocess=preprocess,
         main=main,
-        finish=finish,
+        postprocess=postprocess,
         device=device,
         gradients=[(x.shape, x.stride()) for x in gradients],
         statistics=rows * columns * 2,

@@ -14,7 +14,8 @@ in registers:
 
 dQ is one step late: when a consumer has written its half of dS of this tile, it multiplies dS of
 the tile before. So neither waits for what the other has just computed, and the exponentials of one
-run under the products of the other. Before and after there are the kernels of ``preprocess``.
+run under the products of the other. ``preprocess.py`` holds the small kernels that run before and
+after this one.
 
 The tensor cores subtract L and delta: three bf16 numbers that add up to each travel with Q, 32
 bytes per query, and are multiplied by ones. If every thread loaded them for its columns of scores,
@@ -109,7 +110,7 @@ def _advance(tile, head, first, last, wrap):
 
 
 @gluon.jit
-def _produce(
+def _producer(
     loads,  # descriptors of Q, K, V, dO and the statistics
     full,  # barriers: copied
     buffers,
@@ -166,7 +167,7 @@ def _produce(
 
 
 @gluon.jit
-def _hide(
+def _apply_mask(
     p,
     diagonal,
     band,
@@ -315,7 +316,7 @@ def _step(
     dp = _start_dp(own_v, do_tile, statistics_smem.index(slot), SCORES)
     p = exp2(s * scale_log2)
     if MASKED:
-        p = _hide(p, diagonal, band, n_keys, RAGGED, is_causal, HAS_LEFT)
+        p = _apply_mask(p, diagonal, band, n_keys, RAGGED, is_causal, HAS_LEFT)
     dv = warpgroup_mma(gl.convert_layout(p.to(DTYPE), OPERAND), do_tile, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp,))
     ds = (p * dp).to(DTYPE)
@@ -345,7 +346,7 @@ def _step(
 
 
 @gluon.jit
-def _consume(
+def _consumer(
     dk_desc,
     dv_desc,
     full,
@@ -513,17 +514,17 @@ def hopper_backward_kernel(
     full = (kv_full, q_full, do_full)
     buffers = (k_smem, v_smem, q_smem, do_smem, statistics_smem)
 
-    # Tuples that are not written in place lose their compile-time members.
+    # Written in place, because a tuple bound to a variable loses its compile-time members.
     gl.warp_specialize([
-        (_produce, (
+        (_producer, (
             loads, full, buffers, N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_PER_KV, offset, band,
             QUERIES, is_causal, HAS_LEFT,
         )),
-        (_consume, (
+        (_consumer, (
             dk_desc, dv_desc, full, buffers, ds_smem, dq_ptr, scale, scale_log2, N_QUERIES, N_KEYS,
             N_KV_HEADS, HEADS_PER_KV, offset, band, 0, RAGGED, is_causal, HAS_LEFT,
         )),
-        (_consume, (
+        (_consumer, (
             dk_desc, dv_desc, full, buffers, ds_smem, dq_ptr, scale, scale_log2, N_QUERIES, N_KEYS,
             N_KV_HEADS, HEADS_PER_KV, offset, band, 1, RAGGED, is_causal, HAS_LEFT,
         )),

@@ -80,7 +80,7 @@ BACKWARD_WINDOW = {
 
 
 def tile_width(head_dim: int) -> int:
-    """Columns of the tiles that ``head_dim`` is computed with; the copy engine fills up zeros."""
+    """Columns of the tiles that ``head_dim`` is computed with; the TMA fills up zeros."""
     return 64 if head_dim <= 64 else 128
 
 

@@ -1,6 +1,6 @@
 """Which kinds of input the Hopper tier takes, and in words why not the others.
 
-Whether the copy engine can read them is said by ``copy_refusal`` of :mod:`flashattn_triton.launch`.
+Whether the TMA can read them is said by ``tma_refusal`` of :mod:`flashattn_triton.launch`.
 Imports no kernels.
 """
 
@@ -12,7 +12,7 @@ from flashattn_triton import triton_versions
 from flashattn_triton.options import AttentionOptions
 
 CAPABILITY = (9, 0)
-# Tiles are 64 or 128 columns wide, and the copy engine fills them up with zeros. It wants rows to
+# Tiles are 64 or 128 columns wide, and the TMA fills them up with zeros. It wants rows to
 # start at multiples of 16 bytes. Up to 32, the portable tier's tiles are narrower.
 HEAD_DIMS = range(40, 129, 8)
 DTYPES = (torch.float16, torch.bfloat16)

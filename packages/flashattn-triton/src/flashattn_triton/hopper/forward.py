@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashattn_triton.hopper.configs import forward_config, tile_width
 from flashattn_triton.hopper.forward_kernel import ROWS, hopper_forward_kernel
-from flashattn_triton.hopper.launch import DirectLaunch, edges, tile_map
+from flashattn_triton.hopper.launch import FastLaunch, edges, tile_map
 from flashattn_triton.launch import Strides, current_device, empty_output, empty_row_statistic
 from flashattn_triton.options import AttentionOptions
 
@@ -41,7 +41,7 @@ class HopperForwardCall:
     ``out`` and ``logsumexp``: their shapes and strides.
     """
 
-    launch: DirectLaunch
+    launch: FastLaunch
     device: torch.device
     out: tuple[torch.Size, Strides]
     logsumexp: tuple[torch.Size, Strides]
@@ -106,7 +106,7 @@ def _forward_call(
     query_block, key_block = [1, 1, ROWS.value, width], [1, 1, config.keys, width]
     q_map, o_map = (tile_map(q_shape, x, query_block, dtype) for x in (strides[0], out.stride()))
     k_map, v_map = (tile_map(k_shape, x, key_block, dtype) for x in strides[1:])
-    launch = DirectLaunch(
+    launch = FastLaunch(
         hopper_forward_kernel,
         min(n_tiles, programs),
         [q_map, k_map, v_map, o_map, torch.float32],

@@ -3,9 +3,9 @@
 """The forward pass on sm_90: FlashAttention-3's division of labour (arXiv:2407.08608), in Gluon.
 
 A program computes CONSUMERS · 64 rows of queries of one head. One warp group, the producer, only
-has the copy engine fetch tiles. Each of the others, the consumers, owns 64 rows: it issues the
-product Q·Kᵀ of tile j and the product P·V of tile j - 1, and computes the softmax of tile j while
-the tensor cores still work on the second product.
+issues loads of tiles by the TMA (tensor memory accelerator). Each of the others, the consumers,
+owns 64 rows: it issues the product Q·Kᵀ of tile j and the product P·V of tile j - 1, and computes
+the softmax of tile j while the tensor cores still work on the second product.
 
     s = Q Kᵀ                        raw scores of one tile of keys, in registers
     P = exp2(s · scale · log2(e) - max)
@@ -47,26 +47,26 @@ LN_2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
-def _tile_index(turn):
-    """Which tile this program computes as its ``turn``-th: every other round backwards.
+def _tile_index(round_index):
+    """Which tile this program computes in this round; every other round runs backwards.
 
-    In the order of :func:`_tile` neighbours are of almost equal length, and whoever has the longer
-    tile of one round has the shorter one of the next.
+    In the order of :func:`_tile`, neighbours are of almost equal length. Programs alternate between
+    the longer and the shorter one, so that each does about the same amount of work.
     """
     program = gl.program_id(0)
     backwards = gl.num_programs(0) - 1 - program
-    return turn * gl.num_programs(0) + gl.where(turn % 2 == 0, program, backwards)
+    return round_index * gl.num_programs(0) + gl.where(round_index % 2 == 0, program, backwards)
 
 
 @gluon.jit
-def _n_turns(N_TILES):
-    """How many tiles this program computes."""
+def _n_rounds(N_TILES):
+    """How many rounds, and so tiles, this program has."""
     whole_rounds = N_TILES // gl.num_programs(0)
     return whole_rounds + gl.where(_tile_index(whole_rounds) < N_TILES, 1, 0)
 
 
 @gluon.jit
-def _tile(turn, sizes, ROWS_PER_TILE: gl.constexpr):
+def _tile(round_index, sizes, ROWS_PER_TILE: gl.constexpr):
     """(first row, head, batch) of a tile.
 
     Groups of heads come one after another. Within a group, rows are outermost, so that under a
@@ -74,7 +74,7 @@ def _tile(turn, sizes, ROWS_PER_TILE: gl.constexpr):
     they end as the next one begins.
     """
     N_TILES, N_QUERIES, N_HEADS, _HEADS_PER_KV, GROUP = sizes
-    index = _tile_index(turn)
+    index = _tile_index(round_index)
     n_tiles = gl.cdiv(N_QUERIES, ROWS_PER_TILE)
     n_heads = N_TILES // n_tiles  # of all batch elements
     group = index // (n_tiles * GROUP)
@@ -122,7 +122,7 @@ def _whole_tiles(
 
 
 @gluon.jit
-def _produce(
+def _producer(
     descriptors,
     barriers,
     buffers,
@@ -133,7 +133,7 @@ def _produce(
     HAS_LEFT: gl.constexpr,
     is_causal: gl.constexpr,
 ):
-    """Fetches each tile's Q once and its K and V tile by tile, into slots that consumers freed."""
+    """Loads each tile's Q once and its K and V tile by tile, into slots that consumers released."""
     q_desc, k_desc, v_desc, _o_desc = descriptors
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     q_smem, k_smem, v_smem, _o_smem = buffers
@@ -142,14 +142,14 @@ def _produce(
     D: gl.constexpr = k_smem.shape[2]
     QUERY_BYTES: gl.constexpr = CONSUMERS * ROWS * D * 2
     KEY_BYTES: gl.constexpr = KEYS * D * 2
-    copied = 0  # tiles of keys so far
-    for turn in range(_n_turns(N_TILES)):
-        first_row, head, batch = _tile(turn, sizes, CONSUMERS * ROWS)
+    tiles_done = 0  # tiles of keys so far
+    for round_index in range(_n_rounds(N_TILES)):
+        first_row, head, batch = _tile(round_index, sizes, CONSUMERS * ROWS)
         stop_row = min(first_row + CONSUMERS * ROWS, N_QUERIES)
         start, stop = _key_tiles(first_row, stop_row, band, KEYS, HAS_LEFT, is_causal)
         kv_head = head // HEADS_PER_KV
-        q_slot = turn % 2
-        mbarrier.wait(q_empty.index(q_slot), ((turn // 2) & 1) ^ 1)
+        q_slot = round_index % 2
+        mbarrier.wait(q_empty.index(q_slot), ((round_index // 2) & 1) ^ 1)
         mbarrier.expect(q_full.index(q_slot), QUERY_BYTES)
         for c in gl.static_range(CONSUMERS):
             row = first_row + c * ROWS
@@ -157,57 +157,57 @@ def _produce(
             tma_load(q_desc, [batch, head, row, 0], q_full.index(q_slot), q_tile)
         for j in range(stop - start):
             first_key = (stop - 1 - j) * KEYS
-            slot = copied % STAGES
-            phase = (copied // STAGES) & 1
+            slot = tiles_done % STAGES
+            phase = (tiles_done // STAGES) & 1
             mbarrier.wait(k_empty.index(slot), phase ^ 1)
             mbarrier.expect(k_full.index(slot), KEY_BYTES)
             tma_load(k_desc, [batch, kv_head, first_key, 0], k_full.index(slot), k_smem.index(slot))
             mbarrier.wait(v_empty.index(slot), phase ^ 1)
             mbarrier.expect(v_full.index(slot), KEY_BYTES)
             tma_load(v_desc, [batch, kv_head, first_key, 0], v_full.index(slot), v_smem.index(slot))
-            copied += 1
+            tiles_done += 1
 
 
 # ---- consumer ------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _take_turn(CONSUMER: gl.constexpr):
+def _scheduler_barrier_wait(CONSUMER: gl.constexpr):
     """Waits until the previous consumer has issued its products.
 
-    Consumers take turns with the tensor cores, so that while one multiplies another computes
-    exponentials.
+    Consumers use the tensor cores one after another (FlashAttention-3's ping-pong schedule), so
+    that one computes exponentials while another multiplies.
     """
     named_barrier_sync(CONSUMER, 256)
 
 
 @gluon.jit
-def _pass_turn(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Lets the next consumer issue its products."""
+def _scheduler_barrier_arrive(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Allows the next consumer to issue its products."""
     named_barrier_arrive((CONSUMER + 1) % CONSUMERS, 256)
 
 
 @gluon.jit
-def _skip(
-    n, taken, barriers, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr
+def _release_tiles(
+    n, tiles_done, barriers, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr
 ):
-    """Frees ``n`` tiles that only other consumers' rows see; returns how many are taken then."""
+    """Releases ``n`` tiles that only other consumers' rows see; returns the new ``tiles_done``."""
     _q_full, _q_empty, k_full, k_empty, v_full, v_empty = barriers
     for _ in range(n):
-        slot = taken % STAGES
-        phase = (taken // STAGES) & 1
+        slot = tiles_done % STAGES
+        phase = (tiles_done // STAGES) & 1
         mbarrier.wait(k_full.index(slot), phase)
         mbarrier.arrive(k_empty.index(slot), count=1)
         mbarrier.wait(v_full.index(slot), phase)
         mbarrier.arrive(v_empty.index(slot), count=1)
-        taken += 1
-        _take_turn(CONSUMER)
-        _pass_turn(CONSUMER, CONSUMERS)
-    return taken
+        tiles_done += 1
+        _scheduler_barrier_wait(CONSUMER)
+        _scheduler_barrier_arrive(CONSUMER, CONSUMERS)
+    return tiles_done
 
 
 @gluon.jit
-def _hide(
+def _apply_mask(
     s,
     first_row,
     first_key,
@@ -216,7 +216,7 @@ def _hide(
     HAS_LEFT: gl.constexpr,
     is_causal: gl.constexpr,
 ):
-    """Scores of keys that a row does not see become those that exp2 maps to 0."""
+    """Replaces scores of keys that a row does not see by one whose exponential is 0."""
     N_KEYS, offset, width = band
     LAYOUT: gl.constexpr = s.type.layout
     keys = gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, LAYOUT)), 0)
@@ -239,7 +239,7 @@ def _largest(s, scale_log2, NEGATIVE: gl.constexpr):
 
 
 @gluon.jit
-def _shift(row_max, BLIND_ROWS: gl.constexpr):
+def _finite_max(row_max, BLIND_ROWS: gl.constexpr):
     """``row_max``, but 0 where a row has seen no key yet, because -inf - -inf is NaN."""
     if BLIND_ROWS:
         return gl.where(row_max == -float("inf"), 0.0, row_max)
@@ -247,12 +247,12 @@ def _shift(row_max, BLIND_ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _widened(x, LAYOUT: gl.constexpr):
-    """(rows, columns) to (rows, 2 · columns): zeros follow, in registers of their own."""
+def _pad_columns(x, LAYOUT: gl.constexpr):
+    """(rows, columns) to (rows, 2 · columns), padded with zeros in registers of their own."""
     NARROW: gl.constexpr = x.type.layout
-    both = gl.join(x, gl.zeros([x.shape[0], x.shape[1]], gl.float32, NARROW))
-    both = gl.reshape(gl.permute(both, (0, 2, 1)), [x.shape[0], 2 * x.shape[1]])
-    return gl.convert_layout(both, LAYOUT, assert_trivial=True)
+    padded = gl.join(x, gl.zeros([x.shape[0], x.shape[1]], gl.float32, NARROW))
+    padded = gl.reshape(gl.permute(padded, (0, 2, 1)), [x.shape[0], 2 * x.shape[1]])
+    return gl.convert_layout(padded, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -260,7 +260,7 @@ def _step(
     q_tile,
     barriers,
     buffers,
-    taken,  # tiles of keys before this one, over all rows of this program
+    tiles_done,  # tiles of keys before this one, over all rows of this program
     first_row,
     first_key,
     band,
@@ -283,27 +283,27 @@ def _step(
     _q_full, _q_empty, k_full, k_empty, v_full, v_empty = barriers
     _q_smem, k_smem, v_smem, _o_smem = buffers
     KEYS: gl.constexpr = k_smem.shape[1]
-    slot = taken % STAGES
-    phase = (taken // STAGES) & 1
-    before = (taken - 1) % STAGES
-    phase_before = ((taken - 1) // STAGES) & 1
+    slot = tiles_done % STAGES
+    phase = (tiles_done // STAGES) & 1
+    before = (tiles_done - 1) % STAGES
+    phase_before = ((tiles_done - 1) // STAGES) & 1
 
     mbarrier.wait(k_full.index(slot), phase)
-    _take_turn(CONSUMER)
+    _scheduler_barrier_wait(CONSUMER)
     nothing = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
     s = warpgroup_mma(
         q_tile, k_smem.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True
     )
     mbarrier.wait(v_full.index(before), phase_before)
     acc = warpgroup_mma(p, v_smem.index(before), acc, is_async=True)
-    _pass_turn(CONSUMER, CONSUMERS)
+    _scheduler_barrier_arrive(CONSUMER, CONSUMERS)
 
     s = warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(k_empty.index(slot), count=1)
     if MASKED:
-        s = _hide(s, first_row, first_key, band, NEGATIVE, HAS_LEFT, is_causal)
+        s = _apply_mask(s, first_row, first_key, band, NEGATIVE, HAS_LEFT, is_causal)
     new_max = gl.maximum(row_max, _largest(s, scale_log2, NEGATIVE))
-    shift = _shift(new_max, BLIND_ROWS and MASKED)
+    shift = _finite_max(new_max, BLIND_ROWS and MASKED)
     exponentials = exp2(s * scale_log2 - gl.expand_dims(shift, 1))
     correction = exp2(row_max - shift)
     row_sum = row_sum * correction + gl.sum(exponentials, 1)
@@ -318,7 +318,7 @@ def _step(
 
 
 @gluon.jit
-def _consume(
+def _consumer(
     descriptors,
     barriers,
     buffers,
@@ -355,12 +355,12 @@ def _consume(
     SCORE_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     OUTPUT_ROWS: gl.constexpr = gl.SliceLayout(1, OUTPUT)
     o_tile = o_smem.index(CONSUMER)
-    taken = 0
+    tiles_done = 0
     if CONSUMER == CONSUMERS - 1:
-        _pass_turn(CONSUMER, CONSUMERS)  # the first turn is the first consumer's
+        _scheduler_barrier_arrive(CONSUMER, CONSUMERS)  # consumer 0 is first
 
-    for turn in range(_n_turns(N_TILES)):
-        tile_row, head, batch = _tile(turn, sizes, CONSUMERS * ROWS)
+    for round_index in range(_n_rounds(N_TILES)):
+        tile_row, head, batch = _tile(round_index, sizes, CONSUMERS * ROWS)
         first_row = tile_row + CONSUMER * ROWS
         stop_row = min(tile_row + CONSUMERS * ROWS, N_QUERIES)
         tile_start, tile_stop = _key_tiles(tile_row, stop_row, band, KEYS, HAS_LEFT, is_causal)
@@ -370,30 +370,32 @@ def _consume(
             start = tile_start
             stop = tile_start + 1
         n_key_tiles = stop - start
-        taken = _skip(tile_stop - stop, taken, barriers, CONSUMER, CONSUMERS, STAGES)
+        tiles_done = _release_tiles(
+            tile_stop - stop, tiles_done, barriers, CONSUMER, CONSUMERS, STAGES
+        )
 
         # The last visible tile: nothing to multiply meanwhile, no maximum yet.
-        slot = taken % STAGES
-        q_slot = turn % 2
+        slot = tiles_done % STAGES
+        q_slot = round_index % 2
         q_tile = q_smem.index(q_slot * CONSUMERS + CONSUMER)
-        mbarrier.wait(q_full.index(q_slot), (turn // 2) & 1)
-        mbarrier.wait(k_full.index(slot), (taken // STAGES) & 1)
-        _take_turn(CONSUMER)
+        mbarrier.wait(q_full.index(q_slot), (round_index // 2) & 1)
+        mbarrier.wait(k_full.index(slot), (tiles_done // STAGES) & 1)
+        _scheduler_barrier_wait(CONSUMER)
         nothing = gl.zeros([ROWS, FIRST_KEYS], gl.float32, FIRST)
         first_keys = k_smem.index(slot).slice(0, FIRST_KEYS, dim=0)
         s = warpgroup_mma(q_tile, first_keys.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        _pass_turn(CONSUMER, CONSUMERS)
+        _scheduler_barrier_arrive(CONSUMER, CONSUMERS)
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(k_empty.index(slot), count=1)
         first_key = (stop - 1) * KEYS
         if is_causal or HAS_LEFT or first_key + KEYS > N_KEYS:
-            s = _hide(s, first_row, first_key, band, NEGATIVE, HAS_LEFT, is_causal)
+            s = _apply_mask(s, first_row, first_key, band, NEGATIVE, HAS_LEFT, is_causal)
         row_max = _largest(s, scale_log2, NEGATIVE)
-        shift = _shift(row_max, BLIND_ROWS)
+        shift = _finite_max(row_max, BLIND_ROWS)
         exponentials = exp2(s * scale_log2 - gl.expand_dims(shift, 1))
         row_sum = gl.sum(exponentials, 1)
         if FIRST_KEYS < KEYS:
-            exponentials = _widened(exponentials, SCORES)
+            exponentials = _pad_columns(exponentials, SCORES)
             row_max = gl.convert_layout(row_max, SCORE_ROWS, assert_trivial=True)
             row_sum = gl.convert_layout(row_sum, SCORE_ROWS, assert_trivial=True)
         p = to_operand(exponentials, DTYPE, PROBABILITIES)
@@ -410,30 +412,30 @@ def _consume(
             whole = min(max(stop - last_whole, 1), n_key_tiles)
             for j in range(1, whole):
                 acc, p, row_max, row_sum = _step(
-                    q_tile, barriers, buffers, taken + j, first_row, first_key - j * KEYS, band,
-                    scale_log2, acc, p, row_max, row_sum, CONSUMER, CONSUMERS, STAGES, NEGATIVE,
-                    BLIND_ROWS, HAS_LEFT, is_causal, True, SCORES,
+                    q_tile, barriers, buffers, tiles_done + j, first_row, first_key - j * KEYS,
+                    band, scale_log2, acc, p, row_max, row_sum, CONSUMER, CONSUMERS, STAGES,
+                    NEGATIVE, BLIND_ROWS, HAS_LEFT, is_causal, True, SCORES,
                 )  # fmt: skip
         if HAS_LEFT:
             whole_stop = min(max(stop - first_whole, whole), n_key_tiles)
         for j in range(whole, whole_stop):
             acc, p, row_max, row_sum = _step(
-                q_tile, barriers, buffers, taken + j, first_row, first_key - j * KEYS, band,
+                q_tile, barriers, buffers, tiles_done + j, first_row, first_key - j * KEYS, band,
                 scale_log2, acc, p, row_max, row_sum, CONSUMER, CONSUMERS, STAGES, NEGATIVE,
                 BLIND_ROWS, HAS_LEFT, is_causal, False, SCORES,
             )  # fmt: skip
         if HAS_LEFT:
             for j in range(whole_stop, n_key_tiles):
                 acc, p, row_max, row_sum = _step(
-                    q_tile, barriers, buffers, taken + j, first_row, first_key - j * KEYS, band,
-                    scale_log2, acc, p, row_max, row_sum, CONSUMER, CONSUMERS, STAGES, NEGATIVE,
-                    BLIND_ROWS, HAS_LEFT, is_causal, True, SCORES,
+                    q_tile, barriers, buffers, tiles_done + j, first_row, first_key - j * KEYS,
+                    band, scale_log2, acc, p, row_max, row_sum, CONSUMER, CONSUMERS, STAGES,
+                    NEGATIVE, BLIND_ROWS, HAS_LEFT, is_causal, True, SCORES,
                 )  # fmt: skip
-        taken += n_key_tiles
+        tiles_done += n_key_tiles
         mbarrier.arrive(q_empty.index(q_slot), count=1)
 
-        slot = (taken - 1) % STAGES
-        mbarrier.wait(v_full.index(slot), ((taken - 1) // STAGES) & 1)
+        slot = (tiles_done - 1) % STAGES
+        mbarrier.wait(v_full.index(slot), ((tiles_done - 1) // STAGES) & 1)
         acc = warpgroup_mma(p, v_smem.index(slot), acc, is_async=True)
         # A row that saw no key has sum 0: output 0 / 1, logsumexp -inf + log2(1).
         row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)
@@ -442,7 +444,9 @@ def _consume(
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(v_empty.index(slot), count=1)
         if HAS_LEFT:
-            taken = _skip(start - tile_start, taken, barriers, CONSUMER, CONSUMERS, STAGES)
+            tiles_done = _release_tiles(
+                start - tile_start, tiles_done, barriers, CONSUMER, CONSUMERS, STAGES
+            )
 
         tma.store_wait(0)  # for the output of the tile before to have left
         o_tile.store((acc * gl.expand_dims(normaliser, 1)).to(DTYPE))
@@ -453,7 +457,7 @@ def _consume(
         gl.store(L_ptr + l_row + rows, logsumexp, mask=rows < N_QUERIES)
     tma.store_wait(0)
     if CONSUMER == 0:
-        _take_turn(CONSUMER)  # the turn that nobody took is left at the barrier
+        _scheduler_barrier_wait(CONSUMER)  # for the last arrival, which nobody waited for
 
 
 # ---- kernel --------------------------------------------------------------------------------------
@@ -536,26 +540,26 @@ def hopper_forward_kernel(
         offset = 0
     band = (N_KEYS, offset, width)
 
-    # Tuples with compile-time members lose those unless they are written in place.
+    # Written in place, because a tuple bound to a variable loses its compile-time members.
     # fmt: off
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_produce, (descriptors, barriers, buffers, sizes, band,
+            (_producer, (descriptors, barriers, buffers, sizes, band,
                         CONSUMERS, STAGES, HAS_LEFT, is_causal)),
-            (_consume, (descriptors, barriers, buffers, sizes, band, L_ptr, scale_log2, 0,
+            (_consumer, (descriptors, barriers, buffers, sizes, band, L_ptr, scale_log2, 0,
                         CONSUMERS, STAGES, NEGATIVE, SHIFTED, HALVED, HAS_LEFT, is_causal)),
-            (_consume, (descriptors, barriers, buffers, sizes, band, L_ptr, scale_log2, 1,
+            (_consumer, (descriptors, barriers, buffers, sizes, band, L_ptr, scale_log2, 1,
                         CONSUMERS, STAGES, NEGATIVE, SHIFTED, HALVED, HAS_LEFT, is_causal)),
         ], [4, 4], [REGISTERS, REGISTERS])
     else:
         gl.warp_specialize([
-            (_produce, (descriptors, barriers, buffers, sizes, band,
+            (_producer, (descriptors, barriers, buffers, sizes, band,
                         CONSUMERS, STAGES, HAS_LEFT, is_causal)),
-            (_consume, (descriptors, barriers, buffers, sizes, band, L_ptr, scale_log2, 0,
+            (_consumer, (descriptors, barriers, buffers, sizes, band, L_ptr, scale_log2, 0,
                         CONSUMERS, STAGES, NEGATIVE, SHIFTED, HALVED, HAS_LEFT, is_causal)),
-            (_consume, (descriptors, barriers, buffers, sizes, band, L_ptr, scale_log2, 1,
+            (_consumer, (descriptors, barriers, buffers, sizes, band, L_ptr, scale_log2, 1,
                         CONSUMERS, STAGES, NEGATIVE, SHIFTED, HALVED, HAS_LEFT, is_causal)),
-            (_consume, (descriptors, barriers, buffers, sizes, band, L_ptr, scale_log2, 2,
+            (_consumer, (descriptors, barriers, buffers, sizes, band, L_ptr, scale_log2, 2,
                         CONSUMERS, STAGES, NEGATIVE, SHIFTED, HALVED, HAS_LEFT, is_causal)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])
     # fmt: on

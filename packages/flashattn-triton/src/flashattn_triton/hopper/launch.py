@@ -67,7 +67,7 @@ def tile_map(
 Parameter = TileMap | torch.dtype | None
 
 
-class DirectLaunch:
+class FastLaunch:
     """One kernel on one kind of input, compiled at the first call."""
 
     def __init__(
@@ -115,10 +115,10 @@ class DirectLaunch:
         ``addresses``: of what the parameters describe, but for those that are None.
         """
         if self.start is None:
-            self.start = self._starter()
+            self.start = self._launcher()
         self.start(addresses)
 
-    def _starter(self) -> Callable[[Sequence[int]], None]:
+    def _launcher(self) -> Callable[[Sequence[int]], None]:
         rest = (*self.numbers, *self.constants.values())
         parameters: list[triton_versions.Parameter] = [
             "pointer" if isinstance(x, torch.dtype) else x for x in self.parameters

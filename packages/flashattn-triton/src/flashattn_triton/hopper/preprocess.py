@@ -1,6 +1,6 @@
 # Kernels are typed by Triton's compiler, not by annotations.
 # mypy: disable-error-code="no-untyped-def,attr-defined"
-"""What runs before and after the backward pass on sm_90, in plain Triton: rows of queries.
+"""The small kernels that run before and after the backward kernel on sm_90, in plain Triton.
 
 Rows are padded to whole tiles (N_PADDED of a head), so that the main kernel's copies need no mask.
 Rows past the end have an L that makes P zero. Legend as in ``backward_kernel``; WIDTH is that of
@@ -33,10 +33,10 @@ def _store_parts(pointers, x):
 
 
 @triton.jit(
-    do_not_specialize=["N_QUERIES", "N_PADDED", "N_HEADS", "OCTETS", "factor"],
+    do_not_specialize=["N_QUERIES", "N_PADDED", "N_HEADS", "D_DIV8", "factor"],
     do_not_specialize_on_alignment=["L_ptr", "dL_ptr"],
 )
-def prepare_kernel(
+def preprocess_kernel(
     O_ptr,
     dO_ptr,
     L_ptr,  # (B, H, N_q) fp32, contiguous
@@ -55,7 +55,7 @@ def prepare_kernel(
     N_QUERIES,
     N_PADDED,
     N_HEADS,
-    OCTETS,  # D / 8
+    D_DIV8,  # D / 8
     factor,  # -1 / scale
     WIDTH: tl.constexpr,
     NARROW: tl.constexpr,  # D < WIDTH
@@ -73,7 +73,7 @@ def prepare_kernel(
     inside = rows < N_QUERIES
     present = inside[:, None]
     if NARROW:
-        present = present & (columns // 8 < OCTETS)[None, :]
+        present = present & (columns // 8 < D_DIV8)[None, :]
     wide = rows.to(tl.int64)
     o_rows = O_ptr + (b * stride_ob + h * stride_oh + wide * stride_oq) * 8
     do_rows = dO_ptr + (b * stride_dob + h * stride_doh + wide * stride_doq) * 8
@@ -94,8 +94,8 @@ def prepare_kernel(
     tl.store(dq_ptr + row[:, None] * WIDTH + columns[None, :], tl.zeros([ROWS, WIDTH], tl.float32))
 
 
-@triton.jit(do_not_specialize=["N_QUERIES", "N_PADDED", "N_HEADS", "OCTETS"])
-def finish_kernel(
+@triton.jit(do_not_specialize=["N_QUERIES", "N_PADDED", "N_HEADS", "D_DIV8"])
+def postprocess_kernel(
     sum_ptr,  # (B, H, N_PADDED, WIDTH) fp32, each 64 rows in the order said below
     dq_ptr,
     stride_qb,
@@ -104,7 +104,7 @@ def finish_kernel(
     N_QUERIES,
     N_PADDED,
     N_HEADS,
-    OCTETS,  # D / 8
+    D_DIV8,  # D / 8
     scale,
     WIDTH: tl.constexpr,
     NARROW: tl.constexpr,  # D < WIDTH
@@ -129,7 +129,7 @@ def finish_kernel(
     total = tl.reshape(total, (ROWS, WIDTH))
     present = first_row + rows < N_QUERIES
     if NARROW:
-        present = present & (columns // 8 < OCTETS)
+        present = present & (columns // 8 < D_DIV8)
     wide = (first_row + rows).to(tl.int64)
     dq_rows = dq_ptr + (b * stride_qb + h * stride_qh + wide * stride_qq) * 8
     tl.store(
