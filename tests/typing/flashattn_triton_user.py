@@ -12,6 +12,7 @@ from flashattn_triton import (
     Tiles,
     Tiling,
     choose,
+    cu_seqlens_of,
     explain,
     flash_attention,
     flash_attention_varlen,
@@ -43,6 +44,12 @@ def parts(query: Tensor, sinks: Tensor) -> Tensor:
     )
     out, lse = merge([first[0], second[0]], [first[1], second[1]], layout="bhsd")
     return out + lse.unsqueeze(-1)
+
+
+def documents(query: Tensor, ids: Tensor) -> Tensor:
+    starts, longest = cu_seqlens_of(ids)
+    print(starts.shape, longest + 1)
+    return flash_attention(query, query, query, document_ids=ids, causal=True)
 
 
 def as_flash_attn(query: Tensor, starts: Tensor) -> None:

@@ -8,6 +8,7 @@ from flashattn_triton.attention import (
 )
 from flashattn_triton.configs import Tiles, Tiling
 from flashattn_triton.dispatch import Plan, choose, explain
+from flashattn_triton.documents import cu_seqlens_of
 from flashattn_triton.logsumexp import merge
 from flashattn_triton.options import AttentionOptions
 from flashattn_triton.tiled import FlashAttention2PyTorch
@@ -21,6 +22,7 @@ __all__ = [
     "Tiles",
     "Tiling",
     "choose",
+    "cu_seqlens_of",
     "explain",
     "flash_attention",
     "flash_attention_varlen",

@@ -13,6 +13,7 @@ from flashattn_triton import eager, ops
 from flashattn_triton.compiled_backward import compiled_flash_backward
 from flashattn_triton.configs import Tiling, check_tiling_type
 from flashattn_triton.dispatch import Implementation, check_implementation
+from flashattn_triton.documents import attend_to_documents
 from flashattn_triton.launch import Packing
 from flashattn_triton.logsumexp import add_sinks, check_sinks
 from flashattn_triton.mistakes import (
@@ -52,6 +53,7 @@ class Keywords(PackedKeywords, total=False):
     """Keywords of :func:`flash_attention` beside ``return_lse``, for its overloads."""
 
     layout: Layout | None
+    document_ids: Tensor | None
 
 
 @overload
@@ -97,6 +99,7 @@ def flash_attention(
     window: Window | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    document_ids: Tensor | None = None,
     layout: Layout | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
@@ -127,6 +130,8 @@ def flash_attention(
         softcap: c > 0 replaces a scaled score s by c·tanh(s/c).
         sinks: (H,), a logit for each query head that joins the softmax's denominator and has no
             value; differentiable. The logsumexp includes it.
+        document_ids: (B, N) integers, for self-attention within documents that share rows: a token
+            sees those with its number, which must be its neighbours. The host waits for the device.
         layout: "bhsd" or "bshd", of inputs and output. None means "bhsd", with a warning if inputs
             look like "bshd".
         return_lse: also return the logsumexp.
@@ -148,29 +153,35 @@ def flash_attention(
         TypeError: an input is not a tensor, or an argument has another library's name.
     """
     if unknown:
-        refuse_keywords("flash_attention", (*PackedKeywords.__annotations__, "layout"), unknown)
+        refuse_keywords("flash_attention", [*Keywords.__annotations__], unknown)
     check_tensors(query=query, key=key, value=value)
-    if sinks is not None or query.dim() != 4:
-        keywords: Keywords = {
+    if sinks is not None or document_ids is not None or query.dim() != 4:
+        keywords: PackedKeywords = {
             "causal": causal,
             "scale": scale,
             "window": window,
             "softcap": softcap,
-            "layout": layout,
             "deterministic": deterministic,
             "implementation": implementation,
             "tiling": tiling,
         }
         check_layout(layout)
-        if sinks is not None:
-            if query.dim() >= 3:
-                check_sinks(sinks, query, query.shape[-2 if layout == "bshd" else -3])
-            out, lse = flash_attention(query, key, value, return_lse=True, **keywords)
-            out, lse = add_sinks(out, lse, sinks, layout or "bhsd")
+        if sinks is not None and query.dim() >= 3:
+            check_sinks(sinks, query, query.shape[-2 if layout == "bshd" else -3])
+        if document_ids is not None:
+            out, lse = attend_to_documents(
+                query, key, value, document_ids, layout or "bhsd", keywords
+            )
+        elif sinks is not None:
+            out, lse = flash_attention(
+                query, key, value, layout=layout, return_lse=True, **keywords
+            )
         else:
             batch = in_one_batch(query, key, value)
-            result = flash_attention(*batch, return_lse=True, **keywords)
+            result = flash_attention(*batch, layout=layout, return_lse=True, **keywords)
             out, lse = (x.reshape(*query.shape[:-3], *x.shape[1:]) for x in result)
+        if sinks is not None:
+            out, lse = add_sinks(out, lse, sinks, layout or "bhsd")
         return (out, lse) if return_lse else out
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = _autocast(query, key, value)

@@ -1,0 +1,99 @@
+"""Several documents in one row of tokens: each token attends within its own document.
+
+Document masks need no mask: rows become one packed batch whose sequences are the documents, and
+tiles of keys of other documents are never visited. Legend: B rows, H query heads, G key/value
+heads, N tokens of a row, D head_dim, E head_dim of value.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from flashattn_triton.mistakes import check_tensors
+
+if TYPE_CHECKING:
+    from flashattn_triton.attention import PackedKeywords
+
+
+def cu_seqlens_of(document_ids: Tensor) -> tuple[Tensor, int]:
+    """Where each document starts if rows are packed one after another.
+
+    The host waits for the device: how many documents there are decides the result's shape.
+
+    Args:
+        document_ids: (..., N) integers. Tokens of one document are neighbours and have the same
+            number; the same number in another row is another document.
+
+    Returns:
+        (documents + 1,) int32 starts, which end with the number of tokens, and the length of the
+        longest document: what ``flash_attention_varlen`` takes.
+
+    Raises:
+        ValueError: not integers, no tokens, or a document in several pieces.
+        TypeError: not a tensor.
+    """
+    check_tensors(document_ids=document_ids)
+    integers = not document_ids.is_floating_point() and not document_ids.is_complex()
+    if not integers or document_ids.dtype == torch.bool or document_ids.dim() < 1:
+        raise ValueError(
+            f"document_ids must be integers (..., sequence), but got {document_ids.dtype} of shape "
+            f"{tuple(document_ids.shape)}. Number each token's document."
+        )
+    if document_ids.numel() == 0:
+        raise ValueError(
+            f"document_ids must have at least one token, but got shape "
+            f"{tuple(document_ids.shape)}. Leave empty batches out."
+        )
+    rows = document_ids.reshape(-1, document_ids.shape[-1])
+    begins = torch.ones_like(rows, dtype=torch.bool)
+    begins[:, 1:] = rows[:, 1:] != rows[:, :-1]
+    ordered = rows.sort(dim=1).values
+    distinct = 1 + (ordered[:, 1:] != ordered[:, :-1]).sum(dim=1)
+    scattered = (begins.sum(dim=1) != distinct).nonzero().flatten()
+    if len(scattered):
+        raise ValueError(
+            f"document_ids must have each document's tokens next to each other, but got a document "
+            f"in several pieces in row {int(scattered[0])}. Sort the tokens by document, or give "
+            f"every piece a number of its own."
+        )
+    starts = begins.flatten().nonzero().flatten()
+    ends = torch.cat([starts[1:], starts.new_tensor([rows.numel()])])
+    cu_seqlens = torch.cat([starts.new_zeros(1), ends]).int()
+    return cu_seqlens, int((ends - starts).max())
+
+
+def attend_to_documents(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    document_ids: Tensor,
+    layout: str,
+    keywords: PackedKeywords,
+) -> tuple[Tensor, Tensor]:
+    """``flash_attention`` of (B, H, N, D) or (B, N, H, D) tensors, within documents.
+
+    Returns:
+        Output in the layout of the inputs, and logsumexp (B, H, N).
+    """
+    from flashattn_triton.attention import flash_attention_varlen
+
+    check_tensors(document_ids=document_ids)
+    tokens_first = [x.movedim(-3, -2) if layout == "bhsd" else x for x in (query, key, value)]
+    for name, x in zip(("query", "key", "value"), tokens_first, strict=True):
+        if x.dim() < 3 or x.shape[:-2] != document_ids.shape or x.device != document_ids.device:
+            raise ValueError(
+                f"document_ids must be one number for each token of {name}, "
+                f"{tuple(x.shape[:-2])} on {x.device}, but got shape {tuple(document_ids.shape)} "
+                f"on {document_ids.device}. Queries and keys are the same tokens."
+            )
+    cu_seqlens, longest = cu_seqlens_of(document_ids)
+    q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in tokens_first)
+    out, lse = flash_attention_varlen(
+        q, k, v, cu_seqlens, cu_seqlens, longest, longest, return_lse=True, **keywords
+    )
+    out = out.reshape(*document_ids.shape, *out.shape[1:])
+    lse = lse.reshape(lse.shape[0], *document_ids.shape).movedim(0, -2)
+    return out.movedim(-2, -3) if layout == "bhsd" else out, lse

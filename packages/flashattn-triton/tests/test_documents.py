@@ -1,0 +1,110 @@
+"""Documents in rows: against a mask of all pairs in fp64, and against each document alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flashattn_triton import cu_seqlens_of, flash_attention
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+IDS = torch.tensor([[5, 5, 5, 2, 2, 7, 7, 7, 7, 7, 7], [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 5]])
+
+
+def leaves(ids: Tensor = IDS) -> list[Tensor]:
+    return [
+        torch.randn(*ids.shape[:-1], heads, ids.shape[-1], 16, device=DEVICE, requires_grad=True)
+        for heads in (4, 2, 2)
+    ]
+
+
+def definition(tensors: list[Tensor], ids: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    q, k, v = (x.double() for x in tensors)
+    k, v = (x.repeat_interleave(2, -3) for x in (k, v))
+    seen = ids[..., :, None] == ids[..., None, :]
+    seen = (seen.tril() if causal else seen).unsqueeze(-3).to(q.device)
+    scores = (q @ k.mT / 4).masked_fill(~seen, float("-inf"))
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+def close(actual: Any, expected: Any) -> None:
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e.to(a.dtype), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("implementation", ["tiled", "triton", "reference"])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_documents(causal: bool, layout: Any, implementation: Any) -> None:
+    tensors = leaves()
+    given = [x.transpose(1, 2) if layout == "bshd" else x for x in tensors]
+    out, lse = flash_attention(
+        *given,
+        document_ids=IDS.to(DEVICE),
+        causal=causal,
+        layout=layout,
+        return_lse=True,
+        implementation=implementation,
+    )
+    out = out.transpose(1, 2) if layout == "bshd" else out
+    expected = definition(tensors, IDS, causal)
+    close((out, lse), expected)
+    weights = [torch.randn_like(out), torch.randn_like(lse)]
+    actual = torch.autograd.grad((out, lse), tensors, weights)
+    close(actual, torch.autograd.grad(expected, tensors, [w.double() for w in weights]))
+
+
+def test_any_leading_dimensions_and_sinks() -> None:
+    for ids in (IDS[0], IDS[None]):
+        tensors, sinks = leaves(ids), torch.zeros(4, device=DEVICE)
+        out, lse = flash_attention(*tensors, document_ids=ids.to(DEVICE), return_lse=True)
+        close((out, lse), definition(tensors, ids, causal=False))
+        with_sinks = flash_attention(*tensors, document_ids=ids.to(DEVICE), sinks=sinks)
+        close((with_sinks,), (out * torch.sigmoid(lse)[..., None],))
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=5), min_size=1, max_size=3))
+def test_starts(lengths: list[list[int]]) -> None:
+    """Whatever the lengths; rows are padded by a document of their own."""
+    longest = max(sum(row) for row in lengths)
+    rows = [[*row, longest - sum(row)] for row in lengths]
+    ids = torch.stack(
+        [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in rows]
+    )
+    cu_seqlens, most = cu_seqlens_of(ids)
+    expected = [n for row in rows for n in row if n]
+    assert cu_seqlens.diff().tolist() == expected
+    assert cu_seqlens.dtype == torch.int32
+    assert (cu_seqlens[0], cu_seqlens[-1], most) == (0, ids.numel(), max(expected))
+
+
+BAD = [
+    (torch.tensor([[0, 1, 0]]), "in several pieces in row 0"),
+    (torch.tensor([[0, 1, 1], [3, 1, 3]]), "in several pieces in row 1"),
+    (torch.tensor([[0.0, 1.0]]), r"must be integers .* but got torch\.float32 of shape \(1, 2\)"),
+    (torch.tensor([[True, False]]), r"must be integers .* but got torch\.bool"),
+    (torch.tensor(3), r"must be integers .* of shape \(\)"),
+    (torch.zeros(2, 0, dtype=torch.int64), r"at least one token, but got shape \(2, 0\)"),
+]
+
+
+@pytest.mark.parametrize(("ids", "message"), BAD, ids=[m for _, m in BAD])
+def test_bad_documents(ids: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cu_seqlens_of(ids)
+
+
+def test_documents_must_fit_the_tokens() -> None:
+    q, k, v = leaves()
+    with pytest.raises(ValueError, match=r"each token of query, \(2, 11\) on .* shape \(2, 10\)"):
+        flash_attention(q, k, v, document_ids=IDS[:, 1:].to(DEVICE))
+    with pytest.raises(ValueError, match=r"each token of key, \(2, 8\) on .* shape \(2, 11\)"):
+        flash_attention(q, k[:, :, :8], v, document_ids=IDS.to(DEVICE))
+    with pytest.raises(TypeError, match=r"document_ids must be a torch\.Tensor"):
+        flash_attention(q, k, v, document_ids=IDS.tolist())  # type: ignore[call-overload]
