@@ -15,6 +15,7 @@ import torch
 
 import flashattn_triton
 from flashattn_triton import Tiles, dispatch, flash_attention, mistakes, triton_versions
+from flashattn_triton.integrations.flash_attn import flash_attn_func
 from flashattn_triton.integrations.transformers import attention_forward
 
 PAGE = Path(__file__).parents[1] / "docs" / "mistakes.md"
@@ -56,6 +57,8 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     q, k, v = torch.randn(3, 2, 4, 8, 16)
     return vars(flashattn_triton) | {
+        "torch": torch,
+        "flash_attn_func": flash_attn_func,
         "q": q,
         "k": k,
         "v": v,
