@@ -2,8 +2,7 @@
 # mypy: disable-error-code="no-untyped-def,attr-defined"
 """The backward pass as portable Triton kernels: FlashAttention-2, Algorithm 2.
 
-P is recomputed from the stored logsumexp, tile by tile (assignment, Eq. 13-19; S the scaled scores,
-∘ element by element):
+P is recomputed from the stored logsumexp, tile by tile (assignment, Eq. 13-19; S: scaled scores):
 
     P  = exp(S - L)                 dV = Pᵀ dO
     dP = dO Vᵀ                      dS = P ∘ (dP - delta),   delta = rowsum(O ∘ dO) - dL
@@ -388,11 +387,10 @@ def key_pass_kernel(
             dk, dv = _differentiate_keys(
                 dk, dv, k, v, q_head, do_head, dQ, head_statistics, N_PADDED, batch, head,
                 batch_head, dq_head, stride_qq, stride_doq, stride_dqq,
-                tl.maximum(full_start, full_stop), stop,
-                keys, rows, columns, value_columns, offset, N_QUERIES, N_KEYS,
-                window_left, window_right, scale, softcap, D, E, Q_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT,
-                PRECISION, INTERPRETED, DQ_MODE, USE_TMA, STATISTICS_BY_TMA, PACKED, is_causal,
-                True,
+                tl.maximum(full_start, full_stop), stop, keys, rows, columns, value_columns,
+                offset, N_QUERIES, N_KEYS, window_left, window_right, scale, softcap, D, E,
+                Q_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, PRECISION, INTERPRETED, DQ_MODE, USE_TMA,
+                STATISTICS_BY_TMA, PACKED, is_causal, True,
             )  # fmt: skip
     dk_tile = dK_ptr + first * stride_dkk
     store_rows(dk_tile, dk * scale, key_rows, columns, stride_dkk, n_rows, D)
