@@ -8,11 +8,13 @@ import resource
 import shlex
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from bench_harness import experiments
@@ -107,7 +109,16 @@ def test_results_are_printed_as_json_and_nothing_else(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("name", experiments.names())
-def test_help_of_an_experiment_teaches_by_commands_that_work(bench: Bench, name: str) -> None:
+def test_help_of_an_experiment_teaches_by_commands_that_work(
+    bench: Bench, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for package in ("my", "my_package"):  # what the examples call a reader's own
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "model.py").write_text(
+            "from torch import nn\ndef build():\n    return nn.Linear(512, 2)\n"
+        )
+        (tmp_path / package / "kernels.py").write_text("def attend(q, k, v):\n    return v\n")
     shown = bench(name, "--help").stdout
     experiment = experiments.get(name)
     assert all(len(line) <= 80 for line in shown.splitlines())
@@ -176,6 +187,38 @@ def test_a_run_stopped_then_resumed(
     assert "\x1b" not in output  # no colours where there is no terminal
     assert all(len(line) <= 80 for line in output.splitlines())
     assert output.rstrip().endswith("Report: runs/toy-01/report.html")
+
+
+def test_ctrl_c_in_the_first_seconds_ends_cleanly(
+    command_line: tuple[list[str], dict[str, str]], tmp_path: Path
+) -> None:
+    """While the fork server imports torch; Ctrl-C reaches it too."""
+    command, environment = command_line
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(
+            [*command, "toy", "--output", "out"],
+            env=environment,
+            cwd=tmp_path,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            process_group=0,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+    def server_imports() -> bool:
+        children = psutil.Process(process.pid).children()
+        return any("forkserver" in " ".join(child.cmdline()) for child in children)
+
+    deadline = time.monotonic() + 60
+    while not server_imports() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.3)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (130, "")
 
 
 def test_help_is_fast(command_line: tuple[list[str], dict[str, str]]) -> None:

@@ -4,6 +4,7 @@
 leaves; the export is made up, so that its answers are known.
 """
 
+import json
 import sqlite3
 import stat
 import sys
@@ -104,6 +105,23 @@ def record(folder, code="import pathlib, sys; pathlib.Path(sys.argv[1]).touch()"
 def test_a_report_is_recorded_and_exported(tools, tmp_path):
     assert len(nsight.load(record(tmp_path)).operators) == 4
     assert (tmp_path / "report.nsys-rep").exists()
+
+
+def test_a_recorded_program_sees_no_secret(tools, tmp_path, monkeypatch):
+    """A report holds the whole environment of the program."""
+    monkeypatch.setenv("DATABASE_URL", "user:word@host")
+    monkeypatch.setenv("NVIDIA_API_KEY", "secret")
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    seen = tmp_path / "seen.json"
+    code = (
+        "import json, os, pathlib, sys; pathlib.Path(sys.argv[1]).touch();"
+        f"pathlib.Path({str(seen)!r}).write_text(json.dumps(dict(os.environ)))"
+    )
+    record(tmp_path, code)
+    environment = json.loads(seen.read_text())
+    assert not {"DATABASE_URL", "NVIDIA_API_KEY"} & environment.keys()
+    assert environment["NCCL_DEBUG"] == "WARN"
+    assert environment["PATH"] == str(tools)
 
 
 def test_a_raw_recording_is_imported(tools, tmp_path):

@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeAlias
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from bench_harness import compare, experiments, options, presets
+from bench_harness import compare, experiments, options, presets, user_code
 from bench_harness.case import Case
 from bench_harness.experiments import Experiment
 from bench_harness.store import Store, StoreError
@@ -120,9 +120,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: done. 1: a case failed. 2: wrong use, or a folder that cannot be used. 130: interrupted.
     """
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    # So that ``--model package.module:factory`` finds modules of the current directory.
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
     try:
         code = application(given)(args=given, prog_name="bench-harness", standalone_mode=False)
     except _UsageError as error:
@@ -197,6 +194,7 @@ def _experiment_command(experiment: Experiment, given: Sequence[str]) -> Callabl
     """A command whose signature is made from the experiment's options."""
 
     def command(
+        context: typer.Context,
         output: Path | None,
         only: str,
         dry_run: bool,
@@ -205,6 +203,9 @@ def _experiment_command(experiment: Experiment, given: Sequence[str]) -> Callabl
         **texts: Any,
     ) -> int:
         values = options.build(experiment, texts, written=True)
+        sources = {name: context.get_parameter_source(name) for name in texts}
+        written = [n for n, source in sources.items() if source and source.name == "COMMANDLINE"]
+        user_code.refuse_ignored(values, written)
         return _carry_out(
             experiment.name,
             experiment.cases(**values),
@@ -222,6 +223,7 @@ def _experiment_command(experiment: Experiment, given: Sequence[str]) -> Callabl
     common = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
         for name, kind, default in (
+            ("context", typer.Context, inspect.Parameter.empty),
             ("output", Output, None),
             ("only", Only, ""),
             ("dry_run", DryRun, False),
@@ -291,7 +293,7 @@ def _carry_out(
 
     request = session.Request(
         name=name,
-        cases=cases,
+        cases=user_code.identified(cases),
         options=values,
         command=given,
         output=output,

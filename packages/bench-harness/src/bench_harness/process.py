@@ -19,6 +19,7 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import multiprocessing.util
 import os
 import shutil
@@ -98,12 +99,14 @@ def temporary_prefix(worker: int) -> str:
 def start_server() -> None:
     """Starts the fork server; returns at once, while the server is still importing torch."""
     multiprocessing.set_forkserver_preload(_PRELOAD)
-    # The server imports with the default handler of SIGINT: without the mask, which it inherits,
-    # Ctrl-C would end it with a traceback of its own.
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     # A killed process cannot release its semaphores; the tracker does so, and need not say so.
     sys.warnoptions.append(_QUIET_TRACKER)
     try:
+        # First, because starting the tracker unblocks SIGINT.
+        multiprocessing.resource_tracker.ensure_running()
+        # The server imports with the default handler of SIGINT: without the mask, which it
+        # inherits, Ctrl-C would end it with a traceback of its own.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         multiprocessing.forkserver.ensure_running()
     finally:
         sys.warnoptions.remove(_QUIET_TRACKER)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_harness import experiments, options
+from bench_harness import experiments, options, user_code
 from bench_harness.case import Case
 
 
@@ -95,7 +95,9 @@ def _parse(name: str, source: str, toml: str) -> Preset:
                     raise ValueError(
                         f"{experiment_name} must be a table of options; received {table!r}"
                     )
-                runs.append((experiment_name, options.build(experiment, table)))
+                values = options.build(experiment, table)
+                user_code.refuse_ignored(values, table)
+                runs.append((experiment_name, values))
         except ValueError as error:
             raise ValueError(f"preset {source}: {error}") from None
     if not runs:

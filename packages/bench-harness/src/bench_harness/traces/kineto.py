@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -42,7 +43,8 @@ def recording(path: Path, device: torch.device, *, memory: bool = False) -> Iter
     )
     with profiler:
         yield
-    profiler.export_chrome_trace(str(path))
+    # The trace holds the path it is written to, and a trace is passed on.
+    profiler.export_chrome_trace(os.path.relpath(path))
 
 
 def load(path: Path) -> Trace:

@@ -6,6 +6,7 @@ versions, so both are looked up before they are read. Times in an export are int
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sqlite3
@@ -26,6 +27,18 @@ _COPIES = ("CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_MEMSET")
 _NVTX = "NVTX_EVENTS"
 #: ``NvtxPushPopRange`` in the export's own enumeration.
 _PUSH_POP = 59
+#: Environment variables that a recorded program keeps.
+_KEPT = frozenset(
+    {
+        *("PATH", "HOME", "USER", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "LD_PRELOAD"),
+        *("PYTHONPATH", "PYTHONHOME", "PYTHONHASHSEED", "VIRTUAL_ENV", "CC", "CXX"),
+    }
+)
+_KEPT_PREFIXES = (
+    *("LC_", "CUDA", "CUBLAS", "CUDNN", "NVIDIA_", "NCCL_", "GLOO_", "TP_"),
+    *("TORCH", "PYTORCH", "TRITON", "OMP_", "MKL_", "KMP_", "OPENBLAS_"),
+)
+_SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH")
 #: Makes a report of a raw recording; part of Nsight Systems.
 _IMPORTER = "QdstrmImporter"
 
@@ -116,7 +129,22 @@ def record(command: Sequence[str], report: Path, *, finished: Path, timeout_s: f
 
 
 def _run(arguments: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(arguments, capture_output=True, text=True, timeout=timeout_s)
+    return subprocess.run(
+        arguments, capture_output=True, text=True, timeout=timeout_s, env=clean_environment()
+    )
+
+
+def clean_environment() -> dict[str, str]:
+    """The environment variables that programs under ``nsys`` get.
+
+    A report holds the whole environment of the program, and a report is passed on: so only what
+    Python, CUDA and torch read is kept, and nothing whose name sounds like a secret.
+    """
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if (name in _KEPT or name.startswith(_KEPT_PREFIXES)) and not _SECRET.search(name)
+    }
 
 
 def _failure(what: str, done: subprocess.CompletedProcess[str]) -> NsightError:

@@ -1,0 +1,189 @@
+"""The user's own code in cases: models and attentions named as ``package.module:callable``.
+
+A name alone does not say what is measured: the code behind it changes between two runs. So before
+anything is measured, one process imports every name, and the cases get a hash of the sources and
+the model's number of parameters into their configuration, which is their identity. What cannot be
+imported, or does not give a module, is an error before a run folder exists.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+import sys
+import sysconfig
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench_harness.case import Case, JsonValue, Row
+from bench_harness.workload import DIMENSIONS
+
+#: Options that describe the built-in language model, which a user's model replaces.
+_OF_LANGUAGE_MODEL = frozenset(
+    {
+        *("sizes", "batch", "batches", "sequences", "vocab_size", *DIMENSIONS),
+        *("attention", "attentions", "checkpoint_blocks", "loss"),
+    }
+)
+
+_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+
+def refuse_ignored(values: Mapping[str, Any], given: Collection[str]) -> None:
+    """Refuses options of the built-in model beside a user's model, which would ignore them.
+
+    Args:
+        values: all options of an experiment.
+        given: names of those that the user gave.
+
+    Raises:
+        ValueError: naming them.
+    """
+    if values.get("model") is None:
+        return
+    ignored = sorted(_OF_LANGUAGE_MODEL & values.keys() & set(given))
+    if ignored:
+        raise ValueError(
+            f"options beside model must apply to it, but got {', '.join(ignored)}, which describe "
+            "the built-in language model. Leave them out, or set them in the factory."
+        )
+
+
+def identified(cases: Sequence[Case]) -> list[Case]:
+    """The cases, those that name a user's code with what identifies it in their configuration.
+
+    Modules of the current directory are found too, here and in the processes of the cases.
+
+    Raises:
+        ValueError: a name cannot be imported, a factory fails or gives no module, or an input
+            does not parse.
+    """
+    if not any(_names(case) for case in cases):
+        return list(cases)
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    known: dict[tuple[Any, ...], Row] = {}
+    found = []
+    for case in cases:
+        if names := _names(case):
+            model = (case.config.get("model"), case.config.get("input"))
+            if (*names, *model) not in known:
+                known[*names, *model] = _asked(names, *model)
+            config = {**case.config, "user_code": known[*names, *model]}
+            case = dataclasses.replace(case, config=config)
+        found.append(case)
+    return found
+
+
+def _names(case: Case) -> list[str]:
+    config = {name: value for name, value in case.config.items() if name != "label"}
+    return sorted({text for text in _texts(config) if _NAME.fullmatch(text)})
+
+
+def _texts(value: JsonValue) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _texts(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
+
+
+def _asked(names: Sequence[str], model: str | None, inputs: str | None) -> Row:
+    """What :func:`_look_at` finds, in a process of its own: this one never imports torch."""
+    from bench_harness import process
+
+    outcome = process.call(
+        _look_at,
+        list(names),
+        model,
+        inputs,
+        timeout_s=300.0,
+        folder=Path.cwd(),
+        on_progress=lambda text: None,
+    )
+    if outcome.status != "ok":
+        error = (outcome.error or "").removeprefix("ValueError: ")
+        raise ValueError(error)
+    found: Row = outcome.value
+    return found
+
+
+def _look_at(names: list[str], model: str | None, inputs: str | None, progress: Any) -> JsonValue:
+    """Imports every name, makes the model without memory where it can be, and hashes the sources.
+
+    The sources are read last: a factory may import more.
+    """
+    import torch
+
+    from bench_harness.workload import imported, parse_inputs
+
+    for name in names:
+        imported(name, "model" if name == model else "attention")
+    parameters = None
+    if model is not None:
+        parse_inputs(inputs or "", torch.device("meta"))
+        parameters = _count(imported(model, "model"), model)
+    return {"sources": {name: _source(name) for name in names}, "parameters": parameters}
+
+
+def _count(make: Any, name: str) -> int:
+    """Parameters of the module that a factory makes."""
+    import torch
+
+    try:
+        with torch.device("meta"):
+            module = make()
+    except Exception:  # noqa: BLE001 - it may need real tensors, as those of a checkpoint
+        try:
+            module = make()
+        except Exception as error:
+            raise ValueError(
+                f"model must be a factory that can be called without arguments, but {name!r} "
+                f"raised {type(error).__name__}: {error}. Correct the factory."
+            ) from error
+    if not isinstance(module, torch.nn.Module):
+        raise ValueError(
+            f"model must be a factory that returns a torch.nn.Module, but {name!r} returned "
+            f"{type(module).__name__}. Return the module."
+        )
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _source(name: str) -> str:
+    """A hash over the imported modules of the package that a name is from.
+
+    For a module outside packages, those are the modules of its folder and below; an installed one
+    stands for itself.
+    """
+    module = name.partition(":")[0]
+    package = module.partition(".")[0]
+    own = {key for key in sys.modules if key == package or key.startswith(package + ".")}
+    file = getattr(sys.modules[package], "__file__", None)
+    if file is not None and module == package and not _is_installed(Path(file)):
+        folder = Path(file).resolve().parent
+        own |= {
+            key
+            for key, other in list(sys.modules.items())
+            if (found := getattr(other, "__file__", None))
+            and not _is_installed(Path(found))
+            and Path(found).resolve().is_relative_to(folder)
+        }
+    digest = hashlib.sha256()
+    for key in sorted(own):
+        path = Path(getattr(sys.modules[key], "__file__", None) or "")
+        if path.is_file():
+            digest.update(key.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def _is_installed(file: Path) -> bool:
+    """Whether a file belongs to Python or to an installed package."""
+    paths = sysconfig.get_paths()
+    return any(
+        file.is_relative_to(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    )
