@@ -7,8 +7,9 @@ import multiprocessing.context
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -147,22 +148,32 @@ def program(plugin: Path, *lines: str) -> list[str]:
     return [sys.executable, "-c", "\n".join([*start, *lines])]
 
 
-def test_a_killed_parent_takes_the_call_along(plugin: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder for temporary files whose name is short enough for a socket below it."""
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_a_killed_parent_takes_the_call_along(
+    plugin: Path, tmp_path: Path, temporary: Path
+) -> None:
     """The parent gets SIGKILL, so no code of its own can clean up."""
     pids = tmp_path / "pids"
     call = f"toy_calls.hangs_with_children, {str(pids)!r}, timeout_s=60, folder=Path('.')"
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    parent = subprocess.Popen(
+    with subprocess.Popen(
         program(plugin, f"process.call({call}, on_progress=print)"),
         env={**os.environ, "TMPDIR": str(temporary)},
-    )
-    deadline = time.monotonic() + 30
-    while not (pids.exists() and pids.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert {folder.name.partition("-")[0] for folder in temporary.iterdir()} == {"bench", "pymp"}
-    parent.kill()
-    parent.wait()
+    ) as parent:
+        try:
+            deadline = time.monotonic() + 60
+            while not (pids.exists() and pids.read_text()) and time.monotonic() < deadline:
+                assert parent.poll() is None
+                time.sleep(0.05)
+            made = {folder.name.partition("-")[0] for folder in temporary.iterdir()}
+        finally:
+            parent.kill()
+    assert made == {"bench", "pymp"}
     assert gone([int(pid) for pid in pids.read_text().split()])
     deadline = time.monotonic() + 10
     while list(temporary.iterdir()) and time.monotonic() < deadline:
