@@ -16,6 +16,7 @@ from shard_optim import (
     ShardedGradScaler,
     ShardedOptimizer,
     Span,
+    WholeMatrixOptimizer,
     load_checkpoint,
     load_fully_sharded,
     plan_buckets,
@@ -83,6 +84,9 @@ def fully_sharded(module: nn.Module, group: dist.ProcessGroup, folder: Path) -> 
         device="cuda",
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    matrices = [parameter for name, parameter in model.named_parameters() if "weight" in name]
+    muon = WholeMatrixOptimizer(model, matrices, torch.optim.Muon, lr=0.02)
+    muon.step()
     saving = save_fully_sharded(model, optimizer, folder, background_group=group)
     if saving is not None:
         saving.result()
