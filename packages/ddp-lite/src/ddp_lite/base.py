@@ -33,12 +33,14 @@ from ddp_lite import checks, torch_names
 from ddp_lite.buckets import Bucket, ParameterSpec
 from ddp_lite.collectives import Averager, broadcast_coalesced
 from ddp_lite.consistency import StepCheck
-from ddp_lite.diagnostics import RollCall, missing_gradients, warn_about_environment
-from ddp_lite.errors import (
-    ModelMismatchError,
-    SynchronizationError,
-    UnfinishedSynchronizationError,
+from ddp_lite.diagnostics import (
+    RollCall,
+    missing_gradients,
+    overlapping_backwards,
+    unfinished,
+    warn_about_environment,
 )
+from ddp_lite.errors import ModelMismatchError, SynchronizationError
 from ddp_lite.exchange import all_gather_json
 from ddp_lite.progress import ABSENT, ACCUMULATED, Progress
 from ddp_lite.reduction import InPlaceReduction, Reduction
@@ -556,12 +558,8 @@ class DataParallelBase(TransparentWrapper, ABC):
         backward = torch._C._current_graph_task_id()
         if self._engine_callback_queued:
             if _gradient is not None and backward != self._backward:
-                raise UnfinishedSynchronizationError(
-                    f"backward passes through one {type(self).__name__} must run one after "
-                    f"another, but in step {self._step + 1} on rank {self.process_group.rank()} "
-                    "one began while another was under way, or after it had failed. Add the losses "
-                    "and call backward once, from one thread"
-                )
+                wrapper, rank = type(self).__name__, self.process_group.rank()
+                raise overlapping_backwards(wrapper, rank, self._step + 1)
             return
         self._engine_callback_queued = True
         self._backward = backward
@@ -592,19 +590,8 @@ class DataParallelBase(TransparentWrapper, ABC):
     def _raise_unfinished(self) -> NoReturn:
         marks = self._progress.marks
         arrived = len(marks) - marks.count(ABSENT)
-        remedy = (
-            "That backward raised an error. To go on without it, call detach() and wrap the module "
-            "again, on all ranks"
-            if self._auto_finish
-            else "Call finish_gradient_synchronization() after backward, or use no_sync() or "
-            "auto_finish=True"
-        )
-        raise UnfinishedSynchronizationError(
-            f"every backward must be finished before the next forward, but after step "
-            f"{self._step} a backward produced gradients of "
-            f"{arrived} parameters on rank {self.process_group.rank()} that were "
-            f"never synchronised, so an optimizer step would make the ranks differ. {remedy}"
-        )
+        rank = self.process_group.rank()
+        raise unfinished(arrived, rank, self._step, self._auto_finish)
 
 
 def _remove_all(hooks: list[ParameterHooks]) -> None:

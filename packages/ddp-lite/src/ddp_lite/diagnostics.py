@@ -26,7 +26,12 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from ddp_lite.errors import MissingGradientError, PeerFailureError, StepMismatchError
+from ddp_lite.errors import (
+    MissingGradientError,
+    PeerFailureError,
+    StepMismatchError,
+    UnfinishedSynchronizationError,
+)
 from ddp_lite.exchange import all_gather_json
 from ddp_lite.verification import name_ranks
 
@@ -258,6 +263,46 @@ def missing_gradients(names_by_rank: Sequence[Sequence[str]], step: int) -> Miss
         "with missing_gradients='error' every trainable parameter must get a gradient on every "
         f"rank, but in step {step} these got none: {shown}. Use them in the loss, freeze them "
         "with requires_grad_(False), or choose missing_gradients='skip-if-all' or 'zeros'"
+    )
+
+
+def unfinished(
+    arrived: int, rank: int, step: int, auto_finish: bool
+) -> UnfinishedSynchronizationError:
+    """The error for a backward whose gradients were never synchronised.
+
+    Args:
+        arrived: number of parameters whose gradients it produced.
+        rank: where.
+        step: the last one that was synchronised.
+        auto_finish: whether the wrapper finishes by itself.
+    """
+    remedy = (
+        "That backward raised an error. To go on without it, call detach() and wrap the module "
+        "again, on all ranks"
+        if auto_finish
+        else "Call finish_gradient_synchronization() after backward, or use no_sync() or "
+        "auto_finish=True"
+    )
+    return UnfinishedSynchronizationError(
+        f"every backward must be finished before the next forward, but after step {step} a "
+        f"backward produced gradients of {arrived} parameters on rank {rank} that were never "
+        f"synchronised, so an optimizer step would make the ranks differ. {remedy}"
+    )
+
+
+def overlapping_backwards(wrapper: str, rank: int, step: int) -> UnfinishedSynchronizationError:
+    """The error for a backward that begins while another one of the same wrapper is under way.
+
+    Args:
+        wrapper: its class.
+        rank: where.
+        step: the step that both belong to.
+    """
+    return UnfinishedSynchronizationError(
+        f"backward passes through one {wrapper} must run one after another, but in step {step} on "
+        f"rank {rank} one began while another was under way, or after it had failed. Add the "
+        "losses and call backward once, from one thread"
     )
 
 
