@@ -98,3 +98,56 @@ def test_restart_after_a_fault(where, fault, what, tmp_path, uninterrupted):
         assert "ArithmeticError: only this rank fails" in faulty.error
     for outcome in run_ranks(run, 2, str(tmp_path), None, None, True):
         assert outcome.value == uninterrupted
+
+
+def leave_out_a_block(rank, _world_size):
+    model = FullyShardedDataParallel(net())
+    loss_of(model, 0, rank).backward()
+    if rank == 1:
+        model.module.blocks = model.module.blocks[:-1]
+    loss_of(model, 1, rank).backward()
+
+
+def test_a_rank_that_calls_fewer_units_ends_all():
+    """Gathers then meet reduce-scatters, or nothing; both ranks wait for the timeout at most."""
+    outcomes = run_ranks(leave_out_a_block, 2, check=False, collective_timeout=3, timeout=BOUND)
+    for outcome in outcomes:
+        assert "CollectiveError" in outcome.error
+        assert "must take part in the" in outcome.error
+
+
+def die_while_loading(rank, _world_size, folder, dying):
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    model = FullyShardedDataParallel(net(seed=rank))
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    if dying:
+        if rank == 1:
+            FileSystemReader.read_data = die
+    else:
+        loss_of(model, 0, rank).backward()
+        optimizer.step()
+        save_fully_sharded(model, optimizer, folder)
+        model = FullyShardedDataParallel(net(seed=rank + 2))
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+    load_fully_sharded(model, optimizer, folder)
+    return [value.tolist() for value in model.full_parameters().values()]
+
+
+def test_a_rank_that_dies_while_loading(tmp_path):
+    """The other one says so at once; the checkpoint is whole, and the next start loads it."""
+    folder = str(tmp_path / "checkpoint")
+    saved = run_ranks(die_while_loading, 2, folder, False)
+    healthy, dead = run_ranks(
+        die_while_loading,
+        2,
+        folder,
+        True,
+        check=False,
+        collective_timeout=COLLECTIVE_TIMEOUT,
+        timeout=BOUND,
+    )
+    assert dead.exitcode == -signal.SIGKILL
+    assert "CollectiveError" in healthy.error
+    assert "loading a checkpoint" in healthy.error
+    assert saved[0].value == saved[1].value
