@@ -127,8 +127,7 @@ def _pause_before_exit() -> None:
     which backward runs. The gloo thread that carried the collective out releases it afterwards, for
     which it needs Python's global lock. If the program has begun to exit by then, the interpreter
     ends that thread and the process aborts with "terminate called without an active exception"
-    after all its work is done (torch 2.11 to 2.15, with torch's own hooks too). A sleeping main
-    thread hands over the lock.
+    after all its work is done (seen with torch 2.15). A sleeping main thread hands over the lock.
     """
     atexit.register(time.sleep, _PAUSE_BEFORE_EXIT_SECONDS)
 

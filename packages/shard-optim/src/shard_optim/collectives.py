@@ -86,7 +86,7 @@ def all_gather_several(
     """
     # Gloo's worker threads store the name of what they completed last in one string without a lock.
     # Names of up to 15 characters lie inside the string, but "ALLGATHER_COALESCED" is allocated,
-    # and two threads that assign it at once free it twice (torch 2.11 to 2.15).
+    # and two threads that assign it at once free it twice (seen with torch 2.15).
     if group._get_backend(wholes[0].device).name() == "gloo":
         pairs = zip(wholes, parts, strict=True)
         return _All([all_gather(whole, part, group) for whole, part in pairs])

@@ -82,7 +82,7 @@ def flash_attn_func(
         TypeError: an input is not a tensor, or an argument does not exist.
     """
     _refuse("flash_attn_func", flash_attn_3, dropout_p=dropout_p, alibi_slopes=alibi_slopes)
-    out, lse = flash_attention(
+    result = flash_attention(
         q,
         k,
         v,
@@ -92,9 +92,9 @@ def flash_attn_func(
         softcap=_softcap(softcap),
         deterministic=deterministic,
         layout="bshd",
-        return_lse=True,
+        return_lse=return_attn_probs,
     )
-    return (out, lse, None) if return_attn_probs else out
+    return result if isinstance(result, Tensor) else (*result, None)
 
 
 def flash_attn_varlen_func(
@@ -144,7 +144,7 @@ def flash_attn_varlen_func(
         alibi_slopes=alibi_slopes,
         block_table=block_table,
     )
-    out, lse = flash_attention_varlen(
+    result = flash_attention_varlen(
         q,
         k,
         v,
@@ -157,9 +157,9 @@ def flash_attn_varlen_func(
         window=_window(window_size),
         softcap=_softcap(softcap),
         deterministic=deterministic,
-        return_lse=True,
+        return_lse=return_attn_probs,
     )
-    return (out, lse, None) if return_attn_probs else out
+    return result if isinstance(result, Tensor) else (*result, None)
 
 
 def _refuse(function: str, flash_attn_3: dict[str, Any], **given: Any) -> None:

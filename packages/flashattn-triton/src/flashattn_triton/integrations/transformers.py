@@ -384,15 +384,13 @@ def _recognise(
     if not torch.equal(visible, (band & inside) & same):
         raise ValueError(
             f"The mask must be causal, a sliding window or full within sequences for {NAME}, but "
-            f"got "
-            f"a rule that is none of these (such as blocks or a prefix that see ahead). Choose "
+            f"got a rule that is none of these (such as blocks or a prefix that see ahead). Choose "
             f"another attn_implementation."
         )
     if (causal or local_size is not None) and int(queries[-1]) != last:
         raise ValueError(
             f"The last query must be at the position of the last key for {NAME}, but got queries "
-            f"up "
-            f"to {int(queries[-1])} and keys up to {last}. Use a dynamic cache instead of a static "
-            f"one."
+            f"up to {int(queries[-1])} and keys up to {last}. Use a dynamic cache "
+            f"instead of a static one."
         )
     return sequences.int() if int(sequences.max()) > 1 else None
