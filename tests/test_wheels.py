@@ -111,17 +111,21 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "venv" / "bin" / "python"
 
 
-def install_alone(dist: Path, name: str, resolution: str, python: Path) -> None:
+def install_alone(dist: Path, name: str, resolution: str, python: Path, folder: Path) -> None:
     """Brings the environment to exactly one wheel and its requirements.
 
-    Files are links into uv's cache, so that this takes seconds and hardly any space.
+    The versions are resolved without a look at what is installed. What uv's cache holds is not
+    downloaded again (``--upgrade`` would), and the files are links into it.
     """
     wheel = find(dist, name, ".whl")
-    install = ["pip", "install", "-q", "--python", python, "--link-mode", "symlink", "-f", dist]
-    # --exact removes what is not required, --upgrade keeps nothing because it is there already.
     # Requirements given by name are direct ones: lowest-direct takes the lowest of each.
-    anew = ["--exact", "--upgrade", "--resolution", resolution]
-    uv(*install, *anew, wheel, *declared(wheel), cwd=dist)
+    wanted = folder / "wanted.txt"
+    wanted.write_text("\n".join([f"{name} @ {wheel.as_uri()}", *declared(wheel)]))
+    pinned = folder / "pinned.txt"
+    compile_ = ["pip", "compile", "-q", "--python", python, "--no-annotate", "-f", dist]
+    uv(*compile_, "--resolution", resolution, wanted, "-o", pinned, cwd=dist)
+    sync = ["pip", "sync", "-q", "--python", python, "--link-mode", "symlink", "-f", dist]
+    uv(*sync, pinned, cwd=dist)
 
 
 @pytest.mark.nightly
@@ -132,7 +136,7 @@ def test_readme_runs_with_the_wheel_alone(
     dist: Path, name: str, resolution: str, python: Path, tmp_path: Path
 ) -> None:
     """Only the declared requirements are there; siblings come from the folder just built."""
-    install_alone(dist, name, resolution, python)
+    install_alone(dist, name, resolution, python, tmp_path)
     freeze = uv("pip", "freeze", "--python", python, cwd=tmp_path)
     print(f"{name}, {resolution}: {' '.join(freeze.split())}")
     installed = {line.partition(" @ ")[0].partition("==")[0] for line in freeze.splitlines()}
