@@ -15,10 +15,12 @@ import triton.language as tl
 from flashattn_triton import (
     Tiles,
     Tiling,
-    backward_kernels,
     flash_attention,
     flash_attention_varlen,
     forward,
+    key_pass,
+    primitives,
+    query_pass,
 )
 from flashattn_triton.launch import can_use_tma, tma_refusal
 
@@ -108,7 +110,7 @@ def test_the_kernel_has_the_declared_arguments_in_order() -> None:
     """The assignment's, but for strides of 1; others stand between them. No block pointers."""
     names = inspect.signature(forward.flash_forward_kernel.fn).parameters
     assert tuple(name for name in names if name in DECLARED) == DECLARED
-    for module in (forward, backward_kernels):
+    for module in (forward, key_pass, primitives, query_pass):
         assert "block_ptr" not in inspect.getsource(module)
 
 
@@ -167,7 +169,7 @@ def test_why_the_tma_cannot_read(
 @triton.jit
 def split_kernel(x_ptr, parts_ptr, N: tl.constexpr):
     places = tl.arange(0, N)
-    first, second, third = forward.split(tl.load(x_ptr + places))
+    first, second, third = primitives.split(tl.load(x_ptr + places))
     tl.store(parts_ptr + places, first.to(tl.float32))
     tl.store(parts_ptr + N + places, second.to(tl.float32))
     tl.store(parts_ptr + 2 * N + places, third.to(tl.float32))

@@ -1,4 +1,24 @@
-"""The backward pass: which kernels of :mod:`flashattn_triton.backward_kernels` run, and on what."""
+"""The backward pass as portable Triton kernels: FlashAttention-2, Algorithm 2.
+
+Which of the kernels run, and on what, is decided here; they are in ``preprocess``, ``key_pass`` and
+``query_pass``.
+
+P is recomputed from the stored logsumexp, tile by tile (assignment, Eq. 13-19; S: scaled scores):
+
+    P  = exp(S - L)                 dV = Pᵀ dO
+    dP = dO Vᵀ                      dS = P ∘ (dP - delta),   delta = rowsum(O ∘ dO) - dL
+    dQ = scale · dS K               dK = scale · dSᵀ Q
+
+A gradient dL of the logsumexp adds P dL to dS, which is why it only enters through delta.
+
+Two forms. *Two passes*: one kernel whose programs own keys (dK, dV; the query heads that share a
+key head are summed inside), one whose programs own queries (dQ). P is computed twice, nothing is
+shared between programs, every sum has a fixed order. *Fused*: the first kernel also adds its part
+of dQ to an fp32 buffer atomically: five matrix products instead of seven, the sum in any order.
+
+Legend: B batch, H query heads, G key/value heads, N_q queries, N_k keys, D head_dim of query and
+key, E head_dim of value, T tokens of a packed batch.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +32,8 @@ import torch
 import triton
 from torch import Tensor
 
-from flashattn_triton.backward_kernels import (
-    ATOMIC,
-    NONE,
-    TMA_REDUCE,
-    key_pass_kernel,
-    preprocess_kernel,
-    query_pass_kernel,
-)
 from flashattn_triton.configs import Tiles, Tiling
+from flashattn_triton.key_pass import ATOMIC, NONE, TMA_REDUCE, key_pass_kernel
 from flashattn_triton.launch import (
     Launch,
     Packing,
@@ -39,6 +52,8 @@ from flashattn_triton.launch import (
     unit_last_stride,
 )
 from flashattn_triton.options import AttentionOptions
+from flashattn_triton.preprocess import preprocess_kernel
+from flashattn_triton.query_pass import query_pass_kernel
 
 PREPROCESS_TILES = Tiles(64, 1, 4, 1)
 

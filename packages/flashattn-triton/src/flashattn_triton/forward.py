@@ -47,171 +47,19 @@ from flashattn_triton.launch import (
     unit_last_stride,
 )
 from flashattn_triton.options import AttentionOptions
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def upper_half(bits):
-    """The bf16 number that the first 16 of 32 bits are."""
-    return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
-def split(x):
-    """Three bf16 numbers whose sum is x: its 24 bits, eight at a time.
-
-    The first is cut off a number somewhat larger than x, which leaves rests of either sign. Of one
-    sign, as bits cut off x have it, the products that ``dot_fp32`` leaves out would add up.
-    """
-    first = (x * 1.0027).to(tl.int32, bitcast=True)
-    x -= (first & -65536).to(tl.float32, bitcast=True)
-    second = x.to(tl.int32, bitcast=True)
-    x -= (second & -65536).to(tl.float32, bitcast=True)
-    return upper_half(first), upper_half(second), upper_half(x.to(tl.int32, bitcast=True))
-
-
-@triton.jit
-def dot_fp32(a, b, INFINITIES: tl.constexpr):
-    """``a @ b`` in fp32: the six products of parts that matter, of nine.
-
-    Matrix units cut bits off whenever they add, so a sum starts at zero and with its small terms.
-    Three of these sums run side by side: one would take as long as its instructions do in a row.
-    Rests of infinities are NaN. The product of first parts is what infinities' product must be;
-    without INFINITIES it stays NaN.
-    """
-    a_0, a_1, a_2 = split(a)
-    b_0, b_1, b_2 = split(b)
-    small = tl.dot(a_1, b_1, tl.dot(a_2, b_0)) + tl.dot(a_1, b_0, tl.dot(a_0, b_2))
-    small += tl.dot(a_0, b_1)
-    if INFINITIES:
-        small = tl.where(small == small, small, 0.0)
-    return tl.dot(a_0, b_0, small)
-
-
-@triton.jit
-def dot(
-    a, b, acc, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, INFINITIES: tl.constexpr = True
-):
-    """``acc + a @ b`` in fp32. The interpreter multiplies bf16 as if its bits were integers."""
-    if INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    if PRECISION == "bf16x6":
-        product = dot_fp32(a, b, INFINITIES)
-        if acc is not None:
-            product += acc
-    else:
-        product = tl.dot(a, b, acc, input_precision=PRECISION)
-    return product
-
-
-@triton.jit
-def loop_bound(x, INTERPRETED: tl.constexpr):
-    """``x``. The interpreter's scalars are arrays of one element, which ``range`` does not take."""
-    if INTERPRETED:
-        return x.handle.data.item()
-    return x
-
-
-@triton.jit
-def load_rows(ptr, rows, columns, stride_row, n_rows, WIDTH: tl.constexpr, MASKED: tl.constexpr):
-    """(len(rows), len(columns)) tile; columns past WIDTH and, if MASKED, rows past n_rows are 0."""
-    pointers = ptr + rows[:, None] * stride_row + columns[None, :]
-    if columns.shape[0] == WIDTH:
-        if MASKED:
-            return tl.load(pointers, mask=(rows < n_rows)[:, None], other=0.0)
-        return tl.load(pointers)
-    inside = (columns < WIDTH)[None, :]
-    if MASKED:
-        inside = inside & (rows < n_rows)[:, None]
-    return tl.load(pointers, mask=inside, other=0.0)
-
-
-@triton.jit
-def tma_load(descriptor, batch, head, start, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """``load_rows`` by the TMA, from a descriptor of (B, H, N, D): 0 outside it."""
-    return descriptor.load([batch, head, start, 0]).reshape(ROWS, COLUMNS)
-
-
-@triton.jit
-def tma_reload(descriptor, batch, head, start, length, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """``tma_load`` for the second product of a wide fp32 tile, the sum of a gradient.
-
-    Kept from the first product, its parts (see ``dot_fp32``) would fill the registers. The second
-    address equals the first one, in a form that the compiler cannot know to be equal: otherwise it
-    would keep the tile instead of loading it again.
-    """
-    return tma_load(descriptor, batch, head, start + (length >> 31), ROWS, COLUMNS)
-
-
-@triton.jit
-def store_rows(ptr, tile, rows, columns, stride_row, n_rows, WIDTH: tl.constexpr):
-    """The inverse of ``load_rows``, casting to the pointer's type."""
-    inside = (rows < n_rows)[:, None] & (columns < WIDTH)[None, :]
-    pointers = ptr + rows[:, None] * stride_row + columns[None, :]
-    tl.store(pointers, tile.to(ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def tanh(x):
-    """By one exp2; near 0, where that cancels, by its series. From 10 on it is 1 in fp32."""
-    far = 1.0 - 2.0 / (1.0 + tl.exp2(tl.minimum(x, 10.0) * (2.0 * LOG2_E)))
-    y = x * x
-    near = x + x * y * (-1.0 / 3.0 + y * (2.0 / 15.0 + y * (-17.0 / 315.0 + y * (62.0 / 2835.0))))
-    return tl.where(y < 0.0625, near, far)
-
-
-@triton.jit
-def tile_indices(N: tl.constexpr, WIDE: tl.constexpr):
-    """0..N-1; in 64 bits where N rows of the largest stride overflow 32."""
-    indices = tl.arange(0, N)
-    if WIDE:
-        indices = indices.to(tl.int64)
-    return indices
-
-
-@triton.jit
-def visible(queries, keys, offset, n_keys, window_left, window_right, LEFT: tl.constexpr, RIGHT):
-    """Which of ``keys`` each of ``queries`` sees (broadcast); the diagonal is query + offset."""
-    seen = keys < n_keys
-    if RIGHT:
-        seen = seen & (keys <= queries + (offset + window_right))
-    if LEFT:
-        seen = seen & (keys >= queries + (offset - window_left))
-    return seen
-
-
-@triton.jit
-def key_range(
-    query_start,
-    offset,
-    n_keys,
-    window_left,
-    window_right,
-    Q_TILE_SIZE: tl.constexpr,
-    K_TILE_SIZE: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    is_causal: tl.constexpr,
-):
-    """(start, full_start, full_stop, stop) of the walk over keys for one query tile.
-
-    Some query of the tile sees some key from ``start`` to ``stop``; every query sees every key from
-    ``full_start`` to ``full_stop``. All but ``stop`` are multiples of the key tile.
-    """
-    stop = n_keys
-    full_stop = n_keys // K_TILE_SIZE * K_TILE_SIZE
-    if is_causal:
-        first_hidden = query_start + offset + window_right + 1
-        stop = tl.minimum(stop, tl.maximum(first_hidden + Q_TILE_SIZE - 1, 0))
-        full_stop = tl.minimum(full_stop, tl.maximum(first_hidden, 0) // K_TILE_SIZE * K_TILE_SIZE)
-    start = 0
-    full_start = 0
-    if HAS_LEFT:
-        first_seen = query_start + offset - window_left
-        start = tl.maximum(first_seen, 0) // K_TILE_SIZE * K_TILE_SIZE
-        full_start = tl.cdiv(tl.maximum(first_seen + Q_TILE_SIZE - 1, 0), K_TILE_SIZE) * K_TILE_SIZE
-    return start, full_start, full_stop, stop
+from flashattn_triton.primitives import (
+    LN_2,
+    LOG2_E,
+    dot,
+    key_range,
+    load_rows,
+    loop_bound,
+    store_rows,
+    tanh,
+    tile_indices,
+    tma_load,
+    visible,
+)
 
 
 @triton.jit
@@ -312,7 +160,7 @@ def _attend(
 )
 def flash_forward_kernel(
     Q_ptr,
-    K_ptr,  # or if COPIED a descriptor of (B, G, N_k, D); so is V_ptr
+    K_ptr,  # or if USE_TMA a descriptor of (B, G, N_k, D); so is V_ptr
     V_ptr,
     O_ptr,
     L_ptr,  # (B, H, N_q) or (H, T_q) fp32

@@ -1,0 +1,74 @@
+# Kernels are typed by Triton's compiler, not by annotations.
+# mypy: disable-error-code="no-untyped-def,attr-defined"
+"""The kernel that runs before the backward passes: delta, and the logsumexp in their units."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flashattn_triton.primitives import LOG2_E, load_rows, store_rows
+
+
+@triton.jit(do_not_specialize=["N_QUERIES", "N_HEADS"])
+def preprocess_kernel(
+    O_ptr,
+    dO_ptr,
+    dL_ptr,  # (B, H, N_q) fp32, or None
+    L_ptr,
+    statistics_ptr,  # (B · H, 2, N_PADDED) fp32
+    dQ_ptr,  # (B · H, N_q, D_PADDED) fp32 to be zeroed, or None
+    stride_ob,
+    stride_oh,
+    stride_oq,
+    stride_dob,
+    stride_doh,
+    stride_doq,
+    stride_dlb,
+    stride_dlh,
+    stride_dlq,
+    N_QUERIES,
+    N_PADDED,
+    N_HEADS,
+    E: tl.constexpr,
+    E_PADDED: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_DL: tl.constexpr,
+    ZEROES: tl.constexpr,
+):
+    """L · log2(e), and delta = rowsum(O ∘ dO) - dL, for ROWS queries of one head.
+
+    Grid: tiles · B · H. N_PADDED queries have statistics: those past the end have L = inf and
+    delta = 0, so that their P and dS are exactly 0 and no other kernel needs to ask where the end
+    is. A packed batch is one sequence here.
+    """
+    n_tiles = tl.cdiv(N_PADDED, ROWS)
+    batch_head = tl.program_id(0) // n_tiles
+    h = (batch_head % N_HEADS).to(tl.int64)
+    b = (batch_head // N_HEADS).to(tl.int64)
+    query_start = ((tl.program_id(0) % n_tiles) * ROWS).to(tl.int64)
+    rows = tl.arange(0, ROWS).to(tl.int64)
+    columns = tl.arange(0, E_PADDED)
+    n_rows = N_QUERIES - query_start
+    o_tile = O_ptr + b * stride_ob + h * stride_oh + query_start * stride_oq
+    do_tile = dO_ptr + b * stride_dob + h * stride_doh + query_start * stride_doq
+    o = load_rows(o_tile, rows, columns, stride_oq, n_rows, E, True).to(tl.float32)
+    do = load_rows(do_tile, rows, columns, stride_doq, n_rows, E, True).to(tl.float32)
+    delta = tl.sum(o * do, 1)
+    inside = rows < n_rows
+    if HAS_DL:
+        dl_tile = dL_ptr + b * stride_dlb + h * stride_dlh + query_start * stride_dlq
+        delta -= tl.load(dl_tile + rows * stride_dlq, mask=inside, other=0.0)
+    row = batch_head.to(tl.int64) * N_QUERIES + query_start
+    logsumexp = tl.load(L_ptr + row + rows, mask=inside, other=float("inf"))
+    # A constant logsumexp has no derivative, whatever its gradient claims (0 · NaN is NaN).
+    delta = tl.where(logsumexp == float("-inf"), 0.0, delta)
+    target = statistics_ptr + batch_head.to(tl.int64) * 2 * N_PADDED + query_start + rows
+    stored = rows < N_PADDED - query_start
+    tl.store(target, logsumexp * LOG2_E, mask=stored)
+    tl.store(target + N_PADDED, delta, mask=stored)
+    if ZEROES:
+        dq_rows = tl.zeros([ROWS, D_PADDED], tl.float32)
+        all_columns = tl.arange(0, D_PADDED)
+        store_rows(dQ_ptr + row * D_PADDED, dq_rows, rows, all_columns, D_PADDED, n_rows, D_PADDED)
