@@ -12,7 +12,7 @@ PAGES = sorted(
     path
     for pattern in (
         "*.md",
-        "docs/*/*.md",
+        "docs/**/*.md",
         "examples/*.md",
         "packages/*/*.md",
         "packages/*/docs/*.md",

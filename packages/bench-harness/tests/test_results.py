@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 RESULTS, ASSIGNMENT = ROOT / "docs" / "results", ROOT / "docs" / "assignment"
 PAGES = sorted(
     page
-    for pattern in ("*.md", "docs/*/*.md", "packages/*/README.md", "packages/*/docs/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "packages/*/README.md", "packages/*/docs/*.md")
     for page in ROOT.glob(pattern)
     if "\n<!-- /bench-harness -->" in page.read_text(encoding="utf-8")
 )

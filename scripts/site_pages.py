@@ -1,0 +1,139 @@
+"""Hook of MkDocs: pages that stand elsewhere in the repository become pages of the site.
+
+MkDocs reads ``docs/`` only. READMEs, changelogs and the pages of the packages stay where GitHub and
+the package index show them; this hook adds them under the path that they have in the repository.
+
+Links are written for the repository: relative to the file, or absolute on GitHub where a page also
+stands on a package index. Here a link to a file of the site becomes a link inside the site, and a
+link to any other file of the repository leads to GitHub, so that every page reads the same in both
+places and the site loads nothing from the network.
+"""
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+ELSEWHERE = (
+    "*.md",
+    "examples/*.md",
+    "packages/*/*.md",
+    "packages/*/docs/*.md",
+    "packages/*/results/*.md",
+)
+FENCE = re.compile(r"^(?P<mark>```+|~~~+)(?P<info>.*)$")
+RENDERED = re.compile(r"^<!-- /?bench-harness.*?-->\n", re.MULTILINE | re.DOTALL)
+# Code between backticks comes first, so that what looks like a link inside it is left alone.
+CODE_OR_LINK = re.compile(
+    r"(?P<code>`+)(?!`).+?(?<!`)(?P=code)(?!`)"
+    r"|!\[(?P<alt>[^\]]*)\]\((?P<picture>[^)\s]+)\)"
+    r"|\]\((?P<link>[^)\s]+)\)",
+    re.DOTALL,
+)
+SPHINX_ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):<code>~?")
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Adds the pages from outside ``docs/``, but for the root README: the home page replaces it."""
+    for pattern in ELSEWHERE:
+        for path in sorted(ROOT.glob(pattern)):
+            name = path.relative_to(ROOT).as_posix()
+            if name != "README.md":
+                files.append(File.generated(config, name, abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Translates links and the words of fences, and drops the recipes of rendered blocks."""
+    paths = {_repository_path(file): file.src_uri for file in files}
+    here = _repository_path(page.file)
+
+    def translated(found: re.Match[str]) -> str:
+        if found["code"]:
+            return found[0]
+        given = found["picture"] or found["link"]
+        target = _target(given, here, page.file.src_uri, paths, config.extra["source"])
+        if not found["picture"]:
+            return f"]({target})"
+        # A badge is loaded from another host: its text stays.
+        return found["alt"] if "://" in target else f"![{found['alt']}]({target})"
+
+    text, code, parts = [], [], []
+    open_mark = ""
+
+    def end_text() -> None:
+        parts.append(CODE_OR_LINK.sub(translated, "".join(text)))
+        text.clear()
+
+    for line in RENDERED.sub("", markdown).splitlines(keepends=True):
+        fence = FENCE.match(line)
+        if not open_mark and fence:
+            end_text()
+            open_mark = fence["mark"]
+            code.append(f"{open_mark}{_info(fence['info'])}\n")
+        elif open_mark:
+            code.append(line)
+            if line.rstrip() == open_mark:
+                parts.append("".join(code))
+                code.clear()
+                open_mark = ""
+        else:
+            text.append(line)
+    end_text()
+    return "".join(parts)
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Docstrings use Sphinx's roles, which Markdown does not know: the name alone stays."""
+    return SPHINX_ROLE.sub("<code>", html)
+
+
+def _repository_path(file: File) -> str:
+    return file.src_uri if file.generated_by else f"docs/{file.src_uri}"
+
+
+def _target(given: str, here: str, page: str, paths: dict[str, str], source: str) -> str:
+    """Where a link of the page leads in the site.
+
+    Args:
+        given: the link as it is written.
+        here: the page's path in the repository.
+        page: the page's path in the site.
+        paths: from paths in the repository to paths in the site.
+        source: address of the repository.
+    """
+    path, hash_, anchor = given.partition("#")
+    raw = source.replace("//github.com/", "//raw.githubusercontent.com/")
+    absolute = re.fullmatch(rf"(?:{source}/(?:blob|tree)|{raw})/main/(.+)", path)
+    if absolute:
+        path = absolute[1].rstrip("/")
+    elif "://" in given or not path or path.startswith("mailto:"):
+        return given
+    else:
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(here), path))
+    for candidate in (path, f"{path}/index.md", f"{path}/README.md"):
+        if candidate in paths:
+            relative = posixpath.relpath(paths[candidate], posixpath.dirname(page) or ".")
+            return f"{relative}{hash_}{anchor}"
+    if not (ROOT / path).exists():
+        return given  # MkDocs names it
+    return f"{source}/{'tree' if (ROOT / path).is_dir() else 'blob'}/main/{path}{hash_}{anchor}"
+
+
+def _info(info: str) -> str:
+    """What a fence says to scripts/run_readme.py, as a title above the code."""
+    language, *words = info.split() or [""]
+    given = dict((*word.split("=", 1), "")[:2] for word in words)
+    title = []
+    if "file" in given:
+        title.append(given["file"])
+    if "ranks" in given:
+        title.append(f"torchrun --nproc-per-node {given['ranks']}")
+    if "gpu" in given:
+        title.append("needs a GPU")
+    language = "sh" if language == "console" else language
+    return language + (f' title="{", ".join(title)}"' if title else "")
