@@ -9,10 +9,8 @@ from torch import Tensor, nn
 from shard_optim import (
     BucketPlan,
     CollectiveError,
-    FlatBucket,
     FullyShardedDataParallel,
     Partition,
-    ReduceScatterHook,
     ShardedGradScaler,
     ShardedOptimizer,
     Span,
@@ -25,9 +23,7 @@ from shard_optim import (
 )
 
 
-def train(
-    module: nn.Module, group: dist.ProcessGroup, buckets: list[FlatBucket], folder: Path
-) -> None:
+def train(module: nn.Module, group: dist.ProcessGroup, folder: Path) -> None:
     partition: Partition = "flat"
     optimizer = ShardedOptimizer(
         module.named_parameters(),
@@ -41,7 +37,6 @@ def train(
         lr=1e-3,
         weight_decay=0.1,
     )
-    ShardedOptimizer(module.parameters(), torch.optim.SGD, layout=buckets, lr=0.1)
     ShardedOptimizer([{"params": list(module.parameters()), "lr": 0.1}], torch.optim.SGD)
     optimizer.attach(module)
     scaler = ShardedGradScaler("cuda", init_scale=2.0**10, growth_interval=100, enabled=True)
@@ -62,7 +57,6 @@ def train(
     optimizer.load_full_state_dict(optimizer.full_state_dict())
     save_checkpoint(optimizer, folder)
     load_checkpoint(optimizer, str(folder))
-    print(ReduceScatterHook(group))
 
 
 def plan() -> list[Span | None]:

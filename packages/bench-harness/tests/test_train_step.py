@@ -94,10 +94,6 @@ def test_labels_say_what_differs_and_nothing_else() -> None:
             {"optimizer": {"name": "sharded", "overlap": "next-forward"}},
             "overlap must come with reduce_gradients",
         ),
-        (
-            {"wrapper": {"name": "bucketed", "comm_hook": "reduce-scatter"}},
-            "'reduce-scatter' must come with the optimizer 'sharded'",
-        ),
         ({"wrapper": "fsdp2", "optimizer": "zero-redundancy"}, "must be an unsharded one under"),
     ],
 )
@@ -190,10 +186,7 @@ def case(tmp_path_factory):
                 *({"wrapper": {"name": "bucketed", "bucket_size_mb": s}} for s in (0.01, 0.02, 1)),
                 {"wrapper": {"name": "bucketed", "comm_hook": "peer-copy"}},
                 {"wrapper": "torch-ddp", "optimizer": "zero-redundancy"},
-                {
-                    "wrapper": {"name": "bucketed", "comm_hook": "reduce-scatter"},
-                    "optimizer": "sharded",
-                },
+                {"wrapper": "bucketed", "optimizer": "sharded"},
                 SHARDED,
                 {"wrapper": "fsdp2", "compile": "blocks"},
                 {

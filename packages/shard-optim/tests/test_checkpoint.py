@@ -98,7 +98,7 @@ def check_refusals(rank, world_size, folder):
 def check_wrong_length(folder):
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-    from shard_optim.planners import Range, RangeLoadPlanner
+    from shard_optim.storage import Range, RangeLoadPlanner
 
     key = "state.1.elements.exp_avg"
     planner = RangeLoadPlanner({key: Range(values=torch.empty(1), offset=0, total=1)})

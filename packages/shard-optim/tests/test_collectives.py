@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shard_optim.collectives import all_gather_several, reduce_scatter_several
+from shard_optim.communication import all_gather_several, reduce_scatter_several
 
 
 @pytest.fixture

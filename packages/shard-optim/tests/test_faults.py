@@ -13,7 +13,7 @@ from torch import nn
 
 from ranks import run_ranks
 from shard_optim import CollectiveError, ShardedOptimizer, load_checkpoint, save_checkpoint
-from shard_optim.buckets import Bucket
+from shard_optim.layout import Bucket
 
 STEPS, SAVE_EVERY, KILLED_STEP = 8, 2, 5
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fully_sharded_models import OPTIMIZERS, loss_of, net
 from ranks import run_ranks
 from shard_optim import FullyShardedDataParallel, load_fully_sharded, save_fully_sharded
-from shard_optim.collectives import CollectiveError
+from shard_optim.communication import CollectiveError
 
 STEPS = 3
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ranks import run_ranks
-from shard_optim import ReduceScatterHook, ShardedOptimizer
+from shard_optim import ShardedOptimizer
 from shard_optim.accounting import rank_memory
 
 
@@ -129,18 +129,3 @@ def check_memory(rank, world_size):
 @pytest.mark.multi_gpu
 def test_memory_is_as_predicted():
     run_ranks(check_memory, 2, backend="nccl", timeout=120)
-
-
-def check_in_place(rank, world_size):
-    device = torch.device("cuda", rank)
-    generator = torch.Generator().manual_seed(rank)
-    mine = torch.randn(2**20, generator=generator).to(device)
-    expected = mine.clone()
-    dist.all_reduce(expected, op=dist.ReduceOp.AVG)
-    ReduceScatterHook()(mine, None).wait()
-    assert torch.equal(mine.chunk(world_size)[rank], expected.chunk(world_size)[rank])
-
-
-@pytest.mark.multi_gpu
-def test_reduce_scatter_in_place_over_nccl():
-    run_ranks(check_in_place, 2, backend="nccl", timeout=120)

@@ -145,7 +145,7 @@ def check_accumulation(rank, world_size):
         loss_of(model, 0, rank).backward()
     optimizer.step()  # nothing was reduced since the last step, so this reduces what is there
     loss_of(model, 0, rank).backward()
-    optimizer._collect_gradients()
+    optimizer.local_gradients()
     optimizer._collected = False
     with optimizer.no_sync():
         loss_of(model, 0, rank).backward()

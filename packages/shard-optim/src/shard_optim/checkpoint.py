@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shard_optim.buckets import in_memory_order
-from shard_optim.local import pack_groups
+from shard_optim.layout import in_memory_order
 from shard_optim.optimizer import ShardedOptimizer
-from shard_optim.state import check_full_state, placements
+from shard_optim.state import check_full_state, pack_groups, placements
 
 if TYPE_CHECKING:
     # Importing torch.distributed.checkpoint changes warning filters, so it waits for its first use.
-    from shard_optim.planners import Range
+    from shard_optim.storage import Range
 
 
 def save_checkpoint(optimizer: ShardedOptimizer, folder: str | Path) -> None:
@@ -40,8 +39,7 @@ def save_checkpoint(optimizer: ShardedOptimizer, folder: str | Path) -> None:
         FileExistsError: if the folder holds a checkpoint already.
         CollectiveError: if a peer died or timed out, or could not write.
     """
-    from shard_optim.planners import Range
-    from shard_optim.storage import METADATA, write_folder
+    from shard_optim.storage import METADATA, Range, write_folder
 
     if (Path(folder) / METADATA).exists():
         raise FileExistsError(
@@ -88,8 +86,7 @@ def load_checkpoint(optimizer: ShardedOptimizer, folder: str | Path) -> None:
     """
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    from shard_optim.planners import Range
-    from shard_optim.storage import read_folder, read_metadata
+    from shard_optim.storage import Range, read_folder, read_metadata
 
     group = optimizer.process_group
     stored = read_metadata(folder, group).state_dict_metadata
@@ -165,7 +162,9 @@ def _mismatch(header: dict[str, Any], optimizer: ShardedOptimizer) -> str | None
     problem = check_full_state(
         {"state": {}, "param_groups": header["param_groups"]},
         optimizer.param_groups,
+        optimizer_cls=optimizer.optimizer_cls,
         defaults=optimizer.defaults,
+        kwargs={},
         shapes={},
         partition=optimizer.partition,
         name_of=optimizer.name_of,

@@ -1,14 +1,20 @@
 """The optimizers that run on one rank: instances of the wrapped class over this rank's shards.
 
-There are a few instances, each over some neighbouring buckets, so that the all-gather of one
-piece's parameters runs while the next piece is updated. The wrapped class treats parameters
-independently of each other, or it could not be sharded over ranks either.
+A step touches few Python objects, and overlaps with communication, because of two groupings:
+
+- Neighbouring shards of one parameter group are updated as one tensor (``FusedShard``) as long as
+  all of them have gradients. An element-wise update of the whole equals the updates of its parts,
+  and its state can be cut at any time: one in which only some parameters have a gradient falls
+  apart for good.
+- Neighbouring buckets share one instance of the class (``StepGroup``), so that the all-gather of
+  one group's parameters runs while the next group is updated. The class treats parameters
+  independently of each other, or it could not be sharded over ranks either.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,56 +22,212 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shard_optim.buckets import Bucket, Shard, flat_gradient
-from shard_optim.partition import Partition
-from shard_optim.runs import Run, make_runs
-from shard_optim.state import MASTER, local_state
-from shard_optim.support import check_elementwise_state
+from shard_optim.checks import check_elementwise_state
+from shard_optim.layout import Bucket, Groups, Partition, Shard, flat_gradient
+from shard_optim.state import MASTER, settings_of
 
-Groups = Sequence[dict[str, Any]]
+# More groups hide more of the all-gather under the update; each costs the host one optimizer call.
+MAX_STEP_GROUPS = 8
+MIN_STEP_GROUP_BYTES = 128 * 1024**2
 
-# More pieces hide more of the all-gather under the update; each costs the host one optimizer call.
-MAX_PIECES = 8
-MIN_PIECE_BYTES = 128 * 1024**2
+
+@dataclass(eq=False, kw_only=True)
+class FusedShard:
+    """Shards that the local optimizer updates as one tensor; usually many, at least one.
+
+    Attributes:
+        shards: neighbours, in ascending order.
+        group: number of their parameter group.
+        begin: first element inside this rank's range of the bucket.
+        base: their elements inside the bucket.
+        tensor: what the optimizer updates: ``base`` itself, or a master copy of it.
+    """
+
+    shards: Sequence[Shard]
+    group: int
+    begin: int
+    base: Tensor
+    tensor: Tensor
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the optimizer updates a higher-precision copy."""
+        return self.tensor is not self.base
+
+    def give_gradient(self, grad: Tensor) -> None:
+        """Sets the gradient: a view of ``grad``, or a copy in the master's dtype.
+
+        Args:
+            grad: one value per element, in memory order; one-dimensional.
+        """
+        if self.base.ndim != 1:
+            grad = grad.as_strided(self.base.size(), self.base.stride())
+        self.tensor.grad = grad.to(self.tensor.dtype)
+
+    def parts(self) -> list[FusedShard]:
+        """One per shard, over the same memory."""
+        return [
+            FusedShard(
+                shards=(shard,),
+                group=self.group,
+                begin=shard.begin,
+                base=shard.view,
+                tensor=shard.tensor,
+            )
+            for shard in self.shards
+        ]
+
+    def state_of(
+        self, shard: Shard, state: Mapping[str, Any], *, independent: bool = False
+    ) -> Mapping[str, Any]:
+        """The part of its state that belongs to one of its shards.
+
+        Args:
+            shard: one of its own.
+            state: of all of them.
+            independent: copy what all shards share, such as a count of steps. Values per element
+                are always views.
+        """
+        if len(self.shards) == 1:
+            return state
+        first = shard.begin - self.begin
+        part: dict[str, Any] = {}
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.shape == self.tensor.shape:
+                part[key] = value.narrow(0, first, shard.span.length)
+            else:
+                part[key] = copy.deepcopy(value) if independent else value
+        return part
+
+    def joined_state(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+        """Its state from its shards' states, or None if they cannot be one state.
+
+        Args:
+            states: of each shard; empty where a shard has none.
+        """
+        first = states[0]
+        if any(state.keys() != first.keys() for state in states):
+            return None
+        joined: dict[str, Any] = {}
+        for key, value in first.items():
+            values = [state[key] for state in states]
+            if all(
+                isinstance(v, Tensor) and v.shape == shard.tensor.shape
+                for v, shard in zip(values, self.shards, strict=True)
+            ):
+                joined[key] = torch.cat(values)
+            elif all(_equal(value, other) for other in values[1:]):
+                joined[key] = value
+            else:
+                return None
+        return joined
+
+
+def fuse_shards(
+    bucket: Bucket,
+    group_of: Mapping[int, int],
+    *,
+    merge: bool,
+    master_dtype: torch.dtype | None,
+) -> list[FusedShard]:
+    """This rank's shards of a bucket, neighbours of one parameter group together.
+
+    Args:
+        bucket: the bucket.
+        group_of: each parameter's group, by parameter number.
+        merge: whether neighbours may be updated as one tensor.
+        master_dtype: dtype of the copies that the optimizer updates, or None for none.
+    """
+    gathered: list[list[Shard]] = []
+    for shard in bucket.shards:
+        last = gathered[-1][-1] if gathered else None
+        if (
+            merge
+            and last is not None
+            and last.view.ndim == shard.view.ndim == 1
+            and last.begin + last.span.length == shard.begin
+            and group_of[last.index] == group_of[shard.index]
+        ):
+            gathered[-1].append(shard)
+        else:
+            gathered.append([shard])
+    fused = []
+    for shards in gathered:
+        first = shards[0]
+        base = first.view
+        if len(shards) > 1:
+            length = sum(shard.span.length for shard in shards)
+            base = bucket.owned.narrow(0, first.begin, length)
+        tensor = base
+        if master_dtype is not None and master_dtype != bucket.dtype:
+            tensor = base.to(master_dtype)
+            for shard in shards:
+                shard.tensor = (
+                    tensor
+                    if len(shards) == 1
+                    else tensor.narrow(0, shard.begin - first.begin, shard.span.length)
+                )
+        fused.append(
+            FusedShard(
+                shards=tuple(shards),
+                group=group_of[first.index],
+                begin=first.begin,
+                base=base,
+                tensor=tensor,
+            )
+        )
+    return fused
 
 
 @dataclass(eq=False)
-class Piece:
+class StepGroup:
     """Neighbouring buckets and the optimizer that updates this rank's shards of them.
 
     Attributes:
-        optimizer: holds one local group per group of whole parameters that existed when the piece
-            was made; newer groups have no parameters in it.
-        runs: what it updates, by bucket, in the order of the buckets.
+        optimizer: holds one local group per group of whole parameters that existed when this was
+            made; newer groups have no parameters in it.
+        fused: what it updates, by bucket, in the order of the buckets.
     """
 
     optimizer: Optimizer
-    runs: dict[Bucket, list[Run]]
+    fused: dict[Bucket, list[FusedShard]]
 
-    def all_runs(self) -> list[Run]:
-        """All runs, in the order of the buckets."""
-        return [run for runs in self.runs.values() for run in runs]
+    def all_fused(self) -> list[FusedShard]:
+        """What it updates, in the order of the buckets."""
+        return [each for several in self.fused.values() for each in several]
 
-    def split(self, bucket: Bucket, run: Run) -> list[Run]:
-        """Replaces a run by one run per shard, each with its part of the state."""
-        parts = run.parts()
+    def split(self, bucket: Bucket, fused: FusedShard) -> list[FusedShard]:
+        """Replaces it by one per shard, each with its part of the state."""
+        parts = fused.parts()
         if len(parts) == 1:
             return parts
-        state = self.optimizer.state.pop(run.tensor, {})
+        state = self.optimizer.state.pop(fused.tensor, {})
         if state:
             for part in parts:
-                own = run.state_of(part.shards[0], state, independent=True)
+                own = fused.state_of(part.shards[0], state, independent=True)
                 self.optimizer.state[part.tensor] = dict(own)
-        _replace(self.runs[bucket], run, parts)
-        tensors = self.optimizer.param_groups[run.group]["params"]
-        _replace(tensors, run.tensor, [part.tensor for part in parts])
+        _replace(self.fused[bucket], fused, parts)
+        tensors = self.optimizer.param_groups[fused.group]["params"]
+        _replace(tensors, fused.tensor, [part.tensor for part in parts])
         return parts
+
+    def split_by_gradient_presence(self, bucket: Bucket, unused: frozenset[int]) -> None:
+        """Splits what holds some parameters with a gradient and some without.
+
+        Args:
+            bucket: one of its own.
+            unused: numbers of parameters that had no gradient on any rank.
+        """
+        for fused in list(self.fused[bucket]):
+            without = sum(shard.index in unused for shard in fused.shards)
+            if 0 < without < len(fused.shards):
+                self.split(bucket, fused)
 
     def write_back_masters(self) -> None:
         """Rounds updated master copies into the parameters."""
-        mastered = [run for run in self.all_runs() if run.has_master]
+        mastered = [fused for fused in self.all_fused() if fused.has_master]
         if mastered:
-            torch._foreach_copy_([run.base for run in mastered], [run.tensor for run in mastered])
+            torch._foreach_copy_([f.base for f in mastered], [f.tensor for f in mastered])
 
 
 class LocalOptimizer:
@@ -90,7 +252,7 @@ class LocalOptimizer:
         kwargs: dict[str, Any],
     ) -> None:
         self.shards: list[Shard] = []
-        self.pieces: list[Piece] = []
+        self.step_groups: list[StepGroup] = []
         self._optimizer_cls = optimizer_cls
         self._partition = partition
         self._merge = merge
@@ -108,67 +270,70 @@ class LocalOptimizer:
         for number, group in enumerate(groups):
             for _ in group["params"]:
                 group_of[len(group_of)] = number
-        for members in _pieces(buckets):
-            runs = {
-                bucket: make_runs(
+        for members in _neighbourhoods(buckets):
+            fused = {
+                bucket: fuse_shards(
                     bucket, group_of, merge=self._merge, master_dtype=self._master_dtype
                 )
                 for bucket in members
             }
+            tensors: list[list[Tensor]] = [[] for _ in groups]
+            for each in (each for several in fused.values() for each in several):
+                tensors[each.group].append(each.tensor)
             local_groups = [
-                settings_of(group)
-                | {"params": [r.tensor for rs in runs.values() for r in rs if r.group == number]}
-                for number, group in enumerate(groups)
+                settings_of(group) | {"params": own}
+                for group, own in zip(groups, tensors, strict=True)
             ]
-            self.pieces.append(Piece(self._optimizer_cls(local_groups, **self._kwargs), runs))
+            self.step_groups.append(
+                StepGroup(self._optimizer_cls(local_groups, **self._kwargs), fused)
+            )
         self.shards += [shard for bucket in buckets for shard in bucket.shards]
 
-    def step(self, groups: Groups, launch: Callable[[Bucket], None], **kwargs: Any) -> None:
-        """One step, piece by piece, with the hyperparameters of ``groups``.
+    def update(self, groups: Groups, **kwargs: Any) -> Iterator[Bucket]:
+        """Updates this rank's shards; yields each bucket as soon as its shards are updated.
 
         Changes to hyperparameters are copied back, because some optimizers count or adapt in
         their groups.
 
         Args:
             groups: the groups of whole parameters.
-            launch: called for each bucket once its parameters are updated.
             kwargs: for the class's ``step``.
 
         Raises:
             ValueError: if the state shows that the class cannot work under "flat".
         """
         changed: list[dict[str, Any]] = [{} for _ in groups]
-        for piece in self.pieces:
-            local_groups = piece.optimizer.param_groups
-            for group, local in zip(groups, local_groups, strict=False):
+        for step_group in self.step_groups:
+            optimizer = step_group.optimizer
+            for group, local in zip(groups, optimizer.param_groups, strict=False):
                 local.update(settings_of(group))
-            new = not piece.optimizer.state
-            piece.optimizer.step(**kwargs)
-            for number, local in enumerate(local_groups):
+            new = not optimizer.state
+            optimizer.step(**kwargs)
+            for number, local in enumerate(optimizer.param_groups):
                 if local["params"] or not changed[number]:
                     changed[number] = settings_of(local)
             if new and self._partition == "flat":
-                for run in piece.all_runs():
-                    check_elementwise_state(piece.optimizer, run)
-            piece.write_back_masters()
-            for bucket in piece.runs:
-                launch(bucket)
+                for fused in step_group.all_fused():
+                    check_elementwise_state(optimizer, fused.tensor)
+            step_group.write_back_masters()
+            yield from step_group.fused
         for group, settings in zip(groups, changed, strict=True):
             group.update(settings)
         self.drop_gradients()
 
+    # --- gradients ---------------------------------------------------------------------------
+
     def take_gradients(self) -> None:
         """Gives every shard its slice of its parameter's own gradient."""
-        for piece in self.pieces:
-            for run in piece.all_runs():
-                (shard,) = run.shards
-                grad = flat_gradient(shard.param, shard.name)
-                if grad is None:
-                    run.tensor.grad = None
-                    continue
-                if shard.span.length != grad.numel():
-                    grad = grad.narrow(0, shard.span.start, shard.span.length)
-                run.give_gradient(grad)
+        for fused in self._all_fused():
+            (shard,) = fused.shards
+            grad = flat_gradient(shard.param, shard.name)
+            if grad is None:
+                fused.tensor.grad = None
+                continue
+            if shard.span.length != grad.numel():
+                grad = grad.narrow(0, shard.span.start, shard.span.length)
+            fused.give_gradient(grad)
 
     def take_reduced(self, slices: Mapping[Bucket, Tensor], unused: frozenset[int]) -> None:
         """Gives every shard its slice of its bucket's averaged gradients.
@@ -177,61 +342,56 @@ class LocalOptimizer:
             slices: of each bucket this rank's range, shape (chunk,).
             unused: numbers of parameters that had no gradient on any rank.
         """
-        for piece in self.pieces:
-            for bucket in piece.runs:
+        for step_group in self.step_groups:
+            for bucket in step_group.fused:
+                if unused:
+                    step_group.split_by_gradient_presence(bucket, unused)
                 averaged = slices[bucket]
-                for run in list(piece.runs[bucket]):
-                    for part in self._with_equal_fate(piece, bucket, run, unused):
-                        if part.shards[0].index in unused:
-                            part.tensor.grad = None
-                        else:
-                            length = part.base.numel()
-                            part.give_gradient(averaged.narrow(0, part.begin, length))
-
-    @staticmethod
-    def _with_equal_fate(
-        piece: Piece, bucket: Bucket, run: Run, unused: frozenset[int]
-    ) -> list[Run]:
-        """The run, or its parts if only some of its parameters have gradients."""
-        if len(unused.intersection(shard.index for shard in run.shards)) in (0, len(run.shards)):
-            return [run]
-        return piece.split(bucket, run)
+                for fused in step_group.fused[bucket]:
+                    if fused.shards[0].index in unused:
+                        fused.tensor.grad = None
+                    else:
+                        grad = averaged.narrow(0, fused.begin, fused.base.numel())
+                        fused.give_gradient(grad)
 
     def drop_gradients(self) -> None:
         """Lets go of all gradients."""
-        for piece in self.pieces:
-            for run in piece.all_runs():
-                run.tensor.grad = None
+        for fused in self._all_fused():
+            fused.tensor.grad = None
 
     def gradients(self) -> list[Tensor]:
         """The gradients that there are."""
-        return [
-            run.tensor.grad
-            for piece in self.pieces
-            for run in piece.all_runs()
-            if run.tensor.grad is not None
-        ]
+        grads = (fused.tensor.grad for fused in self._all_fused())
+        return [grad for grad in grads if grad is not None]
+
+    def _all_fused(self) -> Iterator[FusedShard]:
+        for step_group in self.step_groups:
+            for several in step_group.fused.values():
+                yield from several
+
+    # --- state -------------------------------------------------------------------------------
 
     def expose(self, state: MutableMapping[Tensor, Any]) -> None:
         """Fills ``state`` with this rank's state under the parameters' identity."""
         state.clear()
-        for run, found in self._states():
-            for shard in run.shards:
-                state[shard.param] = run.state_of(shard, found)
+        for shard, found in self._states():
+            state[shard.param] = found
 
     def states(self) -> dict[int, dict[str, Any]]:
         """State of each shard, master copy included, by parameter number."""
-        states = {shard.index: local_state(shard, {}) for shard in self.shards}
-        for run, found in self._states():
-            for shard in run.shards:
-                states[shard.index] = local_state(shard, run.state_of(shard, found))
-        return {index: state for index, state in sorted(states.items()) if state}
+        found = {shard.index: dict(state) for shard, state in self._states()}
+        for shard in self.shards:
+            if shard.has_master:
+                found.setdefault(shard.index, {})[MASTER] = shard.tensor
+        return {index: state for index, state in sorted(found.items()) if state}
 
-    def _states(self) -> Iterable[tuple[Run, Mapping[str, Any]]]:
-        for piece in self.pieces:
-            for run in piece.all_runs():
-                if run.tensor in piece.optimizer.state:
-                    yield run, piece.optimizer.state[run.tensor]
+    def _states(self) -> Iterator[tuple[Shard, Mapping[str, Any]]]:
+        for step_group in self.step_groups:
+            state = step_group.optimizer.state
+            for fused in step_group.all_fused():
+                if fused.tensor in state:
+                    for shard in fused.shards:
+                        yield shard, fused.state_of(shard, state[fused.tensor])
 
     @torch.no_grad()
     def install(
@@ -241,24 +401,11 @@ class LocalOptimizer:
 
         A master copy that ``states`` lacks is made anew from its parameter.
         """
-        for piece in self.pieces:
-            found: dict[Tensor, dict[str, Any]] = {}
-            for bucket in piece.runs:
-                for run in list(piece.runs[bucket]):
-                    given = [_unshared(states.get(shard.index, {})) for shard in run.shards]
-                    for shard, state in zip(run.shards, given, strict=True):
-                        master = state.pop(MASTER, shard.view)
-                        if shard.has_master:
-                            shard.tensor.copy_(master)
-                    joined = given[0] if len(given) == 1 else run.joined_state(given)
-                    if joined is not None:
-                        found[run.tensor] = joined
-                        continue
-                    for part, state in zip(piece.split(bucket, run), given, strict=True):
-                        found[part.tensor] = state
+        for step_group in self.step_groups:
+            found = self._found(step_group, states)
             packed: dict[str, Any] = {"state": {}, "param_groups": []}
             number = 0
-            for local, new in zip(piece.optimizer.param_groups, settings, strict=False):
+            for local, new in zip(step_group.optimizer.param_groups, settings, strict=False):
                 first = number
                 for tensor in local["params"]:
                     if found[tensor]:
@@ -266,13 +413,49 @@ class LocalOptimizer:
                     number += 1
                 members = list(range(first, number))
                 packed["param_groups"].append(settings_of(new) | {"params": members})
-            piece.optimizer.load_state_dict(packed)
+            step_group.optimizer.load_state_dict(packed)
+
+    @staticmethod
+    def _found(
+        step_group: StepGroup, states: Mapping[int, Mapping[str, Any]]
+    ) -> dict[Tensor, dict[str, Any]]:
+        """The state to load, by the tensor that the optimizer updates; fills master copies."""
+        found: dict[Tensor, dict[str, Any]] = {}
+        for bucket in step_group.fused:
+            for fused in list(step_group.fused[bucket]):
+                given = [_unshared(states.get(shard.index, {})) for shard in fused.shards]
+                for shard, state in zip(fused.shards, given, strict=True):
+                    master = state.pop(MASTER, shard.view)
+                    if shard.has_master:
+                        shard.tensor.copy_(master)
+                joined = given[0] if len(given) == 1 else fused.joined_state(given)
+                if joined is not None:
+                    found[fused.tensor] = joined
+                    continue
+                for part, state in zip(step_group.split(bucket, fused), given, strict=True):
+                    found[part.tensor] = state
+        return found
+
+
+def _neighbourhoods(buckets: Sequence[Bucket]) -> list[list[Bucket]]:
+    """Buckets in at most about ``MAX_STEP_GROUPS`` neighbourhoods of similar size."""
+    total = sum(bucket.flat.nbytes for bucket in buckets)
+    limit = max(total / MAX_STEP_GROUPS, MIN_STEP_GROUP_BYTES)
+    found: list[list[Bucket]] = []
+    filled = 0
+    for bucket in buckets:
+        if not found or filled + bucket.flat.nbytes > limit:
+            found.append([])
+            filled = 0
+        found[-1].append(bucket)
+        filled += bucket.flat.nbytes
+    return found
 
 
 def _replace(items: list[Any], old: Any, new: Sequence[Any]) -> None:
     """Puts ``new`` in the place of ``old``, found by identity: tensors compare by value."""
-    place = next(place for place, item in enumerate(items) if item is old)
-    items[place : place + 1] = new
+    position = next(position for position, item in enumerate(items) if item is old)
+    items[position : position + 1] = new
 
 
 def _unshared(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -286,52 +469,7 @@ def _unshared(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _pieces(buckets: Sequence[Bucket]) -> list[list[Bucket]]:
-    """Buckets in at most about ``MAX_PIECES`` neighbourhoods of similar size."""
-    total = sum(bucket.flat.nbytes for bucket in buckets)
-    limit = max(total / MAX_PIECES, MIN_PIECE_BYTES)
-    pieces: list[list[Bucket]] = []
-    filled = 0
-    for bucket in buckets:
-        if not pieces or filled + bucket.flat.nbytes > limit:
-            pieces.append([])
-            filled = 0
-        pieces[-1].append(bucket)
-        filled += bucket.flat.nbytes
-    return pieces
-
-
-def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """Normalises the constructor's argument to a list of groups, without copying parameters."""
-    if isinstance(params, Tensor):
-        raise TypeError("params must be an iterable of parameters or groups, got one tensor")
-    items = list(params)
-    if not items:
-        raise ValueError("a sharded optimizer needs at least one parameter, got an empty list")
-    if not isinstance(items[0], dict):
-        return [{"params": items}]
-    return [dict(group) for group in items]
-
-
-def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's hyperparameters, without its parameters."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def default_settings(
-    optimizer_cls: type[Optimizer], groups: Groups, kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """The class's hyperparameters with their defaults, from an instance over one element."""
-    placeholder = torch.nn.Parameter(torch.zeros(1, 1))
-    return optimizer_cls([settings_of(groups[0]) | {"params": [placeholder]}], **kwargs).defaults
-
-
-def pack_groups(groups: Groups) -> list[dict[str, Any]]:
-    """Groups as a plain state dict has them: parameters replaced by their numbers."""
-    packed, number = [], 0
-    for group in groups:
-        size = len(group["params"])
-        names = {"param_names": group["param_names"]} if "param_names" in group else {}
-        packed.append(settings_of(group) | names | {"params": list(range(number, number + size))})
-        number += size
-    return packed
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and torch.equal(a, b)
+    return bool(a == b)

@@ -16,30 +16,37 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shard_optim.agreement import check_agreement, describe_groups
-from shard_optim.buckets import SHARD_GROUP, Bucket, check_layout
-from shard_optim.collectives import guarded, resolve_group
-from shard_optim.exchange import broadcast_value
-from shard_optim.first_step import check_first_step
-from shard_optim.handoff import FlatBucket
-from shard_optim.local import (
-    LocalOptimizer,
-    as_groups,
-    default_settings,
-    pack_groups,
-    settings_of,
+from shard_optim.checks import check_elementwise_update, check_first_step, check_supported
+from shard_optim.communication import (
+    check_agreement,
+    describe_groups,
+    guarded,
+    resolve_group,
 )
-from shard_optim.norm import clip_sharded_
+from shard_optim.exchange import broadcast_value
+from shard_optim.gradients import clip_sharded_
+from shard_optim.layout import (
+    PARTITIONS,
+    SHARD_GROUP,
+    Bucket,
+    Partition,
+    Placement,
+    all_params,
+    check_layout,
+    name_of,
+)
+from shard_optim.local import LocalOptimizer
 from shard_optim.overlap import ForwardWaits
-from shard_optim.partition import PARTITIONS, Partition
-from shard_optim.placement import Placement, all_params, name_of
 from shard_optim.reduction import GradientReducer
-from shard_optim.state import MASTER, check_full_state, gather_full_state, scatter_full_state
-from shard_optim.support import (
-    check_elementwise_update,
-    check_supported,
-    foreign_hyperparameters,
-    state_keys,
+from shard_optim.state import (
+    as_groups,
+    by_number,
+    check_full_state,
+    default_settings,
+    gather_full_state,
+    pack_groups,
+    scatter_full_state,
+    settings_of,
 )
 
 Overlap = Literal["next-forward"]
@@ -50,12 +57,12 @@ class ShardedOptimizer(Optimizer):
 
     One step is three phases:
 
-    1. **Gradients.** Every rank hands its part of each gradient to its local optimizer. Either
+    1. **Reduce.** Every rank hands its part of each gradient to its local optimizer. Either
        gradients are equal on all ranks already, averaged by a data-parallel wrapper (stage 1), or
        ``reduce_gradients=True`` averages them by one reduce-scatter per bucket during backward,
        which frees ``param.grad`` (stage 2).
-    2. **Local step.** ``optimizer_cls`` steps this rank's shards, a few buckets at a time.
-    3. **All-gather.** Each bucket's owners send their updated elements to everyone, in place, as
+    2. **Update.** ``optimizer_cls`` steps this rank's shards, a few buckets at a time.
+    3. **Gather.** Each bucket's owners send their updated elements to everyone, in place, as
        soon as the bucket is updated. Awaited before ``step`` returns, or under the next forward
        with ``overlap="next-forward"``.
 
@@ -64,7 +71,7 @@ class ShardedOptimizer(Optimizer):
     at every step. ``state`` maps each parameter that this rank owns part of to that part's state:
     for inspection, and tensors in it may be changed in place.
 
-    Parameters become views of flat buffers (see ``buckets.py``), so construct this after moving
+    Parameters become views of flat buffers (see ``layout.py``), so construct this after moving
     the model to its device and dtype. A parameter that is frozen at construction takes no space
     in them until the first step that finds it trainable.
 
@@ -85,9 +92,6 @@ class ShardedOptimizer(Optimizer):
             finite reach all ranks with the average, like any others.
         overlap: None, or "next-forward" to let modules wait for updated parameters just in time;
             needs ``attach(module)`` before the first step.
-        layout: buckets to take over from a data-parallel wrapper that reduce-scatters them
-            (``handoff.py``), instead of planning with ``bucket_size_mb``. Not with
-            ``reduce_gradients``.
         kwargs: for ``optimizer_cls``: its defaults, and foreach, fused or capturable.
 
     Raises:
@@ -106,7 +110,6 @@ class ShardedOptimizer(Optimizer):
         master_dtype: torch.dtype | None = None,
         reduce_gradients: bool = False,
         overlap: Overlap | None = None,
-        layout: Sequence[FlatBucket] | None = None,
         **kwargs: Any,
     ) -> None:
         if partition not in PARTITIONS:
@@ -115,11 +118,6 @@ class ShardedOptimizer(Optimizer):
             raise ValueError(f"bucket_size_mb must be positive, got {bucket_size_mb}")
         if overlap not in (None, "next-forward"):
             raise ValueError(f"overlap must be None or 'next-forward', got {overlap!r}")
-        if layout is not None and (partition != "flat" or reduce_gradients):
-            raise ValueError(
-                'a layout means partition="flat" and gradients reduced by its owner, got '
-                f"partition={partition!r}, reduce_gradients={reduce_gradients}; leave both out"
-            )
         check_supported(optimizer_cls, partition, kwargs)
         self.process_group = resolve_group(process_group)
         self.optimizer_cls = optimizer_cls
@@ -143,18 +141,13 @@ class ShardedOptimizer(Optimizer):
         self._reducer = GradientReducer(self.process_group) if reduce_gradients else None
         self._collected = False
         self._first_step_checked = False
-        self._averaged_before = not reduce_gradients and layout is None
 
         groups = as_groups(params)
         if partition == "flat":
             check_elementwise_update(optimizer_cls, settings_of(groups[0]), kwargs)
         super().__init__(groups, default_settings(optimizer_cls, groups, kwargs))
         self._agree(self.param_groups)
-        if layout is None:
-            every = range(len(self.all_params()))
-            self._register(self._placement.place(self.param_groups, every))
-        else:
-            self._register(self._placement.place_by_layout(self.param_groups, layout))
+        self._register(self._placement.place(self.param_groups, range(len(self.all_params()))))
         self._constructed = True
 
     @property
@@ -268,17 +261,57 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._collect_gradients()
+        self._reduce_gradients()  # 1. reduce
         self._collected = False
-        self.local.step(self.param_groups, Bucket.launch_gather, **kwargs)
+        for bucket in self.local.update(self.param_groups, **kwargs):  # 2. update
+            bucket.launch_gather()  # 3. gather
         self._exposed_is_current = False
         if self._reducer is not None:
             self._reducer.discard()
-        if self._waits is not None:
-            self._waits.started()
-        else:
+        if self._waits is None:
             self.wait()
+        else:
+            self._waits.started()
         return loss
+
+    def _reduce_gradients(self) -> None:
+        """Gives every shard its averaged gradient, once per step."""
+        if self._collected:
+            if self._reducer is not None and self._reducer.active:
+                raise RuntimeError(
+                    "no backward may run between clipping or unscaling and step, but gradients "
+                    "have arrived; clip after the last backward"
+                )
+            return
+        if self._overlap is not None and self._waits is None:
+            raise RuntimeError(
+                'overlap="next-forward" needs to know the module whose forward waits; call '
+                "attach(module) before the first step"
+            )
+        if thawed := self._placement.place_unfrozen(self.param_groups):
+            self._register(thawed)
+        for bucket in self.buckets:
+            bucket.check_storage()
+        if not self._first_step_checked:
+            self._check_first_step()
+        if self._reducer is None:
+            self.wait()
+            self.local.take_gradients()
+        else:
+            self._reducer.finish()
+            self.wait()
+            self.local.take_reduced(self._reducer.slices(), self._reducer.unused())
+        self._collected = True
+
+    def _check_first_step(self) -> None:
+        self.wait()
+        check_first_step(
+            self.all_params(),
+            gradients=self._reducer is None,
+            name_of=self.name_of,
+            group=self.process_group,
+        )
+        self._first_step_checked = True
 
     def wait(self) -> None:
         """Waits until every parameter holds its updated values.
@@ -375,47 +408,8 @@ class ShardedOptimizer(Optimizer):
 
         Every rank calls this after backward: it completes the reduction.
         """
-        self._collect_gradients()
+        self._reduce_gradients()
         return self.local.gradients()
-
-    def _collect_gradients(self) -> None:
-        """Gives every shard its gradient, once per step."""
-        if self._collected:
-            if self._reducer is not None and self._reducer.active:
-                raise RuntimeError(
-                    "no backward may run between clipping or unscaling and step, but gradients "
-                    "have arrived; clip after the last backward"
-                )
-            return
-        if self._overlap is not None and self._waits is None:
-            raise RuntimeError(
-                'overlap="next-forward" needs to know the module whose forward waits; call '
-                "attach(module) before the first step"
-            )
-        if thawed := self._placement.place_unfrozen(self.param_groups):
-            self._register(thawed)
-        for bucket in self.buckets:
-            bucket.check_storage()
-        if not self._first_step_checked:
-            self._check_first_step()
-        if self._reducer is None:
-            self.wait()
-            self.local.take_gradients()
-        else:
-            self._reducer.finish()
-            self.wait()
-            self.local.take_reduced(self._reducer.slices(), self._reducer.unused())
-        self._collected = True
-
-    def _check_first_step(self) -> None:
-        self.wait()
-        check_first_step(
-            self.all_params(),
-            gradients=self._averaged_before,
-            name_of=self.name_of,
-            group=self.process_group,
-        )
-        self._first_step_checked = True
 
     # --- state -----------------------------------------------------------------------------
 
@@ -453,7 +447,7 @@ class ShardedOptimizer(Optimizer):
         problem = (
             f"its shard is {given.get('shard')}, this optimizer's {self._shard_description()}"
             if given.get("shard") != self._shard_description()
-            else self._full_state_problem(given, shards=True)
+            else self._state_problem(given, shards=True)
         )
         if problem is not None:
             raise ValueError(
@@ -502,7 +496,7 @@ class ShardedOptimizer(Optimizer):
         self.wait()
         problem, settings = None, None
         if self.rank == 0:
-            problem = self._full_state_problem(state_dict, shards=False)
+            problem = self._state_problem(state_dict, shards=False)
             if problem is None:
                 assert state_dict is not None
                 settings = [settings_of(group) for group in state_dict["param_groups"]]
@@ -516,7 +510,7 @@ class ShardedOptimizer(Optimizer):
                 "a full state dict must be of this model and optimizer class, but "
                 f"{problem}; load it into the optimizer that it was saved from"
             )
-        full = self._by_number(state_dict) if self.rank == 0 and state_dict is not None else None
+        full = by_number(state_dict) if self.rank == 0 and state_dict is not None else None
         received = scatter_full_state(
             self.buckets, full, partition=self.partition, group=self.process_group
         )
@@ -531,52 +525,24 @@ class ShardedOptimizer(Optimizer):
             "spans": {s.index: (s.span.start, s.span.length) for s in self.local.shards},
         }
 
-    def _full_state_problem(self, state_dict: Any, *, shards: bool) -> str | None:
-        problem = check_full_state(
+    def _state_problem(self, state_dict: Any, *, shards: bool) -> str | None:
+        """Why a state dict, of this rank's shards or full, does not fit; None if it does."""
+        shapes = (
+            {shard.index: shard.tensor.shape for shard in self.local.shards}
+            if shards
+            else {index: param.shape for index, param in enumerate(self.all_params())}
+        )
+        return check_full_state(
             state_dict,
             self.param_groups,
+            optimizer_cls=self.optimizer_cls,
             defaults=self.defaults,
-            shapes=(
-                {shard.index: shard.tensor.shape for shard in self.local.shards}
-                if shards
-                else {index: param.shape for index, param in enumerate(self.all_params())}
-            ),
+            kwargs=self._kwargs,
+            shapes=shapes,
+            frozen=() if shards else self._placement.frozen,
             partition=self.partition,
             name_of=self.name_of,
         )
-        if problem is None:
-            problem = self._other_class(state_dict)
-        if problem is None and not shards:
-            frozen = sorted(set(self._by_number(state_dict)) & set(self._placement.frozen))
-            if frozen:
-                return f"it has state for {self.name_of(frozen[0])}, which is frozen"
-        return problem
-
-    def _other_class(self, state_dict: Mapping[str, Any]) -> str | None:
-        """What shows that a state is of another optimizer class, or None."""
-        foreign = foreign_hyperparameters(self.optimizer_cls, self.defaults)
-        groups = zip(state_dict["param_groups"], self.param_groups, strict=True)
-        for number, (saved, group) in enumerate(groups):
-            if others := sorted(foreign & set(saved) - set(group)):
-                return f"group {number} has {others}: it is of another optimizer class"
-            expected = state_keys(self.optimizer_cls, settings_of(saved), self._kwargs)
-            for key in saved["params"]:
-                found = set(state_dict["state"].get(key, {})) - {MASTER}
-                if expected is not None and found and found != expected:
-                    return (
-                        f"it holds {sorted(found)} for a parameter of group {number}, where "
-                        f"{self.optimizer_cls.__name__} holds {sorted(expected)}"
-                    )
-        return None
-
-    def _by_number(self, state_dict: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
-        """State by the parameter's position over all groups, whatever keys it was saved under."""
-        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        return {
-            number: state_dict["state"][key]
-            for number, key in enumerate(keys)
-            if key in state_dict["state"]
-        }
 
     def install(
         self, states: Mapping[int, Mapping[str, Any]], settings: Sequence[Mapping[str, Any]]

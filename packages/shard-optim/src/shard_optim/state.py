@@ -1,5 +1,7 @@
 """Optimizer state between shards and the plain optimizer's state dict, one tensor at a time.
 
+Parameter groups, too, are turned into plain data here, and checked when they come back.
+
 The full form is exactly what ``optimizer_cls(...).state_dict()`` would hold, so it does not depend
 on the world size or the partition. No rank ever holds more than one full state tensor, except
 rank 0, which collects them on its CPU.
@@ -9,21 +11,59 @@ Master copies travel as one more state tensor per parameter, under the key ``MAS
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
-from shard_optim.buckets import Bucket, Shard, in_memory_order
-from shard_optim.collectives import guarded, point_to_point_device
+from shard_optim.checks import foreign_hyperparameters, state_keys
+from shard_optim.communication import guarded, point_to_point_device
 from shard_optim.exchange import all_gather_values, broadcast_value
+from shard_optim.layout import Bucket, Groups, in_memory_order
 
 MASTER = "master_param"
 
 ShardState = Mapping[str, Any]
+
+
+def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+    """Normalises the constructor's argument to a list of groups, without copying parameters."""
+    if isinstance(params, Tensor):
+        raise TypeError("params must be an iterable of parameters or groups, got one tensor")
+    items = list(params)
+    if not items:
+        raise ValueError("a sharded optimizer needs at least one parameter, got an empty list")
+    if not isinstance(items[0], dict):
+        return [{"params": items}]
+    return [dict(group) for group in items]
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's hyperparameters, without its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def default_settings(
+    optimizer_cls: type[Optimizer], groups: Groups, kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The class's hyperparameters with their defaults, from an instance over one element."""
+    placeholder = torch.nn.Parameter(torch.zeros(1, 1))
+    return optimizer_cls([settings_of(groups[0]) | {"params": [placeholder]}], **kwargs).defaults
+
+
+def pack_groups(groups: Groups) -> list[dict[str, Any]]:
+    """Groups as a plain state dict has them: parameters replaced by their numbers."""
+    packed, number = [], 0
+    for group in groups:
+        size = len(group["params"])
+        names = {"param_names": group["param_names"]} if "param_names" in group else {}
+        packed.append(settings_of(group) | names | {"params": list(range(number, number + size))})
+        number += size
+    return packed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,10 +282,13 @@ def _distribute(
 
 def check_full_state(
     state_dict: Any,
-    groups: Sequence[Mapping[str, Any]],
+    groups: Groups,
     *,
+    optimizer_cls: type[Optimizer],
     defaults: Mapping[str, Any],
+    kwargs: Mapping[str, Any],
     shapes: Mapping[int, torch.Size],
+    frozen: Iterable[int] = (),
     partition: str,
     name_of: Callable[[int], str],
 ) -> str | None:
@@ -254,8 +297,11 @@ def check_full_state(
     Args:
         state_dict: what was loaded.
         groups: the optimizer's groups.
-        defaults: the optimizer's hyperparameters with their defaults.
+        optimizer_cls: the wrapped class.
+        defaults: its hyperparameters with their defaults.
+        kwargs: further arguments of the class.
         shapes: of each parameter, or of each shard for one rank's own state.
+        frozen: numbers of parameters that may have no state.
         partition: "flat" or "whole".
         name_of: a parameter's name.
     """
@@ -264,12 +310,47 @@ def check_full_state(
     saved_groups = state_dict["param_groups"]
     if len(saved_groups) != len(groups):
         return f"it has {len(saved_groups)} groups, the optimizer {len(groups)}"
-    return next(_mismatches(state_dict, groups, defaults, shapes, partition, name_of), None)
+    found = next(_mismatches(state_dict, groups, defaults, shapes, partition, name_of), None)
+    if found is None:
+        found = _other_class(state_dict, groups, optimizer_cls, defaults, kwargs)
+    if found is None and (held := sorted(by_number(state_dict).keys() & set(frozen))):
+        found = f"it has state for {name_of(held[0])}, which is frozen"
+    return found
+
+
+def _other_class(
+    state_dict: Mapping[str, Any],
+    groups: Groups,
+    optimizer_cls: type[Optimizer],
+    defaults: Mapping[str, Any],
+    kwargs: Mapping[str, Any],
+) -> str | None:
+    """What shows that a state is of another optimizer class, or None."""
+    foreign = foreign_hyperparameters(optimizer_cls, defaults)
+    for number, (saved, group) in enumerate(zip(state_dict["param_groups"], groups, strict=True)):
+        if others := sorted(foreign & set(saved) - set(group)):
+            return f"group {number} has {others}: it is of another optimizer class"
+        expected = state_keys(optimizer_cls, settings_of(saved), kwargs)
+        for key in saved["params"]:
+            found = set(state_dict["state"].get(key, {})) - {MASTER}
+            if expected is not None and found and found != expected:
+                return (
+                    f"it holds {sorted(found)} for a parameter of group {number}, where "
+                    f"{optimizer_cls.__name__} holds {sorted(expected)}"
+                )
+    return None
+
+
+def by_number(state_dict: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+    """State by the parameter's position over all groups, whatever keys it was saved under."""
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    states = state_dict["state"]
+    return {number: states[key] for number, key in enumerate(keys) if key in states}
 
 
 def _mismatches(
     state_dict: Mapping[str, Any],
-    groups: Sequence[Mapping[str, Any]],
+    groups: Groups,
     defaults: Mapping[str, Any],
     shapes: Mapping[int, torch.Size],
     partition: str,
@@ -313,8 +394,3 @@ def _mismatches(
                     f"{what!r} of {name_of(numbers[key])} has shape {tuple(value.shape)}, "
                     f"expected {tuple(expected)}"
                 )
-
-
-def local_state(shard: Shard, state: ShardState) -> dict[str, Any]:
-    """A shard's state as it travels: the optimizer's own, and the master copy if there is one."""
-    return dict(state) | ({MASTER: shard.tensor} if shard.has_master else {})

@@ -201,9 +201,7 @@ def _wrapped(variant: of.Settings, workload: Workload) -> Training:
             optimizer.attach(module)  # type: ignore[attr-defined]
         return Training(workload, module, optimizer, *whole)
     ours = _ddp_lite(wrapper, module)
-    hands_over = isinstance(wrapper, of.Bucketed) and wrapper.comm_hook == "reduce-scatter"
-    layout = ours.buckets if hands_over else None
-    optimizer = _optimizer(variant.optimizer, module, device, layout=layout)
+    optimizer = _optimizer(variant.optimizer, module, device)
     finish = ours.finish_gradient_synchronization
     return Training(workload, ours, optimizer, *whole, finish, ours.detach)
 
@@ -248,10 +246,6 @@ def _comm_hook(name: str | None, group: Any) -> Any:
                 f"{dist.get_backend(group)}"
             )
         return PeerCopyAverage(group)
-    if name == "reduce-scatter":
-        from shard_optim import ReduceScatterHook
-
-        return ReduceScatterHook()
     from ddp_lite import hooks
 
     return hooks.PowerSGD() if name == "power-sgd" else hooks.CompressTo(torch.bfloat16)
@@ -323,7 +317,7 @@ def _fully_sharded(wrapper: of.FullySharded, module: nn.Module) -> Any:
 
 
 def _optimizer(
-    arguments: of.Arguments, module: nn.Module, device: torch.device, *, layout: Any = None
+    arguments: of.Arguments, module: nn.Module, device: torch.device
 ) -> torch.optim.Optimizer:
     """The optimizer of a replicated model."""
     if isinstance(arguments, of.ZeroRedundancy):
@@ -346,7 +340,6 @@ def _optimizer(
             ),
             reduce_gradients=arguments.reduce_gradients,
             overlap=arguments.overlap,
-            layout=layout,
             lr=arguments.lr,
             fused=_fused(arguments.fused, device),
         )

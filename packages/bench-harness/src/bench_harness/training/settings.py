@@ -99,8 +99,7 @@ class Bucketed(Arguments):
         last_bucket_size_mb: the same for the bucket that is reduced last; "same" keeps it as
             large as the others.
         comm_hook: "peer-copy" is :class:`ddp_lite.peer.PeerCopyAverage`, "compress-bf16" and
-            "power-sgd" are those of :mod:`ddp_lite.hooks`, "reduce-scatter" hands the buckets
-            over to a sharded optimizer (:class:`shard_optim.ReduceScatterHook`).
+            "power-sgd" are those of :mod:`ddp_lite.hooks`.
         nccl_high_priority: NCCL's kernels run on a stream of high priority.
         nccl_max_ctas: at most so many thread blocks for a NCCL kernel.
     """
@@ -110,7 +109,7 @@ class Bucketed(Arguments):
     last_bucket_size_mb: float | Literal["same"] = 25
     copy: bool = False
     wire_dtype: Dtype | None = None
-    comm_hook: Literal["peer-copy", "compress-bf16", "power-sgd", "reduce-scatter"] | None = None
+    comm_hook: Literal["peer-copy", "compress-bf16", "power-sgd"] | None = None
     missing_gradients: MissingGradients = "skip-if-all"
     nccl_high_priority: bool = False
     nccl_max_ctas: int | None = None
@@ -267,7 +266,6 @@ class Settings:
     def __post_init__(self) -> None:
         wrapper, optimizer = self.wrapper, self.optimizer
         reduces = isinstance(optimizer, Sharded) and optimizer.reduce_gradients
-        hands_over = isinstance(wrapper, Bucketed) and wrapper.comm_hook == "reduce-scatter"
         if reduces and not isinstance(wrapper, NoWrapper):
             raise ValueError(
                 f"wrapper must be 'none' where the optimizer has reduce_gradients, but got "
@@ -277,11 +275,6 @@ class Settings:
             raise ValueError(
                 f"overlap must come with reduce_gradients, but got {optimizer.label}. Add "
                 "reduce_gradients = true."
-            )
-        if hands_over and not isinstance(optimizer, Sharded):
-            raise ValueError(
-                f"comm_hook 'reduce-scatter' must come with the optimizer 'sharded', but got "
-                f'{optimizer.label}. Set optimizer = "sharded".'
             )
         if isinstance(wrapper, (FSDP2, FullySharded)) and isinstance(
             optimizer, (Sharded, ZeroRedundancy)

@@ -20,16 +20,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shard_optim.buckets import in_memory_order
 from shard_optim.checkpoint import _names_by_parameter
 from shard_optim.fully_sharded.state import places
 from shard_optim.fully_sharded.whole import WholeMatrixOptimizer
 from shard_optim.fully_sharded.wrapper import FullyShardedDataParallel
-from shard_optim.local import pack_groups, settings_of
+from shard_optim.layout import in_memory_order
+from shard_optim.state import pack_groups, settings_of
 
 if TYPE_CHECKING:
     # Importing torch.distributed.checkpoint changes warning filters, so it waits for its first use.
-    from shard_optim.planners import Range
+    from shard_optim.storage import Range
 
 
 def save_fully_sharded(
@@ -251,7 +251,7 @@ def _state_place(optimizer: Optimizer, param: Tensor, place_of: dict[int, _Place
 
 
 def _add_range(ranges: dict[str, Range], key: str, values: Tensor, place: _Place) -> None:
-    from shard_optim.planners import Range
+    from shard_optim.storage import Range
 
     if place.saves:
         ranges[key] = Range(
@@ -260,7 +260,7 @@ def _add_range(ranges: dict[str, Range], key: str, values: Tensor, place: _Place
 
 
 def _want_range(ranges: dict[str, Range], stored: dict[str, Any], key: str, place: _Place) -> None:
-    from shard_optim.planners import Range
+    from shard_optim.storage import Range
 
     if key not in stored:
         raise ValueError(

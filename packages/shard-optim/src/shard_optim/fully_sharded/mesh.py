@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shard_optim.agreement import check_agreement
-from shard_optim.collectives import CollectiveError, guarded, resolve_group
+from shard_optim.communication import CollectiveError, check_agreement, guarded, resolve_group
 from shard_optim.exchange import broadcast_value
 
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shard_optim.buckets import check_gradient
-from shard_optim.collectives import average, guarded
+from shard_optim.communication import average, guarded
 from shard_optim.fully_sharded.gradients import GradientStore
 from shard_optim.fully_sharded.mesh import Ranks
+from shard_optim.layout import check_gradient
 
 _WORDS = "the all-reduce of small parameters' gradients"
 

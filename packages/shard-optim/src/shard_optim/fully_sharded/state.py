@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shard_optim.buckets import in_memory_order
-from shard_optim.collectives import all_gather, guarded
+from shard_optim.communication import all_gather, guarded
 from shard_optim.fully_sharded.mesh import Ranks
 from shard_optim.fully_sharded.unit import Unit
+from shard_optim.layout import in_memory_order
 
 
 def places(units: Sequence[Unit]) -> dict[int, tuple[Unit, int]]:

@@ -15,10 +15,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
-from shard_optim.buckets import SHARD_GROUP, check_gradient, in_memory_order
-from shard_optim.collectives import (
+from shard_optim.communication import (
     Waitable,
     all_gather_several,
     average,
@@ -28,17 +26,10 @@ from shard_optim.collectives import (
 from shard_optim.fully_sharded.gradients import GradientStore
 from shard_optim.fully_sharded.mesh import Ranks
 from shard_optim.fully_sharded.units import UnitPlan
+from shard_optim.layout import SHARD_GROUP, check_gradient, in_memory_order
 
 # Parameters start at multiples of this many elements: at least the 128 bytes of a cache line.
 ALIGNMENT = 128
-
-
-def shard_group_of(optimizer: Optimizer) -> dist.ProcessGroup | None:
-    """The ranks that hold the other shards of an optimizer's parameters; None if they are whole."""
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    return next(
-        (getattr(param, SHARD_GROUP) for param in params if hasattr(param, SHARD_GROUP)), None
-    )
 
 
 def round_up(number: int, multiple: int = ALIGNMENT) -> int:

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shard_optim.buckets import check_layout
 from shard_optim.fully_sharded.checks import check_module, device_of
 from shard_optim.fully_sharded.mesh import resolve_ranks
 from shard_optim.fully_sharded.meta import materialize, owners_of_parameters
@@ -23,7 +22,8 @@ from shard_optim.fully_sharded.schedule import Schedule, UnitCall
 from shard_optim.fully_sharded.state import load_full, shards_of, whole_parameters
 from shard_optim.fully_sharded.unit import CastBuffer, Slot, Unit
 from shard_optim.fully_sharded.units import UnitPlan, Units, plan_units
-from shard_optim.norm import clip_sharded_
+from shard_optim.gradients import clip_sharded_
+from shard_optim.layout import check_layout
 
 _REDUCE_DTYPES = (None, torch.float32, torch.bfloat16, torch.float64)
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from ranks import run_ranks
 from shard_optim import ShardedOptimizer, load_checkpoint, local, save_checkpoint
-from shard_optim.buckets import Bucket
+from shard_optim.layout import Bucket
 
 CLASSES = {
     "Adadelta": {},
@@ -50,8 +50,8 @@ def sharded(model, name="AdamW", **overrides):
     return ShardedOptimizer(model.parameters(), cls, **settings, **CLASSES[name])
 
 
-def runs_of(optimizer):
-    return [run for piece in optimizer.local.pieces for run in piece.all_runs()]
+def fused_of(optimizer):
+    return [each for group in optimizer.local.step_groups for each in group.all_fused()]
 
 
 def assert_same(models):
@@ -81,14 +81,14 @@ def check_class(rank, world_size, name):
 def check_split(rank, world_size):
     model = build()
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, reduce_gradients=True)
-    together = runs_of(optimizer)
-    assert any(len(run.shards) > 1 for run in together)
+    together = fused_of(optimizer)
+    assert any(len(each.shards) > 1 for each in together)
     give_gradients([model], 0)
     optimizer.step()
-    assert len(runs_of(optimizer)) == len(together)
+    assert len(fused_of(optimizer)) == len(together)
     give_gradients([model], 1, ("0.bias", "2.bias"))
     optimizer.step()
-    assert len(runs_of(optimizer)) > len(together)
+    assert len(fused_of(optimizer)) > len(together)
     steps = {
         name: optimizer.state[p]["step"].item()
         for name, p in model.named_parameters()
@@ -99,7 +99,7 @@ def check_split(rank, world_size):
 
     groups = [{"params": [p]} for p in build().parameters()]
     apart = ShardedOptimizer(groups, torch.optim.AdamW, reduce_gradients=True)
-    assert all(len(run.shards) == 1 for run in runs_of(apart))
+    assert all(len(each.shards) == 1 for each in fused_of(apart))
 
 
 def check_masters(rank, world_size):
@@ -108,7 +108,7 @@ def check_masters(rank, world_size):
     masters = [nn.Parameter(p.detach().float()) for p in model.parameters()]
     plain = torch.optim.AdamW(masters, **CLASSES["AdamW"])
     optimizer = sharded(model, master_dtype=torch.float32)
-    assert any(len(run.shards) > 1 for run in runs_of(optimizer))
+    assert any(len(each.shards) > 1 for each in fused_of(optimizer))
     for step in range(6):
         give_gradients([model], step, ("1.bias",) if step == 3 else ())
         for p, master in zip(model.parameters(), masters, strict=True):
@@ -133,9 +133,9 @@ class Counting(torch.optim.SGD):
                 group["calls"] = group.get("calls", 0) + 1
 
 
-def check_pieces(rank, world_size, reduce_gradients):
-    """Many local optimizers: the same bits, one count, any group in any piece, loadable."""
-    before, local.MIN_PIECE_BYTES = local.MIN_PIECE_BYTES, 1
+def check_step_groups(rank, world_size, reduce_gradients):
+    """Many step groups: the same bits, one count, any parameter group in any of them, loadable."""
+    before, local.MIN_STEP_GROUP_BYTES = local.MIN_STEP_GROUP_BYTES, 1
     try:
         models = build(), build()
 
@@ -149,7 +149,7 @@ def check_pieces(rank, world_size, reduce_gradients):
         settings = {"bucket_size_mb": 0.0001, "reduce_gradients": reduce_gradients, "lr": 0.1}
         plain = Counting(groups(models[0]), lr=0.1)
         optimizer = ShardedOptimizer(groups(models[1]), Counting, **settings)
-        assert len(optimizer.local.pieces) > 2
+        assert len(optimizer.local.step_groups) > 2
         launched = []
         for step in range(6):
             if step == 3:
@@ -185,11 +185,11 @@ def check_pieces(rank, world_size, reduce_gradients):
         assert_same(models)
         assert_same((models[0], again))
     finally:
-        local.MIN_PIECE_BYTES = before
+        local.MIN_STEP_GROUP_BYTES = before
 
 
 def check_loading(rank, world_size, folder):
-    """Loaded state joins runs where it can and parts them where steps differ."""
+    """Loaded state is joined where shards are fused, and parts them where steps differ."""
     models = build(), build()
     plain = torch.optim.AdamW(models[0].parameters(), **CLASSES["AdamW"])
     for step in range(3):
@@ -215,17 +215,17 @@ def check_loading(rank, world_size, folder):
     fresh = torch.optim.AdamW(models[0].parameters(), **CLASSES["AdamW"])
     give_gradients(models[:1], 0)
     fresh.step()
-    before = len(runs_of(joined))
+    before = len(fused_of(joined))
     joined.load_full_state_dict(fresh.state_dict() if rank == 0 else None)
-    assert len(runs_of(joined)) == before
+    assert len(fused_of(joined)) == before
 
 
 CHECKS = [
     *((f"bitwise {name}", check_class, (name,)) for name in CLASSES),
-    ("runs part where gradients are missing", check_split, ()),
+    ("fused shards part where gradients are missing", check_split, ()),
     ("master copies", check_masters, ()),
-    ("many pieces, averaged gradients", check_pieces, (False,)),
-    ("many pieces, reduced gradients", check_pieces, (True,)),
+    ("many step groups, averaged gradients", check_step_groups, (False,)),
+    ("many step groups, reduced gradients", check_step_groups, (True,)),
 ]
 
 

@@ -1,23 +1,35 @@
-"""Which optimizers work under which partition."""
+"""What users can do wrong, found before it trains on without an error.
+
+- Which optimizer classes work under which partition: known before anything is allocated, by a
+  trial at construction, or by the state that the first step makes.
+- Whether all ranks start from the same weights, and step with the same gradients. Asked once, when
+  the first step collects its gradients, by one all-reduce of a few numbers for each parameter.
+  Otherwise ranks would update shards of different models, or each its shard with its own gradients.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shard_optim.partition import Partition
-from shard_optim.runs import Run
+from shard_optim.communication import guarded, maximum
+from shard_optim.layout import Partition, check_gradient
 
 # Updates that depend on a parameter's shape: factored moments, orthogonalised matrices.
 SHAPE_DEPENDENT: tuple[type[Optimizer], ...] = (torch.optim.Adafactor, torch.optim.Muon)
 
 # LBFGS takes inner products over all parameters; SparseAdam needs sparse gradients.
 UNSUPPORTED: tuple[type[Optimizer], ...] = (torch.optim.LBFGS, torch.optim.SparseAdam)
+
+# Norms of equal tensors differ only where ranks run different hardware; those of gradients of
+# different batches differ in the first digits.
+_WEIGHTS_TOLERANCE, _GRADIENTS_TOLERANCE = 1e-5, 1e-3
 
 
 def check_supported(
@@ -141,16 +153,102 @@ def foreign_hyperparameters(optimizer_cls: type[Optimizer], known: Iterable[str]
     return names - set(known)
 
 
-def check_elementwise_state(optimizer: Optimizer, run: Run) -> None:
+def check_elementwise_state(optimizer: Optimizer, updated: Tensor) -> None:
     """Refuses state that an element-wise optimizer would not have.
 
+    Args:
+        optimizer: after a step.
+        updated: one of the tensors that it updates.
+
     Raises:
-        ValueError: if some state tensor is neither one number nor of the run's shape.
+        ValueError: if some state tensor is neither one number nor of the same shape.
     """
-    for key, value in optimizer.state.get(run.tensor, {}).items():
-        if isinstance(value, Tensor) and value.numel() != 1 and value.shape != run.tensor.shape:
+    for key, value in optimizer.state.get(updated, {}).items():
+        if isinstance(value, Tensor) and value.numel() != 1 and value.shape != updated.shape:
             raise ValueError(
                 'under partition="flat" a state tensor must hold one number or one per element '
-                f"({tuple(run.tensor.shape)}), but {type(optimizer).__name__} keeps {key!r} of "
+                f"({tuple(updated.shape)}), but {type(optimizer).__name__} keeps {key!r} of "
                 f'shape {tuple(value.shape)}; pass partition="whole"'
             )
+
+
+def check_first_step(
+    params: Sequence[Tensor],
+    *,
+    gradients: bool,
+    name_of: Callable[[int], str],
+    group: dist.ProcessGroup,
+) -> None:
+    """Compares norms over the ranks. Collective.
+
+    Args:
+        params: all parameters, the same on every rank.
+        gradients: whether their gradients must have been averaged already.
+        name_of: a parameter's name by its number.
+        group: the ranks to compare.
+
+    Raises:
+        RuntimeError: on every rank, naming the first parameter that differs.
+        ValueError: a gradient is sparse.
+    """
+    if group.size() == 1:
+        return
+    numbers = [index for index, param in enumerate(params) if param.numel()]
+    if not numbers:
+        return
+    device = params[0].device
+    weights = [params[index].detach() for index in numbers]
+    found = [_norms(weights, device)]
+    if gradients:
+        for index in numbers:
+            check_gradient(params[index].grad, name_of(index))
+        found.append(_norms([params[index].grad for index in numbers], device))
+    own = torch.stack(found)
+    bounds = torch.stack([own, -own])  # the largest of -x is minus the smallest of x
+    work = guarded("the comparison of the first step", group, maximum, bounds, group)
+    guarded("the comparison of the first step", group, work.wait)
+    largest, smallest = bounds[0], -bounds[1]
+    spread, scale = largest - smallest, largest.abs()
+    for row, (tolerance, describe) in enumerate(
+        [(_WEIGHTS_TOLERANCE, _weights), (_GRADIENTS_TOLERANCE, _gradients)][: len(own)]
+    ):
+        differs = (spread[row] > tolerance * scale[row]).nonzero()
+        if differs.numel():
+            place = int(differs[0])
+            low, high = float(smallest[row, place]), float(largest[row, place])
+            raise RuntimeError(describe(name_of(numbers[place]), low, high))
+
+
+def _norms(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
+    """Shape (tensors,), fp64: -1 for None, -2 where the norm is not finite."""
+    norms = [
+        torch.tensor(-1.0, device=device)
+        if tensor is None
+        else torch.linalg.vector_norm(tensor, dtype=_wide(tensor)).to(device)
+        for tensor in tensors
+    ]
+    return torch.stack([norm.double() for norm in norms]).nan_to_num(-2, -2, -2)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    narrow = torch.complex64 if tensor.is_complex() else torch.float32
+    return torch.promote_types(tensor.dtype, narrow)
+
+
+def _weights(name: str, low: float, high: float) -> str:
+    return (
+        "every rank must start from the same weights, but at the first step the norm of "
+        f"{name} is between {low:.6g} and {high:.6g} over the ranks. Initialise with the same seed "
+        "on every rank, or broadcast rank 0's weights before the optimizer is constructed"
+    )
+
+
+def _gradients(name: str, low: float, high: float) -> str:
+    span = f"its norm is between {low:.6g} and {high:.6g} over the ranks"
+    if low == -1:
+        span = "it has none on some ranks"
+    return (
+        "gradients must have been averaged over the ranks before the step, but at the first step "
+        f"that of {name} differs: {span}. Put the model into a data-parallel wrapper that averages "
+        "gradients, or let this optimizer average them with reduce_gradients=True"
+    )

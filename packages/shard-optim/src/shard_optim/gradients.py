@@ -1,0 +1,127 @@
+"""Gradients of which each rank sees its shards only: clipping by their norm, and scaling."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from shard_optim.communication import guarded
+from shard_optim.layout import shard_group_of
+
+
+@torch.no_grad()
+def clip_sharded_(
+    grads: Sequence[Tensor],
+    max_norm: float,
+    *,
+    norm_type: float,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    replicated: Sequence[Tensor] = (),
+) -> Tensor:
+    """Scales this rank's gradient shards by min(1, max_norm / (norm + 1e-6)), in place.
+
+    The norm is over the shards of all ranks, accumulated in fp32, from one all-reduce of one
+    number.
+
+    Args:
+        grads: this rank's shards; every element of the gradients is in one rank's shards.
+        max_norm: largest norm allowed.
+        norm_type: p of the p-norm, positive.
+        group: the ranks that hold the shards.
+        device: where the group's back end can reduce a number.
+        replicated: gradients that all ranks hold whole and equal; scaled everywhere, counted once.
+
+    Returns:
+        The norm before clipping, fp32, shape ().
+    """
+    largest = math.isinf(norm_type)
+    total = torch.zeros((), dtype=torch.float32, device=device)
+    counted = [*grads, *replicated] if dist.get_rank(group) == 0 else grads
+    filled = [grad for grad in counted if grad.numel() > 0]  # no elements, no largest magnitude
+    if filled:
+        norms = torch._foreach_norm(filled, norm_type, dtype=torch.float32)
+        stacked = torch.stack([norm.to(device) for norm in norms])
+        total = stacked.max() if largest else stacked.pow(norm_type).sum()
+    if group.size() > 1:
+        guarded(
+            "the all-reduce of the gradient norm",
+            group,
+            lambda: dist.all_reduce(
+                total, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group
+            ),
+        )
+    if not largest:
+        total = total.pow(1 / norm_type)
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for grad in (*grads, *replicated):
+        grad.mul_(scale.to(grad.device, grad.dtype))
+    return total
+
+
+@runtime_checkable
+class _HoldsGradientShards(Protocol):
+    """An optimizer that keeps the gradients which its step will use: ``ShardedOptimizer``."""
+
+    process_group: dist.ProcessGroup
+
+    def local_gradients(self) -> list[Tensor]: ...
+
+
+class ShardedGradScaler(GradScaler):
+    """``torch.amp.GradScaler`` for sharded gradients: all ranks skip a step, or none does.
+
+    It serves ``ShardedOptimizer``, and any optimizer over the parameters of a
+    ``FullyShardedDataParallel``.
+
+    Unscaling looks at this rank's gradient shards and takes the maximum over ranks of whether any
+    was not finite: one all-reduce of one number. Other optimizers are handled as by the base class.
+    """
+
+    def _unscale_grads_(
+        self,
+        optimizer: Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        if not isinstance(optimizer, _HoldsGradientShards):
+            per_device: dict[torch.device, Tensor] = super()._unscale_grads_(
+                optimizer, inv_scale, found_inf, allow_fp16
+            )
+            group = shard_group_of(optimizer)
+            if group is None:
+                return per_device
+            for local in per_device.values():
+                found_inf.copy_(torch.maximum(found_inf, local.to(found_inf.device)))
+            self._share(found_inf, group)
+            return {found_inf.device: found_inf}
+        grads = optimizer.local_gradients()
+        if not allow_fp16 and any(grad.dtype == torch.float16 for grad in grads):
+            raise ValueError(
+                "gradients must be wider than fp16 to be unscaled, but some are fp16; keep fp32 "
+                "parameters under autocast, or pass master_dtype=torch.float32"
+            )
+        for device in sorted({grad.device for grad in grads}, key=str):
+            here = [grad for grad in grads if grad.device == device]
+            local = found_inf.to(device)
+            torch._amp_foreach_non_finite_check_and_unscale_(here, local, inv_scale.to(device))
+            found_inf.copy_(torch.maximum(found_inf, local.to(found_inf.device)))
+        self._share(found_inf, optimizer.process_group)
+        return {found_inf.device: found_inf}
+
+    @staticmethod
+    def _share(found_inf: Tensor, group: dist.ProcessGroup) -> None:
+        """Makes it the maximum over all ranks."""
+        guarded(
+            "the exchange of whether gradients are finite",
+            group,
+            lambda: dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group),
+        )

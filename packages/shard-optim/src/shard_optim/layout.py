@@ -1,0 +1,572 @@
+"""Where parameters live and which rank updates what: plans, flat buffers, and who is in them.
+
+Parameters of one dtype on one device are grouped into buckets. A bucket is one flat range of
+``world_size * chunk`` elements; rank r owns elements ``[r * chunk, (r + 1) * chunk)`` of it. The
+two partitions differ only in where a bucket puts its parameters:
+
+- ``flat`` packs them back to back and pads the end, so a parameter may straddle ranks
+  (ZeRO, Rajbhandari et al. 2020, section 5.1);
+- ``whole`` puts each parameter inside one rank's range, the largest first onto the least loaded
+  rank (Graham's longest-processing-time rule), so that an optimizer sees real shapes.
+
+A bucket re-points the data of its parameters (``param.data``) into its buffer, so the all-gather of
+updated parameters writes straight into them, without a staging copy. Parameters keep identity,
+shape, strides, dtype and ``requires_grad``; only their storage is shared.
+
+The file reads from the plan (``plan_buckets``: no tensors, no communication) over one buffer
+(``Bucket``) to all of them (``Placement``).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shard_optim.communication import all_gather, guarded
+
+Partition = Literal["flat", "whole"]
+
+PARTITIONS: tuple[Partition, ...] = ("flat", "whole")
+
+Groups = Sequence[dict[str, Any]]
+
+MIB = 1024**2
+
+# Buckets of a default size: few enough that starting them costs the host little, many enough that
+# they overlap with backward and forward, and large enough for the network's full bandwidth.
+DEFAULT_BUCKETS = 8
+SMALLEST_DEFAULT_MB = 25
+LARGEST_DEFAULT_MB = 1000
+
+# What vectorised loads, cuBLAS and Hopper's tensor memory accelerator need at least.
+ALIGNMENT_BYTES = 16
+
+# How much faster than all before it together a bucket may grow, where buckets begin small.
+RAMP = 2
+
+# A "whole" bucket grows until its parameters outweigh this many times the padding that the largest
+# of them can cause, so padding stays under about 1/4 of the bucket at any world size.
+_WHOLE_BUCKET_WEIGHT = 4
+
+# Attribute of a parameter of a FullyShardedDataParallel: the ranks that hold its other shards.
+SHARD_GROUP = "_shard_group"
+
+
+# --- plans -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """The part of one parameter that one rank owns: elements ``[start, start + length)``."""
+
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketPlan:
+    """Where the parameters of one bucket lie and which rank owns what.
+
+    Attributes:
+        members: index of each parameter in the list that was planned.
+        offsets: first element of each member inside the bucket.
+        numels: number of elements of each member.
+        chunk: elements that each rank owns, padding included.
+        world_size: number of ranks.
+    """
+
+    members: tuple[int, ...]
+    offsets: tuple[int, ...]
+    numels: tuple[int, ...]
+    chunk: int
+    world_size: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the flat buffer, padding included."""
+        return self.chunk * self.world_size
+
+    @property
+    def padding(self) -> int:
+        """Elements of the flat buffer that belong to no parameter."""
+        return self.numel - sum(self.numels)
+
+    def span(self, position: int, rank: int) -> Span | None:
+        """The part of member ``position`` that ``rank`` owns, or None.
+
+        A parameter without elements belongs to exactly one rank, which then owns an empty span, so
+        that its optimizer state exists somewhere.
+        """
+        offset, numel = self.offsets[position], self.numels[position]
+        if numel == 0:
+            owner = min(offset // max(self.chunk, 1), self.world_size - 1)
+            return Span(start=0, length=0) if rank == owner else None
+        begin = max(offset, rank * self.chunk)
+        end = min(offset + numel, (rank + 1) * self.chunk)
+        return Span(start=begin - offset, length=end - begin) if begin < end else None
+
+    def owners(self, position: int) -> list[int]:
+        """The ranks that own part of member ``position``, in ascending order."""
+        first = self.offsets[position] // max(self.chunk, 1)
+        last = (self.offsets[position] + max(self.numels[position], 1) - 1) // max(self.chunk, 1)
+        candidates = range(min(first, self.world_size - 1), min(last, self.world_size - 1) + 1)
+        return [rank for rank in candidates if self.span(position, rank) is not None]
+
+    def owned(self, rank: int) -> int:
+        """Elements of real parameters that ``rank`` owns."""
+        spans = (self.span(position, rank) for position in range(len(self.members)))
+        return sum(span.length for span in spans if span is not None)
+
+
+def plan_buckets(
+    numels: Sequence[int],
+    *,
+    world_size: int,
+    partition: Partition,
+    bucket_numel: int,
+    first_numel: int | None = None,
+    alignment: int = 1,
+) -> list[BucketPlan]:
+    """Plans buckets for parameters of one dtype on one device, in registration order.
+
+    In a flat bucket every rank's range is ``ceil(bucket elements / world_size)`` long, so none owns
+    more than one element above the mean (alignment gaps counted as elements).
+
+    Args:
+        numels: elements of each parameter.
+        world_size: number of ranks, at least 1.
+        partition: "flat" or "whole".
+        bucket_numel: largest number of elements of a bucket, except that a parameter is never
+            split over two buckets, and that a "whole" bucket grows until padding is small.
+        first_numel: limit of the first "flat" bucket, if smaller; each further one may hold
+            ``RAMP`` times as much as all before it, up to ``bucket_numel``. The first bucket's
+            gradients are the last that backward makes, so nothing hides its reduction.
+        alignment: parameters start at multiples of this many elements, because matrix kernels
+            are slower on misaligned operands.
+
+    Raises:
+        ValueError: for an unknown partition, or a size or world size below 1.
+    """
+    if partition not in PARTITIONS:
+        raise ValueError(f"partition must be one of {PARTITIONS}, got {partition!r}")
+    first = bucket_numel if first_numel is None else first_numel
+    if min(world_size, bucket_numel, first, alignment) < 1:
+        raise ValueError(
+            "world_size, bucket_numel, first_numel and alignment must be at least 1, got "
+            f"world_size={world_size}, bucket_numel={bucket_numel}, first_numel={first_numel}, "
+            f"alignment={alignment}"
+        )
+    if partition == "flat":
+        return [
+            _flat_bucket(members, numels, world_size, alignment)
+            for members in _split_by_size(numels, bucket_numel, first)
+        ]
+    totals = [0] * world_size
+    return [
+        _whole_bucket(members, numels, totals, alignment)
+        for members in _split_by_padding(numels, bucket_numel, world_size)
+    ]
+
+
+def _split_by_size(numels: Sequence[int], bucket_numel: int, first_numel: int) -> list[list[int]]:
+    runs: list[list[int]] = []
+    room = before = 0
+    for index, numel in enumerate(numels):
+        if not runs or numel > room:
+            runs.append([])
+            room = min(bucket_numel, max(first_numel, RAMP * before))
+        runs[-1].append(index)
+        room -= numel
+        before += numel
+    return runs
+
+
+def _split_by_padding(numels: Sequence[int], bucket_numel: int, world_size: int) -> list[list[int]]:
+    """Runs of parameters large enough that balancing whole parameters wastes little."""
+    runs: list[list[int]] = []
+    open_run: list[int] = []
+    for index in range(len(numels)):
+        open_run.append(index)
+        filled = sum(numels[i] for i in open_run)
+        largest = max(numels[i] for i in open_run)
+        if filled >= max(bucket_numel, _WHOLE_BUCKET_WEIGHT * world_size * largest):
+            runs.append(open_run)
+            open_run = []
+    if open_run and runs:
+        runs[-1].extend(open_run)  # a short last run could not be balanced
+    elif open_run:
+        runs.append(open_run)
+    return runs
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _flat_bucket(
+    members: Sequence[int], numels: Sequence[int], world_size: int, alignment: int
+) -> BucketPlan:
+    offsets, filled = [], 0
+    for index in members:
+        offsets.append(_round_up(filled, alignment))
+        filled = offsets[-1] + numels[index]
+    return BucketPlan(
+        members=tuple(members),
+        offsets=tuple(offsets),
+        numels=tuple(numels[index] for index in members),
+        chunk=-(-filled // world_size),
+        world_size=world_size,
+    )
+
+
+def _whole_bucket(
+    members: Sequence[int], numels: Sequence[int], totals: list[int], alignment: int
+) -> BucketPlan:
+    """Greedy by size; ``totals`` carries each rank's load over buckets and breaks ties."""
+    world_size = len(totals)
+    loads = [0] * world_size
+    place: dict[int, tuple[int, int]] = {}  # parameter -> (rank, offset in its range)
+    for index in sorted(members, key=lambda index: (-numels[index], index)):
+        rank = min(range(world_size), key=lambda rank: (loads[rank], totals[rank], rank))
+        place[index] = (rank, loads[rank])
+        loads[rank] += _round_up(numels[index], alignment)
+        totals[rank] += numels[index]
+    chunk = max(loads)
+    return BucketPlan(
+        members=tuple(members),
+        offsets=tuple(place[index][0] * chunk + place[index][1] for index in members),
+        numels=tuple(numels[index] for index in members),
+        chunk=chunk,
+        world_size=world_size,
+    )
+
+
+# --- one flat buffer -----------------------------------------------------------------------
+
+
+@dataclass(eq=False, kw_only=True)
+class Shard:
+    """The part of one parameter that this rank updates.
+
+    Attributes:
+        param: the whole parameter, as the module knows it.
+        index: the parameter's number over all groups in order: its key in a plain state dict.
+        name: the parameter's name, for errors.
+        span: the owned elements of the flattened parameter.
+        begin: their place inside this rank's range of the bucket.
+        view: those elements inside the parameter's storage: one-dimensional under "flat", of the
+            parameter's own shape under "whole".
+        tensor: what the local optimizer updates: ``view`` itself, or a master copy of it.
+    """
+
+    param: Tensor
+    index: int
+    name: str
+    span: Span
+    begin: int
+    view: Tensor
+    tensor: Tensor
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the optimizer updates a higher-precision copy."""
+        return self.tensor is not self.view
+
+
+class Bucket:
+    """One flat buffer holding whole parameters, and this rank's shards of them.
+
+    Attributes:
+        flat: the buffer, shape (world_size * chunk,).
+        owned: this rank's range of it, shape (chunk,).
+        shards: this rank's parts of the members, in the plan's order.
+
+    Args:
+        params: the members, in the plan's order; one dtype, one device.
+        indices: each member's number over all groups.
+        names: each member's name, for errors.
+        plan: where the members lie.
+        shaped: whether shards keep their parameter's shape ("whole").
+        group: the ranks that share the work.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        *,
+        indices: Sequence[int],
+        names: Sequence[str],
+        plan: BucketPlan,
+        shaped: bool,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self.params = list(params)
+        self.indices = list(indices)
+        self.names = list(names)
+        self.plan = plan
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.dtype = self.params[0].dtype
+        self.device = self.params[0].device
+        self.flat = torch.zeros(plan.numel, dtype=self.dtype, device=self.device)
+        self.owned = self.flat.narrow(0, self.rank * plan.chunk, plan.chunk)
+        self.shards: list[Shard] = []
+        self._gather: dist.Work | None = None
+        self._gather_words = self.describe("the all-gather of updated parameters")
+        for position, param in enumerate(self.params):
+            self._adopt(param, plan.offsets[position])
+            span = plan.span(position, self.rank)
+            if span is not None:
+                # A number stays a number, so that its state has the shape a full state dict has.
+                keep_shape = shaped or param.ndim == 0
+                begin = plan.offsets[position] + span.start
+                view = param.detach() if keep_shape else self.flat.narrow(0, begin, span.length)
+                self.shards.append(
+                    Shard(
+                        param=param,
+                        index=self.indices[position],
+                        name=self.names[position],
+                        span=span,
+                        begin=begin - self.rank * plan.chunk,
+                        view=view,
+                        tensor=view,
+                    )
+                )
+
+        self._addresses = [param.data_ptr() for param in self.params]
+
+    def _adopt(self, param: Tensor, offset: int) -> None:
+        """Moves the parameter's values into the flat buffer, keeping its shape and strides."""
+        view = self.flat.as_strided(param.size(), param.stride(), offset)
+        view.copy_(param.detach())
+        param.data = view
+
+    def check_storage(self) -> None:
+        """Makes sure that the parameters are still views of the buffer that is updated.
+
+        Raises:
+            RuntimeError: naming the first that was moved or converted.
+        """
+        addresses = [param.data_ptr() for param in self.params]
+        if addresses == self._addresses:
+            return
+        place = next(i for i, a in enumerate(addresses) if a != self._addresses[i])
+        param, name = self.params[place], self.names[place]
+        raise RuntimeError(
+            "parameters must stay in the memory that the sharded optimizer updates, but "
+            f"{name} was moved or converted since ({self.dtype} on {self.device} then, "
+            f"{param.dtype} on {param.device} now). Convert the model first, with model.to(...), "
+            "and construct the optimizer then"
+        )
+
+    def describe(self, what: str) -> str:
+        """``what`` and this bucket in words, for errors."""
+        more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
+        return f"{what} ({self.names[0]}{more})"
+
+    @property
+    def packed(self) -> bool:
+        """Whether the members, row-major, follow each other without gaps from the start."""
+        ends = accumulate(self.plan.numels)
+        return all(
+            offset + numel == end and param.is_contiguous()
+            for param, offset, numel, end in zip(
+                self.params, self.plan.offsets, self.plan.numels, ends, strict=True
+            )
+        )
+
+    def launch_gather(self) -> None:
+        """Starts the all-gather of updated parameters, in place and asynchronously."""
+        if self.plan.world_size > 1 and self.plan.chunk > 0:
+            self._gather = guarded(
+                self._gather_words, self.group, all_gather, self.flat, self.owned, self.group
+            )
+
+    @property
+    def gathering(self) -> bool:
+        """Whether an all-gather was launched and not awaited yet."""
+        return self._gather is not None
+
+    def wait_gather(self) -> None:
+        """Waits for the all-gather. On CUDA the current stream waits, not the host."""
+        if self._gather is not None:
+            work, self._gather = self._gather, None
+            guarded(self._gather_words, self.group, work.wait)
+
+
+def check_layout(param: Tensor, name: str) -> None:
+    """Refuses parameters whose elements are not one dense block of memory.
+
+    Raises:
+        ValueError: for sparse, expanded or strided-with-gaps parameters.
+    """
+    if param.layout != torch.strided or not _is_dense(param):
+        strides = param.stride() if param.layout == torch.strided else "none"
+        raise ValueError(
+            f"a sharded parameter must occupy one dense block of memory, but {name} has layout "
+            f"{param.layout}, shape {tuple(param.shape)}, strides {strides}; "
+            "replace it by a contiguous copy first"
+        )
+
+
+def _is_dense(param: Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def check_gradient(grad: Tensor | None, name: str) -> None:
+    """Refuses gradients that cannot be sliced.
+
+    Raises:
+        ValueError: for a sparse gradient.
+    """
+    if grad is not None and grad.layout != torch.strided:
+        raise ValueError(
+            f"gradients must be dense, but {name} received one of layout {grad.layout}; "
+            "use sparse=False in its embedding"
+        )
+
+
+def flat_gradient(param: Tensor, name: str) -> Tensor | None:
+    """The gradient as a vector in its parameter's own memory order, or None.
+
+    No copy, except of a gradient whose strides differ from its parameter's.
+
+    Raises:
+        ValueError: for a sparse gradient.
+    """
+    grad = param.grad
+    check_gradient(grad, name)
+    return None if grad is None else in_memory_order(grad, param)
+
+
+def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
+    """``tensor`` as a vector in the memory order of ``like``, which has the same shape.
+
+    A view if their strides agree, else a copy.
+    """
+    if tensor.is_contiguous() and like.is_contiguous():
+        return tensor.view(-1)
+    if tensor.stride() != like.stride():
+        tensor = torch.empty_strided(
+            like.size(), like.stride(), dtype=tensor.dtype, device=tensor.device
+        ).copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+# --- all of them -----------------------------------------------------------------------------
+
+
+def all_params(groups: Groups) -> list[Tensor]:
+    """Every parameter over all groups, in order: position is its number."""
+    return [param for group in groups for param in group["params"]]
+
+
+def name_of(groups: Groups, index: int) -> str:
+    """The parameter's name if groups carry names, else its number, group and shape."""
+    for number, group in enumerate(groups):
+        if index < len(group["params"]):
+            if "param_names" in group:
+                return str(group["param_names"][index])
+            shape = tuple(group["params"][index].shape)
+            return f"parameter {index} of group {number} with shape {shape}"
+        index -= len(group["params"])
+    raise IndexError(f"no parameter has number {index}")
+
+
+class Placement:
+    """Puts trainable parameters into buckets, and remembers which are frozen.
+
+    Args:
+        group: the ranks that share each bucket.
+        partition: "flat" or "whole".
+        bucket_size_mb: size of a bucket in MB (1024² bytes); None chooses by the model's size,
+            and begins with smaller ones.
+
+    Attributes:
+        bucket_size_mb: as given.
+        buckets: all buckets, in the order in which they were made.
+        frozen: numbers of the parameters that have no place.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, partition: Partition, bucket_size_mb: float | None
+    ) -> None:
+        self.bucket_size_mb = bucket_size_mb
+        self.buckets: list[Bucket] = []
+        self.frozen: list[int] = []
+        self._group = group
+        self._partition: Partition = partition
+
+    def place(self, groups: Groups, indices: Iterable[int]) -> list[Bucket]:
+        """Makes buckets for the trainable ones of these parameters."""
+        params = all_params(groups)
+        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
+        for index in indices:
+            if params[index].requires_grad:
+                kinds[params[index].dtype, params[index].device].append(index)
+            else:
+                self.frozen.append(index)
+        added = []
+        for (dtype, _), members in kinds.items():
+            for plan in self._plan([params[index].numel() for index in members], dtype):
+                chosen = [members[position] for position in plan.members]
+                added.append(self._bucket(groups, chosen, plan))
+        self.buckets += added
+        return added
+
+    def place_unfrozen(self, groups: Groups) -> list[Bucket]:
+        """Makes buckets for parameters that became trainable; the same on every rank."""
+        if not self.frozen:
+            return []
+        params = all_params(groups)
+        thawed = [index for index in self.frozen if params[index].requires_grad]
+        self.frozen = [index for index in self.frozen if index not in thawed]
+        return self.place(groups, thawed)
+
+    def _plan(self, numels: Sequence[int], dtype: torch.dtype) -> list[BucketPlan]:
+        size_mb, first = self.bucket_size_mb, None
+        if size_mb is None:
+            share = sum(numels) * dtype.itemsize / DEFAULT_BUCKETS / MIB
+            size_mb = min(max(share, SMALLEST_DEFAULT_MB), LARGEST_DEFAULT_MB)
+            first = SMALLEST_DEFAULT_MB * MIB // dtype.itemsize
+        return plan_buckets(
+            numels,
+            world_size=self._group.size(),
+            partition=self._partition,
+            bucket_numel=max(1, int(size_mb * MIB / dtype.itemsize)),
+            first_numel=first,
+            alignment=max(1, ALIGNMENT_BYTES // dtype.itemsize),
+        )
+
+    def _bucket(self, groups: Groups, indices: Sequence[int], plan: BucketPlan) -> Bucket:
+        params = all_params(groups)
+        return Bucket(
+            [params[index] for index in indices],
+            indices=indices,
+            names=[name_of(groups, index) for index in indices],
+            plan=plan,
+            shaped=self._partition == "whole",
+            group=self._group,
+        )
+
+
+def shard_group_of(optimizer: Optimizer) -> dist.ProcessGroup | None:
+    """The ranks that hold the other shards of an optimizer's parameters; None if they are whole."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return next(
+        (getattr(param, SHARD_GROUP) for param in params if hasattr(param, SHARD_GROUP)), None
+    )
