@@ -155,14 +155,18 @@ def test_readme_runs_with_the_wheel_alone(
         [python, "-W", "error", "-W", numpy, "-c", program], check=True, cwd=tmp_path, timeout=120
     )
     package = ROOT / "packages" / name
-    page = package / "README.md"
-    for each in (page, *sorted(package.glob("docs/*.md"))):
-        run_readme.run(each, python)
-    for extra in sorted({b.words["extra"] for b in run_readme.blocks(page) if "extra" in b.words}):
+    pages = [package / "README.md", *sorted(package.glob("docs/*.md"))]
+    needed: dict[str, list[Path]] = {}  # pages by the extra that some of their blocks need
+    for page in pages:
+        run_readme.run(page, python)
+        for extra in {b.words["extra"] for b in run_readme.blocks(page) if "extra" in b.words}:
+            needed.setdefault(extra, []).append(page)
+    for extra, its_pages in sorted(needed.items()):
         wheel = find(dist, name, ".whl")
         install = ["pip", "install", "-q", "--python", python, "--link-mode", "symlink"]
         uv(*install, "--resolution", resolution, "-f", dist, f"{wheel}[{extra}]", cwd=tmp_path)
-        run_readme.run(page, python, extra=extra)
+        for page in its_pages:
+            run_readme.run(page, python, extra=extra)
 
 
 @pytest.mark.nightly
