@@ -29,8 +29,8 @@ from shard_optim.fully_sharded import (
     load_fully_sharded,
     save_fully_sharded,
 )
+from shard_optim.gradients import ShardedGradScaler
 from shard_optim.optimizer import ShardedOptimizer
-from shard_optim.scaler import ShardedGradScaler
 
 try:
     from lightning.pytorch.strategies import DDPStrategy
