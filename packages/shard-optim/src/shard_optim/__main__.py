@@ -1,7 +1,6 @@
-"""``python -m shard_optim``: memory and communication of sharded training, on the command line.
+"""``python -m shard_optim``: memory and traffic of sharded training, on the command line.
 
 python -m shard_optim memory --parameters 2e9 --ranks 2 4
-python -m shard_optim communication --device-gb 95 --ranks 64
 """
 
 from __future__ import annotations
@@ -10,19 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from shard_optim.accounting import (
-    FP32,
-    GB,
-    MIXED_BF16,
-    STAGES,
-    Derived,
-    compute_bound_batch,
-    fsdp_memory,
-    fsdp_ranks,
-    rank_memory,
-    step_traffic,
-    training_memory,
-)
+from shard_optim.accounting import FP32, GB, MIXED_BF16, STAGES, rank_memory, step_traffic
 
 POLICIES = {"fp32": FP32, "mixed-bf16": MIXED_BF16}
 
@@ -56,18 +43,6 @@ def memory_lines(parameters: int, ranks: Sequence[int], policy: str, in_flight_g
     return "\n".join([*lines, "GB (10^9 bytes) per rank; activations excluded"])
 
 
-def communication_lines(device_gb: float, ranks: int, tokens: int) -> str:
-    """The very large feed-forward stack: each number with its derivation."""
-    found: dict[str, Derived] = dict(training_memory(device_gb=device_gb))
-    found["fsdp_memory"] = fsdp_memory(ranks=ranks, tokens=tokens)
-    found["fsdp_ranks"] = fsdp_ranks(device_gb=device_gb, tokens=tokens)
-    found |= {f"compute_bound_batch.{name}": v for name, v in compute_bound_batch().items()}
-    return "\n".join(
-        f"{name}: {derived.value:,.3f} {derived.unit}\n    {derived.derivation}"
-        for name, derived in found.items()
-    )
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m shard_optim", description="Accounting.")
@@ -77,18 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     memory.add_argument("--ranks", type=int, nargs="+", default=[2])
     memory.add_argument("--policy", choices=POLICIES, default="fp32")
     memory.add_argument("--in-flight-gb", type=float, default=0.0, help="bound on buffers")
-    stack = commands.add_parser(
-        "communication", help="FSDP and tensor parallelism of a 220-billion-parameter stack"
-    )
-    stack.add_argument("--device-gb", type=float, default=80.0)
-    stack.add_argument("--ranks", type=int, default=64)
-    stack.add_argument("--tokens", type=int, default=0, help="per device, kept for backward")
     args = parser.parse_args(arguments)
     try:
-        if args.command == "memory":
-            print(memory_lines(int(args.parameters), args.ranks, args.policy, args.in_flight_gb))
-        else:
-            print(communication_lines(args.device_gb, args.ranks, args.tokens))
+        print(memory_lines(int(args.parameters), args.ranks, args.policy, args.in_flight_gb))
     except ValueError as error:
         sys.exit(str(error))
 

@@ -222,7 +222,7 @@ def size_row(name: SizeName, config: Any) -> Row:
 
 def mesh_rows(device_gb: float, shard_device_gb: float) -> list[Row]:
     """The XXL problem: memory on one device, sharded memory, compute-bound batch."""
-    from shard_optim.accounting import (
+    from bench_harness.mesh_accounting import (
         compute_bound_batch,
         fsdp_memory,
         fsdp_ranks,
