@@ -202,7 +202,11 @@ def test_precision(run):
 
 def test_accounting():
     experiment = experiments.get("accounting")
-    (case,) = experiment.cases()
+    (plain,) = experiment.cases()
+    of_sizes = to_frame(measured(plain, experiment.run(plain, print)))
+    assert [table.title for table in experiment.tables(of_sizes)] == ["Model sizes by calculation"]
+    assert len(experiment.figures(of_sizes)) == 1
+    (case,) = experiment.cases(coursework=True)
     frame = to_frame(measured(case, experiment.run(case, print)))
     sizes, mesh = (table.frame for table in experiment.tables(frame))
     assert sizes.set_index("size").loc["xl", "parameters (count)"] == 1_998_235_200

@@ -181,6 +181,7 @@ def case(tmp_path_factory):
             "profiled": True,
             "all_reduces": True,
             "device": "cpu",
+            "coursework": True,
             "variants": [
                 *("naive", "flat", "overlap"),
                 *({"wrapper": {"name": "bucketed", "bucket_size_mb": s}} for s in (0.01, 0.02, 1)),

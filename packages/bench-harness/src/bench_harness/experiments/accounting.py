@@ -27,6 +27,7 @@ class Options:
     batch: int = option(4, "Sequences per batch.")
     sequence: int = option(256, "Context length.")
     world_size: int = option(2, "Data-parallel ranks.")
+    coursework: bool = option(False, "Also calculate the course's mesh problem.")
     device_gb: float = option(80.0, "Memory of one GPU in the mesh problem (10⁹ bytes).")
     shard_device_gb: float = option(95.0, "Memory of one sharding device there (10⁹ bytes).")
 
@@ -38,7 +39,7 @@ class Accounting(Experiment):
     summary: ClassVar[str] = "Parameters, FLOPs, bytes and communication, derived"
     guide: ClassVar[str] = (
         "Calculates, and measures nothing: parameters, operations, bytes and communication of "
-        "the named sizes, and the XXL mesh problem with the derivation of every figure."
+        "the named sizes; with --coursework also the course's mesh problem, derived step by step."
     )
     examples: ClassVar[tuple[str, ...]] = (
         "accounting",
@@ -57,6 +58,7 @@ class Accounting(Experiment):
                     "batch": chosen.batch,
                     "sequence": chosen.sequence,
                     "world_size": chosen.world_size,
+                    "coursework": chosen.coursework,
                     "device_gb": chosen.device_gb,
                     "shard_device_gb": chosen.shard_device_gb,
                     "label": "accounting",
@@ -69,6 +71,8 @@ class Accounting(Experiment):
         progress("calculating")
         config = case.config
         sizes = [size_row(name, config) for name in config["sizes"]]
+        if not config["coursework"]:
+            return sizes
         return [*sizes, *mesh_rows(config["device_gb"], config["shard_device_gb"])]
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
@@ -76,7 +80,7 @@ class Accounting(Experiment):
         if "kind" not in rows:
             return []
         done = present.finished(rows)
-        return [
+        tables = [
             Table(
                 "Model sizes by calculation",
                 present.columns(
@@ -98,23 +102,29 @@ class Accounting(Experiment):
                 "fp32, AdamW. A step is three forward passes' operations. The residual stream is "
                 "batch × sequence × d_model × 4 bytes. Sent: a ring all-reduce of all gradients, "
                 "2·(n-1)/n of their bytes. GB is 10⁹ bytes.",
-            ),
-            Table(
-                "The XXL mesh problem",
-                present.columns(
-                    done[done["kind"] == "mesh"],
-                    {
-                        "variant": "quantity",
-                        "value": "value (in unit)",
-                        "unit": "unit",
-                        "derivation": "derivation",
-                    },
-                    digits=6,
-                ),
-                "Feed-forward blocks of two linear layers, d_model 16384, d_ff 53248, 126 blocks; "
-                "bf16 activations and communication, fp32 weights, gradients and moments.",
-            ),
+            )
         ]
+        mesh = done[done["kind"] == "mesh"]
+        if len(mesh):
+            tables.append(
+                Table(
+                    "The XXL mesh problem",
+                    present.columns(
+                        mesh,
+                        {
+                            "variant": "quantity",
+                            "value": "value (in unit)",
+                            "unit": "unit",
+                            "derivation": "derivation",
+                        },
+                        digits=6,
+                    ),
+                    "Feed-forward blocks of two linear layers, d_model 16384, d_ff 53248, 126 "
+                    "blocks; bf16 activations and communication, fp32 weights, gradients and "
+                    "moments.",
+                )
+            )
+        return tables
 
     def figures(self, rows: pd.DataFrame) -> list[Figure]:
         """Where the operations of a forward pass go, by size; the mesh problem."""
@@ -123,7 +133,7 @@ class Accounting(Experiment):
         if "flops_by_part" not in rows:
             return []
         sizes = rows[rows["flops_by_part"].notna()]
-        figure, axes = new_figure(height=1.2 + 0.4 * len(sizes))
+        figure, axes = new_figure(height=1.5 + 0.4 * len(sizes))
         left = [0.0] * len(sizes)
         for colour, part in zip(COLOURS, sizes["flops_by_part"].iloc[0], strict=False):
             share = [100 * parts[part] / sum(parts.values()) for parts in sizes["flops_by_part"]]
@@ -131,7 +141,7 @@ class Accounting(Experiment):
             left = [a + b for a, b in zip(left, share, strict=True)]
         axes[0, 0].invert_yaxis()
         axes[0, 0].set_xlabel("share of forward operations (%)")
-        figure.legend(loc="outside upper center", ncols=3)
+        figure.legend(loc="outside upper center", ncols=2)
         mesh = rows[rows["kind"] == "mesh"] if "kind" in rows else rows.iloc[:0]
         return [
             Figure("accounting_flops", "Operations of a forward pass by part", figure),

@@ -139,6 +139,7 @@ class AllReduce(Experiment):
 
     def figures(self, rows: pd.DataFrame) -> list[Figure]:
         """Time and bus bandwidth over payload."""
+        from bench_harness.report import marks
         from bench_harness.report.plots import new_figure
         from bench_harness.stats import with_summary
 
@@ -146,14 +147,39 @@ class AllReduce(Experiment):
         if "size_bytes" not in done or done.empty:
             return []
         done = with_bandwidth(with_summary(done))
-        figure, axes = new_figure(columns=2, width=10, height=4)
-        for name, group in present.by(done, ["backend", "world_size", "variant"]):
+        figure, axes = new_figure(rows=2, height=5.2)
+        groups = present.by(done, ["backend", "world_size", "variant"])
+        colour = marks.colours(name or "all_reduce" for name, _ in groups)
+        ends: tuple[list[Any], list[Any]] = [], []
+        for name, group in groups:
+            name = name or "all_reduce"
             part = group.sort_values("size_mib")
-            axes[0, 0].plot(part["size_mib"], part["median_ms"], "o-", label=name or "all_reduce")
-            axes[0, 1].plot(part["size_mib"], part["bus_gb_s"], "o-")
+            below, above = marks.whiskers(part)
+            rate = part["bus_gb_s"].astype("float64")
+            # The rate is a constant over the time, so its interval is that of the time, turned.
+            slow = rate - rate * part["median_ms"] / (part["median_ms"] + above)
+            fast = rate * part["median_ms"] / (part["median_ms"] - below) - rate
+            for place, (column, errors) in enumerate(
+                (("median_ms", (below, above)), ("bus_gb_s", (slow.to_list(), fast.to_list())))
+            ):
+                marks.line(
+                    axes[place, 0],
+                    part["size_mib"].to_list(),
+                    part[column].to_list(),
+                    colour=colour[name],
+                    filled=marks.steady(part).to_list(),
+                    errors=errors,
+                    label=name,
+                )
+                ends[place].append((name, float(part[column].iloc[-1]), colour[name]))
         present.log_axes(axes[0, 0], x="payload (MiB)", y="median time (ms)", x_base=10)
-        present.log_axes(axes[0, 1], x="payload (MiB)", y="bus bandwidth (GB/s)", x_base=10)
-        figure.legend(loc="outside upper center", ncols=3)
+        present.log_axes(axes[1, 0], x="payload (MiB)", y="bus bandwidth (GB/s)", x_base=10)
+        if len(groups) <= 6:
+            for plot, names in zip(axes[:, 0], ends, strict=True):
+                marks.label_ends(plot, names)
+        else:
+            handles, names = axes[0, 0].get_legend_handles_labels()
+            figure.legend(handles, names, loc="outside upper center", ncols=3)
         return [Figure("allreduce", "Collectives over payload size", figure)]
 
 

@@ -62,7 +62,7 @@ class Options:
     passes: tuple[str, ...] = option(
         ("forward", "backward", "forward+backward"),
         "What is timed; training forward keeps what backward needs, and with sum, backward starts "
-        "at the sum of the output, as on the leaderboard.",
+        "at the sum of the output.",
         choices=PASSES,
     )
     clock: str = option(

@@ -9,6 +9,8 @@ from bench_harness import roofline
 from bench_harness.experiments import present
 from bench_harness.experiments.attention_timing import PASSES, Problem
 from bench_harness.experiments.base import Figure, Table
+from bench_harness.report import units
+from bench_harness.report.marks import steady
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -46,13 +48,14 @@ def tables(rows: pd.DataFrame) -> list[Table]:
     frame = _frame(rows)
     if "flops" in frame:
         # A case's first variant is the reference of its speedups.
-        first = frame[frame["variants"].str[0] == frame["variant"]]
+        quotable = frame.assign(median_ms=frame["median_ms"].where(steady(frame)))
+        first = quotable[quotable["variants"].str[0] == quotable["variant"]]
         cell = ["case_key", "sequence", "phase"]
         medians = first.set_index(cell)["median_ms"].to_dict()
         frame["speedup"] = [
             medians.get(where, math.nan) / median
             for where, median in zip(
-                frame[cell].itertuples(index=False, name=None), frame["median_ms"], strict=True
+                frame[cell].itertuples(index=False, name=None), quotable["median_ms"], strict=True
             )
         ]
     grid = Table(
@@ -211,29 +214,38 @@ def figures(rows: pd.DataFrame) -> list[Figure]:
     done = _frame(present.finished(rows))
     if "phase" not in done or done["median_ms"].isna().all():
         return []
+    for end, other in (("low", "high"), ("high", "low")):
+        done[f"tflop_s_{end}"] = done["flops"] / done[f"ci_{other}_ms"].astype("float64") / 1e9
     measured = [name for name in PASSES if name in set(done["phase"])]
     last = done[done["phase"] == measured[-1]]
-    drawn = [
-        Figure(
+    unit, size = units.scale(last["tflop_s"].dropna(), "TFLOP/s")
+    for name in ("tflop_s", "tflop_s_low", "tflop_s_high"):
+        last = last.assign(**{name: last[name] / size})
+    timed = {
+        name: Figure(
             f"attention_{name}",
             f"Time of {name} over the sequence length",
-            draw(done[done["phase"] == name], "median_ms", "median time (ms)"),
+            draw(done[done["phase"] == name], "median_ms", "median time (ms)", _TIMES),
+            folded=name != measured[-1],
         )
         for name in measured
-    ]
+    }
+    drawn = [timed.pop(measured[-1])]
     drawn.append(
         Figure(
             "attention_throughput",
             f"Throughput of {measured[-1]} over the sequence length",
-            draw(last, "tflop_s", "throughput (TFLOP/s)", log=False),
+            draw(last, "tflop_s", f"throughput ({unit})", _RATES, log=False),
         )
     )
+    drawn += timed.values()
     if "saved_mib" in last and last["saved_mib"].notna().any():
         drawn.append(
             Figure(
                 "attention_memory",
                 "Memory that forward leaves allocated",
                 draw(last, "saved_mib", "memory (MiB)"),
+                folded=True,
             )
         )
     for what, column in (("output", "error_out"), ("gradients", "error_grad")):
@@ -243,19 +255,33 @@ def figures(rows: pd.DataFrame) -> list[Figure]:
                     f"attention_errors_{what}",
                     f"Error of the {what}",
                     draw(last, column, "error (share of the largest value)"),
+                    folded=True,
                 )
             )
     return drawn
 
 
-def draw(done: pd.DataFrame, column: str, unit: str, *, log: bool = True) -> MatplotlibFigure:
+#: Columns with the ends of an interval.
+_TIMES, _RATES = ("ci_low_ms", "ci_high_ms"), ("tflop_s_low", "tflop_s_high")
+
+
+def draw(
+    done: pd.DataFrame,
+    column: str,
+    unit: str,
+    ends: tuple[str, str] | None = None,
+    *,
+    log: bool = True,
+) -> MatplotlibFigure:
     """A column over the sequence length: a panel per dtype, head dimension and mask.
 
     Args:
         unit: label of the vertical axis.
+        ends: columns with the ends of the 95 % interval; None for what does not vary.
         log: whether that axis is logarithmic.
     """
-    from bench_harness.report.plots import COLOURS, new_figure
+    from bench_harness.report import marks
+    from bench_harness.report.plots import new_figure
 
     done = done.sort_values(["dtype", "head_dim", "mask"], kind="stable")
     panels = present.by(done, ["dtype", "head_dim", "value_head_dim", "mask", "softcap"])
@@ -264,24 +290,60 @@ def draw(done: pd.DataFrame, column: str, unit: str, *, log: bool = True) -> Mat
     figure, axes = new_figure(
         rows=height,
         columns=columns,
-        width=3.4 * max(2, columns),
-        height=3.0 * height + 0.6,
+        width=max(5.6, 3.4 * columns),
+        height=2.9 * height + 0.4,
         sharey=not log,
     )
-    colour = dict(zip(done["variant"].unique(), COLOURS * 3, strict=False))
-    drawn: dict[str, Any] = {}
+    colour = marks.colours(done["variant"].unique())
     for plot, (title, panel) in zip(axes.flat, panels, strict=False):
+        names = []
         for variant, group in panel.groupby("variant", sort=False):
-            part = group.groupby("sequence")[column].median()
-            (drawn[str(variant)],) = plot.plot(
-                part.index, part.to_numpy(), "o-", color=colour[variant]
+            part = _by_length(group[group[column].notna()], column, ends)
+            if part.empty:
+                continue
+            marks.line(
+                plot,
+                part.index.to_list(),
+                part[column].to_list(),
+                colour=colour[str(variant)],
+                filled=part["steady"].to_list(),
+                errors=None if ends is None else (part["below"].to_list(), part["above"].to_list()),
+                label=str(variant),
             )
+            names.append((str(variant), float(part[column].iloc[-1]), colour[str(variant)]))
         plot.set_title(title)
         positive = bool((panel[column] > 0).any())  # errors of fp32 may all be 0
         present.log_axes(plot, x="sequence length (tokens)", y=unit, y_log=log and positive)
+        lengths = sorted(panel["sequence"].unique())
+        if len(lengths) <= 6:
+            plot.set_xticks(lengths, [f"{length:g}" for length in lengths])
+        if len(panels) == 1:
+            if not log:
+                plot.set_ylim(bottom=0)
+            marks.label_ends(plot, names)
     if not log:
         axes[0, 0].set_ylim(bottom=0)  # shared by all panels
     for plot in list(axes.flat)[len(panels) :]:
         plot.set_visible(False)
-    figure.legend(drawn.values(), drawn.keys(), loc="outside upper center", ncols=4)
+    if len(panels) > 1:
+        handles = {name: line for plot in axes.flat for line, name in _labelled(plot)}
+        figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=4)
     return figure
+
+
+def _labelled(plot: Any) -> list[tuple[Any, str]]:
+    return list(zip(*plot.get_legend_handles_labels(), strict=True))
+
+
+def _by_length(group: pd.DataFrame, column: str, ends: tuple[str, str] | None) -> pd.DataFrame:
+    """One line per length: cases that measured the same length are put together."""
+    from bench_harness.report import marks
+
+    known = group.assign(steady=marks.steady(group) if ends else True, below=0.0, above=0.0)
+    if ends is not None:
+        low, high = (group[end].astype("float64").fillna(group[column]) for end in ends)
+        known = known.assign(below=(group[column] - low).clip(lower=0),
+                             above=(high - group[column]).clip(lower=0))  # fmt: skip
+    return known.groupby("sequence").agg(
+        {column: "median", "steady": "all", "below": "max", "above": "max"}
+    )

@@ -47,12 +47,19 @@ class Figure:
         figure: a matplotlib figure made with ``matplotlib.figure.Figure`` (never pyplot, which
             keeps global state and may want a display).
         note: one or two sentences under the picture.
+        folded: whether the page shows the picture only on request, beside the tables.
     """
 
     name: str
     title: str
     figure: MatplotlibFigure
     note: str = ""
+    folded: bool = False
+
+    @property
+    def wide(self) -> bool:
+        """Whether the picture needs the whole width of a page."""
+        return self.figure.get_figwidth() > 6.5
 
 
 def option(

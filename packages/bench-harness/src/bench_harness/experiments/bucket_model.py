@@ -163,9 +163,11 @@ def _optimum(
 def draw_fit(done: pd.DataFrame) -> Figure | None:
     """Measured overhead over bucket size, with the model; None without a sweep."""
     from bench_harness.experiments.present import log_axes
+    from bench_harness.report import marks
     from bench_harness.report.plots import COLOURS, new_figure
+    from bench_harness.stats import with_summary
 
-    found = sweeps(done)
+    found = sweeps(with_summary(done))
     if not found:
         return None
     found = sorted(found, key=lambda sweep: sweep.label)
@@ -182,7 +184,21 @@ def draw_fit(done: pd.DataFrame) -> Figure | None:
         counts = rows["buckets"].to_numpy(np.float64)
         overhead = rows["median_ms"].to_numpy(np.float64) - np.median(bare)
         inverse, per_call = fit(size, counts, overhead / 1e3)
-        plot.plot(size / counts / 2**20, overhead, "o", color=COLOURS[0], label="measured")
+        pairs = zip(marks.whiskers(rows), _bare_whiskers(sweep.bare), strict=True)
+        below, above = (np.hypot(own, base) for own, base in pairs)
+        plot.errorbar(
+            size / counts / 2**20,
+            overhead,
+            yerr=[below, above],
+            fmt="none",
+            ecolor=COLOURS[0],
+            capsize=3,
+        )
+        steady = marks.steady(rows).to_numpy()
+        for chosen, fill in ((steady, COLOURS[0]), (~steady, "white")):
+            plot.plot(size / counts[chosen] / 2**20, overhead[chosen], "o", color=COLOURS[0],
+                      markerfacecolor=fill)  # fmt: skip
+        plot.plot([], [], "o", color=COLOURS[0], label="measured")
         line = np.geomspace(counts.min(), counts.max(), 100)
         model = 1e3 * (size / line * inverse + line * per_call)
         plot.plot(size / line / 2**20, model, "-", color=COLOURS[1], label="model")
@@ -192,6 +208,17 @@ def draw_fit(done: pd.DataFrame) -> Figure | None:
         plot.set_ylim(bottom=min(0.0, float(overhead.min() - 0.05 * overhead.max())))
         plot.legend()
     return figure
+
+
+def _bare_whiskers(bare: pd.Series[Any]) -> tuple[float, float]:
+    """How far the interval of the step without communication reaches below and above it."""
+    from bench_harness.stats import summarize
+
+    found = summarize(bare["samples_ms"])
+    low, high = found["ci_low"], found["ci_high"]
+    if low is None or high is None:
+        return 0.0, 0.0
+    return high - found["median"], found["median"] - low  # it is subtracted
 
 
 def _rounded(value: float | None) -> float | None:

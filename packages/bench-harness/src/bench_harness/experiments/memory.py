@@ -259,8 +259,9 @@ class Memory(Experiment):
             Figure(
                 f"memory_{place}",
                 f"Memory over time: {label}",
-                _draw(line, _labelled(rows[rows["case_key"] == case])),
-                "Stacked by the phase that allocated. Dotted lines: phases begin.",
+                _draw(line),
+                "Stacked by the phase that allocated. Dotted lines: phases begin. Largest: "
+                f"{'; '.join(_labelled(rows[rows['case_key'] == case])) or 'unknown'}.",
             )
             for place, (case, label, line) in enumerate(
                 zip(drawn["case_key"], drawn["label"], drawn["timeline"], strict=True)
@@ -451,11 +452,13 @@ def _residual_derivation(cases: pd.DataFrame) -> str:
 
 def _labelled(case: pd.DataFrame) -> list[str]:
     """The three largest allocations in words."""
+    from bench_harness.report.units import quantity
+
     if "kind" not in case:
         return []
     largest = case[case["kind"] == "allocation"].head(3)
     return [
-        f"{size / 2**20:.3g} MiB ×{int(count)} {source} ({phase})"
+        f"{int(count)} × {quantity(size, 'B')} by {source} in {phase}"
         for size, count, source, phase in zip(
             largest["block_bytes"],
             largest["blocks"],
@@ -466,18 +469,22 @@ def _labelled(case: pd.DataFrame) -> list[str]:
     ]
 
 
-def _draw(line: Row, labels: list[str]) -> MatplotlibFigure:
-    from bench_harness.report.plots import COLOURS, new_figure
+def _draw(line: Row) -> MatplotlibFigure:
+    from bench_harness.report import marks, units
+    from bench_harness.report.plots import new_figure
 
-    figure, axes = new_figure(width=8, height=4)
+    figure, axes = new_figure(height=3.4)
     plot = axes[0, 0]
     time = line["time_ms"]
-    mebibytes = {phase: [b / 2**20 for b in values] for phase, values in line["bytes"].items()}
+    totals = [sum(values) for values in zip(*line["bytes"].values(), strict=True)]
+    unit, size = units.scale(totals, "B")
+    held = {phase: [b / size for b in values] for phase, values in line["bytes"].items()}
+    colour = marks.colours(held)
     plot.stackplot(
         time,
-        *mebibytes.values(),
-        labels=list(mebibytes),
-        colors=COLOURS[: len(mebibytes)],
+        *held.values(),
+        labels=list(held),
+        colors=[colour[phase] for phase in held],
         step="post",
     )
     for phase, start in line["phase_starts_ms"].items():
@@ -485,9 +492,19 @@ def _draw(line: Row, labels: list[str]) -> MatplotlibFigure:
         plot.annotate(
             phase, (start, 1.01), xycoords=("data", "axes fraction"), fontsize="small", rotation=20
         )
+    peak = max(range(len(totals)), key=totals.__getitem__)
+    plot.plot([time[peak]], [totals[peak] / size], "k.")
+    plot.annotate(
+        f"peak {units.quantity(totals[peak], 'B')}",
+        (time[peak], totals[peak] / size),
+        (0, 3),
+        textcoords="offset points",
+        ha="center",
+        va="bottom",
+        fontsize="small",
+    )
+    plot.set_ylim(top=1.12 * totals[peak] / size)
     plot.set_xlabel("time (ms)")
-    plot.set_ylabel("memory in use (MiB)")
-    if labels:
-        plot.set_title("largest: " + "\n".join(labels), loc="left", fontsize="x-small", pad=24)
+    plot.set_ylabel(f"memory in use ({unit})")
     figure.legend(loc="outside lower center", ncols=4, title="allocated in")
     return figure

@@ -181,6 +181,7 @@ class Model(Experiment):
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """Times per phase; the effect of warm-up; the first step against the steady state."""
         from bench_harness import roofline
+        from bench_harness.report import marks
         from bench_harness.stats import with_summary
 
         frame = with_summary(rows)
@@ -247,7 +248,8 @@ class Model(Experiment):
             )
         if "first_ms" in done and done["first_ms"].notna().any():
             first = done[done["first_ms"].notna()].copy()
-            first["first_ratio"] = first["first_ms"] / first["median_ms"]
+            ratio = first["first_ms"] / first["median_ms"]
+            first["first_ratio"] = ratio.where(marks.steady(first))
             tables.append(
                 Table(
                     "First step against steady state",
@@ -267,7 +269,8 @@ class Model(Experiment):
 
     def figures(self, rows: pd.DataFrame) -> list[Figure]:
         """The parts of the training step, stacked, per subject and variant."""
-        from bench_harness.report.plots import COLOURS, new_figure
+        from bench_harness.report import marks
+        from bench_harness.report.plots import new_figure
         from bench_harness.stats import with_summary
 
         done = with_summary(present.finished(rows))
@@ -277,30 +280,35 @@ class Model(Experiment):
         groups = present.by(
             done, ["size", "model", "sequence", "warmup", "precision", "attention", "execution"]
         )
-        figure, axes = new_figure(height=1.4 + 0.4 * len(groups))
+        figure, axes = new_figure(height=1.2 + 0.5 * len(groups))
         plot = axes[0, 0]
+        colour = marks.colours(parts)
         for position, (_, group) in enumerate(groups):
             # Two cases may have measured the same, each beside variants of its own.
-            medians = group.groupby("phase")["median_ms"].median()
+            first = group.drop_duplicates("phase").set_index("phase", drop=False)
+            first["filled"] = marks.steady(first)
             left = 0.0
-            for index, part in enumerate(parts):
-                width = float(medians.get(part, 0.0))
-                plot.barh(
-                    position,
-                    width,
-                    left=left,
-                    color=COLOURS[index],
-                    label=part if not position else None,
-                )
-                left += width
-            if "step" in medians:
-                plot.plot(
-                    [medians["step"]],
+            for part in [part for part in parts if part in first.index]:
+                own = first.loc[[part]]
+                marks.bars(
+                    plot,
                     [position],
-                    "k|",
-                    markersize=14,
-                    label="whole step" if not position else None,
+                    own["median_ms"].to_list(),
+                    left=[left],
+                    colour=colour[part],
+                    filled=own["filled"].to_list(),
+                    errors=marks.whiskers(own),
+                    label=None if position else part,
                 )
+                left += float(own["median_ms"].iloc[0])
+            if "step" in first.index:
+                own = first.loc[["step"]]
+                plot.errorbar(
+                    own["median_ms"], [position + 0.42], xerr=marks.whiskers(own), fmt="D",
+                    color="black", markersize=5, capsize=3,
+                    markerfacecolor="black" if own["filled"].iloc[0] else "white",
+                    label=None if position else "whole step",
+                )  # fmt: skip
         plot.set_yticks(range(len(groups)), [text or "step" for text, _ in groups])
         plot.invert_yaxis()
         plot.set_xlabel("median time (ms)")
@@ -310,7 +318,7 @@ class Model(Experiment):
                 "model_step",
                 "Parts of a training step",
                 figure,
-                "Bars: the parts, each synchronised. Line: the whole step, synchronised once.",
+                "Bars: the parts, each synchronised. Diamond: the whole step, synchronised once.",
             )
         ]
 

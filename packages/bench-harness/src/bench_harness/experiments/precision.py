@@ -143,7 +143,7 @@ class Precision(Experiment):
                 "precision",
                 "Error of accumulation; dtypes under autocast",
                 _draw(done),
-                "Left: distance of the sum from its exact value, as a share of it. Right: a "
+                "Above: distance of the sum from its exact value, as a share of it. Below: a "
                 "column per autocast dtype.",
             )
         ]
@@ -152,7 +152,7 @@ class Precision(Experiment):
 def _draw(done: pd.DataFrame) -> MatplotlibFigure:
     from bench_harness.report.plots import COLOURS, new_figure
 
-    figure, axes = new_figure(columns=2, width=10, height=3)
+    figure, axes = new_figure(rows=2, height=5)
     sums = done[done["kind"] == "accumulation"]
     exact = sums["additions"] * _TERM
     error = (sums["value"] / exact - 1).abs()
@@ -165,7 +165,7 @@ def _draw(done: pd.DataFrame) -> MatplotlibFigure:
     plot.set_xlabel(f"error of {int(sums['additions'].iloc[0])} × {_TERM} (share of the sum)")
     plot.set_title("accumulator += term")
     reports = done[done["kind"] == "dtypes"]
-    grid, tensors = axes[0, 1], [name for name in _TENSORS if name in reports]
+    grid, tensors = axes[1, 0], [name for name in _TENSORS if name in reports]
     shades = {"float32": COLOURS[0], "bfloat16": COLOURS[4], "float16": COLOURS[1]}
     for column, (_, report) in enumerate(reports.iterrows()):
         for line, name in enumerate(tensors):

@@ -93,7 +93,7 @@ def log_axes(plot: Axes, *, x: str, y: str, x_base: int = 2, y_log: bool = True)
         x_base: of the ticks along x.
         y_log: False keeps y linear, for values that may be 0 or less.
     """
-    from matplotlib.ticker import FuncFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     plain = FuncFormatter(lambda value, _: f"{value:g}")
     plot.set_xlabel(x)
@@ -102,7 +102,9 @@ def log_axes(plot: Axes, *, x: str, y: str, x_base: int = 2, y_log: bool = True)
     plot.xaxis.set_major_formatter(plain)
     if y_log:
         plot.set_yscale("log")
-        plot.yaxis.set_major_formatter(plain)
         low, high = plot.get_ylim()
-        # Within a decade or so there are too few major ticks to read a value.
-        plot.yaxis.set_minor_formatter(plain if high < 20 * low else FuncFormatter(lambda *_: ""))
+        # Within a decade or two, powers of ten alone are too few to read a value.
+        steps = (1.0, 2.0, 5.0) if high < 300 * low else (1.0,)
+        plot.yaxis.set_major_locator(LogLocator(subs=steps))
+        plot.yaxis.set_major_formatter(plain)
+        plot.yaxis.set_minor_locator(NullLocator())

@@ -231,8 +231,9 @@ class Profile(Experiment):
         ]
 
     def figures(self, rows: pd.DataFrame) -> list[Figure]:
-        """Kernel time by kind of work: a panel per phase, a bar per case."""
-        from bench_harness.report.plots import COLOURS, new_figure
+        """Kernel time by kind of work: a bar per case and phase."""
+        from bench_harness.report import marks
+        from bench_harness.report.plots import new_figure
 
         done = present.finished(rows)
         if "kind" not in done or done.empty:
@@ -242,21 +243,28 @@ class Profile(Experiment):
             return []
         kinds = [k for k in _KINDS if (phases[_column(k)] > 0).any()]
         labels = list(phases["label"].str.removeprefix("profile ").unique())
-        figure, axes = new_figure(columns=len(PHASES), width=12, height=1.3 + 0.3 * len(labels))
-        for plot, phase in zip(axes[0], PHASES, strict=True):
-            part = phases[phases["phase"] == phase]
-            places = [labels.index(label.removeprefix("profile ")) for label in part["label"]]
-            left: Any = 0.0
-            for colour, kind in zip(COLOURS, kinds, strict=False):
-                width = part[_column(kind)].to_numpy(float)
-                plot.barh(places, width, left=left, color=colour, label=kind)
-                left = left + width
-            plot.set_yticks(
-                range(len(labels)), labels if phase == PHASES[0] else [""] * len(labels)
-            )
-            plot.set_ylim(len(labels) - 0.4, -0.6)
-            plot.set_title(phase)
-            plot.set_xlabel("kernel time (ms)")
+        colour = marks.colours(kinds)
+        figure, axes = new_figure(height=1.1 + 0.34 * len(labels) * len(PHASES))
+        plot = axes[0, 0]
+        names: list[str] = []
+        for label in labels:
+            for phase in PHASES:
+                part = phases[
+                    (phases["phase"] == phase)
+                    & (phases["label"].str.removeprefix("profile ") == label)
+                ]
+                if part.empty:
+                    continue
+                left = 0.0
+                for kind in kinds:
+                    width = float(part[_column(kind)].iloc[0])
+                    plot.barh(len(names), width, left=left, color=colour[kind],
+                              label=None if names else kind)  # fmt: skip
+                    left += width
+                names.append(f"{label}, {phase}" if len(labels) > 1 else phase)
+        plot.set_yticks(range(len(names)), names, fontsize="small")
+        plot.set_ylim(len(names) - 0.4, -0.6)
+        plot.set_xlabel("kernel time in one recorded step (ms)")
         handles, named = axes[0, 0].get_legend_handles_labels()
         figure.legend(handles, named, loc="outside upper center", ncols=4)
         return [Figure("profile_phases", "Kernel time by kind of work", figure)]

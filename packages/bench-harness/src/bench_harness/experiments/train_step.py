@@ -71,6 +71,10 @@ class Options(ShapeOptions, NodeOptions):
         "Instead of timing, record one step of each variant with Nsight Systems; the case is "
         "skipped where nsys is missing.",
     )
+    coursework: bool = option(
+        False,
+        "Also show the columns that other implementations of the course's assignment publish.",
+    )
     model: str | None = option(None, "package.module:factory of an nn.Module to train instead.")
     input: str | None = option(None, "Its input, as input_ids=int64[4x128]<1000.")
     device: str = option("auto", "Where to run.", choices=("auto", "cpu", "cuda"))
@@ -152,6 +156,7 @@ class TrainStep(Experiment):
             "all_reduces": chosen.all_reduces,
             "alone": chosen.alone,
             "nsight": chosen.nsight,
+            "coursework": chosen.coursework,
             "device": device,
         }
         how = " rank 0 alone" * chosen.alone

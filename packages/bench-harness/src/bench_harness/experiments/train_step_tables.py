@@ -11,11 +11,11 @@ from bench_harness import roofline
 from bench_harness.experiments import present
 from bench_harness.experiments.base import Figure, Table
 from bench_harness.experiments.bucket_model import MISS_TOLERANCE, draw_fit, fit_table
+from bench_harness.report import marks, units
 from bench_harness.report.plots import COLOURS, new_figure
 from bench_harness.stats import ratio_interval, with_summary
 from bench_harness.traces.picture import draw_overlap
 from bench_harness.training import settings as of
-from bench_harness.training.moments import MOMENTS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as MatplotlibFigure
@@ -32,6 +32,7 @@ _CELL = {
 #: A part of the memory further than this from its prediction is flagged.
 _TOLERANCE = 0.03
 _PARTS = ("parameter", "gradient", "state")
+_KINDS = {"parameter": "parameters", "gradient": "gradients", "state": "optimizer state"}
 #: Names of the course's comparison by column, where they are not those of the wrappers.
 _PUBLISHED = {"overlap": "overlap_individual"}
 
@@ -41,7 +42,7 @@ def tables(rows: pd.DataFrame) -> list[Table]:
     frame = with_summary(rows)
     if "settings" not in frame:
         return [Table("Training steps", present.columns(frame, _CELL | {"status": "status"}))]
-    frame = roofline.with_roofline(_compared(frame))
+    frame = roofline.with_roofline(compared(frame))
     made = []
     if frame["median_ms"].notna().any() or (frame["status"] != "ok").any():
         made.append(_steps(frame))
@@ -54,7 +55,12 @@ def tables(rows: pd.DataFrame) -> list[Table]:
     if "stragglers" in done and done["stragglers"].notna().any():
         made += _stragglers(done[done["stragglers"].notna()])
     if len(timed):
-        made.append(_published(timed))
+        # Rows from before this option always showed it.
+        if (
+            "coursework" not in timed
+            or timed["coursework"].map(lambda wanted: wanted is not False).any()
+        ):
+            made.append(_published(timed))
         fitted = fit_table(timed)
         if len(fitted):
             made.append(
@@ -71,7 +77,7 @@ def tables(rows: pd.DataFrame) -> list[Table]:
     return made
 
 
-def _compared(frame: pd.DataFrame) -> pd.DataFrame:
+def compared(frame: pd.DataFrame) -> pd.DataFrame:
     """Adds to each row its settings as columns, and what relates it to others of its case."""
     known = frame["settings"].map(lambda table: isinstance(table, Mapping))
     for name in of.SHARED:
@@ -81,10 +87,11 @@ def _compared(frame: pd.DataFrame) -> pd.DataFrame:
         (row["case_key"], _identity(of.read(row["settings"], {}))): row["median_ms"]
         for _, row in frame[known].iterrows()
     }
+    frame["quotable"] = marks.steady(frame)
     naive = {
         row["case_key"]: row["samples_ms"]
         for _, row in frame[known].iterrows()
-        if row["wrapper"] == "naive" and isinstance(row.get("samples_ms"), list)
+        if row["wrapper"] == "naive" and row["quotable"] and _taken(row.get("samples_ms"))
     }
     bare, speedups = [], []
     for _, row in frame.iterrows():
@@ -95,7 +102,8 @@ def _compared(frame: pd.DataFrame) -> pd.DataFrame:
         bare.append(base)
         own, slow = row.get("samples_ms"), naive.get(row["case_key"])
         nothing = (float("nan"),) * 3
-        speedups.append(ratio_interval(slow, own) if slow and _taken(own) else nothing)
+        quotable = row["quotable"] and _taken(own) and _taken(slow)
+        speedups.append(ratio_interval(slow, own) if quotable else nothing)  # type: ignore[arg-type]
     frame[["speedup", "speedup_low", "speedup_high"]] = pd.DataFrame(speedups, index=frame.index)
     frame["exposed_step_ms"] = frame["median_ms"] - pd.Series(bare, index=frame.index)
     frame["share"] = 100 * frame["exposed_step_ms"] / frame["median_ms"]
@@ -305,7 +313,7 @@ def figures(rows: pd.DataFrame) -> list[Figure]:
     done = present.finished(rows)
     if "settings" not in done or done.empty:
         return []
-    done = _compared(with_summary(done))
+    done = compared(with_summary(done))
     timed = done[done["median_ms"].notna()]
     made = []
     if len(timed):
@@ -314,14 +322,14 @@ def figures(rows: pd.DataFrame) -> list[Figure]:
                 "train_steps",
                 "Step time by variant",
                 _draw_steps(timed),
-                "Median step; the part beyond the step without communication is exposed. "
-                "Whiskers: 95 % interval.",
+                "What is beyond the same step without communication is exposed.",
             )
         )
     if "memory" in done and done["memory"].notna().any():
         drawn = _draw_memory(done)
         if drawn is not None:
-            made.append(Figure("train_step_memory", "Memory per rank at its moments", drawn))
+            title = "Memory per rank at its moments"
+            made.append(Figure("train_step_memory", title, drawn, folded=True))
     profiled = done[done["timeline"].notna()] if "timeline" in done else done.iloc[:0]
     for index, (_, cell) in enumerate(profiled.groupby("case_key", sort=False)):
         lines = dict(zip(cell["variant"], cell["timeline"], strict=True))
@@ -350,33 +358,46 @@ def figures(rows: pd.DataFrame) -> list[Figure]:
 
 
 def _draw_steps(done: pd.DataFrame) -> MatplotlibFigure:
+    """A panel per case, a bar per variant with its name above it, the fastest first."""
     cells = [cell.sort_values("median_ms") for _, cell in done.groupby("case_key", sort=False)]
     lines = sum(len(cell) for cell in cells)
-    longest = max(map(len, done["variant"]))
-    height = 0.9 + len(cells) + 0.3 * lines
-    figure, axes = new_figure(rows=len(cells), width=6 + 0.07 * longest, height=height)
+    figure, axes = new_figure(rows=len(cells), height=0.5 + 0.7 * len(cells) + 0.46 * lines)
     for plot, cell in zip(axes[:, 0], cells, strict=True):
+        places = [float(place) for place in range(len(cell))]
+        filled = marks.steady(cell).to_list()
         exposed = cell["exposed_step_ms"].fillna(0).clip(lower=0)
-        errors = [
-            (cell["median_ms"] - cell["ci_low_ms"]).fillna(0).clip(lower=0),
-            (cell["ci_high_ms"] - cell["median_ms"]).fillna(0).clip(lower=0),
-        ]
-        plot.barh(cell["variant"], cell["median_ms"] - exposed, color=COLOURS[0])
-        plot.barh(
-            cell["variant"],
-            exposed,
-            left=cell["median_ms"] - exposed,
-            xerr=errors,
-            color=COLOURS[1],
-            capsize=2,
-            label="exposed communication",
+        bare = (cell["median_ms"] - exposed).to_list()
+        marks.bars(
+            plot,
+            places,
+            bare,
+            colour=COLOURS[0],
+            label="the step without it",
+            filled=filled,
+            height=0.4,
         )
-        plot.invert_yaxis()
-        plot.set_title(cell["label"].iloc[0])
+        marks.bars(
+            plot,
+            places,
+            exposed.to_list(),
+            left=bare,
+            colour=COLOURS[1],
+            errors=marks.whiskers(cell),
+            label="exposed communication",
+            filled=filled,
+            height=0.4,
+        )
+        for place, name in zip(places, cell["variant"], strict=True):
+            plot.annotate(name, (0, place - 0.25), (2, 0), textcoords="offset points",
+                          va="bottom", fontsize="small")  # fmt: skip
+        plot.set_ylim(len(cell) - 0.6, -0.8)
+        plot.set_yticks([])
+        plot.set_xlim(left=0)
+        if len(cells) > 1:
+            plot.set_title(cell["label"].iloc[0].removeprefix("train-step "))
         plot.set_xlabel("median step (ms)")
-        plot.tick_params(axis="y", labelsize="x-small")
     handles, names = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside upper center")
+    figure.legend(handles, names, loc="outside upper center", ncols=2)
     return figure
 
 
@@ -386,24 +407,32 @@ def _draw_memory(done: pd.DataFrame) -> MatplotlibFigure | None:
     held = [row for _, row in cell.iterrows() if isinstance(row["memory"], list)]
     if not held:
         return None
-    lines = len(held) * len(MOMENTS)
-    longest = max(len(row["variant"]) for row in held)
-    figure, axes = new_figure(width=7.5 + 0.07 * longest, height=1.2 + 0.24 * lines)
-    plot, names, place = axes[0, 0], [], 0
-    for row in held:
-        for moment in row["memory"]:
-            left = 0.0
-            parts = {part: moment[f"{part}_bytes"] / 2**30 for part in _PARTS}
-            if moment["allocated_bytes"] is not None:
-                rest = moment["allocated_bytes"] / 2**30 - sum(parts.values())
-                parts["activations and buffers"] = max(rest, 0.0)
-            for colour, (part, width) in zip(COLOURS, parts.items(), strict=False):
-                plot.barh(place, width, left=left, color=colour, label=None if place else part)
-                left += width
-            names.append(f"{row['variant']}, {moment['moment']}")
-            place += 1
-    plot.set_yticks(range(len(names)), names, fontsize="x-small")
+    bars = [
+        (f"{row['variant']}, {moment['moment']}", _held(moment))
+        for row in held
+        for moment in row["memory"]
+    ]
+    unit, size = units.scale([sum(parts.values()) for _, parts in bars], "B")
+    longest = max(len(name) for name, _ in bars)
+    figure, axes = new_figure(width=5 + 0.06 * longest, height=1.2 + 0.24 * len(bars))
+    plot = axes[0, 0]
+    for place, (_, parts) in enumerate(bars):
+        left = 0.0
+        for colour, (part, nbytes) in zip(COLOURS, parts.items(), strict=False):
+            width = nbytes / size
+            plot.barh(place, width, left=left, color=colour, label=None if place else part)
+            left += width
+    plot.set_yticks(range(len(bars)), [name for name, _ in bars], fontsize="x-small")
     plot.invert_yaxis()
-    plot.set_xlabel("memory per rank (GiB)")
+    plot.set_xlabel(f"memory per rank ({unit})")
     figure.legend(loc="outside upper center", ncols=4)
     return figure
+
+
+def _held(moment: Mapping[str, Any]) -> dict[str, float]:
+    """Bytes at a moment by kind; on a GPU also what the allocator counts beyond them."""
+    parts = {name: float(moment[f"{part}_bytes"]) for part, name in _KINDS.items()}
+    if moment["allocated_bytes"] is not None:
+        rest = moment["allocated_bytes"] - sum(parts.values())
+        parts["activations and buffers"] = max(rest, 0.0)
+    return parts

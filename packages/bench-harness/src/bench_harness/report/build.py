@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, TypeVar
 from bench_harness import environment, experiments
 from bench_harness.case import JsonValue, Row
 from bench_harness.experiments import Experiment, Figure, Table
+from bench_harness.report.findings import findings, on_cpu
 from bench_harness.report.frame import to_frame
+from bench_harness.report.published import measured_on
 from bench_harness.store import ARTIFACTS, Store, StoreError
 
 if TYPE_CHECKING:
@@ -79,6 +81,8 @@ class Report:
         environments: by id; more than one means that rows must not be compared across them.
         commits: of the measured code, in order of appearance.
         notes: about the data itself, as damaged lines.
+        findings: what matters most, in sentences.
+        on_cpu: whether times are those of a CPU, which show that things work, not how fast.
     """
 
     name: str
@@ -87,6 +91,13 @@ class Report:
     commits: list[str]
     sections: list[Section]
     notes: list[str]
+    findings: list[str]
+    on_cpu: bool
+
+    @property
+    def machines(self) -> list[str]:
+        """What was measured on: hardware and versions, one line per environment."""
+        return [measured_on(environment) for environment in self.environments.values()]
 
     @property
     def counts(self) -> Counter[str]:
@@ -117,6 +128,8 @@ def build(store: Store) -> Report:
         commits=list(dict.fromkeys(row["commit"] for row in loaded.rows if row["commit"])),
         sections=[_section(name, by_name[name], store.folder) for name in order],
         notes=_notes(store, loaded.damaged, environments),
+        findings=findings(loaded.rows),
+        on_cpu=on_cpu(loaded.rows),
     )
 
 

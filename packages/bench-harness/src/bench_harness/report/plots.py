@@ -24,7 +24,9 @@ _STYLE: Any = {
     "axes.titlesize": "medium",
     "figure.constrained_layout.use": True,
     "figure.dpi": 120,
+    "font.size": 10,
     "grid.alpha": 0.3,
+    "hatch.linewidth": 0.6,
     "legend.fontsize": "small",
     "legend.frameon": False,
     "lines.markersize": 4,
@@ -33,12 +35,12 @@ _STYLE: Any = {
 
 
 def new_figure(
-    *, width: float = 7.0, height: float = 4.0, rows: int = 1, columns: int = 1, **subplots: Any
+    *, width: float = 5.6, height: float = 3.2, rows: int = 1, columns: int = 1, **subplots: Any
 ) -> tuple[Figure, np.ndarray[Any, Any]]:
     """A matplotlib figure in the report's style and its axes.
 
     Args:
-        width: inches.
+        width: inches; at most 6 is a picture of half a page, which a phone still shows legibly.
         height: inches.
         rows: rows of axes.
         columns: columns of axes.
@@ -69,8 +71,8 @@ def png_bytes(figure: Figure) -> bytes:
 
 
 def svg_bytes(figure: Figure) -> bytes:
-    """The figure as SVG."""
-    return _render(figure, "svg")
+    """The figure as SVG without a background, which a dark page may invert."""
+    return _render(figure, "svg", transparent=True)
 
 
 def data_uri(figure: Figure) -> str:
@@ -81,13 +83,13 @@ def data_uri(figure: Figure) -> str:
     return "data:image/png;base64," + base64.b64encode(png_bytes(figure)).decode()
 
 
-def _render(figure: Figure, file_format: str) -> bytes:
+def _render(figure: Figure, file_format: str, *, transparent: bool = False) -> bytes:
     import matplotlib as mpl
 
     buffer = io.BytesIO()
     # Metadata would hold the date, and for SVG the address of an ontology.
     metadata = dict.fromkeys(("Creator", "Date", "Format", "Type")) if file_format == "svg" else {}
     with mpl.rc_context(_STYLE):
-        figure.savefig(buffer, format=file_format, metadata=metadata)
+        figure.savefig(buffer, format=file_format, metadata=metadata, transparent=transparent)
     figure.set_layout_engine("none")  # what was laid out once stays for the other format
     return buffer.getvalue()

@@ -14,7 +14,10 @@ from bench_harness.case import Row
 from bench_harness.experiments import Table
 from bench_harness.report.build import Report, Section, where
 from bench_harness.report.cells import cell, is_missing, split
+from bench_harness.report.findings import plural
+from bench_harness.report.marks import LEGEND
 from bench_harness.report.plots import data_uri, png_bytes, svg_bytes
+from bench_harness.report.units import readable
 from bench_harness.store import RESULTS, StoreError, replace_file
 
 if TYPE_CHECKING:
@@ -81,6 +84,9 @@ def render(report: Report) -> str:
         _TEMPLATE,
         report=report,
         flags=_FLAGS,
+        legend=LEGEND,
+        plural=plural,
+        readable=readable,
         results=RESULTS,
         table_stem=table_stem,
     )

@@ -1,0 +1,133 @@
+"""What pictures and pages say about how sure their figures are."""
+
+from __future__ import annotations
+
+import itertools
+
+import pandas as pd
+import pytest
+
+from bench_harness import experiments
+from bench_harness.report import marks
+from bench_harness.report.findings import MOST, findings, on_cpu, plural
+from bench_harness.report.frame import to_frame
+from bench_harness.report.plots import COLOURS, new_figure
+from bench_harness.report.units import quantity, readable, scale
+from bench_harness.stats import with_summary
+
+STEADY, SHAKY = [10.0, 10.1, 9.9, 10.0, 10.05, 9.95], [10.0, 30.0, 5.0, 22.0, 8.0, 40.0]
+
+
+def test_unstable_figures_are_hollow_and_all_have_whiskers() -> None:
+    rows = with_summary(pd.DataFrame({"samples_ms": [STEADY, SHAKY]}))
+    assert marks.steady(rows).to_list() == [True, False]
+    below, above = marks.whiskers(rows)
+    assert all(below)
+    assert above[1] > 5
+    _, axes = new_figure()
+    filled = marks.steady(rows).to_list()
+    marks.bars(
+        axes[0, 0], [0, 1], [10, 15], colour=COLOURS[0], filled=filled, errors=(below, above)
+    )
+    solid, hollow = axes[0, 0].patches
+    assert solid.get_facecolor()[3] == 1
+    assert hollow.get_facecolor()[3] == 0
+    assert len(axes[0, 0].collections) == 1, "the whiskers"
+    marks.line(axes[0, 0], [1, 2], [10, 15], colour=COLOURS[0], filled=filled)
+    fills = [line.get_markerfacecolor() for line in axes[0, 0].get_lines()[-2:]]
+    assert fills == [COLOURS[0], "white"]
+
+
+def test_a_name_has_one_colour_everywhere_and_others_differ_within_a_picture() -> None:
+    many = marks.colours(["naive", "mine", "sdpa-flash", "other-one"])
+    assert many["naive"] == marks.colours(["naive"])["naive"] == COLOURS[1]
+    assert len(set(many.values())) == 4
+
+
+def test_names_at_the_ends_of_lines_do_not_overlap() -> None:
+    _, axes = new_figure()
+    plot = axes[0, 0]
+    plot.plot([1, 2], [1, 1])
+    plot.plot([1, 2], [1, 100])
+    marks.label_ends(plot, [("a", 1.0, "k"), ("b", 1.01, "k"), ("c", 100.0, "k"), ("d", 99.9, "k")])
+    places = sorted(text.xy[1] for text in plot.texts)
+    assert all(b - a >= 0.074 for a, b in itertools.pairwise(places))
+    assert places[-1] <= 1.001
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (6.58e-5, "TFLOP/s", "65.8 MFLOP/s"),
+        (1_998_235_200, "count", "2.0 B"),
+        (41 * 2**20, "B", "41 MiB"),
+        (0.0312, "ms", "31.2 µs"),
+        (12.5, "GB/s", "12.5 GB/s"),
+        (3, "ranks", "3 ranks"),
+    ],
+)
+def test_quantities_are_read_by_people(value: float, unit: str, text: str) -> None:
+    assert quantity(value, unit) == text
+
+
+def test_columns_change_to_units_that_suit_them_together() -> None:
+    frame = pd.DataFrame(
+        {
+            "name": ["a", "b"],
+            "parameters (count)": [1_998_235_200, 128_625_408],
+            "TFLOP/s": [6.58e-5, 1e-5],
+            "median (ms)": [3.0, 4.0],
+            "runs (count)": [3, 4],
+        }
+    )
+    shown = readable(frame)
+    assert list(shown) == [*("name", "parameters (B)", "MFLOP/s", "median (ms)", "runs (count)")]
+    assert shown["parameters (B)"].to_list() == [1.998, 0.1286]
+    assert shown["MFLOP/s"].to_list() == [65.8, 10.0]
+    assert scale([0, float("nan")], "GB") == ("GB", 1.0)
+
+
+def row(experiment: str, samples: list[float], **more: object) -> dict[str, object]:
+    about = {"experiment": experiment, "case_key": experiment, "label": f"{experiment} case"}
+    config = {"device": "cpu", "world_size": 2}
+    return {**about, "status": "ok", "config": config, "samples_ms": samples, **more}
+
+
+def test_findings_quote_what_is_steady_and_count_what_is_not() -> None:
+    steps = [
+        {"phase": "step", "variant": "fp32", "flops": 1e9, **row("model", STEADY)},
+        {"phase": "step", "variant": "bf16", "flops": 1e9, **row("model", SHAKY)},
+    ]
+    step, shaky = findings(steps)
+    assert step == "A training step takes 10 ms at 100 GFLOP/s (model case, fp32)."
+    assert shaky.startswith("1 of 2 timed figures scatter or drift too much")
+    assert on_cpu(steps)
+    assert findings([{**steps[0], "status": "error", "samples_ms": None}]) == [
+        "1 of 1 case did not finish, the first: model case."
+    ]
+
+
+def test_exposed_communication_comes_first_and_only_from_steady_steps() -> None:
+    def step(wrapper: str, samples: list[float]) -> dict[str, object]:
+        settings = {"wrapper": {"name": wrapper}, "optimizer": {"name": "adamw"}}
+        return {"variant": wrapper, "settings": settings, **row("train-step", samples)}
+
+    twice = [2 * sample for sample in STEADY]
+    rows = [step("none", STEADY), step("naive", twice), step("flat", [4 * s for s in SHAKY])]
+    first, *_ = findings(rows)
+    assert first == (
+        "naive exposes 10 ms of communication, 50 % of its 20 ms step (train-step case)."
+    )
+    assert len(findings(rows * 3)) <= MOST
+    (table, *_) = experiments.get("train-step").tables(to_frame(rows))
+    ratios = table.frame.set_index("variant")["speedup over naive (ratio)"]
+    assert ratios["naive"] == 1
+    assert pd.isna(ratios["flat"]), "unstable figures take part in no ratio"
+
+
+def test_rows_of_another_version_say_nothing() -> None:
+    assert findings([row("train-step", STEADY), row("memory", STEADY)]) == []
+
+
+def test_one_is_singular() -> None:
+    assert [plural(1, "case"), plural(2, "case")] == ["1 case", "2 cases"]
