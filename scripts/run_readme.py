@@ -96,12 +96,17 @@ def run(page: Path, python: Path, *, extra: str | None = None, timeout: float = 
     chosen = [block for block in blocks(page) if block.words.get("extra") == extra]
     with tempfile.TemporaryDirectory(prefix="readme-") as folder:
         for block in chosen:
-            command = _prepare(block, Path(folder), python)
-            if command:
-                code, output = _run(block, command, Path(folder), python, timeout)
-                if code:
-                    raise RuntimeError(f"{block} ended with exit code {code}\n{output}")
+            run_block(block, Path(folder), python, timeout=timeout)
     return len(chosen)
+
+
+def run_block(block: Block, folder: Path, python: Path, *, timeout: float = 300.0) -> None:
+    """Runs one block in the folder, or saves it there; see :func:`run`."""
+    command = _prepare(block, folder, python)
+    if command:
+        code, output = _run(block, command, folder, python, timeout)
+        if code:
+            raise RuntimeError(f"{block} ended with exit code {code}\n{output}")
 
 
 def _prepare(block: Block, folder: Path, python: Path) -> list[str]:
@@ -126,18 +131,19 @@ def _prepare(block: Block, folder: Path, python: Path) -> list[str]:
     program = folder / f"block_of_line_{block.line}.py"
     program.write_text(block.text)
     if "gpu" in block.words and not _has_gpu(python):
-        program.write_text(ast.unparse(_imports(block.text)))
+        program.write_text(imports_of(block.text))
     ranks = block.words.get("ranks")
     if ranks is None:
         return [str(python), program.name]
     return [str(python), "-m", "torch.distributed.run", "--nproc-per-node", ranks, program.name]
 
 
-def _imports(text: str) -> ast.Module:
+def imports_of(text: str) -> str:
+    """The imports of a program, as a program of its own; the rest must only parse."""
     kept: list[ast.stmt] = [
         node for node in ast.parse(text).body if isinstance(node, ast.Import | ast.ImportFrom)
     ]
-    return ast.Module(body=kept, type_ignores=[])
+    return ast.unparse(ast.Module(body=kept, type_ignores=[]))
 
 
 def _has_gpu(python: Path) -> bool:
