@@ -26,7 +26,7 @@ def lose_rank_1(rank: int, world_size: int, how: signal.Signals) -> str:
     device = torch.device("cuda", rank)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).to(device)
     wrapped = BucketedDDP(model, 0.3)
-    pid_of_rank_1 = wrapped._roll_call._peers[1].pid
+    pid_of_rank_1 = wrapped._step.roll_call._peers[1].pid
 
     def step(lost: bool) -> None:
         hidden = model[1](model[0](torch.ones(8, 256, device=device)))

@@ -13,7 +13,7 @@ from ddp_lite import (
     OverlapDDP,
     UnfinishedSynchronizationError,
 )
-from ddp_lite.diagnostics import warn_about_environment
+from ddp_lite.checks import warn_about_environment
 from ranks import run_ranks
 
 ALL = (NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP)

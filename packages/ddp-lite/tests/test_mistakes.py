@@ -23,8 +23,8 @@ from ddp_lite import (
     OverlapDDP,
     PeerFailureError,
     StepMismatchError,
-    torch_names,
 )
+from ddp_lite.checks import TORCH_ARGUMENTS
 from ranks import run_ranks
 
 ALL = (NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP)
@@ -194,7 +194,7 @@ def test_a_changed_module_is_named_at_the_next_forward() -> None:
 
 def torchs_names(rank: int, world_size: int) -> None:
     for wrapper in ALL:
-        for name, instead in torch_names.INSTEAD.items():
+        for name, instead in TORCH_ARGUMENTS.items():
             with pytest.raises(TypeError) as caught:
                 wrapper(mlp(), **{name: 1})
             message = str(caught.value)
@@ -216,7 +216,7 @@ def test_every_argument_of_torchs_wrapper_has_an_answer() -> None:
     import inspect
 
     arguments = set(inspect.signature(nn.parallel.DistributedDataParallel).parameters)
-    assert arguments - {"module", "process_group"} <= torch_names.INSTEAD.keys()
+    assert arguments - {"module", "process_group"} <= TORCH_ARGUMENTS.keys()
 
 
 def out_of_step(rank: int, world_size: int, name: str, mistake: str) -> tuple[str, list[float]]:
@@ -328,7 +328,7 @@ def store_host_stops(rank: int, world_size: int, port: int) -> tuple[str, float]
     )
     wrapped = BucketedDDP(mlp())
     loss_of(wrapped, rank).backward()
-    pids = [peer.pid for peer in wrapped._roll_call._peers]
+    pids = [peer.pid for peer in wrapped._step.roll_call._peers]
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)
     if rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)

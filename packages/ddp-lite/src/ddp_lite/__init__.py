@@ -13,8 +13,8 @@ from ddp_lite.errors import (
 )
 from ddp_lite.flat import FlatDDP
 from ddp_lite.naive import NaiveDDP
+from ddp_lite.observers import SynchronizationStats
 from ddp_lite.overlap import OverlapDDP
-from ddp_lite.stats import SynchronizationStats
 
 __all__ = [
     "Bucket",

@@ -8,36 +8,22 @@ planned once more in the order in which rank 0's gradients really arrived.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from types import FunctionType
-from typing import Literal, Never, Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import Literal, Never
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ddp_lite import torch_names
-from ddp_lite.base import MissingGradients
-from ddp_lite.buckets import Bucket, automatic_bucket_bytes, bytes_from_mb, plan_buckets
-from ddp_lite.collectives import Both, Completed, SideStream, Waitable
-from ddp_lite.overlap import OverlapDDP
-from ddp_lite.reduction import FlatReduction, Reduction, WireReduction, WithExtra
-from ddp_lite.wire import average_on_wire
+from ddp_lite.base import DataParallelBase
+from ddp_lite.buckets import Bucket, BucketSizes, ParameterSpec
+from ddp_lite.checks import refuse_arguments
+from ddp_lite.observers import Policy
+from ddp_lite.reduction import CommHook, Transport
 
 
-@runtime_checkable
-class GradientHook(Protocol):
-    """A comm hook that takes the gradients where autograd put them, not in a flat tensor."""
-
-    def reduce_gradients(self, bucket: Bucket, gradients: Sequence[Tensor | None]) -> Reduction:
-        """Starts averaging the gradients of a complete bucket; None stands for zeros."""
-
-
-CommHook = Callable[[Tensor, Bucket], Waitable] | GradientHook
-
-
-class BucketedDDP(OverlapDDP):
+class BucketedDDP(DataParallelBase):
     """Averages gradients bucket by bucket while backward runs.
 
     Args:
@@ -78,32 +64,14 @@ class BucketedDDP(OverlapDDP):
         comm_hook: CommHook | None = None,
         rebucket: bool | None = None,
         process_group: dist.ProcessGroup | DeviceMesh | None = None,
-        missing_gradients: MissingGradients = "skip-if-all",
+        missing_gradients: Policy = "skip-if-all",
         auto_finish: bool = True,
         **unknown: Never,
     ) -> None:
-        torch_names.refuse(type(self), unknown)
-        automatic = bucket_size_mb == "auto"
-        bucket_bytes = None if automatic else bytes_from_mb(bucket_size_mb, "bucket_size_mb")
-        last_bucket_bytes = bytes_from_mb(last_bucket_size_mb, "last_bucket_size_mb")
-        if wire_dtype is not None and not wire_dtype.is_floating_point:
-            raise ValueError(
-                f"wire_dtype must be a floating-point dtype, but got {wire_dtype}. Use one such as "
-                "torch.bfloat16"
-            )
-        if wire_dtype is not None and comm_hook is not None:
-            raise ValueError(
-                "wire_dtype and comm_hook exclude each other, but got both. Convert inside the "
-                "hook (see ddp_lite.hooks)"
-            )
+        refuse_arguments(type(self), unknown)
         # The base class plans the buckets in its constructor, so the settings come first.
-        self._automatic_size = automatic
-        self._bucket_bytes = bucket_bytes
-        self._last_bucket_bytes = last_bucket_bytes
-        self._copy = copy
-        self._wire_dtype = wire_dtype
-        self._side = SideStream()
-        self._comm_hook = comm_hook
+        self._sizes = BucketSizes(bucket_size_mb, last_bucket_size_mb)
+        self._transport = Transport(copy=copy, wire_dtype=wire_dtype, comm_hook=comm_hook)
         self._rebucket = comm_hook is None if rebucket is None else rebucket
         self._rebucket_next = False  # after this step, if a plan was made
         super().__init__(
@@ -112,99 +80,63 @@ class BucketedDDP(OverlapDDP):
             missing_gradients=missing_gradients,
             auto_finish=auto_finish,
         )
-
-    def _settings(self) -> dict[str, str]:
-        hook = self._comm_hook
-        kind = hook if isinstance(hook, type | FunctionType) else type(hook)
-        return super()._settings() | {
-            "bucket_size_mb": "auto" if self._automatic_size else str(self._bucket_bytes),
-            "last_bucket_size_mb": str(self._last_bucket_bytes),
-            "copy": str(self._copy),
-            "wire_dtype": str(self._wire_dtype),
-            "comm_hook": f"{kind.__qualname__} {getattr(hook, 'settings', '')}",
-            "rebucket": str(self._rebucket),
-        }
+        self._reduce = self._transport.reducer(self._average)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
         """The buckets in the order of reduction."""
-        return tuple(self._groups)
+        return tuple(self._step.buckets)
 
-    def _plan(self) -> list[tuple[int, ...]]:
-        if self._wire_dtype is not None:
-            for spec in self._specs:
-                if spec.dtype.is_complex:
-                    raise ValueError(
-                        f"wire_dtype can carry real gradients only, but {spec.name} is "
-                        f"{spec.dtype}; leave wire_dtype out or freeze the parameter"
-                    )
-        if self._automatic_size:
-            self._bucket_bytes = automatic_bucket_bytes(self._specs)
+    # -- one step, from a complete bucket to the averages --------------------------------------
+
+    def _bucket_ready(self, bucket: Bucket) -> None:
+        self._start(bucket)
+
+    def _start(self, bucket: Bucket, again: bool = False) -> None:
+        step = self._step
+        with step.taking(bucket, again) as (gradients, messages):
+            step.in_flight[bucket] = self._reduce(bucket, gradients, messages)
+
+    def _backward_ended(self) -> None:
+        step = self._step
+        for bucket in step.not_started():
+            self._start(bucket)
+        for bucket in step.late():
+            # The earlier average joins the later gradient; averaging an average changes nothing.
+            self._wait(bucket)
+            self._start(bucket, again=True)
+        for bucket in list(step.in_flight):
+            self._wait(bucket)
+
+    def _wait(self, bucket: Bucket) -> None:
+        with self._step.waiting(bucket) as reduction:
+            averages = reduction.wait()
+        self._step.put_back(bucket, averages)
+
+    # -- which parameters share a bucket -----------------------------------------------------
+
+    def _plan(self, specs: Sequence[ParameterSpec]) -> list[tuple[int, ...]]:
+        self._transport.check(specs)
         self._rebucket_next = self._rebucket
-        return self._plan_in_order(range(len(self._specs) - 1, -1, -1))
+        return self._sizes.plan(specs[::-1])  # backward meets the last registered ones first
 
-    def _plan_in_order(self, order: Sequence[int]) -> list[tuple[int, ...]]:
-        specs = [self._specs[index] for index in order]
-        return plan_buckets(
-            specs, self._bucket_bytes, self._last_bucket_bytes, taper=self._automatic_size
-        )
-
-    def _reduce(
-        self, bucket: Bucket, gradients: Sequence[Tensor | None], extra: Sequence[Tensor]
-    ) -> Reduction:
-        hook = self._comm_hook
-        if isinstance(hook, GradientHook):
-            self._average.collectives += 1
-            self._average.bytes += bucket.nbytes
-            return WithExtra(hook.reduce_gradients(bucket, gradients), self._average_if_any(extra))
-        if hook is None and self._wire_dtype is None and not self._copy:
-            return super()._reduce(bucket, gradients, extra)
-
-        def send_copy(flat: Tensor) -> Waitable:
-            bucket.flat = flat
-            if hook is None:
-                return self._average([flat, *extra])
-            self._average.collectives += 1
-            self._average.bytes += flat.nbytes
-            return Both(hook(flat, bucket), self._average_if_any(extra))
-
-        def send_on_wire(flat: Tensor) -> Waitable:
-            return Both(average_on_wire(flat, self._average), self._average_if_any(extra))
-
-        if self._wire_dtype is not None:
-            stream = self._side.on(bucket.device)
-            return WireReduction(bucket, gradients, send_on_wire, self._wire_dtype, stream)
-        length = bucket.numel if hook is None else bucket.padded_numel
-        flat = bucket.parameters[0].new_empty(length)
-        return FlatReduction(bucket, gradients, send_copy, flat)
-
-    def _average_if_any(self, extra: Sequence[Tensor]) -> Waitable:
-        return self._average(extra) if extra else Completed()
-
-    def _finish(self) -> None:
-        observed = self._progress.order
-        super()._finish()
-        if self._rebucket_next:
-            self._rebucket_next = False
-            self._set_groups(self._plan_in_order(self._agree_on_order(observed)))
-
-    def _agree_on_order(self, observed: list[int]) -> list[int]:
-        """Rank 0's order of arrival; what did not arrive there comes last, in reverse order."""
-        everything = [*observed, *range(len(self._specs) - 1, -1, -1)]
+    def _plan_again(self, arrived: Sequence[int]) -> list[tuple[int, ...]] | None:
+        """Once, in rank 0's order of arrival; what did not arrive there comes last, in reverse."""
+        if not self._rebucket_next:
+            return None
+        self._rebucket_next = False
+        specs = self._step.specs
+        everything = [*arrived, *range(len(specs) - 1, -1, -1)]
         order = torch.tensor(list(dict.fromkeys(everything)), device=self.device)
-        with self._naming_failures_of("the broadcast of the observed order"):
+        with self._step.naming_failures_of("the broadcast of the observed order"):
             dist.broadcast(order, group=self.process_group, group_src=0)
-        agreed: list[int] = order.tolist()
-        return agreed
+        return self._sizes.plan([specs[index] for index in order.tolist()])
+
+    # -- what it says of itself --------------------------------------------------------------
+
+    def _settings(self) -> dict[str, str]:
+        own = self._sizes.settings | self._transport.settings
+        return super()._settings() | own | {"rebucket": str(self._rebucket)}
 
     def _explain_when(self) -> str:
-        limit = "any size"
-        if self._bucket_bytes is not None:
-            limit = f"at most {self._bucket_bytes / 2**20:.4g} MB"
-        if self._comm_hook is not None:
-            how = "handed to the comm hook"
-        elif self._wire_dtype is not None:
-            how = f"flattened and sent as {str(self._wire_dtype).removeprefix('torch.')}"
-        else:
-            how = "copied into a flat tensor" if self._copy else "coalesced in place"
-        return f"buckets of {limit}, {how}, each started during backward"
+        return f"buckets of {self._sizes}, {self._reduce.how}, each started during backward"

@@ -7,6 +7,7 @@ so that reversed order is the first guess; the order really observed can replace
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -108,6 +109,40 @@ def bytes_from_mb(size_mb: float | str | None, argument: str) -> int | None:
     return max(1, math.floor(size_mb * MEBIBYTE))
 
 
+class BucketSizes:
+    """How large buckets may be, as a user says it.
+
+    Args:
+        size_mb: most MB (1024² bytes) in a bucket, None for one bucket per dtype, or "auto".
+        last_size_mb: the same for the bucket that is reduced last, if smaller; None for no limit.
+
+    Raises:
+        ValueError: a size that is not positive.
+    """
+
+    def __init__(self, size_mb: float | str | None, last_size_mb: float | None) -> None:
+        self._automatic = size_mb == "auto"
+        self._most = None if self._automatic else bytes_from_mb(size_mb, "bucket_size_mb")
+        self._last = bytes_from_mb(last_size_mb, "last_bucket_size_mb")
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What ranks must agree on, in words."""
+        return {
+            "bucket_size_mb": "auto" if self._automatic else str(self._most),
+            "last_bucket_size_mb": str(self._last),
+        }
+
+    def plan(self, specs: Sequence[ParameterSpec]) -> list[tuple[int, ...]]:
+        """Groups of parameter indices; ``specs`` are in the order of the gradients' arrival."""
+        if self._automatic:
+            self._most = automatic_bucket_bytes(specs)
+        return plan_buckets(specs, self._most, self._last, taper=self._automatic)
+
+    def __str__(self) -> str:
+        return "any size" if self._most is None else f"at most {self._most / MEBIBYTE:.4g} MB"
+
+
 def automatic_bucket_bytes(specs: Iterable[ParameterSpec]) -> int:
     """A sixteenth of the gradients, but at least 25 MB.
 
@@ -194,3 +229,37 @@ def _by_completion(
 ) -> list[tuple[int, ...]]:
     position = {spec.index: place for place, spec in enumerate(specs)}
     return sorted(groups, key=lambda group: max(position[index] for index in group))
+
+
+def make_buckets(
+    plan: Sequence[tuple[int, ...]],
+    specs: Sequence[ParameterSpec],
+    parameters: Sequence[nn.Parameter],
+    group: dist.ProcessGroup,
+) -> list[Bucket]:
+    """The buckets of a plan.
+
+    Args:
+        plan: groups of parameter indices in the order of reduction.
+        specs: all parameters, by index.
+        parameters: the same.
+        group: the ranks to reduce over.
+    """
+    buckets = []
+    for place, indices in enumerate(plan):
+        ends = list(itertools.accumulate(specs[index].numel for index in indices))
+        first = specs[indices[0]]
+        bucket = Bucket(
+            index=place,
+            names=tuple(specs[index].name for index in indices),
+            indices=indices,
+            parameters=tuple(parameters[index] for index in indices),
+            slices=tuple(map(slice, [0, *ends], ends)),
+            numel=ends[-1],
+            padded_numel=-(-ends[-1] // group.size()) * group.size(),
+            dtype=first.dtype,
+            device=first.device,
+            process_group=group,
+        )
+        buckets.append(bucket)
+    return buckets

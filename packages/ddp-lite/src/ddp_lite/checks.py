@@ -1,12 +1,13 @@
-"""Whether a module can be wrapped at all: local checks, made before anything is sent."""
+"""Whether a module can be wrapped at all, and so: local checks, made before anything is sent."""
 
 from __future__ import annotations
 
 import atexit
 import functools
+import os
 import time
-from collections.abc import Iterable
-from datetime import timedelta
+import warnings
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,10 +15,58 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_lite.arrivals import owner_of
 from ddp_lite.collectives import backend_for
-from ddp_lite.structure import owner_of
 
 _PAUSE_BEFORE_EXIT_SECONDS = 0.1
+
+#: What torch's ``DistributedDataParallel`` calls its arguments, and what to write here instead.
+TORCH_ARGUMENTS = {
+    "batched_grad_copy": "leave it out: nothing is copied by default; copy=True copies a bucket in "
+    "one call",
+    "bucket_cap_mb": "bucket_size_mb of BucketedDDP is the most MB in a bucket",
+    "bucket_cap_mb_list": "bucket_size_mb of BucketedDDP is the most MB in a bucket, and "
+    "last_bucket_size_mb in the one reduced last",
+    "broadcast_buffers": "call wrapped.sync_buffers() where buffers must be equal",
+    "check_reduction": "leave it out",
+    "delay_all_reduce_named_params": "leave it out",
+    "device_ids": "leave it out: move the module and its inputs to the device yourself",
+    "device_mesh": "process_group takes a one-dimensional device mesh too",
+    "dim": "leave it out: every rank passes its own share of the batch",
+    "find_unused_parameters": 'leave it out: missing_gradients="skip-if-all" (the default) serves '
+    "parameters without a gradient",
+    "forward_sync_buffers": "call wrapped.sync_buffers() where buffers must be equal",
+    "gradient_as_bucket_view": "copy=True of BucketedDDP makes gradients views of flat buckets; "
+    "the default averages them where they lie and needs no second copy either",
+    "init_sync": "leave it out: rank 0's parameters and buffers always go to all ranks",
+    "lazy_bucket_allocation": "leave it out: a bucket is allocated when it is complete, if at all",
+    "mixed_precision": "use torch.autocast; wire_dtype of BucketedDDP sends smaller gradients",
+    "output_device": "leave it out: outputs stay on the module's device",
+    "param_to_hook_all_reduce": "leave it out",
+    "skip_all_reduce_unused_params": "leave it out",
+    "static_graph": "leave it out: it is never needed",
+}
+
+
+def refuse_arguments(wrapper: type, names: Iterable[str]) -> None:
+    """Refuses keyword arguments that a wrapper does not have.
+
+    Raises:
+        TypeError: naming the wrapper, and for arguments of torch's wrapper what to write instead.
+    """
+    unknown = list(names)
+    if not unknown:
+        return
+    texts = [
+        f"{name} is an argument of torch's DistributedDataParallel ({TORCH_ARGUMENTS[name]})"
+        if name in TORCH_ARGUMENTS
+        else f"{name} is unknown"
+        for name in unknown
+    ]
+    raise TypeError(
+        f"the arguments of {wrapper.__name__} must be those of its documentation, but got "
+        f"{', '.join(unknown)}: {'; '.join(texts)}"
+    )
 
 
 def check_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
@@ -66,6 +115,21 @@ def check_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
                 f"every parameter and buffer must hold data, but {name} is on the meta device; "
                 "materialise the module first (module.to_empty(device=...) and initialise it)"
             )
+
+
+def where_to_run(
+    module: nn.Module, group: dist.ProcessGroup | DeviceMesh | None
+) -> tuple[dist.ProcessGroup, torch.device]:
+    """The group and the device of a module's collectives.
+
+    Raises:
+        RuntimeError: no process group is initialised.
+        ValueError: ``group`` is none, or does not serve the module's one device.
+    """
+    resolved, device = resolve_group(group), common_device(module)
+    check_backend(resolved, device)
+    warn_about_environment(device)
+    return resolved, device
 
 
 def common_device(module: nn.Module) -> torch.device:
@@ -132,12 +196,6 @@ def _pause_before_exit() -> None:
     atexit.register(time.sleep, _PAUSE_BEFORE_EXIT_SECONDS)
 
 
-def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """How long a collective on the device's tensors may take in the group."""
-    timeout: timedelta = group._get_backend(device).options._timeout
-    return timeout
-
-
 def check_backend(group: dist.ProcessGroup, device: torch.device) -> None:
     """Refuses a group that cannot carry the device's tensors.
 
@@ -149,6 +207,29 @@ def check_backend(group: dist.ProcessGroup, device: torch.device) -> None:
             f"the process group must serve the module's device, but the module is on {device} "
             f"and the group's backends are {dist.get_backend_config(group)!r}; move the module "
             "or initialise another backend"
+        )
+
+
+def warn_about_environment(device: torch.device) -> None:
+    """Warns of settings that keep NCCL from running beside the backward pass."""
+    if device.type != "cuda":
+        return
+    for name, bad in (("CUDA_DEVICE_MAX_CONNECTIONS", "1"), ("TORCH_NCCL_ENABLE_TIMING", "1")):
+        if os.environ.get(name) == bad:
+            warnings.warn(
+                f"{name}={bad} is set: it serialises communication with the backward pass, so "
+                "nothing will overlap; unset it",
+                stacklevel=5,
+            )
+
+
+def warn_of_nothing_to_train(parameters: Sequence[nn.Parameter], wrapper: type) -> None:
+    """Warns, where the wrapper is constructed, that there is nothing to synchronise."""
+    if not parameters:
+        warnings.warn(
+            f"{wrapper.__name__}: the module has no trainable parameters, so there is nothing to "
+            "synchronise",
+            stacklevel=4,
         )
 
 

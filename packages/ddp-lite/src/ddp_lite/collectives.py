@@ -1,14 +1,15 @@
-"""Averaging and broadcasting over a process group, and what "waiting" means for each device.
+"""Everything that is sent over a process group, and what "waiting" means for each device.
 
-Every collective here is asynchronous and returns something with ``wait()``. On CUDA, waiting
+What averages gradients is asynchronous and returns something with ``wait()``. On CUDA, waiting
 makes the current stream wait and returns at once; on CPU it blocks the caller.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,8 @@ from ddp_lite.buckets import MEBIBYTE
 
 _BACKENDS_WITH_AVG = frozenset({"nccl", "gloo", "fake"})
 _BROADCAST_CHUNK_BYTES = 256 * MEBIBYTE
+# Every rank holds the messages of all ranks, padded to the longest.
+_MOST_MESSAGE_BYTES = 256 * MEBIBYTE
 
 
 class Waitable(Protocol):
@@ -70,8 +73,14 @@ class Averager:
         self._sum = dist.ReduceOp(dist.ReduceOp.SUM)
         self._scale_after = None if has_avg else 1.0 / self.world_size
 
-    def describe(self, dtype: torch.dtype) -> str:
-        """The reduction used for ``dtype``, in words."""
+    def describe(self, dtypes: Iterable[torch.dtype]) -> str:
+        """The reductions used for some dtypes, in words."""
+        return ", ".join(
+            f"{self._describe(dtype)} in {str(dtype).removeprefix('torch.')}"
+            for dtype in sorted(set(dtypes), key=str)
+        )
+
+    def _describe(self, dtype: torch.dtype) -> str:
         if self.world_size == 1:
             return "none (one rank)"
         if dtype == torch.float16:
@@ -241,3 +250,51 @@ def _chunks(values: Sequence[Tensor]) -> list[list[Tensor]]:
         chunks[-1].append(value)
         used += value.nbytes
     return chunks
+
+
+def all_gather_json(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Gathers one JSON value from every rank of a group. Collective.
+
+    torch's object collectives unpickle what peers send, which can run code, and they need NumPy,
+    which torch does not require. JSON can do neither harm nor more than the wrappers need.
+
+    Args:
+        value: None, a bool, number or string, or lists and string-keyed dictionaries of these.
+        group: the ranks.
+
+    Returns:
+        Each rank's value in the group's rank order. Tuples have become lists.
+
+    Raises:
+        ValueError: on every rank, if the messages need more than 256 MiB in all.
+    """
+    device = torch.device("cpu")
+    if backend_for(group, device) is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    message = bytearray(json.dumps(value).encode())
+    size = torch.tensor([len(message)], device=device)
+    sizes = [torch.empty_like(size) for _ in range(group.size())]
+    dist.all_gather(sizes, size, group=group)
+    lengths = [int(size) for size in torch.cat(sizes).tolist()]
+    longest = max(lengths)
+    if longest * group.size() > _MOST_MESSAGE_BYTES:
+        raise ValueError(
+            f"messages between ranks must fit into {_MOST_MESSAGE_BYTES // MEBIBYTE} MiB in all, "
+            f"but got {longest:,} bytes from rank {lengths.index(longest)} and as much room for "
+            f"each of {group.size()} ranks. Wrap a model with fewer or shorter parameter names"
+        )
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(message)] = torch.frombuffer(message, dtype=torch.uint8)
+    sent = padded.to(device)
+    received = [torch.empty_like(sent) for _ in range(group.size())]
+    dist.all_gather(received, sent, group=group)
+    return [
+        json.loads(_to_bytes(part[:length])) for part, length in zip(received, lengths, strict=True)
+    ]
+
+
+def _to_bytes(values: torch.Tensor) -> bytearray:
+    """The elements of a uint8 vector: a copy into memory that Python can read."""
+    memory = bytearray(values.numel())
+    torch.frombuffer(memory, dtype=torch.uint8).copy_(values)
+    return memory

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ddp_lite.step import Observer, Step
+
 # 128 elements are compared in 8 steps of a model with 32 parameters or fewer.
 _PARAMETERS, _ELEMENTS = 4, 4
 _COUNT_BITS = 8
@@ -29,10 +31,13 @@ class StepCheck:
     Args:
         parameters: the trainable ones, in an order that all ranks share.
         device: of the parameters.
+
+    Attributes:
+        parameters: as given.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
-        self._parameters = parameters
+        self.parameters = parameters
         self._bits = _BITS.to(device)
         counts = torch.arange(2**_COUNT_BITS, dtype=torch.int32)
         # Rows of a table on the device: a number from the host would be a copy of its own.
@@ -103,16 +108,60 @@ class StepCheck:
         return f"it is making synchronisation {self._number + 1} and its {shown}"
 
     def _indices(self, number: int) -> list[int]:
-        count = len(self._parameters)
+        count = len(self.parameters)
         return [(_PARAMETERS * number + i) % count for i in range(min(_PARAMETERS, count))]
 
     def _sample(self, number: int) -> list[Tensor]:
         """The first elements in memory of some parameters, other ones in every step."""
         found = []
         for index in self._indices(number):
-            parameter = self._parameters[index].detach()
+            parameter = self.parameters[index].detach()
             if parameter.is_complex():
                 parameter = torch.view_as_real(parameter)
             length = min(_ELEMENTS, parameter.numel()) if parameter.is_contiguous() else 1
             found.append(parameter.as_strided((length,), (1,)))
         return found
+
+
+class SameStep(Observer):
+    """Sends and compares the bits, and raises on every rank where they differ.
+
+    Args:
+        device: of the parameters. On CUDA a difference is raised one step later, so that the host
+            does not wait for the step that it has just queued.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._check: StepCheck | None = None
+        self._message: Tensor | None = None
+
+    def reset(self, step: Step) -> None:
+        """Forgets the last message, and looks at the parameters if they have become others."""
+        self._message = None
+        if self._check is None or self._check.parameters is not step.parameters:
+            self._check = StepCheck(step.parameters, self._device)
+
+    def message(self, step: Step, dtype: torch.dtype, again: bool) -> Tensor | None:
+        """The bits of this rank."""
+        assert self._check is not None
+        self._message = self._check.message(step.number, again, dtype)
+        return self._message
+
+    def messages_averaged(self, step: Step) -> None:
+        """Compares. On CPU it raises here."""
+        assert self._check is not None
+        assert self._message is not None
+        self._check.read(self._message)
+        if self._device.type != "cuda":
+            self._require_equal_steps(step)
+
+    def backward_ended(self, step: Step) -> None:
+        """On CUDA, raises what the step before found."""
+        if self._device.type == "cuda":
+            self._require_equal_steps(step)
+
+    def _require_equal_steps(self, step: Step) -> None:
+        if self._check is not None and self._check.ranks_differ():
+            report = self._check.describe([spec.name for spec in step.specs])
+            raise step.roll_call.disagreement(report, step.number + 1)

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from ddp_lite.base import DataParallelBase
-from ddp_lite.buckets import Bucket, one_per_kind
-from ddp_lite.reduction import FlatReduction, Reduction
+from ddp_lite.buckets import ParameterSpec, one_per_kind
+from ddp_lite.reduction import FlatReduction, pack
 
 
 class FlatDDP(DataParallelBase):
@@ -22,13 +20,20 @@ class FlatDDP(DataParallelBase):
     filled, gradients exist twice. See ``DataParallelBase`` for the arguments.
     """
 
-    def _plan(self) -> list[tuple[int, ...]]:
-        return one_per_kind(self._specs)
+    def _plan(self, specs: Sequence[ParameterSpec]) -> list[tuple[int, ...]]:
+        return one_per_kind(specs)
 
-    def _reduce(
-        self, bucket: Bucket, gradients: Sequence[Tensor | None], extra: Sequence[Tensor]
-    ) -> Reduction:
-        return FlatReduction(bucket, gradients, lambda flat: self._average([flat, *extra]))
+    def _backward_ended(self) -> None:
+        step = self._step
+        for bucket in step.buckets:  # one for each dtype
+            with step.taking(bucket) as (gradients, messages):
+                flat = bucket.parameters[0].new_empty(bucket.numel)
+                views = pack(bucket, gradients, flat)
+                step.in_flight[bucket] = FlatReduction(self._average([flat, *messages]), views)
+        for bucket in step.buckets:
+            with step.waiting(bucket) as reduction:
+                averages = reduction.wait()
+            step.put_back(bucket, averages)
 
     def _explain_when(self) -> str:
         return "flattened, all at once after backward"

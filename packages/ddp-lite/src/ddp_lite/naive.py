@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from ddp_lite.base import DataParallelBase
-from ddp_lite.buckets import Bucket, one_per_parameter
-from ddp_lite.reduction import Reduction
+from ddp_lite.buckets import ParameterSpec, one_per_parameter
+from ddp_lite.reduction import InPlaceReduction
 
 
 class NaiveDDP(DataParallelBase):
@@ -21,12 +19,18 @@ class NaiveDDP(DataParallelBase):
     See ``DataParallelBase`` for the arguments.
     """
 
-    def _plan(self) -> list[tuple[int, ...]]:
-        return one_per_parameter(self._specs)
+    def _plan(self, specs: Sequence[ParameterSpec]) -> list[tuple[int, ...]]:
+        return one_per_parameter(specs)
 
-    def _reduce(
-        self, bucket: Bucket, gradients: Sequence[Tensor | None], extra: Sequence[Tensor]
-    ) -> Reduction:
-        reduction = super()._reduce(bucket, gradients, extra)
-        reduction.wait()  # before the next one starts
-        return reduction
+    def _backward_ended(self) -> None:
+        step = self._step
+        for bucket in step.buckets:
+            with step.taking(bucket) as (gradients, messages):
+                average = self._average
+                step.in_flight[bucket] = InPlaceReduction(bucket, gradients, average, messages)
+            with step.waiting(bucket) as reduction:  # before the next one starts
+                averages = reduction.wait()
+            step.put_back(bucket, averages)
+
+    def _explain_when(self) -> str:
+        return "one after another after backward"

@@ -11,8 +11,11 @@ waits until those before it have been started.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ddp_lite.base import DataParallelBase
-from ddp_lite.buckets import one_per_parameter
+from ddp_lite.buckets import Bucket, ParameterSpec, one_per_parameter
+from ddp_lite.reduction import InPlaceReduction
 
 
 class OverlapDDP(DataParallelBase):
@@ -21,20 +24,32 @@ class OverlapDDP(DataParallelBase):
     See ``DataParallelBase`` for the arguments.
     """
 
-    def _plan(self) -> list[tuple[int, ...]]:
-        # Backward meets the last registered parameters first.
-        return one_per_parameter(reversed(self._specs))
+    def _plan(self, specs: Sequence[ParameterSpec]) -> list[tuple[int, ...]]:
+        return one_per_parameter(reversed(specs))  # backward meets the last registered ones first
 
-    def _start_in_backward(self, place: int) -> None:
-        self._start(place)
+    def _bucket_ready(self, bucket: Bucket) -> None:
+        self._start(bucket)
 
-    def _start_remaining(self) -> None:
-        for place in range(self._progress.next, len(self._groups)):
-            self._start(place)
-        for place in sorted(self._progress.late):
+    def _start(self, bucket: Bucket, again: bool = False) -> None:
+        step = self._step
+        with step.taking(bucket, again) as (gradients, messages):
+            step.in_flight[bucket] = InPlaceReduction(bucket, gradients, self._average, messages)
+
+    def _backward_ended(self) -> None:
+        step = self._step
+        for bucket in step.not_started():
+            self._start(bucket)
+        for bucket in step.late():
             # The earlier average joins the later gradient; averaging an average changes nothing.
-            self._complete(place)
-            self._start(place, again=True)
+            self._wait(bucket)
+            self._start(bucket, again=True)
+        for bucket in list(step.in_flight):
+            self._wait(bucket)
+
+    def _wait(self, bucket: Bucket) -> None:
+        with self._step.waiting(bucket) as reduction:
+            averages = reduction.wait()
+        self._step.put_back(bucket, averages)
 
     def _explain_when(self) -> str:
         return "each started during backward, in reverse registration order"

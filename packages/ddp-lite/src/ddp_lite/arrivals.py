@@ -1,0 +1,227 @@
+"""What autograd tells a wrapper: which gradients have arrived, and that a backward has ended.
+
+``Arrivals.arrived`` is the hook on every parameter, so it runs once per parameter in every
+backward. It is an object of its own because attributes of a ``torch.nn.Module`` are slow to write,
+and because autograd's nodes hold it: a wrapper that they held would never be freed.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from ddp_lite.errors import overlapping_backwards
+
+if TYPE_CHECKING:
+    from ddp_lite.base import DataParallelBase
+
+ABSENT, ACCUMULATED, COUNTED = 0, 1, 2
+
+
+class Arrivals:
+    """Counts the gradients of one step.
+
+    Buckets become ready strictly in order: one that is complete early waits for those before it.
+
+    Parameters hold this object through their hooks, so it must hold neither them nor the wrapper: a
+    wrapper that its user has dropped is freed, and gradients that still arrive are ignored.
+
+    Args:
+        parameters: how many parameters there are.
+        owner: the wrapper. Its ``_bucket_ready`` is called with each bucket as soon as that bucket
+            and all before it are complete.
+
+    Attributes:
+        owner: as a weak reference.
+        accumulating: gradients that arrive now are not to be reduced yet.
+        begun: a gradient has arrived that is to be reduced.
+        marks: for each parameter ``ABSENT``, ``ACCUMULATED`` (while accumulating) or ``COUNTED``.
+        order: parameters in the order in which they were counted.
+        next: place of the first bucket that is not ready.
+        late: places of ready buckets whose parameters got more gradient since.
+    """
+
+    __slots__ = (
+        "_outstanding",
+        "_place_of",
+        "_sizes",
+        "accumulating",
+        "begun",
+        "late",
+        "marks",
+        "next",
+        "order",
+        "owner",
+    )
+
+    def __init__(self, parameters: int, owner: DataParallelBase) -> None:
+        self.owner = weakref.ref(owner)
+        self._place_of = [0] * parameters
+        self.accumulating = False
+        self.plan([])
+
+    def plan(self, buckets: Sequence[Sequence[int]]) -> None:
+        """Sets the parameter indices of each bucket, in the order of reduction, and resets."""
+        self._sizes = [len(indices) for indices in buckets]
+        for place, indices in enumerate(buckets):
+            for index in indices:
+                self._place_of[index] = place
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to the state before a backward."""
+        self.marks = bytearray(len(self._place_of))
+        self.order: list[int] = []
+        self.begun = False
+        self.next = 0
+        self.late: set[int] = set()
+        self._outstanding = self._sizes.copy()
+
+    def excuse_all(self) -> None:
+        """Makes no parameter count as absent, for a rank that has no batch."""
+        self.marks[:] = bytes([ACCUMULATED]) * len(self.marks)
+
+    def count(self) -> int:
+        """Parameters that got a gradient, to be reduced now or later."""
+        return len(self.marks) - self.marks.count(ABSENT)
+
+    def arrived(self, index: int, _parameter: object) -> None:
+        """Parameter ``index`` has accumulated a gradient: the hook on every parameter."""
+        if self.accumulating:
+            self.marks[index] |= ACCUMULATED
+            return
+        if not self.begun:
+            owner = self.owner()
+            if owner is None:
+                return
+            self.begun = True
+            owner._step.end_of_backward.queue(owner)
+        place = self._place_of[index]
+        if place < self.next:
+            self.late.add(place)
+        elif self.marks[index] < COUNTED:
+            self.marks[index] = COUNTED
+            self.order.append(index)
+            self._outstanding[place] -= 1
+            if place == self.next and not self._outstanding[place]:
+                self._report_ready()
+
+    def _report_ready(self) -> None:
+        outstanding, owner = self._outstanding, self.owner()
+        while owner is not None and self.next < len(outstanding) and not outstanding[self.next]:
+            self.next += 1
+            owner._bucket_ready(owner._step.buckets[self.next - 1])
+
+
+class ParameterHooks:
+    """The hook of a wrapper on each of its parameters, run after the hooks of all others.
+
+    A user's hook that ran after the wrapper's would find ``grad`` taken by a reduction.
+
+    Args:
+        parameters: the trainable ones, by index.
+        arrivals: what the hooks report to.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], arrivals: Arrivals) -> None:
+        self._handles: list[RemovableHandle] = [
+            p.register_post_accumulate_grad_hook(functools.partial(arrivals.arrived, index))
+            for index, p in enumerate(parameters)
+        ]
+        self._tables = [_hooks_of(p) for p in parameters]
+        self._counts = list(map(len, self._tables))
+
+    def run_last(self) -> None:
+        """Moves the hooks behind those that were registered since."""
+        if list(map(len, self._tables)) == self._counts:
+            return
+        for table, handle in zip(self._tables, self._handles, strict=True):
+            if handle.id in table:
+                table[handle.id] = table.pop(handle.id)
+        self._counts = list(map(len, self._tables))
+
+    def remove(self) -> None:
+        """Takes the hooks from the parameters."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class EndOfBackward:
+    """Has a wrapper finish its step when the outermost backward that is under way ends.
+
+    It uses a private interface of torch's autograd engine.
+
+    Args:
+        enabled: whether it does.
+
+    Attributes:
+        finished: the last backward has finished the step.
+    """
+
+    def __init__(self, enabled: bool) -> None:
+        self._enabled = enabled
+        self.finished = False
+        self._queued_by: int | None = None  # which backward, by the engine's number
+
+    def begin(self) -> None:
+        """A forward begins: the next backward is another one, and has not finished anything."""
+        self.finished = False
+        self._queued_by = None
+
+    def forget(self) -> None:
+        """The step is over: the next backward is another one."""
+        self._queued_by = None
+
+    def watch(self, outputs: Any, owner: DataParallelBase) -> None:
+        """Finishes at the end of the backward that computes these outputs' gradients.
+
+        A callback that is queued from inside a re-entrant checkpoint would run when that inner
+        backward ends; the gradient of an output belongs to the outermost one. The outputs keep
+        ``owner`` alive until then.
+        """
+        if self._enabled:
+            reached = functools.partial(self._reached_output, owner)
+            for leaf in pytree.tree_leaves(outputs):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(reached)
+
+    def queue(self, owner: DataParallelBase) -> None:
+        """Finishes at the end of the backward that is under way, unless another has asked."""
+        if not self._enabled or self._queued_by is not None:
+            return
+
+        def finish() -> None:
+            owner._finish()
+            self.finished = True
+
+        self._queued_by = torch._C._current_graph_task_id()
+        torch.autograd.Variable._execution_engine.queue_callback(finish)
+
+    def _reached_output(self, owner: DataParallelBase, _gradient: Tensor) -> None:
+        step = owner._step
+        if step.arrivals.accumulating:
+            return
+        self.queue(owner)
+        if self._queued_by != torch._C._current_graph_task_id():
+            raise overlapping_backwards(step.wrapper, step.group.rank(), step.number + 1)
+
+
+def owner_of(parameter: nn.Parameter) -> nn.Module | None:
+    """The wrapper, if there is one in use, that synchronises a parameter's gradient."""
+    for hook in _hooks_of(parameter).values():
+        target = getattr(getattr(hook, "func", None), "__self__", None)
+        if isinstance(target, Arrivals) and (owner := target.owner()) is not None:
+            return owner
+    return None
+
+
+def _hooks_of(parameter: nn.Parameter) -> dict[int, Any]:
+    hooks: dict[int, Any] | None = parameter._post_accumulate_grad_hooks
+    return {} if hooks is None else hooks
