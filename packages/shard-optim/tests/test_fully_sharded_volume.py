@@ -159,14 +159,25 @@ def test_memory(fake_group, reshard):
 
 
 @pytest.mark.parametrize("fake_group", [2], indirect=True)
-def test_a_dropped_model_leaves_no_memory(fake_group):
-    model = FullyShardedDataParallel(Model())
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_dropped_model_leaves_no_memory(fake_group, reshard):
+    """Dropped after a step and one more backward, whose gradients nobody uses."""
+    model = FullyShardedDataParallel(
+        Model(), compute_dtype=torch.bfloat16, reshard_after_forward=reshard
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        model(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
     model(torch.ones(2, WIDTH)).sum().backward()
-    weights = [weakref.ref(param) for param in model.parameters()]
-    storages = [weakref.ref(slot) for slot in model.slots]
-    del model
+    kept = [*model.parameters(), model, model.module, optimizer, *model.units, *model.slots]
+    kept += [unit.shard for unit in model.units] + [slot.whole for slot in model.slots]
+    kept += [param.grad for param in model.parameters()]
+    kept += [state["exp_avg"] for state in optimizer.state.values()]
+    alive = [weakref.ref(each) for each in kept]
+    del model, optimizer, kept
     gc.collect()
-    assert not any(each() is not None for each in (*weights, *storages))
+    assert [type(each()).__name__ for each in alive if each() is not None] == []
 
 
 def host_time(model, x):

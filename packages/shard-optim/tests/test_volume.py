@@ -157,17 +157,36 @@ def test_gradients_in_flight_stay_few(fake_group, monkeypatch):
 
 
 @pytest.mark.parametrize("fake_group", [2], indirect=True)
-def test_a_dropped_optimizer_and_model_leave_no_memory(fake_group):
+@pytest.mark.parametrize("partition", ["flat", "whole"])
+@pytest.mark.parametrize(
+    ("reduce_gradients", "overlap"),
+    [(False, None), (False, "next-forward"), (True, None), (True, "next-forward")],
+)
+def test_a_dropped_optimizer_and_model_leave_no_memory(
+    fake_group, partition, reduce_gradients, overlap
+):
+    """Dropped after a step and one more backward, whose gradients nobody uses."""
     model = stack()
     optimizer = ShardedOptimizer(
-        model.parameters(), torch.optim.AdamW, reduce_gradients=True, overlap="next-forward"
+        model.parameters(),
+        torch.optim.AdamW,
+        partition=partition,
+        reduce_gradients=reduce_gradients,
+        overlap=overlap,
     )
-    optimizer.attach(model)
-    run_step(model, optimizer)
-    weights = [weakref.ref(p) for p in model.parameters()]
-    del model, optimizer
+    if overlap is not None:
+        optimizer.attach(model)
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    model(torch.ones(2, 64)).sum().backward()
+    kept = [*model.parameters(), model, optimizer, *optimizer.buckets]
+    kept += [bucket.flat for bucket in optimizer.buckets]
+    kept += [state["exp_avg"] for state in optimizer.state.values()]
+    alive = [weakref.ref(each) for each in kept]
+    del model, optimizer, kept
     gc.collect()
-    assert not any(weight() is not None for weight in weights)
+    assert [type(each()).__name__ for each in alive if each() is not None] == []
 
 
 @pytest.mark.parametrize("fake_group", [2], indirect=True)
