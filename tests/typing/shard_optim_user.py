@@ -10,6 +10,7 @@ from shard_optim import (
     BucketPlan,
     CollectiveError,
     FullyShardedDataParallel,
+    OffloadedOptimizer,
     Partition,
     ShardedGradScaler,
     ShardedOptimizer,
@@ -34,6 +35,7 @@ def train(module: nn.Module, group: dist.ProcessGroup, folder: Path) -> None:
         master_dtype=torch.float32,
         reduce_gradients=True,
         overlap="next-forward",
+        offload_state=True,
         lr=1e-3,
         weight_decay=0.1,
     )
@@ -78,6 +80,11 @@ def fully_sharded(module: nn.Module, group: dist.ProcessGroup, folder: Path) -> 
         device="cuda",
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    offloaded = OffloadedOptimizer(
+        model.parameters(), torch.optim.AdamW, chunk_size_mb=32.0, lr=0.1
+    )
+    offloaded.step()
+    offloaded.load_state_dict(offloaded.state_dict())
     matrices = [parameter for name, parameter in model.named_parameters() if "weight" in name]
     muon = WholeMatrixOptimizer(model, matrices, torch.optim.Muon, lr=0.02)
     muon.step()

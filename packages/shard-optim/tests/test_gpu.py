@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ranks import run_ranks
-from shard_optim import ShardedOptimizer
+from shard_optim import OffloadedOptimizer, ShardedOptimizer
 from shard_optim.accounting import rank_memory
 
 
@@ -129,3 +129,37 @@ def check_memory(rank, world_size):
 @pytest.mark.multi_gpu
 def test_memory_is_as_predicted():
     run_ranks(check_memory, 2, backend="nccl", timeout=120)
+
+
+@pytest.mark.gpu
+def test_offloaded_state_on_a_gpu():
+    """The bits of the plain class; pinned memory; the device holds two chunks' state at most."""
+    count, numel, chunk = 16, 2**20, 2
+    torch.manual_seed(0)
+    sets = [[nn.Parameter(torch.randn(numel, device="cuda")) for _ in range(count)]]
+    sets.append([nn.Parameter(p.detach().clone()) for p in sets[0]])
+    plain = torch.optim.AdamW(sets[0], fused=True)
+    offloaded = OffloadedOptimizer(
+        sets[1], torch.optim.AdamW, chunk_size_mb=chunk * numel * 4 / 2**20, fused=True
+    )
+    for _ in range(4):
+        for first, second in zip(*sets, strict=True):
+            first.grad = torch.randn_like(first)
+            second.grad = first.grad.clone()
+        plain.step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        offloaded.step()
+        peak = torch.cuda.max_memory_allocated() - before
+        assert torch.cuda.memory_allocated() - before < 2**16  # counts of steps, the first time
+    predicted = rank_memory(
+        count * numel, world_size=1, stage=0, offloaded_chunk=chunk * numel
+    ).optimizer_state
+    assert abs(peak - predicted) < 0.03 * predicted, (peak, predicted)
+    for first, second in zip(*sets, strict=True):
+        assert torch.equal(first, second)
+        for key in ("exp_avg", "exp_avg_sq"):
+            resting = offloaded.state[second][key]
+            assert resting.is_pinned()
+            assert torch.equal(resting, plain.state[first][key].cpu())

@@ -10,12 +10,14 @@ from shard_optim.fully_sharded import (
 )
 from shard_optim.gradients import ShardedGradScaler
 from shard_optim.layout import BucketPlan, Partition, Span, plan_buckets
+from shard_optim.offload import OffloadedOptimizer
 from shard_optim.optimizer import ShardedOptimizer
 
 __all__ = [
     "BucketPlan",
     "CollectiveError",
     "FullyShardedDataParallel",
+    "OffloadedOptimizer",
     "Partition",
     "ShardedGradScaler",
     "ShardedOptimizer",

@@ -50,8 +50,9 @@ class RankMemory:
         parameters: the parameters that the model computes with.
         gradients: accumulated gradients.
         master_copies: higher-precision copies of the parameters.
-        optimizer_state: what the optimizer keeps.
+        optimizer_state: what the optimizer keeps on the device.
         buffers: at most this much more while collectives are under way.
+        host_state: what the optimizer keeps in host memory, which ``total`` leaves out.
     """
 
     parameters: float
@@ -59,10 +60,11 @@ class RankMemory:
     master_copies: float
     optimizer_state: float
     buffers: float
+    host_state: float = 0
 
     @property
     def total(self) -> float:
-        """Their sum, in bytes."""
+        """The sum of what is on the device, in bytes."""
         kept = self.parameters + self.gradients + self.master_copies + self.optimizer_state
         return kept + self.buffers
 
@@ -74,6 +76,7 @@ def rank_memory(
     stage: Stage,
     policy: DtypePolicy = FP32,
     in_flight: float = 0,
+    offloaded_chunk: float | None = None,
 ) -> RankMemory:
     """Bytes per rank after the first optimizer step, with gradients present.
 
@@ -85,6 +88,9 @@ def rank_memory(
         in_flight: bytes of whole gradients on their way into shards (stages 2 and 3) and of
             parameters gathered for use (stage 3) that a rank holds at once. ``ShardedOptimizer``
             with ``reduce_gradients=True`` keeps at most 1 GiB, or two buckets.
+        offloaded_chunk: with optimizer state in host memory, elements of the largest chunk that is
+            updated at once, of which the device holds the state of two; None keeps it all on the
+            device.
 
     Raises:
         ValueError: for an unknown stage or a world size below 1.
@@ -94,11 +100,15 @@ def rank_memory(
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     share = numel / world_size
+    state = policy.state * (share if stage >= 1 else numel)
     return RankMemory(
         parameters=policy.parameter * (share if stage >= 3 else numel),
         gradients=policy.gradient * (share if stage >= 2 else numel),
         master_copies=policy.master * (share if stage >= 1 else numel),
-        optimizer_state=policy.state * (share if stage >= 1 else numel),
+        optimizer_state=(
+            state if offloaded_chunk is None else min(state, 2 * policy.state * offloaded_chunk)
+        ),
+        host_state=0 if offloaded_chunk is None else state,
         buffers=(
             0.0
             if stage < 2 or world_size == 1

@@ -109,7 +109,8 @@ def load_checkpoint(optimizer: ShardedOptimizer, folder: str | Path) -> None:
                 if not isinstance(entry, TensorStorageMetadata):
                     wanted[name] = None
                     continue
-                dtype, device = entry.properties.dtype, bucket.device
+                dtype = entry.properties.dtype
+                device = torch.device("cpu") if optimizer.offload_state else bucket.device
                 if kind == "elements":
                     local = torch.empty(shard.span.length, dtype=dtype, device=device)
                     ranges[name] = Range(

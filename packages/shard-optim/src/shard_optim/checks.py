@@ -48,8 +48,8 @@ def check_supported(
     name = optimizer_cls.__name__
     if issubclass(optimizer_cls, UNSUPPORTED):
         raise ValueError(
-            "an optimizer can be sharded only if it updates each parameter from that parameter's "
-            f"dense gradient alone, and {name} does not; use it unsharded"
+            "an optimizer can be sharded or offloaded only if it updates each parameter from that "
+            f"parameter's dense gradient alone, and {name} does not; use it as it is"
         )
     if kwargs.get("differentiable"):
         raise ValueError(

@@ -14,8 +14,9 @@ A step touches few Python objects, and overlaps with communication, because of t
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.optim import Optimizer
 
 from shard_optim.checks import check_elementwise_state
 from shard_optim.layout import Bucket, Groups, Partition, Shard, flat_gradient
+from shard_optim.offload import OffloadedOptimizer
 from shard_optim.state import MASTER, settings_of
 
 # More groups hide more of the all-gather under the update; each costs the host one optimizer call.
@@ -187,10 +189,12 @@ class StepGroup:
         optimizer: holds one local group per group of whole parameters that existed when this was
             made; newer groups have no parameters in it.
         fused: what it updates, by bucket, in the order of the buckets.
+        checked: whether its state has been looked at after a step.
     """
 
     optimizer: Optimizer
     fused: dict[Bucket, list[FusedShard]]
+    checked: bool = False
 
     def all_fused(self) -> list[FusedShard]:
         """What it updates, in the order of the buckets."""
@@ -239,6 +243,7 @@ class LocalOptimizer:
         merge: whether neighbouring shards may be updated as one tensor, which needs their
             gradients in one piece too.
         master_dtype: dtype of the copies that are updated in place of lower-precision parameters.
+        offload_state: whether state rests in host memory.
         kwargs: for the class.
     """
 
@@ -249,11 +254,14 @@ class LocalOptimizer:
         partition: Partition,
         merge: bool,
         master_dtype: torch.dtype | None,
+        offload_state: bool,
         kwargs: dict[str, Any],
     ) -> None:
         self.shards: list[Shard] = []
         self.step_groups: list[StepGroup] = []
-        self._optimizer_cls = optimizer_cls
+        self._make: Callable[..., Optimizer] = optimizer_cls
+        if offload_state:
+            self._make = partial(OffloadedOptimizer, optimizer_cls=optimizer_cls)
         self._partition = partition
         self._merge = merge
         self._master_dtype = master_dtype
@@ -284,9 +292,7 @@ class LocalOptimizer:
                 settings_of(group) | {"params": own}
                 for group, own in zip(groups, tensors, strict=True)
             ]
-            self.step_groups.append(
-                StepGroup(self._optimizer_cls(local_groups, **self._kwargs), fused)
-            )
+            self.step_groups.append(StepGroup(self._make(local_groups, **self._kwargs), fused))
         self.shards += [shard for bucket in buckets for shard in bucket.shards]
 
     def update(self, groups: Groups, **kwargs: Any) -> Iterator[Bucket]:
@@ -307,12 +313,12 @@ class LocalOptimizer:
             optimizer = step_group.optimizer
             for group, local in zip(groups, optimizer.param_groups, strict=False):
                 local.update(settings_of(group))
-            new = not optimizer.state
             optimizer.step(**kwargs)
             for number, local in enumerate(optimizer.param_groups):
                 if local["params"] or not changed[number]:
                     changed[number] = settings_of(local)
-            if new and self._partition == "flat":
+            if self._partition == "flat" and not step_group.checked:
+                step_group.checked = True
                 for fused in step_group.all_fused():
                     check_elementwise_state(optimizer, fused.tensor)
             step_group.write_back_masters()

@@ -36,6 +36,7 @@ from shard_optim.layout import (
     name_of,
 )
 from shard_optim.local import LocalOptimizer
+from shard_optim.offload import check_offload
 from shard_optim.overlap import ForwardWaits
 from shard_optim.reduction import GradientReducer
 from shard_optim.state import (
@@ -92,6 +93,8 @@ class ShardedOptimizer(Optimizer):
             finite reach all ranks with the average, like any others.
         overlap: None, or "next-forward" to let modules wait for updated parameters just in time;
             needs ``attach(module)`` before the first step.
+        offload_state: keep optimizer state in host memory, from where a few parameters' state at a
+            time visits the device in ``step`` (``offload.py``). Master copies stay on the device.
         kwargs: for ``optimizer_cls``: its defaults, and foreach, fused or capturable.
 
     Raises:
@@ -110,6 +113,7 @@ class ShardedOptimizer(Optimizer):
         master_dtype: torch.dtype | None = None,
         reduce_gradients: bool = False,
         overlap: Overlap | None = None,
+        offload_state: bool = False,
         **kwargs: Any,
     ) -> None:
         if partition not in PARTITIONS:
@@ -119,9 +123,12 @@ class ShardedOptimizer(Optimizer):
         if overlap not in (None, "next-forward"):
             raise ValueError(f"overlap must be None or 'next-forward', got {overlap!r}")
         check_supported(optimizer_cls, partition, kwargs)
+        if offload_state:
+            check_offload(optimizer_cls, kwargs)
         self.process_group = resolve_group(process_group)
         self.optimizer_cls = optimizer_cls
         self.partition: Partition = partition
+        self.offload_state = offload_state
         self._kwargs = kwargs
         self.rank = dist.get_rank(self.process_group)
         self.world_size = self.process_group.size()
@@ -131,6 +138,7 @@ class ShardedOptimizer(Optimizer):
             partition=partition,
             merge=reduce_gradients and partition == "flat",
             master_dtype=master_dtype,
+            offload_state=offload_state,
             kwargs=kwargs,
         )
         self._exposed: defaultdict[Tensor, Any] = defaultdict(dict)
@@ -512,7 +520,11 @@ class ShardedOptimizer(Optimizer):
             )
         full = by_number(state_dict) if self.rank == 0 and state_dict is not None else None
         received = scatter_full_state(
-            self.buckets, full, partition=self.partition, group=self.process_group
+            self.buckets,
+            full,
+            partition=self.partition,
+            group=self.process_group,
+            device=torch.device("cpu") if self.offload_state else None,
         )
         self.install(received, settings)
 

@@ -196,6 +196,7 @@ def scatter_full_state(
     *,
     partition: str,
     group: dist.ProcessGroup,
+    device: torch.device | None = None,
 ) -> dict[int, dict[str, Any]]:
     """Hands every rank its shards of rank 0's full state; every rank must call this.
 
@@ -204,9 +205,10 @@ def scatter_full_state(
         full: state by parameter number, already validated; read on the group's rank 0 only.
         partition: "flat" or "whole".
         group: the ranks that share the state.
+        device: where to keep what is received; None for the buckets' devices.
 
     Returns:
-        State of each of this rank's shards, by parameter number, on the buckets' devices.
+        State of each of this rank's shards, by parameter number.
 
     Raises:
         CollectiveError: if a peer died or timed out.
@@ -239,6 +241,8 @@ def scatter_full_state(
                     group,
                     lambda: _distribute(bucket, position, entry, whole, rank, group),  # noqa: B023
                 )
+                if value is not None and device is not None:
+                    value = value.to(device)
                 if value is not None and entry.kind == "sliced":
                     value = value.view(shards[index].tensor.shape)
             parts[key] = value
