@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 from shard_optim.communication import all_gather, guarded
 
 Partition = Literal["flat", "whole"]
+"""Whether each rank owns an equal range of every bucket's elements, or whole parameters."""
 
 PARTITIONS: tuple[Partition, ...] = ("flat", "whole")
 
