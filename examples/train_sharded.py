@@ -42,10 +42,8 @@ def predicted(config: ModelConfig, ranks: int, *, compute_bytes: int, keep: bool
     buffers = fully_sharded_buffers(
         repeated,
         others,
-        world_size=ranks,
         gathered=compute_bytes,
         reduced=compute_bytes,
-        cast=compute_bytes != 4,
         reshard_after_forward=not keep,
     )
     held = rank_memory(config.num_parameters, world_size=ranks, stage=3, in_flight=buffers)

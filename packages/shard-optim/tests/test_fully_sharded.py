@@ -12,9 +12,6 @@ def poison(model):
     """Fills every buffer that a later gather must overwrite."""
     for slot in model.slots:
         slot.whole.fill_(float("nan"))
-    for unit in model.units:
-        if unit.cast is not None:
-            unit.cast.values.fill_(float("nan"))
 
 
 def assert_resting(model):

@@ -121,10 +121,8 @@ def fully_sharded_buffers(
     repeated: Sequence[int],
     others: Sequence[int],
     *,
-    world_size: int,
     gathered: float = 2,
     reduced: float = 2,
-    cast: bool = True,
     prefetch: int = 1,
     reshard_after_forward: bool = True,
 ) -> float:
@@ -136,19 +134,16 @@ def fully_sharded_buffers(
     Args:
         repeated: parameters of each repeated unit.
         others: parameters of each other unit.
-        world_size: data-parallel ranks.
         gathered: bytes of a gathered element.
         reduced: bytes of a whole gradient's element.
-        cast: whether shards are cast before they are gathered.
         prefetch: as given to the wrapper.
         reshard_after_forward: as given to the wrapper.
     """
     largest = max(repeated, default=0)
     turns = min(prefetch + 1, len(repeated)) * largest
     held = (turns if reshard_after_forward else sum(repeated)) + sum(others)
-    shards = (turns + sum(others)) / world_size if cast else 0
     gradients = 3 * max(largest, *others, 0) if others else 3 * largest
-    return gathered * (held + shards) + reduced * gradients
+    return gathered * held + reduced * gradients
 
 
 def step_traffic(

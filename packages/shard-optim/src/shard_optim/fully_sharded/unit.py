@@ -1,10 +1,11 @@
 """One unit: its shards, the buffer it is gathered into, and the reduction of its gradients.
 
 Every parameter of a unit is cut into ``world_size`` equal ranges of its elements, the last one
-padded, and rank r holds range r. All ranges of one rank lie back to back in one flat tensor, so one
-kernel casts them. A coalesced all-gather writes each parameter straight to its place, where cached
-views with the parameter's own shape and strides become ``param.data``; a coalesced reduce-scatter
-reads straight from autograd's gradients. No kernel copies parameters or packs gradients.
+padded, and rank r holds range r. One kernel casts this rank's ranges to the dtype of the
+computation, straight into its part of the result. A coalesced all-gather writes each parameter to
+its place, where cached views with the parameter's own shape and strides become ``param.data``; a
+coalesced reduce-scatter reads straight from autograd's gradients. No kernel copies whole parameters
+or packs gradients.
 """
 
 from __future__ import annotations
@@ -68,29 +69,6 @@ def plan_cuts(numels: Sequence[int], world_size: int) -> list[Cut]:
         shard += round_up(chunk)
         whole += round_up(chunk * world_size)
     return cuts
-
-
-class CastBuffer:
-    """A persistent buffer of shards cast to the dtype that they are gathered in.
-
-    Only a gather under way reads it, so as many as gathers may be under way at once are enough.
-
-    Args:
-        numel: elements of the largest unit's shards.
-        dtype: of gathered parameters.
-        device: where it lies.
-    """
-
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.values = torch.zeros(numel, dtype=dtype, device=device)
-        self._reader: Slot | None = None
-
-    def fill(self, shard: Tensor, reader: Slot) -> None:
-        """Casts shards into it, for a gather into ``reader``."""
-        if self._reader is not None:
-            self._reader.wait()
-        self._reader = reader
-        self.values[: shard.numel()].copy_(shard)
 
 
 class Slot:
@@ -225,20 +203,18 @@ class Unit:
         """Whether shards are cast before they are gathered."""
         return self.gather_dtype != self.dtype
 
-    def use(self, slot: Slot, cast: CastBuffer | None) -> None:
-        """Fixes where this unit is gathered, and makes the views that ``param.data`` will be.
-
-        Args:
-            slot: to gather into.
-            cast: to cast shards into before; None if they need no cast.
-        """
-        self.slot, self.cast = slot, cast
-        world_size = self.group.size()
-        source = self.shard if cast is None else cast.values
-        self._sources = [source[c.shard_offset : c.shard_offset + c.chunk] for c in self.cuts]
+    def use(self, slot: Slot) -> None:
+        """Fixes where this unit is gathered, and makes the views that ``param.data`` will be."""
+        self.slot = slot
+        rank, world_size = self.group.rank(), self.group.size()
+        self._ranges = [self.shard[c.shard_offset : c.shard_offset + c.chunk] for c in self.cuts]
         self._targets = [
             slot.whole[c.whole_offset : c.whole_offset + c.chunk * world_size] for c in self.cuts
         ]
+        # Shards that are cast become this rank's part of the result, which is gathered in place.
+        self._sources = self._ranges
+        if self.casts:
+            self._sources = [target.chunk(world_size)[rank] for target in self._targets]
         self.whole_views = [
             slot.whole.as_strided(size, stride, cut.whole_offset)
             for (size, stride), cut in zip(self.layouts, self.cuts, strict=True)
@@ -253,8 +229,8 @@ class Unit:
         slot = self.slot
         slot.wait()
         slot.owner, slot.generation = self, generation
-        if self.cast is not None:
-            self.cast.fill(self.shard, slot)
+        if self.casts:
+            torch._foreach_copy_(self._sources, self._ranges)
         slot.work = guarded(
             self.gather_words,
             self.group,

@@ -20,7 +20,7 @@ from shard_optim.fully_sharded.meta import materialize, owners_of_parameters
 from shard_optim.fully_sharded.replicated import ReplicatedParameters
 from shard_optim.fully_sharded.schedule import Schedule, UnitCall
 from shard_optim.fully_sharded.state import load_full, shards_of, whole_parameters
-from shard_optim.fully_sharded.unit import CastBuffer, Slot, Unit
+from shard_optim.fully_sharded.unit import Slot, Unit
 from shard_optim.fully_sharded.units import UnitPlan, Units, plan_units
 from shard_optim.gradients import clip_sharded_
 from shard_optim.layout import check_layout
@@ -358,15 +358,12 @@ class FullyShardedDataParallel(nn.Module):
 def _assign_slots(
     units: list[Unit], repeated: list[bool], *, prefetch: int, reshard: bool
 ) -> list[Slot]:
-    """Gives every unit its buffer: repeated ones take turns, the others have their own.
-
-    Where shards are cast first, repeated units take turns in the buffers for that in any case.
-    """
+    """Gives every unit its buffer: repeated ones take turns, the others have their own."""
     slots = []
-    rings: dict[tuple[torch.dtype, bool], list[Unit]] = {}
+    rings: dict[torch.dtype, list[Unit]] = {}
     for unit, takes_turns in zip(units, repeated, strict=True):
         if takes_turns:
-            rings.setdefault((unit.gather_dtype, unit.casts), []).append(unit)
+            rings.setdefault(unit.gather_dtype, []).append(unit)
         else:
             slots += _buffers_for([unit], prefetch=0, reshard=reshard)
     for ring in rings.values():
@@ -375,19 +372,12 @@ def _assign_slots(
 
 
 def _buffers_for(ring: list[Unit], *, prefetch: int, reshard: bool) -> list[Slot]:
-    turns = min(prefetch + 1, len(ring))
-    count = turns if reshard else len(ring)
+    count = min(prefetch + 1, len(ring)) if reshard else len(ring)
     dtype, device = ring[0].gather_dtype, ring[0].device
     slots = [
         Slot(max(unit.whole_numel for unit in ring[first::count]), dtype, device)
         for first in range(count)
     ]
-    casts = [
-        CastBuffer(max(unit.shard_numel for unit in ring[first::turns]), dtype, device)
-        if ring[0].casts
-        else None
-        for first in range(turns)
-    ]
     for number, unit in enumerate(ring):
-        unit.use(slots[number % count], casts[number % turns])
+        unit.use(slots[number % count])
     return slots
