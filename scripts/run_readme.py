@@ -12,6 +12,7 @@ language:
     ```python gpu                 needs a GPU; without one, it is compiled and its imports run
     ```python extra=NAME          needs the package's extra NAME; runs with ``--extra NAME`` only
     ```console                    runs as a shell script that stops at the first failure
+    ```console extra=NAME         the same, with ``--extra NAME`` only
     ```console dry-run            the same, with ``--dry-run`` added to each command
     ```console install            installs the package; whoever made the environment has done that
     ```toml file=mine.toml        is parsed, and saved if it has a name
@@ -35,7 +36,7 @@ from markdown_it import MarkdownIt
 
 LANGUAGES = {
     "python": {"ranks", "file", "gpu", "extra"},
-    "console": {"dry-run", "install"},
+    "console": {"dry-run", "extra", "install"},
     "toml": {"file"},
     "text": set[str](),
 }
