@@ -138,7 +138,7 @@ def test_help_of_an_experiment_teaches_by_commands_that_work(
         (["toy", "--no-such-option"], "No such option: --no-such-option"),
         (["toy", "--kinds", "ok,odd"], "toy: kinds must be one of ok, slow, raises"),
         (["toy", "--repeats", "many"], "toy: repeats must be of type int, but got 'many'"),
-        (["toy", "--repeats", "0"], "toy: repeats must be at least 1; received 0"),
+        (["toy", "--repeats", "0"], "toy: repeats must be at least 1, but got 0"),
         (["toy", "--only", "nothing"], "--only must name one of the experiments toy"),
         (["run"], "Missing argument"),
         (["run", "quik"], "assignment, attention-peers, data-parallel, "),
@@ -171,7 +171,7 @@ def test_a_run_stopped_then_resumed(
     place, stopped = interrupted_run
     output, errors = stopped.communicate(timeout=120)
     assert stopped.returncode == 130
-    assert "1 of 3 cases are kept in runs/toy-01" in output
+    assert "1 of 3 cases kept in runs/toy-01" in output
     assert errors == ""
 
     monkeypatch.chdir(place)

@@ -102,13 +102,13 @@ def test_the_same_command_on_two_machines_measures_one_case(first_machine, bench
     ("options", "message"),
     [
         ({"nnodes": 2}, "rdzv_endpoint host:port with a fixed port"),
-        ({"nnodes": 2, "rdzv_endpoint": "host"}, "received .*rdzv_endpoint='host'"),
+        ({"nnodes": 2, "rdzv_endpoint": "host"}, "but got .*rdzv_endpoint='host'"),
         ({"nnodes": 2, "rdzv_endpoint": "host:0"}, "with a fixed port"),
         (
             {"nnodes": 2, "rdzv_endpoint": "host:1", "node_rank": 2},
-            "node_rank must be from 0 to 1; received 2",
+            "node_rank must be from 0 to 1, but got 2",
         ),
-        ({"nnodes": 0}, "nnodes must be at least 1; received 0"),
+        ({"nnodes": 0}, "nnodes must be at least 1, but got 0"),
     ],
 )
 def test_machines_that_do_not_fit_together_are_refused(options, message):

@@ -67,7 +67,7 @@ def test_visible_devices_limit_the_count(monkeypatch):
 
 
 def test_unknown_device_lists_those_there_are():
-    with pytest.raises(ValueError, match="auto, cpu, cuda; received 'tpu'"):
+    with pytest.raises(ValueError, match="auto, cpu, cuda, but got 'tpu'"):
         environment.resolve_device("tpu")
 
 

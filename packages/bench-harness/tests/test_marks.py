@@ -8,8 +8,9 @@ import pandas as pd
 import pytest
 
 from bench_harness import experiments
+from bench_harness.case import plural
 from bench_harness.report import marks
-from bench_harness.report.findings import MOST, findings, on_cpu, plural
+from bench_harness.report.findings import MOST, findings, on_cpu
 from bench_harness.report.frame import to_frame
 from bench_harness.report.plots import COLOURS, new_figure
 from bench_harness.report.units import quantity, readable, scale

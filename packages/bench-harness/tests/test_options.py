@@ -18,7 +18,7 @@ def toy(installed: Path) -> Experiment:
 
 
 def test_an_unknown_experiment_names_those_that_exist(installed: Path) -> None:
-    with pytest.raises(ValueError, match=r"must be one of accounting, .*, toy; received 'tyo'"):
+    with pytest.raises(ValueError, match=r"must be one of accounting, .*, toy, but got 'tyo'"):
         experiments.get("tyo")
 
 
@@ -50,7 +50,7 @@ def test_defaults_fill_what_is_not_given(toy: Experiment) -> None:
         ({"repeats": "2"}, "toy: repeats must be of type int, but got '2'"),
         ({"repeats": True}, "toy: repeats must be of type int, but got True"),
         ({"repeats": 1.5}, "toy: repeats must be of type int, but got 1.5"),
-        ({"repeats": 0}, "toy: repeats must be at least 1; received 0"),
+        ({"repeats": 0}, "toy: repeats must be at least 1, but got 0"),
         ({"flag": 1}, "toy: flag must be of type bool, but got 1"),
     ],
 )
@@ -108,8 +108,8 @@ def test_quick_runs_every_experiment() -> None:
     [
         ("[toy", "must be TOML"),
         ('description = "x"', "must name at least one experiment"),
-        ("[tyo]", "experiment must be one of .*toy.*; received 'tyo'"),
-        ("toy = 3", "toy must be a table of options; received 3"),
+        ("[tyo]", "experiment must be one of .*toy.*, but got 'tyo'"),
+        ("toy = 3", "toy must be a table of options, but got 3"),
         ("[toy]\nkinds = [3]", "toy: kinds must be a list of str, but got \\[3\\]"),
     ],
 )

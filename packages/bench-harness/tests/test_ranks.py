@@ -89,13 +89,13 @@ def test_a_machine_that_does_not_come_is_said(functions):
 
 
 def test_bad_arguments_are_refused_before_anything_starts(functions):
-    with pytest.raises(ValueError, match=r"gloo or nccl; received 'mpi'"):
+    with pytest.raises(ValueError, match=r"gloo or nccl, but got 'mpi'"):
         launch(functions.report, 2, "x", backend="mpi")
-    with pytest.raises(ValueError, match=r"positive multiple of 1 nodes; received 0"):
+    with pytest.raises(ValueError, match=r"positive multiple of 1 nodes, but got 0"):
         launch(functions.report, 0, "x")
     with pytest.raises(ValueError, match="share run_id"):
         Nodes(nnodes=2)
-    with pytest.raises(ValueError, match=r"multiple of 2 nodes; received 3"):
+    with pytest.raises(ValueError, match=r"multiple of 2 nodes, but got 3"):
         launch(
             functions.report,
             3,

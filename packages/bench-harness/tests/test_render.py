@@ -215,7 +215,7 @@ def test_publishing_nothing_says_so(bench: Bench, page: Path) -> None:
     assert "cases must be in the runs, but got none for nothing" in done.stderr
     done = bench("publish", "other.jsonl", str(page.parent / "run"), "--only", "toy")
     assert done.returncode == 0
-    assert done.stdout == "1 cases in other.jsonl\n"
+    assert done.stdout == "1 case in other.jsonl\n"
 
 
 def test_a_damaged_file_of_rows_is_named(page: Path) -> None:

@@ -25,7 +25,7 @@ def test_only_names_experiments_or_parts_of_labels() -> None:
     assert session.select(cases, []) == cases
     assert session.select(cases, ["small"]) == [cases[0], cases[2]]
     assert session.select(cases, ["other", "large"]) == cases[1:]
-    with pytest.raises(ValueError, match=r"experiments toy, other or .* received 'medium'"):
+    with pytest.raises(ValueError, match=r"experiments toy, other or .* but got 'medium'"):
         session.select(cases, ["large", "medium"])
 
 

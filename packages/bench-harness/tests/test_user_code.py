@@ -20,7 +20,7 @@ from torch import nn
 from mine.layers import width
 
 def build():
-    return nn.Linear(width(), 2)
+    return nn.Linear(3, width())
 """
 
 
@@ -46,7 +46,7 @@ def cases(name: str = "mine.model:build") -> list[Case]:
 
 def test_a_case_knows_the_code_behind_its_name(package: Path) -> None:
     (first,) = cases()
-    assert first.config["user_code"]["parameters"] == 8
+    assert first.config["user_code"]["parameters"] == 12
     (again,) = cases()
     assert again.key == first.key
     (package / "unused.py").write_text("# nothing imports this")
@@ -54,7 +54,7 @@ def test_a_case_knows_the_code_behind_its_name(package: Path) -> None:
     (package / "layers.py").write_text("def width():\n    return 4\n")
     (wider,) = cases()
     assert wider.key != first.key
-    assert wider.config["user_code"]["parameters"] == 10
+    assert wider.config["user_code"]["parameters"] == 16
     (package / "model.py").write_text(FACTORY + "# only a comment\n")
     assert cases()[0].key != wider.key
 
@@ -73,9 +73,9 @@ def test_an_edited_model_is_measured_again(package: Path, bench: Bench) -> None:
     arguments = ["model", "--model", "mine.model:build", "--input", "float32[4x3]"]
     arguments += ["--modes", "forward", "--samples", "3", "--output", "out"]
     assert bench(*arguments).returncode == 0
-    assert "0 of 1 cases left" in bench(*arguments).stdout
+    assert "0 of 1 case left" in bench(*arguments).stdout
     (package / "layers.py").write_text("def width():\n    return 3 + 0\n")
-    assert "0 of 1 cases left" not in bench(*arguments).stdout
+    assert "0 of 1 case left" not in bench(*arguments).stdout
     rows = [json.loads(line) for line in Path("out/results.jsonl").read_text().splitlines()]
     assert len({row["case_key"] for row in rows}) == 2
 
@@ -85,8 +85,8 @@ def test_an_edited_model_is_measured_again(package: Path, bench: Bench) -> None:
     [
         (["--model", "nope:f", "--input", "float32[2x3]"], "No module named 'nope'"),
         (["--model", "mine.model:gone", "--input", "float32[2x3]"], "no attribute 'gone'"),
-        (["--model", "mine.model:build", "--input", "float99[2x3]"], "received 'float99[2x3]'"),
-        (["--model", "mine.model:build", "--input", "2x3"], "received '2x3'"),
+        (["--model", "mine.model:build", "--input", "float99[2x3]"], "but got 'float99[2x3]'"),
+        (["--model", "mine.model:build", "--input", "2x3"], "but got '2x3'"),
         (["--model", "mine.model:build"], "model and input"),
         (
             ["--model", "mine.model:build", "--input", "float32[2x3]", "--sizes", "small"],

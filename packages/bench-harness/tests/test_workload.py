@@ -3,18 +3,16 @@ import torch
 from torch import nn
 
 from bench_harness.experiments.base import CaseSkipped
+from bench_harness.imported_model import imported_module, parse_inputs, scalar_loss
 from bench_harness.workload import (
     AttentionSwitch,
     Workload,
     attention_by_name,
     device_of,
-    imported_module,
     language_model,
     language_model_config,
     optimizer_class,
-    parse_inputs,
     precision_context,
-    scalar_loss,
     shape_row,
 )
 
@@ -39,7 +37,7 @@ def test_named_sizes_and_overrides():
 
 
 def test_custom_size_needs_every_dimension():
-    with pytest.raises(ValueError, match="received none for d_ff, num_heads"):
+    with pytest.raises(ValueError, match="but got none for d_ff, num_heads"):
         language_model_config({"size": "custom", "sequence": 8, "d_model": 8, "num_layers": 1})
 
 
@@ -103,7 +101,7 @@ def test_backward_runs_in_the_workload_s_precision_too(precision, expected):
 def test_precisions_that_cannot_be():
     with pytest.raises(CaseSkipped, match="TF32"), precision_context("tf32", CPU):
         pass
-    unknown = pytest.raises(ValueError, match="fp32, tf32, bf16; received 'fp8'")
+    unknown = pytest.raises(ValueError, match="fp32, tf32, bf16, but got 'fp8'")
     with unknown, precision_context("fp8", CPU):
         pass
 
@@ -147,7 +145,7 @@ def test_a_module_s_length_does_not_decide_what_is_called():
 
 
 def test_any_module_is_a_workload():
-    workload = imported_module("torch.nn:Identity", "float32[4x3]", CPU, "fp32")
+    workload = imported_module({"model": "torch.nn:Identity", "input": "float32[4x3]"}, CPU, "fp32")
     assert workload.loss().shape == ()
     assert workload.model_config is None
 
@@ -155,12 +153,12 @@ def test_any_module_is_a_workload():
 @pytest.mark.parametrize("factory", ["no.such:Model", "torch.nn:NoSuch", "torch.nn", ":x"])
 def test_a_factory_that_does_not_exist_is_quoted(factory):
     with pytest.raises(ValueError, match=r"package\.module:name"):
-        imported_module(factory, "float32[1]", CPU, "fp32")
+        imported_module({"model": factory, "input": "float32[1]"}, CPU, "fp32")
 
 
 def test_a_factory_must_make_a_module():
-    with pytest.raises(ValueError, match=r"must return a torch\.nn\.Module"):
-        imported_module("collections:OrderedDict", "float32[1]", CPU, "fp32")
+    with pytest.raises(ValueError, match=r"returns a torch\.nn\.Module"):
+        imported_module({"model": "collections:OrderedDict", "input": "float32[1]"}, CPU, "fp32")
 
 
 def test_a_loss_is_found_in_every_usual_output():
@@ -187,5 +185,5 @@ def test_optimizers_step(name):
 
 
 def test_an_unknown_optimizer_lists_those_there_are():
-    with pytest.raises(ValueError, match="adamw, adamw-basics, sgd; received 'lion'"):
+    with pytest.raises(ValueError, match="adamw, adamw-basics, sgd, but got 'lion'"):
         optimizer_class("lion", CPU)

@@ -85,6 +85,7 @@ def peaks(
     attention: str,
     training: bool,
     device: str = "cuda",
+    second_step: bool = False,
 ) -> dict[str, int]:
     """Bytes in use at the fullest moment of every phase, from the building of the model on.
 
@@ -102,6 +103,8 @@ def peaks(
       logits. At its end: the parameters and their gradients, 8·N.
     - ``optimizer``: parameters, gradients, AdamW's two moments, 16·N.
 
+    A second step holds the two moments, 8·N, from its beginning.
+
     What libraries keep for themselves (cuBLAS: 32 MiB on an H200) is left out.
     """
     kept = sum(
@@ -116,10 +119,11 @@ def peaks(
         linear_parameters(shape) + shape.d_model * (shape.vocab_size + 2 * shape.num_layers + 1)
     )
     if training:
+        moments = 2 * parameters if second_step else 0
         return {
             "model": parameters,
-            "forward": parameters + kept + (_FP32 + half) * logits,
-            "backward": max(parameters + kept + 2 * _FP32 * logits, 2 * parameters),
+            "forward": moments + parameters + kept + (_FP32 + half) * logits,
+            "backward": moments + max(parameters + kept + 2 * _FP32 * logits, 2 * parameters),
             "optimizer": 4 * parameters,
         }
     scores = batch * shape.num_heads * sequence**2 if attention == "naive" else 0

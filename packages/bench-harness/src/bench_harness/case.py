@@ -57,3 +57,8 @@ class Case:
             [self.experiment, config], sort_keys=True, separators=(",", ":"), allow_nan=False
         )
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def plural(count: int, what: str) -> str:
+    """A count with its noun: 1 case, 2 cases."""
+    return f"{count} {what}" + "s" * (count != 1)

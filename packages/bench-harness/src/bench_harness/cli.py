@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from bench_harness import compare, experiments, options, presets, user_code
-from bench_harness.case import Case
+from bench_harness.case import Case, plural
 from bench_harness.experiments import Experiment
 from bench_harness.store import Store, StoreError
 
@@ -99,7 +99,7 @@ class _Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
             valid = ", ".join(self.list_commands(ctx))
-            raise ValueError(f"command must be one of {valid}; received {args[0]!r}")
+            raise ValueError(f"command must be one of {valid}, but got {args[0]!r}")
         return super().resolve_command(ctx, args)
 
 
@@ -402,7 +402,7 @@ def _publish(
 
     texts = [item.strip() for item in only.split(",") if item.strip()]
     count = publish(map(Store, runs), target, texts)
-    typer.echo(f"{count} cases in {target}")
+    typer.echo(f"{plural(count, 'case')} in {target}")
     return 0
 
 

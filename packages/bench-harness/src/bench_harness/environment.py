@@ -74,7 +74,7 @@ def resolve_device(device: str) -> str:
         ValueError: the name is none of auto, cpu, cuda.
     """
     if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device must be one of auto, cpu, cuda; received {device!r}")
+        raise ValueError(f"device must be one of auto, cpu, cuda, but got {device!r}")
     if device != "auto":
         return device
     return "cuda" if gpu_count() else "cpu"

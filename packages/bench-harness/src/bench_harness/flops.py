@@ -111,7 +111,7 @@ def bus_bandwidth_factor(operation: str, world_size: int) -> float:
         "broadcast": 1.0,
     }
     if operation not in factors:
-        raise ValueError(f"operation must be one of {', '.join(factors)}; received {operation!r}")
+        raise ValueError(f"operation must be one of {', '.join(factors)}, but got {operation!r}")
     return factors[operation]
 
 

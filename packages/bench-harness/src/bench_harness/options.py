@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import tomllib
 import typing
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -98,7 +99,17 @@ def _read(option: Declared, text: str) -> Any:
     """A text of the command line, cut at commas where the option takes several values."""
     if is_list(option.hint):
         return [item.strip() for item in text.split(",") if item.strip()]
-    return None if text == "none" and allows_none(option.hint) else text
+    if text == "none" and allows_none(option.hint):
+        return None
+    if kinds(option.hint) == ["dict"]:  # as an inline table of a preset
+        try:
+            return tomllib.loads(f"value = {{{text}}}")["value"]
+        except tomllib.TOMLDecodeError:
+            raise ValueError(
+                f"{option.name} must be name=value pairs as in TOML, but got {text!r}. Write "
+                'layers=2,kind="small".'
+            ) from None
+    return text
 
 
 def parameters(experiment: Experiment) -> list[inspect.Parameter]:

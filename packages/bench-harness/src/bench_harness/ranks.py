@@ -63,18 +63,18 @@ class Nodes:
 
     def __post_init__(self) -> None:
         if self.nnodes < 1:
-            raise ValueError(f"nnodes must be at least 1; received {self.nnodes}")
+            raise ValueError(f"nnodes must be at least 1, but got {self.nnodes}")
         if not 0 <= self.node_rank < self.nnodes:
             raise ValueError(
-                f"node_rank must be from 0 to {self.nnodes - 1}; received {self.node_rank}"
+                f"node_rank must be from 0 to {self.nnodes - 1}, but got {self.node_rank}"
             )
         if self.nnodes == 1:
             return
         host, _, port = self.rdzv_endpoint.rpartition(":")
         if self.run_id is None or not host or not port.isdigit() or int(port) == 0:
             raise ValueError(
-                "several nodes must share run_id and a rdzv_endpoint host:port with a fixed port; "
-                f"received run_id={self.run_id!r}, rdzv_endpoint={self.rdzv_endpoint!r}"
+                "several nodes must share run_id and a rdzv_endpoint host:port with a fixed port, "
+                f"but got run_id={self.run_id!r}, rdzv_endpoint={self.rdzv_endpoint!r}"
             )
 
     @property
@@ -114,11 +114,11 @@ def launch(
         RankError: a rank raised, died or outlived the deadline, or a machine did not come.
     """
     if backend not in ("gloo", "nccl"):
-        raise ValueError(f"backend must be gloo or nccl; received {backend!r}")
+        raise ValueError(f"backend must be gloo or nccl, but got {backend!r}")
     nodes = nodes or Nodes()
     if world_size < 1 or world_size % nodes.nnodes:
         raise ValueError(
-            f"world_size must be a positive multiple of {nodes.nnodes} nodes; received {world_size}"
+            f"world_size must be a positive multiple of {nodes.nnodes} nodes, but got {world_size}"
         )
     if start_method is None:
         fresh = multiprocessing.current_process().name == PROCESS_NAME

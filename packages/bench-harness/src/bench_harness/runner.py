@@ -132,10 +132,10 @@ def run_case(case: Case, progress: process.Progress) -> JsonValue:
     before = environment.snapshot()
     rows = experiment.run(case, progress)
     if not rows:
-        raise ValueError(f"{case.experiment} must return at least one row; received none")
+        raise ValueError(f"{case.experiment} must return at least one row, but got none")
     for row in rows:
         if taken := sorted(RESERVED & row.keys()):
-            raise ValueError(f"rows must not use the names {taken}; received {sorted(row)}")
+            raise ValueError(f"rows must not use the names {taken}, but got {sorted(row)}")
     _add_timer_overhead(rows, case)
     return {"rows": rows, "machine_before": before, "machine_after": environment.snapshot()}
 

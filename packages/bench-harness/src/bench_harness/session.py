@@ -57,8 +57,8 @@ def select(cases: Iterable[Case], only: Sequence[str]) -> list[Case]:
         if not any(_names(text, case) for case in cases):
             present = ", ".join(dict.fromkeys(case.experiment for case in cases))
             raise ValueError(
-                f"--only must name one of the experiments {present} or a part of a case's label; "
-                f"received {text!r}"
+                f"--only must name one of the experiments {present} or a part of a case's label, "
+                f"but got {text!r}"
             )
     return [case for case in cases if not only or any(_names(text, case) for text in only)]
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from bench_harness.case import JsonValue, Row
+from bench_harness.case import JsonValue, Row, plural
 from bench_harness.progress import STYLES, duration, total_estimate
 from bench_harness.runner import Planned
 
@@ -27,7 +27,8 @@ _VERDICTS = {"faster": "green", "slower": "red", "same": "", "cannot tell": "yel
 def start(planned: Sequence[Planned], folder: Path, console: Console) -> None:
     """One line before a run: how much there is to do and where it goes."""
     left = sum(not item.finished for item in planned)
-    text = f"{left} cases" if left == len(planned) else f"{left} of {len(planned)} cases left"
+    every = plural(len(planned), "case")
+    text = every if left == len(planned) else f"{left} of {every} left"
     estimate = total_estimate(planned)
     if left and estimate is not None:
         text += f", about {duration(estimate)}"
@@ -37,7 +38,7 @@ def start(planned: Sequence[Planned], folder: Path, console: Console) -> None:
 def interrupted(planned: Sequence[Planned], folder: Path, console: Console) -> None:
     """How to go on after Ctrl-C."""
     done = sum(item.finished for item in planned)
-    line(console, f"Stopped: {done} of {len(planned)} cases are kept in {folder}.")
+    line(console, f"Stopped: {done} of {plural(len(planned), 'case')} kept in {folder}.")
     line(console, "The same command goes on with the rest.")
 
 
@@ -55,7 +56,7 @@ def plan(planned: Sequence[Planned], folder: Path, console: Console) -> None:
         about = f"at most {duration(sum(item.case.timeout_s for item in left))} by their limits"
     else:
         about = f"about {duration(estimate)}"
-    line(console, f"{len(left)} of {len(planned)} cases to run, {about}, into {folder}")
+    line(console, f"{len(left)} of {plural(len(planned), 'case')} to run, {about}, into {folder}")
 
 
 def summary(report: Report, page: Path, console: Console) -> None:
@@ -92,8 +93,9 @@ def tables(sections: Sequence[Section], console: Console) -> None:
 def _fitting(table: Table, console: Console, stem: str) -> Grid:
     """The leading columns that fit; the caption counts the rest, which the CSV file holds."""
     from bench_harness.report.cells import cell, split
+    from bench_harness.report.units import readable
 
-    constant, frame = split(table.frame)
+    constant, frame = split(readable(table.frame))
     grid = Grid(title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     room, shown = console.width - 1, []
     for name in map(str, frame.columns):

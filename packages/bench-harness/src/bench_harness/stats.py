@@ -64,9 +64,9 @@ def summarize(samples: Sequence[float]) -> Summary:
     """
     values = np.asarray(samples, dtype=np.float64)
     if values.size == 0:
-        raise ValueError("samples must not be empty; received none")
+        raise ValueError("samples must not be empty, but got none")
     if not np.isfinite(values).all():
-        raise ValueError(f"samples must be finite; received {list(samples)}")
+        raise ValueError(f"samples must be finite, but got {list(samples)}")
     p25, median, p75 = (float(q) for q in np.percentile(values, [25, 50, 75]))
     fence = 1.5 * (p75 - p25)
     low, high = _interval(values)

@@ -111,7 +111,7 @@ def measure_interleaved(
     """
     for name, value, least in (("warmup", warmup, 0), ("samples", samples, 1), ("calls", calls, 1)):
         if value < least:
-            raise ValueError(f"{name} must be at least {least}; received {value}")
+            raise ValueError(f"{name} must be at least {least}, but got {value}")
     prepare = before or {}
     results = {name: Samples() for name in steps}
     for name, step in steps.items():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import re
 import sys
 import sysconfig
@@ -20,11 +21,16 @@ from typing import Any
 from bench_harness.case import Case, JsonValue, Row
 from bench_harness.workload import DIMENSIONS
 
+#: What a configuration says of a user's model; see :mod:`bench_harness.imported_model`.
+SUBJECT = ("model", "model_args", "input", "target", "loss")
+#: Seconds for importing, making and calling it once.
+_LIMIT_S = 300.0
+
 #: Options that describe the built-in language model, which a user's model replaces.
 _OF_LANGUAGE_MODEL = frozenset(
     {
         *("sizes", "batch", "batches", "sequences", "vocab_size", *DIMENSIONS),
-        *("attention", "attentions", "checkpoint_blocks", "loss"),
+        *("attention", "attentions", "checkpoint_blocks"),
     }
 )
 
@@ -57,21 +63,23 @@ def identified(cases: Sequence[Case]) -> list[Case]:
     Modules of the current directory are found too, here and in the processes of the cases.
 
     Raises:
-        ValueError: a name cannot be imported, a factory fails or gives no module, or an input
-            does not parse.
+        ValueError: a name cannot be imported, a factory fails, hangs or gives no module, an input
+            does not parse or does not fit, or a loss is not a scalar.
     """
     if not any(_names(case) for case in cases):
         return list(cases)
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
-    known: dict[tuple[Any, ...], Row] = {}
+    known: dict[str, Row] = {}
     found = []
     for case in cases:
         if names := _names(case):
-            model = (case.config.get("model"), case.config.get("input"))
-            if (*names, *model) not in known:
-                known[*names, *model] = _asked(names, *model)
-            config = {**case.config, "user_code": known[*names, *model]}
+            subject = {name: case.config[name] for name in SUBJECT if name in case.config}
+            device = case.config.get("device", "cpu")
+            asked = json.dumps([names, subject, device], sort_keys=True)
+            if asked not in known:
+                known[asked] = _asked(names, subject, device)
+            config = {**case.config, "user_code": known[asked]}
             case = dataclasses.replace(case, config=config)
         found.append(case)
     return found
@@ -93,19 +101,24 @@ def _texts(value: JsonValue) -> Iterator[str]:
             yield from _texts(item)
 
 
-def _asked(names: Sequence[str], model: str | None, inputs: str | None) -> Row:
+def _asked(names: Sequence[str], subject: Row, device: str) -> Row:
     """What :func:`_look_at` finds, in a process of its own: this one never imports torch."""
     from bench_harness import process
 
     outcome = process.call(
         _look_at,
         list(names),
-        model,
-        inputs,
-        timeout_s=300.0,
+        subject,
+        device,
+        timeout_s=_LIMIT_S,
         folder=Path.cwd(),
         on_progress=lambda text: None,
     )
+    if outcome.status == "timeout":
+        raise ValueError(
+            f"{', '.join(names)} must be imported, made and called once within {_LIMIT_S:g} s, but "
+            "took longer. Correct what hangs."
+        )
     if outcome.status != "ok":
         error = (outcome.error or "").removeprefix("ValueError: ")
         raise ValueError(error)
@@ -113,45 +126,24 @@ def _asked(names: Sequence[str], model: str | None, inputs: str | None) -> Row:
     return found
 
 
-def _look_at(names: list[str], model: str | None, inputs: str | None, progress: Any) -> JsonValue:
-    """Imports every name, makes the model without memory where it can be, and hashes the sources.
+def _look_at(names: list[str], subject: Row, device: str, progress: Any) -> JsonValue:
+    """Imports every name, passes the input through the model once, and hashes the sources.
 
     The sources are read last: a factory may import more.
     """
     import torch
 
-    from bench_harness.workload import imported, parse_inputs
+    from bench_harness.imported_model import fitting
+    from bench_harness.workload import imported
 
+    roles = {subject.get("model"): "model", subject.get("loss"): "loss"}
     for name in names:
-        imported(name, "model" if name == model else "attention")
+        imported(name, roles.get(name, "attention"))
     parameters = None
-    if model is not None:
-        parse_inputs(inputs or "", torch.device("meta"))
-        parameters = _count(imported(model, "model"), model)
+    if "model" in subject:
+        where = device if device != "cuda" or torch.cuda.is_available() else "cpu"
+        parameters = fitting(subject, torch.device(where))
     return {"sources": {name: _source(name) for name in names}, "parameters": parameters}
-
-
-def _count(make: Any, name: str) -> int:
-    """Parameters of the module that a factory makes."""
-    import torch
-
-    try:
-        with torch.device("meta"):
-            module = make()
-    except Exception:  # noqa: BLE001 - it may need real tensors, as those of a checkpoint
-        try:
-            module = make()
-        except Exception as error:
-            raise ValueError(
-                f"model must be a factory that can be called without arguments, but {name!r} "
-                f"raised {type(error).__name__}: {error}. Correct the factory."
-            ) from error
-    if not isinstance(module, torch.nn.Module):
-        raise ValueError(
-            f"model must be a factory that returns a torch.nn.Module, but {name!r} returned "
-            f"{type(module).__name__}. Return the module."
-        )
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _source(name: str) -> str:

@@ -1,13 +1,12 @@
 """What is measured: a model on a device, a random batch, a precision, an optimizer.
 
-The Transformer language model by size or by explicit dimensions, or any ``nn.Module`` by the name
-of a factory.
+The Transformer language model by size or by explicit dimensions, or any ``nn.Module``, which
+:mod:`bench_harness.imported_model` makes.
 """
 
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -96,9 +95,7 @@ def precision_context(precision: str, device: torch.device) -> Iterator[None]:
     import torch
 
     if precision not in PRECISIONS:
-        raise ValueError(
-            f"precision must be one of {', '.join(PRECISIONS)}; received {precision!r}"
-        )
+        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, but got {precision!r}")
     if precision == "bf16":
         with torch.autocast(device.type, dtype=torch.bfloat16):
             yield
@@ -207,7 +204,7 @@ def language_model_config(config: Mapping[str, Any]) -> ModelConfig:
     missing = [name for name in DIMENSIONS if name not in given]
     if missing:
         raise ValueError(
-            f"size 'custom' needs {', '.join(DIMENSIONS)}; received none for {', '.join(missing)}"
+            f"size 'custom' needs {', '.join(DIMENSIONS)}, but got none for {', '.join(missing)}"
         )
     return basics_model.ModelConfig(vocab_size=vocabulary, context_length=context, **given)
 
@@ -279,105 +276,25 @@ def shape_row(model_config: ModelConfig) -> dict[str, int]:
     return dimensions | {"parameters": model_config.num_parameters}
 
 
-def imported_module(
-    factory: str,
-    inputs: str,
+def workload_of(
+    config: Mapping[str, Any],
     device: torch.device,
-    precision: str,
     *,
-    seed: int = 0,
+    precision: str,
     batch_seed: int | None = None,
+    **how: Any,
 ) -> Workload:
-    """Anyone's module: ``factory`` is ``package.module:callable`` without arguments.
+    """What a case measures: the user's model that it names, or the language model.
 
     Args:
-        inputs: see :func:`parse_inputs`.
-        seed: of the parameters.
-        batch_seed: of the inputs; None goes on from the parameters' random numbers.
-
-    Raises:
-        ValueError: the name cannot be resolved, or does not give an ``nn.Module``.
+        batch_seed: of the input; None leaves it to the model's kind.
+        how: further arguments of :func:`language_model`, which a user's model has no use for.
     """
-    import torch
+    if config.get("model") is not None:
+        from bench_harness.imported_model import imported_module
 
-    make = imported(factory, "model")
-    torch.manual_seed(seed)
-    module = make()
-    if not isinstance(module, torch.nn.Module):
-        raise ValueError(
-            f"the factory must return a torch.nn.Module; {factory!r} returned {type(module)}"
-        )
-    if batch_seed is not None:
-        torch.manual_seed(batch_seed)
-    args, kwargs = parse_inputs(inputs, device)
-    return Workload(
-        module=module.to(device),
-        precision=precision,
-        device=device,
-        loss_of=scalar_loss,
-        args=args,
-        kwargs=kwargs,
-    )
-
-
-_INPUT = re.compile(
-    r"(?:(?P<name>\w+)=)?(?P<dtype>\w+)\[(?P<shape>\d+(?:x\d+)*)\](?:<(?P<below>\d+))?$"
-)
-
-
-def parse_inputs(spec: str, device: torch.device) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """Random tensors from a specification such as ``input_ids=int64[4x128]<1000,float32[4x3]``.
-
-    Entries are separated by commas: an optional keyword, a dtype, the shape, and for integers the
-    exclusive upper bound (2 by default).
-
-    Raises:
-        ValueError: an entry does not parse, or names no dtype.
-    """
-    import torch
-
-    args: list[Tensor] = []
-    kwargs: dict[str, Tensor] = {}
-    for entry in spec.split(","):
-        match = _INPUT.match(entry.strip())
-        dtype = getattr(torch, match["dtype"], None) if match else None
-        if match is None or not isinstance(dtype, torch.dtype):
-            raise ValueError(
-                "an input must look like name=int64[4x128]<1000 or float32[4x3x8x8]; "
-                f"received {entry!r}"
-            )
-        shape = [int(extent) for extent in match["shape"].split("x")]
-        if dtype.is_floating_point:
-            tensor = torch.randn(shape, dtype=dtype, device=device)
-        else:
-            tensor = torch.randint(int(match["below"] or 2), shape, dtype=dtype, device=device)
-        if match["name"]:
-            kwargs[match["name"]] = tensor
-        else:
-            args.append(tensor)
-    return tuple(args), kwargs
-
-
-def scalar_loss(output: Any) -> Tensor:
-    """A scalar from any module's output: its ``loss``, else the mean of its logits or first tensor.
-
-    Raises:
-        ValueError: the output holds no tensor.
-    """
-    import torch
-
-    loss = getattr(output, "loss", None)
-    if isinstance(loss, torch.Tensor):
-        return loss
-    found = getattr(output, "logits", output)
-    while isinstance(found, (tuple, list)) and found:
-        found = found[0]
-    if not isinstance(found, torch.Tensor):
-        raise ValueError(
-            f"the module must return a tensor, or an object with loss or logits; "
-            f"received {type(output)}"
-        )
-    return found.float().mean()
+        return imported_module(config, device, precision, batch_seed=batch_seed)
+    return language_model(config, device, precision=precision, batch_seed=batch_seed or 0, **how)
 
 
 def optimizer_class(name: str, device: torch.device) -> Callable[..., torch.optim.Optimizer]:
@@ -396,5 +313,5 @@ def optimizer_class(name: str, device: torch.device) -> Callable[..., torch.opti
         "sgd": torch.optim.SGD,
     }
     if name not in table:
-        raise ValueError(f"optimizer must be one of {', '.join(table)}; received {name!r}")
+        raise ValueError(f"optimizer must be one of {', '.join(table)}, but got {name!r}")
     return table[name]

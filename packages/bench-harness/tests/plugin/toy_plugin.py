@@ -59,7 +59,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.repeats < 1:
-            raise ValueError(f"repeats must be at least 1; received {self.repeats}")
+            raise ValueError(f"repeats must be at least 1, but got {self.repeats}")
 
 
 class Toy(Experiment):

@@ -48,7 +48,7 @@ def get(name: str) -> Experiment:
     """
     targets = _targets()
     if name not in targets:
-        raise ValueError(f"experiment must be one of {', '.join(targets)}; received {name!r}")
+        raise ValueError(f"experiment must be one of {', '.join(targets)}, but got {name!r}")
     return _load(name, targets[name])
 
 

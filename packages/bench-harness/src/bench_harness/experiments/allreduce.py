@@ -243,7 +243,7 @@ def collective(operation: str, vector: Tensor, share: Tensor) -> Callable[[], ob
         "broadcast": lambda: dist.broadcast(vector, src=0),
     }
     if operation not in calls:
-        raise ValueError(f"operation must be one of {', '.join(calls)}; received {operation!r}")
+        raise ValueError(f"operation must be one of {', '.join(calls)}, but got {operation!r}")
     return calls[operation]
 
 
@@ -298,7 +298,7 @@ def check(operation: str, rank: int, world_size: int, numel: int, device: torch.
     wrong = int((found != expected).sum())
     if wrong:
         raise ArithmeticError(
-            f"{operation} of {numel} elements over {world_size} ranks must be exact; received "
+            f"{operation} of {numel} elements over {world_size} ranks must be exact, but got "
             f"{wrong} wrong elements on rank {rank}"
         )
 

@@ -18,8 +18,8 @@ from bench_harness.case import Case, Row
 from bench_harness.environment import resolve_device
 from bench_harness.experiments import present
 from bench_harness.experiments.base import Experiment, Figure, Table, option
-from bench_harness.experiments.shape import ShapeOptions
-from bench_harness.workload import ATTENTIONS, PRECISIONS, SIZES
+from bench_harness.experiments.shape import SubjectOptions, subject_label
+from bench_harness.workload import ATTENTIONS, OPTIMIZERS, PRECISIONS, SIZES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from bench_harness.traces.allocations import MemoryEvent
 
 MODES = ("forward", "step")
-PHASES = ("model", "forward", "backward", "optimizer")
+#: The whole first step, where the second one is recorded.
+FIRST = "first step"
+PHASES = ("model", FIRST, "forward", "backward", "optimizer")
 SNAPSHOT = "memory_snapshot.pickle"
 _LARGEST = 8
 #: Of what is kept for backward; each is predicted.
@@ -47,7 +49,7 @@ _MISSES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(ShapeOptions):
+class Options(SubjectOptions):
     """Options of :class:`Memory`.
 
     Small enough for a quick run on two cores: ``sizes=["custom"]``, ``d_model=64``, ``d_ff=128``,
@@ -61,6 +63,10 @@ class Options(ShapeOptions):
     precisions: tuple[str, ...] = option(("fp32", "bf16"), "Precisions.", choices=PRECISIONS)
     modes: tuple[str, ...] = option(MODES, "Inference, or a training step.", choices=MODES)
     attention: str = option("sdpa", "Attention.", choices=ATTENTIONS)
+    optimizer: str = option("adamw", "Optimizer of the step.", choices=OPTIMIZERS)
+    second_step: bool = option(
+        False, "Record the second step of training, which begins with the optimizer's state."
+    )
     device: str = option("auto", "Where to run.", choices=("auto", "cpu", "cuda"))
 
 
@@ -78,6 +84,7 @@ class Memory(Experiment):
     examples: ClassVar[tuple[str, ...]] = (
         "memory --sizes small --sequences 256 --modes step",
         "memory --precisions bf16 --attention naive",
+        "memory --model my_package.model:build --input float32[8x512]",
     )
     Options: ClassVar[type[Any]] = Options
 
@@ -87,18 +94,17 @@ class Memory(Experiment):
         device = resolve_device(chosen.device)
         configs: list[Row] = [
             {
-                "size": size,
-                **chosen.shape(),
-                "batch": chosen.batch,
-                "sequence": sequence,
+                **subject,
                 "precision": precision,
                 "mode": mode,
                 "attention": chosen.attention,
+                "optimizer": chosen.optimizer,
+                "second_step": chosen.second_step and mode == "step",
                 "device": device,
-                "label": f"memory {size} s{sequence} {precision} {mode}",
+                "label": f"memory {subject_label(subject, batch=False)} {precision} "
+                + ("second step" if chosen.second_step and mode == "step" else mode),
             }
-            for size in chosen.sizes
-            for sequence in chosen.sequences
+            for subject in chosen.subjects(chosen.sizes, [chosen.batch], chosen.sequences)
             for precision in chosen.precisions
             for mode in chosen.modes
         ]
@@ -114,20 +120,17 @@ class Memory(Experiment):
     def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
         """Records one pass, from the building of the model on."""
         from bench_harness.traces import allocations
-        from bench_harness.workload import device_of, language_model_config, shape_row
+        from bench_harness.workload import device_of
 
         config = case.config
         device = device_of(config["device"])
         progress("recording")
         events = record(config, device, Path(SNAPSHOT))
-        shape = language_model_config(config)
-        facts: Row = {
-            **shape_row(shape),
-            "residual_bytes": config["batch"] * config["sequence"] * shape.d_model * 4,
-        }
+        facts = _facts(config)
         phases = [p for p in PHASES if any(event.phase == p for event in events)]
         by_phase = allocations.peaks(events, phases)
-        peak = max(most for most, _ in by_phase.values())
+        # Of a second step the first is only its past.
+        peak = max(most for phase, (most, _) in by_phase.items() if phase != FIRST)
         rows: list[Row] = [
             {
                 "variant": phase,
@@ -162,12 +165,16 @@ class Memory(Experiment):
                 if f"{prefix}{name}_bytes" in frame:
                     frame[f"{prefix}{name}_mib"] = frame[f"{prefix}{name}_bytes"] / 2**20
         cell = {
+            "model": "model",
             "size": "size",
             "batch": "batch",
             "sequence": "sequence (tokens)",
             "precision": "precision",
             "mode": "mode",
         }
+        if "second_step" in frame:
+            second = frame["second_step"].map(lambda asked: asked is True)
+            frame["mode"] = frame["mode"].where(~second, "second step")
         cases = frame.drop_duplicates("case_key")
         tables = [
             Table(
@@ -283,8 +290,10 @@ def _with_predictions(rows: pd.DataFrame) -> pd.DataFrame:
     frame = frame.join(predicted)
     if "kind" not in frame:
         return frame
-    built = frame[(frame["kind"] == "phase") & (frame["phase"] == "model")]
-    ends = built.set_index("case_key")["end_bytes"].to_dict()
+    # What is held when forward begins; the later of the two phases counts.
+    before_forward = frame["phase"].isin(["model", FIRST])
+    built = frame[(frame["kind"] == "phase") & before_forward]
+    ends = built.groupby("case_key")["end_bytes"].last().to_dict()
     kept = frame["predicted_kept_bytes"].notna()
     before = frame.loc[kept, "case_key"].map(ends).astype("float64")
     frame.loc[kept, "kept_bytes"] = frame.loc[kept, "end_bytes"] - before
@@ -301,11 +310,17 @@ def _predicted(row: pd.Series[Any]) -> Row:
     from bench_harness.activations import peaks, saved_for_backward
 
     dimensions = ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads")
+    # Of a user's model no shapes are known; other optimizers keep another state.
+    if row.get("d_model") != row.get("d_model") or row.get("d_model") is None:
+        return {}
+    if row["phase"] == FIRST or row.get("optimizer", "adamw") != "adamw":
+        return {}
     shape = SimpleNamespace(**{name: int(row[name]) for name in dimensions})
     given = {name: row[name] for name in ("precision", "attention", "device")}
     training = row["mode"] == "step"
     size = int(row["batch"]), int(row["sequence"])
-    by_phase = peaks(shape, *size, training=training, **given)
+    second = row.get("second_step") is True
+    by_phase = peaks(shape, *size, training=training, second_step=second, **given)
     found: Row = {
         "predicted_peak_bytes": by_phase[row["phase"]],
         "predicted_case_peak_bytes": max(by_phase.values()),
@@ -336,26 +351,43 @@ def record(config: Mapping[str, Any], device: torch.device, snapshot: Path) -> l
 def _pass(config: Mapping[str, Any], device: torch.device, recorder: Any) -> None:
     import torch
 
-    from bench_harness.workload import attention_by_name, language_model, optimizer_class
+    from bench_harness.workload import attention_by_name, optimizer_class, workload_of
 
     with recorder.phase("model"):
-        workload = language_model(
+        workload = workload_of(
             config,
             device,
             precision=config["precision"],
             attention=attention_by_name(config["attention"]),
         )
-        optimizer = optimizer_class("adamw", device)(workload.module.parameters(), lr=1e-4)
+        make = optimizer_class(config["optimizer"], device)
+        optimizer = make(workload.module.parameters(), lr=1e-4)
     if config["mode"] == "forward":
         with recorder.phase("forward"), torch.no_grad():
             workload.loss()
         return
+    if config["second_step"]:
+        with recorder.phase(FIRST):
+            workload.backward(workload.loss())
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
     with recorder.phase("forward"):
         loss = workload.loss()
     with recorder.phase("backward"):
         workload.backward(loss)
     with recorder.phase("optimizer"):
         optimizer.step()
+
+
+def _facts(config: Mapping[str, Any]) -> Row:
+    """The language model's shape, and its residual stream; nothing of a user's model."""
+    from bench_harness.workload import language_model_config, shape_row
+
+    if "model" in config:
+        return {}
+    shape = language_model_config(config)
+    residual = config["batch"] * config["sequence"] * shape.d_model * 4
+    return {**shape_row(shape), "residual_bytes": residual}
 
 
 class _CudaRecorder:

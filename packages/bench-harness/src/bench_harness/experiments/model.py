@@ -11,7 +11,7 @@ from bench_harness.case import Case, Row
 from bench_harness.environment import resolve_device
 from bench_harness.experiments import present
 from bench_harness.experiments.base import Experiment, Figure, Table, option
-from bench_harness.experiments.shape import ShapeOptions
+from bench_harness.experiments.shape import SubjectOptions, subject_label
 from bench_harness.workload import ATTENTIONS, OPTIMIZERS, PRECISIONS, SIZES
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ MODES = ("forward", "forward-backward", "step")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(ShapeOptions):
+class Options(SubjectOptions):
     """Options of :class:`Model`.
 
     Small enough for a quick run on two cores: ``sizes=["custom"]``, ``d_model=64``, ``d_ff=128``,
@@ -51,15 +51,7 @@ class Options(ShapeOptions):
     isolate: bool = option(
         False, "One case per variant, so that one without enough memory takes no other along."
     )
-    model: str | None = option(None, "package.module:factory of an nn.Module to measure instead.")
-    input: str | None = option(None, "Its input, as input_ids=int64[4x128]<1000.")
     device: str = option("auto", "Where to run.", choices=("auto", "cpu", "cuda"))
-
-    def __post_init__(self) -> None:
-        if (self.model is None) != (self.input is None):
-            raise ValueError(
-                f"model and input go together; received model={self.model!r}, input={self.input!r}"
-            )
 
 
 class Model(Experiment):
@@ -99,19 +91,7 @@ class Model(Experiment):
             "samples": chosen.samples,
             "device": device,
         }
-        if chosen.model is not None:
-            subjects: list[Row] = [{"model": chosen.model, "input": chosen.input}]
-        else:
-            subjects = [
-                {
-                    "size": size,
-                    **chosen.shape(),
-                    "batch": chosen.batch,
-                    "sequence": sequence,
-                }
-                for size in chosen.sizes
-                for sequence in chosen.sequences
-            ]
+        subjects = chosen.subjects(chosen.sizes, [chosen.batch], chosen.sequences)
         return [
             Case(
                 experiment=self.name,
@@ -324,21 +304,18 @@ class Model(Experiment):
 
 
 def _label(subject: Row, variants: list[dict[str, str]], warmup: int) -> str:
-    what = subject.get("model") or f"{subject['size']} b{subject['batch']} s{subject['sequence']}"
     which = " ".join(
         "+".join(dict.fromkeys(variant[name] for variant in variants)) for name in variants[0]
     )
-    return f"model {what} {which} warm-up {warmup}"
+    return f"model {subject_label(subject)} {which} warm-up {warmup}"
 
 
 def _subject(config: Any, device: torch.device) -> tuple[Workload, AttentionSwitch | None]:
-    from bench_harness.workload import AttentionSwitch, imported_module, language_model
+    from bench_harness.workload import AttentionSwitch, workload_of
 
-    precision = config["variants"][0]["precision"]
-    if "model" in config:
-        return imported_module(config["model"], config["input"], device, precision), None
-    switch = AttentionSwitch(config["variants"][0]["attention"])
-    return language_model(config, device, precision=precision, attention=switch), switch
+    first = config["variants"][0]
+    switch = None if "model" in config else AttentionSwitch(first["attention"])
+    return workload_of(config, device, precision=first["precision"], attention=switch), switch
 
 
 def _least_bytes(parameters: int, config: Any, phase: str) -> int:

@@ -17,7 +17,7 @@ from bench_harness.case import Case, Row
 from bench_harness.environment import resolve_device
 from bench_harness.experiments import present
 from bench_harness.experiments.base import Experiment, Figure, Table, option
-from bench_harness.experiments.shape import ShapeOptions
+from bench_harness.experiments.shape import SubjectOptions, subject_label
 from bench_harness.workload import ATTENTIONS, OPTIMIZERS, PRECISIONS, SIZES
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _SHOWN_KERNELS = 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(ShapeOptions):
+class Options(SubjectOptions):
     """Options of :class:`Profile`.
 
     Small enough for a quick run on two cores: ``sizes=["custom"]``, ``d_model=64``, ``d_ff=128``,
@@ -69,6 +69,7 @@ class Profile(Experiment):
     examples: ClassVar[tuple[str, ...]] = (
         "profile --sizes small --sequences 128,256",
         "profile --sizes small --sequences 256 --nsight",
+        "profile --model my_package.model:build --input float32[8x512]",
     )
     Options: ClassVar[type[Any]] = Options
 
@@ -78,21 +79,17 @@ class Profile(Experiment):
         device = resolve_device(chosen.device)
         configs: list[Row] = [
             {
-                "size": size,
-                **chosen.shape(),
-                "batch": chosen.batch,
-                "sequence": sequence,
+                **subject,
                 "precision": chosen.precision,
                 "attention": chosen.attention,
                 "optimizer": chosen.optimizer,
                 "warmup": chosen.warmup,
                 "tool": "nsight" if chosen.nsight else "torch.profiler",
                 "device": device,
-                "label": f"profile {size} s{sequence} {chosen.precision}"
+                "label": f"profile {subject_label(subject, batch=False)} {chosen.precision}"
                 + " Nsight Systems" * chosen.nsight,
             }
-            for size in chosen.sizes
-            for sequence in chosen.sequences
+            for subject in chosen.subjects(chosen.sizes, [chosen.batch], chosen.sequences)
         ]
         return [
             Case(
@@ -135,8 +132,8 @@ class Profile(Experiment):
             kineto.trimmed(path, Path(_TRIMMED), windows)
             path.unlink()
         progress("reading the trace")
-        shape = language_model_config(config)
-        return rows_of(trace, {**shape_row(shape), "spans": _spans(trace)}, config)
+        facts = {} if "model" in config else shape_row(language_model_config(config))
+        return rows_of(trace, {**facts, "spans": _spans(trace)}, config)
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """Phases with their matmul share; inference against a whole step; attention; kernels."""
@@ -145,6 +142,7 @@ class Profile(Experiment):
         from bench_harness.traces.trace import short_name
 
         cell = {
+            "model": "model",
             "size": "size",
             "sequence": "sequence (tokens)",
             "precision": "precision",
@@ -291,7 +289,7 @@ def _sums(phases: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
             busy = own["busy_ms"].sum()
             lines.append(
                 {
-                    **case.iloc[0][["size", "sequence", "precision", "tool"]],
+                    **case.iloc[0].reindex(["model", "size", "sequence", "precision", "tool"]),
                     "what": what,
                     "busy_ms": busy,
                     "matmul_share": 100 * own["matmul_ms"].sum() / busy if busy else 0.0,
@@ -315,9 +313,9 @@ def prepare(config: Mapping[str, Any], device: torch.device) -> Callable[[], Non
     import torch
 
     from bench_harness.traces.trace import phase
-    from bench_harness.workload import attention_by_name, language_model, optimizer_class
+    from bench_harness.workload import attention_by_name, optimizer_class, workload_of
 
-    workload = language_model(
+    workload = workload_of(
         config,
         device,
         precision=config["precision"],
@@ -393,6 +391,8 @@ def rows_of(trace: Trace, facts: Row, config: Mapping[str, Any]) -> list[Row]:
             }
             for place, total in enumerate(shown, start=1)
         ]
+    if "model" in config:  # the ranges are those of the built-in naive attention
+        return rows
     scores = int(config["batch"]) * int(config["sequence"]) ** 2 * facts["num_layers"]
     operations = {
         "attention.scores": 2 * scores * facts["d_model"],

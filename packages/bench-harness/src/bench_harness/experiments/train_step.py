@@ -18,7 +18,7 @@ from bench_harness.experiments.distributed import (
     slowest_of,
     slowest_rank,
 )
-from bench_harness.experiments.shape import ShapeOptions
+from bench_harness.experiments.shape import SubjectOptions, subject_label
 from bench_harness.traces.step import over_ranks
 from bench_harness.training import settings
 from bench_harness.workload import SIZES
@@ -30,7 +30,7 @@ _PRECISIONS = ("fp32", "tf32", "bf16")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(ShapeOptions, NodeOptions):
+class Options(SubjectOptions, NodeOptions):
     """Options of :class:`TrainStep`."""
 
     sizes: tuple[str, ...] = option(("xl",), "Model sizes.", choices=SIZES)
@@ -48,7 +48,11 @@ class Options(ShapeOptions, NodeOptions):
     compile: str = option("off", "What to compile.", choices=("off", "blocks", "model"))
     attention: str = option("sdpa", "naive, sdpa, flash or package.module:callable.")
     checkpoint_blocks: int = option(0, "Blocks that backward recomputes together; 0: none.")
-    loss: str = option("logits", "How the loss is made.", choices=("logits", "chunked"))
+    loss: str = option(
+        "logits",
+        "How the built-in model's loss is made: logits, or chunked; beside --model "
+        "package.module:function of output and target.",
+    )
     lower_bound: bool = option(
         True, "Also measure each step without communication; the whole model must fit a device."
     )
@@ -75,16 +79,15 @@ class Options(ShapeOptions, NodeOptions):
         False,
         "Also show the columns that other implementations of the course's assignment publish.",
     )
-    model: str | None = option(None, "package.module:factory of an nn.Module to train instead.")
-    input: str | None = option(None, "Its input, as input_ids=int64[4x128]<1000.")
     device: str = option("auto", "Where to run.", choices=("auto", "cpu", "cuda"))
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if (self.model is None) != (self.input is None):
+        SubjectOptions.__post_init__(self)
+        NodeOptions.__post_init__(self)
+        if self.model is not None and self.own_loss is None and self.loss != "logits":
             raise ValueError(
-                f"model and input must be given together, but got model={self.model!r} and "
-                f"input={self.input!r}. Give both or neither."
+                f"loss must be package.module:function beside model, but got {self.loss!r}, which "
+                "describes the built-in language model. Leave it out, or name a function."
             )
         for name in ("rounds", "blocks", "calls"):
             if getattr(self, name) < 1:
@@ -100,6 +103,8 @@ class Options(ShapeOptions, NodeOptions):
             ValueError: an unknown key or value, or two variants that are the same.
         """
         defaults = {name: getattr(self, name) for name in settings.SHARED}
+        if self.own_loss is not None and self.model is not None:
+            defaults["loss"] = "logits"  # the user's function is part of the subject
         if self.optimizer is not None:
             defaults["optimizer"] = self.optimizer
         variants = [settings.read(each, defaults) for each in self.variants]
@@ -134,16 +139,7 @@ class TrainStep(Experiment):
         variants = chosen.settings()
         if world_size > 1 and chosen.nsight:  # nothing to see without communication
             variants = [variant for variant in variants if variant.communicates]
-        subjects: list[Row]
-        if chosen.model is not None:
-            subjects = [{"model": chosen.model, "input": chosen.input}]
-        else:
-            subjects = [
-                {"size": size, **chosen.shape(), "batch": batch, "sequence": sequence}
-                for size in chosen.sizes
-                for batch in chosen.batches
-                for sequence in chosen.sequences
-            ]
+        subjects = chosen.subjects(chosen.sizes, chosen.batches, chosen.sequences)
         common: Row = {
             "variants": [variant.table() for variant in variants],
             "world_size": world_size,
@@ -199,10 +195,12 @@ class TrainStep(Experiment):
 
 
 def _label(subject: Row, variants: list[settings.Settings], world_size: int) -> str:
-    what = subject.get("model") or f"{subject['size']} b{subject['batch']} s{subject['sequence']}"
     precisions = "+".join(dict.fromkeys(variant.precision for variant in variants))
     compiled = dict.fromkeys(v.compile for v in variants if v.compile != "off")
-    parts = [f"train-step {what} {precisions}", *(f"compiled {each}" for each in compiled)]
+    parts = [
+        f"train-step {subject_label(subject)} {precisions}",
+        *(f"compiled {each}" for each in compiled),
+    ]
     return " ".join([*parts, f"{world_size} ranks"])
 
 

@@ -56,7 +56,7 @@ def text(name: str) -> str:
         ValueError: no such preset.
     """
     if name not in shipped():
-        raise ValueError(f"preset must be one of {', '.join(shipped())}; received {name!r}")
+        raise ValueError(f"preset must be one of {', '.join(shipped())}, but got {name!r}")
     return (importlib.resources.files(__name__) / f"{name}.toml").read_text(encoding="utf-8")
 
 
@@ -70,7 +70,7 @@ def load(name: str) -> Preset:
         return _parse(name, name, text(name))
     if not name.endswith(".toml"):
         raise ValueError(
-            f"preset must be one of {', '.join(shipped())}, or a file NAME.toml; received {name!r}"
+            f"preset must be one of {', '.join(shipped())}, or a file NAME.toml, but got {name!r}"
         )
     try:
         return _parse(Path(name).stem, name, Path(name).read_text(encoding="utf-8"))
@@ -93,7 +93,7 @@ def _parse(name: str, source: str, toml: str) -> Preset:
             for table in tables if isinstance(tables, list) else [tables]:
                 if not isinstance(table, Mapping):
                     raise ValueError(
-                        f"{experiment_name} must be a table of options; received {table!r}"
+                        f"{experiment_name} must be a table of options, but got {table!r}"
                     )
                 values = options.build(experiment, table)
                 user_code.refuse_ignored(values, table)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from bench_harness.case import Row
+from bench_harness.case import Row, plural
 from bench_harness.experiments import present
 from bench_harness.report import marks
 from bench_harness.report.frame import to_frame
@@ -190,8 +190,3 @@ _RULES: tuple[tuple[str, Callable[[pd.DataFrame], str | None]], ...] = (
 
 def _ms(value: float) -> str:
     return quantity(value, "ms")
-
-
-def plural(count: int, what: str) -> str:
-    """A count with its noun: 1 case, 2 cases."""
-    return f"{count} {what}" + "s" * (count != 1)

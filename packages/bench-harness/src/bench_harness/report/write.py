@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench_harness.case import Row
+from bench_harness.case import Row, plural
 from bench_harness.experiments import Table
 from bench_harness.report.build import Report, Section, where
 from bench_harness.report.cells import cell, is_missing, split
-from bench_harness.report.findings import plural
 from bench_harness.report.marks import LEGEND
 from bench_harness.report.plots import data_uri, png_bytes, svg_bytes
 from bench_harness.report.units import readable

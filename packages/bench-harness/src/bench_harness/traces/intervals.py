@@ -26,7 +26,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if end < start:
-            raise ValueError(f"an interval must not end before it begins; received {(start, end)}")
+            raise ValueError(f"an interval must not end before it begins, but got {(start, end)}")
         if start == end:
             continue
         if merged and start <= merged[-1][1]:

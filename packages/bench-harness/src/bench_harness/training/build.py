@@ -14,7 +14,7 @@ from torch import nn
 
 from bench_harness.experiments.base import CaseSkipped
 from bench_harness.training import settings as of
-from bench_harness.workload import attention_by_name, imported_module, language_model
+from bench_harness.workload import attention_by_name, workload_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -126,21 +126,15 @@ def training(
 
 
 def _workload(variant: of.Settings, config: Mapping[str, Any], device: torch.device) -> Workload:
-    rank = dist.get_rank()
-    if config.get("model") is not None:
-        workload = imported_module(
-            config["model"], config["input"], device, variant.precision, batch_seed=rank
-        )
-    else:
-        workload = language_model(
-            config,
-            device,
-            precision=variant.precision,
-            attention=attention_by_name(variant.attention),
-            batch_seed=rank,
-            checkpoint_blocks=variant.checkpoint_blocks,
-            chunked_loss=variant.loss == "chunked",
-        )
+    workload = workload_of(
+        config,
+        device,
+        precision=variant.precision,
+        batch_seed=dist.get_rank(),
+        attention=attention_by_name(variant.attention),
+        checkpoint_blocks=variant.checkpoint_blocks,
+        chunked_loss=variant.loss == "chunked",
+    )
     if variant.compile != "off":
         # Without a GPU nothing is worth generating code for.
         backend = config.get("backend") or ("inductor" if device.type == "cuda" else "aot_eager")
@@ -152,15 +146,20 @@ def _workload(variant: of.Settings, config: Mapping[str, Any], device: torch.dev
 def _blocks(module: nn.Module) -> list[nn.Module]:
     """The blocks of a model, each of which is compiled or sharded on its own.
 
+    They are its list named ``blocks``, or else the list of modules with the most parameters.
+
     Raises:
         ValueError: the model has none.
     """
     blocks = getattr(module, "blocks", None)
     if not isinstance(blocks, nn.ModuleList):
-        raise ValueError(
-            f"the model must have its blocks in an nn.ModuleList named 'blocks', but got "
-            f'{type(module).__name__}. Set compile = "model" or "off".'
-        )
+        lists = [each for each in module.modules() if isinstance(each, nn.ModuleList) and len(each)]
+        if not lists:
+            raise ValueError(
+                f"the model must have its blocks in an nn.ModuleList, but got "
+                f'{type(module).__name__}, which has none. Set compile = "model" or "off".'
+            )
+        blocks = max(lists, key=lambda each: sum(p.numel() for p in each.parameters()))
     return list(blocks)
 
 
