@@ -301,7 +301,7 @@ def _carry_out(
         timeout_s=timeout,
     )
     if dry_run:
-        session.dry_run(request, Console())
+        session.dry_run(request, Console(), as_json=as_json)
         return 0
     console = Console(stderr=as_json)
     done = session.measure(request, console, tables=tables and not as_json, as_json=as_json)
@@ -406,6 +406,86 @@ def _publish(
     return 0
 
 
+def _trace(
+    files: Annotated[
+        list[Path], typer.Argument(help="Recordings, one of each rank.", show_default=False)
+    ],
+    picture: Annotated[
+        Path | None,
+        typer.Option(
+            "--picture", help="Draw computation above communication (PNG).", show_default=False
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Analyse recordings of any program: overlap, kernels, stragglers.
+
+    Reads torch.profiler traces (.json, .json.gz), Nsight Systems (.nsys-rep, .sqlite) and Proton
+    (.hatchet). Runs nothing.
+    """
+    from rich.console import Console
+
+    from bench_harness import show
+    from bench_harness.traces import recordings
+
+    found = [recording for file in files for recording in recordings.load(file)]
+    if picture is not None:
+        from bench_harness.report.plots import png_bytes
+        from bench_harness.store import replace_file
+        from bench_harness.traces.picture import draw_overlap
+
+        lines = {each.name: each.communication["timeline"] for each in found if each.communication}
+        if not lines:
+            raise ValueError("--picture must have recordings with times, but got sums of Proton.")
+        replace_file(picture, png_bytes(draw_overlap(lines)))
+    tables = recordings.tables(found)
+    if as_json:
+        typer.echo(json.dumps(tables, allow_nan=False))
+    else:
+        show.plain_tables(tables, Console())
+    return 0
+
+
+def _list(as_json: AsJson = False) -> int:
+    """List experiments, presets, and the runs below runs/."""
+    from rich.console import Console
+
+    from bench_harness import session, show
+
+    found = {
+        "experiments": [{"name": each.name, "what": each.summary} for each in experiments.every()],
+        "presets": [
+            {"name": name, "what": presets.load(name).description} for name in presets.shipped()
+        ],
+        "runs": session.runs(),
+    }
+    if as_json:
+        typer.echo(json.dumps(found, allow_nan=False))
+    else:
+        show.plain_tables({name.capitalize(): rows for name, rows in found.items()}, Console())
+    return 0
+
+
+def _open(
+    run: Annotated[
+        Path | None,
+        typer.Argument(help="A run folder; the latest below runs/ by default.", show_default=False),
+    ] = None,
+) -> int:
+    """Open the report of a run in the browser."""
+    from bench_harness import session
+
+    folder = session.latest() if run is None else run
+    page = folder / "report.html"
+    if not page.is_file():
+        raise ValueError(
+            f"RUN must hold a report.html, but got {folder}. Run bench-harness report {folder}."
+        )
+    typer.echo(str(page))
+    typer.launch(page.absolute().as_uri())
+    return 0
+
+
 def _env(as_json: AsJson = False) -> int:
     """Show this machine as results record it."""
     from rich.console import Console
@@ -440,8 +520,11 @@ def _preset(
 
 
 _OTHERS: dict[str, Callable[..., int]] = {
+    "list": _list,
+    "open": _open,
     "report": _report,
     "compare": _compare,
+    "trace": _trace,
     "publish": _publish,
     "render": _render,
     "preset": _preset,

@@ -39,11 +39,14 @@ class Planned:
     Attributes:
         finished: whether the folder already holds its result.
         seconds: how long it took before; None if it has not run in this folder yet.
+        missing: what this machine lacks for it, so that it will be skipped; None if nothing is
+            known. Looked up for a dry run only.
     """
 
     case: Case
     finished: bool
     seconds: float | None
+    missing: str | None = None
 
 
 def plan(cases: Iterable[Case], store: Store) -> list[Planned]:

@@ -6,15 +6,15 @@ import json
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench_harness import experiments, runner, show
-from bench_harness.case import Case
+from bench_harness.case import Case, Row
 from bench_harness.progress import ConsoleReporter
 from bench_harness.runner import Planned
-from bench_harness.store import Store
+from bench_harness.store import Store, StoreError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -85,11 +85,74 @@ def choose_folder(name: str, cases: Sequence[Case]) -> Path:
     return RUNS / f"{name}-{latest + 1:02d}"
 
 
-def dry_run(request: Request, console: Console) -> None:
-    """Lists the cases, their status and expected time; creates nothing."""
+def runs() -> list[Row]:
+    """The run folders below :data:`RUNS`, the latest last: when, by which command, how they ended.
+
+    A folder that cannot be read is left out.
+    """
+    found = []
+    for folder in sorted(RUNS.glob("*/"), key=lambda folder: folder.stat().st_mtime):
+        store = Store(folder)
+        try:
+            rows, invocations = store.load().rows, store.runs()
+        except StoreError:
+            continue
+        if rows:
+            cases = {row["case_key"]: row["status"] for row in rows}
+            ok = sum(status == "ok" for status in cases.values())
+            last = invocations[-1] if invocations else {"started": "", "command": ""}
+            found.append(
+                {
+                    "folder": str(folder),
+                    "started": last["started"][:16].replace("T", " "),
+                    "cases": len(cases),
+                    "ok": ok,
+                    "command": last["command"],
+                }
+            )
+    return found
+
+
+def latest() -> Path:
+    """The run folder below :data:`RUNS` that was written last.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = runs()
+    if not found:
+        raise ValueError(f"RUN must be a run folder, but got none, and {RUNS} holds none. Name it.")
+    return Path(found[-1]["folder"])
+
+
+def dry_run(request: Request, console: Console, *, as_json: bool = False) -> None:
+    """Lists the cases, their status and expected time; creates nothing.
+
+    Args:
+        as_json: as one JSON object, to standard output.
+    """
     cases = select(request.cases, request.only)
     folder = request.output or choose_folder(request.name, cases)
-    show.plan(runner.plan(cases, Store(folder)), folder, console)
+    planned = [
+        item
+        if item.finished
+        else replace(item, missing=experiments.get(item.case.experiment).missing(item.case))
+        for item in runner.plan(cases, Store(folder))
+    ]
+    if not as_json:
+        show.plan(planned, folder, console)
+        return
+    listed = [
+        {
+            "experiment": item.case.experiment,
+            "label": item.case.label,
+            "finished": item.finished,
+            "missing": item.missing,
+            "expected_seconds": item.seconds,
+        }
+        for item in planned
+    ]
+    print(json.dumps({"folder": str(folder), "cases": listed}, allow_nan=False))
 
 
 def measure(request: Request, console: Console, *, tables: bool, as_json: bool = False) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,12 +46,15 @@ def plan(planned: Sequence[Planned], folder: Path, console: Console) -> None:
     """The cases of a dry run."""
     grid = _grid("case", "status", "expected")
     grid.columns[0].overflow = "fold"
+    left = [item for item in planned if not item.finished and item.missing is None]
     for item in planned:
-        expected = "" if item.finished else _maybe(item.seconds)
-        grid.add_row(Text(item.case.label), "finished" if item.finished else "to run", expected)
+        status = "finished" if item.finished else "to run" if item.missing is None else "skipped"
+        expected = _maybe(item.seconds) if status == "to run" else ""
+        grid.add_row(Text(item.case.label), status, expected)
     console.print(grid)
-    left = [item for item in planned if not item.finished]
-    estimate = total_estimate(planned)
+    for reason in dict.fromkeys(item.missing for item in planned if item.missing is not None):
+        line(console, f"skipped: {reason}", style="cyan")
+    estimate = total_estimate(left)
     if estimate is None:  # nothing like them has run here yet
         about = f"at most {duration(sum(item.case.timeout_s for item in left))} by their limits"
     else:
@@ -116,6 +119,24 @@ def _fitting(table: Table, console: Console, stem: str) -> Grid:
     grid.caption = "; ".join(filter(None, caption)) or None
     grid.caption_justify = "left"
     return grid
+
+
+def plain_tables(found: Mapping[str, Sequence[Row]], console: Console) -> None:
+    """Tables by title, whole: long cells are folded."""
+    from bench_harness.report.cells import cell
+
+    for title, rows in found.items():
+        if not rows:
+            continue
+        grid = _grid(*rows[0])
+        grid.title, grid.title_justify, grid.title_style = title, "left", "bold"
+        for column, name in zip(grid.columns, rows[0], strict=True):
+            numeric = all(isinstance(row[name], int | float | None) for row in rows)
+            column.justify = "right" if numeric else "left"
+            column.overflow = "fold"
+        for row in rows:
+            grid.add_row(*(Text(cell(value)) for value in row.values()))
+        console.print(grid)
 
 
 def _is_number(text: str) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench_harness.case import Case, Row
+from bench_harness.case import Case, Row, plural
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -120,6 +120,27 @@ class Experiment(abc.ABC):
             CaseSkipped: the case cannot run on this machine.
             torch.OutOfMemoryError: recorded as status "oom", a result of its own.
         """
+
+    def missing(self, case: Case) -> str | None:
+        """What this machine lacks for a case, looked up without torch; None if nothing is known.
+
+        A dry run shows such a case as skipped. By default: GPUs, and Nsight Systems.
+        """
+        from bench_harness.environment import gpu_count
+        from bench_harness.traces import nsight
+
+        config = case.config
+        if config.get("device") == "cuda":
+            shared = config.get("nnodes", 1)
+            wanted = 1 if config.get("alone") else config.get("world_size", 1) // shared
+            if gpu_count() < wanted:
+                return f"needs {plural(wanted, 'CUDA device')}, but found {gpu_count()}"
+        if config.get("nsight") or config.get("tool") == "nsight":
+            try:
+                nsight.nsys()
+            except nsight.NsightMissingError as error:
+                return str(error)
+        return None
 
     @abc.abstractmethod
     def tables(self, rows: pd.DataFrame) -> list[Table]:

@@ -115,17 +115,21 @@ def record(command: Sequence[str], report: Path, *, finished: Path, timeout_s: f
         if done.returncode or not imported.exists():
             raise _failure(_IMPORTER, done)
         raw.unlink()
-    export = report.with_suffix(".sqlite")
-    done = _run(
-        [
-            *(tool, "export", "--type=sqlite", "--force-overwrite=true"),
-            *("-o", str(export), str(imported)),
-        ],
-        timeout_s,
-    )
-    if done.returncode:
+    return export(imported, report.with_suffix(".sqlite"), timeout_s=timeout_s)
+
+
+def export(report: Path, target: Path, *, timeout_s: float = 600.0) -> Path:
+    """Exports a report (``.nsys-rep``) as SQLite to ``target``, which is returned.
+
+    Raises:
+        NsightMissingError: no usable ``nsys``.
+        NsightError: the export failed, as for a report of a newer version.
+    """
+    arguments = [nsys(), "export", "--type=sqlite", "--force-overwrite=true"]
+    done = _run([*arguments, "-o", str(target), str(report)], timeout_s)
+    if done.returncode or not target.exists():
         raise _failure("nsys export", done)
-    return export
+    return target
 
 
 def _run(arguments: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:

@@ -50,8 +50,8 @@ def stragglers(ranks: Sequence[Sequence[Row]]) -> Row:
         ``waited_ms`` itself; and ``latest``, the collectives with the longest waits, numbered as on
         rank 0. Nothing for a single rank, or where ranks saw different collectives.
     """
-    matched = _matched(ranks)
-    if len(ranks) < 2 or not matched:
+    matched = _matched(ranks) if len(ranks) > 1 else []
+    if not matched:
         return {}
     entries: list[Row] = [
         {"rank": rank, "last": 0, "waited_for_ms": 0.0, "waited_ms": 0.0}
