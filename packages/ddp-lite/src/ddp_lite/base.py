@@ -108,11 +108,7 @@ class DataParallelBase(TransparentWrapper, ABC):
         """Starts, in the plan's order, what is left, and puts all averages back."""
 
     def _plan_again(self, arrived: Sequence[int]) -> list[tuple[int, ...]] | None:
-        """Called after each step: a new plan, or None.
-
-        Args:
-            arrived: parameter indices in the order in which their gradients arrived.
-        """
+        """Called after each step with the order in which gradients arrived; None keeps the plan."""
 
     @abstractmethod
     def _explain_when(self) -> str:

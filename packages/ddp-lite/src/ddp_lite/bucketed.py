@@ -71,7 +71,7 @@ class BucketedDDP(DataParallelBase):
         refuse_arguments(type(self), unknown)
         # The base class plans the buckets in its constructor, so the settings come first.
         self._sizes = BucketSizes(bucket_size_mb, last_bucket_size_mb)
-        self._transport = Transport(copy=copy, wire_dtype=wire_dtype, comm_hook=comm_hook)
+        self._transport = Transport(copy, wire_dtype, comm_hook)
         self._rebucket = comm_hook is None if rebucket is None else rebucket
         self._rebucket_next = False  # after this step, if a plan was made
         super().__init__(
@@ -80,7 +80,6 @@ class BucketedDDP(DataParallelBase):
             missing_gradients=missing_gradients,
             auto_finish=auto_finish,
         )
-        self._reduce = self._transport.reducer(self._average)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -95,7 +94,8 @@ class BucketedDDP(DataParallelBase):
     def _start(self, bucket: Bucket, again: bool = False) -> None:
         step = self._step
         with step.taking(bucket, again) as (gradients, messages):
-            step.in_flight[bucket] = self._reduce(bucket, gradients, messages)
+            reduction = self._transport.start(self._average, bucket, gradients, messages)
+            step.in_flight[bucket] = reduction
 
     def _backward_ended(self) -> None:
         step = self._step
@@ -139,4 +139,4 @@ class BucketedDDP(DataParallelBase):
         return super()._settings() | own | {"rebucket": str(self._rebucket)}
 
     def _explain_when(self) -> str:
-        return f"buckets of {self._sizes}, {self._reduce.how}, each started during backward"
+        return f"buckets of {self._sizes}, {self._transport}, each started during backward"

@@ -1,4 +1,4 @@
-"""Whether a module can be wrapped at all, and so: local checks, made before anything is sent."""
+"""Whether a module can be wrapped as asked: local checks, made before anything is sent."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ from ddp_lite.step import Observer, Step
 Policy = Literal["skip-if-all", "zeros", "error"]
 _POLICIES = ("skip-if-all", "zeros", "error")
 AverageOver = Literal["active", "world"]
+_COUNT = "the count of ranks that have a batch"
 
 
 class MissingGradients(Observer):
@@ -133,7 +134,8 @@ class Join(Observer):
     def forward_begins(self, step: Step) -> None:
         """Says that this rank has a batch, once a step."""
         if self._active is None:
-            self._active = self._count(1.0, step)
+            with step.naming_failures_of(_COUNT):
+                self._active = self._count(1.0, step)
 
     def accompany(
         self, step: Step, finish: Callable[[], None], shadow_step: Callable[[], object]
@@ -152,10 +154,6 @@ class Join(Observer):
             finish()
             shadow_step()
 
-    def _others_have_batches(self, step: Step) -> bool:
-        self._active = self._count(0.0, step)
-        return self._active.item() > 0
-
     def averaged(self, step: Step) -> None:
         """Turns averages over all ranks into averages over the ranks with a batch."""
         gradients = [p.grad for p in step.parameters if p.grad is not None]
@@ -163,10 +161,14 @@ class Join(Observer):
             torch._foreach_mul_(gradients, step.group.size() / self._active)
         self._active = None
 
+    def _others_have_batches(self, step: Step) -> bool:
+        with step.naming_failures_of(_COUNT):
+            self._active = self._count(0.0, step)
+            return self._active.item() > 0
+
     def _count(self, mine: float, step: Step) -> Tensor:
         count = torch.tensor(mine, device=step.device)
-        with step.naming_failures_of("the count of ranks that have a batch"):
-            dist.all_reduce(count, group=step.group)
+        dist.all_reduce(count, group=step.group)
         return count
 
 

@@ -1,7 +1,7 @@
 """The ways in which the gradients of one bucket are averaged.
 
-A reduction is one bucket's gradients on their way; a reducer starts it. There are three ways to
-carry the gradients, with the memory traffic that each costs for N bytes of them:
+A reduction is one bucket's gradients on their way; ``Transport`` starts the one that a user chose.
+There are three, with the memory traffic that each costs for N bytes of gradients:
 
 - ``InPlaceReduction``: the collective works on the gradients where autograd put them. Nothing
   is copied and nothing is allocated.
@@ -11,14 +11,13 @@ carry the gradients, with the memory traffic that each costs for N bytes of them
 - ``WireReduction``: one converting copy into a flat tensor of a smaller dtype and one back, on a
   stream of their own.
 
-A gradient that is missing on this rank takes part as zeros. A comm hook averages in its own way,
-which ``ByHook`` fits in here.
+A gradient that is missing on this rank takes part as zeros. A comm hook averages in its own way.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import FunctionType
 from typing import Protocol, runtime_checkable
 
@@ -27,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_lite.buckets import Bucket, ParameterSpec
-from ddp_lite.collectives import Averager, Both, Chain, Completed, SideStream, Waitable
+from ddp_lite.collectives import Averager, Both, Chain, SideStream, Waitable
 
 
 class Reduction(Protocol):
@@ -60,11 +59,9 @@ class InPlaceReduction:
         ]
         # Collectives need contiguous memory; a strided gradient travels as a copy.
         values = [g if g.is_contiguous() else g.contiguous() for g in self._gradients]
-        self._copies = [
-            (gradient, value)
-            for gradient, value in zip(self._gradients, values, strict=True)
-            if gradient is not value
-        ]
+        self._copies: Sequence[tuple[Tensor, Tensor]] = ()
+        if any(map(operator.is_not, values, self._gradients)):
+            self._copies = tuple(zip(self._gradients, values, strict=True))
         nbytes = bucket.nbytes
         if messages:
             values += messages
@@ -75,7 +72,8 @@ class InPlaceReduction:
         """The averaged gradients, in the bucket's order."""
         self._work.wait()
         for gradient, value in self._copies:
-            gradient.copy_(value)
+            if gradient is not value:
+                gradient.copy_(value)
         return self._gradients
 
 
@@ -142,79 +140,6 @@ class WireReduction:
         return self._gradients
 
 
-class Reducer(Protocol):
-    """One of the ways to average a bucket.
-
-    Attributes:
-        how: what happens to the gradients, in words.
-    """
-
-    how: str
-
-    def __call__(
-        self, bucket: Bucket, gradients: Sequence[Tensor | None], messages: Sequence[Tensor]
-    ) -> Reduction:
-        """Starts averaging the gradients of a bucket, and messages of their dtype in place."""
-
-
-class InPlace:
-    """Reduces the gradients where they are."""
-
-    how = "coalesced in place"
-
-    def __init__(self, average: Averager) -> None:
-        self._average = average
-
-    def __call__(
-        self, bucket: Bucket, gradients: Sequence[Tensor | None], messages: Sequence[Tensor]
-    ) -> Reduction:
-        """Starts one coalesced collective."""
-        return InPlaceReduction(bucket, gradients, self._average, messages)
-
-
-class Copied:
-    """Reduces a flat copy, ``bucket.flat``."""
-
-    how = "copied into a flat tensor"
-
-    def __init__(self, average: Averager) -> None:
-        self._average = average
-
-    def __call__(
-        self, bucket: Bucket, gradients: Sequence[Tensor | None], messages: Sequence[Tensor]
-    ) -> Reduction:
-        """Copies the bucket and starts one collective."""
-        bucket.flat = flat = bucket.parameters[0].new_empty(bucket.numel)
-        views = pack(bucket, gradients, flat)
-        return FlatReduction(self._average([flat, *messages]), views)
-
-
-class OnWire:
-    """Reduces a flat copy in another dtype; messages travel on their own.
-
-    Args:
-        average: for two ranks, and for messages.
-        dtype: what travels.
-    """
-
-    def __init__(self, average: Averager, dtype: torch.dtype) -> None:
-        self.how = f"flattened and sent as {str(dtype).removeprefix('torch.')}"
-        self._average, self._dtype = average, dtype
-        self._side = SideStream()
-
-    def __call__(
-        self, bucket: Bucket, gradients: Sequence[Tensor | None], messages: Sequence[Tensor]
-    ) -> Reduction:
-        """Starts the chain of conversion, collectives, and conversion back."""
-
-        def start(flat: Tensor) -> Waitable:
-            sent = average_on_wire(flat, self._average)
-            return Both(sent, self._average(messages)) if messages else sent
-
-        stream = self._side.on(bucket.device)
-        return WireReduction(bucket, gradients, start, self._dtype, stream)
-
-
 @runtime_checkable
 class GradientHook(Protocol):
     """A comm hook that takes the gradients where autograd put them, not in a flat tensor."""
@@ -226,29 +151,110 @@ class GradientHook(Protocol):
 CommHook = Callable[[Tensor, Bucket], Waitable] | GradientHook
 
 
-class ByHook:
-    """Hands the bucket to a comm hook; messages travel on their own."""
+class Transport:
+    """How buckets travel, as a user of ``BucketedDDP`` chooses.
 
-    how = "handed to the comm hook"
+    Args:
+        copy: in a flat copy.
+        wire_dtype: in a flat copy of this dtype.
+        comm_hook: as this function averages them.
 
-    def __init__(self, average: Averager, hook: CommHook) -> None:
-        self._average, self._hook = average, hook
+    Raises:
+        ValueError: a ``wire_dtype`` that is not floating-point, or both of the last two.
+    """
 
-    def __call__(
-        self, bucket: Bucket, gradients: Sequence[Tensor | None], messages: Sequence[Tensor]
-    ) -> Reduction:
-        """Calls the hook, with the gradients or with a flat copy, ``bucket.flat``."""
-        average, hook = self._average, self._hook
-        average.collectives += 1
-        if isinstance(hook, GradientHook):
-            average.bytes += bucket.nbytes
-            reduction = hook.reduce_gradients(bucket, gradients)
+    def __init__(
+        self, copy: bool, wire_dtype: torch.dtype | None, comm_hook: CommHook | None
+    ) -> None:
+        if wire_dtype is not None and not wire_dtype.is_floating_point:
+            raise ValueError(
+                f"wire_dtype must be a floating-point dtype, but got {wire_dtype}. Use one such as "
+                "torch.bfloat16"
+            )
+        if wire_dtype is not None and comm_hook is not None:
+            raise ValueError(
+                "wire_dtype and comm_hook exclude each other, but got both. Convert inside the "
+                "hook (see ddp_lite.hooks)"
+            )
+        self._copy, self._wire_dtype = copy, wire_dtype
+        self._flat_hook: Callable[[Tensor, Bucket], Waitable] | None = None
+        self._gradient_hook: GradientHook | None = None
+        if isinstance(comm_hook, GradientHook):
+            self._gradient_hook = comm_hook
         else:
+            self._flat_hook = comm_hook
+        self._side = SideStream()
+
+    def start(
+        self,
+        average: Averager,
+        bucket: Bucket,
+        gradients: Sequence[Tensor | None],
+        messages: Sequence[Tensor],
+    ) -> Reduction:
+        """Starts averaging a bucket's gradients, and ``messages`` in place.
+
+        Args:
+            average: over the ranks; counts what is sent.
+            bucket: the parameters. A flat copy becomes its ``flat``.
+            gradients: theirs on this rank; None where there is none.
+            messages: of the bucket's dtype. Without a hook and a ``wire_dtype`` they travel in the
+                same collective.
+        """
+        if self._wire_dtype is not None:
+
+            def send(flat: Tensor) -> Waitable:
+                return _and(average_on_wire(flat, average), messages, average)
+
+            stream = self._side.on(bucket.device)
+            return WireReduction(bucket, gradients, send, self._wire_dtype, stream)
+        if self._gradient_hook is not None:
+            average.collectives += 1
+            average.bytes += bucket.nbytes
+            reduction = self._gradient_hook.reduce_gradients(bucket, gradients)
+            return _WithMessages(reduction, average(messages)) if messages else reduction
+        if self._flat_hook is not None:
             bucket.flat = flat = bucket.parameters[0].new_empty(bucket.padded_numel)
-            average.bytes += flat.nbytes
             views = pack(bucket, gradients, flat)
-            reduction = FlatReduction(hook(flat, bucket), views)
-        return _WithMessages(reduction, average(messages) if messages else Completed())
+            average.collectives += 1
+            average.bytes += flat.nbytes
+            return FlatReduction(_and(self._flat_hook(flat, bucket), messages, average), views)
+        if self._copy:
+            bucket.flat = flat = bucket.parameters[0].new_empty(bucket.numel)
+            views = pack(bucket, gradients, flat)
+            return FlatReduction(average([flat, *messages]), views)
+        return InPlaceReduction(bucket, gradients, average, messages)
+
+    def check(self, specs: Sequence[ParameterSpec]) -> None:
+        """Refuses parameters whose gradients cannot be carried.
+
+        Raises:
+            ValueError: a complex parameter meets a ``wire_dtype``.
+        """
+        for spec in specs:
+            if self._wire_dtype is not None and spec.dtype.is_complex:
+                raise ValueError(
+                    f"wire_dtype can carry real gradients only, but {spec.name} is {spec.dtype}; "
+                    "leave wire_dtype out or freeze the parameter"
+                )
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What ranks must agree on, in words."""
+        hook = self._flat_hook if self._gradient_hook is None else self._gradient_hook
+        kind = hook if isinstance(hook, type | FunctionType) else type(hook)
+        return {
+            "copy": str(self._copy),
+            "wire_dtype": str(self._wire_dtype),
+            "comm_hook": f"{kind.__qualname__} {getattr(hook, 'settings', '')}",
+        }
+
+    def __str__(self) -> str:
+        if self._wire_dtype is not None:
+            return f"flattened and sent as {str(self._wire_dtype).removeprefix('torch.')}"
+        if self._gradient_hook is not None or self._flat_hook is not None:
+            return "handed to the comm hook"
+        return "copied into a flat tensor" if self._copy else "coalesced in place"
 
 
 class _WithMessages:
@@ -259,6 +265,10 @@ class _WithMessages:
         gradients = self._reduction.wait()
         self._messages.wait()
         return gradients
+
+
+def _and(work: Waitable, messages: Sequence[Tensor], average: Averager) -> Waitable:
+    return Both(work, average(messages)) if messages else work
 
 
 def average_on_wire(flat: Tensor, average: Averager) -> Waitable:
@@ -293,63 +303,6 @@ def average_on_wire(flat: Tensor, average: Averager) -> Waitable:
         return work
 
     return Chain([exchange, sum_and_gather], flat.device)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Transport:
-    """The choice of a reducer, as a user makes it; see ``BucketedDDP`` for the fields.
-
-    Raises:
-        ValueError: a ``wire_dtype`` that is not floating-point, or both of the last two.
-    """
-
-    copy: bool
-    wire_dtype: torch.dtype | None
-    comm_hook: CommHook | None
-
-    def __post_init__(self) -> None:
-        if self.wire_dtype is not None and not self.wire_dtype.is_floating_point:
-            raise ValueError(
-                f"wire_dtype must be a floating-point dtype, but got {self.wire_dtype}. Use one "
-                "such as torch.bfloat16"
-            )
-        if self.wire_dtype is not None and self.comm_hook is not None:
-            raise ValueError(
-                "wire_dtype and comm_hook exclude each other, but got both. Convert inside the "
-                "hook (see ddp_lite.hooks)"
-            )
-
-    @property
-    def settings(self) -> dict[str, str]:
-        """What ranks must agree on, in words."""
-        hook = self.comm_hook
-        kind = hook if isinstance(hook, type | FunctionType) else type(hook)
-        return {
-            "copy": str(self.copy),
-            "wire_dtype": str(self.wire_dtype),
-            "comm_hook": f"{kind.__qualname__} {getattr(hook, 'settings', '')}",
-        }
-
-    def check(self, specs: Sequence[ParameterSpec]) -> None:
-        """Refuses parameters whose gradients cannot be carried.
-
-        Raises:
-            ValueError: a complex parameter meets a ``wire_dtype``.
-        """
-        for spec in specs:
-            if self.wire_dtype is not None and spec.dtype.is_complex:
-                raise ValueError(
-                    f"wire_dtype can carry real gradients only, but {spec.name} is {spec.dtype}; "
-                    "leave wire_dtype out or freeze the parameter"
-                )
-
-    def reducer(self, average: Averager) -> Reducer:
-        """What reduces each bucket."""
-        if self.comm_hook is not None:
-            return ByHook(average, self.comm_hook)
-        if self.wire_dtype is not None:
-            return OnWire(average, self.wire_dtype)
-        return Copied(average) if self.copy else InPlace(average)
 
 
 def pack(bucket: Bucket, gradients: Sequence[Tensor | None], flat: Tensor) -> list[Tensor]:

@@ -258,6 +258,8 @@ class Step:
 
 
 class _Naming:
+    """Names a collective that is no bucket's if it fails."""
+
     def __init__(self, step: Step, what: str) -> None:
         self._step, self._what = step, what
 
@@ -271,6 +273,8 @@ class _Naming:
 
 
 class _Taking:
+    """Takes a bucket's gradients, and names its reduction if it cannot be started."""
+
     __slots__ = ("_again", "_begin", "_bucket", "_gradients", "_step")
 
     def __init__(self, step: Step, bucket: Bucket, again: bool) -> None:
@@ -305,6 +309,8 @@ class _Taking:
 
 
 class _Waiting:
+    """Names a bucket's reduction if it fails while it is waited for."""
+
     __slots__ = ("_begin", "_bucket", "_step")
 
     def __init__(self, step: Step, bucket: Bucket) -> None:
