@@ -90,8 +90,8 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def on_page_content(html: str, **_: object) -> str:
-    """Docstrings use Sphinx's roles, which Markdown does not know: the name alone stays."""
-    return SPHINX_ROLE.sub("<code>", html)
+    """Docstrings use Sphinx's roles and its "::" before code, which Markdown does not know."""
+    return SPHINX_ROLE.sub("<code>", html).replace("::</p>", ":</p>")
 
 
 def _repository_path(file: File) -> str:

@@ -29,8 +29,10 @@ PAGES = sorted(
     for page in (ROOT / "docs" / folder).glob("*.md")
 )
 TORCHRUN = re.compile(r"torchrun --nproc-per-node (?P<ranks>\d) (?P<file>\w+\.py)\n")
+GROUPS: list[dist.ProcessGroup | None] = []
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
 def test_blocks_run(page: Path, tmp_path: Path) -> None:
     for blocks in programs(run_readme.blocks(page)):
@@ -54,7 +56,8 @@ def test_blocks_run(page: Path, tmp_path: Path) -> None:
 def run_forked(program: str, file: Path, world_size: int, folder: Path) -> None:
     # A store in this process, as torchrun keeps one: no port has to be chosen.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    run_ranks(run_program, world_size, program, str(file), str(folder), store.port)
+    arguments = (program, str(file), str(folder), store.port)
+    run_ranks(run_program, world_size, *arguments, timeout=240)
 
 
 def programs(blocks: list[run_readme.Block]) -> Iterator[list[run_readme.Block]]:
@@ -70,7 +73,10 @@ def programs(blocks: list[run_readme.Block]) -> Iterator[list[run_readme.Block]]
 
 
 def run_program(rank: int, world_size: int, text: str, file: str, folder: str, port: int) -> None:
-    dist.destroy_process_group()  # the launcher's: programs make their own
+    # Programs make their own group. The launcher's is forgotten but kept: another rank may still be
+    # connecting to this one.
+    GROUPS.append(dist.group.WORLD)
+    dist.destroy_process_group()
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
