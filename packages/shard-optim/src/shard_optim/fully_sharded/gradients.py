@@ -34,32 +34,35 @@ class GradientStore:
                 self._reduced[position] = param.grad
                 param.grad = None
 
-    def take(self, position: int) -> Tensor | None:
-        """The whole gradient since the last reduction; autograd's own tensor if there is one."""
-        param = self._params[position]
-        grad, kept = param.grad, self._unreduced[position]
-        if grad is not None:
-            param.grad = None
-        if kept is None:
-            return grad
-        self._unreduced[position] = None
-        return kept if grad is None else kept.add_(grad)
+    def take(self, positions: Sequence[int]) -> list[Tensor | None]:
+        """Whole gradients since the last reduction; autograd's own tensors if there are any."""
+        taken: list[Tensor | None] = []
+        for position in positions:
+            param, kept = self._params[position], self._unreduced[position]
+            grad = param.grad
+            if grad is not None:
+                param.grad = None
+            if kept is not None:
+                self._unreduced[position] = None
+                grad = kept if grad is None else kept.add_(grad)
+            taken.append(grad)
+        return taken
 
     def keep(self) -> None:
         """Keeps what arrived for a later reduction, summed in the resting dtype."""
-        for position, dtype in enumerate(self._dtypes):
-            grad = self.take(position)
+        for position, grad in enumerate(self.take(range(len(self._params)))):
             if grad is not None:
-                self._unreduced[position] = grad.to(dtype)
+                self._unreduced[position] = grad.to(self._dtypes[position])
 
-    def add(self, position: int, reduced: Tensor) -> None:
-        """Adds a reduced gradient to those put aside."""
-        before = self._reduced[position]
-        if before is None:
-            self._new.add(position)
-            self._reduced[position] = reduced
-        else:
-            before.add_(reduced)
+    def add(self, positions: Sequence[int], reduced: Sequence[Tensor]) -> None:
+        """Adds reduced gradients to those put aside."""
+        for position, part in zip(positions, reduced, strict=True):
+            before = self._reduced[position]
+            if before is None:
+                self._new.add(position)
+                self._reduced[position] = part
+            else:
+                before.add_(part)
 
     def drop(self, position: int) -> None:
         """Takes back what this backward pass added: zeros, because no rank had a gradient."""
@@ -78,6 +81,5 @@ class GradientStore:
 
     def discard(self) -> None:
         """Forgets every gradient since the last step, of earlier backward passes too."""
-        for position in range(len(self._params)):
-            self.take(position)
-            self._reduced[position] = None
+        self.take(range(len(self._params)))
+        self._reduced = [None] * len(self._params)

@@ -125,7 +125,7 @@ class ReplicatedParameters:
         taken = []
         flags = list(present)
         for position, (param, name) in enumerate(zip(self.params, self.names, strict=True)):
-            grad = self.gradients.take(position) if param.requires_grad else None
+            grad = self.gradients.take([position])[0] if param.requires_grad else None
             check_gradient(grad, name)
             taken.append(grad)
             flags.append(grad is not None or not param.requires_grad)
@@ -160,9 +160,8 @@ class ReplicatedParameters:
             flags = [flag > 0 for flag in anywhere.tolist()]
         for position, (param, part) in enumerate(zip(self.params, averages, strict=True)):
             if param.requires_grad and flags[len(present) + position]:
-                self.gradients.add(
-                    position, part.view(param.shape).to(self._resting[position].dtype)
-                )
+                whole = part.view(param.shape).to(self._resting[position].dtype)
+                self.gradients.add([position], [whole])
         return flags[: len(present)]
 
     def _compare_orders(self) -> None:

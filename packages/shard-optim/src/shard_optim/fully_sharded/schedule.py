@@ -302,7 +302,7 @@ class Schedule:
             self._reduce(unit)
         while self._reductions:
             self._reductions.popleft().land()
-        places = [(unit, position) for unit in trainable for position in unit.reduced]
+        places = [(unit, position) for unit in trainable for position in unit.reduce_plan.positions]
         present = [position in self._present[unit] for unit, position in places]
         digest, self._order_digest = self._order_digest, 0
         anywhere = self.replicated.reduce(present, digest)

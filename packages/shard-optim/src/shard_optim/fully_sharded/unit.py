@@ -71,6 +71,47 @@ def plan_cuts(numels: Sequence[int], world_size: int) -> list[Cut]:
     return cuts
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReducePlan:
+    """Where the averages of some of a unit's gradients lie in one flat tensor.
+
+    Attributes:
+        positions: of the parameters.
+        numel: elements of the flat tensor.
+        ranges: sizes to split it by, of each parameter's range and the gap after it.
+        owned: the same, where the padding inside a range belongs to the gap.
+        step: 2, or 1 if no parameter needs a gap, which are left out then: every part is a view,
+            and views are what costs the host most.
+    """
+
+    positions: list[int]
+    numel: int
+    ranges: list[int]
+    owned: list[int]
+    step: int
+
+
+def plan_reduction(positions: list[int], cuts: Sequence[Cut], rank: int) -> ReducePlan:
+    """Ranges back to back at aligned places.
+
+    Args:
+        positions: of the parameters to reduce.
+        cuts: of all parameters of the unit.
+        rank: which rank's ranges.
+    """
+    chunks = [cuts[position].chunk for position in positions]
+    counts = [cuts[position].owned(rank)[1] for position in positions]
+    sizes = [round_up(chunk) for chunk in chunks]
+    step = 1 if sizes == chunks == counts else 2
+    ranges, owned = (
+        used
+        if step == 1
+        else [n for part, size in zip(used, sizes, strict=True) for n in (part, size - part)]
+        for used in (chunks, counts)
+    )
+    return ReducePlan(positions=positions, numel=sum(sizes), ranges=ranges, owned=owned, step=step)
+
+
 class Slot:
     """A persistent buffer into which units are gathered, one after the other.
 
@@ -103,10 +144,9 @@ class Reduction:
     """A reduction under way; ``inputs`` must live until the reduce-scatter has been awaited."""
 
     unit: Unit
-    positions: list[int]
+    plan: ReducePlan
     inputs: list[Tensor]
     output: Tensor
-    sizes: list[int]
     work: dist.Work
     across: dist.Work | None = None
 
@@ -128,12 +168,9 @@ class Reduction:
             self.cross()
             assert self.across is not None
             guarded(unit.across_words, unit.replicas, self.across.wait)
-        received = self.output.to(unit.dtype)
-        for position, part in zip(
-            self.positions, torch.split_with_sizes(received, self.sizes), strict=True
-        ):
-            count = unit.shard_views[position].numel()
-            unit.gradients.add(position, part if part.numel() == count else part[:count])
+        plan = self.plan
+        received = torch.split_with_sizes(self.output.to(unit.dtype), plan.owned)
+        unit.gradients.add(plan.positions, received[:: plan.step])
 
 
 class Unit:
@@ -153,7 +190,7 @@ class Unit:
         arrived: positions whose gradients are complete in this backward pass.
         expected: how many will be.
         hooked: positions whose parameters report their gradients.
-        reduced: positions of the last reduction: those of trainable parameters.
+        reduce_plan: of the last reduction: that of the trainable parameters.
     """
 
     def __init__(
@@ -194,7 +231,7 @@ class Unit:
         self.arrived: set[int] = set()
         self.expected = 0
         self.hooked: set[int] = set()
-        self.reduced: list[int] = []
+        self.reduce_plan = plan_reduction([], self.cuts, group.rank())
 
     # --- gather ------------------------------------------------------------------------------
 
@@ -272,47 +309,39 @@ class Unit:
         Returns:
             The reduction, and the positions that had a gradient.
         """
-        positions, inputs, present = [], [], []
-        for position, param in enumerate(self.params):
-            if not param.requires_grad:
-                continue
-            grad = self.gradients.take(position)
-            check_gradient(grad, self.names[position])
-            if grad is not None:
-                present.append(position)
-            positions.append(position)
-            inputs.append(self._whole_gradient(position, grad))
+        positions = [place for place, param in enumerate(self.params) if param.requires_grad]
+        if positions != self.reduce_plan.positions:
+            self.reduce_plan = plan_reduction(positions, self.cuts, self.group.rank())
+        plan = self.reduce_plan
+        grads = self.gradients.take(positions)
+        present = [
+            position for position, grad in zip(positions, grads, strict=True) if grad is not None
+        ]
+        inputs = list(map(self._whole_gradient, positions, grads))
         self.arrived.clear()
-        self.reduced = positions
         dtype = self._reduce_dtype or inputs[0].dtype
         if dtype == torch.float16:
             dtype = torch.float32
         if any(grad.dtype != dtype for grad in inputs):
-            converted = torch.empty(
-                sum(grad.numel() for grad in inputs), dtype=dtype, device=self.device
-            ).split([grad.numel() for grad in inputs])
+            sizes = [grad.numel() for grad in inputs]
+            converted = torch.empty(sum(sizes), dtype=dtype, device=self.device).split(sizes)
             torch._foreach_copy_(converted, inputs)
             inputs = list(converted)
-        sizes = [round_up(self.cuts[position].chunk) for position in positions]
-        output = torch.empty(sum(sizes), dtype=dtype, device=self.device)
-        targets = [
-            part[: self.cuts[position].chunk]
-            for position, part in zip(positions, torch.split_with_sizes(output, sizes), strict=True)
-        ]
+        output = torch.empty(plan.numel, dtype=dtype, device=self.device)
+        targets = torch.split_with_sizes(output, plan.ranges)[:: plan.step]
         work = guarded(
             self.reduce_words, self.group, reduce_scatter_several, targets, inputs, self.group
         )
-        return Reduction(self, positions, inputs, output, sizes, work), present
+        return Reduction(self, plan, inputs, output, work), present
 
     def _whole_gradient(self, position: int, grad: Tensor | None) -> Tensor:
         """The gradient as a vector that divides evenly over the ranks."""
         cut = self.cuts[position]
-        numel = cut.chunk * self.group.size()
         if grad is None:
-            return torch.zeros(numel, dtype=self.gather_dtype, device=self.device)
+            return torch.zeros(
+                cut.chunk * self.group.size(), dtype=self.gather_dtype, device=self.device
+            )
+        check_gradient(grad, self.names[position])
         flat = in_memory_order(grad, self.whole_views[position])
-        if numel == cut.numel:
-            return flat
-        padded = flat.new_zeros(numel)
-        padded[: cut.numel].copy_(flat)
-        return padded
+        padding = cut.chunk * self.group.size() - cut.numel
+        return torch.nn.functional.pad(flat, (0, padding)) if padding else flat
