@@ -519,6 +519,23 @@ def _preset(
     return 0
 
 
+def _migrate(
+    files: Annotated[list[Path], typer.Argument(help="Python files.", show_default=False)],
+) -> int:
+    """Say what programs change to use these packages instead of torch's or flash-attn.
+
+    The files are read and never run. Exits with 1 if there is anything to change.
+    """
+    from bench_harness import migrate
+
+    found = [(file, change) for file in files for change in migrate.read(file)]
+    for file, each in found:
+        typer.echo(f"{file}:{each.line}:{each.column}: {each.what}: {each.advice}")
+    for page in sorted({each.page for _, each in found}):
+        typer.echo(f"see {page}")
+    return FAILED if found else 0
+
+
 _OTHERS: dict[str, Callable[..., int]] = {
     "list": _list,
     "open": _open,
@@ -529,4 +546,5 @@ _OTHERS: dict[str, Callable[..., int]] = {
     "render": _render,
     "preset": _preset,
     "env": _env,
+    "migrate": _migrate,
 }
