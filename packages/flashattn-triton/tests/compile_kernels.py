@@ -25,8 +25,10 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from flashattn_triton.backward import triton_backward
+from flashattn_triton.bias_pass import triton_bias_backward
 from flashattn_triton.configs import TABLE, Tiling
 from flashattn_triton.forward import triton_forward
+from flashattn_triton.mask_and_bias import MaskAndBias
 from flashattn_triton.options import resolve_options
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -51,7 +53,10 @@ class AbsentGPU:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One problem on one GPU. ``tiling`` as ``Tiling.pack`` writes it."""
+    """One problem on one GPU.
+
+    ``tiling`` as ``Tiling.pack`` writes it; ``tensors``: which of ``mask_and_bias.NAMES`` it has.
+    """
 
     architecture: int
     head_dim: int
@@ -61,6 +66,17 @@ class Request:
     length: int = 4096
     forward: bool = True
     backward: bool = True
+    tensors: list[str] = dataclasses.field(default_factory=list)
+
+    def mask_and_bias(self, shape: tuple[int, ...]) -> MaskAndBias:
+        """The tensors for queries and keys of ``shape``, with one bias for the whole batch."""
+        batch, heads, length, _ = shape
+        tensors = {
+            "alibi_slopes": torch.empty(batch, heads, device="meta"),
+            "bias": torch.empty(1, heads, length, length, dtype=DTYPES[self.dtype], device="meta"),
+            "prefix_lengths": torch.empty(batch, dtype=torch.int32, device="meta"),
+        }
+        return MaskAndBias(**{name: tensors[name] for name in self.tensors})
 
 
 def compiled_kernels(request: Request) -> Iterator[tuple[str, Any]]:
@@ -80,11 +96,15 @@ def compiled_kernels(request: Request) -> Iterator[tuple[str, Any]]:
         )
         options = resolve_options(head_dim=request.head_dim, **request.options)
         tiling = Tiling.unpack(request.tiling)
+        added = request.mask_and_bias(shape)
         if request.forward:
-            triton_forward(query, key, value, options, tiling.forward)
+            triton_forward(query, key, value, options, tiling.forward, None, added)
         if request.backward:
             lse = torch.empty(shape[:3], device="meta")
-            triton_backward(query, key, value, value, lse, grad_out, None, options, tiling)
+            tensors = (query, key, value, value, lse, grad_out, None)
+            triton_backward(*tensors, options, tiling, None, added)
+            if added.bias is not None:
+                triton_bias_backward(*tensors, options, tiling, added)
     finally:
         JITFunction.run = run
     yield from kernels

@@ -18,12 +18,17 @@ Ask for them by name; nothing is imported from here.
 ``varlen_case``, ``gpu_varlen_case``
     The same for packed batches; ``case.seqlens`` holds (queries, keys) for each sequence.
 
+``tensor_case``, ``dense_tensor_case``, ``gpu_tensor_case``
+    The same for calls with ALiBi slopes, a bias or prefixes, which ``inputs.tensors`` holds under
+    the names of ``flash_attention``'s arguments.
+
 ``dense_case(...)``, ``packed_case(...)``
     Make a :class:`Case` of one's own.
 
 ``make_inputs(case, device="cpu", layout="bhsd")``
     An :class:`Inputs`: query, key, value (views shaped (B, H, N, D) that require gradients;
-    packed (T, H, D) for varlen cases), and random gradients of output and logsumexp.
+    packed (T, H, D) for varlen cases), a bias if the case has one, and random gradients
+    of output and logsumexp.
     ``layout``: "bhsd" contiguous, "bshd" (heads and sequence transposed), "padded" (rows with gaps
     full of NaN), "strided" (last stride 2, gaps full of NaN), "expanded" (stride-0 key heads).
 
@@ -51,6 +56,7 @@ from torch import Tensor
 
 import background
 from flashattn_triton.hopper import eligibility
+from flashattn_triton.mask_and_bias import NAMES, MaskAndBias, resolve_mask_and_bias
 from flashattn_triton.options import AttentionOptions
 from flashattn_triton.reference import attention_reference, attention_reference_varlen
 
@@ -146,6 +152,9 @@ class Case:
     softcap: float | None = None
     scale: float | None = None
     packed: bool = False
+    alibi: str | None = None  # slopes for each of "heads", or of "batch" too
+    bias: str | None = None  # the dimensions that it has, of "bhqk"
+    prefix: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -191,6 +200,9 @@ class Case:
         parts += [f"window{self.window[0]}_{self.window[1]}"] if any_bound(self.window) else []
         parts += [f"softcap{self.softcap:g}"] if self.softcap is not None else []
         parts += [f"scale{self.scale:g}"] if self.scale is not None else []
+        parts += [f"alibi_{self.alibi}"] if self.alibi else []
+        parts += [f"bias_{self.bias}"] if self.bias else []
+        parts += ["prefix"] if self.prefix else []
         return "-".join(parts).replace("None", "inf")
 
 
@@ -294,6 +306,50 @@ VARLEN_CASES = [
 ]
 
 
+TENSOR_CASES = [
+    dense(2, (2, 1), 35, 45, 16, "fp32", causal="bottom-right", alibi="batch"),
+    dense(1, 1, 45, 35, 16, "bf16", alibi="heads", softcap=5.0),
+    dense(2, (2, 1), 35, 45, (16, 24), "fp32", bias="bhqk", softcap=3.0, scale=-0.3),
+    dense(2, (2, 1), 33, 33, 16, "bf16", bias="hqk", causal="top-left"),
+    dense(2, 1, 20, 40, 16, "fp16", bias="bk"),
+    dense(1, (2, 1), 40, 20, 16, "fp32", bias="q", window=(15, 9)),
+    dense(1, 1, 33, 17, 16, "fp32", bias="", alibi="heads"),  # one number for all scores
+    dense(3, 1, 45, 35, 16, "fp32", causal="top-left", prefix=True),
+    dense(2, 1, 35, 45, 32, "bf16", causal="bottom-right", prefix=True, softcap=4.0),
+    dense(2, (2, 1), 35, 70, 16, "fp32", causal="bottom-right", prefix=True, bias="hqk",
+          alibi="batch"),
+    packed((2, 1), ((33, 40), (0, 9), (40, 33)), (16, 16), "fp32", alibi="batch"),
+    packed((2, 1), ((40, 33), (9, 0), (9, 45)), (32, 16), "fp32", causal="bottom-right",
+           alibi="heads", prefix=True),
+    packed((1, 1), ((40, 40), (1, 1), (20, 40)), (16, 16), "bf16", causal="top-left",
+           prefix=True),
+]  # fmt: skip
+
+
+def full_tensor_matrix() -> Iterator[Case]:
+    """Each feature with each dtype, width and mask; lengths that are no multiples of tiles."""
+    features: list[dict[str, Any]] = [
+        {"alibi": "heads", "causal": "bottom-right"},
+        {"alibi": "batch", "window": (100, 50)},
+        {"bias": "bhqk", "causal": "top-left"},
+        {"bias": "hqk", "softcap": 15.0},
+        {"bias": "bk"},
+        {"bias": "q", "causal": "bottom-right"},
+        {"prefix": True, "causal": "bottom-right"},
+        {"prefix": True, "causal": "top-left", "bias": "hqk", "alibi": "heads"},
+    ]
+    for dtype_name in DTYPE_NAMES:
+        for head_dim in (64, 128, 256) if dtype_name == "bf16" else (64,):
+            for feature in features:
+                yield dense(2, (4, 2), 799, 1023, head_dim, dtype_name, **feature)
+                yield dense(2, (4, 2), 513, 300, head_dim, dtype_name, **feature)
+    lengths = ((300, 300), (0, 0), (1, 1), (1023, 799), (64, 512), (0, 77), (65, 0))
+    for dtype_name in DTYPE_NAMES:
+        for causal in ("top-left", "bottom-right"):
+            yield packed((4, 2), lengths, (64, 64), dtype_name, causal=causal, alibi="batch")
+            yield packed((4, 2), lengths, (64, 64), dtype_name, causal=causal, prefix=True)
+
+
 def full_matrix() -> Iterator[Case]:
     """Lengths, widths, dtypes and masks at the sizes where tiles, stages and warps differ.
 
@@ -359,6 +415,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         "strided_case": lambda: [c for c in CASES if c.lengths in STRIDED_LENGTHS],
         "plain_case": lambda: [c for c in CASES if is_plain(c)],
         "plain_causal_case": lambda: [c for c in CASES if is_plain(c) and c.lengths == ((65, 65),)],
+        "tensor_case": lambda: TENSOR_CASES,
+        "dense_tensor_case": lambda: [c for c in TENSOR_CASES if not c.packed],
+        "gpu_tensor_case": lambda: TENSOR_CASES + list(full_tensor_matrix()),
         "varlen_case": lambda: VARLEN_CASES,
         "gpu_case": lambda: CASES + list(full_matrix()),
         "gpu_varlen_case": lambda: VARLEN_CASES + list(full_varlen_matrix()),
@@ -382,6 +441,23 @@ class Inputs:
     value: Tensor
     grad_out: Tensor
     grad_lse: Tensor
+    tensors: dict[str, Tensor]
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.tensors.get("bias")
+
+    @property
+    def mask_and_bias(self) -> MaskAndBias:
+        given = dict.fromkeys(NAMES) | self.tensors | {"bias": None}
+        resolved = resolve_mask_and_bias(
+            **given,
+            leading=(self.case.batch,),
+            heads=self.case.heads[0],
+            lengths=self.case.lengths[0],
+            device=self.query.device,
+        )
+        return replace(resolved, bias=self.bias)  # may be of a dtype that only the oracle takes
 
     @property
     def options(self) -> AttentionOptions:
@@ -431,8 +507,22 @@ def make_inputs() -> Callable[..., Inputs]:
             shape = (-1, kv_heads, -1) if case.packed else (-1, kv_heads, -1, -1)
             return shared.expand(shape).detach().requires_grad_()
 
+        tensors: dict[str, Tensor] = {}
+        if case.alibi is not None:
+            shape = (heads,) if case.alibi == "heads" else (case.batch, heads)
+            tensors["alibi_slopes"] = torch.rand(shape, generator=generator, device=device) / 4
+        if case.bias is not None:
+            sizes = zip("bhqk", (case.batch, heads, n_queries, n_keys), strict=True)
+            shape = tuple(n if name in case.bias else 1 for name, n in sizes)
+            bias = torch.randn(shape, generator=generator, device=device).to(case.dtype)
+            tensors["bias"] = bias.requires_grad_()
+        if case.prefix:  # some keys, none, more than there are
+            lengths = [n // 2 + 1 for _, n in case.lengths] * (1 if case.packed else case.batch)
+            lengths[1:3] = [0, lengths[-1] * 3][: len(lengths) - 1]
+            tensors["prefix_lengths"] = torch.tensor(lengths, device=device)
         return Inputs(
             case=case,
+            tensors=tensors,
             query=leaf(heads, n_queries, dim),
             key=key_leaf(dim),
             value=key_leaf(value_dim),
@@ -450,15 +540,17 @@ Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor] | Tensor]
 
 def differentiate(attend: Attend, inputs: Inputs, lse_gradient: bool) -> dict[str, Tensor]:
     """Runs ``attend`` and its backward pass on the inputs."""
-    leaves = (inputs.query, inputs.key, inputs.value)
+    leaves = [inputs.query, inputs.key, inputs.value]
     result = attend(*leaves)
+    leaves += [] if inputs.bias is None else [inputs.bias]
     out, lse = result if isinstance(result, tuple) else (result, None)
     loss = (out.double() * inputs.grad_out.double()).sum()
     if lse is not None and lse_gradient:
         finite = torch.isfinite(lse)  # the gradient of a constant -inf would be 0 · -inf in the sum
         loss = loss + torch.where(finite, lse, 0.0).mul(inputs.grad_lse).sum()
     gradients = torch.autograd.grad(loss, leaves)
-    results = dict(zip(("dq", "dk", "dv"), gradients, strict=True)) | {"out": out.detach()}
+    results = dict(zip(("dq", "dk", "dv", "dbias"), gradients, strict=False))
+    results["out"] = out.detach()
     return results if lse is None else results | {"lse": lse.detach()}
 
 
@@ -466,15 +558,19 @@ def reference(inputs: Inputs, dtype: torch.dtype, lse_gradient: bool) -> dict[st
     """The definition's results in ``dtype``, gradients included."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        problem = (inputs.options, converted.mask_and_bias)
         if not inputs.case.packed:
-            return attention_reference(q, k, v, inputs.options, dtype=dtype)
+            return attention_reference(q, k, v, *problem, dtype=dtype)
         starts = inputs.case.cu_seqlens("cpu")
-        return attention_reference_varlen(q, k, v, *starts, inputs.options, dtype=dtype)
+        return attention_reference_varlen(q, k, v, *starts, *problem, dtype=dtype)
 
     query, key, value = (
         x.detach().to(dtype).requires_grad_() for x in (inputs.query, inputs.key, inputs.value)
     )
-    converted = replace(inputs, query=query, key=key, value=value)
+    tensors = dict(inputs.tensors)
+    if inputs.bias is not None:
+        tensors["bias"] = inputs.bias.detach().to(dtype).requires_grad_()
+    converted = replace(inputs, query=query, key=key, value=value, tensors=tensors)
     return differentiate(attend, converted, lse_gradient)
 
 

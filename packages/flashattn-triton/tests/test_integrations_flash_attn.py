@@ -116,7 +116,7 @@ def test_signatures() -> None:
 
 UNSUPPORTED = [
     ({"dropout_p": 0.1}, "dropout_p must be 0.0, .* does not support dropout, but got 0.1"),
-    ({"alibi_slopes": torch.ones(4)}, r"alibi_slopes must be None, .* a tensor of shape \(4,\)"),
+    ({"alibi_slopes": torch.ones(3)}, r"alibi_slopes must be .* shape \(4,\) or \(1, 4\), but got"),
     ({"page_table": torch.ones(4)}, "page_table must be None, .* paged caches"),
     ({"qv": torch.ones(4)}, "qv must be None"),
     ({"k_descale": torch.ones(4)}, "k_descale must be None, .* fp8"),

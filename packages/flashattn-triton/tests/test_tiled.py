@@ -8,8 +8,8 @@ import torch
 from flashattn_triton import tiled
 from flashattn_triton.options import AttentionOptions
 from flashattn_triton.reference import attention_reference, visibility_mask
+from flashattn_triton.score_tiles import Band
 from flashattn_triton.tiled import (
-    Band,
     FlashAttention2PyTorch,
     tiled_backward,
     tiled_backward_varlen,

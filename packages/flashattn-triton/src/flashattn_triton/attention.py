@@ -13,9 +13,14 @@ from flashattn_triton import eager, ops
 from flashattn_triton.compiled_backward import compiled_flash_backward
 from flashattn_triton.configs import Tiling, check_tiling_type
 from flashattn_triton.dispatch import Implementation, check_implementation
-from flashattn_triton.documents import attend_to_documents
+from flashattn_triton.documents import attend_to_documents, refuse_with_documents
 from flashattn_triton.launch import Packing
 from flashattn_triton.logsumexp import add_sinks, check_sinks
+from flashattn_triton.mask_and_bias import (
+    MaskAndBias,
+    check_prefix_options,
+    resolve_mask_and_bias,
+)
 from flashattn_triton.mistakes import (
     check_tensors,
     refuse_keywords,
@@ -36,24 +41,40 @@ from flashattn_triton.options import (
 )
 
 
-class PackedKeywords(TypedDict, total=False):
-    """Keywords of :func:`flash_attention_varlen` beside ``return_lse``, for its overloads."""
+class OptionKeywords(TypedDict, total=False):
+    """Keywords that are no tensors, layout or ``return_lse``."""
 
     causal: CausalArgument
     scale: float | None
     window: Window | None
     softcap: float | None
-    sinks: Tensor | None
     deterministic: bool
     implementation: Implementation
     tiling: Tiling | None
+
+
+class PackedKeywords(OptionKeywords, total=False):
+    """Keywords of :func:`flash_attention_varlen` beside ``return_lse``, for its overloads."""
+
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    prefix_lengths: Tensor | None
 
 
 class Keywords(PackedKeywords, total=False):
     """Keywords of :func:`flash_attention` beside ``return_lse``, for its overloads."""
 
     layout: Layout | None
+    bias: Tensor | None
     document_ids: Tensor | None
+
+
+class _Tensors(TypedDict):
+    """Those of :class:`MaskAndBias`, as callers give them."""
+
+    alibi_slopes: Tensor | None
+    bias: Tensor | None
+    prefix_lengths: Tensor | None
 
 
 @overload
@@ -99,6 +120,9 @@ def flash_attention(
     window: Window | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    prefix_lengths: Tensor | None = None,
     document_ids: Tensor | None = None,
     layout: Layout | None = None,
     return_lse: bool = False,
@@ -109,7 +133,7 @@ def flash_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale · Q Kᵀ) V, exactly, without the N_q x N_k matrix (arXiv:2307.08691).
 
-    Differentiable once in query, key and value, through the output and through the logsumexp.
+    Differentiable once in query, key, value, sinks and bias, through the output and the logsumexp.
     Scores, sums and all gradients are accumulated in fp32. A query that sees no key has output 0,
     logsumexp -inf and no gradient.
 
@@ -130,6 +154,13 @@ def flash_attention(
         softcap: c > 0 replaces a scaled score s by c·tanh(s/c).
         sinks: (H,), a logit for each query head that joins the softmax's denominator and has no
             value; differentiable. The logsumexp includes it.
+        alibi_slopes: (H,) or (B, H) fp32 constants: slope · |distance| is subtracted from a score,
+            where the distance is that of the key from the query's diagonal (arXiv:2108.12409).
+        bias: broadcastable to (B, H, N_q, N_k), fp16, bf16 or fp32: is added to the scores, after
+            the soft-cap; -inf hides a key. Differentiable; its gradient is summed in a fixed order
+            over the dimensions that share it.
+        prefix_lengths: (B,) integers, with a causal mask and no window: every query also sees the
+            first keys of its sequence, that many.
         document_ids: (B, N) integers, for self-attention within documents that share rows: a token
             sees those with its number, which must be its neighbours. The host waits for the device.
         layout: "bhsd" or "bshd", of inputs and output. None means "bhsd", with a warning if inputs
@@ -155,8 +186,13 @@ def flash_attention(
     if unknown:
         refuse_keywords("flash_attention", [*Keywords.__annotations__], unknown)
     check_tensors(query=query, key=key, value=value)
+    tensors: _Tensors = {
+        "alibi_slopes": alibi_slopes,
+        "bias": bias,
+        "prefix_lengths": prefix_lengths,
+    }
     if sinks is not None or document_ids is not None or query.dim() != 4:
-        keywords: PackedKeywords = {
+        keywords: OptionKeywords = {
             "causal": causal,
             "scale": scale,
             "window": window,
@@ -169,26 +205,39 @@ def flash_attention(
         if sinks is not None and query.dim() >= 3:
             check_sinks(sinks, query, query.shape[-2 if layout == "bshd" else -3])
         if document_ids is not None:
+            refuse_with_documents(bias=bias, prefix_lengths=prefix_lengths)
             out, lse = attend_to_documents(
-                query, key, value, document_ids, layout or "bhsd", keywords
+                query, key, value, document_ids, layout or "bhsd", alibi_slopes, keywords
             )
         elif sinks is not None:
             out, lse = flash_attention(
-                query, key, value, layout=layout, return_lse=True, **keywords
+                query, key, value, layout=layout, return_lse=True, **tensors, **keywords
             )
         else:
             batch = in_one_batch(query, key, value)
-            result = flash_attention(*batch, layout=layout, return_lse=True, **keywords)
+            heads_first = [to_heads_first(x, layout) for x in batch]
+            resolved = _resolve(heads_first[0], heads_first[1], query.shape[:-3], **tensors)
+            result = flash_attention(
+                *batch,
+                layout=layout,
+                return_lse=True,
+                alibi_slopes=resolved.alibi_slopes,
+                bias=resolved.bias,
+                prefix_lengths=resolved.prefix_lengths,
+                **keywords,
+            )
             out, lse = (x.reshape(*query.shape[:-3], *x.shape[1:]) for x in result)
         if sinks is not None:
             out, lse = add_sinks(out, lse, sinks, layout or "bhsd")
         return (out, lse) if return_lse else out
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = _autocast(query, key, value)
-    cache_key = eager.cache_key_of(
-        query, key, value,
-        causal, scale, window, softcap, layout, deterministic, implementation, tiling,
-    )  # fmt: skip
+    cache_key = None
+    if alibi_slopes is None and bias is None and prefix_lengths is None:
+        cache_key = eager.cache_key_of(
+            query, key, value,
+            causal, scale, window, softcap, layout, deterministic, implementation, tiling,
+        )  # fmt: skip
     call = None if cache_key is None else eager.cached(cache_key)
     if call is None:
         check_layout(layout)
@@ -206,13 +255,16 @@ def flash_attention(
             softcap=softcap,
             deterministic=deterministic,
         )
+        mask_and_bias = _resolve(query, key, query.shape[:1], **tensors)
+        if prefix_lengths is not None:
+            check_prefix_options(options)
         warn_of_alignment(causal, query.shape[2], key.shape[2], stacklevel=2)
         warn_of_layout(layout, query, key, stacklevel=2)
         if implementation == "reference":
             from flashattn_triton.reference import attention_reference
 
             with torch.autocast(query.device.type, enabled=False):
-                out, lse = attention_reference(query, key, value, options)
+                out, lse = attention_reference(query, key, value, options, mask_and_bias)
             out = to_heads_first(out.to(query.dtype), layout)
             return (out, lse) if return_lse else out
         if cache_key is not None:
@@ -221,7 +273,9 @@ def flash_attention(
     if call is not None:
         out, maybe_lse = call(query, key, value, return_lse)
     else:
-        arguments = ops.operator_arguments(options, implementation=implementation, tiling=tiling)
+        arguments = ops.operator_arguments(
+            options, implementation=implementation, tiling=tiling, mask_and_bias=mask_and_bias
+        )
         out, maybe_lse = ops.attend(query, key, value, *arguments)
     if layout == "bshd":
         out = to_heads_first(out, layout)
@@ -287,6 +341,8 @@ def flash_attention_varlen(
     window: Window | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    prefix_lengths: Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
     implementation: Implementation = "auto",
@@ -308,7 +364,11 @@ def flash_attention_varlen(
         max_seqlen_q: at least the length of the longest query sequence.
         max_seqlen_k: at least the length of the longest key sequence.
 
-    The other arguments are those of :func:`flash_attention`.
+        alibi_slopes: (H,) or (sequences, H) fp32 constants.
+        prefix_lengths: (sequences,) integers.
+
+    The other arguments are those of :func:`flash_attention`. There is no bias, whose elements are
+    pairs of a query and a key: attend to such sequences one by one, or padded.
 
     Returns:
         Output (T_q, H, E); with ``return_lse`` also the logsumexp, (H, T_q) fp32.
@@ -317,6 +377,11 @@ def flash_attention_varlen(
         ValueError: an argument is not what is described above.
         TypeError: an input is not a tensor, or an argument has another library's name.
     """
+    if unknown.get("bias") is not None:
+        raise ValueError(
+            "bias must be None for packed sequences, but got one. Attend to them one by one, or "
+            "padded, with flash_attention."
+        )
     if unknown:
         refuse_keywords("flash_attention_varlen", [*PackedKeywords.__annotations__], unknown)
     check_tensors(
@@ -337,6 +402,17 @@ def flash_attention_varlen(
         softcap=softcap,
         deterministic=deterministic,
     )
+    mask_and_bias = resolve_mask_and_bias(
+        alibi_slopes=alibi_slopes,
+        bias=None,
+        prefix_lengths=prefix_lengths,
+        leading=(cu_seqlens_q.shape[0] - 1,),
+        heads=query.shape[1],
+        lengths=(max_seqlen_q, max_seqlen_k),
+        device=query.device,
+    )
+    if prefix_lengths is not None:
+        check_prefix_options(options)
     if max_seqlen_q != max_seqlen_k:
         warn_of_alignment(causal, max_seqlen_q, max_seqlen_k, stacklevel=2)
     if implementation == "reference":
@@ -344,7 +420,9 @@ def flash_attention_varlen(
 
         starts = (cu_seqlens_q, cu_seqlens_k)
         with torch.autocast(query.device.type, enabled=False):
-            out, lse = attention_reference_varlen(query, key, value, *starts, options)
+            out, lse = attention_reference_varlen(
+                query, key, value, *starts, options, mask_and_bias
+            )
         out = out.to(query.dtype)
         if sinks is not None:
             out, lse = add_sinks(out, lse, sinks, "bshd")
@@ -356,7 +434,11 @@ def flash_attention_varlen(
         max_seqlen_k=max_seqlen_k,
     )
     arguments = ops.operator_arguments(
-        options, implementation=implementation, tiling=tiling, packing=packing
+        options,
+        implementation=implementation,
+        tiling=tiling,
+        packing=packing,
+        mask_and_bias=mask_and_bias,
     )
     views = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     out, lse = ops.attend(*views, *arguments)
@@ -364,6 +446,19 @@ def flash_attention_varlen(
     if sinks is not None:
         out, lse = add_sinks(out, lse, sinks, "bshd")
     return (out, lse) if return_lse else out
+
+
+def _resolve(
+    query: Tensor, key: Tensor, leading: torch.Size, **tensors: Unpack[_Tensors]
+) -> MaskAndBias:
+    """What is given of ``tensors``, for (B, H, N, D) tensors whose batch has dimensions leading."""
+    return resolve_mask_and_bias(
+        **tensors,
+        leading=leading,
+        heads=query.shape[1],
+        lengths=(query.shape[2], key.shape[2]),
+        device=query.device,
+    )
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -35,6 +35,7 @@ from torch import Tensor
 from flashattn_triton.configs import Tiles, Tiling
 from flashattn_triton.key_pass import ATOMIC, NONE, TMA_REDUCE, key_pass_kernel
 from flashattn_triton.launch import (
+    NO_PROBLEM_TENSORS,
     Launch,
     Packing,
     Sizes,
@@ -49,13 +50,13 @@ from flashattn_triton.launch import (
     option_numbers,
     outer,
     padded,
+    problem_tensors,
     unit_last_stride,
 )
+from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias, MaskAndBiasKind
 from flashattn_triton.options import AttentionOptions
-from flashattn_triton.preprocess import preprocess_kernel
+from flashattn_triton.preprocess import PREPROCESS_TILES, preprocess_launch
 from flashattn_triton.query_pass import query_pass_kernel
-
-PREPROCESS_TILES = Tiles(64, 1, 4, 1)
 
 
 def triton_backward(
@@ -69,11 +70,13 @@ def triton_backward(
     options: AttentionOptions,
     tiling: Tiling,
     packing: Packing | None = None,
+    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launches the backward kernels.
 
     Args:
-        query: and ``key``, ``value``, ``options``, ``packing``: as given to the forward pass.
+        query: and ``key``, ``value``, ``options``, ``packing``, ``mask_and_bias``: as given to the
+            forward pass.
         out: its output, (B, H, N_q, E).
         logsumexp: its logsumexp, contiguous (B, H, N_q) fp32.
         grad_out: dO, the shape of ``out``, any strides (copied if the last is not 1).
@@ -85,9 +88,11 @@ def triton_backward(
         dQ, dK and dV in the inputs' shapes and dtype. dQ is accumulated in fp32.
     """
     query, key, value, out, grad_out = map(unit_last_stride, (query, key, value, out, grad_out))
-    call = backward_call(query, key, value, out, grad_out, grad_logsumexp, options, tiling, packing)
-    starts = () if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k)
-    return call(query, key, value, out, logsumexp, grad_out, grad_logsumexp, *starts)
+    call = backward_call(
+        query, key, value, out, grad_out, grad_logsumexp, options, tiling, packing, mask_and_bias
+    )
+    tensors = (query, key, value, out, logsumexp, grad_out, grad_logsumexp)
+    return call(*tensors, problem_tensors(packing, mask_and_bias))
 
 
 def backward_call(
@@ -100,6 +105,7 @@ def backward_call(
     options: AttentionOptions,
     tiling: Tiling,
     packing: Packing | None = None,
+    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
 ) -> BackwardCall:
     """The call for inputs of these shapes, strides and types; their last stride is 1."""
     return _backward_call(
@@ -112,6 +118,7 @@ def backward_call(
         tiling,
         dot_precision(query.dtype),
         None if packing is None else packing.sizes,
+        mask_and_bias.kind,
         packing is None and all(can_use_tma(x) for x in (query, key, value, grad_out)),
     )
 
@@ -178,10 +185,9 @@ class BackwardCall:
         logsumexp: Tensor,
         grad_out: Tensor,
         grad_logsumexp: Tensor | None,
-        starts_q: Tensor | None = None,
-        starts_k: Tensor | None = None,
+        problem: Sequence[Tensor | None] = NO_PROBLEM_TENSORS,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dQ, dK and dV of inputs whose last stride is 1."""
+        """dQ, dK and dV of inputs whose last stride is 1, and of :func:`problem_tensors`."""
         fp32 = torch.float32
         dq, dk, dv = [query.new_empty_strided(*like) for like in self.gradients]
         statistics = query.new_empty(self.statistics, dtype=fp32)
@@ -196,11 +202,10 @@ class BackwardCall:
             dq if dq_sum is None else dq_sum,
             dk,
             dv,
-            starts_q,
-            starts_k,
+            *problem,
         )
         if self.query_pass is not None:
-            self.query_pass(query, key, value, grad_out, statistics, dq, starts_q, starts_k)
+            self.query_pass(query, key, value, grad_out, statistics, dq, *problem)
         if dq_sum is not None:
             # One elementwise kernel: scale and cast.
             torch.mul(dq_sum[..., : query.shape[3]], self.scale, out=dq)
@@ -218,6 +223,7 @@ def _backward_call(
     tiling: Tiling,
     precision: str,
     sizes: Sizes | None,
+    kind: MaskAndBiasKind,
     readable_by_tma: bool,
 ) -> BackwardCall:
     (batch, heads, n_queries, head_dim), (_, kv_heads, n_keys, _), (*_, value_dim) = shapes
@@ -234,25 +240,14 @@ def _backward_call(
     longest_tile = max(t.queries for t in (PREPROCESS_TILES, tiling.key_pass, tiling.query_pass))
     multiple = max(longest_tile, 0 if fused is None else fused.queries)
     n_padded = -(-n_queries // multiple) * multiple
-    preprocess = Launch(
-        preprocess_kernel,
+    preprocess = preprocess_launch(
         device,
-        -(-n_padded // PREPROCESS_TILES.queries) * batch * heads,
-        [
-            *out_stride[:3],
-            *inputs[3][:3],
-            *(grad_logsumexp_stride or (0, 0, 0)),
-            *(n_queries, n_padded, heads),
-        ],
-        {
-            "E": value_dim,
-            "E_PADDED": value_width,
-            "D_PADDED": width,
-            "ROWS": PREPROCESS_TILES.queries,
-            "HAS_DL": grad_logsumexp_stride is not None,
-            "ZEROES": fused is not None,
-        },
-        PREPROCESS_TILES,
+        dtype,
+        (batch, heads, n_queries),
+        (head_dim, value_dim),
+        (out_stride, inputs[3], grad_logsumexp_stride),
+        n_padded,
+        zeroes=fused is not None,
     )
     key_tiles, query_tiles = fused or tiling.key_pass, tiling.query_pass
     # Of Q, K, V, dO, the statistics and the sum of dQ for the key pass; Q, K, V for the query pass.
@@ -286,6 +281,7 @@ def _backward_call(
         "PRECISION": precision,
         "INTERPRETED": not isinstance(key_pass_kernel, triton.JITFunction),
         **option_constants(options),
+        **kind.constants,
     }
 
     def launch(kernel: Any, tiles: Tiles, programs: int, views: list[TileView | None],
@@ -293,6 +289,7 @@ def _backward_call(
         starts = [outer(stride, sizes) for stride in inputs]
         numbers = [
             *itertools.chain.from_iterable((*starts, *outputs)),
+            *kind.bias_strides,
             *(n_padded, n_queries, n_keys, n_heads, heads // kv_heads),
             *option_numbers(options),
         ]

@@ -19,6 +19,7 @@ from flashattn_triton.configs import INTERPRETER, Tiling, check_tiling_type, til
 from flashattn_triton.hopper import eligibility
 from flashattn_triton.hopper.configs import describe_backward, describe_forward
 from flashattn_triton.launch import tma_refusal
+from flashattn_triton.mask_and_bias import check_prefix_options, resolve_mask_and_bias
 from flashattn_triton.mistakes import check_tensors, refuse_keywords, warn_once
 from flashattn_triton.options import (
     AttentionOptions,
@@ -88,6 +89,7 @@ def choose(
     implementation: str = "auto",
     tiling: Tiling | None = None,
     packed: bool = False,
+    tensors: tuple[str, ...] = (),
 ) -> Plan:
     """The plan for (B, H, N_q, D), (B, G, N_k, D), (B, G, N_k, E) inputs, or packed views of them.
 
@@ -99,13 +101,14 @@ def choose(
             it supports) and the tiled PyTorch tier for all others; a name insists.
         tiling: explicit kernel shapes instead of the shipped table's, for the portable kernels.
         packed: whether the inputs are views of packed sequences.
+        tensors: which of "alibi_slopes", "bias" and "prefix_lengths" come with the call.
 
     Raises:
         ValueError: an unknown implementation, or one that cannot run these inputs.
     """
     head_dims = (query.shape[-1], value.shape[-1])
     kind = (query.device, query.dtype, head_dims, options)
-    plan = _choose(*kind, implementation, tiling, packed)
+    plan = _choose(*kind, implementation, tiling, packed, tensors)
     if plan.tier != "hopper":
         return plan
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -139,6 +142,7 @@ def _choose(
     implementation: str,
     tiling: Tiling | None,
     packed: bool,
+    tensors: tuple[str, ...] = (),
 ) -> Plan:
     """The plan as far as it does not depend on memory; asking again costs less than a launch."""
     check_implementation(implementation)
@@ -173,7 +177,7 @@ def _choose(
     chosen = tiling_for(gpu.shared_memory, max(head_dims), dtype)
     if implementation == "triton":
         return Plan(tier="triton", tiling=chosen, reason=f"{reason}; shipped table")
-    refusal = eligibility.refusal(gpu.capability, dtype, head_dims, options, packed)
+    refusal = eligibility.refusal(gpu.capability, dtype, head_dims, options, packed, tensors)
     if refusal is None:
         return Plan(tier="hopper", tiling=chosen, reason=gpu.name)
     if implementation == "hopper":
@@ -238,6 +242,9 @@ def explain(
     scale: float | None = None,
     window: Window | None = None,
     softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    prefix_lengths: Tensor | None = None,
     layout: Layout | None = None,
     deterministic: bool = False,
     implementation: Implementation = "auto",
@@ -253,7 +260,17 @@ def explain(
     check_tensors(query=query, key=key, value=value)
     check_layout(layout)
     check_tiling_type(tiling)
+    leading = query.shape[:-3]
     query, key, value = (to_heads_first(x, layout) for x in in_one_batch(query, key, value))
+    mask_and_bias = resolve_mask_and_bias(
+        alibi_slopes=alibi_slopes,
+        bias=bias,
+        prefix_lengths=prefix_lengths,
+        leading=leading,
+        heads=query.shape[1],
+        lengths=(query.shape[2], key.shape[2]),
+        device=query.device,
+    )
     resolved = resolve_options(
         head_dim=query.shape[-1],
         causal=causal,
@@ -262,7 +279,17 @@ def explain(
         softcap=softcap,
         deterministic=deterministic,
     )
-    plan = choose(query, key, value, resolved, implementation=implementation, tiling=tiling)
+    if prefix_lengths is not None:
+        check_prefix_options(resolved)
+    plan = choose(
+        query,
+        key,
+        value,
+        resolved,
+        implementation=implementation,
+        tiling=tiling,
+        tensors=mask_and_bias.names,
+    )
     lines = [f"tier: {plan.tier} ({plan.reason})"]
     if plan.tier == "hopper":
         lines.append(describe_forward(query.shape[-1], query.shape[-2], resolved))
@@ -281,4 +308,6 @@ def explain(
             f"{', fed by the TMA where strides allow it' if t.use_tma else ''}"
             for name, t in kernels.items()
         ]
+    if bias is not None and bias.requires_grad:
+        lines.append("backward, bias: its own pass over the scores, every sum in a fixed order")
     return "\n".join(lines)

@@ -15,7 +15,7 @@ from torch import Tensor
 from flashattn_triton.mistakes import check_tensors
 
 if TYPE_CHECKING:
-    from flashattn_triton.attention import PackedKeywords
+    from flashattn_triton.attention import OptionKeywords
 
 
 def cu_seqlens_of(document_ids: Tensor) -> tuple[Tensor, int]:
@@ -65,13 +65,24 @@ def cu_seqlens_of(document_ids: Tensor) -> tuple[Tensor, int]:
     return cu_seqlens, int((ends - starts).max())
 
 
+def refuse_with_documents(**tensors: object) -> None:
+    """Raises ``ValueError`` for an argument that has no meaning within documents."""
+    for name, x in tensors.items():
+        if x is not None:
+            raise ValueError(
+                f"{name} must be None where document_ids are given, but got one. Pass documents as "
+                f"rows of their own."
+            )
+
+
 def attend_to_documents(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     document_ids: Tensor,
     layout: str,
-    keywords: PackedKeywords,
+    alibi_slopes: Tensor | None,
+    keywords: OptionKeywords,
 ) -> tuple[Tensor, Tensor]:
     """``flash_attention`` of (B, H, N, D) or (B, N, H, D) tensors, within documents.
 
@@ -89,10 +100,25 @@ def attend_to_documents(
                 f"{tuple(x.shape[:-2])} on {x.device}, but got shape {tuple(document_ids.shape)} "
                 f"on {document_ids.device}. Queries and keys are the same tokens."
             )
+    if alibi_slopes is not None and alibi_slopes.dim() != 1:
+        raise ValueError(
+            f"alibi_slopes must be of shape ({query.shape[-3 if layout == 'bhsd' else -2]},) where "
+            f"document_ids are given, but got {tuple(alibi_slopes.shape)}. All documents have the "
+            f"same slopes."
+        )
     cu_seqlens, longest = cu_seqlens_of(document_ids)
     q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in tokens_first)
     out, lse = flash_attention_varlen(
-        q, k, v, cu_seqlens, cu_seqlens, longest, longest, return_lse=True, **keywords
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_seqlens,
+        longest,
+        longest,
+        alibi_slopes=alibi_slopes,
+        return_lse=True,
+        **keywords,
     )
     out = out.reshape(*document_ids.shape, *out.shape[1:])
     lse = lse.reshape(lse.shape[0], *document_ids.shape).movedim(0, -2)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from flashattn_triton.configs import Tiles
 from flashattn_triton.launch import (
+    NO_PROBLEM_TENSORS,
     Launch,
     Packing,
     Sizes,
@@ -44,12 +46,15 @@ from flashattn_triton.launch import (
     option_numbers,
     outer,
     padded,
+    problem_tensors,
     unit_last_stride,
 )
+from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias, MaskAndBiasKind
 from flashattn_triton.options import AttentionOptions
 from flashattn_triton.primitives import (
     LN_2,
     LOG2_E,
+    add_bias,
     dot,
     key_range,
     load_rows,
@@ -84,6 +89,12 @@ def _attend(
     n_keys,
     window_left,
     window_right,
+    prefix,
+    slope,
+    bias,
+    stride_bq,
+    stride_bk,
+    n_queries,
     scale_log2,
     softcap,
     D: tl.constexpr,
@@ -91,6 +102,9 @@ def _attend(
     K_TILE_SIZE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_LEFT: tl.constexpr,
+    HAS_PREFIX: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
     USE_TMA: tl.constexpr,
@@ -113,18 +127,18 @@ def _attend(
             factor = softcap * LOG2_E
         else:
             factor = scale_log2
-        if MASKED:
-            seen = visible(
-                queries[:, None],
-                (key_start + keys)[None, :],
-                offset,
-                n_keys,
-                window_left,
-                window_right,
-                HAS_LEFT,
-                is_causal,
-            )
-            z = tl.where(seen, s * factor, float("-inf"))
+        if MASKED or HAS_ALIBI or HAS_BIAS:
+            if MASKED:
+                seen = visible(
+                    queries[:, None], (key_start + keys)[None, :], offset, n_keys, window_left,
+                    window_right, prefix, HAS_LEFT, is_causal, HAS_PREFIX,
+                )  # fmt: skip
+            z = add_bias(
+                s * factor, queries[:, None], (key_start + keys)[None, :], offset, n_queries,
+                n_keys, slope, bias, stride_bq, stride_bk, HAS_ALIBI, HAS_BIAS, MASKED,
+            )  # fmt: skip
+            if MASKED:
+                z = tl.where(seen, z, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(z, 1))
             # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -166,6 +180,9 @@ def flash_forward_kernel(
     L_ptr,  # (B, H, N_q) or (H, T_q) fp32
     cu_seqlens_q_ptr,  # (B + 1,) int32, or None for a dense batch
     cu_seqlens_k_ptr,
+    slopes_ptr,  # (B, H) fp32, or None without ALiBi
+    bias_ptr,  # broadcast to (B, H, N_q, N_k), or None
+    prefix_ptr,  # (B,) int32, or None without a prefix
     stride_qb,
     stride_qh,
     stride_qq,
@@ -180,6 +197,10 @@ def flash_forward_kernel(
     stride_oq,
     stride_lb,
     stride_lh,
+    stride_bb,  # None without a bias, as are the other three
+    stride_bh,
+    stride_bq,
+    stride_bk,
     N_QUERIES,
     N_KEYS,
     N_HEADS,
@@ -198,6 +219,9 @@ def flash_forward_kernel(
     BOTTOM_RIGHT: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_PREFIX: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     NEGATIVE_SCALE: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -238,10 +262,18 @@ def flash_forward_kernel(
     offset = 0
     if BOTTOM_RIGHT:
         offset = N_KEYS - N_QUERIES
+    prefix = 0
+    if HAS_PREFIX:
+        prefix = tl.load(prefix_ptr + batch)
+    slope = 0.0
+    if HAS_ALIBI:
+        slope = tl.load(slopes_ptr + batch * N_HEADS + head) * LOG2_E
+    if HAS_BIAS:
+        bias_ptr += b * stride_bb + h * stride_bh
 
     start, full_start, full_stop, stop = key_range(
-        query_start, offset, N_KEYS, window_left, window_right, Q_TILE_SIZE, K_TILE_SIZE,
-        HAS_LEFT, is_causal,
+        query_start, offset, N_KEYS, window_left, window_right, prefix, Q_TILE_SIZE, K_TILE_SIZE,
+        HAS_LEFT, HAS_PREFIX, is_causal,
     )  # fmt: skip
     rows = tile_indices(Q_TILE_SIZE, WIDE)
     keys = tile_indices(K_TILE_SIZE, WIDE)
@@ -263,22 +295,25 @@ def flash_forward_kernel(
             acc, row_sum, row_max, q, K_ptr, V_ptr, batch, kv_head, stride_kk, stride_vk,
             start, tl.minimum(full_start, stop),
             queries, keys, columns, value_columns, offset, N_KEYS, window_left, window_right,
-            scale_log2, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, PRECISION,
-            INTERPRETED, USE_TMA, is_causal, True,
+            prefix, slope, bias_ptr, stride_bq, stride_bk, N_QUERIES, scale_log2, softcap,
+            D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI, HAS_BIAS,
+        PRECISION, INTERPRETED, USE_TMA, is_causal, True,
         )  # fmt: skip
     acc, row_sum, row_max = _attend(
         acc, row_sum, row_max, q, K_ptr, V_ptr, batch, kv_head, stride_kk, stride_vk,
         full_start, full_stop,
         queries, keys, columns, value_columns, offset, N_KEYS, window_left, window_right,
-        scale_log2, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, PRECISION,
-        INTERPRETED, USE_TMA, is_causal, False,
+        prefix, slope, bias_ptr, stride_bq, stride_bk, N_QUERIES, scale_log2, softcap,
+        D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI, HAS_BIAS,
+        PRECISION, INTERPRETED, USE_TMA, is_causal, False,
     )  # fmt: skip
     acc, row_sum, row_max = _attend(
         acc, row_sum, row_max, q, K_ptr, V_ptr, batch, kv_head, stride_kk, stride_vk,
         tl.maximum(full_start, full_stop), stop,
         queries, keys, columns, value_columns, offset, N_KEYS, window_left, window_right,
-        scale_log2, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, PRECISION,
-        INTERPRETED, USE_TMA, is_causal, True,
+        prefix, slope, bias_ptr, stride_bq, stride_bk, N_QUERIES, scale_log2, softcap,
+        D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI, HAS_BIAS,
+        PRECISION, INTERPRETED, USE_TMA, is_causal, True,
     )  # fmt: skip
 
     # A row that saw no key has sum 0: output 0 / 1, logsumexp -inf + log2(1).
@@ -296,6 +331,7 @@ def triton_forward(
     options: AttentionOptions,
     tiles: Tiles,
     packing: Packing | None = None,
+    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
 ) -> tuple[Tensor, Tensor]:
     """Launches the forward kernel.
 
@@ -307,14 +343,15 @@ def triton_forward(
         options: mask, scale and soft-cap.
         tiles: the kernel's shape.
         packing: where packed sequences start; None for a dense batch.
+        mask_and_bias: ALiBi slopes, a bias and prefixes, as :func:`resolve_mask_and_bias` returns
+            them.
 
     Returns:
         Output (B, H, N_q, E) in the inputs' dtype and logsumexp (B, H, N_q) in fp32.
     """
     query, key, value = unit_last_stride(query), unit_last_stride(key), unit_last_stride(value)
-    call = forward_call(query, key, value, options, tiles, packing)
-    starts = () if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k)
-    return call(query, key, value, *starts)
+    call = forward_call(query, key, value, options, tiles, packing, mask_and_bias)
+    return call(query, key, value, problem_tensors(packing, mask_and_bias))
 
 
 class ForwardCall:
@@ -330,13 +367,12 @@ class ForwardCall:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        starts_q: Tensor | None = None,
-        starts_k: Tensor | None = None,
+        problem: Sequence[Tensor | None] = NO_PROBLEM_TENSORS,
     ) -> tuple[Tensor, Tensor]:
-        """Output and logsumexp of inputs whose last stride is 1."""
+        """Output and logsumexp of inputs whose last stride is 1, and of :func:`problem_tensors`."""
         out = query.new_empty_strided(*self.out)
         logsumexp = query.new_empty_strided(*self.logsumexp, dtype=torch.float32)
-        self.launch(query, key, value, out, logsumexp, starts_q, starts_k)
+        self.launch(query, key, value, out, logsumexp, *problem)
         return out, logsumexp
 
 
@@ -347,6 +383,7 @@ def forward_call(
     options: AttentionOptions,
     tiles: Tiles,
     packing: Packing | None = None,
+    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
 ) -> ForwardCall:
     """The call for inputs of these shapes, strides and types; their last stride is 1."""
     return _forward_call(
@@ -358,6 +395,7 @@ def forward_call(
         tiles,
         dot_precision(query.dtype),
         None if packing is None else packing.sizes,
+        mask_and_bias.kind,
         tiles.use_tma and packing is None and can_use_tma(key) and can_use_tma(value),
     )
 
@@ -372,6 +410,7 @@ def _forward_call(
     tiles: Tiles,
     precision: str,
     sizes: Sizes | None,
+    kind: MaskAndBiasKind,
     use_tma: bool,
 ) -> ForwardCall:
     like = torch.empty_strided(shapes[0], strides[0], dtype=dtype, device="meta")
@@ -383,6 +422,7 @@ def _forward_call(
     numbers = [
         *itertools.chain.from_iterable(outer(stride, sizes) for stride in matrices),
         *((row_stride[0] if sizes is None else 0), row_stride[1]),
+        *kind.bias_strides,
         *(n_queries, n_keys, heads, heads // kv_heads),
         *option_numbers(options),
     ]
@@ -400,6 +440,7 @@ def _forward_call(
         "INTERPRETED": not isinstance(flash_forward_kernel, triton.JITFunction),
         "USE_TMA": use_tma,
         **option_constants(options),
+        **kind.constants,
     }
     programs = -(-n_queries // tiles.queries) * batch * heads
     views: list[TileView | None] = []

@@ -16,12 +16,11 @@ from flashattn_triton.primitives import (
     load_rows,
     load_statistic,
     loop_bound,
+    probabilities,
     store_rows,
-    tanh,
     tile_indices,
     tma_load,
     tma_reload,
-    visible,
 )
 
 # How the key pass adds its part of dQ: not at all, by fp32 atomic additions, or by the bulk
@@ -60,6 +59,11 @@ def _differentiate_keys(
     n_keys,
     window_left,
     window_right,
+    prefix,
+    slope,
+    bias,
+    stride_bq,
+    stride_bk,
     scale,
     softcap,
     D: tl.constexpr,
@@ -67,6 +71,9 @@ def _differentiate_keys(
     Q_TILE_SIZE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_LEFT: tl.constexpr,
+    HAS_PREFIX: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
     DQ_MODE: tl.constexpr,
@@ -105,23 +112,11 @@ def _differentiate_keys(
         # Both products of scores are started before either is waited for, and so are the sums.
         s = dot(k, tl.trans(q), None, PRECISION, INTERPRETED)  # (K_TILE_SIZE, Q_TILE_SIZE)
         dp = dot(v, tl.trans(do), None, PRECISION, INTERPRETED)
-        if HAS_SOFTCAP:
-            s = tanh(s * (scale / softcap))
-            p = tl.exp2(s * (softcap * LOG2_E) - logsumexp[None, :])
-        else:
-            p = tl.exp2(s * (scale * LOG2_E) - logsumexp[None, :])
-        if MASKED:
-            seen = visible(
-                queries[None, :],
-                keys[:, None],
-                offset,
-                n_keys,
-                window_left,
-                window_right,
-                HAS_LEFT,
-                is_causal,
-            )
-            p = tl.where(seen, p, 0.0)
+        p, s = probabilities(
+            s, logsumexp, queries, 0, keys, offset, n_queries, n_keys,
+            window_left, window_right, prefix, slope, bias, stride_bq, stride_bk, scale, softcap,
+            HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI, HAS_BIAS, is_causal, MASKED, True,
+        )  # fmt: skip
         ds = p * (dp - delta[None, :])
         if HAS_SOFTCAP:
             ds = ds * (1.0 - s * s)
@@ -158,6 +153,9 @@ def key_pass_kernel(
     dV_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
+    slopes_ptr,  # (B, H) fp32, or None without ALiBi
+    bias_ptr,  # broadcast to (B, H, N_q, N_k), or None
+    prefix_ptr,  # (B,) int32, or None without a prefix
     stride_qb,
     stride_qh,
     stride_qq,
@@ -179,6 +177,10 @@ def key_pass_kernel(
     stride_dvb,
     stride_dvh,
     stride_dvk,
+    stride_bb,  # None without a bias, as are the other three
+    stride_bh,
+    stride_bq,
+    stride_bk,
     N_PADDED,
     N_QUERIES,
     N_KEYS,
@@ -198,6 +200,9 @@ def key_pass_kernel(
     BOTTOM_RIGHT: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_PREFIX: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -243,6 +248,9 @@ def key_pass_kernel(
     offset = 0
     if BOTTOM_RIGHT:
         offset = N_KEYS - N_QUERIES
+    prefix = 0
+    if HAS_PREFIX:
+        prefix = tl.load(prefix_ptr + batch)
 
     # Queries that see some key of the tile, and whole query tiles that see every key of it. A key
     # tile past the end is masked throughout: what its padding adds to dQ must be exactly 0.
@@ -252,6 +260,10 @@ def key_pass_kernel(
         first_seeing = key_start - offset - window_right
         start = tl.maximum(first_seeing, 0) // Q_TILE_SIZE * Q_TILE_SIZE
         full_start = tl.maximum(full_start, first_seeing + K_TILE_SIZE - 1)
+    if HAS_PREFIX:
+        seen_by_all = tl.minimum(prefix, N_KEYS)
+        start = tl.where(key_start < seen_by_all, 0, start)
+        full_start = tl.where(key_start + K_TILE_SIZE <= seen_by_all, 0, full_start)
     full_start = tl.cdiv(tl.maximum(full_start, 0), Q_TILE_SIZE) * Q_TILE_SIZE
     stop, full_stop = N_QUERIES, N_QUERIES
     if HAS_LEFT:
@@ -282,19 +294,26 @@ def key_pass_kernel(
             do_head += head.to(tl.int64) * stride_doh
         if not STATISTICS_BY_TMA:
             head_statistics += batch_head.to(tl.int64) * 2 * N_PADDED + first_statistic
+        slope, bias_head = 0.0, bias_ptr
+        if HAS_ALIBI:
+            slope = tl.load(slopes_ptr + batch * N_KV_HEADS * HEADS_PER_KV + head) * LOG2_E
+        if HAS_BIAS:
+            bias_head += b * stride_bb + head.to(tl.int64) * stride_bh
         dq_head = dq_start + head.to(tl.int64) * stride_dqh
         dk, dv = _differentiate_keys(
             dk, dv, k, v, q_head, do_head, dQ, head_statistics, N_PADDED, batch, head, batch_head,
             dq_head, stride_qq, stride_doq, stride_dqq, start, tl.minimum(full_start, stop),
             keys, rows, columns, value_columns, offset, N_QUERIES, N_KEYS,
-            window_left, window_right, scale, softcap, D, E, Q_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT,
+            window_left, window_right, prefix, slope, bias_head, stride_bq, stride_bk, scale,
+            softcap, D, E, Q_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI, HAS_BIAS,
             PRECISION, INTERPRETED, DQ_MODE, USE_TMA, STATISTICS_BY_TMA, PACKED, is_causal, True,
         )  # fmt: skip
         dk, dv = _differentiate_keys(
             dk, dv, k, v, q_head, do_head, dQ, head_statistics, N_PADDED, batch, head, batch_head,
             dq_head, stride_qq, stride_doq, stride_dqq, full_start, full_stop,
             keys, rows, columns, value_columns, offset, N_QUERIES, N_KEYS,
-            window_left, window_right, scale, softcap, D, E, Q_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT,
+            window_left, window_right, prefix, slope, bias_head, stride_bq, stride_bk, scale,
+            softcap, D, E, Q_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI, HAS_BIAS,
             PRECISION, INTERPRETED, DQ_MODE, USE_TMA, STATISTICS_BY_TMA, PACKED, is_causal, False,
         )  # fmt: skip
         if HAS_LEFT:
@@ -302,8 +321,9 @@ def key_pass_kernel(
                 dk, dv, k, v, q_head, do_head, dQ, head_statistics, N_PADDED, batch, head,
                 batch_head, dq_head, stride_qq, stride_doq, stride_dqq,
                 tl.maximum(full_start, full_stop), stop, keys, rows, columns, value_columns,
-                offset, N_QUERIES, N_KEYS, window_left, window_right, scale, softcap, D, E,
-                Q_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, PRECISION, INTERPRETED, DQ_MODE, USE_TMA,
+                offset, N_QUERIES, N_KEYS, window_left, window_right, prefix, slope, bias_head,
+                stride_bq, stride_bk, scale, softcap, D, E, Q_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT,
+                HAS_PREFIX, HAS_ALIBI, HAS_BIAS, PRECISION, INTERPRETED, DQ_MODE, USE_TMA,
                 STATISTICS_BY_TMA, PACKED, is_causal, True,
             )  # fmt: skip
     dk_tile = dK_ptr + first * stride_dkk

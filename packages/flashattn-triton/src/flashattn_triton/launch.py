@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flashattn_triton import triton_versions
 from flashattn_triton.configs import Tiles
+from flashattn_triton.mask_and_bias import MaskAndBias
 from flashattn_triton.options import AttentionOptions
 
 if TYPE_CHECKING:
@@ -46,6 +47,19 @@ class Packing:
     def sizes(self) -> Sizes:
         """B, and the longest query and key sequence."""
         return self.cu_seqlens_q.shape[0] - 1, self.max_seqlen_q, self.max_seqlen_k
+
+
+# What kernels take behind inputs and outputs, where there is none of it.
+NO_PROBLEM_TENSORS: tuple[Tensor | None, ...] = (None,) * 5
+
+
+def problem_tensors(
+    packing: Packing | None, mask_and_bias: MaskAndBias
+) -> tuple[Tensor | None, ...]:
+    """What kernels take behind inputs and outputs: starts of sequences, slopes, bias, prefixes."""
+    if packing is None:
+        return None, None, *mask_and_bias.tensors
+    return packing.cu_seqlens_q, packing.cu_seqlens_k, *mask_and_bias.tensors
 
 
 def padded(width: int, dtype: torch.dtype) -> int:
@@ -199,7 +213,7 @@ class Launch:
         kernel: Any,
         device: torch.device,
         programs: int,
-        numbers: Sequence[float],
+        numbers: Sequence[float | None],
         constants: Mapping[str, Any],
         tiles: Tiles,
         views: Sequence[TileView | None] = (),

@@ -91,6 +91,10 @@ def _dropout(value: Any) -> str:
     return "There is no dropout. Leave the argument out, and apply dropout elsewhere."
 
 
+def _attention_mask(value: Any) -> str:
+    return "Use causal, window or prefix_lengths, or bias, which is -inf where a key is hidden."
+
+
 def _no(feature: str) -> Callable[[Any], str]:
     return lambda value: f"There is no support for {feature}. Leave the argument out."
 
@@ -103,11 +107,10 @@ _ELSEWHERE: dict[str, tuple[str, Callable[[Any], str]]] = {
     "dropout_p": ("flash-attn and PyTorch", _dropout),
     "return_attn_probs": ("flash-attn", _repeat("return_lse")),
     "return_softmax_lse": ("flash-attn", _repeat("return_lse")),
-    "alibi_slopes": ("flash-attn", _no("ALiBi")),
     "block_table": ("flash-attn", _no("paged caches")),
     "page_table": ("flash-attn", _no("paged caches")),
     "is_causal": ("PyTorch", _causal),
-    "attn_mask": ("PyTorch", _no("arbitrary masks: there are causal and window")),
+    "attn_mask": ("PyTorch", _attention_mask),
     "enable_gqa": ("PyTorch", lambda value: "Leave it out: grouped heads need no argument."),
 }
 

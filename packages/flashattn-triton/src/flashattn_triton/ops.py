@@ -1,4 +1,4 @@
-"""The operators ``torch.ops.flashattn_triton.forward`` and ``.backward``.
+"""The operators ``torch.ops.flashattn_triton.forward``, ``.backward`` and ``.bias_backward``.
 
 They are what ``torch.compile``, autograd and ``torch.func`` see of this package: opaque to the
 compiler, each with a fake implementation (shapes and strides), a derivative and a batching rule.
@@ -20,9 +20,11 @@ from torch.autograd import forward_ad
 from flashattn_triton.configs import Tiling
 from flashattn_triton.dispatch import Plan, choose
 from flashattn_triton.launch import Packing, empty_output, empty_row_statistic
+from flashattn_triton.mask_and_bias import NAMES, NO_MASK_OR_BIAS, MaskAndBias
 from flashattn_triton.options import AttentionOptions, Causal
 
 _PROBLEM = (
+    "Tensor? alibi_slopes, Tensor? bias, Tensor? prefix_lengths, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
     "str causal, float scale, SymInt window_left, SymInt window_right, float softcap, "
     "bool deterministic, str implementation, int[] tiling"
@@ -33,9 +35,14 @@ _RESULTS = "Tensor out, Tensor lse, Tensor grad_out, Tensor? grad_lse"
 _LIBRARY = torch.library.Library("flashattn_triton", "DEF")
 _LIBRARY.define(f"forward({_INPUTS}, {_PROBLEM}) -> (Tensor, Tensor)")
 _LIBRARY.define(f"backward({_INPUTS}, {_RESULTS}, {_PROBLEM}) -> (Tensor, Tensor, Tensor)")
+_LIBRARY.define(f"bias_backward({_INPUTS}, {_RESULTS}, {_PROBLEM}) -> Tensor")
 
 _FORWARD = torch.ops.flashattn_triton.forward.default
 _BACKWARD = torch.ops.flashattn_triton.backward.default
+_BIAS_BACKWARD = torch.ops.flashattn_triton.bias_backward.default
+# Tensors of a problem: slopes, bias, prefixes, and where queries and keys of sequences start.
+_PROBLEM_TENSORS = 5
+_BIAS = 4  # its position among the arguments of ``forward``
 
 
 def operator_arguments(
@@ -44,8 +51,9 @@ def operator_arguments(
     implementation: str = "auto",
     tiling: Tiling | None = None,
     packing: Packing | None = None,
+    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
 ) -> tuple[Any, ...]:
-    """Everything after the tensors, in the operators' order.
+    """Everything after query, key, value and the results, in the operators' order.
 
     No limit of a window is -1, no soft-cap is 0, no explicit tiling is an empty list.
     """
@@ -59,6 +67,7 @@ def operator_arguments(
             packing.max_seqlen_k,
         )
     return (
+        *mask_and_bias.tensors,
         *starts,
         options.causal,
         options.scale,
@@ -98,6 +107,9 @@ def _problem(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    alibi_slopes: Tensor | None,
+    bias: Tensor | None,
+    prefix_lengths: Tensor | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     max_seqlen_q: int,
@@ -110,7 +122,7 @@ def _problem(
     deterministic: bool,
     implementation: str,
     tiling: Sequence[int],
-) -> tuple[AttentionOptions, Packing | None, Plan]:
+) -> tuple[AttentionOptions, Packing | None, Plan, MaskAndBias]:
     """The inverse of :func:`operator_arguments`, and which tier runs."""
     options, explicit = _options(
         causal, scale, window_left, window_right, softcap, deterministic, tuple(tiling)
@@ -123,17 +135,27 @@ def _problem(
             max_seqlen_q=max_seqlen_q,
             max_seqlen_k=max_seqlen_k,
         )
-    packed = packing is not None
+    mask_and_bias = NO_MASK_OR_BIAS
+    if alibi_slopes is not None or bias is not None or prefix_lengths is not None:
+        mask_and_bias = MaskAndBias(
+            alibi_slopes=alibi_slopes, bias=bias, prefix_lengths=prefix_lengths
+        )
     plan = choose(
-        query, key, value, options, implementation=implementation, tiling=explicit, packed=packed
+        query,
+        key,
+        value,
+        options,
+        implementation=implementation,
+        tiling=explicit,
+        packed=packing is not None,
+        tensors=mask_and_bias.names,
     )
-    return options, packing, plan
+    return options, packing, plan, mask_and_bias
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
     """Output (B, H, N_q, E) and logsumexp (B, H, N_q) fp32, by the tier that ``choose`` names."""
-    options, packing, plan = _problem(query, key, value, *problem)
-    return run_forward(query, key, value, options, packing, plan)
+    return run_forward(query, key, value, *_problem(query, key, value, *problem))
 
 
 def run_forward(
@@ -143,6 +165,7 @@ def run_forward(
     options: AttentionOptions,
     packing: Packing | None,
     plan: Plan,
+    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
 ) -> tuple[Tensor, Tensor]:
     """:func:`forward` by the tier of ``plan``."""
     if plan.tier == "hopper":
@@ -152,15 +175,16 @@ def run_forward(
     if plan.tiling is not None:
         from flashattn_triton.forward import triton_forward
 
-        return triton_forward(query, key, value, options, plan.tiling.forward, packing)
+        tiles = plan.tiling.forward
+        return triton_forward(query, key, value, options, tiles, packing, mask_and_bias)
     from flashattn_triton.tiled import tiled_forward, tiled_forward_varlen
 
     if packing is None:
-        out, lse = tiled_forward(query, key, value, options)
+        out, lse = tiled_forward(query, key, value, options, mask_and_bias)
     else:
         starts = (packing.cu_seqlens_q, packing.cu_seqlens_k)
         q, k, v = (_unbatched(x) for x in (query, key, value))
-        out, lse = tiled_forward_varlen(q, k, v, *starts, options)
+        out, lse = tiled_forward_varlen(q, k, v, *starts, options, mask_and_bias)
         out, lse = _batched(out), lse.unsqueeze(0)
     return _laid_out(out, query), lse
 
@@ -177,8 +201,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK, dV of :func:`forward`."""
     tensors = (query, key, value, out, lse, grad_out, grad_lse)
-    options, packing, plan = _problem(query, key, value, *problem)
-    return run_backward(*tensors, options, packing, plan)
+    return run_backward(*tensors, *_problem(query, key, value, *problem))
 
 
 def run_backward(
@@ -192,6 +215,7 @@ def run_backward(
     options: AttentionOptions,
     packing: Packing | None,
     plan: Plan,
+    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`backward` by the tier of ``plan``."""
     lse = lse.contiguous()  # what was saved may come back with other strides
@@ -202,20 +226,44 @@ def run_backward(
     if plan.tiling is not None:
         from flashattn_triton.backward import triton_backward
 
-        return triton_backward(
-            query, key, value, out, lse, grad_out, grad_lse, options, plan.tiling, packing
-        )
+        tensors = (query, key, value, out, lse, grad_out, grad_lse)
+        return triton_backward(*tensors, options, plan.tiling, packing, mask_and_bias)
     from flashattn_triton.tiled import tiled_backward, tiled_backward_varlen
 
     if packing is None:
-        dq, dk, dv = tiled_backward(query, key, value, out, lse, grad_out, grad_lse, options)
+        tensors = (query, key, value, out, lse, grad_out, grad_lse)
+        dq, dk, dv = tiled_backward(*tensors, options, mask_and_bias)
     else:
         q, k, v, o, do = (_unbatched(x) for x in (query, key, value, out, grad_out))
         dl = None if grad_lse is None else grad_lse[0]
         starts = (packing.cu_seqlens_q, packing.cu_seqlens_k)
-        gradients = tiled_backward_varlen(q, k, v, o, lse[0], do, dl, *starts, options)
+        gradients = tiled_backward_varlen(
+            q, k, v, o, lse[0], do, dl, *starts, options, mask_and_bias
+        )
         dq, dk, dv = (_batched(x) for x in gradients)
     return _laid_out(dq, query), _laid_out(dk, key), _laid_out(dv, value)
+
+
+def bias_backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    *problem: Any,
+) -> Tensor:
+    """The gradient of the bias of :func:`forward`, in its shape and dtype."""
+    tensors = (query, key, value, out, lse.contiguous(), grad_out, grad_lse)
+    options, _, plan, mask_and_bias = _problem(query, key, value, *problem)
+    if plan.tiling is not None:
+        from flashattn_triton.bias_pass import triton_bias_backward
+
+        return triton_bias_backward(*tensors, options, plan.tiling, mask_and_bias)
+    from flashattn_triton.tiled import tiled_bias_backward
+
+    return tiled_bias_backward(*tensors, options, mask_and_bias)
 
 
 def _unbatched(x: Tensor) -> Tensor:
@@ -247,24 +295,38 @@ def _backward_fake(
     return dq, dk, dv
 
 
+def _bias_backward_fake(
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor,
+    grad_lse: Tensor | None, alibi_slopes: Tensor | None, bias: Tensor, *problem: Any,
+) -> Tensor:  # fmt: skip
+    return bias.new_empty(bias.shape)
+
+
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, cu_seqlens_q, cu_seqlens_k, *problem = inputs
-    ctx.save_for_backward(query, key, value, *output, cu_seqlens_q, cu_seqlens_k)
-    ctx.problem = problem
+    tensors, ctx.problem = inputs[: 3 + _PROBLEM_TENSORS], inputs[3 + _PROBLEM_TENSORS :]
+    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(
-    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, operator: Any = _BACKWARD
+    ctx: Any,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    operator: Any = _BACKWARD,
+    bias_operator: Any = _BIAS_BACKWARD,
 ) -> tuple[Tensor | None, ...]:
-    query, key, value, out, lse, *starts = ctx.saved_tensors
-    nothing = (None,) * (len(starts) + len(ctx.problem))
+    query, key, value, out, lse, *rest = ctx.saved_tensors
+    gradients: list[Tensor | None] = [None] * (3 + len(rest) + len(ctx.problem))
     if grad_out is None and grad_lse is None:
-        return (None, None, None, *nothing)
+        return tuple(gradients)
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    gradients = operator(query, key, value, out, lse, grad_out, grad_lse, *starts, *ctx.problem)
-    return (*gradients, *nothing)
+    arguments = (query, key, value, out, lse, grad_out, grad_lse, *rest, *ctx.problem)
+    if any(ctx.needs_input_grad[:3]):
+        gradients[:3] = operator(*arguments)
+    if ctx.needs_input_grad[_BIAS]:
+        gradients[_BIAS] = bias_operator(*arguments)
+    return tuple(gradients)
 
 
 class _Attention(torch.autograd.Function):
@@ -290,7 +352,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *problem: Any) -> tuple[Te
     transforms it is the only way: they do not see what is registered with an operator.
     """
     refuse_forward_mode(query, key, value)
+    bias = problem[_BIAS - 3]
     differentiated = query.requires_grad or key.requires_grad or value.requires_grad
+    differentiated = differentiated or (bias is not None and bias.requires_grad)
     if not torch.compiler.is_compiling() and is_transformed():
         apply: Callable[..., tuple[Tensor, Tensor]] = _Transformed.apply
     elif differentiated and torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -322,10 +386,16 @@ def _fold(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
 def _vmap(operator: Any, n_tensors: int) -> Any:
     def batched(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         tensors, problem = args[:n_tensors], args[n_tensors:]
-        if problem[0] is not None:
+        if problem[3] is not None:
             raise ValueError(
                 "vmap over packed sequences is not supported: add the sequences to cu_seqlens"
             )
+        for name, x in zip(NAMES, problem[:3], strict=True):
+            if x is not None:
+                raise ValueError(
+                    f"{name} must be None under torch.func.vmap, but got one. Make the mapped "
+                    f"dimension a part of the batch."
+                )
         size = info.batch_size
         folded = (_fold(x, d, size) for x, d in zip(tensors, in_dims, strict=False))
         results = operator(*folded, *problem)
@@ -363,7 +433,8 @@ class _Transformed(torch.autograd.Function):
     def backward(
         ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        return _differentiate(ctx, grad_out, grad_lse, _TransformedBackward.apply)
+        operators = (_TransformedBackward.apply, _TransformedBiasBackward.apply)
+        return _differentiate(ctx, grad_out, grad_lse, *operators)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
@@ -387,18 +458,32 @@ class _TransformedBackward(torch.autograd.Function):
         return batched
 
 
+class _TransformedBiasBackward(torch.autograd.Function):
+    """The gradient of a bias. It is not differentiated a second time, and there is no vmap."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> Any:
+        return _BIAS_BACKWARD(*inputs)
+
+    setup_context = staticmethod(_save_nothing)
+    backward = staticmethod(_refuse_second_derivative)
+
+
 _LIBRARY.impl("forward", forward, "CompositeExplicitAutograd")
 _LIBRARY.impl("backward", backward, "CompositeExplicitAutograd")
 torch.library.register_fake("flashattn_triton::forward", _forward_fake, lib=_LIBRARY)
 torch.library.register_fake("flashattn_triton::backward", _backward_fake, lib=_LIBRARY)
+_LIBRARY.impl("bias_backward", bias_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("flashattn_triton::bias_backward", _bias_backward_fake, lib=_LIBRARY)
 torch.library.register_autograd(
     "flashattn_triton::forward", _differentiate, setup_context=_save_for_backward, lib=_LIBRARY
 )
-torch.library.register_autograd(
-    "flashattn_triton::backward",
-    _refuse_second_derivative,
-    setup_context=_save_nothing,
-    lib=_LIBRARY,
-)
+for _name in ("backward", "bias_backward"):
+    torch.library.register_autograd(
+        f"flashattn_triton::{_name}",
+        _refuse_second_derivative,
+        setup_context=_save_nothing,
+        lib=_LIBRARY,
+    )
 torch.library.register_vmap("flashattn_triton::forward", _vmap(_FORWARD, 3), lib=_LIBRARY)
 torch.library.register_vmap("flashattn_triton::backward", _vmap(_BACKWARD, 7), lib=_LIBRARY)

@@ -1,13 +1,18 @@
 # Kernels are typed by Triton's compiler, not by annotations.
 # mypy: disable-error-code="no-untyped-def,attr-defined"
-"""The kernel that runs before the backward passes: delta, and the logsumexp in their units."""
+"""The kernel that runs before the backward passes: delta, and the logsumexp in units of log2."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
+from flashattn_triton.configs import Tiles
+from flashattn_triton.launch import Launch, Strides, padded
 from flashattn_triton.primitives import LOG2_E, load_rows, store_rows
+
+PREPROCESS_TILES = Tiles(64, 1, 4, 1)
 
 
 @triton.jit(do_not_specialize=["N_QUERIES", "N_HEADS"])
@@ -72,3 +77,42 @@ def preprocess_kernel(
         dq_rows = tl.zeros([ROWS, D_PADDED], tl.float32)
         all_columns = tl.arange(0, D_PADDED)
         store_rows(dQ_ptr + row * D_PADDED, dq_rows, rows, all_columns, D_PADDED, n_rows, D_PADDED)
+
+
+def preprocess_launch(
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: tuple[int, int, int],
+    head_dims: tuple[int, int],
+    strides: tuple[Strides, Strides, Strides | None],
+    n_padded: int,
+    zeroes: bool,
+) -> Launch:
+    """The launch of the kernel on (out, dO, dL or None, logsumexp, statistics, dQ or None).
+
+    Args:
+        device: of the tensors.
+        dtype: of the inputs.
+        sizes: B, H and N_q; (1, H, T_q) of a packed batch.
+        head_dims: D and E.
+        strides: of out, dO and dL.
+        n_padded: queries that have statistics, a multiple of every tile that reads them.
+        zeroes: whether dQ is set to 0.
+    """
+    batch, heads, n_queries = sizes
+    out, grad_out, grad_lse = strides
+    return Launch(
+        preprocess_kernel,
+        device,
+        -(-n_padded // PREPROCESS_TILES.queries) * batch * heads,
+        [*out[:3], *grad_out[:3], *(grad_lse or (0, 0, 0)), *(n_queries, n_padded, heads)],
+        {
+            "E": head_dims[1],
+            "E_PADDED": padded(head_dims[1], dtype),
+            "D_PADDED": padded(head_dims[0], dtype),
+            "ROWS": PREPROCESS_TILES.queries,
+            "HAS_DL": grad_lse is not None,
+            "ZEROES": zeroes,
+        },
+        PREPROCESS_TILES,
+    )

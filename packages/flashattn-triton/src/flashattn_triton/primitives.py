@@ -137,14 +137,123 @@ def tile_indices(N: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def visible(queries, keys, offset, n_keys, window_left, window_right, LEFT: tl.constexpr, RIGHT):
+def visible(
+    queries,
+    keys,
+    offset,
+    n_keys,
+    window_left,
+    window_right,
+    prefix,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    HAS_PREFIX: tl.constexpr,
+):
     """Which of ``keys`` each of ``queries`` sees (broadcast); the diagonal is query + offset."""
     seen = keys < n_keys
     if RIGHT:
-        seen = seen & (keys <= queries + (offset + window_right))
+        reached = keys <= queries + (offset + window_right)
+        if HAS_PREFIX:
+            reached = reached | (keys < prefix)
+        seen = seen & reached
     if LEFT:
         seen = seen & (keys >= queries + (offset - window_left))
     return seen
+
+
+@triton.jit
+def add_bias(
+    z,  # scores in units of log2
+    queries,
+    keys,
+    offset,
+    n_queries,
+    n_keys,
+    slope,  # ALiBi's for this head, in units of log2
+    bias,  # a pointer to this head's, any of the dtypes of inputs
+    stride_bq,
+    stride_bk,
+    HAS_ALIBI: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """``z``, less ``slope`` for each position from the diagonal, plus the bias of its elements.
+
+    ``queries`` and ``keys`` are broadcast to ``z``. Queries may lie past the end; keys only in a
+    MASKED tile.
+    """
+    if HAS_ALIBI:
+        z -= slope * tl.abs(queries + offset - keys).to(tl.float32)
+    if HAS_BIAS:
+        inside = queries < n_queries
+        if MASKED:
+            inside = inside & (keys < n_keys)
+        pointers = bias + queries.to(tl.int64) * stride_bq + keys.to(tl.int64) * stride_bk
+        z += tl.load(pointers, mask=inside, other=0.0).to(tl.float32) * LOG2_E
+    return z
+
+
+@triton.jit
+def of_queries(x, TRANSPOSED: tl.constexpr):
+    """(queries,) as a factor of a tile of scores, (queries, keys) or transposed."""
+    return x[None, :] if TRANSPOSED else x[:, None]
+
+
+@triton.jit
+def of_keys(x, TRANSPOSED: tl.constexpr):
+    """(keys,) as a factor of a tile of scores, (queries, keys) or transposed."""
+    return x[:, None] if TRANSPOSED else x[None, :]
+
+
+@triton.jit
+def probabilities(
+    s,  # raw scores (queries, keys), or TRANSPOSED (keys, queries)
+    logsumexp,  # (queries,), times log2(e)
+    queries,
+    key_start,  # of the tile, whose keys are counted from it
+    keys,
+    offset,
+    n_queries,
+    n_keys,
+    window_left,
+    window_right,
+    prefix,
+    slope,
+    bias,
+    stride_bq,
+    stride_bk,
+    scale,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_PREFIX: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    is_causal: tl.constexpr,
+    MASKED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):
+    """P of one tile, and the scores: with a soft-cap its tanh, whose derivative is 1 - s²."""
+    if HAS_SOFTCAP:
+        s = tanh(s * (scale / softcap))
+        z = s * (softcap * LOG2_E)
+    else:
+        z = s * (scale * LOG2_E)
+    if HAS_ALIBI or HAS_BIAS:
+        z = add_bias(
+            z, of_queries(queries, TRANSPOSED), of_keys(key_start + keys, TRANSPOSED), offset,
+            n_queries, n_keys, slope, bias, stride_bq, stride_bk, HAS_ALIBI, HAS_BIAS, MASKED,
+        )  # fmt: skip
+        if HAS_BIAS:  # which may hide all keys of a query: -inf - -inf is NaN
+            logsumexp = tl.where(logsumexp == float("-inf"), float("inf"), logsumexp)
+    p = tl.exp2(z - of_queries(logsumexp, TRANSPOSED))
+    if MASKED:
+        seen = visible(
+            of_queries(queries, TRANSPOSED), of_keys(key_start + keys, TRANSPOSED), offset, n_keys,
+            window_left, window_right, prefix, HAS_LEFT, is_causal, HAS_PREFIX,
+        )  # fmt: skip
+        p = tl.where(seen, p, 0.0)
+    return p, s
 
 
 @triton.jit
@@ -154,9 +263,11 @@ def key_range(
     n_keys,
     window_left,
     window_right,
+    prefix,
     Q_TILE_SIZE: tl.constexpr,
     K_TILE_SIZE: tl.constexpr,
     HAS_LEFT: tl.constexpr,
+    HAS_PREFIX: tl.constexpr,
     is_causal: tl.constexpr,
 ):
     """(start, full_start, full_stop, stop) of the walk over keys for one query tile.
@@ -170,6 +281,10 @@ def key_range(
         first_hidden = query_start + offset + window_right + 1
         stop = tl.minimum(stop, tl.maximum(first_hidden + Q_TILE_SIZE - 1, 0))
         full_stop = tl.minimum(full_stop, tl.maximum(first_hidden, 0) // K_TILE_SIZE * K_TILE_SIZE)
+    if HAS_PREFIX:
+        seen_by_all = tl.minimum(prefix, n_keys)
+        stop = tl.maximum(stop, seen_by_all)
+        full_stop = tl.maximum(full_stop, seen_by_all // K_TILE_SIZE * K_TILE_SIZE)
     start = 0
     full_start = 0
     if HAS_LEFT:

@@ -17,12 +17,11 @@ from flashattn_triton.primitives import (
     load_rows,
     load_statistic,
     loop_bound,
+    probabilities,
     store_rows,
-    tanh,
     tile_indices,
     tma_load,
     tma_reload,
-    visible,
 )
 
 
@@ -49,6 +48,12 @@ def _differentiate_queries(
     n_keys,
     window_left,
     window_right,
+    prefix,
+    slope,
+    bias,
+    stride_bq,
+    stride_bk,
+    n_queries,
     scale,
     softcap,
     D: tl.constexpr,
@@ -56,6 +61,9 @@ def _differentiate_queries(
     K_TILE_SIZE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_LEFT: tl.constexpr,
+    HAS_PREFIX: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
     USE_TMA: tl.constexpr,
@@ -79,23 +87,11 @@ def _differentiate_queries(
             v = load_rows(v_tile, keys, value_columns, stride_vk, n_rows, E, MASKED)
         s = dot(q, tl.trans(k), None, PRECISION, INTERPRETED)  # (Q_TILE_SIZE, K_TILE_SIZE)
         dp = dot(do, tl.trans(v), None, PRECISION, INTERPRETED)
-        if HAS_SOFTCAP:
-            s = tanh(s * (scale / softcap))
-            p = tl.exp2(s * (softcap * LOG2_E) - logsumexp[:, None])
-        else:
-            p = tl.exp2(s * (scale * LOG2_E) - logsumexp[:, None])
-        if MASKED:
-            seen = visible(
-                queries[:, None],
-                (key_start + keys)[None, :],
-                offset,
-                n_keys,
-                window_left,
-                window_right,
-                HAS_LEFT,
-                is_causal,
-            )
-            p = tl.where(seen, p, 0.0)
+        p, s = probabilities(
+            s, logsumexp, queries, key_start, keys, offset, n_queries, n_keys, window_left,
+            window_right, prefix, slope, bias, stride_bq, stride_bk, scale, softcap, HAS_SOFTCAP,
+            HAS_LEFT, HAS_PREFIX, HAS_ALIBI, HAS_BIAS, is_causal, MASKED, False,
+        )  # fmt: skip
         ds = p * (dp - delta[:, None])
         if HAS_SOFTCAP:
             ds = ds * (1.0 - s * s)
@@ -115,6 +111,9 @@ def query_pass_kernel(
     dQ_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
+    slopes_ptr,  # (B, H) fp32, or None without ALiBi
+    bias_ptr,  # broadcast to (B, H, N_q, N_k), or None
+    prefix_ptr,  # (B,) int32, or None without a prefix
     stride_qb,
     stride_qh,
     stride_qq,
@@ -130,6 +129,10 @@ def query_pass_kernel(
     stride_dqb,
     stride_dqh,
     stride_dqq,
+    stride_bb,  # None without a bias, as are the other three
+    stride_bh,
+    stride_bq,
+    stride_bk,
     N_PADDED,
     N_QUERIES,
     N_KEYS,
@@ -149,6 +152,9 @@ def query_pass_kernel(
     BOTTOM_RIGHT: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_PREFIX: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -189,10 +195,18 @@ def query_pass_kernel(
     offset = 0
     if BOTTOM_RIGHT:
         offset = N_KEYS - N_QUERIES
+    prefix = 0
+    if HAS_PREFIX:
+        prefix = tl.load(prefix_ptr + batch)
+    slope = 0.0
+    if HAS_ALIBI:
+        slope = tl.load(slopes_ptr + batch * N_HEADS + head) * LOG2_E
+    if HAS_BIAS:
+        bias_ptr += b * stride_bb + h * stride_bh
 
     start, full_start, full_stop, stop = key_range(
-        query_start, offset, N_KEYS, window_left, window_right, Q_TILE_SIZE, K_TILE_SIZE,
-        HAS_LEFT, is_causal,
+        query_start, offset, N_KEYS, window_left, window_right, prefix, Q_TILE_SIZE, K_TILE_SIZE,
+        HAS_LEFT, HAS_PREFIX, is_causal,
     )  # fmt: skip
     rows = tile_indices(Q_TILE_SIZE, WIDE)
     keys = tile_indices(K_TILE_SIZE, WIDE)
@@ -211,19 +225,22 @@ def query_pass_kernel(
         dq = _differentiate_queries(
             dq, q, do, logsumexp, delta, K, V, batch, kv_head, stride_kk, stride_vk,
             start, tl.minimum(full_start, stop), queries, keys, columns, value_columns, offset,
-            N_KEYS, window_left, window_right, scale, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP,
-            HAS_LEFT, PRECISION, INTERPRETED, USE_TMA, is_causal, True,
+            N_KEYS, window_left, window_right, prefix, slope, bias_ptr, stride_bq, stride_bk,
+            N_QUERIES, scale, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX,
+            HAS_ALIBI, HAS_BIAS, PRECISION, INTERPRETED, USE_TMA, is_causal, True,
         )  # fmt: skip
     dq = _differentiate_queries(
         dq, q, do, logsumexp, delta, K, V, batch, kv_head, stride_kk, stride_vk,
         full_start, full_stop, queries, keys, columns, value_columns, offset,
-        N_KEYS, window_left, window_right, scale, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP,
-        HAS_LEFT, PRECISION, INTERPRETED, USE_TMA, is_causal, False,
+        N_KEYS, window_left, window_right, prefix, slope, bias_ptr, stride_bq, stride_bk,
+        N_QUERIES, scale, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX,
+        HAS_ALIBI, HAS_BIAS, PRECISION, INTERPRETED, USE_TMA, is_causal, False,
     )  # fmt: skip
     dq = _differentiate_queries(
         dq, q, do, logsumexp, delta, K, V, batch, kv_head, stride_kk, stride_vk,
         tl.maximum(full_start, full_stop), stop, queries, keys, columns, value_columns, offset,
-        N_KEYS, window_left, window_right, scale, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP,
-        HAS_LEFT, PRECISION, INTERPRETED, USE_TMA, is_causal, True,
+        N_KEYS, window_left, window_right, prefix, slope, bias_ptr, stride_bq, stride_bk,
+        N_QUERIES, scale, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX,
+        HAS_ALIBI, HAS_BIAS, PRECISION, INTERPRETED, USE_TMA, is_causal, True,
     )  # fmt: skip
     store_rows(dQ_ptr + first * stride_dqq, dq * scale, rows, columns, stride_dqq, n_rows, D)

@@ -3,7 +3,7 @@
 Nothing is tiled, fused or skipped: the whole score matrix exists, every formula appears once, and
 autograd supplies the gradients. Use it to check results, not to run models.
 
-    S = scale · Q Kᵀ                         assignment, Eq. 4
+    S = scale · Q Kᵀ                         assignment, Eq. 4; soft-cap and biases follow
     P = softmax(S)                           Eq. 5
     O = P V                                  Eq. 6
     L = log Σ_j exp(S_ij)                    Eq. 12, natural logarithm
@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashattn_triton.options import AttentionOptions
+from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
+from flashattn_triton.options import AttentionOptions, diagonal_offset
 
 
 def visibility_mask(
@@ -60,6 +61,7 @@ def attention_reference(
     key: Tensor,
     value: Tensor,
     options: AttentionOptions,
+    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
     *,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
@@ -73,6 +75,7 @@ def attention_reference(
         key: (B, G, N_k, D); query head h reads key/value head h // (H / G).
         value: (B, G, N_k, E).
         options: mask, scale and soft-cap.
+        mask_and_bias: ALiBi slopes, a bias (differentiable too) and prefixes.
         dtype: everything is computed and returned in it. ``torch.float64`` is the oracle of
             float32 kernels; a half type gives "the same computation in PyTorch at the same
             precision", the yardstick of half-precision kernels.
@@ -85,13 +88,21 @@ def attention_reference(
     scores = query.to(dtype) @ key.transpose(-2, -1) * options.scale  # (B, H, N_q, N_k)
     if options.softcap is not None:
         scores = options.softcap * torch.tanh(scores / options.softcap)
-    visible = visibility_mask(query.shape[2], key.shape[2], options, query.device)
+    n_queries, n_keys = query.shape[2], key.shape[2]
+    offset = diagonal_offset(n_queries, n_keys, options)
+    added = mask_and_bias.added((0, n_queries), (0, n_keys), offset, dtype)
+    if added is not None:
+        scores = scores + added
+    visible = visibility_mask(n_queries, n_keys, options, query.device)
+    if mask_and_bias.prefix_lengths is not None:
+        prefixes = mask_and_bias.prefix_lengths[:, None, None, None]
+        visible = visible | (torch.arange(n_keys, device=query.device) < prefixes)
     scores = scores.masked_fill(~visible, float("-inf"))
     # Neither the maximum nor the sum of a row without visible keys may reach a logarithm or a
     # division, or its gradients become NaN: such rows are computed as if max = 0 and sum = 1.
-    empty = ~visible.any(dim=-1)
     # The extra column lets amax accept N_k = 0. The shift cancels, so it carries no gradient.
     row_max = F.pad(scores.detach(), (0, 1), value=float("-inf")).amax(dim=-1)
+    empty = row_max == float("-inf")
     row_max = row_max.masked_fill(empty, 0.0)
     weights = torch.exp(scores - row_max[..., None])
     row_sum = weights.sum(dim=-1).masked_fill(empty, 1.0)
@@ -107,6 +118,7 @@ def attention_reference_varlen(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     options: AttentionOptions,
+    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
     *,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
@@ -119,6 +131,7 @@ def attention_reference_varlen(
         cu_seqlens_q: (B + 1,) int32, where each sequence starts in ``query``, and T_q.
         cu_seqlens_k: (B + 1,) int32, the same for ``key`` and ``value``. Sequences may be empty.
         options: mask, scale and soft-cap; the diagonal is each sequence's own.
+        mask_and_bias: slopes and prefixes of each sequence; no bias.
         dtype: as in :func:`attention_reference`.
 
     Returns:
@@ -130,12 +143,13 @@ def attention_reference_varlen(
         itertools.pairwise(cu_seqlens_k.tolist()),
         strict=True,
     )
-    for (q_start, q_end), (k_start, k_end) in spans:
+    for i, ((q_start, q_end), (k_start, k_end)) in enumerate(spans):
         out, logsumexp = attention_reference(
             query[q_start:q_end].transpose(0, 1)[None],
             key[k_start:k_end].transpose(0, 1)[None],
             value[k_start:k_end].transpose(0, 1)[None],
             options,
+            mask_and_bias.sequence(i),
             dtype=dtype,
         )
         outputs.append(out[0].transpose(0, 1))

@@ -8,9 +8,8 @@ all arithmetic is fp32 (fp64 for fp64 inputs), whatever the dtype of the inputs.
 The functions take and return data: gradients are computed by ``tiled_backward``, not by autograd.
 
 Dimensions: B batch, H query heads, G key/value heads, R = H / G, N_q queries, N_k keys,
-D head_dim of query and key, E head_dim of value, T tokens of a packed batch. Inside, the heads
-that share a key head become rows of one matrix, so that keys and values are never repeated:
-queries are (B·G, N_q·R, D), with row i·R + r for query i of the r-th head of the group.
+D head_dim of query and key, E head_dim of value, T tokens of a packed batch. Inside, tensors are
+folded as :mod:`flashattn_triton.score_tiles` says.
 """
 
 from __future__ import annotations
@@ -18,102 +17,21 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
 from flashattn_triton.mistakes import check_tensors
-from flashattn_triton.options import AttentionOptions, diagonal_offset
+from flashattn_triton.options import AttentionOptions
+from flashattn_triton.score_tiles import ScoreTiles, accumulation_dtype, fold, unfold
 
 # Large enough that the matrix products, not the Python loop, take the time on a CPU; small enough
 # that a causal mask still skips nearly half of the tiles of a few hundred tokens.
 QUERY_TILE = 128
 KEY_TILE = 256
-
-
-@dataclass(frozen=True)
-class Band:
-    """Query i sees the keys from i + low to i + high: causal masks and windows are both this."""
-
-    n_queries: int
-    n_keys: int
-    low: int
-    high: int
-
-    @classmethod
-    def of(cls, n_queries: int, n_keys: int, options: AttentionOptions) -> Band:
-        """The band of :func:`flashattn_triton.reference.visibility_mask`."""
-        diagonal = diagonal_offset(n_queries, n_keys, options)
-        left, right = options.band
-        # With low = -N_q, or high = N_k, no key is out of any query's sight.
-        low = -n_queries if left is None else diagonal - left
-        high = n_keys if right is None else diagonal + right
-        return cls(n_queries, n_keys, low, high)
-
-    def key_tiles(self, query_start: int, query_end: int, size: int) -> Iterator[tuple[int, int]]:
-        """Key ranges of which some key is visible to some of the given queries."""
-        first = max(0, query_start + self.low)
-        last = min(self.n_keys, query_end + self.high)
-        for start in range(first, last, size):
-            yield start, min(start + size, last)
-
-    def query_tiles(self, key_start: int, key_end: int, size: int) -> Iterator[tuple[int, int]]:
-        """Query ranges of which some query sees some of the given keys."""
-        first = max(0, key_start - self.high)
-        last = min(self.n_queries, key_end - self.low)
-        for start in range(first, last, size):
-            yield start, min(start + size, last)
-
-    def hidden(
-        self, queries: tuple[int, int], keys: tuple[int, int], like: Tensor
-    ) -> Tensor | None:
-        """(queries, 1, keys) bool, True where the key is not visible; None if all are."""
-        (q_start, q_end), (k_start, k_end) = queries, keys
-        if k_start >= q_end - 1 + self.low and k_end - 1 <= q_start + self.high:
-            return None
-        i = torch.arange(q_start, q_end, device=like.device)[:, None, None]
-        j = torch.arange(k_start, k_end, device=like.device)
-        return (j < i + self.low) | (j > i + self.high)
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that scores, sums and the logsumexp have for inputs of ``dtype``."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def fold(x: Tensor, groups: int) -> Tensor:
-    """(B, H, N, ...) to (B·G, N·R, ...) in the accumulation dtype."""
-    x = x.to(accumulation_dtype(x.dtype)).unflatten(1, (groups, -1)).transpose(2, 3)
-    return x.flatten(2, 3).flatten(0, 1)
-
-
-def unfold(x: Tensor, like: Tensor, groups: int) -> Tensor:
-    """(B·G, N·R, ...) to a contiguous (B, H, N, ...), where ``like`` is (B, H, N, ...)."""
-    batch, heads, length = like.shape[:3]
-    x = x.unflatten(1, (length, heads // groups)).unflatten(0, (batch, groups))
-    return x.transpose(2, 3).flatten(1, 2).contiguous()
-
-
-def score_tile(
-    query: Tensor, key: Tensor, hidden: Tensor | None, softcap: float | None
-) -> tuple[Tensor, Tensor | None]:
-    """Scores of one tile, -inf where hidden, and the slope of the soft-cap at each of them.
-
-    ``query`` (already scaled) is (B·G, q·R, D) and ``key`` (B·G, k, D); both results are
-    (B·G, q·R, k), the slope None without a soft-cap.
-    """
-    scores = torch.bmm(query, key.transpose(1, 2))
-    slope = None
-    if softcap is not None:
-        capped = torch.tanh(scores / softcap)
-        scores, slope = capped * softcap, 1 - capped.square()
-    if hidden is not None:
-        rows = scores.unflatten(1, (hidden.shape[0], -1))  # (B·G, q, R, k)
-        scores = rows.masked_fill(hidden, float("-inf")).flatten(1, 2)
-    return scores, slope
 
 
 @torch.no_grad()
@@ -122,6 +40,8 @@ def tiled_forward(
     key: Tensor,
     value: Tensor,
     options: AttentionOptions,
+    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
+    /,
     *,
     query_tile: int = QUERY_TILE,
     key_tile: int = KEY_TILE,
@@ -134,6 +54,7 @@ def tiled_forward(
         value: (B, G, N_k, E).
         options: mask, scale and soft-cap. ``deterministic`` changes nothing: the order of all
             sums is fixed.
+        mask_and_bias: ALiBi slopes, a bias and prefixes.
         query_tile: queries in a tile.
         key_tile: keys in a tile.
 
@@ -141,22 +62,29 @@ def tiled_forward(
         Output (B, H, N_q, E) in the query's dtype, and natural-log logsumexp (B, H, N_q) in fp32
         (fp64 for fp64 inputs). A query that sees no key has output 0 and logsumexp -inf.
     """
-    groups, n_queries, n_keys = key.shape[1], query.shape[2], key.shape[2]
-    ratio = query.shape[1] // groups
-    band = Band.of(n_queries, n_keys, options)
+    if mask_and_bias.prefix_lengths is not None and len(query) > 1:  # each has tiles of its own
+        parts = [
+            tiled_forward(
+                *(q, k, v, options, mask_and_bias.sequence(i)),
+                query_tile=query_tile,
+                key_tile=key_tile,
+            )
+            for i, (q, k, v) in enumerate(_one_by_one(query, key, value))
+        ]
+        outs, lses = zip(*parts, strict=True)
+        return torch.cat(outs), torch.cat(lses)
+    score_tiles = ScoreTiles(query, key, options, mask_and_bias)
     with torch.autocast(query.device.type, enabled=False):
-        q, k, v = fold(query, groups) * options.scale, fold(key, groups), fold(value, groups)
-        out = q.new_zeros(*q.shape[:2], v.shape[-1])
-        lse = q.new_full(q.shape[:2], float("-inf"))
-        for start, end in tiles(n_queries, query_tile):
-            rows = slice(start * ratio, end * ratio)
-            q_i = q[:, rows]
+        v = fold(value, score_tiles.groups)
+        out = v.new_zeros(*score_tiles.q.shape[:2], v.shape[-1])
+        lse = v.new_full(score_tiles.q.shape[:2], float("-inf"))
+        for start, end in tiles(query.shape[2], query_tile):
+            rows = score_tiles.rows(start, end)
             row_max = torch.full_like(lse[:, rows], float("-inf"))  # m
             row_sum = torch.zeros_like(row_max)  # l
             acc = torch.zeros_like(out[:, rows])
-            for k_start, k_end in band.key_tiles(start, end, key_tile):
-                hidden = band.hidden((start, end), (k_start, k_end), q)
-                scores, _ = score_tile(q_i, k[:, k_start:k_end], hidden, options.softcap)
+            for k_start, k_end in score_tiles.band.key_tiles(start, end, key_tile):
+                scores, _ = score_tiles.scores((start, end), (k_start, k_end))
                 new_max = torch.maximum(row_max, scores.amax(dim=-1))
                 # A row that has seen no key yet has m = -inf, and -inf - (-inf) is NaN.
                 shift = new_max.masked_fill(torch.isneginf(new_max), 0.0)
@@ -168,6 +96,7 @@ def tiled_forward(
             # Rows without visible keys: 0 / 1 = 0, and -inf + log 0 = -inf.
             out[:, rows] = acc / row_sum.masked_fill(row_sum == 0, 1.0)[..., None]
             lse[:, rows] = row_max + torch.log(row_sum)
+        groups = score_tiles.groups
         return unfold(out, query, groups).to(query.dtype), unfold(lse, query, groups)
 
 
@@ -181,6 +110,8 @@ def tiled_backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
     options: AttentionOptions,
+    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
+    /,
     *,
     query_tile: int = QUERY_TILE,
     key_tile: int = KEY_TILE,
@@ -190,7 +121,8 @@ def tiled_backward(
     The gradient of the logsumexp enters through D: with dL given, dS = P ∘ (dP - (D - dL)).
 
     Args:
-        query: (B, H, N_q, D), as in :func:`tiled_forward`, as are key, value and options.
+        query: (B, H, N_q, D), as in :func:`tiled_forward`, as are key, value, options and
+            mask_and_bias.
         key: (B, G, N_k, D).
         value: (B, G, N_k, E).
         out: (B, H, N_q, E), what :func:`tiled_forward` returned.
@@ -198,45 +130,124 @@ def tiled_backward(
         grad_out: (B, H, N_q, E), dO.
         grad_lse: (B, H, N_q), dL, or None for zero.
         options: the same as in the forward pass.
+        mask_and_bias: the same as in the forward pass.
         query_tile: queries in a tile.
         key_tile: keys in a tile.
 
     Returns:
         dQ, dK, dV, shaped and typed like query, key, value, accumulated in fp32 (fp64).
     """
-    groups, n_queries, n_keys = key.shape[1], query.shape[2], key.shape[2]
-    ratio = query.shape[1] // groups
-    band = Band.of(n_queries, n_keys, options)
-    with torch.autocast(query.device.type, enabled=False):
-        q, k, v = fold(query, groups) * options.scale, fold(key, groups), fold(value, groups)
-        do, lse = fold(grad_out, groups), fold(lse, groups)
-        delta = (do * fold(out, groups)).sum(dim=-1)  # D = rowsum(dO ∘ O)
-        if grad_lse is not None:
-            delta = delta - fold(grad_lse, groups)
-        empty = torch.isneginf(lse)
-        delta = delta.masked_fill(empty, 0.0)
-        lse = lse.masked_fill(empty, float("inf"))  # makes P = exp(S - L) zero in such rows
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for start, end in tiles(n_keys, key_tile):
-            k_j, v_j = k[:, start:end], v[:, start:end]
-            dk_j, dv_j = torch.zeros_like(k_j), torch.zeros_like(v_j)
-            for q_start, q_end in band.query_tiles(start, end, query_tile):
-                rows = slice(q_start * ratio, q_end * ratio)
-                hidden = band.hidden((q_start, q_end), (start, end), q)
-                scores, slope = score_tile(q[:, rows], k_j, hidden, options.softcap)
-                p = torch.exp(scores - lse[:, rows, None])
-                dv_j = torch.baddbmm(dv_j, p.transpose(1, 2), do[:, rows])
-                dp = torch.bmm(do[:, rows], v_j.transpose(1, 2))
-                ds = p * (dp - delta[:, rows, None])
-                if slope is not None:
-                    ds = ds * slope
-                dq[:, rows] += torch.bmm(ds, k_j)
-                dk_j = torch.baddbmm(dk_j, ds.transpose(1, 2), q[:, rows])
-            dk[:, start:end], dv[:, start:end] = dk_j, dv_j
-        dq *= options.scale  # q was scaled in advance, which serves S and dK; dQ needs its own
-        gradients = zip((dq, dk, dv), (query, key, value), strict=True)
-        dq, dk, dv = (unfold(grad, x, groups).to(x.dtype) for grad, x in gradients)
+    tensors = (query, key, value, out, lse, grad_out, grad_lse)
+    if mask_and_bias.prefix_lengths is not None and len(query) > 1:
+        gradients = [
+            tiled_backward(
+                *(q, k, v, o, row_lse, do, dl, options, mask_and_bias.sequence(i)),
+                query_tile=query_tile,
+                key_tile=key_tile,
+            )
+            for i, (q, k, v, o, row_lse, do, dl) in enumerate(_one_by_one(*tensors))
+        ]
+        dq, dk, dv = (torch.cat(parts) for parts in zip(*gradients, strict=True))
         return dq, dk, dv
+    score_tiles = ScoreTiles(query, key, options, mask_and_bias)
+    groups, q, k = score_tiles.groups, score_tiles.q, score_tiles.k
+    with torch.autocast(query.device.type, enabled=False):
+        v, do = fold(value, groups), fold(grad_out, groups)
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for queries, keys, p, ds, slope in _gradients_of_scores(
+            score_tiles, value, out, lse, grad_out, grad_lse, (query_tile, key_tile)
+        ):
+            rows, columns = score_tiles.rows(*queries), slice(*keys)
+            dv[:, columns] += torch.bmm(p.transpose(1, 2), do[:, rows])
+            if slope is not None:
+                ds = ds * slope
+            dq[:, rows] += torch.bmm(ds, k[:, columns])
+            dk[:, columns] += torch.bmm(ds.transpose(1, 2), q[:, rows])
+        dq *= options.scale  # q was scaled in advance, which serves S and dK; dQ needs its own
+        pairs = zip((dq, dk, dv), (query, key, value), strict=True)
+        dq, dk, dv = (unfold(grad, x, groups).to(x.dtype) for grad, x in pairs)
+        return dq, dk, dv
+
+
+@torch.no_grad()
+def tiled_bias_backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    options: AttentionOptions,
+    mask_and_bias: MaskAndBias,
+    /,
+    *,
+    query_tile: int = QUERY_TILE,
+    key_tile: int = KEY_TILE,
+) -> Tensor:
+    """Gradient of ``mask_and_bias.bias``: dS, summed over the dimensions that share a bias.
+
+    Takes the arguments of :func:`tiled_backward`.
+
+    Returns:
+        The gradient, shaped and typed like the bias, accumulated in fp32 (fp64).
+    """
+    bias = mask_and_bias.bias
+    assert bias is not None
+    total = torch.zeros(bias.shape, dtype=accumulation_dtype(query.dtype), device=bias.device)
+    tensors = (query, key, value, out, lse, grad_out, grad_lse)
+    separate = mask_and_bias.prefix_lengths is not None
+    parts = _one_by_one(*tensors) if separate else iter([tensors])
+    for i, (q, k, v, o, row_lse, do, dl) in enumerate(parts):
+        own = mask_and_bias.sequence(i) if separate else mask_and_bias
+        batch = slice(i, i + 1) if separate and len(bias) > 1 else slice(None)
+        score_tiles = ScoreTiles(q, k, options, own)
+        with torch.autocast(query.device.type, enabled=False):
+            for queries, keys, _, ds, _ in _gradients_of_scores(
+                score_tiles, v, o, row_lse, do, dl, (query_tile, key_tile)
+            ):
+                rows = slice(*queries) if bias.shape[2] > 1 else slice(None)
+                columns = slice(*keys) if bias.shape[3] > 1 else slice(None)
+                target = total[batch, :, rows, columns]
+                target += score_tiles.unfold_tile(ds, queries).sum_to_size(target.shape)
+    return total.to(bias.dtype)
+
+
+def _gradients_of_scores(
+    score_tiles: ScoreTiles,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    sizes: tuple[int, int],
+) -> Iterator[tuple[tuple[int, int], tuple[int, int], Tensor, Tensor, Tensor | None]]:
+    """Query range, key range, P, dS behind the soft-cap, and its slope, for each visible tile.
+
+    ``sizes``: queries and keys of a tile.
+    """
+    v, do = fold(value, score_tiles.groups), fold(grad_out, score_tiles.groups)
+    lse = fold(lse, score_tiles.groups)
+    delta = (do * fold(out, score_tiles.groups)).sum(dim=-1)  # D = rowsum(dO ∘ O)
+    if grad_lse is not None:
+        delta = delta - fold(grad_lse, score_tiles.groups)
+    empty = torch.isneginf(lse)
+    delta = delta.masked_fill(empty, 0.0)
+    lse = lse.masked_fill(empty, float("inf"))  # makes P = exp(S - L) zero in such rows
+    for keys in tiles(value.shape[2], sizes[1]):
+        for queries in score_tiles.band.query_tiles(*keys, sizes[0]):
+            rows = score_tiles.rows(*queries)
+            scores, slope = score_tiles.scores(queries, keys)
+            p = torch.exp(scores - lse[:, rows, None])
+            dp = torch.bmm(do[:, rows], v[:, slice(*keys)].transpose(1, 2))
+            yield queries, keys, p, p * (dp - delta[:, rows, None]), slope
+
+
+def _one_by_one(*tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """Each batch element of some tensors, as batches of one."""
+    return zip(
+        *(itertools.repeat(None) if x is None else x.split(1) for x in tensors), strict=False
+    )
 
 
 def tiles(length: int, size: int) -> Iterator[tuple[int, int]]:
@@ -268,6 +279,7 @@ def tiled_forward_varlen(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     options: AttentionOptions,
+    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
 ) -> tuple[Tensor, Tensor]:
     """:func:`tiled_forward` of each sequence of a packed batch.
 
@@ -279,6 +291,7 @@ def tiled_forward_varlen(
         cu_seqlens_k: (B + 1,) int32, the same for key and value. Sequences may be empty. Both are
             read on the host, which synchronises if they are on an accelerator.
         options: as in :func:`tiled_forward`; the diagonal is each sequence's own.
+        mask_and_bias: slopes and prefixes of each sequence; no bias.
 
     Returns:
         Output (T_q, H, E) in the query's dtype, logsumexp (H, T_q) in fp32 (fp64).
@@ -290,9 +303,9 @@ def tiled_forward_varlen(
         dtype=accumulation_dtype(query.dtype),
         device=query.device,
     )
-    for q_span, k_span in sequences(cu_seqlens_q, cu_seqlens_k):
+    for i, (q_span, k_span) in enumerate(sequences(cu_seqlens_q, cu_seqlens_k)):
         q, k, v = batched(query, q_span), batched(key, k_span), batched(value, k_span)
-        o_s, lse_s = tiled_forward(q, k, v, options)
+        o_s, lse_s = tiled_forward(q, k, v, options, mask_and_bias.sequence(i))
         out[q_span], lse[:, q_span] = o_s[0].transpose(0, 1), lse_s[0]
     return out, lse
 
@@ -309,6 +322,7 @@ def tiled_backward_varlen(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     options: AttentionOptions,
+    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`tiled_backward` of each sequence of a packed batch.
 
@@ -319,7 +333,7 @@ def tiled_backward_varlen(
         dQ, dK, dV, shaped and typed like query, key, value.
     """
     dq, dk, dv = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    for q_span, k_span in sequences(cu_seqlens_q, cu_seqlens_k):
+    for i, (q_span, k_span) in enumerate(sequences(cu_seqlens_q, cu_seqlens_k)):
         gradients = tiled_backward(
             batched(query, q_span),
             batched(key, k_span),
@@ -329,6 +343,7 @@ def tiled_backward_varlen(
             batched(grad_out, q_span),
             None if grad_lse is None else grad_lse[None, :, q_span],
             options,
+            mask_and_bias.sequence(i),
         )
         spans = (q_span, k_span, k_span)
         for whole, part, span in zip((dq, dk, dv), gradients, spans, strict=True):

@@ -28,6 +28,7 @@ def refusal(
     head_dims: tuple[int, int],
     options: AttentionOptions,
     packed: bool,
+    tensors: tuple[str, ...] = (),
 ) -> str | None:
     """Why not this kind of problem; None if it can be computed.
 
@@ -37,6 +38,7 @@ def refusal(
         head_dims: D of query and key, E of value.
         options: mask, window, scale, soft-cap.
         packed: whether sequences are packed.
+        tensors: names of the tensors that hide keys or are added to scores.
     """
     if capability != CAPABILITY:
         return f"it needs compute capability 9.0, and this is {capability[0]}.{capability[1]}"
@@ -56,6 +58,8 @@ def refusal(
             )
     if packed:
         return "it takes no packed sequences"
+    if tensors:
+        return f"it takes no {' or '.join(tensors)}"
     if options.softcap is not None:
         return "it takes no soft-cap"
     if abs(options.scale) < _SMALLEST_SCALE:

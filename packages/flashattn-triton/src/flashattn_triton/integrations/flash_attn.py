@@ -26,7 +26,6 @@ Result = Tensor | tuple[Tensor, Tensor, None]
 # What else flash-attn takes, with the value that asks for nothing, and what it is.
 _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "dropout_p": (0.0, "dropout"),
-    "alibi_slopes": (None, "ALiBi"),
     "block_table": (None, "paged caches"),
     "page_table": (None, "paged caches"),
     "qv": (None, "a second query for values"),
@@ -68,7 +67,8 @@ def flash_attn_func(
         window_size: (left, right): query i sees the keys from i + N_k - N_q - left to
             i + N_k - N_q + right; -1 means no limit.
         softcap: c > 0 replaces a scaled score s by c·tanh(s/c); 0 means none.
-        alibi_slopes: must be None.
+        alibi_slopes: (H,) or (B, H) fp32 constants: slope · |i + N_k - N_q - j| is subtracted from
+            the score of query i and key j.
         deterministic: gradients are bit-identical from run to run.
         return_attn_probs: also return the logsumexp (B, H, N_q) in fp32, and None in the place of
             the probabilities, which never exist.
@@ -81,7 +81,7 @@ def flash_attn_func(
         ValueError: an argument asks for what is not computed here, or is not what is described.
         TypeError: an input is not a tensor, or an argument does not exist.
     """
-    _refuse("flash_attn_func", flash_attn_3, dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    _refuse("flash_attn_func", flash_attn_3, dropout_p=dropout_p)
     result = flash_attention(
         q,
         k,
@@ -90,6 +90,7 @@ def flash_attn_func(
         scale=softmax_scale,
         window=_window(window_size),
         softcap=_softcap(softcap),
+        alibi_slopes=alibi_slopes,
         deterministic=deterministic,
         layout="bshd",
         return_lse=return_attn_probs,
@@ -141,7 +142,6 @@ def flash_attn_varlen_func(
         "flash_attn_varlen_func",
         flash_attn_3,
         dropout_p=dropout_p,
-        alibi_slopes=alibi_slopes,
         block_table=block_table,
     )
     result = flash_attention_varlen(
@@ -156,6 +156,7 @@ def flash_attn_varlen_func(
         scale=softmax_scale,
         window=_window(window_size),
         softcap=_softcap(softcap),
+        alibi_slopes=alibi_slopes,
         deterministic=deterministic,
         return_lse=return_attn_probs,
     )

@@ -1,0 +1,271 @@
+# Kernels are typed by Triton's compiler, not by annotations.
+# mypy: disable-error-code="no-untyped-def,attr-defined"
+"""The gradient of an additive bias: a kernel whose programs own tiles of the bias.
+
+    dbias = Σ dS,   dS = P ∘ (dO Vᵀ - delta)
+
+summed over the batch elements, heads, queries and keys that share an element of the bias. P and dS
+are computed once more, so that neither exists in memory, nothing is added atomically, and every sum
+has a fixed order. The formulas and the legend are in :mod:`flashattn_triton.backward`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashattn_triton.configs import Tiling
+from flashattn_triton.launch import (
+    Launch,
+    dot_precision,
+    is_wide,
+    option_constants,
+    option_numbers,
+    padded,
+    unit_last_stride,
+)
+from flashattn_triton.mask_and_bias import MaskAndBias
+from flashattn_triton.options import AttentionOptions
+from flashattn_triton.preprocess import PREPROCESS_TILES, preprocess_launch
+from flashattn_triton.primitives import (
+    LOG2_E,
+    dot,
+    key_range,
+    load_rows,
+    loop_bound,
+    probabilities,
+    tile_indices,
+)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("N_QUERIES", "N_KEYS", "N_HEADS", "OWN_HEADS", "SHARING_BATCHES", "SHARING_HEADS"),
+        *("window_left", "window_right"),
+    ]
+)
+def bias_pass_kernel(
+    Q_ptr,
+    K_ptr,
+    V_ptr,
+    dO_ptr,
+    statistics_ptr,  # (B · H, 2, N_PADDED) fp32, see preprocess_kernel
+    slopes_ptr,  # (B, H) fp32, or None without ALiBi
+    bias_ptr,  # broadcast to (B, H, N_q, N_k)
+    prefix_ptr,  # (B,) int32, or None without a prefix
+    dB_ptr,  # contiguous, with the bias's own dimensions
+    stride_qb,
+    stride_qh,
+    stride_qq,
+    stride_kb,
+    stride_kh,
+    stride_kk,
+    stride_vb,
+    stride_vh,
+    stride_vk,
+    stride_dob,
+    stride_doh,
+    stride_doq,
+    stride_bb,
+    stride_bh,
+    stride_bq,
+    stride_bk,
+    N_PADDED,
+    N_QUERIES,
+    N_KEYS,
+    N_HEADS,
+    HEADS_PER_KV,
+    OWN_HEADS,  # of the bias
+    SHARING_BATCHES,  # batch elements, and heads, that share one element of the bias
+    SHARING_HEADS,
+    scale,
+    softcap,
+    window_left,
+    window_right,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    E_PADDED: tl.constexpr,
+    Q_TILE_SIZE: tl.constexpr,
+    K_TILE_SIZE: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_PREFIX: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SHARED_BY_QUERIES: tl.constexpr,
+    SHARED_BY_KEYS: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    is_causal: tl.constexpr,
+):
+    """One tile of the gradient. Grid: query tiles · key tiles · heads · batch, those of the bias.
+
+    A dimension that shares the bias is walked over instead, and the last sum is over a tile.
+    """
+    query_tiles, key_tiles = 1, 1
+    if not SHARED_BY_QUERIES:
+        query_tiles = tl.cdiv(N_QUERIES, Q_TILE_SIZE)
+    if not SHARED_BY_KEYS:
+        key_tiles = tl.cdiv(N_KEYS, K_TILE_SIZE)
+    own_key = (tl.program_id(0) % key_tiles) * K_TILE_SIZE
+    own_query = (tl.program_id(0) // key_tiles % query_tiles) * Q_TILE_SIZE
+    batch_head = tl.program_id(0) // key_tiles // query_tiles
+    own_batch, own_head = batch_head // OWN_HEADS, batch_head % OWN_HEADS
+    query_end, key_end = N_QUERIES, N_KEYS
+    if not SHARED_BY_QUERIES:
+        query_end = tl.minimum(own_query + Q_TILE_SIZE, N_QUERIES)
+    if not SHARED_BY_KEYS:
+        key_end = tl.minimum(own_key + K_TILE_SIZE, N_KEYS)
+    offset = 0
+    if BOTTOM_RIGHT:
+        offset = N_KEYS - N_QUERIES
+
+    rows = tile_indices(Q_TILE_SIZE, WIDE)
+    key_rows = tile_indices(K_TILE_SIZE, WIDE)
+    columns = tl.arange(0, D_PADDED)
+    value_columns = tl.arange(0, E_PADDED)
+    total = tl.zeros([Q_TILE_SIZE, K_TILE_SIZE], tl.float32)
+    for shared in range(loop_bound(SHARING_BATCHES * SHARING_HEADS, INTERPRETED)):
+        batch = own_batch + shared // SHARING_HEADS
+        head = own_head + shared % SHARING_HEADS
+        b, h = batch.to(tl.int64), head.to(tl.int64)
+        kv_h = h // HEADS_PER_KV
+        statistics = statistics_ptr + (b * N_HEADS + h) * 2 * N_PADDED
+        bias = bias_ptr + b * stride_bb + h * stride_bh
+        prefix = 0
+        if HAS_PREFIX:
+            prefix = tl.load(prefix_ptr + batch)
+        slope = 0.0
+        if HAS_ALIBI:
+            slope = tl.load(slopes_ptr + batch * N_HEADS + head) * LOG2_E
+        for query_start in range(
+            loop_bound(own_query, INTERPRETED), loop_bound(query_end, INTERPRETED), Q_TILE_SIZE
+        ):
+            query_start = query_start + 0  # a tensor under the interpreter too
+            first = query_start.to(tl.int64)
+            n_rows = N_QUERIES - query_start
+            q_tile = Q_ptr + b * stride_qb + h * stride_qh + first * stride_qq
+            q = load_rows(q_tile, rows, columns, stride_qq, n_rows, D, True)
+            do_tile = dO_ptr + b * stride_dob + h * stride_doh + first * stride_doq
+            do = load_rows(do_tile, rows, value_columns, stride_doq, n_rows, E, True)
+            queries = query_start + tl.arange(0, Q_TILE_SIZE)
+            logsumexp = tl.load(statistics + queries)
+            delta = tl.load(statistics + N_PADDED + queries)
+            start, _, _, stop = key_range(
+                query_start, offset, N_KEYS, window_left, window_right, prefix, Q_TILE_SIZE,
+                K_TILE_SIZE, HAS_LEFT, HAS_PREFIX, is_causal,
+            )  # fmt: skip
+            start, stop = tl.maximum(start, own_key), tl.minimum(stop, key_end)
+            for key_start in range(
+                loop_bound(start, INTERPRETED), loop_bound(stop, INTERPRETED), K_TILE_SIZE
+            ):
+                key_start = key_start + 0
+                n_keys = N_KEYS - key_start
+                first_key = key_start.to(tl.int64)
+                k_tile = K_ptr + b * stride_kb + kv_h * stride_kh + first_key * stride_kk
+                k = load_rows(k_tile, key_rows, columns, stride_kk, n_keys, D, True)
+                v_tile = V_ptr + b * stride_vb + kv_h * stride_vh + first_key * stride_vk
+                v = load_rows(v_tile, key_rows, value_columns, stride_vk, n_keys, E, True)
+                s = dot(q, tl.trans(k), None, PRECISION, INTERPRETED)
+                dp = dot(do, tl.trans(v), None, PRECISION, INTERPRETED)
+                p, _ = probabilities(
+                    s, logsumexp, queries, key_start, key_rows, offset, N_QUERIES, N_KEYS,
+                    window_left, window_right, prefix, slope, bias, stride_bq, stride_bk, scale,
+                    softcap, HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI, HAS_BIAS, is_causal,
+                    True, False,
+                )  # fmt: skip
+                total += p * (dp - delta[:, None])
+
+    width = 1 if SHARED_BY_KEYS else N_KEYS
+    height = 1 if SHARED_BY_QUERIES else N_QUERIES
+    dB_ptr += batch_head.to(tl.int64) * height * width
+    queries = (own_query + tl.arange(0, Q_TILE_SIZE))[:, None]
+    keys = (own_key + tl.arange(0, K_TILE_SIZE))[None, :]
+    if SHARED_BY_QUERIES:
+        total = tl.sum(total, 0)[None, :]
+        queries = tl.zeros([1, 1], tl.int32)
+    if SHARED_BY_KEYS:
+        total = tl.sum(total, 1)[:, None]
+        keys = tl.zeros([1, 1], tl.int32)
+    pointers = dB_ptr + queries.to(tl.int64) * width + keys
+    inside = (queries < height) & (keys < width)
+    tl.store(pointers, total.to(dB_ptr.dtype.element_ty), mask=inside)
+
+
+def triton_bias_backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    grad_out: Tensor,
+    grad_logsumexp: Tensor | None,
+    options: AttentionOptions,
+    tiling: Tiling,
+    mask_and_bias: MaskAndBias,
+) -> Tensor:
+    """Launches the kernels on the arguments of :func:`~flashattn_triton.backward.triton_backward`.
+
+    Returns:
+        The gradient of ``mask_and_bias.bias``, contiguous, in its shape and dtype; summed in fp32.
+    """
+    bias = mask_and_bias.bias
+    assert bias is not None
+    query, key, value, out, grad_out = map(unit_last_stride, (query, key, value, out, grad_out))
+    batch, heads, n_queries, head_dim = query.shape
+    kv_heads, n_keys, value_dim = key.shape[1], key.shape[2], value.shape[3]
+    # The tiles of dQ: operands are the same, and a tile of dS takes no more than one of dQ.
+    tiles = replace(tiling.query_pass, use_tma=False, stages=1)
+    multiple = max(tiles.queries, PREPROCESS_TILES.queries)
+    n_padded = -(-n_queries // multiple) * multiple
+    strides = (query.stride(), key.stride(), value.stride(), grad_out.stride())
+    lse_stride = None if grad_logsumexp is None else grad_logsumexp.stride()
+    preprocess = preprocess_launch(
+        query.device,
+        query.dtype,
+        (batch, heads, n_queries),
+        (head_dim, value_dim),
+        (out.stride(), strides[3], lse_stride),
+        n_padded,
+        zeroes=False,
+    )
+    own_batch, own_heads, own_queries, own_keys = bias.shape
+    kind = mask_and_bias.kind
+    numbers = [
+        *(stride[i] for stride in strides for i in range(3)),
+        *kind.bias_strides,
+        *(n_padded, n_queries, n_keys, heads, heads // kv_heads),
+        *(own_heads, batch // own_batch, heads // own_heads),
+        *option_numbers(options),
+    ]
+    constants = {
+        "D": head_dim,
+        "E": value_dim,
+        "D_PADDED": padded(head_dim, query.dtype),
+        "E_PADDED": padded(value_dim, query.dtype),
+        "Q_TILE_SIZE": tiles.queries,
+        "K_TILE_SIZE": tiles.keys,
+        "SHARED_BY_QUERIES": own_queries < n_queries,
+        "SHARED_BY_KEYS": own_keys < n_keys,
+        "WIDE": is_wide(*strides),
+        "PRECISION": dot_precision(query.dtype),
+        "INTERPRETED": not isinstance(bias_pass_kernel, triton.JITFunction),
+        **option_constants(options),
+        **kind.constants,
+    }
+    rows = 1 if own_queries < n_queries else -(-n_queries // tiles.queries)
+    columns = 1 if own_keys < n_keys else -(-n_keys // tiles.keys)
+    programs = rows * columns * own_heads * own_batch
+    launch = Launch(bias_pass_kernel, query.device, programs, numbers, constants, tiles)
+    statistics = query.new_empty((batch * heads, 2, n_padded), dtype=torch.float32)
+    gradient = bias.new_empty(bias.shape)
+    preprocess(out, grad_out, grad_logsumexp, logsumexp, statistics, None)
+    launch(query, key, value, grad_out, statistics, *mask_and_bias.tensors, gradient)
+    return gradient

@@ -1,0 +1,225 @@
+"""Tensors that hide keys or are added to scores: prefixes, ALiBi slopes and an additive bias.
+
+For query i and key j of one head, where ``offset`` is
+:func:`~flashattn_triton.options.diagonal_offset`,
+
+    S_ij = softcap(scale · q_i · k_j) - slope · |i + offset - j| + bias_ij
+
+ALiBi (Press et al. 2021, arXiv:2108.12409) has one slope for each head and needs no memory for its
+bias. In a prefix language model (Raffel et al. 2019, arXiv:1910.10683) every query sees the keys of
+its sequence's prefix, and beyond it the mask is causal.
+
+Legend: B batch, or sequences of a packed batch, H query heads, N_q queries, N_k keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flashattn_triton.mistakes import check_tensors
+from flashattn_triton.options import DTYPES, AttentionOptions
+
+# Keywords of the public functions, in the order in which kernels take the tensors.
+NAMES = ("alibi_slopes", "bias", "prefix_lengths")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskAndBiasKind:
+    """What kernels are compiled for: which tensors there are, and the strides of the bias."""
+
+    alibi: bool
+    prefix: bool
+    bias_strides: tuple[int, int, int, int] | tuple[None, None, None, None]
+
+    @property
+    def constants(self) -> dict[str, bool]:
+        """The kernels' compile-time arguments."""
+        return {
+            "HAS_ALIBI": self.alibi,
+            "HAS_BIAS": self.bias_strides[0] is not None,
+            "HAS_PREFIX": self.prefix,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskAndBias:
+    """The tensors of one call, checked and brought into one shape; None where there is none.
+
+    ``alibi_slopes`` is (B, H) fp32 and ``prefix_lengths`` (B,) int32, both contiguous; ``bias`` has
+    four dimensions, those of (B, H, N_q, N_k) or 1, and any strides.
+    """
+
+    alibi_slopes: Tensor | None = None
+    bias: Tensor | None = None
+    prefix_lengths: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """In the order of :data:`NAMES`."""
+        return self.alibi_slopes, self.bias, self.prefix_lengths
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Which tensors there are."""
+        return tuple([n for n, x in zip(NAMES, self.tensors, strict=True) if x is not None])
+
+    @property
+    def kind(self) -> MaskAndBiasKind:
+        """What kernels are compiled for."""
+        strides: tuple[int, int, int, int] | tuple[None, None, None, None] = (None,) * 4
+        if self.bias is not None:
+            batch, head, query, key = (
+                0 if n == 1 else stride
+                for n, stride in zip(self.bias.shape, self.bias.stride(), strict=True)
+            )
+            strides = (batch, head, query, key)
+        return MaskAndBiasKind(
+            alibi=self.alibi_slopes is not None,
+            prefix=self.prefix_lengths is not None,
+            bias_strides=strides,
+        )
+
+    def sequence(self, index: int) -> MaskAndBias:
+        """The tensors of one sequence, a batch of one."""
+        one = slice(index, index + 1)
+        bias = self.bias
+        return MaskAndBias(
+            alibi_slopes=None if self.alibi_slopes is None else self.alibi_slopes[one],
+            bias=bias if bias is None or bias.shape[0] == 1 else bias[one],
+            prefix_lengths=None if self.prefix_lengths is None else self.prefix_lengths[one],
+        )
+
+    def added(
+        self, queries: tuple[int, int], keys: tuple[int, int], offset: int, dtype: torch.dtype
+    ) -> Tensor | None:
+        """What is added to scores of a range of queries and of keys; None for nothing.
+
+        Returns:
+            A tensor of ``dtype``, broadcastable to (B, H, queries, keys).
+        """
+        total = None
+        if self.bias is not None:
+            rows, columns = (
+                slice(None) if n == 1 else slice(*span)
+                for n, span in zip(self.bias.shape[2:], (queries, keys), strict=True)
+            )
+            total = self.bias[:, :, rows, columns].to(dtype)
+        if self.alibi_slopes is not None:
+            device = self.alibi_slopes.device
+            distances = torch.arange(*queries, device=device)[:, None] + offset
+            distances = (distances - torch.arange(*keys, device=device)).abs().to(dtype)
+            alibi = self.alibi_slopes[:, :, None, None].to(dtype) * -distances
+            total = alibi if total is None else total + alibi
+        return total
+
+
+NO_MASK_OR_BIAS = MaskAndBias()
+
+
+def resolve_mask_and_bias(
+    *,
+    alibi_slopes: Tensor | None,
+    bias: Tensor | None,
+    prefix_lengths: Tensor | None,
+    leading: Sequence[int],
+    heads: int,
+    lengths: tuple[int, int],
+    device: torch.device,
+) -> MaskAndBias:
+    """Checks user arguments and brings them into one shape.
+
+    Args:
+        alibi_slopes: fp32, (H,) or (*leading, H); constants, without a gradient.
+        bias: fp16, bf16 or fp32, broadcastable to (*leading, H, N_q, N_k).
+        prefix_lengths: integers, of shape ``leading``. What is below 0 counts as 0, and what is
+            above N_k as N_k, so that values need not be read on the host.
+        leading: dimensions of query before its last three, or (sequences,) of a packed batch.
+        heads: H.
+        lengths: N_q and N_k.
+        device: of query.
+
+    Raises:
+        ValueError: naming the argument, what it must be and what was given.
+        TypeError: not a tensor.
+    """
+    tensors = zip(NAMES, (alibi_slopes, bias, prefix_lengths), strict=True)
+    for name, x in tensors:
+        if x is None:
+            continue
+        check_tensors(**{name: x})
+        if x.device != device:
+            raise ValueError(
+                f"{name} must be on query's device {device}, but got {x.device}. Move it there."
+            )
+    batch = 1
+    for size in leading:
+        batch *= size
+    if alibi_slopes is not None:
+        _check_slopes(alibi_slopes, leading, heads)
+        slopes = alibi_slopes.reshape(-1, heads) if alibi_slopes.dim() > 1 else alibi_slopes
+        alibi_slopes = slopes.expand(batch, heads).contiguous()
+    if bias is not None:
+        _check_bias(bias, (*leading, heads, *lengths))
+        if bias.dim() > 3 and len(leading) != 1:
+            bias = bias.expand(*leading, *bias.shape[-3:]).flatten(0, -4)
+        bias = bias[(None,) * (4 - bias.dim())]
+    if prefix_lengths is not None:
+        _check_prefix_lengths(prefix_lengths, leading)
+        prefix_lengths = prefix_lengths.reshape(batch).int().contiguous()
+    return MaskAndBias(alibi_slopes=alibi_slopes, bias=bias, prefix_lengths=prefix_lengths)
+
+
+def check_prefix_options(options: AttentionOptions) -> None:
+    """Raises ``ValueError`` unless the mask is one that a prefix can extend."""
+    if options.causal not in ("top-left", "bottom-right"):
+        given = False if options.causal == "none" else options.causal
+        raise ValueError(
+            f"causal must be 'top-left' or 'bottom-right' where prefix_lengths are given, but got "
+            f"{given!r}. Without a causal mask every query sees the prefix: leave "
+            f"prefix_lengths out."
+        )
+    if options.window != (None, None):
+        raise ValueError(
+            f"window must be None where prefix_lengths are given, but got {options.window}. Leave "
+            f"one of them out."
+        )
+
+
+def _check_slopes(slopes: Tensor, leading: Sequence[int], heads: int) -> None:
+    allowed = ((heads,), (*leading, heads))
+    if tuple(slopes.shape) not in allowed or slopes.dtype != torch.float32:
+        raise ValueError(
+            f"alibi_slopes must be a float32 tensor of shape {allowed[0]} or {allowed[1]}, but got "
+            f"{slopes.dtype} of shape {tuple(slopes.shape)}. Use one slope for each head of query."
+        )
+    if slopes.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "alibi_slopes must be constants, but got a tensor that requires a gradient. Detach it, "
+            "or pass what is learned as bias, which has one."
+        )
+
+
+def _check_bias(bias: Tensor, shape: tuple[int, ...]) -> None:
+    sizes = tuple(bias.shape)
+    fits = len(sizes) <= len(shape) and all(
+        n in (1, full) for n, full in zip(sizes[::-1], shape[::-1], strict=False)
+    )
+    if not fits or bias.dtype not in DTYPES:
+        raise ValueError(
+            f"bias must be a float16, bfloat16 or float32 tensor that broadcasts to {shape} "
+            f"(batch, heads, queries, keys), but got {bias.dtype} of shape {sizes}. Give it size "
+            f"1 in the dimensions that share it."
+        )
+
+
+def _check_prefix_lengths(lengths: Tensor, leading: Sequence[int]) -> None:
+    if lengths.dtype not in (torch.int32, torch.int64) or tuple(lengths.shape) != tuple(leading):
+        raise ValueError(
+            f"prefix_lengths must be int32 or int64 of shape {tuple(leading)}, one length for each "
+            f"sequence, but got {lengths.dtype} of shape {tuple(lengths.shape)}. Count the keys "
+            f"that every query sees."
+        )

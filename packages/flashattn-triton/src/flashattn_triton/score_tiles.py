@@ -1,0 +1,157 @@
+"""Tiles of scores in plain PyTorch: which of them exist, and what is in them.
+
+Dimensions: B batch, H query heads, G key/value heads, R = H / G, N_q queries, N_k keys, D head_dim
+of query and key. The heads that share a key head become rows of one matrix, so that keys and values
+are never repeated: folded queries are (B·G, N_q·R, D), with row i·R + r for query i of the r-th
+head of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flashattn_triton.mask_and_bias import MaskAndBias
+from flashattn_triton.options import AttentionOptions, diagonal_offset
+
+
+@dataclass(frozen=True)
+class Band:
+    """Query i sees the keys from i + low to i + high: causal masks and windows are both this.
+
+    Beyond i + high it also sees the keys below ``prefix``, which comes without a window.
+    """
+
+    n_queries: int
+    n_keys: int
+    low: int
+    high: int
+    prefix: int = 0
+
+    @classmethod
+    def of(cls, n_queries: int, n_keys: int, options: AttentionOptions, prefix: int = 0) -> Band:
+        """The band of :func:`flashattn_triton.reference.visibility_mask`."""
+        diagonal = diagonal_offset(n_queries, n_keys, options)
+        left, right = options.band
+        # With low = -N_q, or high = N_k, no key is out of any query's sight.
+        low = -n_queries if left is None else diagonal - left
+        high = n_keys if right is None else diagonal + right
+        return cls(n_queries, n_keys, low, high, min(prefix, n_keys))
+
+    def key_tiles(self, query_start: int, query_end: int, size: int) -> Iterator[tuple[int, int]]:
+        """Key ranges of which some key is visible to some of the given queries."""
+        first = max(0, query_start + self.low)
+        last = max(min(self.n_keys, query_end + self.high), self.prefix)
+        for start in range(first, last, size):
+            yield start, min(start + size, last)
+
+    def query_tiles(self, key_start: int, key_end: int, size: int) -> Iterator[tuple[int, int]]:
+        """Query ranges of which some query sees some of the given keys."""
+        first = 0 if key_start < self.prefix else max(0, key_start - self.high)
+        last = min(self.n_queries, key_end - self.low)
+        for start in range(first, last, size):
+            yield start, min(start + size, last)
+
+    def hidden(
+        self, queries: tuple[int, int], keys: tuple[int, int], like: Tensor
+    ) -> Tensor | None:
+        """(queries, 1, keys) bool, True where the key is not visible; None if all are."""
+        (q_start, q_end), (k_start, k_end) = queries, keys
+        reached = k_end - 1 <= q_start + self.high or k_end <= self.prefix
+        if k_start >= q_end - 1 + self.low and reached:
+            return None
+        i = torch.arange(q_start, q_end, device=like.device)[:, None, None]
+        j = torch.arange(k_start, k_end, device=like.device)
+        return (j < i + self.low) | ((j > i + self.high) & (j >= self.prefix))
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that scores, sums and the logsumexp have for inputs of ``dtype``."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def fold(x: Tensor, groups: int) -> Tensor:
+    """(B, H, N, ...) to (B·G, N·R, ...) in the accumulation dtype."""
+    x = x.to(accumulation_dtype(x.dtype)).unflatten(1, (groups, -1)).transpose(2, 3)
+    return x.flatten(2, 3).flatten(0, 1)
+
+
+def unfold(x: Tensor, like: Tensor, groups: int) -> Tensor:
+    """(B·G, N·R, ...) to a contiguous (B, H, N, ...), where ``like`` is (B, H, N, ...)."""
+    batch, heads, length = like.shape[:3]
+    x = x.unflatten(1, (length, heads // groups)).unflatten(0, (batch, groups))
+    return x.transpose(2, 3).flatten(1, 2).contiguous()
+
+
+def score_tile(
+    query: Tensor,
+    key: Tensor,
+    added: Tensor | None,
+    hidden: Tensor | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Scores of one tile, -inf where hidden, and the slope of the soft-cap at each of them.
+
+    ``query`` (already scaled) is (B·G, q·R, D), ``key`` (B·G, k, D), and ``added``, which joins the
+    scores behind the soft-cap, (B·G, q·R, k), as are both results; the slope is None without a
+    soft-cap.
+    """
+    scores = torch.bmm(query, key.transpose(1, 2))
+    slope = None
+    if softcap is not None:
+        capped = torch.tanh(scores / softcap)
+        scores, slope = capped * softcap, 1 - capped.square()
+    if added is not None:
+        scores = scores + added
+    if hidden is not None:
+        rows = scores.unflatten(1, (hidden.shape[0], -1))  # (B·G, q, R, k)
+        scores = rows.masked_fill(hidden, float("-inf")).flatten(1, 2)
+    return scores, slope
+
+
+class ScoreTiles:
+    """Queries and keys folded and scaled, and the scores of their tiles."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        options: AttentionOptions,
+        mask_and_bias: MaskAndBias,
+    ) -> None:
+        self.batch, self.heads, n_queries, _ = query.shape
+        self.groups, n_keys = key.shape[1], key.shape[2]
+        self.ratio = self.heads // self.groups
+        self.options = options
+        self.mask_and_bias = mask_and_bias
+        self.offset = diagonal_offset(n_queries, n_keys, options)
+        prefixes = mask_and_bias.prefix_lengths
+        prefix = 0 if prefixes is None else int(prefixes.item())
+        self.band = Band.of(n_queries, n_keys, options, prefix)
+        with torch.autocast(query.device.type, enabled=False):
+            self.q, self.k = fold(query, self.groups) * options.scale, fold(key, self.groups)
+
+    def rows(self, start: int, end: int) -> slice:
+        """Where queries ``start`` to ``end`` are in folded tensors."""
+        return slice(start * self.ratio, end * self.ratio)
+
+    def scores(
+        self, queries: tuple[int, int], keys: tuple[int, int]
+    ) -> tuple[Tensor, Tensor | None]:
+        """:func:`score_tile` of a range of queries and a range of keys."""
+        hidden = self.band.hidden(queries, keys, self.q)
+        added = self.mask_and_bias.added(queries, keys, self.offset, self.q.dtype)
+        if added is not None:
+            shape = (self.batch, self.heads, queries[1] - queries[0], keys[1] - keys[0])
+            added = fold(added.expand(shape), self.groups)
+        q, k = self.q[:, self.rows(*queries)], self.k[:, slice(*keys)]
+        return score_tile(q, k, added, hidden, self.options.softcap)
+
+    def unfold_tile(self, tile: Tensor, queries: tuple[int, int]) -> Tensor:
+        """(B·G, q·R, k) to (B, H, q, k)."""
+        tile = tile.unflatten(1, (queries[1] - queries[0], self.ratio))
+        tile = tile.unflatten(0, (self.batch, self.groups))
+        return tile.transpose(2, 3).flatten(1, 2)
