@@ -158,7 +158,7 @@ def bias_pass_kernel(
             queries = query_start + tl.arange(0, Q_TILE_SIZE)
             logsumexp = tl.load(statistics + queries)
             delta = tl.load(statistics + N_PADDED + queries)
-            start, _, _, stop = key_range(
+            start, _full_start, _full_stop, stop = key_range(
                 query_start, offset, N_KEYS, window_left, window_right, prefix, Q_TILE_SIZE,
                 K_TILE_SIZE, HAS_LEFT, HAS_PREFIX, is_causal,
             )  # fmt: skip
@@ -175,7 +175,7 @@ def bias_pass_kernel(
                 v = load_rows(v_tile, key_rows, value_columns, stride_vk, n_keys, E, True)
                 s = dot(q, tl.trans(k), None, PRECISION, INTERPRETED)
                 dp = dot(do, tl.trans(v), None, PRECISION, INTERPRETED)
-                p, _ = probabilities(
+                p, _scores = probabilities(
                     s, logsumexp, queries, key_start, key_rows, offset, N_QUERIES, N_KEYS,
                     window_left, window_right, prefix, slope, bias, stride_bq, stride_bk, scale,
                     softcap, HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI, HAS_BIAS, is_causal,
