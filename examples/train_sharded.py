@@ -11,7 +11,7 @@ memory one block at a time. The text is learned byte by byte.
 import os
 import time
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import numpy as np
 import torch
@@ -19,14 +19,22 @@ import torch.distributed as dist
 import typer
 
 from basics_model import SIZES, ModelConfig, SizeName, TokenDataset, TransformerLM, model_config
-from shard_optim import FullyShardedDataParallel, load_fully_sharded, save_fully_sharded
+from shard_optim import (
+    FullyShardedDataParallel,
+    OffloadedOptimizer,
+    load_fully_sharded,
+    save_fully_sharded,
+)
 from shard_optim.accounting import fully_sharded_buffers, rank_memory
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 GIB = 2**30
+CHUNK_MB = 64  # parameters whose optimizer state is on the device at once
 
 
-def predicted(config: ModelConfig, ranks: int, *, compute_bytes: int, keep: bool) -> str:
+def predicted(
+    config: ModelConfig, ranks: int, *, compute_bytes: int, keep: bool, offload_state: bool = False
+) -> str:
     """What a rank will hold besides activations, in words.
 
     Args:
@@ -34,6 +42,7 @@ def predicted(config: ModelConfig, ranks: int, *, compute_bytes: int, keep: bool
         ranks: how many share it.
         compute_bytes: of a gathered parameter and of its gradient.
         keep: whether gathered parameters are kept between forward and backward.
+        offload_state: whether optimizer state rests in host memory.
     """
     model = TransformerLM(config, device="meta")
     matrices = [p.numel() for p in model.blocks[0].parameters() if p.ndim > 1]
@@ -46,12 +55,20 @@ def predicted(config: ModelConfig, ranks: int, *, compute_bytes: int, keep: bool
         reduced=compute_bytes,
         reshard_after_forward=not keep,
     )
-    held = rank_memory(config.num_parameters, world_size=ranks, stage=3, in_flight=buffers)
+    largest_shard = max(*matrices, *others) / ranks
+    held = rank_memory(
+        config.num_parameters,
+        world_size=ranks,
+        stage=3,
+        in_flight=buffers,
+        offloaded_chunk=max(CHUNK_MB * 2**20 / 4, largest_shard) if offload_state else None,
+    )
+    in_host_memory = f", in host memory {held.host_state / GIB:.2f}" if offload_state else ""
     return (
         f"{config.num_parameters:,} parameters on {ranks} ranks, GiB per rank: "
         f"parameters {held.parameters / GIB:.2f}, gradients {held.gradients / GIB:.2f}, "
         f"optimizer state {held.optimizer_state / GIB:.2f}, buffers at most "
-        f"{held.buffers / GIB:.2f}, together {held.total / GIB:.2f} and activations"
+        f"{held.buffers / GIB:.2f}, together {held.total / GIB:.2f} and activations{in_host_memory}"
     )
 
 
@@ -91,6 +108,7 @@ def main(
     steps: Annotated[int, typer.Option(min=1)] = 20,
     learning_rate: Annotated[float, typer.Option(min=0.0)] = 3e-4,
     keep: Annotated[bool, typer.Option(help="Gather once a step, not twice.")] = False,
+    offload_state: Annotated[bool, typer.Option(help="Adam's moments in host memory.")] = False,
     compiled: Annotated[bool, typer.Option(help="Compile the blocks.")] = True,
     checkpoint_dir: Annotated[Path | None, typer.Option(help="Saved at the end.")] = None,
     dry_run: Annotated[bool, typer.Option(help="Predict memory, and stop.")] = False,
@@ -109,14 +127,24 @@ def main(
         num_heads=num_heads,
     )
     if dry_run:
-        typer.echo(predicted(config, ranks, compute_bytes=2, keep=keep))
+        typer.echo(
+            predicted(config, ranks, compute_bytes=2, keep=keep, offload_state=offload_state)
+        )
         return
     device = join_ranks()
     first, world_size = dist.get_rank() == 0, dist.get_world_size()
     compute_dtype = torch.bfloat16 if device.type == "cuda" else None
     if first:
         compute_bytes = 2 if compute_dtype else 4
-        typer.echo(predicted(config, world_size, compute_bytes=compute_bytes, keep=keep))
+        typer.echo(
+            predicted(
+                config,
+                world_size,
+                compute_bytes=compute_bytes,
+                keep=keep,
+                offload_state=offload_state,
+            )
+        )
 
     torch.manual_seed(0)
     module = TransformerLM(config, device="meta")
@@ -126,7 +154,12 @@ def main(
     model = FullyShardedDataParallel(
         module, compute_dtype=compute_dtype, reshard_after_forward=not keep, device=device
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=device.type == "cuda")
+    settings: dict[str, Any] = {"lr": learning_rate, "fused": device.type == "cuda"}
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), **settings)
+    if offload_state:
+        optimizer = OffloadedOptimizer(
+            model.parameters(), torch.optim.AdamW, chunk_size_mb=CHUNK_MB, **settings
+        )
     checkpoint = newest(checkpoint_dir)
     done = 0
     if checkpoint is not None:

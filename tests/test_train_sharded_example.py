@@ -30,10 +30,17 @@ def test_predicts_trains_and_continues(examples: Examples, tmp_path: Path) -> No
     assert "8,125,698,048 parameters on 2 ranks" in output
     assert "parameters 15.14, gradients 15.14, optimizer state 30.27" in output
 
+    offloading = ["--dry-run", "--ranks", "2", "--offload-state"]
+    code, output, errors = examples.run(offloading, script=SCRIPT)
+    assert code == 0, errors
+    # The chunk is the shard of the embedding: two of 8 × 151,936 × 4096 / 2 bytes.
+    assert "optimizer state 4.64," in output
+    assert "in host memory 30.27" in output
+
     command = [*SMALL, "--checkpoint-dir", str(tmp_path)]
     losses = []
-    for world_size in (2, 1):
-        code, output, errors = examples.run(command, world_size, SCRIPT)
+    for world_size, options in ((2, []), (1, ["--offload-state"])):
+        code, output, errors = examples.run([*command, *options], world_size, SCRIPT)
         assert code == 0, errors
         losses += [(int(a), float(b)) for a, b in re.findall(r"step (\d+): loss ([\d.]+)", output)]
     assert [step for step, _ in losses] == [1, 2, 3, 4]
