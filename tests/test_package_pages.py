@@ -69,3 +69,30 @@ def test_python_versions(package: Path) -> None:
     stated = {c.rpartition(" ")[2] for c in project["classifiers"] if "Python :: 3." in c}
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     assert stated == set(re.findall(r"\"(3\.\d+)\"", workflow))
+
+
+def test_changelog_has_a_dated_entry_for_every_version(package: Path) -> None:
+    """The newest on top: the version of the package, which alone may be unreleased."""
+    project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
+    lines = (package / "CHANGELOG.md").read_text().splitlines()
+    entries = [
+        re.fullmatch(r"## (\d+\.\d+\.\d+) \((unreleased|\d{4}-\d\d-\d\d)\)", line)
+        for line in lines
+        if line.startswith("## ")
+    ]
+    assert entries
+    assert None not in entries
+    versions = [[int(part) for part in entry[1].split(".")] for entry in entries]
+    assert versions == sorted(versions, reverse=True)
+    assert entries[0][1] == project["version"]
+    assert "unreleased" not in [entry[2] for entry in entries[1:]]
+
+
+def test_page_has_its_badges(package: Path) -> None:
+    targets = links(package / "README.md")
+    assert f"{REPOSITORY}/actions/workflows/ci.yml/badge.svg" in targets
+    assert (ROOT / ".github" / "workflows" / "ci.yml").exists()
+    [name] = [target for target in targets if "badge/package-" in target]
+    assert name.split("/badge/package-")[1].replace("--", "_") == (
+        f"{package.name.replace('-', '_')}-blue"
+    )
