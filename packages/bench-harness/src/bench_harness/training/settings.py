@@ -99,7 +99,8 @@ class Bucketed(Arguments):
         last_bucket_size_mb: the same for the bucket that is reduced last; "same" keeps it as
             large as the others.
         comm_hook: "peer-copy" is :class:`ddp_lite.peer.PeerCopyAverage`, "compress-bf16" and
-            "power-sgd" are those of :mod:`ddp_lite.hooks`.
+            "power-sgd" are those of :mod:`ddp_lite.hooks`. "reduce-scatter" stands in rows of
+            earlier versions; it cannot be measured any more.
         nccl_high_priority: NCCL's kernels run on a stream of high priority.
         nccl_max_ctas: at most so many thread blocks for a NCCL kernel.
     """
@@ -109,7 +110,7 @@ class Bucketed(Arguments):
     last_bucket_size_mb: float | Literal["same"] = 25
     copy: bool = False
     wire_dtype: Dtype | None = None
-    comm_hook: Literal["peer-copy", "compress-bf16", "power-sgd"] | None = None
+    comm_hook: Literal["peer-copy", "compress-bf16", "power-sgd", "reduce-scatter"] | None = None
     missing_gradients: MissingGradients = "skip-if-all"
     nccl_high_priority: bool = False
     nccl_max_ctas: int | None = None
