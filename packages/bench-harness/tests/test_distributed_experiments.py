@@ -30,7 +30,8 @@ def first_machine(command_line, tmp_path_factory):
     first, second = (
         [
             *("allreduce", "--sizes-mb", "0.01", "--operations", "all_reduce"),
-            *("--samples", "3", "--device", "cpu", "--world-sizes", "2", "--nnodes", "2"),
+            *("--samples", "3", "--interval", "0"),
+            *("--device", "cpu", "--world-sizes", "2", "--nnodes", "2"),
             *("--rdzv-endpoint", f"localhost:{port}", "--node-rank", str(number)),
             *("--output", f"node-{number}", "--timeout", "200"),
         ]
@@ -54,7 +55,7 @@ def run(monkeypatch, tmp_path):
 
     def run(name, **options):
         experiment = experiments.get(name)
-        (case,) = experiment.cases(device="cpu", **options)
+        (case,) = experiment.cases(device="cpu", interval=0.0, **options)
         rows = experiment.run(case, print)
         json.dumps(rows, allow_nan=False)
         sampled = [row for row in rows if "samples_ms" in row]

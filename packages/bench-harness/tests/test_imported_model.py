@@ -65,7 +65,7 @@ SUBJECTS: dict[str, dict[str, Any]] = {
     "plain": {"model": "models:OnDictionary", "input": "{x=float32[3x4],mask=float32[3x2]}"},
 }
 SMALL: dict[str, dict[str, Any]] = {
-    "model": {"samples": 2, "warmups": [0]},
+    "model": {"samples": 2, "warmups": [1], "interval": 0},
     "memory": {"precisions": ["fp32"], "modes": ["step"], "second_step": True},
     "profile": {"warmup": 1},
 }
@@ -112,7 +112,19 @@ def test_ranks_train_a_model_of_another_library(bench: Bench, models: Path) -> N
     done = bench(
         *("train-step", "--model", own["model"], "--model-args", "layers=2"),
         *("--input", own["input"], "--variants", "naive,fsdp2", "--rounds", "1", "--blocks", "2"),
-        *("--calls", "1", "--warmup", "1", "--device", "cpu", "--output", "out", "--json"),
+        *(
+            "--calls",
+            "1",
+            "--warmup",
+            "1",
+            "--interval",
+            "0",
+            "--device",
+            "cpu",
+            "--output",
+            "out",
+            "--json",
+        ),
     )
     assert done.returncode == 0, done.stderr
     (table, *_) = json.loads(done.stdout)["tables"]["train-step"].values()

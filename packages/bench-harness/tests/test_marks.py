@@ -35,8 +35,9 @@ def test_unstable_figures_are_hollow_and_all_have_whiskers() -> None:
     assert hollow.get_facecolor()[3] == 0
     assert len(axes[0, 0].collections) == 1, "the whiskers"
     marks.line(axes[0, 0], [1, 2], [10, 15], colour=COLOURS[0], filled=filled)
-    fills = [line.get_markerfacecolor() for line in axes[0, 0].get_lines()[-2:]]
-    assert fills == [COLOURS[0], "white"]
+    line, rings = axes[0, 0].get_lines()[-2:]
+    assert list(line.get_ydata()) == [10, 15]
+    assert (list(rings.get_ydata()), rings.get_markerfacecolor()) == ([15], "white")
 
 
 def test_a_name_has_one_colour_everywhere_and_others_differ_within_a_picture() -> None:

@@ -3,6 +3,7 @@ import time
 import pytest
 import torch
 
+from bench_harness.sampling import Enough, narrow
 from bench_harness.timing import (
     Samples,
     measure,
@@ -70,3 +71,39 @@ def test_device_events_agree_with_the_wall_clock():
     assert len(samples.device_ms) == 5
     for wall, on_device in zip(samples.wall_ms, samples.device_ms, strict=True):
         assert 0.5 * wall < on_device <= wall
+
+
+def test_sampling_goes_on_until_the_interval_is_narrow_or_the_time_is_up(
+    monkeypatch,
+):
+    now = [0.0]
+    monkeypatch.setattr("bench_harness.sampling.time.monotonic", lambda: now[0])
+    wide, narrow_one = [10.0, 12.0, 8.0, 11.0], [10.0, 10.05, 9.95, 10.0, 10.02]
+    assert narrow(narrow_one, 0.02)
+    assert not narrow(wide, 0.02)
+    assert not narrow([10.0, 10.0], 0.02), "two samples have no interval"
+    enough = Enough({"interval": 2.0, "max_seconds": 10.0}, parts=2)
+    assert enough.reached([narrow_one, []])
+    assert not enough.reached([narrow_one, wide])
+    now[0] = 5.0
+    assert enough.reached([wide]), "each of two parts has half of the time"
+    assert Enough({}).reached([wide]), "a case without such options takes the least number"
+
+
+def test_phases_are_sampled_until_they_are_enough_but_a_cold_start_once():
+    from bench_harness.training import settings
+    from bench_harness.training.phases import measure_phases
+
+    shape = {"d_model": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 32}
+    config = {"size": "custom", **shape, "batch": 1, "sequence": 4, "modes": ["step"]}
+    config |= {"samples": 2, "interval": 1e-9, "max_seconds": 0.3}
+    variants = {"plain": settings.Settings()}
+    for warmup, turns in ((0, 1), (1, None)):
+        taken = measure_phases(
+            variants, {**config, "warmup": warmup}, torch.device("cpu"), lambda text: None
+        )
+        counts = {len(samples.wall_ms) for samples in taken["plain"].values()}
+        assert len(counts) == 1
+        (count,) = counts
+        assert count == 2 * turns if turns else count > 2
+        assert all(samples.first_ms > 0 for samples in taken["plain"].values())

@@ -178,6 +178,7 @@ def case(tmp_path_factory):
             "blocks": 2,
             "calls": 1,
             "warmup": 1,
+            "interval": 0,
             "profiled": True,
             "all_reduces": True,
             "device": "cpu",

@@ -71,7 +71,7 @@ def test_a_module_outside_packages_counts_with_its_neighbours(tmp_path: Path) ->
 
 def test_an_edited_model_is_measured_again(package: Path, bench: Bench) -> None:
     arguments = ["model", "--model", "mine.model:build", "--input", "float32[4x3]"]
-    arguments += ["--modes", "forward", "--samples", "3", "--output", "out"]
+    arguments += ["--modes", "forward", "--samples", "3", "--interval", "0", "--output", "out"]
     assert bench(*arguments).returncode == 0
     assert "0 of 1 case left" in bench(*arguments).stdout
     (package / "layers.py").write_text("def width():\n    return 3 + 0\n")

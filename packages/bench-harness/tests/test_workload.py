@@ -5,7 +5,6 @@ from torch import nn
 from bench_harness.experiments.base import CaseSkipped
 from bench_harness.imported_model import imported_module, parse_inputs, scalar_loss
 from bench_harness.workload import (
-    AttentionSwitch,
     Workload,
     attention_by_name,
     device_of,
@@ -55,20 +54,6 @@ def test_attentions_agree(name):
     workload = language_model(TINY, CPU, precision="fp32", attention=attention_by_name(name))
     reference = language_model(TINY, CPU, precision="fp32")
     torch.testing.assert_close(workload.loss(), reference.loss())
-
-
-def test_switch_changes_the_attention_of_a_built_model():
-    calls = []
-    switch = AttentionSwitch("naive")
-    workload = language_model(TINY, CPU, precision="fp32", attention=switch)
-    before = workload.loss()
-    switch.choose("sdpa")
-    torch.testing.assert_close(workload.loss(), before)
-    switch._current = lambda q, k, v: calls.append(q.shape) or v
-    workload.loss()
-    assert calls == [(2, 2, 8, 8)]
-    with pytest.raises(ValueError, match="attention must be one of naive, sdpa, flash"):
-        switch.choose("linear")
 
 
 def test_bf16_runs_products_in_bf16_and_keeps_gradients_in_fp32():

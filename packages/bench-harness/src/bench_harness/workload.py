@@ -171,21 +171,6 @@ def imported(name: str, what: str) -> Any:
         ) from error
 
 
-class AttentionSwitch:
-    """An attention callable whose implementation can be changed, so variants share one model."""
-
-    def __init__(self, name: str) -> None:
-        self.choose(name)
-
-    def choose(self, name: str) -> None:
-        """Uses the named implementation from now on."""
-        self._current = attention_by_name(name)
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention by the chosen implementation."""
-        return self._current(query, key, value)
-
-
 def language_model_config(config: Mapping[str, Any]) -> ModelConfig:
     """The model of a case: its ``size``, with any of :data:`DIMENSIONS` given explicitly.
 

@@ -14,20 +14,24 @@ from bench_harness.experiments.base import Experiment, Figure, Table, option
 from bench_harness.experiments.distributed import (
     NodeOptions,
     default_world_size,
+    on_rank_0,
     run_on_ranks,
     slowest_rank,
 )
+from bench_harness.sampling import Enough, SamplingOptions
 
 if TYPE_CHECKING:
     import pandas as pd
     import torch
     from torch import Tensor
 
+    from bench_harness.timing import Samples
+
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(NodeOptions):
+class Options(NodeOptions, SamplingOptions):
     """Options of :class:`AllReduce`.
 
     Small enough for a quick run on two cores: ``sizes_mb=[0.1, 1, 4]``, ``samples=8``,
@@ -76,6 +80,7 @@ class AllReduce(Experiment):
                 "operations": list(chosen.operations),
                 "warmup": chosen.warmup,
                 "samples": chosen.samples,
+                **chosen.sampling(),
                 "device": device,
                 "label": f"allreduce {backend} {world_size} ranks",
             }
@@ -188,9 +193,8 @@ def measure_rank(
 ) -> list[Row]:
     """One rank's part: a row per collective and size with this rank's samples."""
     import torch
-    import torch.distributed as dist
 
-    from bench_harness.timing import Samples, record_sample
+    from bench_harness.timing import Samples
 
     rows = []
     for size_mb in config["sizes_mb"]:
@@ -204,14 +208,11 @@ def measure_rank(
         share = vector.new_empty(numel // world_size)
         calls = {name: collective(name, vector, share) for name in config["operations"]}
         for index in range(config["warmup"] + config["samples"]):
-            for operation, call in calls.items():
-                taken = Samples()
-                dist.barrier()
-                with record_sample(taken, device):
-                    call()
-                if index >= config["warmup"]:
-                    samples[operation].wall_ms += taken.wall_ms
-                    samples[operation].device_ms += taken.device_ms
+            _once(calls, device, samples if index >= config["warmup"] else {})
+        enough = Enough(config, parts=len(config["sizes_mb"]))
+        while not on_rank_0(enough.reached(each.wall_ms for each in samples.values())):
+            for _ in range(config["samples"]):
+                _once(calls, device, samples)
         rows += [
             {
                 "variant": operation,
@@ -222,6 +223,20 @@ def measure_rank(
             for operation, taken in samples.items()
         ]
     return rows
+
+
+def _once(
+    calls: Mapping[str, Callable[[], object]], device: torch.device, samples: dict[str, Samples]
+) -> None:
+    """One call of every collective, ranks aligned; nothing is kept for those without samples."""
+    import torch.distributed as dist
+
+    from bench_harness.timing import Samples, record_sample
+
+    for operation, call in calls.items():
+        dist.barrier()
+        with record_sample(samples.get(operation, Samples()), device):
+            call()
 
 
 def collective(operation: str, vector: Tensor, share: Tensor) -> Callable[[], object]:

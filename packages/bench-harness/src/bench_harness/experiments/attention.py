@@ -19,6 +19,7 @@ from bench_harness.experiments.attention_timing import (
     timer_overhead_ms,
 )
 from bench_harness.experiments.base import Experiment, Figure, Table, option
+from bench_harness.sampling import SamplingOptions
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,7 +29,7 @@ _MASKS = ("causal", "full")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(SamplingOptions):
     """Options of :class:`Attention`.
 
     Small enough for a quick run on two cores: ``sequences=[128, 256]``, ``head_dims=[64]``,
@@ -143,6 +144,7 @@ class Attention(Experiment):
             "warmup_ms": chosen.warmup_ms,
             "rounds": chosen.rounds,
             "samples": chosen.samples,
+            **chosen.sampling(),
             "device": resolve_device(chosen.device),
         }
         return [

@@ -14,6 +14,7 @@ from bench_harness.attentions import Window, find, stores_scores
 from bench_harness.case import Row
 from bench_harness.experiments.base import CaseSkipped
 from bench_harness.flops import attention_flops
+from bench_harness.sampling import Enough
 from bench_harness.timing import Samples, record_sample, synchronize
 
 if TYPE_CHECKING:
@@ -369,14 +370,18 @@ def _saved_bytes(
 def time_in_turns(
     attempts: Attempts, config: Mapping[str, Any], progress: Callable[[str], None]
 ) -> dict[tuple[str, str], Samples]:
-    """Times the passes of all implementations in turns, the order going back and forth."""
+    """Times the passes of all implementations in turns, the order going back and forth.
+
+    Further turns follow until every interval is narrow, or the case's seconds for it are over.
+    """
     taken: dict[tuple[str, str], Samples] = {}
-    rounds = config["rounds"]
+    rounds, lengths = config["rounds"], max(1, len(config["sequences"]))
     least = -(-config["samples"] // rounds)
-    for turn in range(rounds):
+    enough, turn = None, 0
+    while enough is None or not enough.reached(each.wall_ms for each in taken.values()):
         names = list(attempts.calls)
         for name in names if turn % 2 == 0 else names[::-1]:
-            progress(f"length {attempts.problem.sequence}, turn {turn + 1} of {rounds}: {name}")
+            progress(f"length {attempts.problem.sequence}, turn {turn + 1}: {name}")
             with attempts.ending(name):
                 for each, call in attempts.passes(name, config["passes"]):
                     samples = taken.setdefault((name, each), Samples())
@@ -389,6 +394,9 @@ def time_in_turns(
                         warmup_ms=config["warmup_ms"] / rounds,
                         rep_ms=config["rep_ms"] / rounds,
                     )
+        turn += 1
+        if turn == rounds:
+            enough = Enough(config, parts=lengths)
     return {key: samples for key, samples in taken.items() if key[0] not in attempts.ended}
 
 

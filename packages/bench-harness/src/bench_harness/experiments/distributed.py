@@ -101,6 +101,15 @@ def require_gpus(config: Mapping[str, Any], nnodes: int = 1) -> None:
         raise CaseSkipped(f"needs {wanted} CUDA devices; found {gpu_count()}")
 
 
+def on_rank_0(decision: bool) -> bool:
+    """What rank 0 decided, on every rank: clocks differ, and all must go on or stop together."""
+    import torch.distributed as dist
+
+    said = [decision]
+    dist.broadcast_object_list(said, src=0)
+    return said[0]
+
+
 def slowest_rank(ranks: list[Row]) -> Row:
     """One variant's row from those of all ranks: a step takes as long as its slowest rank."""
     first = ranks[0]

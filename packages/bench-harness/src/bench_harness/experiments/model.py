@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,14 +12,14 @@ from bench_harness.environment import resolve_device
 from bench_harness.experiments import present
 from bench_harness.experiments.base import Experiment, Figure, Table, option
 from bench_harness.experiments.shape import SubjectOptions, subject_label
+from bench_harness.sampling import SamplingOptions
 from bench_harness.workload import ATTENTIONS, OPTIMIZERS, PRECISIONS, SIZES
 
 if TYPE_CHECKING:
     import pandas as pd
     import torch
 
-    from bench_harness.timing import Samples
-    from bench_harness.workload import AttentionSwitch, Workload
+    from bench_harness.training.settings import Settings
 
 #: forward: inference, no graph. The other four belong to a training step: its three parts, each
 #: synchronised, and the step as a whole with one synchronisation at its end.
@@ -28,7 +28,7 @@ MODES = ("forward", "forward-backward", "step")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(SubjectOptions):
+class Options(SubjectOptions, SamplingOptions):
     """Options of :class:`Model`.
 
     Small enough for a quick run on two cores: ``sizes=["custom"]``, ``d_model=64``, ``d_ff=128``,
@@ -47,7 +47,7 @@ class Options(SubjectOptions):
     modes: tuple[str, ...] = option(MODES, "What to run.", choices=MODES)
     optimizer: str = option("adamw", "Optimizer of the step.", choices=OPTIMIZERS)
     warmups: tuple[int, ...] = option((5,), "Warm-up steps; each count is a case of its own.")
-    samples: int = option(10, "Measured steps.")
+    samples: int = option(10, "Measured steps of a turn.")
     isolate: bool = option(
         False, "One case per variant, so that one without enough memory takes no other along."
     )
@@ -61,8 +61,8 @@ class Model(Experiment):
     summary: ClassVar[str] = "Forward, backward and step times, FLOP/s and utilisation"
     guide: ClassVar[str] = (
         "Times inference, the parts of a training step, each measured on its own, and the whole "
-        "step. Precisions, attentions and executions take turns in one process and share their "
-        "parameters. MFU is the share of the rate of a matrix product measured in the same "
+        "step. Precisions, attentions and executions take turns in one process, each with the same "
+        "initial parameters. MFU is the share of the rate of a matrix product measured in the same "
         "process. The first step is shown apart from the steady state."
     )
     examples: ClassVar[tuple[str, ...]] = (
@@ -89,6 +89,7 @@ class Model(Experiment):
             "modes": list(chosen.modes),
             "optimizer": chosen.optimizer,
             "samples": chosen.samples,
+            **chosen.sampling(),
             "device": device,
         }
         subjects = chosen.subjects(chosen.sizes, [chosen.batch], chosen.sequences)
@@ -110,43 +111,31 @@ class Model(Experiment):
         ]
 
     def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
-        """Measures every variant of the case in turn, on one set of parameters."""
-        import torch
-
+        """Measures every variant of the case in turns."""
         from bench_harness import roofline, timing
-        from bench_harness.workload import compute_dtype, device_of, optimizer_class
+        from bench_harness.training.phases import measure_phases
+        from bench_harness.workload import compute_dtype, device_of, precision_context
 
         config = case.config
         device = device_of(config["device"])
         progress("building the model")
-        workload, switch = _subject(config, device)
-        facts = _facts(workload)
-        optimizer = optimizer_class(config["optimizer"], device)(
-            workload.module.parameters(), lr=1e-4
-        )
-        runners = [
-            _Variant(variant, workload, switch, optimizer, config["modes"])
-            for variant in config["variants"]
-        ]
-        # Variants compile the same module anew; past the compiler's limit it would quietly run
-        # uncompiled.
-        with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
-            for index, order in _rounds(config["warmup"] + config["samples"], len(runners)):
-                progress(f"step {index + 1} of {config['warmup'] + config['samples']}")
-                for position in order:
-                    runners[position].run(measured=index >= config["warmup"])
+        facts = _facts(config, device)
+        names = {" ".join(variant.values()): variant for variant in config["variants"]}
+        variants = {name: _settings(variant, config) for name, variant in names.items()}
+        taken = measure_phases(variants, config, device, progress)
         overhead = timing.timer_overhead_ms(device)
         rows: list[Row] = []
-        for runner in runners:
+        for name, phases in taken.items():
             # fp32 products in TF32 have a ceiling of their own, so measure it in the precision.
-            with runner.precision():
-                rates = roofline.ceilings(device, compute_dtype(runner.names["precision"]))
-            for phase, samples in runner.phases.items():
+            precision = names[name]["precision"]
+            with precision_context(precision, device):
+                rates = roofline.ceilings(device, compute_dtype(precision))
+            for phase, samples in phases.items():
                 work = {"forward": 1, "training forward": 1, "backward": 2, "step": 3}.get(phase)
                 rows.append(
                     {
-                        "variant": " ".join(runner.names.values()),
-                        **runner.names,
+                        "variant": name,
+                        **names[name],
                         "phase": phase,
                         **facts,
                         "flops": facts["forward_flops"] * work if work else None,
@@ -310,12 +299,18 @@ def _label(subject: Row, variants: list[dict[str, str]], warmup: int) -> str:
     return f"model {subject_label(subject)} {which} warm-up {warmup}"
 
 
-def _subject(config: Any, device: torch.device) -> tuple[Workload, AttentionSwitch | None]:
-    from bench_harness.workload import AttentionSwitch, workload_of
+def _settings(variant: Mapping[str, str], config: Mapping[str, Any]) -> Settings:
+    """A variant as a way to train, of which this experiment measures the phases."""
+    from bench_harness.training import settings
 
-    first = config["variants"][0]
-    switch = None if "model" in config else AttentionSwitch(first["attention"])
-    return workload_of(config, device, precision=first["precision"], attention=switch), switch
+    table = {
+        "precision": variant["precision"],
+        "compile": "model" if variant["execution"] == "compiled" else "off",
+        "optimizer": config["optimizer"],
+    }
+    if variant["attention"] != "own":
+        table["attention"] = variant["attention"]
+    return settings.read(table, {})
 
 
 def _least_bytes(parameters: int, config: Any, phase: str) -> int:
@@ -326,102 +321,22 @@ def _least_bytes(parameters: int, config: Any, phase: str) -> int:
     return sum(parts.values()) if phase == "step" else parts[phase.removeprefix("training ")]
 
 
-def _facts(workload: Workload) -> Row:
+def _facts(config: Mapping[str, Any], device: torch.device) -> Row:
     """Shape, parameters, tokens, and the operations of one forward pass."""
     from torch.utils.flop_counter import FlopCounterMode
 
     from bench_harness.flops import forward_flops
-    from bench_harness.workload import shape_row
+    from bench_harness.workload import language_model_config, shape_row, workload_of
 
-    shape = workload.model_config
-    if shape is None:
+    if "model" in config:
+        workload = workload_of(config, device, precision=config["variants"][0]["precision"])
         with FlopCounterMode(display=False) as counter:
             workload.loss()
-        return {
-            "parameters": workload.parameters(),
-            "forward_flops": int(counter.get_total_flops()),
-        }
-    batch, sequence = workload.args[0].shape
+        operations = int(counter.get_total_flops())
+        return {"parameters": workload.parameters(), "forward_flops": operations}
+    shape, size = language_model_config(config), (config["batch"], config["sequence"])
     return {
         **shape_row(shape),
-        "tokens": batch * sequence,
-        "forward_flops": sum(forward_flops(shape, batch, sequence).values()),
+        "tokens": size[0] * size[1],
+        "forward_flops": sum(forward_flops(shape, *size).values()),
     }
-
-
-def _rounds(count: int, variants: int) -> Iterator[tuple[int, list[int]]]:
-    """Rounds and, in each, the variants' order, rotated by one from round to round."""
-    for index in range(count):
-        yield index, [(index + offset) % variants for offset in range(variants)]
-
-
-class _Variant:
-    """One way to run the case's model, and its samples per phase."""
-
-    def __init__(
-        self,
-        names: dict[str, str],
-        workload: Workload,
-        switch: AttentionSwitch | None,
-        optimizer: torch.optim.Optimizer,
-        modes: list[str],
-    ) -> None:
-        import dataclasses
-
-        import torch
-
-        self.names = names
-        self.phases: dict[str, Samples] = {}
-        self._workload = dataclasses.replace(workload, precision=names["precision"])
-        self._module = (
-            torch.compile(workload.module) if names["execution"] == "compiled" else workload.module
-        )
-        self._switch, self._optimizer, self._modes = switch, optimizer, modes
-        self._first: dict[str, float] = {}
-
-    def precision(self) -> Any:
-        """The context of this variant's precision."""
-        from bench_harness.workload import precision_context
-
-        return precision_context(self._workload.precision, self._workload.device)
-
-    def run(self, *, measured: bool) -> None:
-        """One round: inference, the training step in parts, the training step as a whole."""
-        from bench_harness.timing import Samples
-
-        if self._switch is not None:
-            self._switch.choose(self.names["attention"])
-        taken: dict[str, Samples] = {}
-        self._round(taken)
-        for phase, samples in taken.items():
-            self._first.setdefault(phase, samples.wall_ms[0])
-            if measured:
-                kept = self.phases.setdefault(phase, Samples())
-                kept.wall_ms += samples.wall_ms
-                kept.device_ms += samples.device_ms
-                kept.first_ms = self._first[phase]
-
-    def _round(self, taken: dict[str, Samples]) -> None:
-        import torch
-
-        from bench_harness.timing import Samples, record_sample
-
-        def phase(name: str) -> Any:
-            return record_sample(taken.setdefault(name, Samples()), self._workload.device)
-
-        if "forward" in self._modes:
-            with phase("forward"), torch.no_grad():
-                self._workload.loss(self._module)
-        if "forward-backward" in self._modes or "step" in self._modes:
-            self._optimizer.zero_grad()
-            with phase("training forward"):
-                loss = self._workload.loss(self._module)
-            with phase("backward"):
-                self._workload.backward(loss)
-        if "step" in self._modes:
-            with phase("optimizer"):
-                self._optimizer.step()
-            with phase("step"):
-                self._optimizer.zero_grad()
-                self._workload.backward(self._workload.loss(self._module))
-                self._optimizer.step()

@@ -19,6 +19,7 @@ from bench_harness.experiments.distributed import (
     slowest_rank,
 )
 from bench_harness.experiments.shape import SubjectOptions, subject_label
+from bench_harness.sampling import SamplingOptions
 from bench_harness.traces.step import over_ranks
 from bench_harness.training import settings
 from bench_harness.workload import SIZES
@@ -30,7 +31,7 @@ _PRECISIONS = ("fp32", "tf32", "bf16")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(SubjectOptions, NodeOptions):
+class Options(SubjectOptions, NodeOptions, SamplingOptions):
     """Options of :class:`TrainStep`."""
 
     sizes: tuple[str, ...] = option(("xl",), "Model sizes.", choices=SIZES)
@@ -57,7 +58,7 @@ class Options(SubjectOptions, NodeOptions):
         True, "Also measure each step without communication; the whole model must fit a device."
     )
     world_size: int | None = option(None, "Ranks; by default 2, or as many as there are GPUs.")
-    rounds: int = option(3, "Turns of each variant; the order goes back and forth.")
+    rounds: int = option(3, "Least turns of each variant; the order goes back and forth.")
     blocks: int = option(4, "Samples per turn.")
     calls: int = option(5, "Steps per sample, without synchronisation between them.")
     warmup: int = option(5, "Warm-up steps per turn.")
@@ -148,6 +149,7 @@ class TrainStep(Experiment):
             "blocks": chosen.blocks,
             "calls": chosen.calls,
             "warmup": chosen.warmup,
+            **chosen.sampling(),
             "profiled": chosen.profiled,
             "all_reduces": chosen.all_reduces,
             "alone": chosen.alone,

@@ -120,18 +120,27 @@ def line(
     Args:
         errors: length of each point's whiskers, below and above it.
     """
-    plot.plot(x, y, "-", color=colour, label=label, linewidth=1.2)
+    plot.plot(x, y, "o-", color=colour, label=label, linewidth=1.2, markersize=5)
     if errors is not None and any(map(any, errors)):
         plot.errorbar(
-            x, y, yerr=[list(errors[0]), list(errors[1])],
-            fmt="none", ecolor=colour, elinewidth=1.2, capsize=3,
-        )  # fmt: skip
-    full = [True] * len(x) if filled is None else list(filled)
-    for across, up, solid in zip(x, y, full, strict=True):
+            x,
+            y,
+            yerr=[list(errors[0]), list(errors[1])],
+            fmt="none",
+            ecolor=colour,
+            elinewidth=1.2,
+            capsize=3,
+        )
+    rings = [] if filled is None else [place for place, full in enumerate(filled) if not full]
+    if rings:
         plot.plot(
-            [across], [up], "o", color=colour, markersize=5,
-            markerfacecolor=colour if solid else "white",
-        )  # fmt: skip
+            [x[place] for place in rings],
+            [y[place] for place in rings],
+            "o",
+            color=colour,
+            markersize=5,
+            markerfacecolor="white",
+        )
 
 
 def label_ends(plot: Axes, ends: Sequence[tuple[str, float, str]], *, gap: float = 0.075) -> None:

@@ -130,7 +130,7 @@ def _workload(variant: of.Settings, config: Mapping[str, Any], device: torch.dev
         config,
         device,
         precision=variant.precision,
-        batch_seed=dist.get_rank(),
+        batch_seed=dist.get_rank() if dist.is_initialized() else 0,
         attention=attention_by_name(variant.attention),
         checkpoint_blocks=variant.checkpoint_blocks,
         chunked_loss=variant.loss == "chunked",

@@ -20,8 +20,10 @@ import torch.distributed as dist
 
 from bench_harness.case import Row
 from bench_harness.experiments.base import CaseSkipped
+from bench_harness.experiments.distributed import on_rank_0
 from bench_harness.flops import training_flops
 from bench_harness.roofline import ceilings, step_bytes
+from bench_harness.sampling import Enough
 from bench_harness.timing import synchronize
 from bench_harness.training import moments, proof
 from bench_harness.training import settings as of
@@ -55,13 +57,16 @@ def measure_rank(
     with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
         _prove(variants, rows, config, device)
         link = _all_reduces(variants[0], config, device) if config["all_reduces"] else {}
-        for turn in range(config["rounds"]):
-            pairs = list(zip(variants, rows, strict=True))
+        pairs, enough, turn = list(zip(variants, rows, strict=True)), None, 0
+        while enough is None or not on_rank_0(enough.reached(row["samples_ms"] for row in rows)):
             for variant, row in pairs if turn % 2 == 0 else pairs[::-1]:
                 if "ended" not in row:
                     _turn(variant, row, turn, config, device, Path(folder))
             if turn == 0:
                 _compare_losses(variants, rows)
+            turn += 1
+            if turn == config["rounds"]:
+                enough = Enough(config)
     rows[0] |= link
     rates: dict[str, Row] = {}
     for variant, row in zip(variants, rows, strict=True):
