@@ -25,7 +25,14 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 from torch import Tensor
-from train_metrics import JsonLines, MetricsWriter, TensorBoard, check_tensorboard
+from train_metrics import (
+    JsonLines,
+    MetricsLogger,
+    TensorBoard,
+    check_tensorboard,
+    find_logger,
+    open_logger,
+)
 from train_report import Report, say
 from train_settings import ATTENTIONS, PRECISIONS, WRAPPERS, Settings, application, choose
 
@@ -141,6 +148,8 @@ class Inputs:
         self.dtype = choose("precision", PRECISIONS, settings.precision)
         if settings.tensorboard is not None:
             check_tensorboard()
+        if settings.logger is not None:
+            find_logger(settings.logger)
         tokens = read_tokens(settings)
         training, held_out = split_tokens(tokens, settings)
         rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -249,16 +258,20 @@ class Trainer:
         self.step = 0
         self.gradient_norm = torch.zeros(())
         self._continue_from(checkpoint)
-        self.metrics: list[MetricsWriter] = together(self._open_metrics)
+        self.loggers: list[MetricsLogger] = together(self._open_loggers)
 
-    def _open_metrics(self) -> list[MetricsWriter]:
-        """The writers that the settings ask for, on rank 0."""
-        writers: list[MetricsWriter] = []
-        if dist.get_rank() == 0 and self.settings.metrics is not None:
-            writers.append(JsonLines(self.settings.metrics, self.step))
-        if dist.get_rank() == 0 and self.settings.tensorboard is not None:
-            writers.append(TensorBoard(self.settings.tensorboard, self.step))
-        return writers
+    def _open_loggers(self) -> list[MetricsLogger]:
+        """The loggers that the settings ask for, on rank 0."""
+        loggers: list[MetricsLogger] = []
+        if dist.get_rank() != 0:
+            return loggers
+        if self.settings.metrics is not None:
+            loggers.append(JsonLines(self.settings.metrics, self.step))
+        if self.settings.tensorboard is not None:
+            loggers.append(TensorBoard(self.settings.tensorboard, self.step))
+        if self.settings.logger is not None:
+            loggers.append(open_logger(self.settings.logger))
+        return loggers
 
     def _continue_from(self, checkpoint: Checkpoint | None) -> None:
         """Takes over everything but the weights from rank 0's checkpoint, on every rank."""
@@ -305,13 +318,13 @@ class Trainer:
                     if last or self.step % settings.validate_every == 0:
                         held_out = self.validate()
                         report.line(f"step {self.step}: validation loss {held_out:.3f}")
-                        for writer in self.metrics:
-                            writer.log(self.step, {"validation_loss": held_out})
+                        for logger in self.loggers:
+                            logger.log({"validation_loss": held_out}, step=self.step)
                     if last or self.step % settings.checkpoint_every == 0:
                         self.save()
 
-        for writer in self.metrics:
-            writer.close()
+        for logger in self.loggers:
+            logger.finish()
 
     def log_metrics(self, loss: float, tokens_per_second: float) -> None:
         """Writes what the updates since the last report came to, on rank 0.
@@ -319,7 +332,7 @@ class Trainer:
         A trained token costs three times a forward pass's matrix products, which ``model_flops``
         counts (recomputation is not counted: it is a cost, not progress).
         """
-        if not self.metrics:
+        if not self.loggers:
             return
         context = self.settings.context
         flops = 3 * model_flops(self.inputs.config, batch=1, seq=context) / context
@@ -335,8 +348,8 @@ class Trainer:
             values["mfu"] = tflops / self.settings.peak_tflops
         if self.device.type == "cuda":
             values["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        for writer in self.metrics:
-            writer.log(self.step, values)
+        for logger in self.loggers:
+            logger.log(values, step=self.step)
 
     def update(self) -> Tensor:
         """One update of the weights; returns this rank's loss, a scalar on its device."""

@@ -1,20 +1,54 @@
-"""Metrics of a training run in files: JSON lines, and TensorBoard's format."""
+"""Metrics of a training run: JSON lines, TensorBoard's format, or any logger with two methods."""
 
+import importlib
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
-class MetricsWriter(Protocol):
-    """What takes the metrics of a run; any logger fits behind these two methods."""
+@runtime_checkable
+class MetricsLogger(Protocol):
+    """What takes the metrics of a run: the two methods that a run of Weights & Biases has too."""
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Takes the values that were measured at one update."""
+    def log(self, data: dict[str, float], step: int) -> None:
+        """Takes the values that were measured at one update; a step may come twice."""
 
-    def close(self) -> None:
+    def finish(self) -> None:
         """Writes what is still held back."""
+
+
+def find_logger(name: str) -> Callable[[], object]:
+    """The function that ``MODULE:FUNCTION`` names, such as ``wandb:init``.
+
+    Raises:
+        ValueError: there is no such function.
+    """
+    module, _, function = name.partition(":")
+    try:
+        found: Callable[[], object] = getattr(importlib.import_module(module), function)
+    except (ImportError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"--logger must be MODULE:FUNCTION of an installed module, such as wandb:init, but got "
+            f"{name} ({error}). Install it, or leave --logger out"
+        ) from None
+    return found
+
+
+def open_logger(name: str) -> MetricsLogger:
+    """Calls the function that ``MODULE:FUNCTION`` names for its logger.
+
+    Raises:
+        ValueError: there is no such function, or what it returns is no logger.
+    """
+    logger = find_logger(name)()
+    if not isinstance(logger, MetricsLogger):
+        raise ValueError(
+            "--logger must name a function that returns an object with log(data, step) and "
+            f"finish(), but {name} returned a {type(logger).__name__}. Wrap it in such a class"
+        )
+    return logger
 
 
 class JsonLines:
@@ -42,12 +76,12 @@ class JsonLines:
         path.write_text("".join(kept))
         self._file = path.open("a")
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, data: dict[str, float], step: int) -> None:
         """Appends a line and hands it to the operating system at once."""
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._file.write(json.dumps({"step": step, **data}) + "\n")
         self._file.flush()
 
-    def close(self) -> None:
+    def finish(self) -> None:
         """Closes the file."""
         self._file.close()
 
@@ -78,11 +112,11 @@ class TensorBoard:
 
         self._writer = SummaryWriter(str(folder), purge_step=first_step + 1)
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, data: dict[str, float], step: int) -> None:
         """Adds one point to each value's curve."""
-        for name, value in values.items():
+        for name, value in data.items():
             self._writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
+    def finish(self) -> None:
         """Writes what is still held back."""
         self._writer.close()

@@ -169,6 +169,15 @@ class Settings:
             show_default=False,
         ),
     ] = None
+    logger: Annotated[
+        str | None,
+        option(
+            "A function that returns a logger of the same curves, such as wandb:init.",
+            "Metrics",
+            metavar="MODULE:FUNCTION",
+            show_default=False,
+        ),
+    ] = None
     peak_tflops: Annotated[
         float | None,
         option(

@@ -169,6 +169,20 @@ def test_run_continues_under_other_wrappers_but_not_with_other_settings(
     assert_refused(fresh, "--no-resume needs a folder without checkpoints", "step-000000040.pt")
 
 
+def test_a_logger_with_the_methods_of_weights_and_biases(examples: Examples, text: Path) -> None:
+    """On two ranks, rank 0 alone makes one."""
+    options = {"data": text, "steps": 10, "logger": "recording_logger:init"}
+    code, output, errors = examples.run(arguments(**options), 2)
+    assert code == 0, errors
+    logged = re.findall(r"^logged (\d+) (\S+)$", output, flags=re.MULTILINE)
+    assert [int(step) for step, _ in logged] == [1, 5, 10, 10]
+    assert {"loss", "learning_rate"} <= set(logged[0][1].split(","))
+    assert logged[-1][1] == "validation_loss"
+    assert output.count("finished\n") == 1
+    refused = examples.run(arguments(**(options | {"logger": "platform:node"})))
+    assert_refused(refused, "but platform:node returned a str")
+
+
 def test_metrics_are_written_and_continued(examples: Examples, text: Path, tmp_path: Path) -> None:
     """Two ranks, recomputing blocks: one line per report; a continued run drops newer lines."""
     folder, path = tmp_path / "run", tmp_path / "logs" / "metrics.jsonl"
@@ -213,6 +227,7 @@ def test_bad_input_is_one_line(examples: Examples, text: Path, tmp_path: Path) -
             "size": "huge"
         },
         "num_heads must divide d_model": {"num_heads": 5},
+        "--logger must be MODULE:FUNCTION of an installed module": {"logger": "no_such:init"},
     }
     if importlib.util.find_spec("tensorboard") is None:
         cases["--tensorboard needs the package tensorboard"] = {"tensorboard": tmp_path / "board"}

@@ -11,7 +11,7 @@ from flashattn_triton.integrations.flash_attn import _UNSUPPORTED
 
 _MASKS = (
     "pass causal=True for a causal mask, window=(left, 0) beside it for a sliding one, "
-    "document_ids=... for documents; keep FlexAttention for other masks"
+    "prefix_lengths=... for a prefix, document_ids=... for documents; keep FlexAttention for others"
 )
 
 RULES: tuple[dict[str, Any], ...] = (
@@ -73,8 +73,8 @@ RULES: tuple[dict[str, Any], ...] = (
         "torch.compile around it",
         "positional": ("query", "key", "value", "score_mod", "block_mask", "scale"),
         "arguments": {
-            "score_mod": "pass softcap=c for c * tanh(s / c), or scale=; keep FlexAttention for "
-            "other functions of the score",
+            "score_mod": "pass softcap=c for c * tanh(s / c), alibi_slopes=..., bias=... for a "
+            "tensor that is added, or scale=; keep FlexAttention for other functions",
             "block_mask": _MASKS,
             "enable_gqa": "leave it out: key and value may have fewer heads",
             "kernel_options": "leave it out; tiling=... chooses kernel shapes",
