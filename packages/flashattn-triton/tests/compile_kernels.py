@@ -69,11 +69,11 @@ class Request:
     tensors: list[str] = dataclasses.field(default_factory=list)
 
     def mask_and_bias(self, shape: tuple[int, ...]) -> MaskAndBias:
-        """The tensors for queries and keys of ``shape``, with one bias for the whole batch."""
+        """The tensors for queries and keys of ``shape``, with an fp32 bias for the whole batch."""
         batch, heads, length, _ = shape
         tensors = {
             "alibi_slopes": torch.empty(batch, heads, device="meta"),
-            "bias": torch.empty(1, heads, length, length, dtype=DTYPES[self.dtype], device="meta"),
+            "bias": torch.empty(1, heads, length, length, device="meta"),
             "prefix_lengths": torch.empty(batch, dtype=torch.int32, device="meta"),
         }
         return MaskAndBias(**{name: tensors[name] for name in self.tensors})
