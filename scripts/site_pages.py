@@ -26,6 +26,7 @@ ELSEWHERE = (
     "packages/*/results/*.md",
 )
 FENCE = re.compile(r"^(?P<mark>```+|~~~+)(?P<info>.*)$")
+BADGE = re.compile(r"^\[!\[[^\]]*\]\(https://[^)]*\)\]\([^)]*\)\n", re.MULTILINE)
 RENDERED = re.compile(r"^<!-- /?bench-harness.*?-->\n", re.MULTILINE | re.DOTALL)
 # Code between backticks comes first, so that what looks like a link inside it is left alone.
 CODE_OR_LINK = re.compile(
@@ -48,7 +49,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Translates links and the words of fences, and drops the recipes of rendered blocks."""
+    """Translates links and the words of fences; drops badges and the recipes of rendered blocks."""
     paths = {_repository_path(file): file.src_uri for file in files}
     here = _repository_path(page.file)
     if here.startswith("docs/assignment/"):  # long pages, which others are to be found before
@@ -61,7 +62,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         target = _target(given, here, page.file.src_uri, paths, config.extra["source"])
         if not found["picture"]:
             return f"]({target})"
-        # A badge is loaded from another host: its text stays.
+        # A picture of another host is not loaded: its text stays.
         return found["alt"] if "://" in target else f"![{found['alt']}]({target})"
 
     text, code, parts = [], [], []
@@ -71,7 +72,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         parts.append(CODE_OR_LINK.sub(translated, "".join(text)))
         text.clear()
 
-    for line in RENDERED.sub("", markdown).splitlines(keepends=True):
+    for line in BADGE.sub("", RENDERED.sub("", markdown)).splitlines(keepends=True):
         fence = FENCE.match(line)
         if not open_mark and fence:
             end_text()
