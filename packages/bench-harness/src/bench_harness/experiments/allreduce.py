@@ -152,8 +152,9 @@ class AllReduce(Experiment):
         if "size_bytes" not in done or done.empty:
             return []
         done = with_bandwidth(with_summary(done))
-        figure, axes = new_figure(rows=2, height=5.2)
         groups = present.by(done, ["backend", "world_size", "variant"])
+        many = len(groups) > 6  # too many to name them at the ends of their lines
+        figure, axes = new_figure(rows=2, height=5.2 + 0.1 * len(groups) * many)
         colour = marks.colours(name or "all_reduce" for name, _ in groups)
         ends: tuple[list[Any], list[Any]] = [], []
         for name, group in groups:
@@ -179,12 +180,12 @@ class AllReduce(Experiment):
                 ends[place].append((name, float(part[column].iloc[-1]), colour[name]))
         present.log_axes(axes[0, 0], x="payload (MiB)", y="median time (ms)", x_base=10)
         present.log_axes(axes[1, 0], x="payload (MiB)", y="bus bandwidth (GB/s)", x_base=10)
-        if len(groups) <= 6:
+        if many:
+            handles, texts = axes[0, 0].get_legend_handles_labels()
+            figure.legend(handles, texts, loc="outside upper center", ncols=2, fontsize="small")
+        else:
             for plot, names in zip(axes[:, 0], ends, strict=True):
                 marks.label_ends(plot, names)
-        else:
-            handles, names = axes[0, 0].get_legend_handles_labels()
-            figure.legend(handles, names, loc="outside upper center", ncols=3)
         return [Figure("allreduce", "Collectives over payload size", figure)]
 
 

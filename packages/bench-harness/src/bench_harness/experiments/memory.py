@@ -519,10 +519,16 @@ def _draw(line: Row) -> MatplotlibFigure:
         colors=[colour[phase] for phase in held],
         step="post",
     )
+    labels: list[tuple[float, str]] = []
     for phase, start in line["phase_starts_ms"].items():
         plot.axvline(start, color="black", linestyle=":", linewidth=1)
+        if labels and start - labels[-1][0] < 0.08 * (time[-1] - time[0]):  # they would overlap
+            labels[-1] = labels[-1][0], f"{labels[-1][1]}, {phase}"
+        else:
+            labels.append((start, phase))
+    for start, text in labels:
         plot.annotate(
-            phase, (start, 1.01), xycoords=("data", "axes fraction"), fontsize="small", rotation=20
+            text, (start, 1.01), xycoords=("data", "axes fraction"), fontsize="small", rotation=20
         )
     peak = max(range(len(totals)), key=totals.__getitem__)
     plot.plot([time[peak]], [totals[peak] / size], "k.")

@@ -249,7 +249,7 @@ class Model(Experiment):
         groups = present.by(
             done, ["size", "model", "sequence", "warmup", "precision", "attention", "execution"]
         )
-        figure, axes = new_figure(height=1.2 + 0.5 * len(groups))
+        figure, axes = new_figure(height=1.5 + 0.5 * len(groups))
         plot = axes[0, 0]
         colour = marks.colours(parts)
         for position, (_, group) in enumerate(groups):
@@ -281,7 +281,7 @@ class Model(Experiment):
         plot.set_yticks(range(len(groups)), [text or "step" for text, _ in groups])
         plot.invert_yaxis()
         plot.set_xlabel("median time (ms)")
-        figure.legend(loc="outside upper center", ncols=4)
+        figure.legend(loc="outside upper center", ncols=2)
         return [
             Figure(
                 "model_step",

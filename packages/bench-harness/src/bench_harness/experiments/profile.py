@@ -242,27 +242,32 @@ class Profile(Experiment):
         kinds = [k for k in _KINDS if (phases[_column(k)] > 0).any()]
         labels = list(phases["label"].str.removeprefix("profile ").unique())
         colour = marks.colours(kinds)
-        figure, axes = new_figure(height=1.1 + 0.34 * len(labels) * len(PHASES))
-        plot = axes[0, 0]
-        names: list[str] = []
-        for label in labels:
-            for phase in PHASES:
-                part = phases[
-                    (phases["phase"] == phase)
-                    & (phases["label"].str.removeprefix("profile ") == label)
-                ]
-                if part.empty:
-                    continue
+        # A few cases share one axis; of many, each phase has an axis of its own.
+        apart = len(labels) > 2
+        panels = [(phase,) for phase in PHASES] if apart else [PHASES]
+        figure, axes = new_figure(
+            columns=len(panels),
+            width=12 if apart else 5.6,
+            height=1.3 + 0.3 * len(labels) * len(panels[0]),
+        )
+        for plot, shown in zip(axes[0], panels, strict=True):
+            bars = [(label, phase) for label in labels for phase in shown]
+            for place, (label, phase) in enumerate(bars):
+                own = phases["label"].str.removeprefix("profile ") == label
+                part = phases[own & (phases["phase"] == phase)]
                 left = 0.0
-                for kind in kinds:
+                for kind in kinds if len(part) else []:
                     width = float(part[_column(kind)].iloc[0])
-                    plot.barh(len(names), width, left=left, color=colour[kind],
-                              label=None if names else kind)  # fmt: skip
+                    named = kind if place == 0 else None
+                    plot.barh(place, width, left=left, color=colour[kind], label=named)
                     left += width
-                names.append(f"{label}, {phase}" if len(labels) > 1 else phase)
-        plot.set_yticks(range(len(names)), names, fontsize="small")
-        plot.set_ylim(len(names) - 0.4, -0.6)
-        plot.set_xlabel("kernel time in one recorded step (ms)")
+            names = [phase if len(labels) == 1 else f"{label}, {phase}" for label, phase in bars]
+            if apart:
+                plot.set_title(shown[0])
+                names = labels if plot is axes[0, 0] else [""] * len(labels)
+            plot.set_yticks(range(len(bars)), names, fontsize="small")
+            plot.set_ylim(len(bars) - 0.4, -0.6)
+            plot.set_xlabel("kernel time in one step (ms)")
         handles, named = axes[0, 0].get_legend_handles_labels()
         figure.legend(handles, named, loc="outside upper center", ncols=4)
         return [Figure("profile_phases", "Kernel time by kind of work", figure)]
