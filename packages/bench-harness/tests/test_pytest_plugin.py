@@ -1,6 +1,7 @@
 """The fixture ``benchmark_step``, in runs of pytest of its own, on a clock that the steps move."""
 
 import itertools
+import sys
 from pathlib import Path
 
 import pytest
@@ -178,7 +179,7 @@ def test_plugin_imports_only_pytest(pytester: pytest.Pytester) -> None:
         "import sys, bench_harness.pytest_plugin as plugin\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules, 'heavy'\n"
     )
-    assert pytester.run("python", "-c", program).ret == 0
+    assert pytester.run(sys.executable, "-c", program).ret == 0
 
 
 def test_the_workflow_of_the_page_is_yaml_with_what_it_needs() -> None:
