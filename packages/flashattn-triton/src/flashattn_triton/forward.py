@@ -59,6 +59,7 @@ from flashattn_triton.primitives import (
     key_range,
     load_rows,
     loop_bound,
+    packed_offsets,
     store_rows,
     tanh,
     tile_indices,
@@ -248,10 +249,9 @@ def flash_forward_kernel(
     O_ptr += b * stride_ob + h * stride_oh
     L_ptr += b * stride_lb + h * stride_lh
     if PACKED:
-        first_query = tl.load(cu_seqlens_q_ptr + batch)
-        first_key = tl.load(cu_seqlens_k_ptr + batch)
-        N_QUERIES = tl.load(cu_seqlens_q_ptr + batch + 1) - first_query
-        N_KEYS = tl.load(cu_seqlens_k_ptr + batch + 1) - first_key
+        first_query, first_key, N_QUERIES, N_KEYS = packed_offsets(
+            cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch
+        )
         if query_start >= N_QUERIES:
             return
         Q_ptr += first_query.to(tl.int64) * stride_qq

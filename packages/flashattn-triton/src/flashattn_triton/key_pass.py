@@ -16,6 +16,7 @@ from flashattn_triton.primitives import (
     load_rows,
     load_statistic,
     loop_bound,
+    packed_offsets,
     probabilities,
     store_rows,
     tile_indices,
@@ -231,10 +232,9 @@ def key_pass_kernel(
     dq_start = b * stride_dqb
     first_statistic = 0
     if PACKED:
-        first_query = tl.load(cu_seqlens_q_ptr + batch)
-        first_key = tl.load(cu_seqlens_k_ptr + batch)
-        N_QUERIES = tl.load(cu_seqlens_q_ptr + batch + 1) - first_query
-        N_KEYS = tl.load(cu_seqlens_k_ptr + batch + 1) - first_key
+        first_query, first_key, N_QUERIES, N_KEYS = packed_offsets(
+            cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch
+        )
         if key_start >= N_KEYS:
             return
         Q += first_query.to(tl.int64) * stride_qq

@@ -80,6 +80,16 @@ def loop_bound(x, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def packed_offsets(cu_seqlens_q_ptr, cu_seqlens_k_ptr, sequence):
+    """(first query, first key, queries, keys) of a sequence of a packed batch."""
+    first_query = tl.load(cu_seqlens_q_ptr + sequence)
+    first_key = tl.load(cu_seqlens_k_ptr + sequence)
+    n_queries = tl.load(cu_seqlens_q_ptr + sequence + 1) - first_query
+    n_keys = tl.load(cu_seqlens_k_ptr + sequence + 1) - first_key
+    return first_query, first_key, n_queries, n_keys
+
+
+@triton.jit
 def load_rows(ptr, rows, columns, stride_row, n_rows, WIDTH: tl.constexpr, MASKED: tl.constexpr):
     """(len(rows), len(columns)) tile; columns past WIDTH and, if MASKED, rows past n_rows are 0."""
     pointers = ptr + rows[:, None] * stride_row + columns[None, :]

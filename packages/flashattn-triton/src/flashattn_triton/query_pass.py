@@ -17,6 +17,7 @@ from flashattn_triton.primitives import (
     load_rows,
     load_statistic,
     loop_bound,
+    packed_offsets,
     probabilities,
     store_rows,
     tile_indices,
@@ -180,10 +181,9 @@ def query_pass_kernel(
         batch_head = head
     statistics_ptr += batch_head.to(tl.int64) * 2 * N_PADDED
     if PACKED:
-        first_query = tl.load(cu_seqlens_q_ptr + batch)
-        first_key = tl.load(cu_seqlens_k_ptr + batch)
-        N_QUERIES = tl.load(cu_seqlens_q_ptr + batch + 1) - first_query
-        N_KEYS = tl.load(cu_seqlens_k_ptr + batch + 1) - first_key
+        first_query, first_key, N_QUERIES, N_KEYS = packed_offsets(
+            cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch
+        )
         if query_start >= N_QUERIES:
             return
         Q_ptr += first_query.to(tl.int64) * stride_qq
