@@ -12,7 +12,7 @@ from bench_harness.case import plural
 from bench_harness.report import marks
 from bench_harness.report.findings import MOST, findings, on_cpu
 from bench_harness.report.frame import to_frame
-from bench_harness.report.plots import COLOURS, new_figure
+from bench_harness.report.plots import COLOURS, new_figure, png_bytes
 from bench_harness.report.units import quantity, readable, scale
 from bench_harness.stats import with_summary
 
@@ -133,3 +133,16 @@ def test_rows_of_another_version_say_nothing() -> None:
 
 def test_one_is_singular() -> None:
     assert [plural(1, "case"), plural(2, "case")] == ["1 case", "2 cases"]
+
+
+def test_rates_are_drawn_where_the_interval_ends_at_the_median() -> None:
+    """Rounding makes the turned interval of a rate end a hair beyond the rate itself."""
+    rows = [
+        {
+            **row("allreduce", [0.1 + 0.01 * number] * 5),
+            "variant": "all_reduce", "backend": "gloo", "size_bytes": 1000 * 7**number,
+        }
+        for number in range(8)
+    ]
+    (figure,) = experiments.get("allreduce").figures(to_frame(rows))
+    assert png_bytes(figure.figure)
