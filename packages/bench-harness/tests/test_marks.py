@@ -140,7 +140,9 @@ def test_rates_are_drawn_where_the_interval_ends_at_the_median() -> None:
     rows = [
         {
             **row("allreduce", [0.1 + 0.01 * number] * 5),
-            "variant": "all_reduce", "backend": "gloo", "size_bytes": 1000 * 7**number,
+            "variant": "all_reduce",
+            "backend": "gloo",
+            "size_bytes": 1000 * 7**number,
         }
         for number in range(8)
     ]
