@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -62,9 +63,11 @@ def interrupted_run(
     with started as process:
         thread = threading.Thread(target=interrupt_second, args=(process, folder))
         thread.start()
-        yield place, process
-        process.kill()
-        thread.join()
+        try:
+            yield place, process
+        finally:
+            process.kill()
+            thread.join()
 
 
 def interrupt_second(process: subprocess.Popen[str], folder: Path) -> None:
@@ -196,7 +199,7 @@ def test_ctrl_c_in_the_first_seconds_ends_cleanly(
     command, environment = command_line
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        process = subprocess.Popen(
+        started = subprocess.Popen(
             [*command, "toy", "--output", "out"],
             env=environment,
             cwd=tmp_path,
@@ -207,18 +210,27 @@ def test_ctrl_c_in_the_first_seconds_ends_cleanly(
         )
     finally:
         signal.signal(signal.SIGINT, before)
-
-    def server_imports() -> bool:
-        children = psutil.Process(process.pid).children()
-        return any("forkserver" in " ".join(child.cmdline()) for child in children)
-
-    deadline = time.monotonic() + 60
-    while not server_imports() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    time.sleep(0.3)
-    os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    with started as process:
+        try:
+            deadline = time.monotonic() + 100
+            while not any("forkserver" in line for line in children_of(process.pid)):
+                assert process.poll() is None, "it ended before it had a fork server"
+                assert time.monotonic() < deadline, "it has no fork server"
+                time.sleep(0.02)
+            time.sleep(0.3)
+            os.killpg(process.pid, signal.SIGINT)
+            _, errors = process.communicate(timeout=100)
+        finally:
+            process.kill()
     assert (process.returncode, errors) == (130, "")
+
+
+def children_of(pid: int) -> Iterator[str]:
+    """The command lines of a process's children, without those that end meanwhile."""
+    with suppress(psutil.Error):
+        for child in psutil.Process(pid).children():
+            with suppress(psutil.Error):
+                yield " ".join(child.cmdline())
 
 
 def test_help_is_fast(command_line: tuple[list[str], dict[str, str]]) -> None:
