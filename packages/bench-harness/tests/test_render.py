@@ -224,6 +224,20 @@ def test_a_damaged_file_of_rows_is_named(page: Path) -> None:
     assert "rows.jsonl line 1 must be a case with its rows" in problem
 
 
+def test_a_compressed_file_holds_the_same_rows(page: Path) -> None:
+    stores = [Store(page.parent / "run")]
+    plain, small = page.parent / "rows.jsonl", page.parent / "rows.jsonl.gz"
+    assert published.publish(stores, small) == 1
+    assert published.read(small) == published.read(plain)
+    content = small.read_bytes()
+    assert published.publish(stores, small) == 1
+    assert small.read_bytes() == content
+    for damaged in (content[:-9], plain.read_bytes(), content[:20] + bytes(9) + content[29:]):
+        small.write_bytes(damaged)
+        with pytest.raises(published.PublishedError, match="must be a readable file"):
+            published.read(small)
+
+
 def test_numbers_stand_to_the_right_and_pipes_are_escaped() -> None:
     import pandas as pd
 
