@@ -246,8 +246,10 @@ def test_picture_shows_every_variant_on_one_axis(gpu_trace):
     assert line["communication_us"] == [[100.0, 160.0]]
     json.dumps(line)
     (plot,) = draw_overlap({"naive": line, "overlap": {**line, "window_us": 150.0}}).axes
-    assert [text.get_text() for text in plot.get_yticklabels()] == ["naive", "overlap"]
-    assert "0.045 ms exposed" in plot.texts[0].get_text()
+    assert [text.get_text().strip() for text in plot.texts] == [
+        *("naive", "0.045 ms exposed"),
+        *("overlap", "0.045 ms exposed"),
+    ]
 
 
 def test_a_picture_of_many_kernels_stays_small():

@@ -191,6 +191,7 @@ def case(tmp_path_factory):
                 {"wrapper": "bucketed", "optimizer": "sharded"},
                 SHARDED,
                 {"wrapper": "fsdp2", "compile": "blocks"},
+                "fully-sharded",
                 {
                     "wrapper": "flat",
                     "checkpoint_blocks": 1,
@@ -248,6 +249,17 @@ def test_profiled_steps_say_who_arrived_last(case) -> None:
             assert ranks["arrived last (count)"].sum() == collectives
     assert {"NaiveDDP", "FlatDDP", "OverlapDDP"} <= set(lines["variant"])
     assert (tables["Collectives that waited longest"]["longest wait (ms)"] >= 0).all()
+
+
+def test_profiled_steps_say_which_gathers_were_late(case) -> None:
+    case, rows, _ = case
+    frame = frame_of(case, rows)
+    tables = {table.title: table.frame for table in experiments.get("train-step").tables(frame)}
+    counts = tables["Gathers in one profiled step"].set_index("variant")["gathers (count)"]
+    # Two blocks, embedding and head; the two blocks are there when backward begins.
+    assert counts["FullyShardedDataParallel"] >= 4
+    assert counts["FSDP2, compile=blocks"] >= 4
+    assert len(counts) == 2, "nothing else gathers parameters"
 
 
 def test_tables_relate_each_variant_to_its_step_without_communication(case) -> None:

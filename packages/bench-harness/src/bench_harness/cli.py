@@ -418,7 +418,7 @@ def _trace(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Analyse recordings of any program: overlap, kernels, stragglers.
+    """Analyse recordings of any program: overlap, kernels, stragglers, late gathers.
 
     Reads torch.profiler traces (.json, .json.gz), Nsight Systems (.nsys-rep, .sqlite) and Proton
     (.hatchet). Runs nothing.

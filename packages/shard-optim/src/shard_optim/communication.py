@@ -7,6 +7,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import zip_longest
 from typing import Any, Protocol, TypeVar
 
@@ -20,10 +21,24 @@ from shard_optim.exchange import all_gather_values
 Result = TypeVar("Result")
 
 _PAUSE_BEFORE_EXIT_SECONDS = 0.1
+_NO_RANGE = nullcontext()
 
 
 class CollectiveError(RuntimeError):
     """A peer died, timed out, or left the group while this rank was communicating."""
+
+
+def traced(what: str, unit: str) -> AbstractContextManager[object]:
+    """A named range in the trace of a running profiler; without a profiler, nothing.
+
+    Args:
+        what: ``all_gather``, ``wait_for_all_gather`` or ``reduce_scatter``. Tools that look for
+            late gathers know these names.
+        unit: name of the parameters that are moved.
+    """
+    if not torch._C._autograd._profiler_enabled():  # a range costs microseconds even then
+        return _NO_RANGE
+    return torch.profiler.record_function(f"shard_optim::{what} ({unit})")
 
 
 def guarded(

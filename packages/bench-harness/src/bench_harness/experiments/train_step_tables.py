@@ -54,6 +54,8 @@ def tables(rows: pd.DataFrame) -> list[Table]:
         made.append(_communication(done[done["communication_ms"].notna()]))
     if "stragglers" in done and done["stragglers"].notna().any():
         made += _stragglers(done[done["stragglers"].notna()])
+    if "gathers" in done and done["gathers"].notna().any():
+        made += _gathers(done[done["gathers"].notna()])
     if len(timed):
         # Rows from before this option always showed it.
         if (
@@ -238,16 +240,52 @@ def _communication(profiled: pd.DataFrame) -> Table:
     )
 
 
+def _lines(profiled: pd.DataFrame, name: str) -> pd.DataFrame:
+    """One line per entry of the lists in a column, with the variant that it belongs to."""
+    return pd.DataFrame(
+        {**{key: row[key] for key in [*_CELL, "variant"] if key in row}, **entry}
+        for _, row in profiled.iterrows()
+        for entry in row[name]
+    )
+
+
+def _gathers(profiled: pd.DataFrame) -> list[Table]:
+    """How many gathers of sharded parameters came late, and the latest of them by name."""
+    what = _CELL | {"variant": "variant"}
+    counts = what | {
+        "gathers": "gathers (count)",
+        "late_gathers": "late (count)",
+        "late_ms": "computation waited (ms)",
+    }
+    by_name = what | {
+        "number": "gather (number)",
+        "unit": "unit",
+        "gather_ms": "gather itself (ms)",
+        "late_ms": "late by (ms)",
+    }
+    latest = _lines(profiled, "latest_gathers")
+    made = [
+        Table(
+            "Gathers in one profiled step",
+            present.columns(profiled, counts),
+            "A gather is late if the computation could have gone on but for its parameters. On a "
+            "GPU that is from the end of the kernel before, or the launch of the next one if that "
+            "was later, to the end of the gather.",
+        )
+    ]
+    if len(latest):
+        made.append(
+            Table(
+                "Latest gathers",
+                present.columns(latest, by_name),
+                "Numbered in the order in which the computation waited for them.",
+            )
+        )
+    return made
+
+
 def _stragglers(profiled: pd.DataFrame) -> list[Table]:
     """Who arrived last, by rank, and the collectives that waited longest."""
-
-    def lines(name: str) -> pd.DataFrame:
-        return pd.DataFrame(
-            {**{key: row[key] for key in [*_CELL, "variant"] if key in row}, **entry}
-            for _, row in profiled.iterrows()
-            for entry in row[name]
-        )
-
     what = _CELL | {"variant": "variant"}
     by_rank = what | {
         "rank": "rank (number)",
@@ -264,14 +302,14 @@ def _stragglers(profiled: pd.DataFrame) -> list[Table]:
     return [
         Table(
             "Stragglers in one profiled step",
-            present.columns(lines("stragglers"), by_rank),
+            present.columns(_lines(profiled, "stragglers"), by_rank),
             "A collective ends on all ranks together, so the rank that spends least time in it "
             "arrived last, and the others waited for as long as they spend more in it. One "
             "profiled step: a rank that is last everywhere is worth a look, single waits are not.",
         ),
         Table(
             "Collectives that waited longest",
-            present.columns(lines("latest"), by_collective),
+            present.columns(_lines(profiled, "latest"), by_collective),
             "Numbered in the order of their start on rank 0.",
         ),
     ]

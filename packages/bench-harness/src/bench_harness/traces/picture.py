@@ -16,9 +16,16 @@ if TYPE_CHECKING:
 _RESOLUTION = 1 / 2000
 
 
-def timeline(trace: Trace, window: Interval) -> Row:
-    """What a picture needs of a trace, as JSON: merged intervals in microseconds from the start."""
+def timeline(trace: Trace, window: Interval, late: Sequence[Sequence[int]] = ()) -> Row:
+    """What a picture needs of a trace, as JSON: merged intervals in microseconds from the start.
+
+    Args:
+        late: intervals in which the computation waited for a late gather.
+    """
+    waits = [(start, end) for start, end in late]
+    drawn = {"late_us": _drawable(waits, window)} if waits else {}
     return {
+        **drawn,
         "window_us": (window[1] - window[0]) / 1e3,
         "compute_us": _drawable([e.interval for e in trace.compute], window),
         "communication_us": _drawable([e.interval for e in trace.communication], window),
@@ -45,32 +52,37 @@ def draw_overlap(timelines: Mapping[str, Row]) -> Figure:
 
     from bench_harness.report.plots import COLOURS, new_figure
 
-    figure, axes = new_figure(width=9, height=0.9 + 0.75 * len(timelines))
+    figure, axes = new_figure(width=9, height=0.9 + 0.85 * len(timelines))
     plot = axes[0, 0]
-    lanes = (("compute_us", 0.0, COLOURS[0]), ("communication_us", 0.4, COLOURS[1]))
-    for place, line in enumerate(timelines.values()):
+    late = any(line.get("late_us") for line in timelines.values())
+    lanes = (
+        ("compute_us", 0.0, COLOURS[0]),
+        ("late_us", 0.0, COLOURS[3]),
+        ("communication_us", 0.4, COLOURS[1]),
+    )
+    for place, (variant, line) in enumerate(timelines.items()):
+        plot.annotate(variant, (0, place - 0.03), va="bottom", fontsize="small")
         for name, offset, colour in lanes:
-            bars = [(start / 1e3, (end - start) / 1e3) for start, end in line[name]]
-            plot.broken_barh(bars, (place + offset, 0.36), color=colour, linewidth=0)
-        plot.plot([line["window_us"] / 1e3] * 2, [place - 0.05, place + 0.8], "k-", linewidth=1)
+            bars = [(start / 1e3, (end - start) / 1e3) for start, end in line.get(name, [])]
+            plot.broken_barh(bars, (place + offset * 0.8, 0.29), color=colour, linewidth=0)
+        plot.plot([line["window_us"] / 1e3] * 2, [place - 0.03, place + 0.65], "k-", linewidth=1)
         plot.annotate(
             f" {line['exposed_ms']:.3g} ms exposed",
-            (line["window_us"] / 1e3, place + 0.38),
+            (line["window_us"] / 1e3, place + 0.31),
             va="center",
             fontsize="small",
         )
-    plot.set_yticks([place + 0.38 for place in range(len(timelines))], list(timelines))
-    plot.set_ylim(len(timelines), -0.15)
+    plot.set_yticks([])
+    plot.set_ylim(len(timelines) - 0.15, -0.3)
     longest = max(line["window_us"] for line in timelines.values()) / 1e3
-    plot.set_xlim(0, longest * 1.2)
+    plot.set_xlim(0, longest * 1.15)
     plot.set_xlabel("time since the step began (ms)")
     plot.grid(visible=False)
+    named = [("computation", COLOURS[0]), ("communication", COLOURS[1])]
+    named += [("waiting for a late gather", COLOURS[3])] * late
     figure.legend(
-        handles=[
-            Patch(color=COLOURS[0], label="computation"),
-            Patch(color=COLOURS[1], label="communication"),
-        ],
+        handles=[Patch(color=colour, label=name) for name, colour in named],
         loc="outside upper center",
-        ncols=2,
+        ncols=3,
     )
     return figure

@@ -210,7 +210,28 @@ def tables(recordings: Sequence[Recording], *, most: int = 15) -> dict[str, list
         for each in recordings
         for kernel in each.kernels[:most]
     ]
-    late = stragglers([each.communication["arrivals"] for each in timed])
+    gathered = [each for each in timed if "gathers" in each.communication]
+    made["Gathers"] = [
+        {
+            "recording": each.name,
+            "gathers (count)": each.communication["gathers"],
+            "late (count)": each.communication["late_gathers"],
+            "computation waited (ms)": round(each.communication["late_ms"], 6),
+        }
+        for each in gathered
+    ]
+    made["Latest gathers"] = [
+        {
+            "recording": each.name,
+            "gather (number)": late["number"],
+            "unit": late["unit"],
+            "gather itself (ms)": late["gather_ms"],
+            "late by (ms)": round(late["late_ms"], 6),
+        }
+        for each in gathered
+        for late in each.communication["latest_gathers"]
+    ]
+    arrived = stragglers([each.communication["arrivals"] for each in timed])
     made["Stragglers"] = [
         {
             "recording": timed[entry["rank"]].name,
@@ -218,7 +239,7 @@ def tables(recordings: Sequence[Recording], *, most: int = 15) -> dict[str, list
             "others waited for it (ms)": round(entry["waited_for_ms"], 6),
             "waited itself (ms)": round(entry["waited_ms"], 6),
         }
-        for entry in late.get("stragglers", [])
+        for entry in arrived.get("stragglers", [])
     ]
     return {title: rows for title, rows in made.items() if rows}
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench_harness.case import Row
+from bench_harness.traces.gathers import gathers, summary
 from bench_harness.traces.intervals import Interval
 from bench_harness.traces.picture import timeline
 from bench_harness.traces.stragglers import arrivals, stragglers
@@ -19,6 +20,7 @@ def of_rank(trace: Trace, window: Interval, spans: str) -> Row:
         spans: what the trace's spans are, as a table says it.
     """
     found = trace.overlap(window)
+    waited_for = gathers(trace, window)
     return {
         "communication_ms": found.communication_ns / 1e6,
         "exposed_ms": found.exposed_ns / 1e6,
@@ -26,7 +28,8 @@ def of_rank(trace: Trace, window: Interval, spans: str) -> Row:
         "idle_ms": found.idle_ns / 1e6,
         "overlap_ratio": found.ratio,
         "spans": spans,
-        "timeline": timeline(trace, window),
+        "timeline": timeline(trace, window, [gather["late_ns"] for gather in waited_for]),
+        **summary(waited_for),
         "arrivals": arrivals(trace, window),
     }
 
@@ -45,6 +48,8 @@ def over_ranks(ranks: Sequence[Mapping[str, Any]]) -> Row:
         values = [rank[name] for rank in ranks]
         row |= {name: max(values), f"{name.removesuffix('_ms')}_min_ms": min(values)}
     drawn = min(range(len(ranks)), key=lambda rank: float(ranks[rank]["exposed_ms"]))
-    kept = {name: ranks[drawn][name] for name in ("overlap_ratio", "timeline", "spans")}
-    late = stragglers([rank["arrivals"] for rank in ranks])
-    return {**row, **kept, **late, "drawn_rank": drawn}
+    names = ("overlap_ratio", "timeline", "spans")
+    late = ("gathers", "late_gathers", "late_ms", "latest_gathers")
+    kept = {name: ranks[drawn][name] for name in (*names, *late) if name in ranks[drawn]}
+    arrived = stragglers([rank["arrivals"] for rank in ranks])
+    return {**row, **kept, **arrived, "drawn_rank": drawn}

@@ -23,6 +23,7 @@ from shard_optim.communication import (
     average,
     guarded,
     reduce_scatter_several,
+    traced,
 )
 from shard_optim.fully_sharded.gradients import GradientStore
 from shard_optim.fully_sharded.mesh import Ranks
@@ -136,7 +137,8 @@ class Slot:
         if self.work is not None:
             work, self.work = self.work, None
             assert self.owner is not None
-            guarded(self.owner.gather_words, self.owner.group, work.wait)
+            with traced("wait_for_all_gather", self.owner.name):
+                guarded(self.owner.gather_words, self.owner.group, work.wait)
 
 
 @dataclass(eq=False)
@@ -266,16 +268,17 @@ class Unit:
         slot = self.slot
         slot.wait()
         slot.owner, slot.generation = self, generation
-        if self.casts:
-            torch._foreach_copy_(self._sources, self._ranges)
-        slot.work = guarded(
-            self.gather_words,
-            self.group,
-            all_gather_several,
-            self._targets,
-            self._sources,
-            self.group,
-        )
+        with traced("all_gather", self.name):
+            if self.casts:
+                torch._foreach_copy_(self._sources, self._ranges)
+            slot.work = guarded(
+                self.gather_words,
+                self.group,
+                all_gather_several,
+                self._targets,
+                self._sources,
+                self.group,
+            )
 
     def materialize(self) -> None:
         """Makes the whole values, which have been gathered, the parameters' data."""
@@ -329,9 +332,10 @@ class Unit:
             inputs = list(converted)
         output = torch.empty(plan.numel, dtype=dtype, device=self.device)
         targets = torch.split_with_sizes(output, plan.ranges)[:: plan.step]
-        work = guarded(
-            self.reduce_words, self.group, reduce_scatter_several, targets, inputs, self.group
-        )
+        with traced("reduce_scatter", self.name):
+            work = guarded(
+                self.reduce_words, self.group, reduce_scatter_several, targets, inputs, self.group
+            )
         return Reduction(self, plan, inputs, output, work), present
 
     def _whole_gradient(self, position: int, grad: Tensor | None) -> Tensor:
