@@ -163,7 +163,7 @@ def _run(
     environment["PATH"] = f"{python.parent}{os.pathsep}{environment['PATH']}"
     environment["OMP_NUM_THREADS"] = "1"
     environment["PET_STANDALONE"] = "1"  # torchrun takes a free port, not always the same one
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command,
         cwd=folder,
         env=environment,
@@ -172,13 +172,13 @@ def _run(
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,  # so that a block that hangs ends with everything it started
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        raise RuntimeError(f"{block} did not end within {timeout:.0f} s\n{output}") from None
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            raise RuntimeError(f"{block} did not end within {timeout:.0f} s\n{output}") from None
     return process.returncode, output
 
 

@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import runpy
-import socket
 import sys
 import traceback
 from multiprocessing.connection import Connection
@@ -12,6 +11,7 @@ from pathlib import Path
 import torch
 
 import ranks
+from processes import free_port
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -39,9 +39,7 @@ class Examples:
         """
         environments: list[dict[str, str]] = [{}]
         if world_size is not None:
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                port = str(free.getsockname()[1])
-            common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
             common |= {"WORLD_SIZE": str(world_size), "TORCHELASTIC_RUN_ID": "test"}
             environments = [
                 {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)

@@ -1,5 +1,6 @@
 """Programs that train at module level, on gloo, end with exit code 0 on every rank."""
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -33,13 +34,15 @@ def test_a_collective_of_backward_does_not_abort_the_exit(
     program = PROGRAM.format(module=module, wrapper=wrapper)
     for start in range(STARTS):
         command = [sys.executable, "-c", program]
-        ranks = [
-            subprocess.Popen(
-                [*command, str(rank), str(tmp_path / f"store{start}")],
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-        ended = [(rank.communicate(timeout=120)[1], rank.returncode) for rank in ranks]
+        with contextlib.ExitStack() as running:
+            ranks = []
+            for rank in range(2):
+                process = subprocess.Popen(
+                    [*command, str(rank), str(tmp_path / f"store{start}")],
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+                ranks.append(running.enter_context(process))
+                running.callback(process.kill)
+            ended = [(rank.communicate(timeout=120)[1], rank.returncode) for rank in ranks]
         assert [code for _, code in ended] == [0, 0], ended

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -59,8 +60,12 @@ def start(command: list[str]) -> subprocess.Popen[str]:
     )
 
 
-def finish(process: subprocess.Popen[str]) -> str:
-    output, errors = process.communicate(timeout=200)
+def finish(started: subprocess.Popen[str]) -> str:
+    with started as process:
+        try:
+            output, errors = process.communicate(timeout=200)
+        finally:
+            process.kill()
     assert process.returncode == 0, errors
     return output
 
@@ -266,11 +271,16 @@ def test_two_gpus_train_and_continue(text: Path, tmp_path: Path) -> None:
 
     settings = {"data": text, "checkpoint_dir": tmp_path / "run", "device": "cuda"}
     command = [*TORCHRUN, str(SCRIPT), *arguments(**settings, precision="bf16")]
-    process = start(command)
-    wait_for_checkpoint(tmp_path / "run")
-    for member in [*psutil.Process(process.pid).children(recursive=True), process]:
-        member.send_signal(signal.SIGKILL)
-    process.communicate(timeout=30)
+    with start(command) as process:
+        launcher = psutil.Process(process.pid)
+        try:
+            wait_for_checkpoint(tmp_path / "run")
+        finally:
+            with suppress(psutil.Error):
+                for member in [*launcher.children(recursive=True), launcher]:
+                    with suppress(psutil.Error):
+                        member.kill()
+        process.communicate(timeout=100)
     output = finish(start(command))
     assert "2 ranks on cuda" in output
     assert "continuing from step" in output

@@ -38,7 +38,7 @@ from typing import Any
 _PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "pytest", "ranks"]
 
 # How long a rank that has reported may take to end, on a machine whose cores are busy.
-_SECONDS_TO_EXIT = 30.0
+_SECONDS_TO_EXIT = 60.0
 
 
 @dataclass(frozen=True)
@@ -108,19 +108,22 @@ def run_ranks(
     source = (Path(inspect.getfile(function)).resolve(), function.__qualname__)
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        processes, pipes = [], []
-        for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_rank_main,
-                args=(theirs, source, rank, world_size, folder, backend, collective_timeout, args),
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
-            processes.append(process)
-            pipes.append(ours)
-        outcomes = _collect(processes, pipes, start, timeout)
+        processes: list[Any] = []
+        pipes = []
+        try:
+            for rank in range(world_size):
+                ours, theirs = context.Pipe()
+                about = (theirs, source, rank, world_size, folder, backend, collective_timeout)
+                process = context.Process(target=_rank_main, args=(*about, args), daemon=True)
+                process.start()
+                theirs.close()
+                processes.append(process)
+                pipes.append(ours)
+            outcomes = _collect(processes, pipes, start, timeout)
+        finally:  # nothing is left to do, unless the test itself was ended
+            for process in processes:
+                process.kill()
+                process.join()
     failed = [outcome for outcome in outcomes if not outcome.ok]
     if check and failed:
         raise RanksFailed("\n\n".join(_describe(outcome) for outcome in failed))
@@ -154,7 +157,7 @@ def _collect(
                 continue
             try:
                 value, error = pipe.recv()
-            except EOFError:
+            except (EOFError, OSError):
                 value, error = None, "died without a report"
             messages[rank] = (value, error, time.monotonic() - start)
     for pipe in pipes:

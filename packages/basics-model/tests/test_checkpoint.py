@@ -164,9 +164,11 @@ def test_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "latest.pt"
     with start_child(ENDLESS, str(path)) as child:
         assert child.stdout is not None
-        assert child.stdout.readline() == "saved\n"
-        time.sleep(0.0137)
-        child.kill()
+        try:
+            assert child.stdout.readline() == "saved\n"
+            time.sleep(0.0137)
+        finally:
+            child.kill()
     loaded = load_checkpoint(path)
     assert (loaded.model["weight"] == loaded.step).all()
 

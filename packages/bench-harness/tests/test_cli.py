@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shlex
 import signal
@@ -71,9 +72,9 @@ def interrupted_run(
 
 
 def interrupt_second(process: subprocess.Popen[str], folder: Path) -> None:
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 200
     while process.poll() is None and time.monotonic() < deadline:
-        if (folder / "results.jsonl").exists() and keys_of(folder):
+        if (folder / "results.jsonl").exists() and "\n" in (folder / "results.jsonl").read_text():
             time.sleep(0.3)  # into the second
             os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of the group
             return
@@ -93,7 +94,7 @@ def test_help_lists_every_experiment_and_loads_nothing_heavy(
         "sys.exit(f'loaded {loaded}' if loaded & {'torch', 'pandas', 'matplotlib'} else 0)\n"
     )
     done = subprocess.run(
-        [python, "-c", program], env=environment, capture_output=True, text=True, timeout=60
+        [python, "-c", program], env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     for name in ("toy", "model", "run", "report", "compare", "preset", "env"):
@@ -170,11 +171,15 @@ def test_a_run_stopped_then_resumed(
     bench: Bench,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One run of three cases, ended by Ctrl-C in its second; test_faults.py has SIGKILL."""
+    """One run of three cases, ended by Ctrl-C in its second; test_faults.py has SIGKILL.
+
+    On a busy machine the thread that interrupts it may see the second case end, too.
+    """
     place, stopped = interrupted_run
-    output, errors = stopped.communicate(timeout=120)
+    output, errors = stopped.communicate(timeout=250)
     assert stopped.returncode == 130
-    assert "1 of 3 cases kept in runs/toy-01" in output
+    kept = re.search(r"([12]) of 3 cases kept in runs/toy-01", output)
+    assert kept, output
     assert errors == ""
 
     monkeypatch.chdir(place)
@@ -182,7 +187,7 @@ def test_a_run_stopped_then_resumed(
     resumed = bench(*SLOW)
     assert resumed.returncode == 0
     output = resumed.stdout
-    assert "2 of 3 cases left" in output
+    assert f"{3 - int(kept[1])} of 3 cases left" in output
     assert len(set(keys_of(folder))) == len(keys_of(folder)) == 3
     for name in ("env.json", "run.json", "report.html", "figures/toy-line.png"):
         assert (folder / name).is_file()

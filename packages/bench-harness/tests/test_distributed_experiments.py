@@ -1,7 +1,6 @@
 """The experiments of several ranks, small, with gloo; and their checks, which must catch errors."""
 
 import json
-import socket
 import subprocess
 
 import pandas as pd
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from bench_harness import experiments
 from bench_harness.report.frame import to_frame
 from bench_harness.report.plots import png_bytes
+from processes import free_port
 from ranks import run_ranks
 
 TINY = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 64}
@@ -25,8 +25,7 @@ def first_machine(command_line, tmp_path_factory):
     """
     command, environment = command_line
     place = tmp_path_factory.mktemp("machines")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     first, second = (
         [
             *("allreduce", "--sizes-mb", "0.01", "--operations", "all_reduce"),
@@ -45,8 +44,10 @@ def first_machine(command_line, tmp_path_factory):
         stderr=subprocess.STDOUT,
         text=True,
     ) as process:
-        yield place, process, second
-        process.kill()
+        try:
+            yield place, process, second
+        finally:
+            process.kill()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ def test_description_is_json_and_needs_no_torch():
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
     )
     described, state, gpus, device = json.loads(done.stdout)
     assert described["packages"]["torch"] == environment.package_version("torch")
@@ -84,7 +84,7 @@ def test_outside_a_repository_there_is_no_commit(tmp_path):
 def test_a_changed_file_makes_the_tree_dirty(tmp_path):
     def git(*arguments):
         identity = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
-        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, timeout=30)
+        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, timeout=120)
 
     git("init", "--quiet")
     (tmp_path / "file").write_text("one")

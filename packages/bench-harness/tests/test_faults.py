@@ -21,8 +21,9 @@ Bench = Callable[..., subprocess.CompletedProcess[str]]
 
 def rows(folder: Path) -> dict[str, dict[str, Any]]:
     """The last row of every case, by label."""
-    lines = (folder / "results.jsonl").read_text().splitlines()
-    return {row["label"]: row for row in map(json.loads, lines)}
+    text = (folder / "results.jsonl").read_text()
+    whole = text[: text.rfind("\n") + 1]  # a run beside this test may be writing the last line
+    return {row["label"]: row for row in map(json.loads, whole.splitlines())}
 
 
 QUICK = ["run", "quick", "--output", "out"]
@@ -47,9 +48,11 @@ def killed_run(
     ) as process:
         thread = threading.Thread(target=kill_in_the_middle, args=(process, folder / "out"))
         thread.start()
-        yield folder, thread
-        process.kill()
-        thread.join()
+        try:
+            yield folder, thread
+        finally:
+            process.kill()
+            thread.join()
 
 
 def kill_in_the_middle(process: subprocess.Popen[bytes], folder: Path) -> None:
@@ -70,7 +73,7 @@ def test_a_hang_a_dead_rank_and_no_memory_are_rows_and_the_rest_is_measured(
     bench: Bench, tmp_path: Path
 ) -> None:
     kinds = "hangs,rank-dies,raises,host-oom,ok"
-    done = bench("toy", "--kinds", kinds, "--output", "out", "--timeout", "8")
+    done = bench("toy", "--kinds", kinds, "--output", "out")
     assert done.returncode == 1
     found = rows(tmp_path / "out")
     assert {label.split()[1]: row["status"] for label, row in found.items()} == {
@@ -80,7 +83,7 @@ def test_a_hang_a_dead_rank_and_no_memory_are_rows_and_the_rest_is_measured(
         "host-oom": "oom",
         "ok": "ok",
     }
-    assert "still running after 8 s; killed" in found["toy hangs 0"]["error"]
+    assert "still running after 5 s; killed" in found["toy hangs 0"]["error"]
     assert "rank 1" in found["toy rank-dies 0"]["error"]
     assert "SIGKILL" in found["toy rank-dies 0"]["detail"]
     for text in ("timeout toy hangs 0", "error   toy rank-dies 0", "oom     toy host-oom 0"):
@@ -197,7 +200,7 @@ def test_run_quick_killed_in_the_middle_measures_only_what_is_left(
     killed_run: tuple[Path, threading.Thread], bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, killed = killed_run
-    killed.join(timeout=120)
+    killed.join(timeout=250)
     assert not killed.is_alive()
     before = rows(folder / "out")
     assert len(before) >= 4

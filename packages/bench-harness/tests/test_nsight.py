@@ -99,7 +99,7 @@ def two_ranks(path):
 def record(folder, code="import pathlib, sys; pathlib.Path(sys.argv[1]).touch()"):
     finished = folder / "finished"
     command = [sys.executable, "-c", code, str(finished)]
-    return nsight.record(command, folder / "report", finished=finished, timeout_s=60)
+    return nsight.record(command, folder / "report", finished=finished, timeout_s=120)
 
 
 def test_a_report_is_recorded_and_exported(tools, tmp_path):

@@ -18,6 +18,7 @@ import pytest
 
 from bench_harness import process
 from bench_harness.process import Outcome
+from processes import all_end
 
 
 @pytest.fixture
@@ -26,33 +27,17 @@ def calls(installed: Path) -> ModuleType:
 
 
 def call(
-    function: Callable[..., object], *args: object, folder: Path, timeout_s: float = 60.0
+    function: Callable[..., object], *args: object, folder: Path, timeout_s: float = 120.0
 ) -> Outcome:
     return process.call(
         function, *args, timeout_s=timeout_s, folder=folder, on_progress=lambda text: None
     )
 
 
-def gone(pids: list[int]) -> bool:
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        if not any(psutil.pid_exists(pid) and _lives(pid) for pid in pids):
-            return True
-        time.sleep(0.05)
-    return False
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def test_a_value_comes_back_with_progress(calls: ModuleType, tmp_path: Path) -> None:
     heard: list[str] = []
     outcome = process.call(
-        calls.double, 21, timeout_s=60, folder=tmp_path, on_progress=heard.append
+        calls.double, 21, timeout_s=120, folder=tmp_path, on_progress=heard.append
     )
     assert outcome.status == "ok"
     assert outcome.value == {"value": 42, "folder": str(tmp_path), "leader": True}
@@ -84,9 +69,9 @@ def test_every_new_process_may_use_cuda(calls: ModuleType, tmp_path: Path) -> No
     assert [outcome.value for outcome in outcomes] == [1000.0, 1000.0], outcomes[0].error
 
 
-def test_the_second_process_starts_fast(calls: ModuleType, tmp_path: Path) -> None:
-    call(calls.double, 1, folder=tmp_path)
-    assert call(calls.double, 1, folder=tmp_path).seconds < 2.0  # importing torch takes longer
+def test_a_process_has_torch_without_importing_it(calls: ModuleType, tmp_path: Path) -> None:
+    """In processor time, which other work on the machine does not lengthen."""
+    assert call(calls.seconds_of_torch, folder=tmp_path).value < 1.0  # importing it takes longer
 
 
 @pytest.mark.parametrize(
@@ -123,17 +108,20 @@ def test_a_failure_keeps_traceback_and_output(calls: ModuleType, tmp_path: Path)
 
 def test_the_deadline_kills_everything_the_call_started(calls: ModuleType, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-    outcome = call(calls.hangs_with_children, str(pids), folder=tmp_path, timeout_s=1.5)
-    assert outcome.status == "timeout"
-    assert outcome.error == "still running after 1.5 s; killed"
-    assert outcome.seconds < 6
-    assert gone([int(pid) for pid in pids.read_text().split()])
+    for timeout_s in (1.5, 6.0, 24.0):  # on a busy machine the call has not begun by the first
+        outcome = call(calls.hangs_with_children, str(pids), folder=tmp_path, timeout_s=timeout_s)
+        assert outcome.status == "timeout"
+        assert outcome.error == f"still running after {timeout_s:g} s; killed"
+        assert outcome.seconds < timeout_s + 20
+        if pids.exists():
+            break
+    assert all_end(int(pid) for pid in pids.read_text().split())
 
 
 def test_what_a_finished_call_left_running_is_killed(calls: ModuleType, tmp_path: Path) -> None:
     outcome = call(calls.leaves_a_child, str(tmp_path / "pid"), folder=tmp_path)
     assert outcome.value == "done"
-    assert gone([int((tmp_path / "pid").read_text())])
+    assert all_end([int((tmp_path / "pid").read_text())])
 
 
 def program(plugin: Path, *lines: str) -> list[str]:
@@ -166,7 +154,7 @@ def test_a_killed_parent_takes_the_call_along(
         env={**os.environ, "TMPDIR": str(temporary)},
     ) as parent:
         try:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 100
             while not (pids.exists() and pids.read_text()) and time.monotonic() < deadline:
                 assert parent.poll() is None
                 time.sleep(0.05)
@@ -174,8 +162,8 @@ def test_a_killed_parent_takes_the_call_along(
         finally:
             parent.kill()
     assert made == {"bench", "pymp"}
-    assert gone([int(pid) for pid in pids.read_text().split()])
-    deadline = time.monotonic() + 10
+    assert all_end(int(pid) for pid in pids.read_text().split())
+    deadline = time.monotonic() + 30
     while list(temporary.iterdir()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert list(temporary.iterdir()) == []
@@ -193,7 +181,7 @@ def test_a_fork_server_that_dies_is_started_again(plugin: Path, tmp_path: Path) 
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     assert "Outcome(status='ok'" in done.stdout, done.stdout + done.stderr
 
@@ -205,7 +193,7 @@ def test_an_orphan_in_a_session_of_its_own_is_killed_with_a_killed_call(
     outcome = call(calls.leaves_an_orphan, str(tmp_path / "pid"), folder=tmp_path)
     assert outcome.error is not None
     assert "SIGKILL" in outcome.error
-    assert gone([int((tmp_path / "pid").read_text())])
+    assert all_end([int((tmp_path / "pid").read_text())])
 
 
 def test_of_much_output_the_end_is_kept_and_nothing_reaches_the_disk(

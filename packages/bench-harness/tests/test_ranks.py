@@ -1,14 +1,13 @@
 import importlib
 import multiprocessing
-import socket
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
 from bench_harness.ranks import Nodes, RankError, launch
+from processes import all_end, free_port
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +36,7 @@ def launcher(functions, tmp_path_factory):
 
 
 def test_results_come_back_in_rank_order(functions):
-    results = launch(functions.report, 2, "hello", timeout_s=60)
+    results = launch(functions.report, 2, "hello", timeout_s=120)
     assert [r["rank"] for r in results] == [0, 1]
     assert all(r["world_size"] == 2 and r["device"] == "cpu" for r in results)
     assert all(r["text"] == "hello" and r["total"] == [1.0] * 3 for r in results)
@@ -47,42 +46,47 @@ def test_results_come_back_in_rank_order(functions):
 
 def test_error_names_the_rank_that_failed_first_with_its_traceback(functions):
     with pytest.raises(RankError, match=r"(?s)rank 1 failed.*fail_on_last.*no such luck"):
-        launch(functions.fail_on_last, 2, timeout_s=60)
+        launch(functions.fail_on_last, 2, timeout_s=120)
 
 
 def test_a_hang_ends_at_the_deadline_and_says_where(functions):
-    start = time.monotonic()
-    with pytest.raises(RankError, match=r"(?s)rank 1 was still running after 5 s.*hang_on_last"):
-        launch(functions.hang_on_last, 2, timeout_s=5)  # on a busy machine ranks meet late
-    assert time.monotonic() - start < 40
+    for timeout_s in (5, 20, 80):  # on a busy machine ranks have not met by the first
+        start = time.monotonic()
+        with pytest.raises(RankError) as caught:
+            launch(functions.hang_on_last, 2, timeout_s=timeout_s)
+        assert time.monotonic() - start < timeout_s + 35
+        if "hang_on_last" in str(caught.value):
+            break
+    assert f"rank 1 was still running after {timeout_s} s" in str(caught.value)
+    assert "hang_on_last" in str(caught.value)
 
 
 def test_a_killed_rank_is_named(functions):
     with pytest.raises(RankError, match=r"rank 1 .*(SIGKILL|left no report)"):
-        launch(functions.die_on_last, 2, timeout_s=60)
+        launch(functions.die_on_last, 2, timeout_s=120)
 
 
 def test_running_out_of_memory_keeps_its_type(functions):
     with pytest.raises(torch.OutOfMemoryError, match="2 GiB"):
-        launch(functions.run_out_of_memory, 1, timeout_s=60)
+        launch(functions.run_out_of_memory, 1, timeout_s=120)
 
 
 def test_ranks_end_when_their_launcher_is_killed(launcher):
     process, folder = launcher
-    deadline = time.monotonic() + 60
-    while len(list(folder.glob("pid-*"))) < 2 and time.monotonic() < deadline:
+    deadline = time.monotonic() + 200
+    pids = []
+    while len(pids) < 2 and time.monotonic() < deadline:
         time.sleep(0.1)
-    pids = [int(file.read_text()) for file in folder.glob("pid-*")]
+        written = [file.read_text() for file in folder.glob("pid-*")]
+        pids = [int(text) for text in written if text]  # a file is empty before it is written
     assert len(pids) == 2
     process.kill()
     process.join()
-    _, alive = psutil.wait_procs([psutil.Process(p) for p in pids if psutil.pid_exists(p)], 20)
-    assert not alive
+    assert all_end(pids)
 
 
 def test_a_machine_that_does_not_come_is_said(functions):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        endpoint = f"localhost:{server.getsockname()[1]}"
+    endpoint = f"localhost:{free_port()}"
     nodes = Nodes(nnodes=2, rdzv_endpoint=endpoint, run_id="lonely")
     with pytest.raises(RankError, match=rf"2 machines must meet at {endpoint} within 2 s"):
         launch(functions.report, 2, "hello", timeout_s=2, nodes=nodes)

@@ -95,7 +95,7 @@ def test_timed_rows_say_what_the_timer_itself_takes(store: Store) -> None:
 
 
 def test_a_hanging_case_is_ended_and_recorded(store: Store) -> None:
-    run(toy_cases("hangs", "ok"), store, timeout_s=3.0)
+    run(toy_cases("hangs", "ok"), store)
     rows = by_label(store)
     assert rows["toy hangs 0"]["status"] == "timeout"
     assert rows["toy ok 0"]["status"] == "ok"

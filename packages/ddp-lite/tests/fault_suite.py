@@ -321,8 +321,11 @@ def train(rank: int, world_size: int, name: str, fault: str, folder: str) -> Non
             log.write(json.dumps(event) + "\n")
 
         try:
-            dist.barrier()  # all have connected, which takes longer than the timeout on a busy host
-            set_timeout(TIMEOUT_S)
+            # Connections and first steps, which import more of torch, take longer than the timeout
+            # on a busy host; so it is set where the fault is next.
+            dist.barrier()
+            if fault in CONSTRUCTED_BY_ALL or fault in CONSTRUCTED:
+                set_timeout(TIMEOUT_S)
             begin = time.monotonic()
             construct = CONSTRUCTED_BY_ALL.get(fault) or (CONSTRUCTED.get(fault) if odd else None)
             wrapped = (construct or (lambda wrapper: wrapper(build())))(wrapper)
@@ -330,6 +333,7 @@ def train(rank: int, world_size: int, name: str, fault: str, folder: str) -> Non
             for step in range(STEPS):
                 broken = ON_ALL_RANKS.get(fault) or (ON_ONE_RANK.get(fault) if odd else None)
                 if step == FAULTY_STEP:
+                    set_timeout(TIMEOUT_S)
                     begin = time.monotonic()
                 (broken if broken and step == FAULTY_STEP else Loop.step)(loop)
                 say(step=step, weights=hashed(loop.module))

@@ -1,5 +1,6 @@
 """Two "nodes" on one machine: network namespaces joined by a slow cable, started by torchrun."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -55,31 +56,28 @@ def nodes() -> Iterator[list[tuple[str, str, str]]]:
 @pytest.mark.nightly
 def test_two_nodes_under_torchrun(nodes: list[tuple[str, str, str]]) -> None:
     processes = []
-    for place, (namespace, interface, address) in enumerate(nodes):
-        words = ["ip", "netns", "exec", namespace, sys.executable, "-W", "ignore"]
-        words += ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
-        words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={nodes[0][2]}:{PORT}"]
-        words += [f"--rdzv-conf=is_host={'true' if place == 0 else 'false'}"]
-        words += [f"--local-addr={address}", str(Path(__file__).with_name("node_program.py"))]
-        environment = os.environ | {
-            "GLOO_SOCKET_IFNAME": interface,
-            "TP_SOCKET_IFNAME": interface,
-            "OMP_NUM_THREADS": "1",
-        }
-        processes.append(
-            subprocess.Popen(
+    with contextlib.ExitStack() as running:
+        for place, (namespace, interface, address) in enumerate(nodes):
+            words = ["ip", "netns", "exec", namespace, sys.executable, "-W", "ignore"]
+            words += ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
+            words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={nodes[0][2]}:{PORT}"]
+            words += [f"--rdzv-conf=is_host={'true' if place == 0 else 'false'}"]
+            words += [f"--local-addr={address}", str(Path(__file__).with_name("node_program.py"))]
+            environment = os.environ | {
+                "GLOO_SOCKET_IFNAME": interface,
+                "TP_SOCKET_IFNAME": interface,
+                "OMP_NUM_THREADS": "1",
+            }
+            process = subprocess.Popen(
                 words,
                 env=environment,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
             )
-        )
-    try:
+            processes.append(running.enter_context(process))
+            running.callback(process.kill)
         outputs = [process.communicate(timeout=200)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
     for process, output in zip(processes, outputs, strict=True):
         assert process.returncode == 0, output
     line = next(part for part in "".join(outputs).splitlines() if part.startswith("RESULT "))

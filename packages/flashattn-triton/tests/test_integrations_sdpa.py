@@ -144,18 +144,20 @@ def test_overlapping_contexts_of_several_threads(calls):
     def other():
         with route_sdpa() as routing:
             inside.set()
-            leave.wait(10)
+            leave.wait(100)
         others.append(routing)
 
     thread = threading.Thread(target=other)
-    with route_sdpa() as first:
-        thread.start()
-        assert inside.wait(10)
+    try:
+        with route_sdpa() as first:
+            thread.start()
+            assert inside.wait(100)
+            F.scaled_dot_product_attention(*tensors)
+        assert F.scaled_dot_product_attention is not original  # the other context is still open
         F.scaled_dot_product_attention(*tensors)
-    assert F.scaled_dot_product_attention is not original  # the other context is still open
-    F.scaled_dot_product_attention(*tensors)
-    leave.set()
-    thread.join()
+    finally:
+        leave.set()
+        thread.join()
     assert F.scaled_dot_product_attention is original
     assert (first.routed, others[0].routed) == (0, 2)
 

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from fully_sharded_models import OPTIMIZERS, loss_of, net
-from ranks import run_ranks
+from ranks import run_ranks, set_collective_timeout
 from shard_optim import FullyShardedDataParallel, load_fully_sharded, save_fully_sharded
 
 STEPS, SAVE_EVERY, FAULTY_STEP = 6, 2, 3
 
-# The survivor's process group gives up after this many seconds; everything else is quick.
-COLLECTIVE_TIMEOUT, BOUND = 10, 60
+# The survivor's process group gives up after this many seconds, counted from the fault: connecting
+# and the imports of the first save take longer on a machine whose cores are busy.
+COLLECTIVE_TIMEOUT, BOUND = 10, 100
 
 
 def die(*_args, **_kwargs):
@@ -53,8 +54,10 @@ def run(rank, world_size, folder, where=None, fault=None, start_again=False):
         first = max(int(path.parent.name) for path in Path(folder).glob("*/.metadata"))
         load_fully_sharded(model, optimizer, f"{folder}/{first}")
     for step in range(first, STEPS):
-        if step == FAULTY_STEP and rank == 1 and where:
-            arm(model, where, {"die": die, "stop": stop, "fail": fail}[fault])
+        if step == FAULTY_STEP and where:
+            set_collective_timeout(COLLECTIVE_TIMEOUT)
+            if rank == 1:
+                arm(model, where, {"die": die, "stop": stop, "fail": fail}[fault])
         optimizer.zero_grad()
         loss_of(model, step, rank).backward()
         optimizer.step()
@@ -89,7 +92,6 @@ def test_restart_after_a_fault(where, fault, what, tmp_path, uninterrupted):
         fault,
         check=False,
         timeout=BOUND,
-        collective_timeout=COLLECTIVE_TIMEOUT,
     )
     assert survivor.error is not None
     assert survivor.seconds < BOUND
@@ -103,6 +105,7 @@ def test_restart_after_a_fault(where, fault, what, tmp_path, uninterrupted):
 def leave_out_a_block(rank, _world_size):
     model = FullyShardedDataParallel(net())
     loss_of(model, 0, rank).backward()
+    set_collective_timeout(3)
     if rank == 1:
         model.module.blocks = model.module.blocks[:-1]
     loss_of(model, 1, rank).backward()
@@ -110,7 +113,7 @@ def leave_out_a_block(rank, _world_size):
 
 def test_a_rank_that_calls_fewer_units_ends_all():
     """Gathers then meet reduce-scatters, or nothing; both ranks wait for the timeout at most."""
-    outcomes = run_ranks(leave_out_a_block, 2, check=False, collective_timeout=3, timeout=BOUND)
+    outcomes = run_ranks(leave_out_a_block, 2, check=False, timeout=BOUND)
     for outcome in outcomes:
         assert "CollectiveError" in outcome.error
         assert "must take part in the" in outcome.error
@@ -144,10 +147,10 @@ def test_a_rank_that_dies_while_loading(tmp_path):
         folder,
         True,
         check=False,
-        collective_timeout=COLLECTIVE_TIMEOUT,
         timeout=BOUND,
     )
     assert dead.exitcode == -signal.SIGKILL
+    assert healthy.seconds - dead.seconds < 20  # its connection to the dead rank is broken
     assert "CollectiveError" in healthy.error
     assert "loading a checkpoint" in healthy.error
     assert saved[0].value == saved[1].value

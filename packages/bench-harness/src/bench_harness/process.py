@@ -215,7 +215,7 @@ class _Supervisor:
             if self.endings.poll(2 * _FAREWELL_S):
                 code, output = self.endings.recv()
         self.lifeline.close()
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.Error):
             if code is None:  # stopped or killed from outside: what is left is found by parentage
                 _kill_tree(psutil.Process(self.process.pid))
         self.process.join()
@@ -314,7 +314,7 @@ def _kill_children(worker: multiprocessing.process.BaseProcess) -> None:
     deadline = time.monotonic() + _FAREWELL_S
     while (below := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
         for process in below:
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(psutil.Error):
                 process.kill()
         worker.join(_FAREWELL_S)  # before psutil takes its exit code
         psutil.wait_procs(below, timeout=max(0.0, deadline - time.monotonic()))
@@ -323,7 +323,7 @@ def _kill_children(worker: multiprocessing.process.BaseProcess) -> None:
 
 def _kill_tree(root: psutil.Process) -> None:
     for process in [*root.children(recursive=True), root]:
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.Error):
             process.kill()
 
 

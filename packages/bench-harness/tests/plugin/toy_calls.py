@@ -22,6 +22,14 @@ def double(value: int, progress: Progress) -> dict[str, object]:
     return {"value": 2 * value, "folder": str(Path.cwd()), "leader": os.getsid(0) == os.getpid()}
 
 
+def seconds_of_torch(progress: Progress) -> float:
+    """Processor time of this process until it has torch."""
+    import torch
+
+    assert torch.__version__
+    return time.process_time()
+
+
 def cuda_state(progress: Progress) -> bool:
     import torch
 
@@ -37,7 +45,7 @@ def cuda_sum(progress: Progress) -> float:
 def ranks(progress: Progress) -> list[object]:
     from bench_harness.ranks import launch
 
-    return launch(_rank_state, 2, timeout_s=60)
+    return launch(_rank_state, 2, timeout_s=100)
 
 
 def _rank_state(rank: int, world_size: int, device: object) -> list[object]:

@@ -79,7 +79,7 @@ class Toy(Experiment):
                     "broken": chosen.broken_report,
                     "label": f"toy {kind} {number}",
                 },
-                timeout_s=60.0,
+                timeout_s=5.0 if kind == "hangs" else 60.0,
             )
             for number in range(chosen.repeats)
             for kind in chosen.kinds
@@ -114,7 +114,7 @@ class Toy(Experiment):
         if kind == "empty":
             return []
         if kind == "rank-dies":
-            launch(_last_rank_dies, 2, timeout_s=60)
+            launch(_last_rank_dies, 2, timeout_s=50)
         if kind == "sleeps":
             return [{"variant": "plain", "samples_ms": [_sleep_ms(20) for _ in range(15)]}]
         row: Row = {"in_bad_fork": torch.cuda._is_in_bad_fork(), "pid": os.getpid()}
