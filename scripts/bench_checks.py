@@ -1,0 +1,167 @@
+"""Times what the always-on checks of ddp-lite and shard-optim take of a training step on two GPUs.
+
+    torchrun --standalone --nproc-per-node 2 scripts/bench_checks.py checks.jsonl
+
+Blocks of steps with the checks and without them take turns on the same model, so both see the same
+memory and the same clocks; which of the two begins a round changes from round to round. A round
+gives one ratio, and the row of a package holds all of them, their median and its 95 % interval. The
+checks are taken out by replacing private methods: there is no option to switch them off.
+
+The model is a stack of linear layers with as many parameters as a 48-block Transformer has, wide
+enough for the GPU to limit the step (about 100 ms on an H200). The whole takes about a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bench_harness.stats import summarize
+from ddp_lite import BucketedDDP
+from ddp_lite.consistency import SameStep
+from ddp_lite.parameters import TrainableParameters
+from shard_optim import ShardedOptimizer
+from shard_optim.layout import Bucket
+
+WARM_UP_STEPS = 5
+
+
+def model(layers: int, width: int, device: torch.device) -> nn.Sequential:
+    """Linear layers that keep the size of what passes through them."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    made = [nn.Linear(width, width, device=device, dtype=dtype) for _ in range(layers)]
+    for layer in made:
+        nn.init.normal_(layer.weight, std=width**-0.5)
+    return nn.Sequential(*made)
+
+
+def unchanged(*_: object) -> bool:
+    """In place of the search for changed modules."""
+    return False
+
+
+def not_looked_at(*_: object) -> None:
+    """In place of the search for parameters that were moved."""
+
+
+@contextmanager
+def unchecked_ddp(wrapped: BucketedDDP) -> Iterator[None]:
+    """Without the search for changed modules and without the comparison of the ranks' steps."""
+    step = wrapped._step
+    observers = step.observers
+    with mock.patch.object(TrainableParameters, "have_changed", unchanged):
+        step.observers = [one for one in observers if not isinstance(one, SameStep)]
+        try:
+            yield
+        finally:
+            step.observers = observers
+
+
+def ddp_lite(net: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """The model in a wrapper, an optimizer, and what takes the checks out."""
+    wrapped = BucketedDDP(net)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-4)
+    return wrapped, optimizer, lambda: unchecked_ddp(wrapped)
+
+
+def shard_optim(net: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """The model, a sharded optimizer that averages gradients, and what takes the checks out."""
+    parameters = net.parameters()
+    optimizer = ShardedOptimizer(parameters, torch.optim.AdamW, lr=1e-4, reduce_gradients=True)
+    return net, optimizer, lambda: mock.patch.object(Bucket, "check_storage", not_looked_at)
+
+
+def ratios(
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    unchecked: Callable[[], Any],
+    x: torch.Tensor,
+    rounds: int,
+    steps: int,
+) -> tuple[list[float], list[float]]:
+    """Time with the checks divided by time without, and milliseconds of a step with, per round."""
+
+    def milliseconds() -> float:
+        if x.is_cuda:
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            optimizer.zero_grad()
+            net(x).float().square().mean().backward()
+            optimizer.step()
+        if x.is_cuda:
+            torch.cuda.synchronize()
+        return (time.perf_counter() - begin) * 1e3 / steps
+
+    for _ in range(WARM_UP_STEPS):
+        milliseconds()
+        with unchecked():
+            milliseconds()
+    found, checked_ms = [], []
+    for number in range(rounds):
+        with_first = number % 2 == 0
+        if with_first:
+            checked = milliseconds()
+        with unchecked():
+            plain = milliseconds()
+        if not with_first:
+            checked = milliseconds()
+        found.append(checked / plain)
+        checked_ms.append(checked)
+    return found, checked_ms
+
+
+def main() -> None:
+    """Measures on every rank; rank 0 prints the rows and appends them to the file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("rows", type=Path, help="JSON lines are appended to this file")
+    parser.add_argument("--layers", type=int, default=216)
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, default=10240)
+    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=3, help="steps of a block")
+    given = parser.parse_args()
+    cuda = torch.cuda.is_available()
+    dist.init_process_group("nccl" if cuda else "gloo")
+    device = torch.device("cuda", dist.get_rank()) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    try:
+        for build in (ddp_lite, shard_optim):
+            net, optimizer, unchecked = build(model(given.layers, given.width, device))
+            x = torch.randn(given.tokens, given.width, device=device)
+            x = x.to(next(net.parameters()).dtype)
+            found, checked_ms = ratios(net, optimizer, unchecked, x, given.rounds, given.steps)
+            row = {
+                "package": build.__name__.replace("_", "-"),
+                "quantity": "step with the always-on checks / step without them",
+                "ranks": dist.get_world_size(),
+                "parameters": 2 * given.layers,
+                "step_ms": round(summarize(checked_ms)["median"], 3),
+                **{name: summarize(found)[name] for name in ("median", "ci_low", "ci_high")},
+                "samples": [round(ratio, 6) for ratio in found],
+                "gpu": torch.cuda.get_device_name() if cuda else None,
+                "torch": torch.__version__,
+            }
+            if dist.get_rank() == 0:
+                print(json.dumps(row), flush=True)
+                with given.rows.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+            del net, optimizer, unchecked
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
