@@ -52,6 +52,12 @@ def test_page_renders_as_on_an_index(package: Path) -> None:
     assert page.count("<pre") == len(run_readme.blocks(package / "README.md"))
 
 
+def test_the_first_page_is_short(package: Path) -> None:
+    """A README leads to longer pages: 1,200 words, with tables and code, without the recipes."""
+    shown = re.sub(r"<!--.*?-->", "", (package / "README.md").read_text(), flags=re.DOTALL)
+    assert len(shown.split()) <= 1200
+
+
 def test_addresses(package: Path) -> None:
     """Homepage, source, changelog and issues of every package, all in the one repository."""
     project = tomllib.loads((package / "pyproject.toml").read_text())["project"]

@@ -1,4 +1,4 @@
-"""What the README and the page about extensions show works as shown."""
+"""What the README and the pages about presets and extensions show works as shown."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from bench_harness.report.frame import to_frame
 
 PACKAGE = Path(__file__).parents[1]
 README = "".join(
-    (PACKAGE / page).read_text(encoding="utf-8") for page in ("README.md", "docs/extending.md")
+    (PACKAGE / page).read_text(encoding="utf-8")
+    for page in ("README.md", "docs/presets.md", "docs/extending.md")
 )
 
 
