@@ -17,7 +17,9 @@ from torch import Tensor
 
 from bench_harness import attentions, experiments
 from bench_harness.case import Case, Row
-from bench_harness.experiments.attention_timing import Attempts, Problem
+from bench_harness.experiments import attention_proof
+from bench_harness.experiments.attention_problem import Problem
+from bench_harness.experiments.attention_timing import Attempts
 from bench_harness.report.frame import to_frame
 from bench_harness.report.plots import png_bytes
 
@@ -202,6 +204,7 @@ def test_an_installed_package_registers_an_implementation(
         ({"variants": ()}, "variants must name an implementation"),
         ({"heads": 3, "kv_heads": 2}, "kv_heads must divide heads, but got 2 of 3"),
         ({"window": (1,)}, "window must be two numbers of keys"),
+        ({"features": ("bias",), "packed": (3, 4)}, "features must be plain for packed sequences"),
         ({"rounds": 0}, "rounds must be at least 1, but got 0"),
     ],
 )
@@ -242,11 +245,7 @@ def test_the_smallest_cell_without_memory_is_explained() -> None:
 
 def test_the_portable_tier_and_peers_of_a_gpu_are_skipped_on_a_cpu() -> None:
     names = ["flashattn-triton-portable", "flashattn-triton-compiled", "flex"]
-    problem = Problem(
-        batch=1, heads=1, kv_heads=1, sequence=8, head_dim=8, value_head_dim=8, dtype="fp32",
-        causal=True,
-    )  # fmt: skip
-    attempts = Attempts(names, problem, CPU)
+    attempts = Attempts(names, a_problem(), CPU)
     attempts.prove()
     assert {name: end["status"] for name, end in attempts.ended.items()} == dict.fromkeys(
         names, "skipped"
@@ -254,33 +253,85 @@ def test_the_portable_tier_and_peers_of_a_gpu_are_skipped_on_a_cpu() -> None:
     assert all("CUDA" in end["error"] for end in attempts.ended.values())
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize(
-    ("causal", "window", "softcap"),
-    [
-        (True, None, None),
-        (False, (3, None), 2.0),
-        (False, (None, 2), None),
-        (True, (4, None), None),
-    ],
-)
-def test_flex_attention_gets_the_problem_s_mask(
-    monkeypatch: pytest.MonkeyPatch,
-    causal: bool,
-    window: attentions.Window | None,
-    softcap: float | None,
-) -> None:
-    """Uncompiled, which a CPU can run."""
-    from torch.nn.attention.flex_attention import flex_attention
+_HIDDEN = {
+    "window": {"window": (4, None)},
+    "window, softcap": {"causal": False, "window": (3, None), "softcap": 2.0},
+    "window to the right": {"causal": False, "window": (None, 2)},
+}
 
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("kind", ["plain", "alibi", "bias", "prefix", "documents", *_HIDDEN])
+def test_flex_attention_gets_the_problem_s_mask_and_scores(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Uncompiled, and without gradients, which a CPU can run."""
+    problem = a_problem(feature="plain" if kind in _HIDDEN else kind)
+    settings = {**problem.settings(CPU), **_HIDDEN.get(kind, {})}
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    query, key, value = (torch.randn(1, 2, 24, 8) for _ in range(3))
-    found = flex_attention(
-        query,
-        key,
-        value,
-        block_mask=attentions._block_mask(24, causal, window, CPU),
-        score_mod=None if softcap is None else attentions._capped(softcap),
-    )
-    wanted = attentions.naive(query, key, value, causal=causal, window=window, softcap=softcap)
+    monkeypatch.setattr(attentions, "_refuse_cpu", lambda *_: None)
+    query, key, value = (x.detach() for x in problem.tensors(CPU)[:3])
+    with torch.no_grad():
+        found = attentions.find("flex")(query, key, value, **settings)
+        wanted = attentions.naive(query, key, value, **settings)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+def a_problem(**different: Any) -> Problem:
+    shape = {"batch": 2, "heads": 4, "kv_heads": 4, "sequence": 21, "head_dim": 8}
+    common: dict[str, Any] = {**shape, "value_head_dim": 8, "dtype": "fp32", "causal": True}
+    return Problem(**{**common, **different})
+
+
+def test_what_features_cost_is_measured_beside_plain_attention() -> None:
+    """Every implementation that takes a feature is proven with it, gradients included."""
+    features = ("plain", "sinks", "alibi", "bias", "prefix", "documents")
+    variants = ("flashattn-triton", "naive", "sdpa-math", "sdpa-efficient")
+    passes = ("forward", "forward+backward")
+    frame, tables = run(
+        variants=variants, features=features, passes=passes, heads=4, kv_heads=4, batch=2,
+    )  # fmt: skip
+    timed = frame[frame["status"] == "ok"]
+    taken = {name: set(group["feature"]) for name, group in timed.groupby("variant")}
+    assert taken == {
+        "flashattn-triton": {*features},
+        "naive": {*features},
+        "sdpa-math": {"plain", "alibi", "bias"},
+    }
+    errors = timed[[name for name in timed if name.startswith("error_d")]]
+    assert (errors.fillna(0) < 1e-5).all(axis=None)
+    for name in ("sinks", "bias"):
+        assert set(timed[timed[f"error_d{name}"].notna()]["feature"]) == {name}
+    flops = timed[timed["phase"] == "forward"].groupby("feature")["flops"].first()
+    assert flops["documents"] < flops["plain"] == flops["bias"] < flops["prefix"]
+    assert (timed["length"] == "s24").all()
+
+    lines = tables["Attention features"].set_index(["attention", "feature"])
+    assert len(lines) == 2 * 5 + 2
+    quiet = frame.assign(timer_overhead_ms=0.0)
+    quiet["samples_ms"] = [
+        [3.0 if feature == "bias" else 2.0] * 5 if status == "ok" else None
+        for feature, status in zip(frame["feature"], frame["status"], strict=True)
+    ]
+    lines = tables_of(quiet)["Attention features"].set_index(["attention", "feature"])
+    assert (lines.loc[("naive", "bias"), [f"{each} (ratio)" for each in passes]] == 1.5).all()
+    assert (lines.loc[("naive", "alibi"), [f"{each} (ratio)" for each in passes]] == 1.0).all()
+    assert lines.loc[("naive", "bias"), "forward (ms)"] == 3.0
+    ratios = tables_of(quiet)["Attention grid"].set_index(["attention", "feature"])
+    assert (ratios.loc[("naive", "bias"), "speedup over the first (ratio)"] == 1.0).all()
+
+
+@pytest.mark.parametrize("feature", ["plain", "sinks", "alibi", "bias", "prefix"])
+def test_references_in_tiles_are_the_definition(
+    monkeypatch: pytest.MonkeyPatch, feature: str
+) -> None:
+    """Long sequences are proven against tiles."""
+    problem = a_problem(feature=feature)
+    arguments = problem, problem.tensors(CPU), problem.settings(CPU)
+    wanted = attention_proof.exact(*arguments)
+    for name, size in (("_DEFINED", 4), ("_TILE", 8), ("_LEAST_TILE", 3)):
+        monkeypatch.setattr(attention_proof, name, size)
+    found = attention_proof.exact(*arguments)
+    assert found.keys() == wanted.keys()
+    for name, exactly in wanted.items():
+        torch.testing.assert_close(found[name], exactly, atol=1e-4, rtol=1e-4)

@@ -13,6 +13,8 @@ heads and the value's head_dim. ``settings`` holds only what the problem asks fo
 - ``window``: (left, right) numbers of visible keys beside the diagonal, None for no limit;
 - ``softcap``: c, which maps a scaled score s to c·tanh(s/c);
 - ``deterministic``: True;
+- ``sinks``, ``alibi_slopes``, ``bias``, ``prefix_lengths`` or ``document_ids``: tensors that mean
+  what they mean to ``flashattn_triton.flash_attention``;
 - ``cu_seqlens`` and ``max_seqlen``: of sequences packed into tensors of (tokens, heads, head_dim).
 
 An implementation whose signature has no such keyword, whose package is missing, or that raises
@@ -94,6 +96,11 @@ def naive(
     window: Window | None = None,
     softcap: float | None = None,
     deterministic: bool = False,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    prefix_lengths: Tensor | None = None,
+    document_ids: Tensor | None = None,
 ) -> Tensor:
     """softmax(Q·Kᵀ/√D)·V in the inputs' dtype, with all scores stored."""
     import torch
@@ -107,15 +114,41 @@ def naive(
     scores = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    if window is not None:
+    n_queries, n_keys = scores.shape[-2:]
+    if alibi_slopes is not None:
+        scores = scores + _alibi(alibi_slopes, n_queries).to(scores.dtype)
+    if bias is not None:
+        scores = scores + bias
+    if window is not None or prefix_lengths is not None or document_ids is not None:
         options = resolve_options(head_dim=query.shape[-1], causal=causal, window=window)
-        n_queries, n_keys = scores.shape[-2:]
         visible = visibility_mask(n_queries, n_keys, options, scores.device)
+        if prefix_lengths is not None:
+            in_prefix = torch.arange(n_keys, device=scores.device) < prefix_lengths[:, None]
+            visible = visible | in_prefix[:, None, None]
+        if document_ids is not None:
+            visible = visible & (document_ids[:, None, :, None] == document_ids[:, None, None])
         scores = scores.masked_fill(~visible, float("-inf"))
     elif causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(later, float("-inf"))
+        scores = scores.masked_fill(_later(n_queries, scores.device), float("-inf"))
+    if sinks is not None:
+        column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1] @ value
     return torch.softmax(scores, dim=-1) @ value
+
+
+def _later(length: int, device: Any) -> Tensor:
+    """Which keys a causal mask hides, (length, length)."""
+    import torch
+
+    return torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
+
+
+def _alibi(slopes: Tensor, length: int) -> Tensor:
+    """ALiBi's bias, (heads, length, length) in fp32, from (heads,) slopes."""
+    import torch
+
+    places = torch.arange(length, device=slopes.device)
+    return -slopes[:, None, None] * (places[:, None] - places).abs()
 
 
 def _naive_compiled() -> Attend:
@@ -171,18 +204,46 @@ def _flashattn_triton_compiled() -> Attend:
 
 
 def _sdpa(backend: str) -> Attend:
-    """PyTorch's attention, by one of its kernels."""
+    """PyTorch's attention, by one of its kernels; ALiBi and a bias are its ``attn_mask``.
+
+    PyTorch takes no ``is_causal`` beside an ``attn_mask``, so the causal mask is written into it:
+    once for ALiBi, which is constant, and in every call for a bias, which is learned.
+    """
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     chosen = getattr(SDPBackend, backend)
+    constants: dict[int, Tensor] = {}
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
-        grouped = query.shape[1] != key.shape[1]
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool,
+        alibi_slopes: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        length = query.shape[-2]
+        mask = bias
+        if alibi_slopes is not None:
+            if length not in constants:
+                added = _alibi(alibi_slopes, length)[None]
+                if causal:
+                    added.masked_fill_(_later(length, query.device), float("-inf"))
+                constants[length] = added.to(query.dtype)
+            mask = constants[length]
+        elif bias is not None and causal:
+            mask = bias.masked_fill(_later(length, query.device), float("-inf"))
         try:
             with sdpa_kernel(chosen):
                 return F.scaled_dot_product_attention(
-                    query, key, value, is_causal=causal, enable_gqa=grouped
+                    query,
+                    key,
+                    value,
+                    attn_mask=mask,
+                    is_causal=causal and mask is None,
+                    enable_gqa=query.shape[1] != key.shape[1],
                 )
         except RuntimeError as error:
             if "No available kernel" not in str(error):
@@ -216,18 +277,21 @@ def _flex() -> Attend:
         causal: bool,
         window: Window | None = None,
         softcap: float | None = None,
+        alibi_slopes: Tensor | None = None,
+        bias: Tensor | None = None,
+        prefix_lengths: Tensor | None = None,
+        document_ids: Tensor | None = None,
     ) -> Tensor:
-        if query.device.type != "cuda":
-            raise CaseSkipped("compiled FlexAttention needs a CUDA device")
+        _refuse_cpu(query)
         problem = (query.shape[-2], causal, window)
         if problem not in masks:
-            masks[problem] = _block_mask(*problem, query.device)
+            masks[problem] = _block_mask(*problem, query.device, prefix_lengths, document_ids)
         out: Tensor = compiled(
             query,
             key,
             value,
             block_mask=masks[problem],
-            score_mod=None if softcap is None else _capped(softcap),
+            score_mod=_score_function(softcap, alibi_slopes, bias),
             enable_gqa=query.shape[1] != key.shape[1],
         )
         return out
@@ -235,10 +299,26 @@ def _flex() -> Attend:
     return attend
 
 
-def _block_mask(length: int, causal: bool, window: Window | None, device: Any) -> Any:
-    """FlexAttention's mask; compiled, since all pairs of 65,536 tokens would fill a GPU."""
+def _refuse_cpu(query: Tensor) -> None:
+    if query.device.type != "cuda":
+        raise CaseSkipped("compiled FlexAttention needs a CUDA device")
+
+
+#: Longest sequence whose block mask is made without compiling: its pairs take 64 MiB.
+_EAGER_BLOCK_MASK = 8192
+
+
+def _block_mask(
+    length: int,
+    causal: bool,
+    window: Window | None,
+    device: Any,
+    prefix_lengths: Tensor | None = None,
+    document_ids: Tensor | None = None,
+) -> Any:
+    """FlexAttention's mask; compiled for long ones, whose pairs of tokens would fill a GPU."""
     import torch
-    from torch.nn.attention.flex_attention import and_masks, create_block_mask
+    from torch.nn.attention.flex_attention import and_masks, create_block_mask, or_masks
 
     left, right = window or (None, None)
     right = 0 if causal else right
@@ -249,20 +329,46 @@ def _block_mask(length: int, causal: bool, window: Window | None, device: Any) -
     def before(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return i - j <= left  # type: ignore[operator]
 
+    def in_prefix(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return j < prefix_lengths[b]  # type: ignore[index]
+
+    def same_document(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return document_ids[b, i] == document_ids[b, j]  # type: ignore[index]
+
     limits = [limit for limit, side in ((after, right), (before, left)) if side is not None]
+    if document_ids is not None:
+        limits.append(same_document)
     if not limits:
         return None
-    make = torch.compile(create_block_mask)
-    return make(and_masks(*limits), None, None, length, length, device=device)
+    visible = and_masks(*limits)
+    if prefix_lengths is not None:
+        visible = or_masks(visible, in_prefix)
+    batched = prefix_lengths if document_ids is None else document_ids
+    batch = None if batched is None else len(batched)
+    make = torch.compile(create_block_mask) if length > _EAGER_BLOCK_MASK else create_block_mask
+    return make(visible, batch, None, length, length, device=device)
 
 
-def _capped(softcap: float) -> Callable[..., Any]:
+def _score_function(
+    softcap: float | None, alibi_slopes: Tensor | None = None, bias: Tensor | None = None
+) -> Callable[..., Any] | None:
+    """FlexAttention's ``score_mod``, which is compiled into the kernel; None without any."""
     import torch
 
-    def cap(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return softcap * torch.tanh(score / softcap)
+    if softcap is None and alibi_slopes is None and bias is None:
+        return None
+    by_head = None if bias is None else bias.squeeze(0)  # the batch shares it
 
-    return cap
+    def change(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        if alibi_slopes is not None:
+            score = score - alibi_slopes[h] * (i - j).abs()
+        if by_head is not None:
+            score = score + by_head[h, i, j]
+        return score
+
+    return change
 
 
 def _flash_attn_4() -> Attend:
@@ -281,8 +387,12 @@ def _flash_attn_4() -> Attend:
         max_seqlen: int | None = None,
         **settings: Any,
     ) -> Tensor:
-        if "window" in settings:
-            settings["window_size"] = settings.pop("window")
+        for ours, theirs in (("window", "window_size"), ("sinks", "learnable_sink")):
+            if ours in settings:
+                settings[theirs] = settings.pop(ours)
+        for name in ("alibi_slopes", "bias", "prefix_lengths", "document_ids"):
+            if name in settings:
+                raise CaseSkipped(f"flash-attn-4 has no argument {name}")
         try:
             if cu_seqlens is not None:
                 starts = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}

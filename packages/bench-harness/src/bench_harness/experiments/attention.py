@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness import attentions
 from bench_harness.case import Case, Row
 from bench_harness.environment import resolve_device
+from bench_harness.experiments.attention_problem import DTYPES, FEATURES, Problem
 from bench_harness.experiments.attention_timing import (
     CLOCKS,
-    DTYPES,
     PASSES,
     Attempts,
-    Problem,
     time_in_turns,
     timer_overhead_ms,
 )
@@ -59,6 +58,12 @@ class Options(SamplingOptions):
         (), "Visible keys left and right of the diagonal; -1 is no limit."
     )
     softcap: float | None = option(None, "Soft-cap of the scores.")
+    features: tuple[str, ...] = option(
+        ("plain",),
+        "What a call adds, one at a time, compared: sinks, ALiBi slopes, a learned bias, a prefix "
+        "that all queries see, documents that share rows.",
+        choices=FEATURES,
+    )
     deterministic: bool = option(False, "Ask for gradients that are the same from run to run.")
     passes: tuple[str, ...] = option(
         ("forward", "backward", "forward+backward"),
@@ -96,6 +101,11 @@ class Options(SamplingOptions):
         if self.heads % (self.kv_heads or self.heads):
             raise ValueError(
                 f"kv_heads must divide heads, but got {self.kv_heads} of {self.heads}. Correct it."
+            )
+        if not self.features or (self.packed and self.features != ("plain",)):
+            raise ValueError(
+                f"features must be plain for packed sequences and otherwise name at least one, but "
+                f"got {', '.join(self.features) or 'none'}. Write features plain."
             )
         if len(self.window) not in (0, 2) or any(side < -1 for side in self.window):
             raise ValueError(
@@ -137,6 +147,7 @@ class Attention(Experiment):
             "packed": list(chosen.packed),
             "window": [None if side < 0 else side for side in chosen.window] or None,
             "softcap": chosen.softcap,
+            "features": list(dict.fromkeys(chosen.features)),
             "deterministic": chosen.deterministic,
             "passes": list(chosen.passes),
             "clock": chosen.clock,
@@ -166,6 +177,7 @@ class Attention(Experiment):
 
     def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
         """Proves every variant on each problem, then times its passes."""
+        import torch._dynamo.config
         import torch._functorch.config
 
         from bench_harness.roofline import ceilings
@@ -179,17 +191,17 @@ class Attention(Experiment):
         rows: list[Row] = []
         # Backward alone is timed over one graph, again and again: a compiled function must not
         # reuse the memory of what it saved.
-        with torch._functorch.config.patch(donated_buffer=False):
-            for problem in problems(case.config):
+        patched = torch._functorch.config.patch(donated_buffer=False)
+        # Features in turns need more compiled versions of one function at a time than the default.
+        with patched, torch._dynamo.config.patch(recompile_limit=8 * len(FEATURES)):
+            for group in problems(case.config):
                 # Meeting a second length, the compiler would give up static shapes.
                 torch.compiler.reset()
-                rows += [
-                    {**about, **row} for row in measured(problem, case.config, device, progress)
-                ]
+                rows += [{**about, **row} for row in measured(group, case.config, device, progress)]
         return rows
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
-        """The grid with all statistics; medians by pass and by variant; cells without memory."""
+        """The grid with all statistics, medians, the cost of features, cells without memory."""
         from bench_harness.experiments import attention_tables
 
         return attention_tables.tables(rows)
@@ -228,24 +240,28 @@ def _batch(batch: int, tokens: int | None, sequence: int) -> int:
     return batch if tokens is None else max(1, tokens // sequence)
 
 
-def problems(config: Mapping[str, Any]) -> list[Problem]:
-    """The problems of a case, one per length."""
+def problems(config: Mapping[str, Any]) -> list[list[Problem]]:
+    """The problems of a case: a list for each length, of one for each feature."""
     lengths = tuple(config["packed"])
     return [
-        Problem(
-            batch=1 if lengths else _batch(config["batch"], config["tokens"], sequence),
-            heads=config["heads"],
-            kv_heads=config["kv_heads"],
-            sequence=sequence,
-            head_dim=config["head_dim"],
-            value_head_dim=config["value_head_dim"] or config["head_dim"],
-            dtype=config["dtype"],
-            causal=config["mask"] == "causal",
-            window=tuple(config["window"]) if config["window"] else None,
-            softcap=config["softcap"],
-            deterministic=config["deterministic"],
-            lengths=lengths,
-        )
+        [
+            Problem(
+                batch=1 if lengths else _batch(config["batch"], config["tokens"], sequence),
+                heads=config["heads"],
+                kv_heads=config["kv_heads"],
+                sequence=sequence,
+                head_dim=config["head_dim"],
+                value_head_dim=config["value_head_dim"] or config["head_dim"],
+                dtype=config["dtype"],
+                causal=config["mask"] == "causal",
+                window=tuple(config["window"]) if config["window"] else None,
+                softcap=config["softcap"],
+                deterministic=config["deterministic"],
+                lengths=lengths,
+                feature=feature,
+            )
+            for feature in config["features"]
+        ]
         for sequence in ([sum(lengths)] if lengths else config["sequences"])
     ]
 
@@ -273,6 +289,7 @@ def label(config: Mapping[str, Any]) -> str:
         *(config["dtype"], config["mask"]),
         f"window {config['window']}" if config["window"] else "",
         f"softcap {config['softcap']:g}" if config["softcap"] else "",
+        "+".join(config["features"]) if config["features"] != ["plain"] else "",
         "deterministic" * config["deterministic"],
         f"{config['clock']} clock" if config["clock"] != "device" else "",
         "+".join(config["variants"]),
@@ -281,39 +298,44 @@ def label(config: Mapping[str, Any]) -> str:
 
 
 def measured(
-    problem: Problem,
+    group: Sequence[Problem],
     config: Mapping[str, Any],
     device: torch.device,
     progress: Callable[[str], None],
 ) -> list[Row]:
-    """The rows of one problem: a variant and pass each, and one for each that is out."""
+    """The rows of problems in turns: a variant and pass each, and one for each that is out."""
     import torch
 
-    progress(f"length {problem.sequence}: comparing with the reference")
-    attempts = Attempts(config["variants"], problem, device)
-    attempts.prove()
-    taken = time_in_turns(attempts, config, progress)
+    everyone = [Attempts(config["variants"], problem, device) for problem in group]
+    for attempts in everyone:
+        progress(f"{attempts.problem.name}: comparing with the reference")
+        attempts.prove()
+    timed = time_in_turns(everyone, config, progress)
     clock = "do_bench" if config["clock"] == "device" and device.type == "cuda" else config["clock"]
-    about: Row = {
-        "batch": problem.batch,
-        "sequence": problem.sequence,
-        "length": f"s{problem.sequence}",
-    }
-    rows = [
-        {
-            "variant": name,
-            "phase": each,
-            **about,
-            "clock": "wall" if clock == "device" else clock,
-            "flops": problem.flops(each),
-            "least_bytes": problem.least_bytes(each),
-            **attempts.about[name],
-            **samples.row(),
+    rows: list[Row] = []
+    for attempts, taken in zip(everyone, timed, strict=True):
+        problem = attempts.problem
+        about: Row = {
+            "batch": problem.batch,
+            "sequence": problem.sequence,
+            "length": f"s{problem.sequence}",
+            "feature": problem.feature,
         }
-        for (name, each), samples in taken.items()
-    ]
-    rows += [{"variant": name, **about, "ended": end} for name, end in attempts.ended.items()]
-    del attempts
+        rows += [
+            {
+                "variant": name,
+                "phase": each,
+                **about,
+                "clock": "wall" if clock == "device" else clock,
+                "flops": problem.flops(each),
+                "least_bytes": problem.least_bytes(each),
+                **attempts.about[name],
+                **samples.row(),
+            }
+            for (name, each), samples in taken.items()
+        ]
+        rows += [{"variant": name, **about, "ended": end} for name, end in attempts.ended.items()]
+    del everyone, attempts
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return rows

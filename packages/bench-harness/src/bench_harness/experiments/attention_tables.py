@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from bench_harness import roofline
 from bench_harness.experiments import present
-from bench_harness.experiments.attention_timing import PASSES, Problem
+from bench_harness.experiments.attention_problem import Problem
+from bench_harness.experiments.attention_timing import PASSES
 from bench_harness.experiments.base import Figure, Table
 from bench_harness.report import units
 from bench_harness.report.marks import steady
@@ -24,6 +25,7 @@ _PROBLEM = {
     "mask": "mask",
     "window": "window (keys)",
     "softcap": "soft-cap (1)",
+    "feature": "feature",
     "deterministic": "deterministic",
     "batch": "batch",
     "heads": "heads",
@@ -40,6 +42,8 @@ _ERRORS = {
     "error_dq": "error of dQ (share of max)",
     "error_dk": "error of dK (share of max)",
     "error_dv": "error of dV (share of max)",
+    "error_dsinks": "error of dsinks (share of max)",
+    "error_dbias": "error of dbias (share of max)",
 }
 
 
@@ -51,6 +55,7 @@ def tables(rows: pd.DataFrame) -> list[Table]:
         quotable = frame.assign(median_ms=frame["median_ms"].where(steady(frame)))
         first = quotable[quotable["variants"].str[0] == quotable["variant"]]
         cell = ["case_key", "sequence", "phase"]
+        cell += ["feature"] * bool(frame["feature"].notna().any())
         medians = first.set_index(cell)["median_ms"].to_dict()
         frame["speedup"] = [
             medians.get(where, math.nan) / median
@@ -83,7 +88,8 @@ def tables(rows: pd.DataFrame) -> list[Table]:
         "largest value of the fp32 reference. Held before backward: what forward leaves allocated, "
         f"output included; predictions off by more than 10 % are marked. {roofline.NOTE}",
     )
-    return [grid, *_medians(present.finished(frame)), *_out_of_memory(frame)]
+    done = present.finished(frame)
+    return [grid, *_medians(done), *_features(done), *_out_of_memory(frame)]
 
 
 def _frame(rows: pd.DataFrame) -> pd.DataFrame:
@@ -101,6 +107,9 @@ def _frame(rows: pd.DataFrame) -> pd.DataFrame:
     ]
     frame = present.lengths(frame)
     frame["window"] = frame["window"].map(_pair, na_action="ignore")
+    frame["feature"] = _feature_of(frame)
+    if (frame["feature"] == "plain").all():
+        frame["feature"] = None
     frame["deterministic"] = frame["deterministic"].astype(object).where(frame["deterministic"])
     if (frame["kv_heads"] == frame["heads"]).all():
         frame["kv_heads"] = None
@@ -115,11 +124,22 @@ def _frame(rows: pd.DataFrame) -> pd.DataFrame:
         missed = (frame["saved_bytes"] / frame["predicted_saved_bytes"] - 1).abs() > 0.1
         frame["missed"] = missed.where(frame["variant"] == "naive")
     if "error_dq" in frame:
-        largest = frame[["error_dq", "error_dk", "error_dv"]].max(axis=1)
+        gradients = [name for name in _ERRORS if name.startswith("error_d") and name in frame]
+        largest = frame[gradients].max(axis=1)
         frame["error_grad"] = (
             largest if "error_grad" not in frame else (frame["error_grad"].fillna(largest))
         )
     return roofline.with_roofline(frame)
+
+
+def _feature_of(frame: pd.DataFrame) -> list[str]:
+    """The feature of each row; a case that failed has all of its own, an old row none."""
+    own = frame["feature"] if "feature" in frame else [None] * len(frame)
+    held = frame["features"] if "features" in frame else [None] * len(frame)
+    return [
+        name if isinstance(name, str) else "+".join(names) if isinstance(names, list) else "plain"
+        for name, names in zip(own, held, strict=True)
+    ]
 
 
 def _pair(window: Any) -> str:
@@ -156,6 +176,41 @@ def _medians(done: pd.DataFrame) -> list[Table]:
         named = {name: f"{name} (ms)" for name in ordered}
         made.append(Table(title, present.columns(wide, lines | named, digits=_DIGITS), note))
     return made
+
+
+def _features(done: pd.DataFrame) -> list[Table]:
+    """What a feature costs: a line per feature and variant, its time over that of plain attention.
+
+    Both times come from turns of one case.
+    """
+    if "phase" not in done or done["feature"].isna().all():
+        return []
+    ours = ["case_key", "sequence", "variant", "phase"]
+    plain = done[(done["feature"] == "plain") & steady(done)]
+    medians = plain.set_index(ours)["median_ms"].to_dict()
+    done = done[done["feature"] != "plain"].copy()
+    done["over_plain"] = done["median_ms"].where(steady(done)) / [
+        medians.get(where, math.nan) for where in done[ours].itertuples(index=False, name=None)
+    ]
+    lines = {**_PROBLEM, **_VARIANT}
+    keys = [name for name in lines if name in done and done[name].notna().any()]
+    wide = done.pivot_table(
+        index=keys, columns="phase", values=["median_ms", "over_plain"], sort=False, dropna=False
+    )
+    wide = wide.dropna(how="all")
+    shown: dict[str, str] = {}
+    for phase in (name for name in PASSES if name in set(done["phase"])):
+        for value, text in (("median_ms", f"{phase} (ms)"), ("over_plain", f"{phase} (ratio)")):
+            if (value, phase) in wide:
+                shown[f"{value} {phase}"] = text
+    wide.columns = wide.columns.map(" ".join)
+    note = (
+        "Medians, and each divided by the median of plain attention by the same implementation, "
+        "measured in turns with it: below 1 the feature makes it faster. Empty ratio: one of the "
+        "two is not steady."
+    )
+    frame = present.columns(wide.reset_index(), lines | shown, digits=_DIGITS)
+    return [Table("Attention features", frame, note)]
 
 
 def _out_of_memory(frame: pd.DataFrame) -> list[Table]:
@@ -284,7 +339,8 @@ def draw(
     from bench_harness.report.plots import new_figure
 
     done = done.sort_values(["dtype", "head_dim", "mask"], kind="stable")
-    panels = present.by(done, ["dtype", "head_dim", "value_head_dim", "mask", "softcap"])
+    by = ["dtype", "head_dim", "value_head_dim", "mask", "softcap", "feature"]
+    panels = present.by(done, by)
     columns = min(4, len(panels))
     height = -(-len(panels) // columns)
     figure, axes = new_figure(
