@@ -76,8 +76,9 @@ def test_attention(run):
 
 
 def test_attention_peers_take_what_they_say(run):
-    """FlexAttention and PyTorch's kernels with grouped heads, windows and soft-caps."""
+    """FlexAttention and PyTorch's kernels with grouped heads, windows, soft-caps, features."""
     for options in (
+        {"features": ("alibi", "bias")},
         {"kv_heads": 2},
         {"window": (64, -1)},
         {"masks": ("full",), "window": (64, 32), "softcap": 20.0},
