@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,25 @@ import torch
 # Triton reads this when a kernel is decorated, so it must be set before any of ours is imported.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+MOST_PROCESSES = 4  # each needs 1 GB of memory and more, and starts ranks of its own
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """How many processes share the files of tests: one for each core, or 0, which is this one.
+
+    A process more takes seconds to start and hides what tests print, so a single file stays here.
+    """
+    options = config.option
+    if options.collectonly or options.trace or options.capture == "no":
+        return 0
+    paths = {Path(argument.partition("::")[0]) for argument in config.args}
+    files = MOST_PROCESSES if any(path.is_dir() for path in paths) else len(paths)
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    processes = min(cores, files, MOST_PROCESSES)
+    return processes if processes > 1 else 0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Runs every test marked gpu or multi_gpu. Arguments go to pytest.
-#   bash scripts/gpu_tests.sh [-x] [-k NAME]
+# Runs every test marked gpu or multi_gpu, one after the other. Arguments go to pytest.
+#   bash scripts/gpu_tests.sh [-n PROCESSES] [-x] [-k NAME]
+# With -n 26, for instance, 26 processes share the GPUs; two GPUs of 141 GB have room for them.
 # Uses the python3 of the environment it runs in if that one has torch, else the workspace's own.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -19,4 +20,4 @@ if [[ $devices -lt 1 ]]; then
 fi
 echo "running the GPU tests on $devices device(s)"
 # Where pytest-benchmark is installed, it warns beside pytest-xdist, and warnings are errors here.
-exec "${python[@]}" -m pytest -p no:benchmark -m "gpu or multi_gpu" "$@"
+exec "${python[@]}" -m pytest -n 0 -p no:benchmark -m "gpu or multi_gpu" "$@"
