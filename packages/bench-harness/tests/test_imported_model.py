@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -42,6 +44,25 @@ class OnDictionary(nn.Module):
 
 def square(output):
     return output.square()
+
+def detached(output):
+    return output.detach().mean()
+
+def gives_nothing():
+    print("words")
+
+def leaves():
+    raise SystemExit("done")
+
+def starts_a_program():
+    import subprocess
+    subprocess.Popen(["sleep", "654"])
+    return nn.Linear(4, 2)
+
+def forks():
+    import os
+    os.fork()
+    return nn.Linear(4, 2)
 
 def prints_and_hangs():
     import time
@@ -181,6 +202,10 @@ def test_a_dictionary_s_loss_is_found() -> None:
             "loss must return a tensor of one element, but 'models:square' returned (4, 10)",
         ),
         (
+            ["--input", "float32[4x3x8x8]", "--loss", "models:detached"],
+            "loss must be computed from the model's parameters, but got a tensor without",
+        ),
+        (
             ["--input", "float32[4x3x8x8]", "--loss", "models:missing"],
             "loss must be an importable package.module:name, but got 'models:missing'",
         ),
@@ -202,6 +227,28 @@ def test_what_does_not_fit_is_one_line_before_anything_is_made(
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
     assert {path.name for path in models.iterdir()} == {"models.py"}
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("gives_nothing", "must be a factory that returns a torch.nn.Module, but"),
+        ("leaves", "raised SystemExit: done. Correct the factory"),
+        ("starts_a_program", "must leave no processes behind, but got 1 that stayed"),
+        ("forks", "must leave no processes behind, but got 1 that stayed"),
+    ],
+)
+def test_a_factory_that_misbehaves_is_one_line_and_leaves_nothing(
+    bench: Bench, models: Path, factory: str, message: str
+) -> None:
+    done = bench("profile", "--model", f"models:{factory}", "--input", "float32[3x4]")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert {path.name for path in models.iterdir()} == {"models.py"}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            assert process.cmdline() != ["sleep", "654"]
 
 
 def test_a_factory_that_prints_and_hangs_ends_in_time(

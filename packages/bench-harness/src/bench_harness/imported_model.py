@@ -43,7 +43,7 @@ def imported_module(
     torch.manual_seed(seed)
     try:
         module = make(**arguments)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
         raise ValueError(
             f"model must be a factory that can be called with ({given}), but {name!r} raised "
@@ -103,11 +103,11 @@ def fitting(subject: Mapping[str, Any], device: torch.device) -> int:
     try:
         with meta:
             workload = imported_module(subject, meta, "fp32")
-            workload.loss()
+            _check_gradient(workload, workload.loss())
     except Exception:  # noqa: BLE001 - it may need real tensors, as those of a checkpoint
         workload = imported_module(subject, device, "fp32")
         try:
-            workload.loss()
+            _check_gradient(workload, workload.loss())
         except torch.OutOfMemoryError:
             pass  # a result of its own, which the case will have
         except Exception as error:
@@ -120,6 +120,15 @@ def fitting(subject: Mapping[str, Any], device: torch.device) -> int:
                 f"{type(error).__name__}: {text}. Correct the input, the target or the loss."
             ) from error
     return workload.parameters()
+
+
+def _check_gradient(workload: Workload, loss: Tensor) -> None:
+    """A model that is trained must have a loss that reaches its parameters."""
+    if not loss.requires_grad and any(p.requires_grad for p in workload.module.parameters()):
+        raise ValueError(
+            "loss must be computed from the model's parameters, but got a tensor without a "
+            "gradient. Remove detach() and no_grad() from the model and from --loss."
+        )
 
 
 _TENSOR = re.compile(r"(?P<dtype>\w+)\[(?P<shape>\d+(?:x\d+)*)\](?:<(?P<below>\d+))?")

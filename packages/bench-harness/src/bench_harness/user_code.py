@@ -8,15 +8,19 @@ imported, or does not give a module, is an error before a run folder exists.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import re
 import sys
 import sysconfig
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from bench_harness.case import Case, JsonValue, Row
 from bench_harness.workload import DIMENSIONS
@@ -136,6 +140,7 @@ def _look_at(names: list[str], subject: Row, device: str, progress: Any) -> Json
     from bench_harness.imported_model import fitting
     from bench_harness.workload import imported
 
+    worker = os.getpid()
     roles = {subject.get("model"): "model", subject.get("loss"): "loss"}
     for name in names:
         imported(name, roles.get(name, "attention"))
@@ -143,7 +148,29 @@ def _look_at(names: list[str], subject: Row, device: str, progress: Any) -> Json
     if "model" in subject:
         where = device if device != "cuda" or torch.cuda.is_available() else "cpu"
         parameters = fitting(subject, torch.device(where))
+    _refuse_processes(worker, names)
     return {"sources": {name: _source(name) for name in names}, "parameters": parameters}
+
+
+def _refuse_processes(worker: int, names: Sequence[str]) -> None:
+    """Ranks that hold processes of a factory would not end.
+
+    Raises:
+        ValueError: code of the user's has started processes that are still there.
+    """
+    if os.getpid() != worker:
+        os._exit(0)  # a fork of the user's, which must not answer for its parent
+    left = 0
+    for child in psutil.Process().children():
+        command: list[str] = []
+        with contextlib.suppress(psutil.Error):  # it has ended, and nobody has waited for it
+            command = child.cmdline()
+        left += not any("resource_tracker import" in part for part in command)  # Python's
+    if left:
+        raise ValueError(
+            f"{', '.join(names)} must leave no processes behind, but got {left} that stayed. "
+            "Start none in the factory."
+        )
 
 
 def _source(name: str) -> str:
