@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from bench_harness.case import Row
+from bench_harness.case import Case, Row
 from bench_harness.store import RESERVED, Store
 
 Verdict: TypeAlias = Literal["faster", "slower", "same", "cannot tell"]
@@ -223,10 +223,19 @@ def _measured(run: Store) -> dict[tuple[str, tuple[str, ...]], Row]:
     """Rows with samples, by case and by what tells them from the other rows of the case: their
     own text values, as ``("compiled bf16", "forward")``."""
     return {
-        (row["case_key"], _texts(row)): row
+        (_case(row), _texts(row)): row
         for row in run.load().rows
         if row["status"] == "ok" and row.get("samples_ms")
     }
+
+
+def _case(row: Row) -> str:
+    """The key of the row's case, whatever the user's code was then: an edited model is compared
+    with what it was before."""
+    config = {name: value for name, value in row["config"].items() if name != "user_code"}
+    if config == row["config"]:
+        return str(row["case_key"])
+    return Case(experiment=row["experiment"], config=config).key
 
 
 def _texts(row: Row) -> tuple[str, ...]:
