@@ -2,11 +2,14 @@
 
 import dataclasses
 import math
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from basics_model import (
     Attention,
@@ -318,6 +321,63 @@ def test_checkpointing_keeps_less_for_backward(config: ModelConfig) -> None:
     assert kept[0] > 3 * kept[1] > 3 * kept[4] > 0
 
 
-def test_a_negative_number_of_checkpointed_blocks_is_refused(config: ModelConfig) -> None:
+# The compiler itself asks the block's input, which is no leaf, for its gradient.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_checkpointing_that_keeps_attention_runs_it_once(
+    config: ModelConfig, compiled: bool
+) -> None:
+    """Backward recomputes the products of a block, but not its attention; gradients stay."""
+    plain = TransformerLM(config)
+    recomputing = TransformerLM(config, checkpoint_blocks=1, keep_attention=True)
+    recomputing.load_state_dict(plain.state_dict())
+    torch._dynamo.reset()
+    if compiled:
+        for block in recomputing.blocks:
+            # Without code generation; the backend that splits forward from backward as inductor.
+            block.compile(backend="aot_eager_decomp_partition", dynamic=False)
+    token_ids = tokens(config)
+    counts = []
+    for model in (plain, recomputing):
+        loss = cross_entropy(model(token_ids), token_ids)
+        with ProfiledOperators() if compiled else DispatchedOperators() as backward:
+            loss.backward()
+        counts.append(backward.counts)
+    plainly, again = counts
+    attention = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    assert again[f"{attention}_backward"] == plainly[f"{attention}_backward"] == config.num_layers
+    assert again[attention] == 0
+    # Seven products of a block run again, or six: the last one's result is not needed.
+    assert again["aten::mm"] - plainly["aten::mm"] >= 6 * config.num_layers
+    for ours, theirs in zip(recomputing.parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-7)
+
+
+class DispatchedOperators(TorchDispatchMode):
+    """Counts the operators that run; not those whose outputs a mode above this one has kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        self.counts[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class ProfiledOperators(torch.autograd.profiler.profile):
+    """Counts the operators of compiled code, which would not be run under a mode."""
+
+    @property
+    def counts(self) -> Counter[str]:
+        return Counter({event.key: event.count for event in self.key_averages()})
+
+
+def test_impossible_checkpointing_is_refused(config: ModelConfig) -> None:
     with pytest.raises(ValueError, match="checkpoint_blocks must be at least 0, but got -1"):
         TransformerLM(config, checkpoint_blocks=-1)
+    with pytest.raises(ValueError, match="must be 1 beside keep_attention, but got 2"):
+        TransformerLM(config, checkpoint_blocks=2, keep_attention=True)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.profiler import record_function
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,15 +24,16 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         targets: (...) int64, each from 0 to ``vocab_size - 1``.
 
     Returns:
-        A scalar, fp32 or fp64.
+        A scalar, fp32 or fp64. In a profile, the range ``loss`` holds what computes it.
 
     Raises:
         ValueError: shapes do not match, there are no targets, or targets are not int64.
     """
     _check_targets("logits", logits, targets)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    chosen = wide.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    return (wide.logsumexp(dim=-1) - chosen).mean()
+    with record_function("loss"):
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        chosen = wide.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        return (wide.logsumexp(dim=-1) - chosen).mean()
 
 
 def linear_cross_entropy(
@@ -76,7 +78,8 @@ def linear_cross_entropy(
     wanted = tuple(torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight))
     rows = hidden.flatten(0, -2) if hidden.ndim > 1 else hidden.unsqueeze(0)
     apply: Callable[..., Tensor] = _LinearCrossEntropy.apply
-    return apply(rows, weight, targets.flatten(), dtype, chunk_tokens, wanted)
+    with record_function("loss"):
+        return apply(rows, weight, targets.flatten(), dtype, chunk_tokens, wanted)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -128,10 +131,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         factor = grad_loss / ctx.n_targets
-        hidden, weight = (
-            None if grad is None else (grad * factor).to(dtype)
-            for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        )
+        with record_function("loss"):
+            hidden, weight = (
+                None if grad is None else (grad * factor).to(dtype)
+                for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+            )
         return hidden, weight, None, None, None, None
 
 

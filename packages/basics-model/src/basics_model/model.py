@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from basics_model.attention import Attention, apply_rotary, rotary_tables, sdpa_attention
+from basics_model.checkpointing import attention_kept
 from basics_model.loss import linear_cross_entropy
 
 if TYPE_CHECKING:
@@ -154,17 +155,24 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm block: attention, then feed-forward, each added to the residual stream."""
+    """One pre-norm block: attention, then feed-forward, each added to the residual stream.
+
+    With ``keep_attention`` the block checkpoints itself: backward recomputes all of it except the
+    output of fused attention (:mod:`basics_model.checkpointing`). The checkpoint lies inside the
+    block, so that ``torch.compile`` of a block sees it.
+    """
 
     def __init__(
         self,
         config: ModelConfig,
         attention: Attention,
         *,
+        keep_attention: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.keep_attention = keep_attention
         self.attention_norm = RMSNorm(config.d_model, device=device, dtype=dtype)
         self.attention = SelfAttention(config, attention, device=device, dtype=dtype)
         self.feed_forward_norm = RMSNorm(config.d_model, device=device, dtype=dtype)
@@ -172,6 +180,13 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Maps the residual stream (B, S, M) to its next state."""
+        if self.keep_attention and torch.is_grad_enabled():
+            return checkpoint(
+                self._layers, x, cos, sin, use_reentrant=False, context_fn=attention_kept
+            )
+        return self._layers(x, cos, sin)
+
+    def _layers(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin)
         return cast(Tensor, x + self.feed_forward(self.feed_forward_norm(x)))
 
@@ -188,11 +203,15 @@ class TransformerLM(nn.Module):
             arXiv:1604.06174); 0 keeps everything. With n of N blocks, the input of every n-th block
             is kept, and the backward pass holds the activations of n blocks at a time, so that
             n = √N needs the least memory of these. A step takes about a third longer.
+        keep_attention: with ``checkpoint_blocks=1``, keep the outputs of fused attention beside the
+            blocks' inputs, so that backward recomputes everything but the attention kernel. It
+            doubles what is kept, and saves much time where sequences are long. Without effect on
+            attention that is not one fused operator.
         device: where parameters are made; "meta" allocates nothing.
         dtype: of the parameters.
 
     Raises:
-        ValueError: ``checkpoint_blocks`` is negative.
+        ValueError: ``checkpoint_blocks`` is negative, or not 1 beside ``keep_attention``.
 
     The state dict holds parameters only: rotary tables are computed in each forward, once for all
     blocks, so a model accepts any sequence length and can be moved or cast without harming them.
@@ -204,17 +223,25 @@ class TransformerLM(nn.Module):
         *,
         attention: Attention = sdpa_attention,
         checkpoint_blocks: int = 0,
+        keep_attention: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if checkpoint_blocks < 0:
             raise ValueError(f"checkpoint_blocks must be at least 0, but got {checkpoint_blocks}.")
+        if keep_attention and checkpoint_blocks != 1:
+            raise ValueError(
+                f"checkpoint_blocks must be 1 beside keep_attention, but got {checkpoint_blocks}. "
+                "Blocks that keep the output of their attention are recomputed one at a time."
+            )
         self.config = config
-        self.checkpoint_blocks = checkpoint_blocks
+        # Blocks that keep the output of their attention checkpoint themselves.
+        self.checkpoint_blocks = 0 if keep_attention else checkpoint_blocks
         self.embedding = Embedding(config.vocab_size, config.d_model, device=device, dtype=dtype)
         self.blocks = nn.ModuleList(
-            Block(config, attention, device=device, dtype=dtype) for _ in range(config.num_layers)
+            Block(config, attention, keep_attention=keep_attention, device=device, dtype=dtype)
+            for _ in range(config.num_layers)
         )
         self.norm = RMSNorm(config.d_model, device=device, dtype=dtype)
         self.lm_head = Linear(config.d_model, config.vocab_size, device=device, dtype=dtype)

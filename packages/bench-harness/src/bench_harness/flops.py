@@ -66,6 +66,31 @@ def training_flops(shape: Shape, batch: int, sequence: int, *, causal: bool = Fa
     return 3 * sum(forward_flops(shape, batch, sequence, causal=causal).values())
 
 
+def step_work(
+    shape: Shape,
+    batch: int,
+    sequence: int,
+    *,
+    recomputed: bool = False,
+    keep_attention: bool = False,
+) -> dict[str, int]:
+    """Operations of one training step with causal attention: matrix products, and attention.
+
+    Args:
+        recomputed: blocks run their forward pass twice (activation checkpointing).
+        keep_attention: attention does not, because its output is kept.
+    """
+    forward = forward_flops(shape, batch, sequence, causal=True)
+    head = forward["language-model head"]
+    blocks = forward["attention projections"] + forward["feed-forward"]
+    attention = forward["attention scores"] + forward["attention values"]
+    # The backward pass of attention computes the scores again: five products for two.
+    return {
+        "matrix products": 3 * head + (4 if recomputed else 3) * blocks,
+        "attention": attention * 7 // 2 + (attention if recomputed and not keep_attention else 0),
+    }
+
+
 def attention_flops(
     batch: int,
     heads: int,

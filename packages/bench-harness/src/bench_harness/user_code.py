@@ -34,7 +34,7 @@ _LIMIT_S = 300.0
 _OF_LANGUAGE_MODEL = frozenset(
     {
         *("sizes", "batch", "batches", "sequences", "vocab_size", *DIMENSIONS),
-        *("attention", "attentions", "checkpoint_blocks"),
+        *("attention", "attentions", "checkpoint_blocks", "keep_attention"),
     }
 )
 

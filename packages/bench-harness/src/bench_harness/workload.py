@@ -203,6 +203,7 @@ def language_model(
     seed: int = 0,
     batch_seed: int = 0,
     checkpoint_blocks: int = 0,
+    keep_attention: bool = False,
     chunked_loss: bool = False,
 ) -> Workload:
     """The Transformer language model of a case, with a random batch of token ids.
@@ -214,6 +215,7 @@ def language_model(
         seed: of the parameters.
         batch_seed: of the tokens; distinct per rank in data-parallel runs.
         checkpoint_blocks: blocks that backward recomputes together; 0 keeps everything.
+        keep_attention: of recomputed blocks, keep the output of fused attention.
         chunked_loss: the loss is made inside the model, without all logits in memory at once.
     """
     import torch
@@ -226,6 +228,7 @@ def language_model(
         model_config,
         attention=attention or basics_model.sdpa_attention,
         checkpoint_blocks=checkpoint_blocks,
+        keep_attention=keep_attention,
         device=device,
     )
     generator = torch.Generator(device=device).manual_seed(batch_seed)

@@ -49,6 +49,7 @@ class Options(SubjectOptions, NodeOptions, SamplingOptions):
     compile: str = option("off", "What to compile.", choices=("off", "blocks", "model"))
     attention: str = option("sdpa", "naive, sdpa, flash or package.module:callable.")
     checkpoint_blocks: int = option(0, "Blocks that backward recomputes together; 0: none.")
+    keep_attention: bool = option(False, "Of recomputed blocks, keep the output of attention.")
     loss: str = option(
         "logits",
         "How the built-in model's loss is made: logits, or chunked; beside --model "

@@ -14,6 +14,7 @@ from bench_harness.experiments.bucket_model import MISS_TOLERANCE, draw_fit, fit
 from bench_harness.report import marks, units
 from bench_harness.report.plots import COLOURS, new_figure
 from bench_harness.stats import ratio_interval, with_summary
+from bench_harness.traces import waterfall
 from bench_harness.traces.picture import draw_overlap
 from bench_harness.training import settings as of
 
@@ -43,6 +44,9 @@ def tables(rows: pd.DataFrame) -> list[Table]:
     if "settings" not in frame:
         return [Table("Training steps", present.columns(frame, _CELL | {"status": "status"}))]
     frame = roofline.with_roofline(compared(frame))
+    if "model_flops" in frame:
+        rate = frame["model_flops"].astype("float64") / frame["median_ms"] / 1e9
+        frame["mfu"] = 100 * rate / frame["ceiling_tflop_s"]
     made = []
     if frame["median_ms"].notna().any() or (frame["status"] != "ok").any():
         made.append(_steps(frame))
@@ -54,6 +58,8 @@ def tables(rows: pd.DataFrame) -> list[Table]:
         made.append(_communication(done[done["communication_ms"].notna()]))
     if "stragglers" in done and done["stragglers"].notna().any():
         made += _stragglers(done[done["stragglers"].notna()])
+    if "waterfall" in done and done["waterfall"].notna().any():
+        made.append(_waterfall(done[done["waterfall"].notna()]))
     if "gathers" in done and done["gathers"].notna().any():
         made += _gathers(done[done["gathers"].notna()])
     if len(timed):
@@ -160,6 +166,7 @@ def _steps(frame: pd.DataFrame) -> Table:
                 "optimizer_ms_median": "optimizer alone (ms)",
                 "host_ms_median": "host (ms)",
                 "peak_gib": "peak memory (GiB)",
+                "mfu": "MFU (%)",
                 **roofline.COLUMNS,
                 "status": "status",
                 "error": "why",
@@ -168,7 +175,9 @@ def _steps(frame: pd.DataFrame) -> Table:
         "A sample is the mean over a block of steps without synchronisation inside, the slowest "
         "rank's. Exposed communication is the step minus the same step without communication. "
         "Where the host's time is close to the step's, the host is the limit. A busy host only "
-        f"adds time, so where samples scatter the fastest say more. {roofline.NOTE}",
+        "adds time, so where samples scatter the fastest say more. MFU: the model's operations, "
+        "causal and without recomputation, over the median step, relative to the rate of a matrix "
+        f"product. {roofline.NOTE}",
     )
 
 
@@ -238,6 +247,50 @@ def _communication(profiled: pd.DataFrame) -> Table:
         "figure is the largest over ranks unless marked. Collectives wait for the slowest rank, "
         "and that waiting counts.",
     )
+
+
+def _waterfall(profiled: pd.DataFrame) -> Table:
+    """One line per variant and part of its profiled step."""
+    lines = []
+    for _, row in profiled.iterrows():
+        step = sum(row["waterfall"].values())
+        for part in waterfall.PARTS:
+            spent, least = row["waterfall"][part], _least_ms(row, part)
+            lines.append(
+                {**{name: row[name] for name in [*_CELL, "variant"] if name in row}}
+                | {"part": part, "spent_ms": spent, "share": 100 * spent / step}
+                | {"least_ms": least, "reached": 100 * least / spent if spent else float("nan")}
+            )
+    return Table(
+        "Where the time of one profiled step goes",
+        present.columns(
+            pd.DataFrame(lines),
+            _CELL
+            | {
+                "variant": "variant",
+                "part": "part",
+                "spent_ms": "time (ms)",
+                "share": "of the step (%)",
+                "least_ms": "at the measured ceiling (ms)",
+                "reached": "of the ceiling (%)",
+            },
+        ),
+        "The rank that waited least for others. Every moment counts for one part, the first of "
+        "this list among those that ran, so the parts add up to the step. The loss is what is not "
+        "a matrix product of it. Profiling makes the host slower, so more time is idle than in the "
+        "timed steps. Ceilings: operations at the rate of a matrix product, AdamW's traffic at the "
+        "rate of a copy, both measured in the same process.",
+    )
+
+
+def _least_ms(row: pd.Series[Any], part: str) -> float:
+    """Milliseconds that a part of the step would take at the measured rate of its limit."""
+    work = row.get("work")
+    if not isinstance(work, Mapping) or part not in work:
+        return float("nan")
+    if part == waterfall.OPTIMIZER:
+        return float(work[part] / row["bandwidth_gb_s"] / 1e6)
+    return float(work[part] / row["ceiling_tflop_s"] / 1e9)
 
 
 def _lines(profiled: pd.DataFrame, name: str) -> pd.DataFrame:
@@ -382,6 +435,17 @@ def figures(rows: pd.DataFrame) -> list[Figure]:
                     f"{cell['spans'].iloc[0]}. Black line: its end.",
                 )
             )
+    broken = done[done["waterfall"].notna()] if "waterfall" in done else done.iloc[:0]
+    for index, (_, cell) in enumerate(broken.groupby("case_key", sort=False)):
+        made.append(
+            Figure(
+                f"train_step_waterfall_{index}",
+                f"Where the time goes: {cell['label'].iloc[0]}",
+                waterfall.draw(dict(zip(cell["variant"], cell["waterfall"], strict=True))),
+                "One profiled step, on the rank that waited least for others; "
+                f"{cell['spans'].iloc[0]}.",
+            )
+        )
     sweep = draw_fit(timed)
     if sweep is not None:
         made.append(

@@ -11,6 +11,7 @@ from bench_harness.traces.intervals import Interval
 from bench_harness.traces.picture import timeline
 from bench_harness.traces.stragglers import arrivals, stragglers
 from bench_harness.traces.trace import Trace
+from bench_harness.traces.waterfall import waterfall
 
 
 def of_rank(trace: Trace, window: Interval, spans: str) -> Row:
@@ -30,6 +31,7 @@ def of_rank(trace: Trace, window: Interval, spans: str) -> Row:
         "spans": spans,
         "timeline": timeline(trace, window, [gather["late_ns"] for gather in waited_for]),
         **summary(waited_for),
+        "waterfall": waterfall(trace, window),
         "arrivals": arrivals(trace, window),
     }
 
@@ -48,7 +50,7 @@ def over_ranks(ranks: Sequence[Mapping[str, Any]]) -> Row:
         values = [rank[name] for rank in ranks]
         row |= {name: max(values), f"{name.removesuffix('_ms')}_min_ms": min(values)}
     drawn = min(range(len(ranks)), key=lambda rank: float(ranks[rank]["exposed_ms"]))
-    names = ("overlap_ratio", "timeline", "spans")
+    names = ("overlap_ratio", "timeline", "spans", "waterfall")
     late = ("gathers", "late_gathers", "late_ms", "latest_gathers")
     kept = {name: ranks[drawn][name] for name in (*names, *late) if name in ranks[drawn]}
     arrived = stragglers([rank["arrivals"] for rank in ranks])

@@ -27,7 +27,12 @@ _MATMUL = re.compile(
     r"gemm|gemv|xmma|nvjet|cutlass|cublas|splitK|^aten::(mm|addmm|bmm|baddbmm|_scaled_mm)$", re.I
 )
 #: Fused attention does both kinds of work in one kernel, so it is neither.
-_FUSED_ATTENTION = re.compile(r"flash|fmha|attention|sdpa", re.I)
+_FUSED_ATTENTION = re.compile(
+    r"flash|fmha|attention|sdpa"
+    # Kernels of flashattn-triton.
+    r"|^hopper_(forward|backward)_kernel|^(key|query|bias)_pass_kernel|^(pre|post)process_kernel",
+    re.I,
+)
 
 
 #: Templates that run an operation given as their argument, which is what tells them apart.

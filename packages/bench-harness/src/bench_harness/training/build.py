@@ -133,6 +133,7 @@ def _workload(variant: of.Settings, config: Mapping[str, Any], device: torch.dev
         batch_seed=dist.get_rank() if dist.is_initialized() else 0,
         attention=attention_by_name(variant.attention),
         checkpoint_blocks=variant.checkpoint_blocks,
+        keep_attention=variant.keep_attention,
         chunked_loss=variant.loss == "chunked",
     )
     if variant.compile != "off":

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from bench_harness.case import Row
 from bench_harness.experiments.base import CaseSkipped
 from bench_harness.experiments.distributed import on_rank_0
-from bench_harness.flops import training_flops
+from bench_harness.flops import step_work, training_flops
 from bench_harness.roofline import ceilings, step_bytes
 from bench_harness.sampling import Enough
 from bench_harness.timing import synchronize
@@ -152,7 +152,7 @@ def _turn(
     before = moments.held_before(device) if turn == 0 else 0
     with training(variant, config, device) as steps:
         if turn == 0:
-            row |= facts(steps)
+            row |= facts(steps) | work(steps, variant)
             row["held_before_bytes"] = before
             row["memory"], row["losses"] = moments.weigh(steps, variant, before)
         for _ in range(config["warmup"]):
@@ -195,6 +195,29 @@ def facts(steps: Training) -> Row:
         "tokens": steps.workload.args[0].numel() if shape is not None else None,
         "trainable": sum(p.requires_grad for p in module.parameters()),
         "explained": explain() if callable(explain) else None,
+    }
+
+
+def work(steps: Training, variant: of.Settings) -> Row:
+    """What a step of the language model has to do on one rank: operations, and AdamW's bytes.
+
+    ``model_flops`` is the work that makes progress, without recomputation and masked scores.
+    """
+    shape = steps.workload.model_config
+    if shape is None:
+        return {}
+    batch, sequence = steps.workload.args[0].shape
+    shards = dist.get_world_size() if variant.zero_stage else 1
+    return {
+        "model_flops": training_flops(shape, batch, sequence, causal=True),
+        "work": step_work(
+            shape,
+            batch,
+            sequence,
+            recomputed=variant.checkpoint_blocks > 0,
+            keep_attention=variant.keep_attention,
+        )
+        | {"optimizer": step_bytes(steps.numel, "adamw")["optimizer"] // shards},
     }
 
 

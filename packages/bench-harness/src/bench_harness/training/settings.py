@@ -239,7 +239,7 @@ OPTIMIZERS: dict[str, type[Arguments]] = {
     "sharded": Sharded,
 }
 #: Settings besides wrapper and optimizer that a variant may override.
-SHARED = ("precision", "compile", "attention", "checkpoint_blocks", "loss")
+SHARED = ("precision", "compile", "attention", "checkpoint_blocks", "keep_attention", "loss")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,10 +250,11 @@ class Settings:
         compile: "blocks" compiles every Transformer block, "model" the whole model.
         attention: "naive", "sdpa", "flash", or ``package.module:callable``.
         checkpoint_blocks: blocks that are recomputed together in backward; 0 keeps everything.
+        keep_attention: of recomputed blocks, keep the output of fused attention.
         loss: "logits" makes all logits first; "chunked" never has all of them in memory at once.
 
-    Attention, ``checkpoint_blocks`` and ``loss`` are those of the language model; another model
-    has its own.
+    Attention, ``checkpoint_blocks``, ``keep_attention`` and ``loss`` are those of the language
+    model; another model has its own.
     """
 
     wrapper: Arguments = dataclasses.field(default_factory=NoWrapper)
@@ -262,6 +263,7 @@ class Settings:
     compile: Compile = "off"
     attention: str = "sdpa"
     checkpoint_blocks: int = 0
+    keep_attention: bool = False
     loss: Loss = "logits"
 
     def __post_init__(self) -> None:
@@ -271,6 +273,11 @@ class Settings:
             raise ValueError(
                 f"wrapper must be 'none' where the optimizer has reduce_gradients, but got "
                 f"{wrapper.label}. Leave the wrapper out."
+            )
+        if self.keep_attention and self.checkpoint_blocks != 1:
+            raise ValueError(
+                f"checkpoint_blocks must be 1 beside keep_attention, but got "
+                f"{self.checkpoint_blocks}. Set checkpoint_blocks = 1."
             )
         if isinstance(optimizer, Sharded) and optimizer.overlap and not reduces:
             raise ValueError(

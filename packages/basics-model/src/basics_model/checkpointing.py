@@ -1,0 +1,42 @@
+"""Activation checkpointing that keeps the outputs of attention.
+
+A checkpointed block keeps its input and runs its forward pass again during backward (Chen et al.,
+arXiv:1604.06174). On long sequences most of that second pass is attention, whose time grows with
+the square of the length while its output does not. Keeping the output of every block's attention
+beside the block's input therefore doubles what is kept and saves the second run of the attention
+kernel (selective recomputation, Korthikanti et al., arXiv:2205.05198, section 5).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+#: Operators whose outputs are kept: fused attention, with PyTorch's and flashattn-triton's names.
+ATTENTION_OPERATORS = frozenset(
+    {
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "flashattn_triton::forward",
+    }
+)
+
+
+def attention_kept() -> Any:
+    """The ``context_fn`` of ``torch.utils.checkpoint.checkpoint`` that keeps attention's outputs.
+
+    Returns:
+        Two context managers, one for the forward pass and one for the recomputation.
+    """
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    """Whether an operator's outputs are kept; ``operator`` is the one about to run."""
+    name = getattr(operator, "_schema", None)
+    if name is not None and name.name in ATTENTION_OPERATORS:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE

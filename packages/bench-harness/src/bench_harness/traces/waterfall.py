@@ -1,0 +1,123 @@
+"""Where the time of one recorded step goes: every moment of it belongs to exactly one part.
+
+On a GPU a moment at which several kernels run counts for the first part of :data:`PARTS` among
+them, so the parts add up to the step, communication is what nothing else hides, and the rest is the
+time in which the GPU had nothing to do because the host had launched nothing. On a CPU the parts
+are the operators' own times.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from bench_harness.traces.intervals import Interval, clip, total
+from bench_harness.traces.trace import Event, Trace, kind
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PRODUCTS, ATTENTION, OPTIMIZER = "matrix products", "attention", "optimizer"
+LOSS, ELEMENTWISE, COPIES = "loss", "norms and elementwise", "copies"
+COMMUNICATION, IDLE = "communication, exposed", "idle, waiting for the host"
+#: In the order in which they are drawn; the first of those that run at a moment counts.
+PARTS = (PRODUCTS, ATTENTION, OPTIMIZER, LOSS, ELEMENTWISE, COPIES, COMMUNICATION, IDLE)
+
+#: Ranges of the host that say what the kernels launched inside them are for. torch records the
+#: first around every optimizer's step, basics-model the others.
+_RANGES = {"Optimizer.step#": OPTIMIZER, "attention.": ATTENTION, "loss": LOSS}
+
+
+def waterfall(trace: Trace, window: Interval) -> dict[str, float]:
+    """Milliseconds of each of :data:`PARTS` in one step; together they are the window.
+
+    Args:
+        window: the step, with the device idle at both ends.
+    """
+    ranges = [
+        (span, part)
+        for prefix, part in _RANGES.items()
+        for span in trace.ranges
+        if span.name.startswith(prefix)
+    ]
+    begin, end = window
+    if not trace.on_device:
+        return _own_times(trace, ranges, window)
+    spans: dict[str, list[Interval]] = defaultdict(list)
+    for event in trace.compute:
+        if begin <= event.start_ns < end:
+            host = trace.launches.get(event.correlation or -1)
+            spans[_part(event.name, host, ranges)].append(event.interval)
+    for event in trace.copies:
+        # Copies between devices are an exchange by copy engines.
+        spans[COMMUNICATION if "PtoP" in event.name else COPIES].append(event.interval)
+    spans[COMMUNICATION] += [event.interval for event in trace.communication]
+    covered: list[Interval] = []
+    taken = {}
+    for part in PARTS[:-1]:
+        before = total(covered)
+        covered += clip(spans[part], window)
+        taken[part] = (total(covered) - before) / 1e6
+    return taken | {IDLE: (end - begin - total(covered)) / 1e6}
+
+
+def _own_times(
+    trace: Trace, ranges: Sequence[tuple[Event, str]], window: Interval
+) -> dict[str, float]:
+    taken = dict.fromkeys(PARTS, 0.0)
+    for event in trace.operators:
+        if window[0] <= event.start_ns < window[1]:
+            taken[_part(event.name, event, ranges)] += event.self_ns / 1e6
+    found = trace.overlap(window)
+    taken[COMMUNICATION] += found.exposed_ns / 1e6
+    taken[IDLE] = max((window[1] - window[0]) / 1e6 - sum(taken.values()), 0.0)
+    return taken
+
+
+def _part(name: str, host: Event | None, ranges: Sequence[tuple[Event, str]]) -> str:
+    """The part that a kernel or operator belongs to; ``host`` is the call that launched it."""
+    inside = {
+        part
+        for span, part in ranges
+        if host is not None
+        and span.thread == host.thread
+        and span.start_ns <= host.start_ns < span.end_ns
+    }
+    if OPTIMIZER in inside:
+        return OPTIMIZER
+    by_name = {"matmul": PRODUCTS, "fused attention": ATTENTION}.get(kind(name))
+    if by_name is not None:
+        return by_name
+    return next((part for part in (ATTENTION, LOSS) if part in inside), ELEMENTWISE)
+
+
+def draw(waterfalls: Mapping[str, Mapping[str, float]]) -> Figure:
+    """One bar per variant, from left to right its parts.
+
+    Args:
+        waterfalls: variant → :func:`waterfall`.
+    """
+    from bench_harness.report.plots import COLOURS, new_figure
+
+    figure, axes = new_figure(width=9, height=1.3 + 0.55 * len(waterfalls))
+    plot = axes[0, 0]
+    colours = dict(zip(PARTS, (*COLOURS, "#bbbbbb"), strict=True))
+    for place, (variant, parts) in enumerate(waterfalls.items()):
+        left = 0.0
+        for part in PARTS:
+            width = parts[part]
+            plot.barh(
+                place, width, 0.42, left=left, color=colours[part], label=None if place else part
+            )
+            left += width
+        plot.annotate(
+            variant, (0, place - 0.25), (2, 0), textcoords="offset points", va="bottom",
+            fontsize="small",
+        )  # fmt: skip
+    plot.set_ylim(len(waterfalls) - 0.6, -0.8)
+    plot.set_yticks([])
+    plot.set_xlim(left=0)
+    plot.set_xlabel("one profiled step (ms)")
+    figure.legend(loc="outside upper center", ncols=4)
+    return figure
