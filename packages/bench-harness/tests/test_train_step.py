@@ -147,12 +147,13 @@ def test_eight_billion_parameters_are_compared_without_the_step_that_does_not_fi
 ) -> None:
     cases = [case for case in presets.load(preset).cases() if case.config["size"] == "8B"]
     assert {case.config["world_size"] for case in cases} == ({2, 4} if preset == "8b" else {2})
-    for case in cases:
-        labels = of.labels([of.read(variant, {}) for variant in case.config["variants"]])
-        assert {label.partition("(")[0] for label in labels} == {
-            "FullyShardedDataParallel",
-            "FSDP2",
-        }
+    assert len({case.key for case in cases}) == len(cases)
+    labels = {
+        label.partition("(")[0]
+        for case in cases
+        for label in of.labels([of.read(variant, {}) for variant in case.config["variants"]])
+    }
+    assert labels == {"FullyShardedDataParallel", "FSDP2"}
 
 
 def test_each_step_without_communication_comes_first_and_once() -> None:
