@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench_harness import experiments
+from bench_harness import experiments, process, runner
 from bench_harness.report.frame import to_frame
 from bench_harness.report.plots import png_bytes
 from processes import free_port
@@ -69,6 +69,18 @@ def run(monkeypatch, tmp_path):
         return frame, {table.title: table.frame for table in experiment.tables(frame)}
 
     return run
+
+
+def test_ranks_of_a_case_say_what_they_do(tmp_path):
+    (case,) = experiments.get("allreduce").cases(
+        device="cpu", interval=0.0, sizes_mb=(0.01,), samples=2, warmup=1
+    )
+    said: list[str] = []
+    outcome = process.call(
+        runner.run_case, case, timeout_s=200, folder=tmp_path, on_progress=said.append
+    )
+    assert outcome.status == "ok", outcome.detail
+    assert sorted(said) == ["rank 0: 0.01 MB", "rank 1: 0.01 MB", "starting 2 ranks"]
 
 
 def test_allreduce(run):

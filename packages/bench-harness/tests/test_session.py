@@ -87,3 +87,25 @@ def test_lines_are_cut_on_a_terminal_and_whole_in_a_file(terminal: bool) -> None
     assert "error" in file.getvalue()
     assert "it broke" in file.getvalue()
     assert ("x" * 100 in file.getvalue()) is not terminal
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_each_rank_has_a_line_on_a_terminal_and_none_in_a_log(terminal: bool) -> None:
+    file = io.StringIO()
+    console = Console(file=file, width=80, force_terminal=terminal, color_system=None)
+    with ConsoleReporter(console, [Planned(case("a"), False, None)]) as reporter:
+        reporter.case_started(case("a"))
+        reporter.case_progress("starting 2 ranks")
+        reporter.case_progress("rank 1: turn 1")
+        reporter.case_progress("rank 0: turn 1")
+        reporter.case_progress("rank 1: turn 2")
+        reporter._live.refresh()
+        shown = [line.strip() for line in file.getvalue().splitlines()]
+        at_once = [line for line in shown if "rank" in line][-2:]
+        reporter.case_finished(case("a"), Outcome(status="ok", seconds=1.0))
+    if terminal:
+        first, second = at_once
+        assert first.endswith("rank 0: turn 1")
+        assert second.endswith("rank 1: turn 2")
+    else:
+        assert "rank" not in file.getvalue()

@@ -1,7 +1,11 @@
-"""What a run shows while it goes on: one line per finished case, and a live bar on a terminal."""
+"""What a run shows while it goes on: one line per finished case, and on a terminal a live bar.
+
+Beside the bar stand the words of the running case, one line for each rank that says something.
+"""
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from collections.abc import Sequence
@@ -15,6 +19,8 @@ from bench_harness.case import Case
 from bench_harness.process import Outcome
 from bench_harness.runner import Planned
 
+#: How :func:`bench_harness.ranks.launch` begins the words of a rank.
+_RANK = re.compile(r"rank (\d+): ")
 STYLES = {"ok": "green", "oom": "yellow", "skipped": "cyan", "timeout": "red", "error": "red"}
 
 
@@ -79,6 +85,7 @@ class ConsoleReporter:
         self._done = 0
         self._remaining = RemainingTime(planned)
         self._begin = time.monotonic()
+        self._ranks: dict[int, str] = {}
         self._live = Progress(
             MofNCompleteColumn(),
             BarColumn(bar_width=12),
@@ -104,11 +111,19 @@ class ConsoleReporter:
 
     def case_started(self, case: Case) -> None:
         """Names the running case in the bar."""
+        self._ranks.clear()
         self._live.update(self._task, description=self._fit(case.label), left=self._left())
 
     def case_progress(self, text: str) -> None:
-        """Shows the running case's own words in the bar."""
-        self._live.update(self._task, description=self._fit(text))
+        """Shows the running case's own words beside the bar, those of its ranks one by one."""
+        said = _RANK.match(text)
+        if said is None:
+            self._ranks.clear()
+            lines = [text]
+        else:
+            self._ranks[int(said[1])] = text
+            lines = [self._ranks[rank] for rank in sorted(self._ranks)]
+        self._live.update(self._task, description="\n".join(map(self._fit, lines)))
 
     def case_finished(self, case: Case, outcome: Outcome) -> None:
         """Prints the case's line: place, status, time and name, and the error if there is one."""

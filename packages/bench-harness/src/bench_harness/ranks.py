@@ -32,7 +32,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from bench_harness.process import PROCESS_NAME, temporary_prefix
+from bench_harness.process import PROCESS_NAME, Progress, temporary_prefix
 
 _LIFELINE = "launcher-is-alive"
 #: Of the file through which the ranks of one machine meet.
@@ -91,6 +91,7 @@ def launch(
     timeout_s: float = 300.0,
     nodes: Nodes | None = None,
     start_method: Literal["fork", "forkserver", "spawn"] | None = None,
+    progress: Progress | None = None,
 ) -> list[Any]:
     """Calls ``function(rank, world_size, device, *args)`` on every rank of a new process group.
 
@@ -104,6 +105,8 @@ def launch(
         nodes: machines that take part.
         start_method: how ranks come to be; None chooses fork or forkserver, as above. A profiler
             that follows programs rather than forks needs "spawn".
+        progress: shows one line of text. If given, the function also gets ``progress=``, whose
+            lines begin with ``rank N:``. Only forked ranks can reach it; others are silent.
 
     Returns:
         The functions' results in rank order, those of other machines included.
@@ -168,8 +171,9 @@ def launch(
         )
         config.numa_options = None
         try:
+            reach = progress if start_method == "fork" or progress is None else _silent
             results = elastic_launch(config, _rank_main)(
-                function, backend, timeout_s, folder, not alone, args
+                function, backend, timeout_s, folder, not alone, args, reach
             )
         except RendezvousError as error:
             raise RankError(
@@ -195,6 +199,7 @@ def _rank_main(
     folder: str,
     several_machines: bool,
     args: tuple[Any, ...],
+    progress: Progress | None,
 ) -> Any:
     """What every rank runs: deadline, process group, the function, and an orderly end.
 
@@ -231,7 +236,11 @@ def _rank_main(
                 device_id=device if backend == "nccl" else None,
                 **meeting,
             )
-            result = function(rank, world_size, device, *args)
+            extra: dict[str, Any] = {}
+            if progress is not None:
+                # Lines shorter than a page are written to a pipe as a whole, from any process.
+                extra["progress"] = lambda text: progress(f"rank {rank}: {text}"[:1000])
+            result = function(rank, world_size, device, *args, **extra)
             if several_machines:
                 everyone: list[Any] = [None] * world_size
                 dist.all_gather_object(everyone, result)
@@ -248,6 +257,10 @@ def _rank_main(
             if dist.is_initialized():
                 dist.destroy_process_group()
             faulthandler.cancel_dump_traceback_later()
+
+
+def _silent(text: str) -> None:
+    """Shows nothing."""
 
 
 def _one_machine(parameters: Any) -> Any:

@@ -190,7 +190,11 @@ class AllReduce(Experiment):
 
 
 def measure_rank(
-    rank: int, world_size: int, device: torch.device, config: Mapping[str, Any]
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    config: Mapping[str, Any],
+    progress: Callable[[str], None],
 ) -> list[Row]:
     """One rank's part: a row per collective and size with this rank's samples."""
     import torch
@@ -199,6 +203,7 @@ def measure_rank(
 
     rows = []
     for size_mb in config["sizes_mb"]:
+        progress(f"{size_mb:g} MB")
         # A multiple of the world size, so that every rank's share is equal.
         numel = max(1, round(size_mb * 2**20 / 4 / world_size)) * world_size
         samples = {operation: Samples() for operation in config["operations"]}

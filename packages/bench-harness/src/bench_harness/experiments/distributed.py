@@ -65,7 +65,7 @@ def default_world_size(device: str, nnodes: int = 1) -> int:
 def run_on_ranks(
     case: Case, progress: Callable[[str], None], function: Callable[..., Any], *args: Any
 ) -> list[Any]:
-    """Calls ``function(rank, world_size, device, config, *args)`` on every rank of a case.
+    """Calls ``function(rank, world_size, device, config, *args, progress=...)`` on every rank.
 
     Returns:
         The results of all ranks, in their order, those of other machines included.
@@ -87,6 +87,7 @@ def run_on_ranks(
         backend="nccl" if config["device"] == "cuda" else "gloo",
         timeout_s=0.9 * case.timeout_s,
         nodes=nodes(case.placement, case.key),
+        progress=progress,
     )
 
 

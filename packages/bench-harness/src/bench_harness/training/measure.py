@@ -41,7 +41,12 @@ _SWEEP_SHARES = (1000, 100, 10)
 
 
 def measure_rank(
-    rank: int, world_size: int, device: torch.device, config: Mapping[str, Any], folder: str
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    config: Mapping[str, Any],
+    folder: str,
+    progress: Callable[[str], None],
 ) -> list[Row]:
     """One row per variant, with this rank's samples.
 
@@ -55,12 +60,13 @@ def measure_rank(
     ]
     # Past the compiler's limit a module would quietly run uncompiled.
     with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
-        _prove(variants, rows, config, device)
+        _prove(variants, rows, config, device, progress)
         link = _all_reduces(variants[0], config, device) if config["all_reduces"] else {}
         pairs, enough, turn = list(zip(variants, rows, strict=True)), None, 0
         while enough is None or not on_rank_0(enough.reached(row["samples_ms"] for row in rows)):
             for variant, row in pairs if turn % 2 == 0 else pairs[::-1]:
                 if "ended" not in row:
+                    progress(f"turn {turn + 1}: {row['variant']}")
                     _turn(variant, row, turn, config, device, Path(folder))
             if turn == 0:
                 _compare_losses(variants, rows)
@@ -104,11 +110,16 @@ def weigh_alone(config: Mapping[str, Any]) -> list[Row]:
 
 
 def _prove(
-    variants: list[of.Settings], rows: list[Row], config: Mapping[str, Any], device: torch.device
+    variants: list[of.Settings],
+    rows: list[Row],
+    config: Mapping[str, Any],
+    device: torch.device,
+    progress: Callable[[str], None],
 ) -> None:
     """Marks the variants that cannot run here, or do not train like the definition."""
     definitions: dict[of.Arguments, proof.Trained] = {}
     for variant, row in zip(variants, rows, strict=True):
+        progress(f"proof: {row['variant']}")
         plain = variant.without_communication().optimizer
         if plain not in definitions:
             definitions[plain] = proof.definition(plain, config, device)
