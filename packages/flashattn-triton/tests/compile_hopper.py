@@ -57,6 +57,36 @@ class Request:
     direction: str = "forward"
 
 
+def shipped() -> list[Request]:
+    """Every mask at both widths, the shapes that lengths choose, and narrower heads."""
+    masks: tuple[tuple[str, dict[str, Any], tuple[int, int]], ...] = (
+        ("bf16", {"causal": False}, (4096, 4096)),
+        ("bf16", {"causal": True}, (4096, 4096)),
+        ("bf16", {"causal": "bottom-right"}, (4096, 5000)),
+        ("fp16", {"causal": True}, (4000, 2000)),
+        ("bf16", {"causal": True, "scale": -0.5}, (4096, 4096)),
+        ("bf16", {"causal": True, "window": (500, None)}, (4096, 4096)),
+        ("bf16", {"window": (500, 300)}, (4096, 4000)),
+        ("bf16", {"window": (500, None)}, (4096, 4000)),
+    )
+    both = ("forward", "backward")
+    requests = [Request(d, *mask, direction) for direction in both for d in (64, 128)
+                for mask in masks]  # fmt: skip
+    # Kernels depend on lengths where there are other configurations for short sequences.
+    requests += [
+        Request(64, "bf16", {"causal": causal}, (1000, n_keys))
+        for causal in (False, True, "bottom-right")
+        for n_keys in (500, 2000)
+    ]
+    # Tiles are as wide as the next of the two head_dims above.
+    requests += [
+        Request(d, "fp16", {"causal": False}, direction=direction)
+        for d in (40, 120)
+        for direction in both
+    ]
+    return requests
+
+
 def launch(request: Request) -> None:
     """Calls the launcher of one problem."""
     (n_queries, n_keys), width = request.lengths, request.head_dim

@@ -28,6 +28,7 @@ from flashattn_triton.backward import triton_backward
 from flashattn_triton.bias_pass import triton_bias_backward
 from flashattn_triton.configs import TABLE, Tiling
 from flashattn_triton.forward import triton_forward
+from flashattn_triton.launch import Packing
 from flashattn_triton.mask_and_bias import MaskAndBias
 from flashattn_triton.options import resolve_options
 
@@ -55,7 +56,8 @@ class AbsentGPU:
 class Request:
     """One problem on one GPU.
 
-    ``tiling`` as ``Tiling.pack`` writes it; ``tensors``: which of ``mask_and_bias.NAMES`` it has.
+    ``tiling`` as ``Tiling.pack`` writes it; ``tensors``: which of ``mask_and_bias.NAMES`` it has;
+    ``packed``: two sequences without padding instead of a batch of two.
     """
 
     architecture: int
@@ -67,6 +69,19 @@ class Request:
     forward: bool = True
     backward: bool = True
     tensors: list[str] = dataclasses.field(default_factory=list)
+    packed: bool = False
+
+    def packing(self) -> Packing | None:
+        """Where the sequences start."""
+        if not self.packed:
+            return None
+        starts = torch.empty(3, dtype=torch.int32, device="meta")
+        return Packing(
+            cu_seqlens_q=starts,
+            cu_seqlens_k=starts,
+            max_seqlen_q=self.length,
+            max_seqlen_k=self.length,
+        )
 
     def mask_and_bias(self, shape: tuple[int, ...]) -> MaskAndBias:
         """The tensors for queries and keys of ``shape``, with an fp32 bias for the whole batch."""
@@ -90,7 +105,9 @@ def compiled_kernels(request: Request) -> Iterator[tuple[str, Any]]:
     driver.set_active(AbsentGPU(request.architecture))
     JITFunction.run = compile_only
     try:
-        shape = (2, 4, request.length, request.head_dim)
+        packing = request.packing()
+        sizes = (1, 4, 2 * request.length) if packing else (2, 4, request.length)
+        shape = (*sizes, request.head_dim)
         query, key, value, grad_out = (
             torch.empty(shape, dtype=DTYPES[request.dtype], device="meta") for _ in range(4)
         )
@@ -98,11 +115,11 @@ def compiled_kernels(request: Request) -> Iterator[tuple[str, Any]]:
         tiling = Tiling.unpack(request.tiling)
         added = request.mask_and_bias(shape)
         if request.forward:
-            triton_forward(query, key, value, options, tiling.forward, None, added)
+            triton_forward(query, key, value, options, tiling.forward, packing, added)
         if request.backward:
             lse = torch.empty(shape[:3], device="meta")
             tensors = (query, key, value, value, lse, grad_out, None)
-            triton_backward(*tensors, options, tiling, None, added)
+            triton_backward(*tensors, options, tiling, packing, added)
             if added.bias is not None:
                 triton_bias_backward(*tensors, options, tiling, added)
     finally:

@@ -8,11 +8,13 @@ the other versions are installed into a temporary folder first.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import triton
+from compile_hopper import shipped
 
 from background import Background
 from flashattn_triton import triton_versions
@@ -38,33 +40,7 @@ MORE_SPILLS = {
     ("3.9", "backward", 128, "window"): (296, 0),
 }
 
-REQUESTS = [
-    {"head_dim": d, "dtype": dtype, "options": options, "lengths": lengths, "direction": direction}
-    for direction in ("forward", "backward")
-    for d in (64, 128)
-    for dtype, options, lengths in (
-        ("bf16", {"causal": False}, (4096, 4096)),
-        ("bf16", {"causal": True}, (4096, 4096)),
-        ("bf16", {"causal": "bottom-right"}, (4096, 5000)),
-        ("fp16", {"causal": True}, (4000, 2000)),
-        ("bf16", {"causal": True, "scale": -0.5}, (4096, 4096)),
-        ("bf16", {"causal": True, "window": (500, None)}, (4096, 4096)),
-        ("bf16", {"window": (500, 300)}, (4096, 4000)),
-        ("bf16", {"window": (500, None)}, (4096, 4000)),
-    )
-]
-# Kernels depend on lengths where there are other configurations for short sequences.
-REQUESTS += [
-    {"head_dim": 64, "dtype": "bf16", "options": {"causal": causal}, "lengths": (1000, n_keys)}
-    for causal in (False, True, "bottom-right")
-    for n_keys in (500, 2000)
-]
-# Tiles are as wide as the next of the two head_dims above.
-REQUESTS += [
-    {"head_dim": d, "dtype": "fp16", "options": {"causal": False}, "direction": direction}
-    for d in (40, 120)
-    for direction in ("forward", "backward")
-]
+REQUESTS = [dataclasses.asdict(request) for request in shipped()]
 
 
 def config_of(row: dict[str, Any]) -> Any:
