@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from selection import starts_processes
+
 # Triton reads this when a kernel is decorated, so it must be set before any of ours is imported.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -31,9 +33,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return processes if processes > 1 else 0
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     devices = torch.cuda.device_count()
     for item in items:
+        if isinstance(item, pytest.Function) and starts_processes(item):
+            item.add_marker("processes")
         if item.get_closest_marker("gpu") and devices < 1:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.get_closest_marker("multi_gpu") and devices < 2:

@@ -3,6 +3,7 @@
 # stops at the first failure. It shows that tests of several ranks pass on a machine that is slow.
 #
 #   scripts/repeat_under_load.sh 20 packages/ddp-lite packages/shard-optim -m "not gpu"
+#   scripts/repeat_under_load.sh 20 -m "processes and not nightly"    # all that start processes
 #
 # Arguments: the number of repetitions, then what pytest is given. One busy process runs per core.
 set -euo pipefail

@@ -223,6 +223,7 @@ def frame_of(case, rows) -> pd.DataFrame:
     return to_frame(flat)
 
 
+@pytest.mark.processes
 def test_every_variant_is_proven_weighed_and_timed(case) -> None:
     case, rows, folder = case
     by_name = {row["variant"]: row for row in rows}
@@ -243,6 +244,7 @@ def test_every_variant_is_proven_weighed_and_timed(case) -> None:
     assert len(list(folder.glob("*.trimmed.json.gz"))) == len(by_name)
 
 
+@pytest.mark.processes
 def test_profiled_steps_say_who_arrived_last(case) -> None:
     case, rows, _ = case
     frame = frame_of(case, rows)
@@ -257,6 +259,7 @@ def test_profiled_steps_say_who_arrived_last(case) -> None:
     assert (tables["Collectives that waited longest"]["longest wait (ms)"] >= 0).all()
 
 
+@pytest.mark.processes
 def test_profiled_steps_say_which_gathers_were_late(case) -> None:
     case, rows, _ = case
     frame = frame_of(case, rows)
@@ -268,6 +271,7 @@ def test_profiled_steps_say_which_gathers_were_late(case) -> None:
     assert len(counts) == 2, "nothing else gathers parameters"
 
 
+@pytest.mark.processes
 def test_tables_relate_each_variant_to_its_step_without_communication(case) -> None:
     case, rows, _ = case
     frame = frame_of(case, rows)
