@@ -7,12 +7,16 @@ and then the wrapper says what happened.
 
 import os
 import signal
+import time
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ddp_lite import BucketedDDP, PeerFailureError
+from ddp_lite.peer import PeerCopyAverage, PeerMemory
 from ranks import run_ranks
 
 pytestmark = pytest.mark.multi_gpu
@@ -69,3 +73,46 @@ def test_a_host_that_waits_names_the_lost_rank(
     assert "on rank 0 in step 2" in message, message
     assert "rank 1" in message, message
     assert words in message, message
+
+
+def lose_rank_1_in_copies(rank: int, world_size: int, how: signal.Signals) -> str:
+    device = torch.device("cuda", rank)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).to(device)
+    group = dist.group.WORLD
+    assert group is not None
+    memory = PeerMemory(group, buffer_mb=1, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT))
+    wrapped = BucketedDDP(model, 0.3, comm_hook=PeerCopyAverage(memory))
+    pid_of_rank_1 = wrapped._step.roll_call._peers[1].pid
+
+    def backward(lost: bool) -> None:
+        hidden = model[1](model[0](torch.ones(8, 256, device=device)))
+        if lost:
+            hidden.register_hook(lambda _: os.kill(os.getpid(), how))
+        model[3](model[2](hidden)).sum().backward()
+
+    try:
+        backward(lost=False)
+        torch.cuda.synchronize()
+        backward(lost=rank == 1)
+        time.sleep(COLLECTIVE_TIMEOUT + 4)  # the watch's time, and the roll call
+        backward(lost=False)
+    except PeerFailureError as error:
+        return str(error)
+    finally:
+        if rank == 0 and how == signal.SIGSTOP:  # nothing else ends a stopped process
+            os.kill(pid_of_rank_1, signal.SIGKILL)
+    return "finished"
+
+
+@pytest.mark.parametrize(
+    ("how", "words"), [(signal.SIGKILL, "has exited"), (signal.SIGSTOP, "is stopped")]
+)
+def test_copies_name_the_lost_rank(how: signal.Signals, words: str) -> None:
+    """By themselves: the host need not wait for the GPU."""
+    survivor, _ = run_ranks(
+        lose_rank_1_in_copies, 2, how, backend="nccl", timeout=90.0, check=False
+    )
+    assert survivor.error is None, survivor.error
+    assert "an exchange between GPUs failed on rank 0" in survivor.value, survivor.value
+    assert "rank 1" in survivor.value, survivor.value
+    assert words in survivor.value, survivor.value

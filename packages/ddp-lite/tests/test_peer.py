@@ -1,43 +1,255 @@
-"""The exchange between two peers, its memory shared between two processes on the CPU."""
+"""Collectives by copies against exact sums: ranks are threads that share memory on the CPU."""
 
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from ddp_lite import BucketedDDP
-from ddp_lite.collectives import Chain
-from ddp_lite.peer import HalfExchange, PeerCopyAverage, PeerReduction
+from ddp_lite import BucketedDDP, peer_schedule
+from ddp_lite.peer import PeerCopies, PeerCopyAverage, PeerMemory, choose_communication
 from ranks import run_ranks
 
+SECONDS = 60.0
 
-class Shared:
-    """What ``PeerCopyAverage`` does with two GPUs, with two memory-mapped files."""
 
-    def __init__(self, folder: str) -> None:
-        self._folder = Path(folder)
-        self._exchanges: dict[tuple[int, ...], HalfExchange] = {}
+class FakeGroup:
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+        self.group_name = "fake"
 
-    def reduce_gradients(self, bucket, gradients) -> PeerReduction:
-        if bucket.indices not in self._exchanges:
-            me = dist.get_rank()
-            both = [
-                torch.from_file(
-                    str(self._folder / f"{bucket.index}-{rank}"),
-                    shared=True,
-                    size=bucket.numel,
-                    dtype=bucket.dtype,
-                )
-                for rank in range(2)
-            ]
-            dist.barrier()
-            self._exchanges[bucket.indices] = HalfExchange(
-                bucket, me, both[me], both[1 - me], dist.barrier
-            )
-        exchange = self._exchanges[bucket.indices]
-        return PeerReduction(Chain(exchange.stages(gradients), bucket.device), exchange.views)
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
+class Together:
+    """What the threads of one test share; floating-point memory begins as NaN."""
+
+    def __init__(self, world_size: int, row_bytes: int) -> None:
+        rows = peer_schedule.SLOTS * peer_schedule.rows_in_slot(world_size)
+        self.memory = [
+            torch.full((rows * row_bytes,), 255, dtype=torch.uint8) for _ in range(world_size)
+        ]
+        self.row_bytes = row_bytes
+        self.barrier = threading.Barrier(world_size)
+        self.signals = [threading.Semaphore(0) for _ in range(world_size)]
+
+
+class ThreadMemory:
+    """``PeerMemory`` for threads."""
+
+    def __init__(self, together: Together, rank: int) -> None:
+        self.group: Any = FakeGroup(rank, len(together.memory))
+        self.device = torch.device("cpu")
+        self.stream = None
+        self.row_bytes = together.row_bytes
+        self._together, self._rank, self._windows = together, rank, 0
+
+    def next_slot(self) -> int:
+        self._windows += 1
+        return self._windows % peer_schedule.SLOTS
+
+    def slot(self, rank: int, number: int, dtype: torch.dtype) -> Tensor:
+        memory = self._together.memory[rank].view(dtype)
+        return memory.view(peer_schedule.SLOTS, -1, self.row_bytes // dtype.itemsize)[number]
+
+    def barrier(self) -> None:
+        self._together.barrier.wait(SECONDS)
+
+    def turn(self) -> None:
+        signals = self._together.signals
+        signals[self._rank - 1].release()
+        assert signals[self._rank].acquire(timeout=SECONDS)
+
+    def queued(self, event: object) -> None:
+        assert event is None
+
+
+def on_threads(
+    world_size: int, work: Callable[[ThreadMemory, int], Any], row_bytes: int = 1024
+) -> list[Any]:
+    together = Together(world_size, row_bytes)
+
+    def guarded(rank: int) -> Any:
+        try:
+            return work(ThreadMemory(together, rank), rank)
+        except BaseException:
+            together.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return [
+            each.result(SECONDS) for each in [pool.submit(guarded, r) for r in range(world_size)]
+        ]
+
+
+def values(rank: int, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
+
+
+# more than one window, rows without elements, tensors over several rows, none at all
+SHAPES: list[list[tuple[int, ...]]] = [
+    [(7, 33), (5,), (0,), (1,)],
+    [(1,)],
+    [(100, 100), (), (13,)],
+    [(2048,)],
+    [],
+]
+
+
+def bound(inputs: Tensor, exact: Tensor, wire_dtype: torch.dtype | None) -> Tensor:
+    """The largest error of an average, from its inputs, stacked in float64.
+
+    float32 sums round N times. bfloat16 on the wire rounds each value and the average once, by
+    2**-8 of it at most.
+    """
+    in_float32 = 2.0**-24 * (len(inputs) + 1) * inputs.abs().mean(0)
+    if wire_dtype is None:
+        return in_float32
+    return in_float32 + 1.01 * 2.0**-8 * (inputs.abs().mean(0) + exact.abs())
+
+
+@pytest.mark.parametrize("world_size", range(2, 9))
+@pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16])
+def test_average(world_size: int, wire_dtype: torch.dtype | None) -> None:
+    def work(memory: ThreadMemory, rank: int) -> list[list[Tensor]]:
+        copies = PeerCopies(memory, wire_dtype=wire_dtype)
+        messages = [values(10 * i + rank, shapes, torch.float32) for i, shapes in enumerate(SHAPES)]
+        under_way = [copies.average(message) for message in messages]  # several at once
+        for each in under_way:
+            each.wait()
+        return messages
+
+    results = on_threads(world_size, work)
+    for i, shapes in enumerate(SHAPES):
+        each = [values(10 * i + r, shapes, torch.float32) for r in range(world_size)]
+        for place in range(len(shapes)):
+            inputs = torch.stack([v[place].double() for v in each])
+            exact = inputs.mean(0)
+            for rank in range(world_size):
+                got = results[rank][i][place]
+                assert ((got - exact).abs() <= bound(inputs, exact, wire_dtype)).all()
+                assert torch.equal(got, results[0][i][place]), "ranks have different bits"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    shapes = [(7, 33), (5,), (900,)]
+    for world_size in (2, 3):
+
+        def work(memory: ThreadMemory, rank: int) -> list[Tensor]:
+            tensors = values(rank, shapes, dtype)
+            PeerCopies(memory).average(tensors).wait()
+            return tensors
+
+        results = on_threads(world_size, work)
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        for place in range(len(shapes)):
+            each = [values(r, shapes, dtype)[place].to(wide) for r in range(world_size)]
+            exact = torch.stack(each).mean(0).to(dtype)
+            torch.testing.assert_close(results[0][place], exact)
+            assert all(torch.equal(result[place], results[0][place]) for result in results)
+
+
+@pytest.mark.parametrize("world_size", range(2, 9))
+@pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16])
+def test_reduce_scatter_and_all_gather(world_size: int, wire_dtype: torch.dtype | None) -> None:
+    parts = [3, 0, 1000, 64]
+    shapes = [(n * world_size,) for n in parts]
+
+    def work(memory: ThreadMemory, rank: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        copies = PeerCopies(memory, wire_dtype=wire_dtype)
+        inputs = values(rank, shapes, torch.float32)
+        outputs = [torch.full((n,), torch.nan) for n in parts]
+        wholes = [torch.full(shape, torch.nan) for shape in shapes]
+        own = values(100 + rank, [(n,) for n in parts], torch.float32)
+        in_place = [torch.full(shape, torch.nan) for shape in shapes]
+        ranges = [t.chunk(world_size)[rank] if len(t) else t for t in in_place]
+        for target, source in zip(ranges, own, strict=True):
+            target.copy_(source)
+        under_way = [
+            copies.reduce_scatter(outputs, inputs),
+            copies.all_gather(wholes, own),
+            copies.all_gather(in_place, ranges),
+            copies.reduce_scatter(outputs, inputs),
+        ]
+        for each in under_way:
+            each.wait()
+        kept = values(rank, shapes, torch.float32)
+        assert all(torch.equal(a, b) for a, b in zip(inputs, kept, strict=True))
+        return outputs, wholes, in_place
+
+    results = on_threads(world_size, work)
+    for place, numel in enumerate(parts):
+        each = [values(r, shapes, torch.float32)[place].double() for r in range(world_size)]
+        inputs = torch.stack(each)
+        exact = inputs.mean(0)
+        most = bound(inputs, exact, wire_dtype).view(world_size, numel)
+        exact = exact.view(world_size, numel)
+        own = [
+            values(100 + r, [(n,) for n in parts], torch.float32)[place] for r in range(world_size)
+        ]
+        for rank in range(world_size):
+            outputs, wholes, in_place = results[rank]
+            assert ((outputs[place] - exact[rank]).abs() <= most[rank]).all()
+            assert torch.equal(wholes[place], torch.cat(own))
+            assert torch.equal(in_place[place], torch.cat(own))
+
+
+def test_wrong_tensors_are_refused() -> None:
+    memory = ThreadMemory(Together(2, 1024), 0)
+    copies = PeerCopies(memory)
+    two = torch.zeros(2)
+    with pytest.raises(
+        ValueError, match=r"one floating dtype, but got torch\.float32 and torch\.f"
+    ):
+        copies.average([two, two.double()])
+    with pytest.raises(ValueError, match=r"one floating dtype, but got torch\.int64"):
+        copies.average([two.long()])
+    with pytest.raises(ValueError, match="must be contiguous, but got strides"):
+        copies.average([torch.zeros(3, 2).t()])
+    with pytest.raises(ValueError, match=r"must be on cpu, .* but got one on meta"):
+        copies.average([torch.zeros(2, device="meta")])
+    with pytest.raises(ValueError, match=r"elements of its part, but got \(2,\) and \(2,\)"):
+        copies.reduce_scatter([two], [two])
+    with pytest.raises(ValueError, match="one part for each whole, but got 0 parts and 1"):
+        copies.all_gather([two], [])
+    with pytest.raises(ValueError, match="wire_dtype must be a floating-point dtype"):
+        PeerCopies(memory, wire_dtype=torch.int8)
+
+
+class ProcessMemory(ThreadMemory):
+    """``PeerMemory`` for processes, in memory-mapped files."""
+
+    def __init__(self, folder: Path, row_bytes: int) -> None:
+        group = dist.group.WORLD
+        assert group is not None
+        self.group = group
+        self.device, self.stream, self.row_bytes = torch.device("cpu"), None, row_bytes
+        self._windows = 0
+        size = peer_schedule.SLOTS * peer_schedule.rows_in_slot(group.size()) * row_bytes
+        self._mapped = [
+            torch.from_file(str(folder / str(r)), shared=True, size=size, dtype=torch.uint8)
+            for r in range(group.size())
+        ]
+        dist.barrier()
+
+    def slot(self, rank: int, number: int, dtype: torch.dtype) -> Tensor:
+        memory = self._mapped[rank].view(dtype)
+        return memory.view(peer_schedule.SLOTS, -1, self.row_bytes // dtype.itemsize)[number]
+
+    def barrier(self) -> None:
+        dist.barrier()
 
 
 class Uneven(nn.Module):
@@ -50,23 +262,22 @@ class Uneven(nn.Module):
         self.one = nn.Parameter(torch.ones(()))
         self.unused = nn.Parameter(torch.ones(4))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return (torch.tanh(self.first(x)) @ self.strided * self.one).sum()
 
 
-def batch(rank: int, step: int) -> torch.Tensor:
+def batch(rank: int, step: int) -> Tensor:
     return torch.randn(3, 7, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def exchange(rank: int, world_size: int, folder: str) -> None:
+def hooked(rank: int, world_size: int, folder: str) -> None:
+    memory = ProcessMemory(Path(folder), 512)
     torch.manual_seed(0)
     model = Uneven()
     alone = Uneven()
     alone.load_state_dict(model.state_dict())
     for size_mb in (None, 0.0001, 0.00001):
-        place = Path(folder) / str(size_mb)
-        place.mkdir(exist_ok=True)
-        wrapped = BucketedDDP(model, size_mb, comm_hook=Shared(str(place)))
+        wrapped = BucketedDDP(model, size_mb, comm_hook=PeerCopyAverage(memory))
         model.zero_grad()
         alone.zero_grad()
         for step in range(4):
@@ -86,16 +297,25 @@ def exchange(rank: int, world_size: int, folder: str) -> None:
                     dist.all_gather(everyone, p.grad.contiguous())
                     assert torch.equal(everyone[0], everyone[1])
         wrapped.detach()
+    half = dist.new_group([0, 1])
+    other = BucketedDDP(model, comm_hook=PeerCopyAverage(memory), process_group=half)
+    with pytest.raises(ValueError, match="built for the wrapper's process group, but it is for"):
+        other(batch(rank, 0)).backward()
+    with pytest.raises(ValueError, match=r"but got 2 ranks (without|on)"):
+        PeerMemory(dist.group.WORLD, timeout=timedelta(seconds=5))
+    choice = choose_communication(dist.group.WORLD, 2**30)
+    assert choice.name == "nccl"
+    assert "nccl: the group is 2 ranks" in str(choice)
 
 
-def test_each_rank_averages_its_half(tmp_path: Path) -> None:
-    run_ranks(exchange, 2, str(tmp_path))
+def test_the_hook_between_processes(tmp_path: Path) -> None:
+    run_ranks(hooked, 2, str(tmp_path))
 
 
-def wrong_group(rank: int, world_size: int) -> None:
-    with pytest.raises(ValueError, match="two CUDA ranks, but got 3 ranks"):
+def one_rank(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match=r"need 2 to 8 CUDA ranks .* but got a group of 1"):
         PeerCopyAverage(dist.group.WORLD)
 
 
-def test_needs_two_cuda_ranks() -> None:
-    run_ranks(wrong_group, 3)
+def test_a_group_of_one_is_refused() -> None:
+    run_ranks(one_rank, 1)

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_lite.buckets import Bucket
 from ddp_lite.collectives import Averager, Chain, SideStream, Waitable
+from ddp_lite.peer_copies import PeerCopies
 
 
 class CompressTo:
@@ -53,12 +54,14 @@ class HierarchicalAverage:
 
     Args:
         mesh: shape (nodes, ranks per node), covering exactly the wrapper's process group.
+        inside: copies between the GPUs of this node, made with the mesh's second group, in place
+            of that group's collectives.
 
     Raises:
-        ValueError: the mesh does not have two dimensions.
+        ValueError: the mesh does not have two dimensions, or ``inside`` is for other ranks.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, *, inside: PeerCopies | None = None) -> None:
         if mesh.ndim != 2:
             raise ValueError(
                 f"the mesh must have two dimensions (nodes, ranks per node), but got {mesh.ndim}. "
@@ -67,6 +70,14 @@ class HierarchicalAverage:
         self._across, self._inside = mesh.get_group(0), mesh.get_group(1)
         self._size = mesh.size()
         self._side = SideStream()
+        self._copies = inside
+        if inside is not None and inside.memory.group.group_name != self._inside.group_name:
+            raise ValueError(
+                "inside must be made with the mesh's second group, mesh.get_group(1), but got "
+                f"copies of the group {inside.memory.group.group_name}. Build "
+                "PeerMemory(mesh.get_group(1))"
+            )
+        self.settings = f"copies inside {inside is not None}"
 
     def __call__(self, flat: Tensor, bucket: Bucket) -> Waitable:
         """Starts averaging ``flat`` in place."""
@@ -77,7 +88,13 @@ class HierarchicalAverage:
             )
         shard = flat.new_empty(flat.numel() // self._inside.size())
 
+        copies = self._copies
+        # Copies average inside the node; NCCL sums.
+        divisor = self._size if copies is None else self._across.size()
+
         def scatter_inside() -> Waitable:
+            if copies is not None:
+                return copies.reduce_scatter([shard], [flat])
             work: Waitable | None = dist.reduce_scatter_tensor(
                 shard, flat, group=self._inside, async_op=True
             )
@@ -85,12 +102,14 @@ class HierarchicalAverage:
             return work
 
         def reduce_across() -> Waitable:
-            shard.mul_(1.0 / self._size)
+            shard.mul_(1.0 / divisor)
             work: Waitable | None = dist.all_reduce(shard, group=self._across, async_op=True)
             assert work is not None
             return work
 
         def gather_inside() -> Waitable:
+            if copies is not None:
+                return copies.all_gather([flat], [shard])
             work: Waitable | None = dist.all_gather_into_tensor(
                 flat, shard, group=self._inside, async_op=True
             )

@@ -1,181 +1,137 @@
-"""Averaging between two GPUs with copy engines: no NCCL kernel competes with the backward pass.
+"""Gradients averaged by copies between the GPUs of one host, and when that is worth choosing.
 
-NCCL's thread blocks hold SMs for as long as a reduction runs, waiting for the slower rank
-included, and matrix products that were tuned for all SMs become slower by much more than their
-share. Here the transfers are plain copies between the two GPUs, which need no SM. Each rank
-averages half of every bucket::
-
-    barrier     both have this bucket's gradients, and nobody reads last step's averages
-    push        my gradients of the peer's half go to the peer's memory       (copy engine)
-    barrier     both have the other's gradients of their own half
-    average     my half: what arrived and my own gradients                    (one kernel)
-    push        my averages go to the peer                                    (copy engine)
-    barrier     both have all averages
-
-Barriers are kernels of one small thread block. The averages live in symmetric memory, which
-stays allocated: one flat copy of the gradients beside those that autograd produces. Multicast is
-not used.
+``PeerCopyAverage`` is the comm hook, ``PeerCopies`` the collectives that it and other packages use
+(``peer_copies.py``), ``PeerMemory`` the memory that the GPUs share (``peer_memory.py``).
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_lite.buckets import Bucket
-from ddp_lite.collectives import Chain, Waitable, backend_for
+from ddp_lite.buckets import MEBIBYTE, Bucket
+from ddp_lite.collectives import Waitable
+from ddp_lite.peer_copies import PeerCopies
+from ddp_lite.peer_memory import PeerMemory, SharedMemory, obstacle
 
-_BARRIER_TIMEOUT_MS = 120_000  # a peer that never comes ends in a CUDA error
-# Gradients are freed when so many further buckets have been started, so that at most this many
-# buckets' gradients exist twice.
-_BUCKETS_IN_FLIGHT = 3
+__all__ = [
+    "Communication",
+    "PeerCopies",
+    "PeerCopyAverage",
+    "PeerMemory",
+    "choose_communication",
+]
+
+#: Smaller messages are faster over NCCL: bus bandwidth on 4 H200s crosses at about this size.
+SMALLEST_MESSAGE_BYTES = 100 * MEBIBYTE
 
 
 class PeerCopyAverage:
-    """A gradient hook for exactly two CUDA ranks with peer access. Keep one per wrapper.
+    """A gradient hook for ``BucketedDDP``: copies between the GPUs instead of NCCL's kernels.
 
-    The average is a + (b - a)/2, made by one rank and copied to the other, so both have the same
-    bits; they may differ from NCCL's in the last place.
+    Collective to build. Keep one per wrapper.
 
     Args:
-        group: the wrapper's process group.
+        group: the wrapper's process group, or the memory that its ranks share.
+        wire_dtype: gradients travel in this dtype, such as ``torch.bfloat16``; sums are made in
+            float32, and every value is rounded twice.
+
+    Attributes:
+        settings: what ranks must agree on, in words.
+        copies: what does the work.
 
     Raises:
-        ValueError: the group has not two ranks, or does not serve CUDA.
+        ValueError: on every rank, if the group's GPUs cannot reach each other.
+        RuntimeError: on every rank, if a GPU has not enough free memory.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        if group.size() != 2 or backend_for(group, torch.device("cuda")) is None:
-            raise ValueError(
-                "copying between peers needs a group of two CUDA ranks, but got "
-                f"{group.size()} ranks with {dist.get_backend_config(group)!r}"
-            )
-        self._group = group
-        self._stream: torch.cuda.Stream | None = None
-        self._exchanges: dict[tuple[int, ...], HalfExchange] = {}
-        self._in_flight: deque[Chain] = deque()
+    def __init__(
+        self, group: dist.ProcessGroup | SharedMemory, *, wire_dtype: torch.dtype | None = None
+    ) -> None:
+        memory = PeerMemory(group) if isinstance(group, dist.ProcessGroup) else group
+        self.copies = PeerCopies(memory, wire_dtype=wire_dtype)
+        self.settings = f"wire_dtype {wire_dtype}, rows of {memory.row_bytes} bytes"
 
     def reduce_gradients(self, bucket: Bucket, gradients: Sequence[Tensor | None]) -> PeerReduction:
-        """Starts averaging; collective the first time that it sees a bucket."""
-        if bucket.indices not in self._exchanges:
-            self._exchanges[bucket.indices] = self._share_memory(bucket)
-        exchange = self._exchanges[bucket.indices]
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(bucket.device)
-        while len(self._in_flight) >= _BUCKETS_IN_FLIGHT:
-            self._in_flight.popleft().wait()  # frees the gradients that it has read
-        chain = Chain(exchange.stages(gradients), bucket.device, self._stream)
-        self._in_flight.append(chain)
-        bucket.flat = exchange.flat
-        return PeerReduction(chain, exchange.views)
-
-    def _share_memory(self, bucket: Bucket) -> HalfExchange:
-        from torch.distributed import _symmetric_memory
-
-        flat = _symmetric_memory.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
-        handle = _symmetric_memory.rendezvous(flat, self._group)
-        me = self._group.rank()
-        theirs = handle.get_buffer(1 - me, (bucket.numel,), bucket.dtype)
-
-        def barrier() -> None:
-            handle.barrier(channel=0, timeout_ms=_BARRIER_TIMEOUT_MS)
-
-        return HalfExchange(bucket, me, flat, theirs, barrier)
+        """Starts averaging the gradients where they lie; None stands for zeros."""
+        group = self.copies.memory.group
+        if bucket.process_group.group_name != group.group_name:
+            raise ValueError(
+                "the comm hook must be built for the wrapper's process group, but it is for "
+                f"{group.group_name} ({group.size()} ranks) and the wrapper's is "
+                f"{bucket.process_group.group_name} ({bucket.process_group.size()} ranks). Build "
+                "PeerCopyAverage from the group that the wrapper is given"
+            )
+        targets = [
+            torch.zeros_like(parameter, memory_format=torch.contiguous_format) if g is None else g
+            for parameter, g in zip(bucket.parameters, gradients, strict=True)
+        ]
+        values = [target.contiguous() for target in targets]  # itself, if it is already
+        return PeerReduction(self.copies.average(values), targets, values)
 
 
 class PeerReduction:
     """One bucket on its way; see ``ddp_lite.reduction``."""
 
-    def __init__(self, work: Waitable, views: Sequence[Tensor]) -> None:
-        self._work, self._views = work, views
+    def __init__(
+        self, work: Waitable, gradients: Sequence[Tensor], values: Sequence[Tensor]
+    ) -> None:
+        self._work, self._gradients, self._values = work, gradients, values
 
     def wait(self) -> Sequence[Tensor]:
-        """The averaged gradients, as views of the flat tensor, in the bucket's order."""
+        """The averaged gradients, in the bucket's order."""
         self._work.wait()
-        return self._views
+        for gradient, value in zip(self._gradients, self._values, strict=True):
+            if gradient is not value:
+                gradient.copy_(value)
+        self._values = self._gradients
+        return self._gradients
 
 
-class HalfExchange:
-    """What two ranks do to average one bucket, each its own half.
-
-    Args:
-        bucket: the parameters.
-        rank: 0 averages the first half, 1 the second.
-        flat: this rank's memory for the averages, ``bucket.numel`` elements.
-        theirs: the other rank's, mapped here.
-        barrier: returns (on CUDA: lets the stream go on) when both ranks have called it.
+@dataclass(frozen=True, kw_only=True)
+class Communication:
+    """How the ranks of a group should move messages of some size, and why.
 
     Attributes:
-        flat: as given.
-        views: the averages, shaped as the parameters.
+        name: "peer-copy" or "nccl".
+        reason: in words.
     """
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        rank: int,
-        flat: Tensor,
-        theirs: Tensor,
-        barrier: Callable[[], None],
-    ) -> None:
-        self.flat = flat
-        self.views = [
-            flat[span].view(parameter.shape)
-            for span, parameter in zip(bucket.slices, bucket.parameters, strict=True)
-        ]
-        self._parameters = bucket.parameters
-        self._barrier = barrier
-        half = bucket.numel // 2
-        mine = slice(0, half) if rank == 0 else slice(half, bucket.numel)
-        other = slice(half, bucket.numel) if rank == 0 else slice(0, half)
-        self._my_half, self._their_copy = flat[mine], theirs[mine]
-        self._kept = _pieces(bucket, mine, flat)
-        self._pushed = _pieces(bucket, other, theirs)
+    name: str
+    reason: str
 
-    def stages(self, gradients: Sequence[Tensor | None]) -> list[Callable[[], None]]:
-        """The steps of a ``Chain`` that averages ``gradients`` into ``views``."""
-        values = [
-            self._readable(gradient, parameter)
-            for gradient, parameter in zip(gradients, self._parameters, strict=True)
-        ]
-
-        def exchange() -> None:
-            self._barrier()
-            for place, part, target in self._pushed:
-                target.copy_(values[place][part])
-            self._barrier()
-
-        def average() -> None:
-            if self._kept:
-                targets = [target for _, _, target in self._kept]
-                own = [values[place][part] for place, part, _ in self._kept]
-                torch._foreach_lerp_(targets, own, 0.5)
-            self._their_copy.copy_(self._my_half)
-            self._barrier()
-
-        return [exchange, average]
-
-    def _readable(self, gradient: Tensor | None, parameter: Tensor) -> Tensor:
-        """The gradient, flat, outside the memory that the peer is going to write to."""
-        if gradient is None:
-            return parameter.new_zeros(parameter.numel())
-        value = gradient.reshape(-1)
-        begin = self.flat.data_ptr()
-        if begin <= value.data_ptr() < begin + self.flat.nbytes:
-            return value.clone()
-        return value
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
 
 
-def _pieces(bucket: Bucket, region: slice, memory: Tensor) -> list[tuple[int, slice, Tensor]]:
-    """The parts of parameters in a region: (place in the bucket, part of it, view of memory)."""
-    found = []
-    for place, span in enumerate(bucket.slices):
-        begin, end = max(span.start, region.start), min(span.stop, region.stop)
-        if begin < end:
-            part = slice(begin - span.start, end - span.start)
-            found.append((place, part, memory[begin:end]))
-    return found
+def choose_communication(group: dist.ProcessGroup, message_bytes: int) -> Communication:
+    """Whether copies between GPUs are worth choosing over NCCL. Collective.
+
+    Nothing chooses by itself: pass ``comm_hook=PeerCopyAverage(group)`` if the answer is
+    "peer-copy". ``print`` shows the reason.
+
+    Args:
+        group: the ranks.
+        message_bytes: size of a typical message, such as a bucket of gradients; the same on every
+            rank.
+
+    Returns:
+        The same on every rank.
+    """
+    if (reason := obstacle(group)) is not None:
+        return Communication(name="nccl", reason=f"the group is {reason}")
+    if message_bytes < SMALLEST_MESSAGE_BYTES:
+        return Communication(
+            name="nccl",
+            reason=f"messages of {message_bytes / MEBIBYTE:.4g} MB are below "
+            f"{SMALLEST_MESSAGE_BYTES // MEBIBYTE} MB, from which copies are faster",
+        )
+    return Communication(
+        name="peer-copy",
+        reason=f"{group.size()} GPUs of one host reach each other's memory, and messages of "
+        f"{message_bytes / MEBIBYTE:.4g} MB are large enough",
+    )

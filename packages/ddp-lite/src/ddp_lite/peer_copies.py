@@ -1,0 +1,341 @@
+"""Averages, reduce-scatters and all-gathers by copies between the GPUs of one host.
+
+NCCL's thread blocks hold SMs for as long as a collective runs, waiting for the slower rank
+included, and matrix products that were tuned for all SMs become slower by much more than their
+share. Here the transfers are plain copies between GPUs with peer access, which need no SM. Sums
+are one kernel per message, and signals are kernels of one small thread block.
+
+An average over N ranks, of which rank r averages row r of each message::
+
+    push      my values of row q go to rank q's memory, for every other q      (copy engine)
+    barrier   all values of my row have arrived
+    reduce    my row: what arrived and my own values                           (one kernel)
+    barrier   all rows are averaged
+    pull      row q comes from rank q's memory into my tensors                 (copy engine)
+
+Values are sent from the tensors and received into them: nothing is packed, unless they travel in
+another dtype. Each row is averaged once and copied, so all ranks end with the same bits; they may
+differ from NCCL's in the last place. ``peer_schedule.py`` has the order of all operations,
+``peer_memory.py`` the memory that the ranks share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ddp_lite import peer_schedule as schedule
+from ddp_lite.collectives import Waitable
+from ddp_lite.peer_memory import SharedMemory
+from ddp_lite.peer_schedule import Kind, Operation, Piece
+
+_Part = tuple[int, Tensor]  # first element in the row, values
+_Program = Callable[[int, int], list[Operation]]
+
+
+class PeerCopies:
+    """Collectives by copies. Every rank calls the same ones in the same order.
+
+    Each returns at once with something to wait for, like an asynchronous collective; until then
+    the tensors must be left alone.
+
+    Args:
+        memory: what the ranks share.
+        wire_dtype: sums travel in this dtype, such as ``torch.bfloat16``, and are made in float32;
+            None for the tensors' own. What ``all_gather`` sends keeps its dtype always.
+
+    Attributes:
+        memory: as given.
+
+    Raises:
+        ValueError: a ``wire_dtype`` that is not floating-point.
+    """
+
+    def __init__(self, memory: SharedMemory, *, wire_dtype: torch.dtype | None = None) -> None:
+        if wire_dtype is not None and not wire_dtype.is_floating_point:
+            raise ValueError(
+                f"wire_dtype must be a floating-point dtype, but got {wire_dtype}. Use "
+                "torch.bfloat16, or leave it out"
+            )
+        self.memory = memory
+        self._wire_dtype = wire_dtype
+        self._rank, self._world_size = memory.group.rank(), memory.group.size()
+        self._plans: dict[tuple[object, ...], list[list[list[Piece]]]] = {}
+
+    def average(self, tensors: Sequence[Tensor]) -> Waitable:
+        """Starts replacing every element by its mean over the ranks.
+
+        Args:
+            tensors: contiguous, of one floating or complex dtype, any shapes.
+        """
+        values = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+        values = [value.view(-1) for value in self._checked(values)]
+        dtype = values[0].dtype if values else torch.float32
+        wire = self._wire_dtype or dtype
+        numels = [value.numel() for value in values]
+        alignment = schedule.ALIGNMENT_BYTES // wire.itemsize
+
+        def run() -> None:
+            for rows in self._plan("together", wire, numels, alignment):
+                parts = [_parts(row, values) for row in rows]
+                if wire == dtype:
+                    self._exchange(schedule.average, wire, parts, parts)
+                    continue
+                packed = [_empty(row, wire, self.memory.device) for row in rows]
+                views = [_parts_at(row, whole) for row, whole in zip(rows, packed, strict=True)]
+                _copy(_flattened(views), _flattened(parts))
+                whole = [[(0, row)] if row.numel() else [] for row in packed]
+                self._exchange(schedule.average, wire, whole, whole)
+                _copy(_flattened(parts), _flattened(views))
+
+        return self._start(run, values)
+
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Waitable:
+        """Starts averaging each input, of which rank r gets the r-th part.
+
+        Args:
+            outputs: one-dimensional, shape (n,), each n its own.
+            inputs: one-dimensional, shape (world_size * n,), of the same dtype, left as they are.
+        """
+        self._check_shapes(parts=outputs, wholes=inputs)
+        dtype = inputs[0].dtype if inputs else torch.float32
+        wire = self._wire_dtype or dtype
+
+        def run() -> None:
+            for rows in self._plan("each", wire, [whole.numel() for whole in inputs]):
+                sent = [_parts(row, inputs) for row in rows]
+                if wire != dtype:
+                    for peer in range(self._world_size):
+                        if peer != self._rank:
+                            packed = _empty(rows[peer], wire, self.memory.device)
+                            _copy(
+                                _flattened([_parts_at(rows[peer], packed)]),
+                                [v for _, v in sent[peer]],
+                            )
+                            sent[peer] = [(0, packed)] if packed.numel() else []
+                mine = [_range_of(outputs[p.tensor], p, self._rank) for p in rows[self._rank]]
+                targets = [(p.at, t) for p, t in zip(rows[self._rank], mine, strict=True)]
+                self._exchange(schedule.reduce_scatter, wire, sent, [targets])
+
+        return self._start(run, [*outputs, *inputs])
+
+    def all_gather(self, wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> Waitable:
+        """Starts filling each whole with every rank's part of it, in the order of ranks.
+
+        Args:
+            wholes: one-dimensional, shape (world_size * n,), each n its own.
+            parts: one-dimensional, shape (n,), of the same dtype; may be this rank's range of its
+                whole.
+        """
+        self._check_shapes(parts=parts, wholes=wholes)
+        dtype = wholes[0].dtype if wholes else torch.float32
+
+        def run() -> None:
+            for rows in self._plan("each", dtype, [whole.numel() for whole in wholes]):
+                received = [_parts(row, wholes) for row in rows]
+                mine = [_range_of(parts[p.tensor], p, self._rank) for p in rows[self._rank]]
+                sent = [(p.at, t) for p, t in zip(rows[self._rank], mine, strict=True)]
+                if all(map(_same_memory, sent, received[self._rank])):
+                    received[self._rank] = []
+                self._exchange(schedule.all_gather, dtype, [sent], received)
+
+        return self._start(run, [*wholes, *parts])
+
+    # -- one message -------------------------------------------------------------------------
+
+    def _start(self, run: Callable[[], None], tensors: Sequence[Tensor]) -> Waitable:
+        stream = self.memory.stream
+        event = None
+        with torch.no_grad():
+            if stream is None:
+                run()
+            else:
+                stream.wait_stream(torch.cuda.current_stream(self.memory.device))
+                with torch.cuda.stream(stream):
+                    run()
+                    event = stream.record_event()
+        self.memory.queued(event)
+        return _Copying(event, tensors)
+
+    def _exchange(
+        self,
+        program: _Program,
+        dtype: torch.dtype,
+        sent: Sequence[Sequence[_Part]],
+        received: Sequence[Sequence[_Part]],
+    ) -> None:
+        """Carries out one window.
+
+        Args:
+            program: makes the list of operations.
+            dtype: what travels.
+            sent: this rank's values of each row; of its own row only, if nothing is pushed.
+            received: where each row's results go; of its own row only, if nothing is pulled.
+        """
+        memory, rank, world_size = self.memory, self._rank, self._world_size
+        number = memory.next_slot()
+        slots = [memory.slot(peer, number, dtype) for peer in range(world_size)]
+        result = schedule.result_row(world_size)
+        own_sent = sent[rank if len(sent) > 1 else 0]
+        own_received = received[rank if len(received) > 1 else 0]
+        for operation in program(rank, world_size):
+            peer = operation.peer
+            match operation.kind:
+                case Kind.BARRIER:
+                    memory.barrier()
+                case Kind.TURN:
+                    memory.turn()
+                case Kind.PUSH:
+                    _into(slots[peer][schedule.landing_row(rank, peer, world_size)], sent[peer])
+                case Kind.REDUCE if program is schedule.average:
+                    self._reduce_in_place(slots[rank], own_sent)
+                case Kind.REDUCE:
+                    self._reduce_into(own_received, slots[rank], own_sent)
+                case Kind.PUBLISH:
+                    _into(slots[rank][result], own_sent)
+                case Kind.PULL:
+                    _out_of(slots[peer][result], received[peer])
+                case Kind.KEEP:
+                    # One kernel for all, where the copies of PULL are one by one for their engine.
+                    row = slots[rank][result]
+                    views = [row[at : at + target.numel()] for at, target in own_received]
+                    _copy([target for _, target in own_received], views)
+
+    def _reduce_in_place(self, rows: Tensor, own: Sequence[_Part]) -> None:
+        """Averages this rank's row into its result row; ``own`` has the dtype of ``rows``."""
+        if not own:
+            return
+        if self._world_size == 2:
+            # a + (b - a)/2, computed in float32 and rounded once
+            landed = [rows[0][at : at + value.numel()] for at, value in own]
+            torch._foreach_lerp_(landed, [value for _, value in own], 0.5)
+            return
+        _into(rows[self._world_size - 1], own)
+        length = max(at + value.numel() for at, value in own)
+        values = rows[: self._world_size, :length]
+        torch.mean(values, 0, out=rows[schedule.result_row(self._world_size), :length])
+
+    def _reduce_into(self, targets: Sequence[_Part], rows: Tensor, own: Sequence[_Part]) -> None:
+        """Averages this rank's row into ``targets``, which divide it as ``own`` does."""
+        if self._world_size > 2:
+            _into(rows[self._world_size - 1], own)
+        for (at, target), (_, value) in zip(targets, own, strict=True):
+            values = rows[: self._world_size, at : at + target.numel()]
+            if self._world_size > 2:
+                torch.mean(values, 0, dtype=target.dtype, out=target)
+            elif target.dtype == values.dtype:
+                torch.lerp(values[0], value, 0.5, out=target)
+            else:
+                torch.add(value, values[0], out=target).mul_(0.5)
+
+    def _plan(
+        self, cut: str, dtype: torch.dtype, numels: Sequence[int], alignment: int = 1
+    ) -> list[list[list[Piece]]]:
+        key = (cut, dtype, *numels)
+        if key not in self._plans:
+            rows = (
+                schedule.cut_together(numels, self._world_size, alignment)
+                if cut == "together"
+                else schedule.cut_each(numels, self._world_size)
+            )
+            self._plans[key] = schedule.windows(rows, self.memory.row_bytes // dtype.itemsize)
+        return self._plans[key]
+
+    # -- arguments ---------------------------------------------------------------------------
+
+    def _checked(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        for tensor in tensors:
+            first = tensors[0]
+            if tensor.dtype != first.dtype or not tensor.is_floating_point():
+                raise ValueError(
+                    "tensors of one message must have one floating dtype, but got "
+                    f"{first.dtype} and {tensor.dtype}. Start one message per dtype"
+                )
+            if tensor.device != self.memory.device:
+                raise ValueError(
+                    f"tensors must be on {self.memory.device}, where this rank's shared memory "
+                    f"is, but got one on {tensor.device}. Call torch.cuda.set_device before "
+                    "PeerMemory is built"
+                )
+            if not tensor.is_contiguous():
+                raise ValueError(
+                    f"tensors must be contiguous, but got strides {tensor.stride()} for shape "
+                    f"{tuple(tensor.shape)}. Call contiguous() first"
+                )
+        return tensors
+
+    def _check_shapes(self, *, parts: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
+        if len(parts) != len(wholes):
+            raise ValueError(
+                f"there must be one part for each whole, but got {len(parts)} parts and "
+                f"{len(wholes)} wholes. Pass lists of the same length"
+            )
+        self._checked([*wholes, *parts])
+        shapes = [
+            (tuple(part.shape), tuple(whole.shape))
+            for part, whole in zip(parts, wholes, strict=True)
+        ]
+        for part, whole in shapes:
+            if len(part) != 1 or whole != (part[0] * self._world_size,):
+                raise ValueError(
+                    "a whole must have one dimension and world_size times the elements of its "
+                    f"part, but got {whole} and {part} for {self._world_size} ranks. Pad both"
+                )
+
+
+class _Copying:
+    """A message under way. It keeps the tensors, which the copies' stream uses."""
+
+    def __init__(self, event: torch.cuda.Event | None, tensors: Sequence[Tensor]) -> None:
+        self._event, self._tensors = event, tensors
+
+    def wait(self) -> None:
+        """On CUDA the current stream waits, not the host."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+        self._tensors = ()
+
+
+def _parts(row: Sequence[Piece], tensors: Sequence[Tensor]) -> list[_Part]:
+    """The pieces of a row as views of the one-dimensional tensors."""
+    return [(piece.at, tensors[piece.tensor][piece.begin : piece.end]) for piece in row]
+
+
+def _parts_at(row: Sequence[Piece], whole: Tensor) -> list[_Part]:
+    """The pieces of a row as views of the row itself."""
+    return [(p.at, whole[p.at : p.at + p.end - p.begin]) for p in row]
+
+
+def _range_of(part: Tensor, piece: Piece, rank: int) -> Tensor:
+    """The piece of a whole, as a view of this rank's part of that whole."""
+    first = rank * part.numel()
+    return part[piece.begin - first : piece.end - first]
+
+
+def _empty(row: Sequence[Piece], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(schedule.length_of(row), dtype=dtype, device=device)
+
+
+def _flattened(rows: Sequence[Sequence[_Part]]) -> list[Tensor]:
+    return [tensor for row in rows for _, tensor in row]
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def _into(row: Tensor, parts: Sequence[_Part]) -> None:
+    for at, values in parts:
+        row[at : at + values.numel()].copy_(values)
+
+
+def _out_of(row: Tensor, parts: Sequence[_Part]) -> None:
+    for at, target in parts:
+        target.copy_(row[at : at + target.numel()])
+
+
+def _same_memory(first: _Part, second: _Part) -> bool:
+    return first[1].data_ptr() == second[1].data_ptr()

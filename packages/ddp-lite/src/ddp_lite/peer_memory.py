@@ -1,0 +1,282 @@
+"""Memory of this GPU that the other GPUs of the host can write to and read, and signals between.
+
+The memory is torch's symmetric memory. Signals are kernels of one small thread block, which wait
+for a bounded time. NVLink multicast is not used.
+
+A kernel whose time is over ends the CUDA context with an error that names nothing. So a thread of
+the host watches every exchange, and finds out first which ranks are lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+import weakref
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_lite.buckets import MEBIBYTE, bytes_from_mb
+from ddp_lite.collectives import all_gather_json, backend_for
+from ddp_lite.errors import Peer, RollCall
+from ddp_lite.peer_schedule import ALIGNMENT_BYTES, SLOTS, rows_in_slot
+
+LARGEST_GROUP = 8
+_BARRIER_CHANNEL, _TURN_CHANNEL = 0, 1
+# The host's watch must come to its result before the kernels end the CUDA context.
+_SECONDS_FOR_THE_WATCH = 10.0
+_POLL_SECONDS = 0.05
+
+_log = logging.getLogger("ddp_lite")
+
+
+class SharedMemory(Protocol):
+    """What ``PeerCopies`` needs of the memory that ranks share.
+
+    Attributes:
+        group: the ranks.
+        device: where the memory of this rank lies.
+        stream: on CUDA, what all copies and signals are queued on.
+        row_bytes: room of one row.
+    """
+
+    group: dist.ProcessGroup
+    device: torch.device
+    stream: torch.cuda.Stream | None
+    row_bytes: int
+
+    def next_slot(self) -> int:
+        """The number of the slot that the next window uses."""
+
+    def slot(self, rank: int, number: int, dtype: torch.dtype) -> Tensor:
+        """A slot of ``rank``'s memory, mapped here, shape (rows, elements in ``row_bytes``)."""
+
+    def barrier(self) -> None:
+        """Waits for all ranks (on CUDA, the stream does)."""
+
+    def turn(self) -> None:
+        """Signals rank - 1 and waits for the signal of rank + 1."""
+
+    def queued(self, event: torch.cuda.Event | None) -> None:
+        """Everything up to ``event`` has been queued.
+
+        Raises:
+            PeerFailureError: an earlier exchange did not finish in time.
+        """
+
+
+class PeerMemory:
+    """Symmetric memory of the GPUs of one host. Collective to build.
+
+    Args:
+        group: 2 to 8 CUDA ranks on GPUs of one host with peer access to each other.
+        buffer_mb: MB (1024² bytes) of memory on each GPU. Longer messages travel in parts.
+            ``torch.cuda.memory_allocated`` does not count this memory.
+        timeout: how long an exchange may wait for other ranks.
+
+    Attributes:
+        group, device, stream, row_bytes: see ``SharedMemory``.
+        nbytes: symmetric memory on this GPU, in bytes.
+
+    Raises:
+        ValueError: on every rank, if the group cannot do this; the message says why.
+        RuntimeError: on every rank, if a GPU has not enough free memory.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        buffer_mb: float = 512,
+        timeout: timedelta = timedelta(minutes=10),
+    ) -> None:
+        if (reason := obstacle(group)) is not None:
+            raise ValueError(
+                "copies between GPUs need 2 to 8 CUDA ranks on GPUs of one host with peer access, "
+                f"but got {reason}. Use NCCL: leave out the comm hook or communication="
+            )
+        nbytes = bytes_from_mb(buffer_mb, "buffer_mb")
+        rows = SLOTS * rows_in_slot(group.size())
+        if nbytes is None or nbytes < rows * ALIGNMENT_BYTES:
+            raise ValueError(
+                f"buffer_mb must be at least {rows * ALIGNMENT_BYTES / MEBIBYTE:.3g} MB for "
+                f"{group.size()} ranks, but got {buffer_mb}. Leave it out for 512 MB"
+            )
+        self.group = group
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        # High priority, so that signals and sums do not queue behind the blocks of products.
+        self.stream: torch.cuda.Stream | None = torch.cuda.Stream(self.device, priority=-1)
+        self.row_bytes = nbytes // rows // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        self.nbytes = rows * self.row_bytes
+        self._windows = 0
+        self._rank, self._world_size = group.rank(), group.size()
+        seconds = timeout.total_seconds()
+        self._kernel_timeout_ms = int(1000 * (seconds + _SECONDS_FOR_THE_WATCH))
+        self._watch = Watch(RollCall(group, "PeerMemory"), seconds, self.device)
+        self._memory = self._allocate()
+        self._connect()
+
+    def _allocate(self) -> Tensor:
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        memory, problem = None, ""
+        free = torch.cuda.mem_get_info(self.device)[0]
+        try:
+            # Not ``_symmetric_memory.empty``, whose memory may come from a pool, at an offset.
+            memory = _SymmetricMemory.empty_strided_p2p(
+                (self.nbytes,), (1,), torch.uint8, self.device
+            )
+        except RuntimeError as error:
+            problem = f"rank {self._rank} has {free / MEBIBYTE:,.0f} MB free ({error})"
+        problems = [each for each in all_gather_json(problem, self.group) if each]
+        if problems or memory is None:
+            raise RuntimeError(
+                f"every GPU must have {self.nbytes / MEBIBYTE:,.0f} MB free for buffer_mb, but "
+                f"{'; '.join(problems)}. Pass a smaller buffer_mb, or use NCCL"
+            )
+        return memory
+
+    def _connect(self) -> None:
+        from torch.distributed import _symmetric_memory
+
+        self._handle = _symmetric_memory.rendezvous(self._memory, self.group)
+        shape = (self.nbytes,)
+        self._peers = [
+            self._memory
+            if rank == self._rank
+            else self._handle.get_buffer(rank, shape, torch.uint8)
+            for rank in range(self._world_size)
+        ]
+
+    def next_slot(self) -> int:
+        """The number of the slot that the next window uses."""
+        self._windows += 1
+        return self._windows % SLOTS
+
+    def slot(self, rank: int, number: int, dtype: torch.dtype) -> Tensor:
+        """A slot of ``rank``'s memory, mapped here, shape (rows, elements in ``row_bytes``)."""
+        rows = rows_in_slot(self._world_size)
+        slots = self._peers[rank].view(dtype).view(SLOTS, rows, self.row_bytes // dtype.itemsize)
+        return slots[number]
+
+    def barrier(self) -> None:
+        """The current stream waits for all ranks."""
+        self._handle.barrier(_BARRIER_CHANNEL, self._kernel_timeout_ms)
+
+    def turn(self) -> None:
+        """The current stream signals rank - 1 and waits for the signal of rank + 1."""
+        before, after = (self._rank - 1) % self._world_size, (self._rank + 1) % self._world_size
+        self._handle.put_signal(before, _TURN_CHANNEL, self._kernel_timeout_ms)
+        self._handle.wait_signal(after, _TURN_CHANNEL, self._kernel_timeout_ms)
+
+    def queued(self, event: torch.cuda.Event | None) -> None:
+        """Watches ``event``; raises if an earlier one did not come in time."""
+        assert event is not None
+        self._watch.add(event)
+
+
+class Watch:
+    """A thread that names lost ranks when an event does not come in time.
+
+    The error is logged at once, because the host may be waiting inside CUDA, and raised where the
+    next exchange is started.
+
+    Args:
+        roll_call: finds out who is lost.
+        seconds: how long to wait for an event after the one before it has come.
+        device: of the events.
+    """
+
+    def __init__(self, roll_call: RollCall, seconds: float, device: torch.device) -> None:
+        self._events: queue.SimpleQueue[torch.cuda.Event | None] = queue.SimpleQueue()
+        self._errors: list[Exception] = []
+        thread = threading.Thread(
+            target=_watch,
+            args=(self._events, self._errors, roll_call, seconds, device),
+            daemon=True,
+            name="ddp_lite watch over copies",
+        )
+        thread.start()
+        weakref.finalize(self, self._events.put, None)
+
+    def add(self, event: torch.cuda.Event) -> None:
+        """Waits for ``event`` too.
+
+        Raises:
+            PeerFailureError: an earlier one did not come in time.
+        """
+        if self._errors:
+            raise self._errors[0]
+        self._events.put(event)
+
+
+def _watch(
+    events: queue.SimpleQueue[torch.cuda.Event | None],
+    errors: list[Exception],
+    roll_call: RollCall,
+    seconds: float,
+    device: torch.device,
+) -> None:
+    torch.cuda.set_device(device)  # a thread begins with the first GPU, which is another rank's
+    number = 0
+    while (event := events.get()) is not None:
+        number += 1
+        begin = time.monotonic()
+        try:
+            while not event.query():
+                if time.monotonic() - begin > seconds:
+                    raise RuntimeError(f"not finished after {seconds:.0f} s")
+                time.sleep(_POLL_SECONDS)
+        except RuntimeError as cause:  # CUDA's errors are RuntimeErrors too
+            waited = time.monotonic() - begin
+            error = roll_call.failure("an exchange between GPUs", number, waited, cause)
+            errors.append(error)
+            _log.error("%s", error)
+            return
+
+
+def obstacle(group: dist.ProcessGroup) -> str | None:
+    """What keeps the ranks of a group from copying between their GPUs, in words. Collective.
+
+    Returns:
+        The same on every rank; None if nothing does.
+    """
+    world_size = group.size()
+    if not 2 <= world_size <= LARGEST_GROUP:
+        return f"a group of {world_size}"
+    if backend_for(group, torch.device("cuda")) is None:
+        return f"{world_size} ranks with {dist.get_backend_config(group)!r}, which is not for CUDA"
+    here = Peer.here()
+    gpu = _uuid(torch.cuda.current_device()) if torch.cuda.is_available() else None
+    everyone = all_gather_json([here.host, gpu], group)
+    hosts = sorted({host for host, _ in everyone})
+    if len(hosts) > 1:
+        return f"ranks on {len(hosts)} hosts ({', '.join(hosts)})"
+    gpus = [each for _, each in everyone]
+    if None in gpus:
+        return f"{world_size} ranks without a GPU for each"
+    if len(set(gpus)) < world_size:
+        return f"{world_size} ranks on {len(set(gpus))} GPUs"
+    # A rank that cannot see a peer's GPU cannot reach it either.
+    unreachable = [rank for rank, each in enumerate(gpus) if each != gpu and not _reaches(each)]
+    for rank, missing in enumerate(all_gather_json(unreachable, group)):
+        if missing:
+            return f"rank {rank} without access to the GPU of rank {missing[0]}"
+    return None
+
+
+def _uuid(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def _reaches(uuid: str) -> bool:
+    mine = torch.cuda.current_device()
+    return any(
+        _uuid(index) == uuid and torch.cuda.can_device_access_peer(mine, index)
+        for index in range(torch.cuda.device_count())
+    )

@@ -1,0 +1,212 @@
+"""Who copies which chunk when: the plan of copies between GPUs, without tensors and without GPUs.
+
+A message is cut into one *row* per rank, and rank q averages, or sends to everyone, row q. A row
+that is longer than the shared memory has room for is processed in several *windows*, one after the
+other. Each window is one list of operations per rank; ``reduce_scatter``, ``all_gather`` and
+``average`` make these lists.
+
+Copies are made in turns: in step s, rank r copies to or from rank r + s, and begins when rank
+r + 1, which had that peer in step s - 1, has finished. Otherwise two copies meet at one GPU and
+each gets less than half of its bandwidth.
+
+Two *slots* of shared memory alternate from window to window. A slot is written again two windows
+later. Every window has a barrier between, so no rank can still be reading it by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+SLOTS = 2
+#: Rows begin at multiples of this many bytes, as vectorised kernels and copy engines need.
+ALIGNMENT_BYTES = 256
+
+
+class Kind(Enum):
+    """What an operation does."""
+
+    PUSH = auto()
+    """Copy this rank's values of the peer's row into the peer's memory."""
+    REDUCE = auto()
+    """Average this rank's row over what the others have pushed and this rank's own values."""
+    PUBLISH = auto()
+    """Copy this rank's values into its own memory, for the others to pull."""
+    PULL = auto()
+    """Copy the peer's result from the peer's memory."""
+    KEEP = auto()
+    """Copy this rank's own result from its memory."""
+    BARRIER = auto()
+    """Wait until all ranks are here."""
+    TURN = auto()
+    """Tell rank - 1 that this rank has finished its step; wait until rank + 1 says so."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of one rank.
+
+    Attributes:
+        kind: what it does.
+        peer: the rank that it copies to or from; -1 where there is none.
+    """
+
+    kind: Kind
+    peer: int = -1
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A range of one tensor that lies in one row.
+
+    Attributes:
+        tensor: index of the tensor.
+        begin: first element in the flattened tensor.
+        end: one past the last.
+        at: the first element's place in the row.
+    """
+
+    tensor: int
+    begin: int
+    end: int
+    at: int
+
+
+def _in_turns(kind: Kind, rank: int, world_size: int) -> list[Operation]:
+    operations = []
+    for step in range(1, world_size):
+        if step > 1:
+            operations.append(Operation(Kind.TURN))
+        operations.append(Operation(kind, (rank + step) % world_size))
+    return operations
+
+
+def reduce_scatter(rank: int, world_size: int) -> list[Operation]:
+    """The operations by which every rank gets the average of its row."""
+    return [
+        *_in_turns(Kind.PUSH, rank, world_size),
+        Operation(Kind.BARRIER),
+        Operation(Kind.REDUCE),
+    ]
+
+
+def all_gather(rank: int, world_size: int) -> list[Operation]:
+    """The operations by which every rank gets all rows, of which it has one."""
+    return [Operation(Kind.PUBLISH), *_gather(rank, world_size)]
+
+
+def average(rank: int, world_size: int) -> list[Operation]:
+    """The operations by which every rank gets the averages of all rows."""
+    return [*reduce_scatter(rank, world_size), *_gather(rank, world_size)]
+
+
+def _gather(rank: int, world_size: int) -> list[Operation]:
+    return [
+        Operation(Kind.BARRIER),
+        *_in_turns(Kind.PULL, rank, world_size),
+        Operation(Kind.KEEP),
+    ]
+
+
+# --- where the rows of a slot lie ------------------------------------------------------------
+
+
+def rows_in_slot(world_size: int) -> int:
+    """Rows of shared memory that one slot needs.
+
+    Two ranks average in the row that the other one has written. More ranks need a row for each
+    rank's values, their own included, and one for the result.
+    """
+    return 1 if world_size == 2 else world_size + 1
+
+
+def landing_row(sender: int, owner: int, world_size: int) -> int:
+    """The row of ``owner``'s slot in which ``sender``'s values land; its own come last."""
+    return (sender - owner - 1) % world_size
+
+
+def result_row(world_size: int) -> int:
+    """The row of a slot in which its owner's result lies."""
+    return rows_in_slot(world_size) - 1
+
+
+# --- which elements lie in which row ---------------------------------------------------------
+
+
+def cut_together(numels: Sequence[int], world_size: int, alignment: int) -> list[list[Piece]]:
+    """Cuts the concatenation of some tensors into rows of nearly equal length.
+
+    Args:
+        numels: elements of each tensor.
+        world_size: number of rows.
+        alignment: rows begin at multiples of this many elements. The last rows of a short
+            message are shorter, or empty.
+
+    Returns:
+        The pieces of each row.
+    """
+    length = -(-sum(numels) // world_size)
+    length = max(1, -(-length // alignment) * alignment)
+    rows: list[list[Piece]] = [[] for _ in range(world_size)]
+    start = 0
+    for tensor, numel in enumerate(numels):
+        done = 0
+        while done < numel:
+            row, at = divmod(start + done, length)
+            end = min(numel, done + length - at)
+            rows[row].append(Piece(tensor, done, end, at))
+            done = end
+        start += numel
+    return rows
+
+
+def cut_each(numels: Sequence[int], world_size: int) -> list[list[Piece]]:
+    """Cuts every tensor into ``world_size`` equal ranges; row q holds range q of each tensor.
+
+    Args:
+        numels: elements of each tensor, multiples of ``world_size``.
+        world_size: number of rows.
+    """
+    rows: list[list[Piece]] = []
+    for row in range(world_size):
+        pieces, at = [], 0
+        for tensor, numel in enumerate(numels):
+            share = numel // world_size
+            if share:
+                pieces.append(Piece(tensor, row * share, (row + 1) * share, at))
+            at += share
+        rows.append(pieces)
+    return rows
+
+
+def windows(rows: Sequence[Sequence[Piece]], capacity: int) -> list[list[list[Piece]]]:
+    """Cuts rows into windows of at most ``capacity`` elements.
+
+    Args:
+        rows: the pieces of each row.
+        capacity: elements that a row of shared memory has room for.
+
+    Returns:
+        For each window the pieces of each row, whose places count from the window's begin.
+    """
+    longest = max((piece.at + piece.end - piece.begin for row in rows for piece in row), default=0)
+    found = []
+    for first in range(0, longest, capacity):
+        last = first + capacity
+        found.append([[p for piece in row for p in _inside(piece, first, last)] for row in rows])
+    return found
+
+
+def _inside(piece: Piece, first: int, last: int) -> list[Piece]:
+    begin = max(piece.at, first)
+    end = min(piece.at + piece.end - piece.begin, last)
+    if begin >= end:
+        return []
+    shift = piece.begin - piece.at
+    return [Piece(piece.tensor, begin + shift, end + shift, begin - first)]
+
+
+def length_of(row: Sequence[Piece]) -> int:
+    """Elements from the begin of a row to the end of its last piece."""
+    return max((piece.at + piece.end - piece.begin for piece in row), default=0)

@@ -1,0 +1,166 @@
+"""Collectives by copies between GPUs, against NCCL and exact sums, on all GPUs of the host."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_lite import BucketedDDP
+from ddp_lite.hooks import HierarchicalAverage
+from ddp_lite.peer import PeerCopies, PeerCopyAverage, PeerMemory, choose_communication
+from ranks import run_ranks
+
+pytestmark = pytest.mark.multi_gpu
+
+
+def gpus() -> int:
+    return min(8, torch.cuda.device_count())
+
+
+def values(rank: int, step: int, numels: list[int], device: torch.device) -> list[Tensor]:
+    generator = torch.Generator(device).manual_seed(100 * step + rank)
+    return [torch.randn(n, generator=generator, device=device) for n in numels]
+
+
+def bound(inputs: Tensor, wire_dtype: torch.dtype | None) -> Tensor:
+    """The largest error of an average of float32 inputs, stacked; see ``test_peer.py``."""
+    size, exact = inputs.abs().mean(0), inputs.mean(0).abs()
+    rounded = 0 if wire_dtype is None else 1.01 * 2.0**-8 * (size + exact)
+    return 2.0**-24 * (len(inputs) + 1) * size + rounded
+
+
+def collectives(rank: int, world_size: int) -> None:
+    """Ragged sizes, many windows and one, messages in flight, ranks that are late by turns."""
+    device = torch.device("cuda", rank)
+    group = dist.group.WORLD
+    assert group is not None
+    numels = [333_333, 1, 0, 4_000_000, 77]
+    choice = choose_communication(group, 2**30)
+    assert choice.name == "peer-copy", str(choice)
+    assert choose_communication(group, 2**20).name == "nccl"
+    for buffer_mb, wire_dtype in ((64, None), (2, None), (64, torch.bfloat16)):
+        before = torch.cuda.mem_get_info()[0]
+        memory = PeerMemory(group, buffer_mb=buffer_mb, timeout=timedelta(seconds=60))
+        assert 0.9 * buffer_mb * 2**20 < memory.nbytes <= buffer_mb * 2**20
+        assert before - torch.cuda.mem_get_info()[0] >= memory.nbytes
+        copies = PeerCopies(memory, wire_dtype=wire_dtype)
+        under_way = []
+        for step in range(6):
+            if (step + rank) % 2:
+                torch.cuda._sleep(5_000_000)  # about 3 ms
+            tensors = values(rank, step, numels, device)
+            wholes = values(rank, step, [n * world_size for n in numels], device)
+            parts = [torch.full((n,), torch.nan, device=device) for n in numels]
+            gathered = [torch.full_like(whole, torch.nan) for whole in wholes]
+            works = [
+                copies.average(tensors),
+                copies.reduce_scatter(parts, wholes),
+                copies.all_gather(
+                    gathered, [whole[:n] for whole, n in zip(wholes, numels, strict=True)]
+                ),
+            ]
+            under_way.append((works, tensors, parts, gathered))
+            # memory that a copy might still read must not be given to somebody else
+            torch.full((8_000_000,), torch.nan, device=device)
+        for step, (works, tensors, parts, gathered) in enumerate(under_way):
+            for work in works:
+                work.wait()
+            each = [values(r, step, numels, device) for r in range(world_size)]
+            scattered = [
+                values(r, step, [n * world_size for n in numels], device) for r in range(world_size)
+            ]
+            for place, numel in enumerate(numels):
+                if not numel:
+                    continue
+                inputs = torch.stack([v[place].double() for v in each])
+                error = (tensors[place] - inputs.mean(0)).abs()
+                assert (error <= bound(inputs, wire_dtype)).all(), (buffer_mb, step, place)
+                from_rank_0 = tensors[place].clone()
+                dist.broadcast(from_rank_0, 0)
+                assert torch.equal(from_rank_0, tensors[place]), "ranks have different bits"
+                mine = slice(rank * numel, (rank + 1) * numel)
+                inputs = torch.stack([v[place][mine].double() for v in scattered])
+                error = (parts[place] - inputs.mean(0)).abs()
+                assert (error <= bound(inputs, wire_dtype)).all(), (buffer_mb, step, place)
+                assert torch.equal(
+                    gathered[place], torch.cat([v[place][:numel] for v in scattered])
+                )
+
+
+def test_collectives() -> None:
+    run_ranks(collectives, gpus(), backend="nccl", timeout=120)
+
+
+def layers(device: torch.device) -> nn.Module:
+    torch.manual_seed(0)
+    parts = [nn.Linear(256, 333), nn.GELU(), nn.Linear(333, 1), nn.Linear(1, 77)]
+    return nn.Sequential(*parts).to(device)
+
+
+def hooked(rank: int, world_size: int) -> None:
+    """Gradients that accumulate, several buckets, both wire dtypes, two levels; same bits."""
+    device = torch.device("cuda", rank)
+    group = dist.group.WORLD
+    assert group is not None
+    mesh = dist.device_mesh.init_device_mesh("cuda", (1, world_size))
+    memory = PeerMemory(group, buffer_mb=1)
+    inside = PeerCopies(PeerMemory(mesh.get_group(1), buffer_mb=1))
+    exact, rounded = {"rtol": 1e-5, "atol": 1e-6}, {"rtol": 2e-2, "atol": 2e-3}
+    hooks = {
+        "float32": (PeerCopyAverage(memory), exact),
+        "bfloat16": (PeerCopyAverage(memory, wire_dtype=torch.bfloat16), rounded),
+        "two levels": (HierarchicalAverage(mesh, inside=inside), exact),
+    }
+    for name, (hook, tolerance) in hooks.items():
+        for size_mb in (None, 0.2, 0.001):
+            model, alone = layers(device), layers(device)
+            wrapped = BucketedDDP(model, size_mb, comm_hook=hook)
+            for step in range(4):
+                if step % 2 == 0:
+                    model.zero_grad()
+                    alone.zero_grad()
+                generator = torch.Generator().manual_seed(100 * step + rank)
+                inputs = torch.randn(32, 256, generator=generator).to(device)
+                wrapped(inputs).square().mean().backward()
+                loss = alone(inputs).square().mean()
+                for p, g in zip(
+                    alone.parameters(),
+                    torch.autograd.grad(loss, list(alone.parameters())),
+                    strict=True,
+                ):
+                    dist.all_reduce(g, dist.ReduceOp.AVG)
+                    p.grad = g if p.grad is None else p.grad + g
+                for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+                    assert p.grad is not None
+                    torch.testing.assert_close(
+                        p.grad, q.grad, **tolerance, msg=lambda m, n=name: f"{n}: {m}"
+                    )
+                    from_rank_0 = p.grad.clone()
+                    dist.broadcast(from_rank_0, 0)
+                    assert torch.equal(p.grad, from_rank_0), name
+            wrapped.detach()
+
+
+def test_gradients() -> None:
+    run_ranks(hooked, gpus(), backend="nccl", timeout=120)
+
+
+def refused(rank: int, world_size: int) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    with pytest.raises(RuntimeError, match=r"must have [\d,]+ MB free for buffer_mb, but rank 0"):
+        PeerMemory(group, buffer_mb=10_000_000)
+    with pytest.raises(ValueError, match="buffer_mb must be at least"):
+        PeerMemory(group, buffer_mb=1e-6)
+    copies = PeerCopies(PeerMemory(group, buffer_mb=1))
+    with pytest.raises(ValueError, match=rf"must be on cuda:{rank}, .* but got one on cpu"):
+        copies.average([torch.zeros(2)])
+    tensor = torch.full((3,), float(rank), device="cuda")
+    copies.average([tensor]).wait()  # it goes on after that
+    assert tensor.tolist() == [(world_size - 1) / 2] * 3
+
+
+def test_bad_input_is_refused_on_every_rank() -> None:
+    run_ranks(refused, 2, backend="nccl", timeout=120)

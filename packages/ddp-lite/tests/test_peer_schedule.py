@@ -1,0 +1,176 @@
+"""The plan of copies: every element in one row, no race between ranks, whatever the sizes."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from ddp_lite import peer_schedule as schedule
+from ddp_lite.peer_schedule import Kind, Operation, Piece
+
+WORLD_SIZES = range(2, 9)
+PROGRAMS = (schedule.reduce_scatter, schedule.all_gather, schedule.average)
+
+Program = Callable[[int, int], list[Operation]]
+Place = tuple[int, int, int]  # owner, slot, row
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("capacity", [1, 7, 64, 10_000])
+def test_every_element_lies_in_one_row(world_size: int, capacity: int) -> None:
+    numels = [3, 0, 17, 128, 1, 333]
+    for rows, equal in (
+        (schedule.cut_together(numels, world_size, 8), False),
+        (schedule.cut_each([n * world_size for n in numels], world_size), True),
+    ):
+        assert len(rows) == world_size
+        seen: Counter[tuple[int, int]] = Counter()
+        for window in schedule.windows(rows, capacity):
+            for row in window:
+                places: Counter[int] = Counter()
+                for piece in row:
+                    count = piece.end - piece.begin
+                    seen.update((piece.tensor, i) for i in range(piece.begin, piece.end))
+                    places.update(range(piece.at, piece.at + count))
+                assert all(times == 1 for times in places.values())
+                assert schedule.length_of(row) <= capacity
+                assert schedule.length_of(row) == len(places), "no gaps"
+        factor = world_size if equal else 1
+        wanted = {(t, i) for t, n in enumerate(numels) for i in range(n * factor)}
+        assert seen == Counter(wanted)
+
+
+def test_rows_begin_aligned() -> None:
+    rows = schedule.cut_together([1000, 1], 3, 64)
+    firsts = [row[0] for row in rows if row]
+    assert [piece.begin % 64 for piece in firsts] == [0, 0, 0]
+    assert schedule.cut_together([5], 4, 64) == [[Piece(0, 0, 5, 0)], [], [], []]
+    assert schedule.windows(schedule.cut_together([], 2, 64), 8) == []
+
+
+def accesses(
+    operation: Operation, rank: int, slot: int, world_size: int, program: Program
+) -> list[tuple[Place, bool]]:
+    """The shared memory that an operation touches, and whether it writes there."""
+    peer, result = operation.peer, schedule.result_row(world_size)
+    landed = [
+        schedule.landing_row(sender, rank, world_size)
+        for sender in range(world_size)
+        if sender != rank or world_size > 2
+    ]
+    match operation.kind:
+        case Kind.PUSH:
+            return [((peer, slot, schedule.landing_row(rank, peer, world_size)), True)]
+        case Kind.REDUCE:
+            found = [((rank, slot, row), False) for row in landed]
+            if world_size > 2:
+                own = schedule.landing_row(rank, rank, world_size)
+                found.append(((rank, slot, own), True))
+            if program is schedule.average:
+                found.append(((rank, slot, result), True))
+            return found
+        case Kind.PUBLISH:
+            return [((rank, slot, result), True)]
+        case Kind.PULL:
+            return [((peer, slot, result), False)]
+        case Kind.KEEP:
+            return [((rank, slot, result), False)]
+    return []
+
+
+def races(world_size: int, messages: Sequence[Program], slots: int, leave_out: int = -1) -> int:
+    """Pairs of conflicting accesses that no barrier and no signal orders, by vector clocks.
+
+    Args:
+        world_size: number of ranks.
+        messages: one program per window.
+        slots: number of slots that alternate.
+        leave_out: all ranks skip this barrier.
+    """
+    todo: list[list[tuple[Operation, int, Program]]] = []
+    for rank in range(world_size):
+        operations = []
+        barriers = 0
+        for number, program in enumerate(messages):
+            for operation in program(rank, world_size):
+                if operation.kind is Kind.BARRIER:
+                    barriers += 1
+                    if barriers - 1 == leave_out:
+                        continue
+                operations.append((operation, number % slots, program))
+        todo.append(operations[::-1])
+    clocks = [[0] * world_size for _ in range(world_size)]
+    signals: list[list[list[int]]] = [[] for _ in range(world_size)]  # by receiver
+    signalled = [False] * world_size
+    log: dict[Place, list[tuple[int, bool, list[int]]]] = {}
+
+    def join(rank: int, other: Sequence[int]) -> None:
+        clocks[rank] = [max(a, b) for a, b in zip(clocks[rank], other, strict=True)]
+
+    while any(todo):
+        moved = False
+        for rank in range(world_size):
+            while todo[rank] and todo[rank][-1][0].kind is not Kind.BARRIER:
+                operation, slot, program = todo[rank][-1]
+                clocks[rank][rank] += 1
+                if operation.kind is Kind.TURN:
+                    if not signalled[rank]:
+                        signals[(rank - 1) % world_size].append(list(clocks[rank]))
+                        signalled[rank], moved = True, True
+                    if not signals[rank]:
+                        break
+                    join(rank, signals[rank].pop(0))
+                    signalled[rank] = False
+                for place, writes in accesses(operation, rank, slot, world_size, program):
+                    log.setdefault(place, []).append((rank, writes, list(clocks[rank])))
+                todo[rank].pop()
+                moved = True
+        if all(queue and queue[-1][0].kind is Kind.BARRIER for queue in todo):
+            everyone = [max(column) for column in zip(*clocks, strict=True)]
+            for rank in range(world_size):
+                join(rank, everyone)
+                todo[rank].pop()
+            moved = True
+        assert moved, "the ranks wait for each other for ever"
+    found = 0
+    for touched in log.values():
+        for place, (first, writes, before) in enumerate(touched):
+            for second, also, after in touched[place + 1 :]:
+                if first != second and (writes or also):
+                    ordered = before[first] <= after[first] or after[second] <= before[second]
+                    found += not ordered
+    return found
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_no_two_ranks_race(world_size: int) -> None:
+    generator = random.Random(world_size)
+    for program in PROGRAMS:
+        assert races(world_size, [program] * 5, schedule.SLOTS) == 0
+    for _ in range(5):
+        messages = generator.choices(PROGRAMS, k=8)
+        assert races(world_size, messages, schedule.SLOTS) == 0
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_the_check_finds_races(world_size: int) -> None:
+    for program in (schedule.reduce_scatter, schedule.all_gather):
+        assert races(world_size, [program] * 3, slots=1) > 0, "one slot is not enough"
+    for program in PROGRAMS:
+        assert races(world_size, [program] * 3, schedule.SLOTS, leave_out=0) > 0
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_no_two_copies_meet_at_one_gpu(world_size: int) -> None:
+    for kind in (Kind.PUSH, Kind.PULL):
+        plans = [
+            [op.peer for op in schedule.average(rank, world_size) if op.kind is kind]
+            for rank in range(world_size)
+        ]
+        for rank, peers in enumerate(plans):
+            assert sorted(peers) == [peer for peer in range(world_size) if peer != rank]
+        for step in zip(*plans, strict=True):
+            assert len(set(step)) == world_size
+        turns = [op.kind for op in schedule.average(0, world_size)].count(Kind.TURN)
+        assert turns == 2 * (world_size - 2)
