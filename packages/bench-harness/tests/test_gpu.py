@@ -178,6 +178,15 @@ def test_train_step(run):
             "overlap",
             "bucketed",
             {"wrapper": {"name": "bucketed", "wire_dtype": "bf16"}},
+            {"wrapper": {"name": "bucketed", "comm_hook": "peer-copy"}},
+            {"wrapper": {"name": "bucketed", "comm_hook": "peer-copy", "wire_dtype": "bf16"}},
+            {
+                "optimizer": {
+                    "name": "sharded",
+                    "reduce_gradients": True,
+                    "communication": "peer-copy",
+                }
+            },
             {"wrapper": "torch-ddp", "optimizer": "zero-redundancy"},
             {"optimizer": {"name": "sharded", "reduce_gradients": True, "overlap": "next-forward"}},
             {"wrapper": "fsdp2", "compile": "blocks"},

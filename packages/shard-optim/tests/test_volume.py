@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shard_optim import ShardedOptimizer, reduction
 from shard_optim.accounting import rank_memory, step_traffic
+from shard_optim.communication import GroupCollectives
 from shard_optim.layout import Placement
 from shard_optim.reduction import gradient_of
 
@@ -71,7 +72,7 @@ def test_default_buckets_of_the_2_billion_parameter_model(fake_group):
     """Few and large, but the first small: nothing hides the reduction of its gradients."""
     block = [1600, *[1600 * 1600] * 4, 1600, *[1600 * 6400] * 3]
     numels = [10_000 * 1600, *block * 48, 1600, 10_000 * 1600]
-    plans = Placement(dist.group.WORLD, "flat", None)._plan(numels, torch.float32)
+    plans = Placement(GroupCollectives(dist.group.WORLD), "flat", None)._plan(numels, torch.float32)
     sizes = [sum(plan.numels) for plan in plans]
     assert sum(sizes) == sum(numels)
     assert len(sizes) == 11

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ddp_lite import peer_schedule as schedule
@@ -63,6 +64,11 @@ class PeerCopies:
         self._wire_dtype = wire_dtype
         self._rank, self._world_size = memory.group.rank(), memory.group.size()
         self._plans: dict[tuple[object, ...], list[list[list[Piece]]]] = {}
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks."""
+        return self.memory.group
 
     def average(self, tensors: Sequence[Tensor]) -> Waitable:
         """Starts replacing every element by its mean over the ranks.

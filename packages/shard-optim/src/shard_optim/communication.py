@@ -127,6 +127,69 @@ def reduce_scatter_several(
     return group.reduce_scatter_tensor_coalesced(list(parts), list(wholes), options)
 
 
+class Communication(Protocol):
+    """What moves gradients and parameters between the ranks of a group; each call is collective.
+
+    ``communication=`` takes one in place of the process group's own collectives, such as
+    ``ddp_lite.peer.PeerCopies``.
+
+    Attributes:
+        group: the ranks.
+    """
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks."""
+
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], /) -> Waitable:
+        """Starts averaging each input, shape (world_size * n,); its output gets this rank's n."""
+
+    def all_gather(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], /) -> Waitable:
+        """Starts filling each whole, shape (world_size * n,), with every rank's n elements."""
+
+
+class GroupCollectives:
+    """The collectives of a process group's back end, as a ``Communication``.
+
+    Args:
+        group: the ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], /) -> Waitable:
+        """Starts averaging each input, of which each rank gets its range."""
+        if len(inputs) == 1:
+            return reduce_scatter(outputs[0], inputs[0], self.group)
+        return reduce_scatter_several(outputs, inputs, self.group)
+
+    def all_gather(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], /) -> Waitable:
+        """Starts filling each whole with every rank's part of it."""
+        if len(wholes) == 1:
+            return all_gather(wholes[0], parts[0], self.group)
+        return all_gather_several(wholes, parts, self.group)
+
+
+def resolve_communication(
+    communication: Communication | None, group: dist.ProcessGroup
+) -> Communication:
+    """The given communication, or the collectives of the group.
+
+    Raises:
+        ValueError: if it is for other ranks.
+    """
+    if communication is None:
+        return GroupCollectives(group)
+    if communication.group.group_name != group.group_name:
+        raise ValueError(
+            f"communication must be for the group of {group.size()} ranks that hold the shards "
+            f"({group.group_name}), but got one for {communication.group.size()} ranks "
+            f"({communication.group.group_name}). Build it from the same process group."
+        )
+    return communication
+
+
 def average(values: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Starts replacing each element of ``values`` by its mean over all ranks."""
     options = AllreduceOptions()

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shard_optim.communication import all_gather, guarded
+from shard_optim.communication import Communication, Waitable, guarded
 
 Partition = Literal["flat", "whole"]
 """Whether each rank owns an equal range of every bucket's elements, or whole parameters."""
@@ -296,7 +296,7 @@ class Bucket:
         names: each member's name, for errors.
         plan: where the members lie.
         shaped: whether shards keep their parameter's shape ("whole").
-        group: the ranks that share the work.
+        communication: of the ranks that share the work.
     """
 
     def __init__(
@@ -307,20 +307,21 @@ class Bucket:
         names: Sequence[str],
         plan: BucketPlan,
         shaped: bool,
-        group: dist.ProcessGroup,
+        communication: Communication,
     ) -> None:
         self.params = list(params)
         self.indices = list(indices)
         self.names = list(names)
         self.plan = plan
-        self.group = group
-        self.rank = dist.get_rank(group)
+        self.group = communication.group
+        self.rank = self.group.rank()
+        self._communication = communication
         self.dtype = self.params[0].dtype
         self.device = self.params[0].device
         self.flat = torch.zeros(plan.numel, dtype=self.dtype, device=self.device)
         self.owned = self.flat.narrow(0, self.rank * plan.chunk, plan.chunk)
         self.shards: list[Shard] = []
-        self._gather: dist.Work | None = None
+        self._gather: Waitable | None = None
         self._gather_words = self.describe("the all-gather of updated parameters")
         for position, param in enumerate(self.params):
             self._adopt(param, plan.offsets[position])
@@ -388,7 +389,11 @@ class Bucket:
         """Starts the all-gather of updated parameters, in place and asynchronously."""
         if self.plan.world_size > 1 and self.plan.chunk > 0:
             self._gather = guarded(
-                self._gather_words, self.group, all_gather, self.flat, self.owned, self.group
+                self._gather_words,
+                self.group,
+                self._communication.all_gather,
+                [self.flat],
+                [self.owned],
             )
 
     @property
@@ -492,7 +497,7 @@ class Placement:
     """Puts trainable parameters into buckets, and remembers which are frozen.
 
     Args:
-        group: the ranks that share each bucket.
+        communication: of the ranks that share each bucket.
         partition: "flat" or "whole".
         bucket_size_mb: size of a bucket in MB (1024² bytes); None chooses by the model's size,
             and begins with smaller ones.
@@ -504,12 +509,12 @@ class Placement:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, partition: Partition, bucket_size_mb: float | None
+        self, communication: Communication, partition: Partition, bucket_size_mb: float | None
     ) -> None:
         self.bucket_size_mb = bucket_size_mb
         self.buckets: list[Bucket] = []
         self.frozen: list[int] = []
-        self._group = group
+        self._communication = communication
         self._partition: Partition = partition
 
     def place(self, groups: Groups, indices: Iterable[int]) -> list[Bucket]:
@@ -546,7 +551,7 @@ class Placement:
             first = SMALLEST_DEFAULT_MB * MIB // dtype.itemsize
         return plan_buckets(
             numels,
-            world_size=self._group.size(),
+            world_size=self._communication.group.size(),
             partition=self._partition,
             bucket_numel=max(1, int(size_mb * MIB / dtype.itemsize)),
             first_numel=first,
@@ -561,7 +566,7 @@ class Placement:
             names=[name_of(groups, index) for index in indices],
             plan=plan,
             shaped=self._partition == "whole",
-            group=self._group,
+            communication=self._communication,
         )
 
 

@@ -18,9 +18,11 @@ from torch.optim import Optimizer
 
 from shard_optim.checks import check_elementwise_update, check_first_step, check_supported
 from shard_optim.communication import (
+    Communication,
     check_agreement,
     describe_groups,
     guarded,
+    resolve_communication,
     resolve_group,
 )
 from shard_optim.exchange import broadcast_value
@@ -95,6 +97,9 @@ class ShardedOptimizer(Optimizer):
             needs ``attach(module)`` before the first step.
         offload_state: keep optimizer state in host memory, from where a few parameters' state at a
             time visits the device in ``step`` (``offload.py``). Master copies stay on the device.
+        communication: what reduce-scatters gradients and gathers parameters, in place of the
+            process group's own collectives, such as ``ddp_lite.peer.PeerCopies`` on the GPUs of
+            one host. Made for the same group.
         kwargs: for ``optimizer_cls``: its defaults, and foreach, fused or capturable.
 
     Raises:
@@ -114,6 +119,7 @@ class ShardedOptimizer(Optimizer):
         reduce_gradients: bool = False,
         overlap: Overlap | None = None,
         offload_state: bool = False,
+        communication: Communication | None = None,
         **kwargs: Any,
     ) -> None:
         if partition not in PARTITIONS:
@@ -132,7 +138,8 @@ class ShardedOptimizer(Optimizer):
         self._kwargs = kwargs
         self.rank = dist.get_rank(self.process_group)
         self.world_size = self.process_group.size()
-        self._placement = Placement(self.process_group, partition, bucket_size_mb)
+        self._communication = resolve_communication(communication, self.process_group)
+        self._placement = Placement(self._communication, partition, bucket_size_mb)
         self._local = LocalOptimizer(
             optimizer_cls,
             partition=partition,
@@ -146,7 +153,7 @@ class ShardedOptimizer(Optimizer):
         self._constructed = False
         self._overlap = overlap
         self._waits: ForwardWaits | None = None
-        self._reducer = GradientReducer(self.process_group) if reduce_gradients else None
+        self._reducer = GradientReducer(self._communication) if reduce_gradients else None
         self._collected = False
         self._first_step_checked = False
 
@@ -233,7 +240,8 @@ class ShardedOptimizer(Optimizer):
         title = (
             f"{cls.__module__}.{cls.__qualname__}, partition {self.partition}, "
             f"bucket_size_mb {self._placement.bucket_size_mb}, "
-            f"reduce_gradients {self._reducer is not None}, {len(self.param_groups)} groups"
+            f"reduce_gradients {self._reducer is not None}, communication "
+            f"{type(self._communication).__qualname__}, {len(self.param_groups)} groups"
         )
         lines = describe_groups(groups, first=len(self.param_groups) - len(groups))
         params = [param for group in groups for param in group["params"]]

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._guards import CompileContext
 
-from shard_optim.communication import guarded, maximum, reduce_scatter
+from shard_optim.communication import Communication, Waitable, guarded, maximum
 from shard_optim.layout import Bucket, check_gradient
 
 # Packed gradients that may wait for the network before backward waits for them: enough to ride out
@@ -159,22 +159,23 @@ class _Flight:
     reduction: Reduction
     packed: Tensor
     output: Tensor
-    work: dist.Work | None
+    work: Waitable | None
 
 
 class GradientReducer:
     """Hooks parameters and reduces their gradients bucket by bucket.
 
     Args:
-        group: the ranks to average over.
+        communication: of the ranks to average over.
 
     Attributes:
         check_read: called with the parameters whose gradients are about to be reduced.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, communication: Communication) -> None:
         self.check_read: Callable[[Iterable[Tensor]], None] = lambda params: None
-        self._group = group
+        self._communication = communication
+        self._group = communication.group
         self._reductions: list[Reduction] = []
         self._next = 0  # launched reductions of this pass, in launch order
         self._in_flight: deque[_Flight] = deque()
@@ -260,7 +261,8 @@ class GradientReducer:
             self._in_flight.append(_Flight(reduction, packed, packed, None))
             return
         output = torch.empty_like(bucket.owned)
-        work = guarded(reduction.words, self._group, reduce_scatter, output, packed, self._group)
+        start = self._communication.reduce_scatter
+        work = guarded(reduction.words, self._group, start, [output], [packed])
         self._in_flight.append(_Flight(reduction, packed, output, work))
 
     def _land(self) -> None:

@@ -226,26 +226,21 @@ def _ddp_lite(wrapper: of.Arguments, module: nn.Module) -> Any:
         None if size == "one" else size,
         last_bucket_size_mb=None if last == "same" else last,
         copy=wrapper.copy,
-        wire_dtype=None if wrapper.wire_dtype is None else _DTYPES[wrapper.wire_dtype],
-        comm_hook=_comm_hook(wrapper.comm_hook, group),
+        wire_dtype=None if wrapper.comm_hook == "peer-copy" else _dtype(wrapper.wire_dtype),
+        comm_hook=_comm_hook(wrapper.comm_hook, _dtype(wrapper.wire_dtype), group),
         missing_gradients=wrapper.missing_gradients,
         process_group=group,
     )
 
 
-def _comm_hook(name: str | None, group: Any) -> Any:
+def _comm_hook(name: str | None, wire_dtype: torch.dtype | None, group: Any) -> Any:
     """A fresh hook: some keep state that belongs to one wrapper."""
     if name is None:
         return None
     if name == "peer-copy":
         from ddp_lite.peer import PeerCopyAverage
 
-        if group.size() != 2 or dist.get_backend(group) != "nccl":
-            raise CaseSkipped(
-                f"peer-copy needs two CUDA ranks; this group has {group.size()} ranks with "
-                f"{dist.get_backend(group)}"
-            )
-        return PeerCopyAverage(group)
+        return PeerCopyAverage(_peer_memory(group), wire_dtype=wire_dtype)
     if name == "reduce-scatter":
         raise CaseSkipped(
             "buckets are not handed over to an optimizer any more; use the optimizer 'sharded' "
@@ -254,6 +249,16 @@ def _comm_hook(name: str | None, group: Any) -> Any:
     from ddp_lite import hooks
 
     return hooks.PowerSGD() if name == "power-sgd" else hooks.CompressTo(torch.bfloat16)
+
+
+def _peer_memory(group: Any) -> Any:
+    """Memory that the GPUs of a group share; collective."""
+    from ddp_lite.peer import PeerMemory, choose_communication
+
+    choice = choose_communication(group, 2**30)
+    if choice.name != "peer-copy":
+        raise CaseSkipped(f"peer-copy needs GPUs of one host with peer access, but {choice.reason}")
+    return PeerMemory(group)
 
 
 _NCCL_GROUPS: dict[tuple[dist.ProcessGroup, bool, int | None], dist.ProcessGroup] = {}
@@ -347,8 +352,18 @@ def _optimizer(
             overlap=arguments.overlap,
             lr=arguments.lr,
             fused=_fused(arguments.fused, device),
+            **_communication(arguments),
         )
     return _torch_optimizer(arguments, module, device)
+
+
+def _communication(arguments: of.Sharded) -> dict[str, Any]:
+    """Left out where it is the default, so that earlier versions of shard-optim can be measured."""
+    if arguments.communication is None:
+        return {}
+    from ddp_lite.peer import PeerCopies
+
+    return {"communication": PeerCopies(_peer_memory(dist.group.WORLD))}
 
 
 def _torch_optimizer(
@@ -364,6 +379,10 @@ def _torch_optimizer(
     if isinstance(arguments, of.SGD):
         return torch.optim.SGD(parameters, momentum=arguments.momentum, **shared)
     return torch.optim.AdamW(parameters, **shared)
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else _DTYPES[name]
 
 
 def _fused(asked: bool | None, device: torch.device) -> bool:

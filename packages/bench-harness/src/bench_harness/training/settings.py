@@ -211,7 +211,11 @@ class ZeroRedundancy(TorchOptimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class Sharded(TorchOptimizer):
-    """AdamW in :class:`shard_optim.ShardedOptimizer`, with its arguments."""
+    """AdamW in :class:`shard_optim.ShardedOptimizer`, with its arguments.
+
+    Attributes:
+        communication: "peer-copy" is :class:`ddp_lite.peer.PeerCopies`.
+    """
 
     title: ClassVar[str] = "ShardedOptimizer"
     partition: Literal["flat", "whole"] = "flat"
@@ -219,6 +223,7 @@ class Sharded(TorchOptimizer):
     master_dtype: Dtype | None = None
     reduce_gradients: bool = False
     overlap: Literal["next-forward"] | None = None
+    communication: Literal["peer-copy"] | None = None
 
 
 WRAPPERS: dict[str, type[Arguments]] = {

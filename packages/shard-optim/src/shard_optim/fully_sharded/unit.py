@@ -18,11 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shard_optim.communication import (
+    Communication,
     Waitable,
-    all_gather_several,
     average,
     guarded,
-    reduce_scatter_several,
     traced,
 )
 from shard_optim.fully_sharded.gradients import GradientStore
@@ -149,7 +148,7 @@ class Reduction:
     plan: ReducePlan
     inputs: list[Tensor]
     output: Tensor
-    work: dist.Work
+    work: Waitable
     across: dist.Work | None = None
 
     def cross(self) -> None:
@@ -181,6 +180,7 @@ class Unit:
     Args:
         plan: which parameters. They hold their whole values; afterwards, their shards.
         ranks: those that hold a shard each, and those that hold the same one.
+        communication: of those that hold a shard each.
         compute_dtype: dtype to gather in; None for the parameters' own.
         reduce_dtype: dtype to average gradients in; None for the gradients' own, but fp32 instead
             of fp16, which overflows in sums.
@@ -200,6 +200,7 @@ class Unit:
         plan: UnitPlan,
         *,
         ranks: Ranks,
+        communication: Communication,
         compute_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
     ) -> None:
@@ -207,6 +208,7 @@ class Unit:
         self.repeated = plan.repeated
         group = self.group = ranks.shards
         self.replicas = ranks.replicas
+        self._communication = communication
         self.dtype, self.device = self.params[0].dtype, self.params[0].device
         self.gather_dtype = compute_dtype or self.dtype
         self._reduce_dtype = reduce_dtype
@@ -274,10 +276,9 @@ class Unit:
             slot.work = guarded(
                 self.gather_words,
                 self.group,
-                all_gather_several,
+                self._communication.all_gather,
                 self._targets,
                 self._sources,
-                self.group,
             )
 
     def materialize(self) -> None:
@@ -334,7 +335,7 @@ class Unit:
         targets = torch.split_with_sizes(output, plan.ranges)[:: plan.step]
         with traced("reduce_scatter", self.name):
             work = guarded(
-                self.reduce_words, self.group, reduce_scatter_several, targets, inputs, self.group
+                self.reduce_words, self.group, self._communication.reduce_scatter, targets, inputs
             )
         return Reduction(self, plan, inputs, output, work), present
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from shard_optim.communication import Communication, resolve_communication
 from shard_optim.fully_sharded.checks import check_module, device_of
 from shard_optim.fully_sharded.mesh import resolve_ranks
 from shard_optim.fully_sharded.meta import materialize, owners_of_parameters
@@ -67,6 +68,9 @@ class FullyShardedDataParallel(nn.Module):
         prefetch: how many units are gathered ahead, 1 or 2.
         device: where to make parameters that are on the meta device, one unit at a time, by each
             module's ``reset_parameters()``; such a model is never whole on any rank.
+        communication: what gathers parameters and reduce-scatters gradients of units, in place of
+            the process group's own collectives, such as ``ddp_lite.peer.PeerCopies`` on the GPUs
+            of one host. Made for the group of the ranks that hold a shard each.
 
     Raises:
         TypeError: if ``module`` or ``units`` is something else.
@@ -86,6 +90,7 @@ class FullyShardedDataParallel(nn.Module):
         reshard_after_forward: bool = True,
         prefetch: int = 1,
         device: torch.device | str | None = None,
+        communication: Communication | None = None,
     ) -> None:
         super().__init__()
         if prefetch not in (1, 2):
@@ -99,6 +104,7 @@ class FullyShardedDataParallel(nn.Module):
         self.module = module
         self.ranks = resolve_ranks(process_group)
         self.process_group = self.ranks.shards
+        communication = resolve_communication(communication, self.process_group)
         self.compute_dtype = compute_dtype
         named = dict(module.named_parameters())
         plans = plan_units(module, units)
@@ -113,6 +119,7 @@ class FullyShardedDataParallel(nn.Module):
                 Unit(
                     plan,
                     ranks=self.ranks,
+                    communication=communication,
                     compute_dtype=compute_dtype,
                     reduce_dtype=reduce_dtype,
                 )

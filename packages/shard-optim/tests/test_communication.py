@@ -1,0 +1,86 @@
+"""``communication=``: everything that moves large tensors goes through what the user gives."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ranks import run_ranks
+from shard_optim import FullyShardedDataParallel, ShardedOptimizer
+from shard_optim.communication import GroupCollectives
+
+
+class Counting(GroupCollectives):
+    """The group's own collectives, counted by the elements of whole tensors."""
+
+    def __init__(self, group):
+        super().__init__(group)
+        self.reduced = self.gathered = 0
+
+    def reduce_scatter(self, outputs, inputs, /):
+        assert [self.group.size() * t.numel() for t in outputs] == [t.numel() for t in inputs]
+        self.reduced += sum(t.numel() for t in inputs)
+        return super().reduce_scatter(outputs, inputs)
+
+    def all_gather(self, wholes, parts, /):
+        assert [self.group.size() * t.numel() for t in parts] == [t.numel() for t in wholes]
+        self.gathered += sum(t.numel() for t in wholes)
+        return super().all_gather(wholes, parts)
+
+
+def stack():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+
+
+def train(model, optimizer, rank):
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 64, generator=generator)).square().mean().backward()
+        optimizer.step()
+
+
+def given_and_default(rank, world_size):
+    numel = sum(p.numel() for p in stack().parameters())
+    trained = []
+    for communication in (None, Counting(dist.group.WORLD)):
+        model = stack()
+        optimizer = ShardedOptimizer(
+            model.parameters(),
+            torch.optim.AdamW,
+            bucket_size_mb=0.02,
+            reduce_gradients=True,
+            communication=communication,
+        )
+        train(model, optimizer, rank)
+        trained.append(model)
+    for p, q in zip(*(model.parameters() for model in trained), strict=True):
+        assert torch.equal(p, q)
+    assert communication.reduced == communication.gathered == 3 * numel
+
+    wholes = []
+    for communication in (None, Counting(dist.group.WORLD)):
+        model = FullyShardedDataParallel(stack(), communication=communication)
+        train(model, torch.optim.AdamW(model.parameters()), rank)
+        wholes.append(model.full_parameters())
+        in_units = sum(cut.numel for unit in model.units for cut in unit.cuts)
+    assert all(torch.equal(wholes[0][name], wholes[1][name]) for name in wholes[0])
+    assert communication.reduced == 3 * in_units > 0
+    assert communication.gathered >= 3 * in_units
+
+    alone = [dist.new_group([r]) for r in range(world_size)][rank]
+    with pytest.raises(
+        ValueError, match=r"must be for the group of 2 ranks .* got one for 1 ranks"
+    ):
+        ShardedOptimizer(
+            stack().parameters(), torch.optim.SGD, communication=GroupCollectives(alone)
+        )
+    with pytest.raises(
+        ValueError, match=r"must be for the group of 2 ranks .* got one for 1 ranks"
+    ):
+        FullyShardedDataParallel(stack(), communication=GroupCollectives(alone))
+
+
+def test_stages_2_and_3_move_everything_through_it():
+    run_ranks(given_and_default, 2)
