@@ -17,6 +17,8 @@ from shard_optim import (
     Span,
     WholeMatrixOptimizer,
     load_checkpoint,
+    full_optimizer_state,
+    load_full_optimizer_state,
     load_fully_sharded,
     plan_buckets,
     save_checkpoint,
@@ -92,3 +94,4 @@ def fully_sharded(module: nn.Module, group: dist.ProcessGroup, folder: Path) -> 
     if saving is not None:
         saving.result()
     load_fully_sharded(model, None, str(folder))
+    load_full_optimizer_state(model, optimizer, full_optimizer_state(model, optimizer))

@@ -13,7 +13,9 @@ from ranks import run_ranks
 from shard_optim import (
     FullyShardedDataParallel,
     ShardedOptimizer,
+    full_optimizer_state,
     load_checkpoint,
+    load_full_optimizer_state,
     load_fully_sharded,
     save_checkpoint,
     save_fully_sharded,
@@ -151,6 +153,43 @@ def check_state_dicts(rank, world_size):
     for name, value in model.full_parameters().items():
         assert torch.equal(value, changed[name]), name
     assert torch.equal(model.module.calls, changed["calls"])
+
+
+def check_optimizer_state(rank, world_size):
+    """To the plain class and back: a plain optimizer continues like the sharded one."""
+    expected = model_with_everything()
+    plain = torch.optim.AdamW(expected.parameters(), lr=0.05, weight_decay=0.1)
+    model = FullyShardedDataParallel(model_with_everything())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+    update(expected, plain, range(2))
+    update(model, optimizer, range(2))
+    full = full_optimizer_state(model, optimizer)
+    assert (full is None) == (rank > 0)
+    if full is not None:
+        for index, state in plain.state_dict()["state"].items():
+            for key, value in state.items():
+                assert torch.equal(full["state"][index][key], value), (index, key)
+                assert full["state"][index][key].stride() == value.stride(), (index, key)
+        plain.load_state_dict(full)
+    fresh = torch.optim.AdamW(model.parameters(), lr=0.7)
+    load_full_optimizer_state(model, fresh, plain.state_dict() if rank == 0 else None)
+    assert fresh.param_groups[0]["lr"] == 0.05
+    update(model, fresh, [2])
+    update(expected, plain, [2])
+    assert_same(model, expected)
+
+    wrong = plain.state_dict()
+    wrong["state"][0] = wrong["state"][0] | {"exp_avg": torch.zeros(2, 3)}
+    for bad, message in (
+        (wrong, r"'exp_avg' of parameter 0 has shape \(2, 3\)"),
+        (torch.optim.SGD(net().blocks.parameters()).state_dict(), "groups of"),
+        (None, "got NoneType"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_full_optimizer_state(model, fresh, bad if rank == 0 else None)
+    update(model, fresh, [3])
+    update(expected, plain, [3])
+    assert_same(model, expected)
 
 
 def check_wrong_state_dicts(rank, world_size):
@@ -299,6 +338,7 @@ def check_meta_device(rank, world_size):
 
 CHECKS = [
     ("state dicts", check_state_dicts, ()),
+    ("optimizer state", check_optimizer_state, ()),
     ("wrong state dicts", check_wrong_state_dicts, ()),
     ("bad input", check_bad_input, ()),
     ("reading a shard", check_reading_a_shard, ()),

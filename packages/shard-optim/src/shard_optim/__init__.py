@@ -5,6 +5,8 @@ from shard_optim.communication import CollectiveError
 from shard_optim.fully_sharded import (
     FullyShardedDataParallel,
     WholeMatrixOptimizer,
+    full_optimizer_state,
+    load_full_optimizer_state,
     load_fully_sharded,
     save_fully_sharded,
 )
@@ -23,7 +25,9 @@ __all__ = [
     "ShardedOptimizer",
     "Span",
     "WholeMatrixOptimizer",
+    "full_optimizer_state",
     "load_checkpoint",
+    "load_full_optimizer_state",
     "load_fully_sharded",
     "plan_buckets",
     "save_checkpoint",

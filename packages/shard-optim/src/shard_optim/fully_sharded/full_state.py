@@ -1,0 +1,160 @@
+"""The state of an optimizer over shards as the state dict of an optimizer over the plain module.
+
+It holds what ``FullyShardedDataParallel.full_state_dict`` is for parameters, so a training run can
+continue with another wrapper, or with none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shard_optim.communication import all_gather, guarded
+from shard_optim.fully_sharded.checkpoint import _optimizer_params
+from shard_optim.fully_sharded.state import flat_slice, places
+from shard_optim.fully_sharded.unit import Unit
+from shard_optim.fully_sharded.wrapper import FullyShardedDataParallel
+from shard_optim.state import pack_groups
+
+
+@torch.no_grad()
+def full_optimizer_state(
+    model: FullyShardedDataParallel, optimizer: Optimizer
+) -> dict[str, Any] | None:
+    """The optimizer's whole state on the first rank, on its CPU; a collective call.
+
+    One tensor at a time, so the devices need room for one more whole tensor only.
+
+    Args:
+        model: the sharded model.
+        optimizer: over all of its parameters, in their order; it treats every element alike.
+
+    Returns:
+        On the first rank a state dict that the optimizer's class loads over the plain module's
+        parameters; None elsewhere.
+
+    Raises:
+        ValueError: if the optimizer holds other parameters than the model's.
+        CollectiveError: if a peer died or timed out.
+    """
+    place_of = places(model.units)
+    states: dict[int, dict[str, Any]] = {}
+    for index, param in enumerate(_optimizer_params(model, optimizer)):
+        unit, position = place_of.get(id(param), (None, 0))
+        for key, value in optimizer.state.get(param, {}).items():
+            whole = value
+            if unit is not None and isinstance(value, Tensor) and value.shape == param.shape:
+                whole = _gathered(model, unit, position, value)
+            if model.ranks.first:
+                kept = whole.to("cpu", copy=True) if isinstance(whole, Tensor) else whole
+                states.setdefault(index, {})[key] = kept
+    if not model.ranks.first:
+        return None
+    return {"state": states, "param_groups": pack_groups(optimizer.param_groups)}
+
+
+def _gathered(model: FullyShardedDataParallel, unit: Unit, position: int, shard: Tensor) -> Tensor:
+    """A whole tensor from the values that every rank keeps for its shard of a parameter."""
+    cut, group = unit.cuts[position], model.process_group
+    own = shard.new_zeros(cut.chunk)
+    own[: shard.numel()] = shard
+    flat = own.new_empty(cut.chunk * group.size())
+    words = f"the all-gather of the optimizer's state of {unit.names[position]}"
+    guarded(words, group, lambda: all_gather(flat, own, group).wait())
+    size, stride = unit.layouts[position]
+    return flat.as_strided(size, stride)
+
+
+@torch.no_grad()
+def load_full_optimizer_state(
+    model: FullyShardedDataParallel, optimizer: Optimizer, state_dict: Mapping[str, Any] | None
+) -> None:
+    """Loads a plain optimizer's state dict that only the first rank holds; a collective call.
+
+    One tensor at a time travels, and every rank keeps what belongs to its shard. Hyperparameters
+    are loaded too.
+
+    Args:
+        model: the sharded model.
+        optimizer: over all of its parameters, in their order.
+        state_dict: read on the first rank, as :func:`full_optimizer_state` or the optimizer's class
+            over the plain module gives it; the others may pass None.
+
+    Raises:
+        ValueError: on every rank, if the numbers of parameters differ, or if a tensor has neither
+            one value nor its parameter's shape; nothing has changed then.
+        CollectiveError: if a peer died or timed out.
+    """
+    params = _optimizer_params(model, optimizer)
+    place_of = places(model.units)
+    shapes = [
+        place_of[id(p)][0].layouts[place_of[id(p)][1]][0] if id(p) in place_of else p.shape
+        for p in params
+    ]
+    words = "the loading of an optimizer's full state"
+    ranks = model.ranks
+    plan, problem = None, None
+    if ranks.first:
+        plan, problem = _plan(state_dict, optimizer, shapes)
+    plan, problem = ranks.broadcast_value(words, (plan, problem))
+    if problem is not None:
+        raise ValueError(
+            f"state_dict must be an optimizer's over the whole model on the first rank, but "
+            f"{problem}. Load a state dict of this model's optimizer."
+        )
+    assert plan is not None
+    states: dict[int, dict[str, Any]] = {}
+    for index, entries in plan["state"].items():
+        param, state = params[index], {}
+        unit, position = place_of.get(id(param), (None, 0))
+        for key, (value, dtype) in entries.items():
+            if dtype is None:
+                state[key] = value
+                continue
+            whole = torch.empty(shapes[index], dtype=dtype, device=model.device)
+            if ranks.first:
+                assert state_dict is not None
+                whole.copy_(state_dict["state"][index][key])
+            ranks.broadcast(words, whole)
+            state[key] = whole
+            if unit is not None:
+                size, stride = unit.layouts[position]
+                first, count = unit.cuts[position].owned(ranks.shards.rank())
+                state[key] = flat_slice(whole, size, stride, first, count).clone()
+        states[index] = state
+    optimizer.load_state_dict({"state": states, "param_groups": plan["param_groups"]})
+
+
+def _plan(
+    state_dict: Mapping[str, Any] | None, optimizer: Optimizer, shapes: list[torch.Size]
+) -> tuple[dict[str, Any] | None, str | None]:
+    """What every rank must know of a state dict: small values, and the tensors' dtypes.
+
+    Returns:
+        The plan and None, or None and what is wrong.
+    """
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+        return None, f"got {type(state_dict).__name__} without state and param_groups"
+    sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    if sizes != own:
+        return None, f"it has groups of {sizes} parameters where {own} are due"
+    states: dict[int, dict[str, tuple[Any, torch.dtype | None]]] = {}
+    for index, state in state_dict["state"].items():
+        for key, value in state.items():
+            entry: tuple[Any, torch.dtype | None] = (value, None)
+            if isinstance(value, Tensor) and value.shape == shapes[index] and value.ndim:
+                entry = (None, value.dtype)
+            elif isinstance(value, Tensor):
+                if value.numel() != 1:
+                    return None, (
+                        f"{key!r} of parameter {index} has shape {tuple(value.shape)} where "
+                        f"{tuple(shapes[index])} is due"
+                    )
+                entry = (value.cpu(), None)
+            states.setdefault(index, {})[key] = entry
+    return {"state": states, "param_groups": list(state_dict["param_groups"])}, None
