@@ -22,6 +22,7 @@ from ranks import run_ranks
 pytestmark = pytest.mark.multi_gpu
 
 COLLECTIVE_TIMEOUT = 4.0
+COPY_TIMEOUT = 6.0  # more than ranks differ by in their first step, which loads libraries
 # the hung collective, the roll call's 2 s, and ranks that start afresh
 BOUND = COLLECTIVE_TIMEOUT + 2.0 + 20.0
 
@@ -80,7 +81,7 @@ def lose_rank_1_in_copies(rank: int, world_size: int, how: signal.Signals) -> st
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).to(device)
     group = dist.group.WORLD
     assert group is not None
-    memory = PeerMemory(group, buffer_mb=1, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT))
+    memory = PeerMemory(group, buffer_mb=1, timeout=timedelta(seconds=COPY_TIMEOUT))
     wrapped = BucketedDDP(model, 0.3, comm_hook=PeerCopyAverage(memory))
     pid_of_rank_1 = wrapped._step.roll_call._peers[1].pid
 
@@ -94,7 +95,7 @@ def lose_rank_1_in_copies(rank: int, world_size: int, how: signal.Signals) -> st
         backward(lost=False)
         torch.cuda.synchronize()
         backward(lost=rank == 1)
-        time.sleep(COLLECTIVE_TIMEOUT + 4)  # the watch's time, and the roll call
+        time.sleep(COPY_TIMEOUT + 4)  # the watch's time, and the roll call
         backward(lost=False)
     except PeerFailureError as error:
         return str(error)
