@@ -82,9 +82,11 @@ def bad_input(rank: int, world_size: int) -> None:
     words = "serve the module's device, but the module is on cuda"
     expect(ValueError, words, lambda: check_backend(for_cpu, torch.device("cuda")))
     alone = [dist.new_group([r]) for r in range(world_size)]
-    stranger = alone[1 - rank]
+    other_group = alone[1 - rank]
     expect(
-        ValueError, "belong to the process group", lambda: NaiveDDP(plain, process_group=stranger)
+        ValueError,
+        "belong to the process group",
+        lambda: NaiveDDP(plain, process_group=other_group),
     )
 
 

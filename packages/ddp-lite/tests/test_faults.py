@@ -21,7 +21,7 @@ WRAPPERS = {"naive": NaiveDDP, "flat": FlatDDP, "overlap": OverlapDDP, "bucketed
 # What the process group is given once all ranks have connected: connecting takes longer than this
 # on a machine whose cores are busy.
 COLLECTIVE_TIMEOUT = 3.0
-# The hung collective, the roll call of 2 s, and a slow machine: nothing takes a multiple of them.
+# The hung collective, the peer probe of 2 s, and a slow machine: nothing takes a multiple of them.
 BOUND = COLLECTIVE_TIMEOUT + 2.0 + 10.0
 
 
@@ -85,7 +85,7 @@ def step_with_fault(rank: int, world_size: int, name: str, fault: str, victim: i
         raise
     except RuntimeError as error:
         if fault == "stop":  # nothing else ends a stopped process
-            os.kill(wrapped._step.roll_call._peers[victim].pid, signal.SIGKILL)
+            os.kill(wrapped._step.peer_probe._peers[victim].pid, signal.SIGKILL)
         return f"{type(error).__name__}: {error}", time.monotonic() - begin
     return "finished", time.monotonic() - begin
 

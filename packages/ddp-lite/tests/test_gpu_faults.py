@@ -23,7 +23,7 @@ pytestmark = pytest.mark.multi_gpu
 
 COLLECTIVE_TIMEOUT = 4.0
 COPY_TIMEOUT = 6.0  # more than ranks differ by in their first step, which loads libraries
-# the hung collective, the roll call's 2 s, and ranks that start afresh
+# the hung collective, the peer probe's 2 s, and ranks that start afresh
 BOUND = COLLECTIVE_TIMEOUT + 2.0 + 20.0
 
 
@@ -31,7 +31,7 @@ def lose_rank_1(rank: int, world_size: int, how: signal.Signals) -> str:
     device = torch.device("cuda", rank)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).to(device)
     wrapped = BucketedDDP(model, 0.3)
-    pid_of_rank_1 = wrapped._step.roll_call._peers[1].pid
+    pid_of_rank_1 = wrapped._step.peer_probe._peers[1].pid
 
     def step(lost: bool) -> None:
         hidden = model[1](model[0](torch.ones(8, 256, device=device)))

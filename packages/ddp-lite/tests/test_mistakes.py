@@ -329,7 +329,7 @@ def store_host_stops(rank: int, world_size: int, port: int) -> tuple[str, float]
     )
     wrapped = BucketedDDP(mlp())
     loss_of(wrapped, rank).backward()
-    pids = [peer.pid for peer in wrapped._step.roll_call._peers]
+    pids = [peer.pid for peer in wrapped._step.peer_probe._peers]
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)
     if rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)

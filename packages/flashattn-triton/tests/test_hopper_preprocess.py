@@ -16,7 +16,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH, HEADS = 2, 3
 
 
-def octets(x: Tensor) -> list[int]:
+def strides_div8(x: Tensor) -> list[int]:
     return [s // 8 for s in x.stride()[:3]]
 
 
@@ -34,7 +34,7 @@ def test_the_sum_of_dq_is_put_in_order(n_queries: int, head_dim: int) -> None:
     shape = {"WIDTH": width, "NARROW": head_dim < width, "ROWS": ROWS}
     sizes = (n_queries, n_padded, HEADS, head_dim // 8)
     programs = BATCH * HEADS * n_padded // ROWS
-    postprocess_kernel[(programs,)](lying, found, *octets(found), *sizes, -0.25, **shape)
+    postprocess_kernel[(programs,)](lying, found, *strides_div8(found), *sizes, -0.25, **shape)
     expected = (-0.25 * dq[:, :, :n_queries, :head_dim]).half()
     assert torch.equal(found.cpu(), expected)
     memory = torch.as_strided(found, wide.shape, wide.stride(), 0)
@@ -55,7 +55,7 @@ def test_statistics_and_zeros(n_queries: int, head_dim: int, scale: float, has_d
     parts = torch.full((BATCH, HEADS, n_padded, 16), math.nan, dtype=torch.bfloat16, device=DEVICE)
     dq = torch.full((BATCH, HEADS, n_padded, width), math.nan, device=DEVICE)
     tensors = [x.to(DEVICE) for x in (out, grad_out, lse, dl)]
-    strides = [*octets(out), *octets(grad_out), *(dl.stride() if has_dl else (0, 0, 0))]
+    strides = [*strides_div8(out), *strides_div8(grad_out), *(dl.stride() if has_dl else (0, 0, 0))]
     numbers = (n_queries, n_padded, HEADS, head_dim // 8, -1 / scale)
     flags = {"WIDTH": width, "NARROW": head_dim < width, "ROWS": ROWS, "HAS_DL": has_dl}
     preprocess_kernel[(BATCH * HEADS * n_padded // ROWS,)](

@@ -233,9 +233,12 @@ GOOD = (2, 8, 4)
     ("shapes", "message"),
     [
         (((8, 4), (8, 4), (8, 4)), r"Q must have at least three dimensions .* got shape \(8, 4\)"),
-        ((GOOD, (1, 8, 4), GOOD), r"same leading dimensions, got \(2, 8, 4\) .* \(1, 8, 4\) for K"),
-        ((GOOD, (2, 8, 5), GOOD), r"K must have Q's head_dim 4, got shape \(2, 8, 5\)"),
-        ((GOOD, GOOD, (2, 9, 4)), r"V must have K's sequence length 8, got shape \(2, 9, 4\)"),
+        (
+            (GOOD, (1, 8, 4), GOOD),
+            r"same leading dimensions, but got \(2, 8, 4\) .* \(1, 8, 4\) for K",
+        ),
+        ((GOOD, (2, 8, 5), GOOD), r"K must have Q's head_dim 4, but got shape \(2, 8, 5\)"),
+        ((GOOD, GOOD, (2, 9, 4)), r"V must have K's sequence length 8, but got shape \(2, 9, 4\)"),
     ],
 )
 def test_function_names_the_wrong_shape(shapes, message):

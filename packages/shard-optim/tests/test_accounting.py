@@ -30,11 +30,11 @@ def test_traffic_in_units_of_the_model(stage, elements):
 
 
 def test_bad_arguments_are_named():
-    with pytest.raises(ValueError, match="stage must be 0, 1, 2 or 3, got 4"):
+    with pytest.raises(ValueError, match="stage must be 0, 1, 2 or 3, but got 4"):
         accounting.rank_memory(1, world_size=1, stage=4)
-    with pytest.raises(ValueError, match="world_size must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="world_size must be at least 1, but got 0"):
         accounting.rank_memory(1, world_size=0, stage=1)
-    with pytest.raises(ValueError, match="cannot be negative"):
+    with pytest.raises(ValueError, match="must be at least 0"):
         accounting.DtypePolicy(state=-1)
 
 

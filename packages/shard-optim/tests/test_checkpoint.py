@@ -74,7 +74,7 @@ def check_refusals(rank, world_size, folder):
     optimizer = sharded(model)
     train(model, optimizer, range(2))
     save_checkpoint(optimizer, f"{folder}/good")
-    with pytest.raises(FileExistsError, match="save to a new folder"):
+    with pytest.raises(FileExistsError, match="Save to a new folder"):
         save_checkpoint(optimizer, f"{folder}/good")
     with pytest.raises(FileNotFoundError, match="Load an earlier one"):
         load_checkpoint(optimizer, f"{folder}/nothing")

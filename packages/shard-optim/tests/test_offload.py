@@ -153,7 +153,7 @@ def test_what_cannot_be_combined_is_refused():
     params = [nn.Parameter(torch.zeros(2))]
     with pytest.raises(ValueError, match=r"capturable must be False .* Leave capturable out"):
         OffloadedOptimizer(params, torch.optim.AdamW, capturable=True)
-    with pytest.raises(ValueError, match="LBFGS does not"):
+    with pytest.raises(ValueError, match="but got LBFGS, which does not"):
         OffloadedOptimizer(params, torch.optim.LBFGS)
     with pytest.raises(ValueError, match=r"chunk_size_mb must be positive, but got 0\. Pass 64"):
         OffloadedOptimizer(params, torch.optim.AdamW, chunk_size_mb=0)

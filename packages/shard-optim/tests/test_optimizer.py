@@ -311,11 +311,11 @@ def check_masters(rank, world_size):
 
 def check_refusals(rank, world_size):
     weight = nn.Parameter(torch.zeros(4, 4))
-    with pytest.raises(ValueError, match='pass partition="whole"'):
+    with pytest.raises(ValueError, match='Pass partition="whole"'):
         ShardedOptimizer([weight], torch.optim.Muon)
-    with pytest.raises(ValueError, match="LBFGS does not"):
+    with pytest.raises(ValueError, match="but got LBFGS, which does not"):
         ShardedOptimizer([weight], torch.optim.LBFGS, partition="whole")
-    with pytest.raises(ValueError, match="differentiable=False"):
+    with pytest.raises(ValueError, match="differentiable must be False"):
         ShardedOptimizer([weight], torch.optim.SGD, differentiable=True)
     with pytest.raises(ValueError, match="'flat', 'whole'"):
         ShardedOptimizer([weight], torch.optim.SGD, partition="rows")
@@ -348,7 +348,7 @@ def check_refusals(rank, world_size):
 
 def test_a_process_group_is_required():
     assert not dist.is_initialized()
-    with pytest.raises(RuntimeError, match=r"call torch\.distributed\.init_process_group"):
+    with pytest.raises(RuntimeError, match=r"Call torch\.distributed\.init_process_group"):
         ShardedOptimizer([nn.Parameter(torch.zeros(2))], torch.optim.SGD)
 
 

@@ -178,7 +178,7 @@ def check_clipping(rank, world_size):
     loss_of(model, 0, 0).backward()
     with pytest.raises(RuntimeError, match="clip after the last backward"):
         optimizer.step()
-    with pytest.raises(ValueError, match="norm_type must be positive, got 0"):
+    with pytest.raises(ValueError, match="norm_type must be positive, but got 0"):
         optimizer.clip_grad_norm_(1.0, norm_type=0)
 
 
@@ -261,7 +261,7 @@ def check_late_reads(rank, world_size):
     model = net()
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, **settings)
     loss_of(model, 0, 0).backward()
-    with pytest.raises(RuntimeError, match=r"call attach\(module\)"):
+    with pytest.raises(RuntimeError, match=r"Call attach\(module\)"):
         optimizer.step()
     with pytest.raises(ValueError, match="is not in it"):
         optimizer.attach(nn.Linear(2, 2))

@@ -124,7 +124,7 @@ def check_own(rank, world_size):
 
     before = copy.deepcopy(resumed.state_dict())
     loaded["optimizer"]["shard"]["rank"] += 1
-    with pytest.raises(ValueError, match="use full_state_dict"):
+    with pytest.raises(ValueError, match="Use full_state_dict"):
         resumed.load_state_dict(loaded["optimizer"])
     assert str(before) == str(resumed.state_dict())
 
@@ -145,7 +145,7 @@ def check_refusals(rank, world_size):
             optimizer.load_full_state_dict(wrong)
         assert str(before) == str(optimizer.state_dict())
 
-    refused("must hold 'state' and 'param_groups', got list", lambda d: [1])
+    refused("must hold 'state' and 'param_groups', but got list", lambda d: [1])
     refused("has 1 groups, the optimizer 2", lambda d: d["param_groups"].pop() and None)
     refused(
         "group 0 has 2 parameters, the optimizer's 3",

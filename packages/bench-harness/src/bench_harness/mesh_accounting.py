@@ -144,7 +144,7 @@ def fsdp_ranks(model: FeedForwardStack = XXL, *, device_gb: float, tokens: int =
     if room <= 0:
         raise ValueError(
             f"half of the activations must fit one device, but they take {saved / 2:.1f} GB of "
-            f"{device_gb:g} GB; use fewer than {tokens} tokens per device"
+            f"{device_gb:g} GB. Use fewer than {tokens} tokens per device."
         )
     weights = rank_memory(model.numel, world_size=1, stage=3).total / GB
     needed = (weights + saved / 2) / room
@@ -183,8 +183,8 @@ def compute_bound_batch(
     tensor_width = alpha * mesh.tensor / mesh.tensor_axes
     if tensor_width >= model.d_ff:
         raise ValueError(
-            f"d_ff must exceed α·Y/M_Y = {tensor_width:.0f} for any batch to be compute bound, got "
-            f"{model.d_ff}; split matrices over fewer ranks"
+            f"d_ff must exceed α·Y/M_Y = {tensor_width:.0f} for any batch to be compute bound, but "
+            f"got {model.d_ff}. Split matrices over fewer ranks."
         )
     weight_tokens = mesh.fsdp * alpha / mesh.fsdp_axes
     overall = weight_tokens * (1 if concurrent else model.d_ff / (model.d_ff - tensor_width))

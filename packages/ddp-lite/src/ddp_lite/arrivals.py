@@ -44,13 +44,13 @@ class Arrivals:
         begun: a gradient has arrived that is to be reduced.
         marks: for each parameter ``ABSENT``, ``ACCUMULATED`` (while accumulating) or ``COUNTED``.
         order: parameters in the order in which they were counted.
-        next: place of the first bucket that is not ready.
-        late: places of ready buckets whose parameters got more gradient since.
+        next: index of the first bucket that is not ready.
+        late: indices of ready buckets whose parameters got more gradient since.
     """
 
     __slots__ = (
+        "_bucket_of",
         "_outstanding",
-        "_place_of",
         "_sizes",
         "accumulating",
         "begun",
@@ -63,21 +63,21 @@ class Arrivals:
 
     def __init__(self, parameters: int, owner: DataParallelBase) -> None:
         self.owner = weakref.ref(owner)
-        self._place_of = [0] * parameters
+        self._bucket_of = [0] * parameters
         self.accumulating = False
         self.plan([])
 
     def plan(self, buckets: Sequence[Sequence[int]]) -> None:
         """Sets the parameter indices of each bucket, in the order of reduction, and resets."""
         self._sizes = [len(indices) for indices in buckets]
-        for place, indices in enumerate(buckets):
+        for bucket_index, indices in enumerate(buckets):
             for index in indices:
-                self._place_of[index] = place
+                self._bucket_of[index] = bucket_index
         self.reset()
 
     def reset(self) -> None:
         """Back to the state before a backward."""
-        self.marks = bytearray(len(self._place_of))
+        self.marks = bytearray(len(self._bucket_of))
         self.order: list[int] = []
         self.begun = False
         self.next = 0
@@ -103,14 +103,14 @@ class Arrivals:
                 return
             self.begun = True
             owner._step.end_of_backward.queue(owner)
-        place = self._place_of[index]
-        if place < self.next:
-            self.late.add(place)
+        bucket_index = self._bucket_of[index]
+        if bucket_index < self.next:
+            self.late.add(bucket_index)
         elif self.marks[index] < COUNTED:
             self.marks[index] = COUNTED
             self.order.append(index)
-            self._outstanding[place] -= 1
-            if place == self.next and not self._outstanding[place]:
+            self._outstanding[bucket_index] -= 1
+            if bucket_index == self.next and not self._outstanding[bucket_index]:
                 self._report_ready()
 
     def _report_ready(self) -> None:

@@ -167,7 +167,7 @@ class DataParallelBase(TransparentWrapper, ABC):
         if self._step.arrivals.accumulating:
             raise RuntimeError(
                 "finish_gradient_synchronization() must be called outside no_sync(), whose "
-                "purpose is to accumulate without synchronising; leave the block first"
+                "purpose is to accumulate without synchronising. Leave the block first."
             )
         if self._step.end_of_backward.finished:
             self._step.end_of_backward.finished = False  # another call has other gradients in mind
@@ -203,7 +203,7 @@ class DataParallelBase(TransparentWrapper, ABC):
         self._step.observers.append(join)
         try:
             yield
-            join.accompany(self._step, self._finish, shadow_step)
+            join.shadow(self._step, self._finish, shadow_step)
         finally:
             self._step.observers.remove(join)
 

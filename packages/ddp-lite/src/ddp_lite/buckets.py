@@ -48,9 +48,9 @@ class Bucket:
     """Parameters whose gradients are reduced together.
 
     Attributes:
-        index: place in the order of reduction.
+        index: position in the order of reduction.
         names: the parameters' names in the module.
-        indices: their places in the module's order of trainable parameters.
+        indices: their positions in the module's order of trainable parameters.
         parameters: the parameters.
         slices: where each one's gradient, row-major, lies in the flat tensor.
         numel: elements of all gradients.
@@ -227,7 +227,7 @@ def _tail(specs: Sequence[ParameterSpec], limit: int) -> Sequence[ParameterSpec]
 def _by_completion(
     groups: list[tuple[int, ...]], specs: Sequence[ParameterSpec]
 ) -> list[tuple[int, ...]]:
-    position = {spec.index: place for place, spec in enumerate(specs)}
+    position = {spec.index: order for order, spec in enumerate(specs)}
     return sorted(groups, key=lambda group: max(position[index] for index in group))
 
 
@@ -246,11 +246,11 @@ def make_buckets(
         group: the ranks to reduce over.
     """
     buckets = []
-    for place, indices in enumerate(plan):
+    for bucket_index, indices in enumerate(plan):
         ends = list(itertools.accumulate(specs[index].numel for index in indices))
         first = specs[indices[0]]
         bucket = Bucket(
-            index=place,
+            index=bucket_index,
             names=tuple(specs[index].name for index in indices),
             indices=indices,
             parameters=tuple(parameters[index] for index in indices),

@@ -89,13 +89,13 @@ def check_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
         where = f"its submodule {name!r}" if name else "it"
         if isinstance(child, wrapper | DistributedDataParallel):
             raise TypeError(
-                f"module must not be wrapped already, but {where} is a {type(child).__name__}; "
-                "pass the plain module (wrapped.module)"
+                f"module must not be wrapped already, but {where} is a {type(child).__name__}. "
+                "Pass the plain module (wrapped.module)."
             )
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
             raise ValueError(
                 f"gradients must be dense, but {where} is a {type(child).__name__} with "
-                "sparse=True; build it with sparse=False"
+                "sparse=True. Build it with sparse=False."
             )
     for name, parameter in module.named_parameters():
         if (owner := owner_of(parameter)) is not None:
@@ -106,14 +106,14 @@ def check_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
             )
         if nn.parameter.is_lazy(parameter):
             raise ValueError(
-                f"parameters must have a shape, but {name} is uninitialised; run one forward "
-                "before wrapping"
+                f"parameters must have a shape, but {name} is uninitialised. Run one forward "
+                "before wrapping."
             )
     for name, tensor in _tensors(module):
         if tensor.is_meta:
             raise ValueError(
-                f"every parameter and buffer must hold data, but {name} is on the meta device; "
-                "materialise the module first (module.to_empty(device=...) and initialise it)"
+                f"every parameter and buffer must hold data, but {name} is on the meta device. "
+                "Materialise the module first (module.to_empty(device=...) and initialise it)."
             )
 
 
@@ -159,8 +159,8 @@ def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessG
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
-            "a process group must exist before a module is wrapped; call "
-            "torch.distributed.init_process_group() first"
+            "a process group must exist before a module is wrapped. Call "
+            "torch.distributed.init_process_group() first."
         )
     _pause_before_exit()
     if group is None:
@@ -205,8 +205,8 @@ def check_backend(group: dist.ProcessGroup, device: torch.device) -> None:
     if backend_for(group, device) is None:
         raise ValueError(
             f"the process group must serve the module's device, but the module is on {device} "
-            f"and the group's backends are {dist.get_backend_config(group)!r}; move the module "
-            "or initialise another backend"
+            f"and the group's backends are {dist.get_backend_config(group)!r}. Move the module "
+            "or initialise another backend."
         )
 
 

@@ -164,4 +164,4 @@ class SameStep(Observer):
     def _require_equal_steps(self, step: Step) -> None:
         if self._check is not None and self._check.ranks_differ():
             report = self._check.describe([spec.name for spec in step.specs])
-            raise step.roll_call.disagreement(report, step.number + 1)
+            raise step.peer_probe.disagreement(report, step.number + 1)

@@ -3,10 +3,10 @@
 All errors are ``RuntimeError``s, so a caller that only wants to stop can catch that.
 
 A collective that fails says only "connection closed" or "timed out". Before passing that on,
-the surviving ranks hold a short roll call through the process group's store and look at peers'
-processes on their own host, so that the error names the rank that died, stopped or strayed.
-How long a collective may hang is the process group's own timeout; the roll call adds at most
-``ROLL_CALL_SECONDS`` and one more for a store that does not answer, because the process that hosts
+the surviving ranks probe each other for a short time through the process group's store and look at
+peers' processes on their own host, so that the error names the rank that died, stopped or strayed.
+How long a collective may hang is the process group's own timeout; the probe adds at most
+``PROBE_SECONDS`` and one more for a store that does not answer, because the process that hosts
 it has stopped: such calls block in C++ whatever the store's timeout is.
 """
 
@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from ddp_lite.collectives import all_gather_json
 
-ROLL_CALL_SECONDS = 2.0
+PROBE_SECONDS = 2.0
 _PROCESS_STATES = {"T": "is stopped", "t": "is stopped", "Z": "has exited", "X": "has exited"}
 
 Result = TypeVar("Result")
@@ -82,7 +82,7 @@ class Peer:
         return (self.host, self.pid_namespace) == (other.host, other.pid_namespace)
 
     def trouble(self) -> str | None:
-        """What ails the process, None if it runs or cannot be looked at. Same host only."""
+        """What is wrong with the process, None if it runs or is out of sight. Same host only."""
         if not self.pid_namespace:
             return None
         try:
@@ -93,7 +93,7 @@ class Peer:
         return _PROCESS_STATES.get(status.rpartition(")")[2].split()[0])
 
 
-class RollCall:
+class PeerProbe:
     """Finds out, after a collective failed, which peers are still there. Collective to build.
 
     Args:
@@ -115,7 +115,7 @@ class RollCall:
                 f"peer exited or did something else. The backend reported: {error}"
             ) from error
         self._peers = [Peer(**peer) for peer, _ in everyone]
-        self._name = str(everyone[0][1])  # of this roll call, the same on all ranks
+        self._name = str(everyone[0][1])  # of this probe, the same on all ranks
 
     def absentees(self, report: str, step: int, timeout: timedelta) -> list[int]:
         """Waits until all ranks have called this as often; returns those that have not.
@@ -191,7 +191,7 @@ class RollCall:
         answers: dict[int, str] = {}
         store_trouble = ""
         try:
-            _within(ROLL_CALL_SECONDS + 1, lambda: self._call(report, occasion, others, answers))
+            _within(PROBE_SECONDS + 1, lambda: self._call(report, occasion, others, answers))
         except RuntimeError as error:  # torch's store errors derive from it
             store_trouble = f"the store could not be reached ({error or type(error).__name__})"
         answers = dict(answers)  # a call that hangs in the store may still be adding to it
@@ -206,7 +206,7 @@ class RollCall:
         if store_trouble:
             findings.append(store_trouble)
         elif silent:
-            findings.append(f"{name_ranks(silent)} did not answer within {ROLL_CALL_SECONDS:.0f} s")
+            findings.append(f"{name_ranks(silent)} did not answer within {PROBE_SECONDS:.0f} s")
         return findings or ["all peers answered and failed likewise"]
 
     def _call(
@@ -214,9 +214,9 @@ class RollCall:
     ) -> None:
         """Announces this rank and waits for the others; adds their reports to ``answers``."""
         store = self._reports(occasion)
-        store.set_timeout(timedelta(seconds=ROLL_CALL_SECONDS))  # all stores' from here on
+        store.set_timeout(timedelta(seconds=PROBE_SECONDS))  # all stores' from here on
         store.set(str(self._group.rank()), report)
-        deadline = time.monotonic() + ROLL_CALL_SECONDS
+        deadline = time.monotonic() + PROBE_SECONDS
         troubles: dict[int, str] = {}
         while time.monotonic() < deadline and len(answers.keys() | troubles.keys()) < len(others):
             self._look(others, troubles)
@@ -228,9 +228,9 @@ class RollCall:
     def _reports(self, occasion: int | str) -> dist.distributed_c10d.PrefixStore:
         return self._store(f"reports/{occasion}")
 
-    def _store(self, place: str) -> dist.distributed_c10d.PrefixStore:
+    def _store(self, prefix: str) -> dist.distributed_c10d.PrefixStore:
         return dist.distributed_c10d.PrefixStore(
-            f"ddp_lite/{self._name}/{place}", dist.distributed_c10d._get_default_store()
+            f"ddp_lite/{self._name}/{prefix}", dist.distributed_c10d._get_default_store()
         )
 
     def _look(self, others: Sequence[int], troubles: dict[int, str]) -> None:
@@ -256,7 +256,7 @@ def _within(seconds: float, call: Callable[[], Result]) -> Result:
         except RuntimeError as error:
             errors.append(error)
 
-    thread = threading.Thread(target=run, daemon=True, name="ddp_lite roll call")
+    thread = threading.Thread(target=run, daemon=True, name="ddp_lite peer probe")
     thread.start()
     thread.join(seconds)
     if errors:

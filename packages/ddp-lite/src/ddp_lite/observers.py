@@ -59,7 +59,7 @@ class MissingGradients(Observer):
         """Forgets the last step."""
         self._absent, self._presence = set(), None
 
-    def taken(
+    def gradients_taken(
         self, step: Step, bucket: Bucket, gradients: Sequence[Tensor | None], again: bool
     ) -> None:
         """Notes which parameters got no gradient; under "error", from this step's backward."""
@@ -67,8 +67,8 @@ class MissingGradients(Observer):
             marks = step.arrivals.marks
             absent = [index for index in bucket.indices if marks[index] == ABSENT]
         else:
-            places = zip(bucket.indices, gradients, strict=True)
-            absent = [index for index, gradient in places if gradient is None]
+            pairs = zip(bucket.indices, gradients, strict=True)
+            absent = [index for index, gradient in pairs if gradient is None]
         if again:
             self._absent -= set(bucket.indices) - set(absent)
         elif absent:
@@ -137,7 +137,7 @@ class Join(Observer):
             with step.naming_failures_of(_COUNT):
                 self._active = self._count(1.0, step)
 
-    def accompany(
+    def shadow(
         self, step: Step, finish: Callable[[], None], shadow_step: Callable[[], object]
     ) -> None:
         """Takes part, without a batch, in the steps of the ranks that still have one.
@@ -279,10 +279,10 @@ class WaitTimer:
         self._events[1].synchronize()
         return float(self._events[0].elapsed_time(self._events[1]))
 
-    def _mark(self, place: int) -> None:
+    def _mark(self, slot: int) -> None:
         if not self._on_device:
-            self._seconds[place] = time.perf_counter()
+            self._seconds[slot] = time.perf_counter()
         elif not torch.cuda.is_current_stream_capturing():  # a graph's waits have no clock
             if not self._events:
                 self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            self._events[place].record(torch.cuda.current_stream(self._device))
+            self._events[slot].record(torch.cuda.current_stream(self._device))

@@ -96,7 +96,7 @@ class TrainableParameters:
         if self._watch.has_new_structure():
             if change := self._watch.describe_change():
                 report = f"{change} since {step.wrapper} wrapped the module"
-                step.roll_call.leave_report(report, step.number + 1)
+                step.peer_probe.leave_report(report, step.number + 1)
                 raise ModelMismatchError(
                     f"a wrapped module must keep its parameters, but before step {step.number + 1} "
                     f"on rank {step.group.rank()} {report}. Change the module first and "
@@ -243,7 +243,7 @@ def _await_change_everywhere(names: Sequence[str], step: Step) -> None:
         "all ranks to change it"
     )
     timeout: timedelta = step.group._get_backend(step.device).options._timeout
-    if absent := step.roll_call.absentees(report, number, timeout):
+    if absent := step.peer_probe.absentees(report, number, timeout):
         raise ModelMismatchError(
             "requires_grad must be changed on all ranks before the same step, but that of "
             f"{changed} changed on rank {step.group.rank()} before step {number} and not on "

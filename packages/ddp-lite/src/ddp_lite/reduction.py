@@ -234,8 +234,8 @@ class Transport:
         for spec in specs:
             if self._wire_dtype is not None and spec.dtype.is_complex:
                 raise ValueError(
-                    f"wire_dtype can carry real gradients only, but {spec.name} is {spec.dtype}; "
-                    "leave wire_dtype out or freeze the parameter"
+                    f"wire_dtype can carry real gradients only, but {spec.name} is {spec.dtype}. "
+                    "Leave wire_dtype out or freeze the parameter."
                 )
 
     @property

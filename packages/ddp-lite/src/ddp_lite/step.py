@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from ddp_lite.arrivals import Arrivals, EndOfBackward
 from ddp_lite.buckets import Bucket, ParameterSpec, make_buckets
-from ddp_lite.errors import MissingGradientError, RollCall, SynchronizationError, unfinished
+from ddp_lite.errors import MissingGradientError, PeerProbe, SynchronizationError, unfinished
 from ddp_lite.parameters import TrainableParameters
 from ddp_lite.reduction import Reduction
 
@@ -48,7 +48,7 @@ class Observer:
     def forward_begins(self, step: Step) -> None:
         """A forward pass begins whose gradients will be synchronised."""
 
-    def taken(
+    def gradients_taken(
         self, step: Step, bucket: Bucket, gradients: Sequence[Tensor | None], again: bool
     ) -> None:
         """A bucket's gradients are about to be reduced.
@@ -97,7 +97,7 @@ class Step:
         observers: are told of each event in this order.
 
     Attributes:
-        roll_call: finds out what happened when a collective fails. Making it is collective.
+        peer_probe: finds out what happened when a collective fails. Making it is collective.
         number: synchronised steps completed; -1 while the wrapper is constructed.
         specs: the trainable parameters, described.
         parameters: the same ones, themselves.
@@ -117,10 +117,12 @@ class Step:
         observers: Sequence[Observer],
     ) -> None:
         self.wrapper, self.group, self.device = wrapper.__name__, group, device
-        self.roll_call = RollCall(group, self.wrapper)
+        self.peer_probe = PeerProbe(group, self.wrapper)
         self.observers = list(observers)
         # This event happens once per bucket, so those that ignore it are not called.
-        self.observers_of_gradients = [o for o in observers if type(o).taken != Observer.taken]
+        self.observers_of_gradients = [
+            o for o in observers if type(o).gradients_taken != Observer.gradients_taken
+        ]
         self.number = -1  # errors of the constructor speak of step 0
         self.specs: list[ParameterSpec] = []
         self.parameters: list[nn.Parameter] = []
@@ -228,7 +230,7 @@ class Step:
 
     def late(self) -> list[Bucket]:
         """The buckets that got more gradient after they had been started."""
-        return [self.buckets[place] for place in sorted(self.arrivals.late)]
+        return [self.buckets[index] for index in sorted(self.arrivals.late)]
 
     def _messages(self, dtype: torch.dtype, again: bool) -> list[Tensor]:
         real = dtype.to_real() if dtype.is_complex else dtype
@@ -254,7 +256,7 @@ class Step:
         if isinstance(error, SynchronizationError | torch.OutOfMemoryError):
             return
         seconds = time.monotonic() - begin
-        raise self.roll_call.failure(what, self.number + 1, seconds, error) from error
+        raise self.peer_probe.failure(what, self.number + 1, seconds, error) from error
 
 
 class _Naming:
@@ -284,7 +286,7 @@ class _Taking:
         step, bucket, again = self._step, self._bucket, self._again
         gradients = self._gradients = [parameter.grad for parameter in bucket.parameters]
         for observer in step.observers_of_gradients:
-            observer.taken(step, bucket, gradients, again)
+            observer.gradients_taken(step, bucket, gradients, again)
         for parameter in bucket.parameters:
             parameter.grad = None
         step.started.append(bucket)
@@ -304,7 +306,7 @@ class _Taking:
             if gradient is not None and gradient.layout is not torch.strided:
                 raise ValueError(
                     f"gradients must be dense, but {name} got a {gradient.layout} gradient in "
-                    f"step {self._step.number + 1}; build its layer with sparse=False"
+                    f"step {self._step.number + 1}. Build its layer with sparse=False."
                 )
 
 

@@ -1,4 +1,4 @@
-"""A wrapper that does not show: names, checkpoints and attributes are the wrapped module's own."""
+"""Makes a wrapper transparent: attributes and ``state_dict`` are those of the wrapped module."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class TransparentWrapper(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            f"{type(self).__name__} holds a process group and cannot be pickled or copied; save "
-            "wrapped.state_dict() or pickle wrapped.module"
+            f"{type(self).__name__} holds a process group and cannot be pickled or copied. Save "
+            "wrapped.state_dict() or pickle wrapped.module."
         )
 
 

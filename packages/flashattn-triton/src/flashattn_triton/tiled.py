@@ -404,27 +404,32 @@ def check_assignment_inputs(Q: Tensor, K: Tensor, V: Tensor) -> None:
     for name, x in (("Q", Q), ("K", K), ("V", V)):
         if x.dim() < 3:
             raise ValueError(
-                f"{name} must have at least three dimensions (..., sequence, head_dim), got shape "
-                f"{tuple(x.shape)}; add a batch dimension with {name}[None]"
+                f"{name} must have at least three dimensions (..., sequence, head_dim), but got "
+                f"shape {tuple(x.shape)}. Add a batch dimension with {name}[None]."
             )
         if not x.is_floating_point():
-            raise ValueError(f"{name} must be floating point, got {x.dtype}; convert it first")
+            raise ValueError(f"{name} must be floating point, but got {x.dtype}. Convert it first.")
         if x.dtype != Q.dtype:
             raise ValueError(
-                f"Q, K, V must share one dtype, got {Q.dtype} for Q, {x.dtype} for {name}"
+                f"Q, K, V must share one dtype, but got {Q.dtype} for Q and {x.dtype} for {name}. "
+                "Convert one of them."
             )
         if x.device != Q.device:
             raise ValueError(
-                f"Q, K, V must be on one device, got {Q.device} for Q and {x.device} for {name}"
+                f"Q, K, V must be on one device, but got {Q.device} for Q and {x.device} for "
+                f"{name}. Move one of them."
             )
         if x.shape[:-2] != Q.shape[:-2]:
             raise ValueError(
-                f"Q, K, V must have the same leading dimensions, got {tuple(Q.shape)} for Q and "
-                f"{tuple(x.shape)} for {name}; expand {name} first"
+                f"Q, K, V must have the same leading dimensions, but got {tuple(Q.shape)} for Q "
+                f"and {tuple(x.shape)} for {name}. Expand {name} first."
             )
     if K.shape[-1] != Q.shape[-1]:
-        raise ValueError(f"K must have Q's head_dim {Q.shape[-1]}, got shape {tuple(K.shape)}")
+        raise ValueError(
+            f"K must have Q's head_dim {Q.shape[-1]}, but got shape {tuple(K.shape)}. Project K."
+        )
     if V.shape[-2] != K.shape[-2]:
         raise ValueError(
-            f"V must have K's sequence length {K.shape[-2]}, got shape {tuple(V.shape)}"
+            f"V must have K's sequence length {K.shape[-2]}, but got shape {tuple(V.shape)}. Pass "
+            "one value for each key."
         )

@@ -35,7 +35,9 @@ class DtypePolicy:
 
     def __post_init__(self) -> None:
         if min(self.parameter, self.gradient, self.master, self.state) < 0:
-            raise ValueError(f"bytes per element cannot be negative, got {self}")
+            raise ValueError(
+                f"bytes per element must be at least 0, but got {self}. Use 0 for what is not kept."
+            )
 
 
 FP32 = DtypePolicy()
@@ -96,9 +98,11 @@ def rank_memory(
         ValueError: for an unknown stage or a world size below 1.
     """
     if stage not in STAGES:
-        raise ValueError(f"stage must be 0, 1, 2 or 3, got {stage}")
+        raise ValueError(f"stage must be 0, 1, 2 or 3, but got {stage}. Use one of them.")
     if world_size < 1:
-        raise ValueError(f"world_size must be at least 1, got {world_size}")
+        raise ValueError(
+            f"world_size must be at least 1, but got {world_size}. Pass the number of ranks."
+        )
     share = numel / world_size
     state = policy.state * (share if stage >= 1 else numel)
     return RankMemory(

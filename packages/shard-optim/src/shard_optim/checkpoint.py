@@ -43,7 +43,7 @@ def save_checkpoint(optimizer: ShardedOptimizer, folder: str | Path) -> None:
 
     if (Path(folder) / METADATA).exists():
         raise FileExistsError(
-            f"a checkpoint is never overwritten, but {folder} holds one; save to a new folder"
+            f"a checkpoint is never overwritten, but {folder} holds one. Save to a new folder."
         )
     optimizer.wait()
     places = placements(optimizer.buckets)
@@ -97,7 +97,7 @@ def load_checkpoint(optimizer: ShardedOptimizer, folder: str | Path) -> None:
     if problem is not None:
         raise ValueError(
             "a checkpoint must be of this model and optimizer class, but "
-            f"{problem}; load it into the optimizer that it was saved from"
+            f"{problem}. Load it into the optimizer that it was saved from."
         )
     wanted: dict[str, Any] = {}
     ranges: dict[str, Range] = {}

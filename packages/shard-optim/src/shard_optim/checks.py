@@ -43,23 +43,24 @@ def check_supported(
     """
     if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
         raise TypeError(
-            f"optimizer_cls must be a subclass of torch.optim.Optimizer, got {optimizer_cls!r}"
+            "optimizer_cls must be a subclass of torch.optim.Optimizer, but got "
+            f"{optimizer_cls!r}. Pass the class and its arguments apart."
         )
     name = optimizer_cls.__name__
     if issubclass(optimizer_cls, UNSUPPORTED):
         raise ValueError(
-            "an optimizer can be sharded or offloaded only if it updates each parameter from that "
-            f"parameter's dense gradient alone, and {name} does not; use it as it is"
+            "optimizer_cls must update each parameter from that parameter's dense gradient alone, "
+            f"but got {name}, which does not. Use it as it is."
         )
     if kwargs.get("differentiable"):
         raise ValueError(
-            "gradients cannot flow through an update that other ranks compute, got "
-            "differentiable=True; use differentiable=False"
+            "differentiable must be False, because gradients do not flow through an update that "
+            "other ranks compute, but got True. Leave it out."
         )
     if partition == "flat" and issubclass(optimizer_cls, SHAPE_DEPENDENT):
         raise ValueError(
             f'partition="flat" needs an optimizer that treats every element alike, but {name} '
-            'looks at the shape of each parameter; pass partition="whole"'
+            'looks at the shape of each parameter. Pass partition="whole".'
         )
 
 
@@ -168,7 +169,7 @@ def check_elementwise_state(optimizer: Optimizer, updated: Tensor) -> None:
             raise ValueError(
                 'under partition="flat" a state tensor must hold one number or one per element '
                 f"({tuple(updated.shape)}), but {type(optimizer).__name__} keeps {key!r} of "
-                f'shape {tuple(value.shape)}; pass partition="whole"'
+                f'shape {tuple(value.shape)}. Pass partition="whole".'
             )
 
 

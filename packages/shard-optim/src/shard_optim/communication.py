@@ -229,8 +229,8 @@ def resolve_group(
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "a sharded optimizer needs a process group, but none was given and the default one is "
-            "not initialised; call torch.distributed.init_process_group() first (a single process "
-            "can use world_size=1) or pass process_group="
+            "not initialised. Call torch.distributed.init_process_group() first (a single process "
+            "can use world_size=1) or pass process_group=."
         )
     group = dist.group.WORLD
     assert group is not None

@@ -106,8 +106,8 @@ class ShardedGradScaler(GradScaler):
         grads = optimizer.local_gradients()
         if not allow_fp16 and any(grad.dtype == torch.float16 for grad in grads):
             raise ValueError(
-                "gradients must be wider than fp16 to be unscaled, but some are fp16; keep fp32 "
-                "parameters under autocast, or pass master_dtype=torch.float32"
+                "gradients must be wider than fp16 to be unscaled, but some are fp16. Keep fp32 "
+                "parameters under autocast, or pass master_dtype=torch.float32."
             )
         for device in sorted({grad.device for grad in grads}, key=str):
             here = [grad for grad in grads if grad.device == device]

@@ -157,13 +157,15 @@ def plan_buckets(
         ValueError: for an unknown partition, or a size or world size below 1.
     """
     if partition not in PARTITIONS:
-        raise ValueError(f"partition must be one of {PARTITIONS}, got {partition!r}")
+        raise ValueError(
+            f"partition must be one of {PARTITIONS}, but got {partition!r}. Use one of them."
+        )
     first = bucket_numel if first_numel is None else first_numel
     if min(world_size, bucket_numel, first, alignment) < 1:
         raise ValueError(
-            "world_size, bucket_numel, first_numel and alignment must be at least 1, got "
+            "world_size, bucket_numel, first_numel and alignment must be at least 1, but got "
             f"world_size={world_size}, bucket_numel={bucket_numel}, first_numel={first_numel}, "
-            f"alignment={alignment}"
+            f"alignment={alignment}. Leave out what has a default."
         )
     if partition == "flat":
         return [
@@ -418,8 +420,8 @@ def check_layout(param: Tensor, name: str) -> None:
         strides = param.stride() if param.layout == torch.strided else "none"
         raise ValueError(
             f"a sharded parameter must occupy one dense block of memory, but {name} has layout "
-            f"{param.layout}, shape {tuple(param.shape)}, strides {strides}; "
-            "replace it by a contiguous copy first"
+            f"{param.layout}, shape {tuple(param.shape)}, strides {strides}. "
+            "Replace it by a contiguous copy first."
         )
 
 
@@ -441,8 +443,8 @@ def check_gradient(grad: Tensor | None, name: str) -> None:
     """
     if grad is not None and grad.layout != torch.strided:
         raise ValueError(
-            f"gradients must be dense, but {name} received one of layout {grad.layout}; "
-            "use sparse=False in its embedding"
+            f"gradients must be dense, but {name} received one of layout {grad.layout}. "
+            "Use sparse=False in its embedding."
         )
 
 

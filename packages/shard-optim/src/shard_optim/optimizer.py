@@ -123,11 +123,19 @@ class ShardedOptimizer(Optimizer):
         **kwargs: Any,
     ) -> None:
         if partition not in PARTITIONS:
-            raise ValueError(f"partition must be one of {PARTITIONS}, got {partition!r}")
+            raise ValueError(
+                f"partition must be one of {PARTITIONS}, but got {partition!r}. Use 'flat' unless "
+                "the optimizer looks at shapes."
+            )
         if bucket_size_mb is not None and bucket_size_mb <= 0:
-            raise ValueError(f"bucket_size_mb must be positive, got {bucket_size_mb}")
+            raise ValueError(
+                f"bucket_size_mb must be positive, but got {bucket_size_mb}. Leave it out "
+                "for an eighth of the parameters."
+            )
         if overlap not in (None, "next-forward"):
-            raise ValueError(f"overlap must be None or 'next-forward', got {overlap!r}")
+            raise ValueError(
+                f"overlap must be None or 'next-forward', but got {overlap!r}. Use one of them."
+            )
         check_supported(optimizer_cls, partition, kwargs)
         if offload_state:
             check_offload(optimizer_cls, kwargs)
@@ -222,8 +230,8 @@ class ShardedOptimizer(Optimizer):
         params = group["params"]
         if len({id(param) for param in params}) != len(params):
             raise ValueError(
-                "each parameter may be listed once, but a group lists one twice; "
-                "pass module.parameters(), which yields tied parameters once"
+                "each parameter may be listed once, but a group lists one twice. "
+                "Pass module.parameters(), which yields tied parameters once."
             )
         for index, param in enumerate(params, start=first):
             if hasattr(param, SHARD_GROUP):
@@ -301,8 +309,8 @@ class ShardedOptimizer(Optimizer):
             return
         if self._overlap is not None and self._waits is None:
             raise RuntimeError(
-                'overlap="next-forward" needs to know the module whose forward waits; call '
-                "attach(module) before the first step"
+                'overlap="next-forward" needs to know the module whose forward waits. Call '
+                "attach(module) before the first step."
             )
         if thawed := self._placement.place_unfrozen(self.param_groups):
             self._register(thawed)
@@ -358,14 +366,14 @@ class ShardedOptimizer(Optimizer):
             state = "attach() was called before" if self._waits else "overlap is None"
             raise RuntimeError(
                 'attach() is for overlap="next-forward" and happens once, but '
-                f"{state}; construct a new optimizer for another module"
+                f"{state}. Construct a new optimizer for another module."
             )
         inside = {id(param) for param in module.parameters()}
         for index, param in enumerate(self.all_params()):
             if id(param) not in inside:
                 raise ValueError(
                     "the attached module must own every parameter of the optimizer, but "
-                    f"{self.name_of(index)} is not in it; attach the module that contains it"
+                    f"{self.name_of(index)} is not in it. Attach the module that contains it."
                 )
         self._waits = ForwardWaits(module, self.wait)
         if self._reducer is not None:
@@ -410,7 +418,9 @@ class ShardedOptimizer(Optimizer):
             ValueError: for a norm type that is not positive.
         """
         if not norm_type > 0:
-            raise ValueError(f"norm_type must be positive, got {norm_type}")
+            raise ValueError(
+                f"norm_type must be positive, but got {norm_type}. Use 2.0 or math.inf."
+            )
         return clip_sharded_(
             self.local_gradients(),
             max_norm,
@@ -468,7 +478,7 @@ class ShardedOptimizer(Optimizer):
         if problem is not None:
             raise ValueError(
                 "a rank can load only its own shard of the same optimizer over the same ranks, but "
-                f"{problem}; use full_state_dict() and load_full_state_dict() to move between them"
+                f"{problem}. Use full_state_dict() and load_full_state_dict() to move between them."
             )
         self.install(given["state"], given["param_groups"])
         for after in self._optimizer_load_state_dict_post_hooks.values():
@@ -524,7 +534,7 @@ class ShardedOptimizer(Optimizer):
         if problem is not None:
             raise ValueError(
                 "a full state dict must be of this model and optimizer class, but "
-                f"{problem}; load it into the optimizer that it was saved from"
+                f"{problem}. Load it into the optimizer that it was saved from."
             )
         full = by_number(state_dict) if self.rank == 0 and state_dict is not None else None
         received = scatter_full_state(

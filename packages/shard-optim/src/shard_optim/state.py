@@ -33,10 +33,15 @@ ShardState = Mapping[str, Any]
 def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     """Normalises the constructor's argument to a list of groups, without copying parameters."""
     if isinstance(params, Tensor):
-        raise TypeError("params must be an iterable of parameters or groups, got one tensor")
+        raise TypeError(
+            "params must be an iterable of parameters or groups, but got one tensor. Pass [tensor]."
+        )
     items = list(params)
     if not items:
-        raise ValueError("a sharded optimizer needs at least one parameter, got an empty list")
+        raise ValueError(
+            "params must hold at least one parameter, but got an empty list. "
+            "Pass model.parameters()."
+        )
     if not isinstance(items[0], dict):
         return [{"params": items}]
     return [dict(group) for group in items]
@@ -310,7 +315,7 @@ def check_full_state(
         name_of: a parameter's name.
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
-        return f"it must hold 'state' and 'param_groups', got {type(state_dict).__name__}"
+        return f"it must hold 'state' and 'param_groups', but got {type(state_dict).__name__}"
     saved_groups = state_dict["param_groups"]
     if len(saved_groups) != len(groups):
         return f"it has {len(saved_groups)} groups, the optimizer {len(groups)}"

@@ -175,8 +175,8 @@ class RangeLoadPlanner(DefaultLoadPlanner):
             if not isinstance(stored, TensorStorageMetadata) or size != torch.Size([part.total]):
                 raise ValueError(
                     f"the checkpoint must hold {part.total} elements under {key}, but it holds "
-                    f"{'no tensor' if size is None else tuple(size)}; load it into the optimizer "
-                    "that it was saved from"
+                    f"{'no tensor' if size is None else tuple(size)}. Load it into the optimizer "
+                    "that it was saved from."
                 )
             items += create_read_items_for_chunk_list(key, stored, [part.chunk])
         return dataclasses.replace(plan, items=items)

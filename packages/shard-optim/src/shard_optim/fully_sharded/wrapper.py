@@ -98,7 +98,7 @@ class FullyShardedDataParallel(nn.Module):
         if reduce_dtype not in _REDUCE_DTYPES:
             raise ValueError(
                 "reduce_dtype must be None, torch.float32, torch.bfloat16 or torch.float64, but "
-                f"got {reduce_dtype}. Sums of fp16 gradients overflow; pass torch.float32."
+                f"got {reduce_dtype}. Sums of fp16 gradients overflow. Pass torch.float32."
             )
         check_module(module, FullyShardedDataParallel)
         self.module = module
