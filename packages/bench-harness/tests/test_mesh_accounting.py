@@ -48,5 +48,5 @@ def test_at_the_compute_bound_batch_the_times_are_equal():
 
 
 def test_matrices_split_too_far_are_refused():
-    with pytest.raises(ValueError, match="split matrices over fewer ranks"):
+    with pytest.raises(ValueError, match="Split matrices over fewer ranks"):
         accounting.compute_bound_batch(mesh=accounting.Mesh(tensor=64))
