@@ -83,7 +83,7 @@ def lose_rank_1_in_copies(rank: int, world_size: int, how: signal.Signals) -> st
     assert group is not None
     memory = PeerMemory(group, buffer_mb=1, timeout=timedelta(seconds=COPY_TIMEOUT))
     wrapped = BucketedDDP(model, 0.3, comm_hook=PeerCopyAverage(memory))
-    pid_of_rank_1 = wrapped._step.roll_call._peers[1].pid
+    pid_of_rank_1 = wrapped._step.peer_probe._peers[1].pid
 
     def backward(lost: bool) -> None:
         hidden = model[1](model[0](torch.ones(8, 256, device=device)))
@@ -95,7 +95,7 @@ def lose_rank_1_in_copies(rank: int, world_size: int, how: signal.Signals) -> st
         backward(lost=False)
         torch.cuda.synchronize()
         backward(lost=rank == 1)
-        time.sleep(COPY_TIMEOUT + 4)  # the watch's time, and the roll call
+        time.sleep(COPY_TIMEOUT + 4)  # the watch's time, and the peer probe
         backward(lost=False)
     except PeerFailureError as error:
         return str(error)

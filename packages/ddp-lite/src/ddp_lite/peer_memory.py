@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ddp_lite.buckets import MEBIBYTE, bytes_from_mb
 from ddp_lite.collectives import all_gather_json, backend_for
-from ddp_lite.errors import Peer, RollCall
+from ddp_lite.errors import Peer, PeerProbe
 from ddp_lite.peer_schedule import ALIGNMENT_BYTES, SLOTS, rows_in_slot
 
 LARGEST_GROUP = 8
@@ -117,7 +117,7 @@ class PeerMemory:
         self._rank, self._world_size = group.rank(), group.size()
         seconds = timeout.total_seconds()
         self._kernel_timeout_ms = int(1000 * (seconds + _SECONDS_FOR_THE_WATCH))
-        self._watch = Watch(RollCall(group, "PeerMemory"), seconds, self.device)
+        self._watch = Watch(PeerProbe(group, "PeerMemory"), seconds, self.device)
         self._memory = self._allocate()
         self._connect()
 
@@ -187,17 +187,17 @@ class Watch:
     next exchange is started.
 
     Args:
-        roll_call: finds out who is lost.
+        peer_probe: finds out who is lost.
         seconds: how long to wait for an event after the one before it has come.
         device: of the events.
     """
 
-    def __init__(self, roll_call: RollCall, seconds: float, device: torch.device) -> None:
+    def __init__(self, peer_probe: PeerProbe, seconds: float, device: torch.device) -> None:
         self._events: queue.SimpleQueue[torch.cuda.Event | None] = queue.SimpleQueue()
         self._errors: list[Exception] = []
         thread = threading.Thread(
             target=_watch,
-            args=(self._events, self._errors, roll_call, seconds, device),
+            args=(self._events, self._errors, peer_probe, seconds, device),
             daemon=True,
             name="ddp_lite watch over copies",
         )
@@ -218,7 +218,7 @@ class Watch:
 def _watch(
     events: queue.SimpleQueue[torch.cuda.Event | None],
     errors: list[Exception],
-    roll_call: RollCall,
+    peer_probe: PeerProbe,
     seconds: float,
     device: torch.device,
 ) -> None:
@@ -234,7 +234,7 @@ def _watch(
                 time.sleep(_POLL_SECONDS)
         except RuntimeError as cause:  # CUDA's errors are RuntimeErrors too
             waited = time.monotonic() - begin
-            error = roll_call.failure("an exchange between GPUs", number, waited, cause)
+            error = peer_probe.failure("an exchange between GPUs", number, waited, cause)
             errors.append(error)
             _log.error("%s", error)
             return
