@@ -19,6 +19,7 @@ from bench_harness.training import settings as of
 from ranks import run_ranks
 
 TINY = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 64}
+OFFLOADED = {"name": "adamw", "offload_state": True}
 SHARDED = {"optimizer": {"name": "sharded", "reduce_gradients": True, "overlap": "next-forward"}}
 
 
@@ -95,6 +96,12 @@ def test_labels_say_what_differs_and_nothing_else() -> None:
             "overlap must come with reduce_gradients",
         ),
         ({"wrapper": "fsdp2", "optimizer": "zero-redundancy"}, "must be an unsharded one under"),
+        ({"wrapper": "fsdp2", "optimizer": OFFLOADED}, "offload_state must be off under FSDP2"),
+        (
+            {"optimizer": {"name": "zero-redundancy", "offload_state": True}},
+            "offload_state must be off in ZeroRedundancyOptimizer, but got True. Set optimizer",
+        ),
+        ({"wrapper": {"name": "fully-sharded", "replicas": 0}}, "replicas must be at least 1"),
     ],
 )
 def test_what_is_wrong_in_a_variant_is_named(variant: object, message: str) -> None:
@@ -132,7 +139,8 @@ def test_arguments_are_those_of_the_class(arguments: type, target: str) -> None:
     known: dict[str, inspect.Parameter] = {}
     for base in cls.__mro__:
         known = {**inspect.signature(base).parameters, **known} if base is not object else known
-    own = {"nccl_high_priority", "nccl_max_ctas", "lr"}  # a group's settings; always given
+    # A group's settings; always given; another class around this one.
+    own = {"nccl_high_priority", "nccl_max_ctas", "lr", "offload_state"}
     for field in dataclasses.fields(arguments):
         if field.name in own or (arguments is of.Sharded and field.name == "fused"):
             continue
@@ -197,6 +205,8 @@ def case(tmp_path_factory):
                 SHARDED,
                 {"wrapper": "fsdp2", "compile": "blocks"},
                 "fully-sharded",
+                {"wrapper": {"name": "fully-sharded", "replicas": 2}, "optimizer": OFFLOADED},
+                {"optimizer": SHARDED["optimizer"] | {"offload_state": True}},
                 {
                     "wrapper": "flat",
                     "checkpoint_blocks": 1,
@@ -268,7 +278,23 @@ def test_profiled_steps_say_which_gathers_were_late(case) -> None:
     # Two blocks, embedding and head; the two blocks are there when backward begins.
     assert counts["FullyShardedDataParallel"] >= 4
     assert counts["FSDP2, compile=blocks"] >= 4
-    assert len(counts) == 2, "nothing else gathers parameters"
+    assert len(counts) == 3, "nothing else gathers parameters"
+
+
+def test_state_in_host_memory_is_weighed_apart(case) -> None:
+    case, rows, _ = case
+    frame = frame_of(case, rows)
+    tables = {table.title: table.frame for table in experiments.get("train-step").tables(frame)}
+    memory = tables["Memory per rank at its moments"]
+    away = memory[memory["variant"].str.contains("offload_state")]
+    after = away[away["moment"] == "after the optimizer step"].set_index("variant")
+    assert len(after) == 2
+    assert (after["optimizer state (GiB)"] == 0).all()
+    held, predicted = after["state in host memory (GiB)"], after["predicted there (GiB)"]
+    assert (abs(held - predicted) < 0.03 * predicted).all()
+    # A mesh of two groups of one rank each divides nothing; two ranks of one group halve it.
+    assert held.max() == pytest.approx(2 * held.min(), rel=0.05)
+    assert memory[~memory.index.isin(away.index)]["state in host memory (GiB)"].isna().all()
 
 
 @pytest.mark.processes

@@ -195,6 +195,9 @@ def _memory(done: pd.DataFrame) -> Table:
     for part in _PARTS:
         expected = frame[f"predicted_{part}_bytes"]
         frame["missed"] |= (frame[f"{part}_bytes"] - expected).abs() > _TOLERANCE * expected
+    if "host_state_bytes" in frame:
+        expected = frame["predicted_host_state_bytes"]
+        frame["missed"] |= (frame["host_state_bytes"] - expected).abs() > _TOLERANCE * expected
     for name in [str(c) for c in frame if str(c).endswith("_bytes")]:
         frame[name.replace("_bytes", "_gib")] = frame[name].astype("float64") / 2**30
     return Table(
@@ -209,6 +212,8 @@ def _memory(done: pd.DataFrame) -> Table:
                 "gradient_gib": "gradients (GiB)",
                 "state_gib": "optimizer state (GiB)",
                 "predicted_gib": "predicted sum (GiB)",
+                "host_state_gib": "state in host memory (GiB)",
+                "predicted_host_state_gib": "predicted there (GiB)",
                 "missed": "prediction missed",
                 "allocated_gib": "allocated (GiB)",
                 "peak_gib": "peak until then (GiB)",

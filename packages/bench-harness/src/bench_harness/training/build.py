@@ -317,8 +317,20 @@ def _fully_sharded(wrapper: of.FullySharded, module: nn.Module) -> Any:
             "fully-sharded needs a shard-optim that has FullyShardedDataParallel; upgrade "
             "shard-optim"
         )
+    mesh = None
+    if wrapper.replicas > 1:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        world_size = dist.get_world_size()
+        if world_size % wrapper.replicas:
+            raise CaseSkipped(
+                f"replicas must divide the world size {world_size}, but got {wrapper.replicas}"
+            )
+        device = next(module.parameters()).device.type
+        mesh = init_device_mesh(device, (wrapper.replicas, world_size // wrapper.replicas))
     return cls(
         module,
+        process_group=mesh,
         reshard_after_forward=wrapper.reshard_after_forward,
         compute_dtype=None if wrapper.compute_dtype is None else _DTYPES[wrapper.compute_dtype],
         reduce_dtype=None if wrapper.reduce_dtype is None else _DTYPES[wrapper.reduce_dtype],
@@ -350,6 +362,7 @@ def _optimizer(
             ),
             reduce_gradients=arguments.reduce_gradients,
             overlap=arguments.overlap,
+            offload_state=arguments.offload_state,
             lr=arguments.lr,
             fused=_fused(arguments.fused, device),
             **_communication(arguments),
@@ -376,9 +389,14 @@ def _torch_optimizer(
         return basics_model.AdamW(parameters, lr=arguments.lr)
     assert isinstance(arguments, of.TorchOptimizer)
     shared: dict[str, Any] = {"lr": arguments.lr, "fused": _fused(arguments.fused, device)}
+    cls: type[torch.optim.Optimizer] = torch.optim.AdamW
     if isinstance(arguments, of.SGD):
-        return torch.optim.SGD(parameters, momentum=arguments.momentum, **shared)
-    return torch.optim.AdamW(parameters, **shared)
+        cls, shared["momentum"] = torch.optim.SGD, arguments.momentum
+    if arguments.offload_state:
+        from shard_optim import OffloadedOptimizer
+
+        return OffloadedOptimizer(parameters, cls, **shared)
+    return cls(parameters, **shared)
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

@@ -73,17 +73,22 @@ def weigh(training: Training, variant: Settings, before: int) -> tuple[list[Row]
 def _moment(training: Training, name: str, before: int, predicted: Row) -> Row:
     """What is held now, by kind; the allocator's own figures; the peak since the last moment."""
     device = training.workload.device
+    state = _state_bytes(training.optimizer)
+    expected = 0 if name == MOMENTS[0] else predicted["optimizer_state"]
+    away = predicted["offloads"]
     row: Row = {
         "moment": name,
         "parameter_bytes": _nbytes(training.workload.module.parameters()),
         "gradient_bytes": _gradient_bytes(training, shards=name == MOMENTS[2]),
-        "state_bytes": _state_bytes(training.optimizer),
+        "state_bytes": 0 if away else state,
         "predicted_parameter_bytes": predicted["parameters"],
         "predicted_gradient_bytes": 0,
-        "predicted_state_bytes": 0 if name == MOMENTS[0] else predicted["optimizer_state"],
+        "predicted_state_bytes": 0 if away else expected,
         "allocated_bytes": None,
         "peak_bytes": None,
     }
+    if away:
+        row |= {"host_state_bytes": state, "predicted_host_state_bytes": expected}
     freed = predicted["stage"] >= 2  # a sharded gradient is gone once it is used
     if name == MOMENTS[2] or (name == MOMENTS[3] and not freed):
         row["predicted_gradient_bytes"] = predicted["gradients"]
@@ -101,13 +106,15 @@ def _predicted(training: Training, variant: Settings) -> Row:
 
     from shard_optim.accounting import rank_memory
 
-    world_size = dist.get_world_size()
+    # Groups of ranks that hold all shards each divide nothing among themselves.
+    world_size = dist.get_world_size() // getattr(variant.wrapper, "replicas", 1)
     memory = rank_memory(training.numel, world_size=world_size, stage=variant.zero_stage)
     return {
         "stage": variant.zero_stage,
         "parameters": round(memory.parameters),
         "gradients": round(memory.gradients),
         "optimizer_state": round(memory.optimizer_state),
+        "offloads": variant.offloads,
     }
 
 

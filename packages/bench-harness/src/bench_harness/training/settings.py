@@ -155,13 +155,23 @@ class FSDP2(Arguments):
 
 @dataclass(frozen=True, kw_only=True)
 class FullySharded(Arguments):
-    """Arguments of :class:`shard_optim.FullyShardedDataParallel`."""
+    """Arguments of :class:`shard_optim.FullyShardedDataParallel`.
+
+    Attributes:
+        replicas: how many groups of ranks hold all shards each; more than 1 makes a mesh of two
+            levels, whose gradients are also averaged across the groups.
+    """
 
     title: ClassVar[str] = "FullyShardedDataParallel"
     reshard_after_forward: bool = True
     compute_dtype: Dtype | None = None
     reduce_dtype: Dtype | None = None
     prefetch: int = 1
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise ValueError(f"replicas must be at least 1, but got {self.replicas}. Raise it.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,11 +181,13 @@ class TorchOptimizer(Arguments):
     Attributes:
         lr: learning rate.
         fused: one kernel for all parameters; None means on CUDA only.
+        offload_state: the state rests in host memory, by :class:`shard_optim.OffloadedOptimizer`.
     """
 
     unlabelled: ClassVar[tuple[str, ...]] = ("lr",)
     lr: float = 1e-4
     fused: bool | None = None
+    offload_state: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,6 +301,16 @@ class Settings:
                 f"overlap must come with reduce_gradients, but got {optimizer.label}. Add "
                 "reduce_gradients = true."
             )
+        if self.offloads and isinstance(wrapper, FSDP2):
+            raise ValueError(
+                f"offload_state must be off under {wrapper.title}, whose shards are no plain "
+                f"tensors, but got {optimizer.label}. Remove it."
+            )
+        if self.offloads and isinstance(optimizer, ZeroRedundancy):
+            raise ValueError(
+                f"offload_state must be off in {optimizer.title}, but got True. Set optimizer = "
+                '{ name = "sharded", offload_state = true }.'
+            )
         if isinstance(wrapper, (FSDP2, FullySharded)) and isinstance(
             optimizer, (Sharded, ZeroRedundancy)
         ):
@@ -304,6 +326,11 @@ class Settings:
         return reduces or not isinstance(self.wrapper, NoWrapper)
 
     @property
+    def offloads(self) -> bool:
+        """Whether optimizer state rests in host memory."""
+        return isinstance(self.optimizer, TorchOptimizer) and self.optimizer.offload_state
+
+    @property
     def zero_stage(self) -> Literal[0, 1, 2, 3]:
         """The ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also parameters."""
         if isinstance(self.wrapper, (FSDP2, FullySharded)):
@@ -313,10 +340,12 @@ class Settings:
         return 1 if isinstance(self.optimizer, ZeroRedundancy) else 0
 
     def without_communication(self) -> Settings:
-        """The same step with nothing exchanged: no wrapper, and an unsharded optimizer."""
+        """The same step with nothing exchanged: no wrapper, and all state on the device."""
         optimizer = self.optimizer
         if isinstance(optimizer, (Sharded, ZeroRedundancy)):
             optimizer = AdamW(lr=optimizer.lr, fused=optimizer.fused)
+        if isinstance(optimizer, TorchOptimizer):
+            optimizer = dataclasses.replace(optimizer, offload_state=False)
         return dataclasses.replace(self, wrapper=NoWrapper(), optimizer=optimizer)
 
     def table(self) -> Table:
