@@ -166,6 +166,14 @@ def cpu_trace(tmp_path_factory):
     return path
 
 
+def test_a_recording_does_not_say_where_it_was_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "trace.json"
+    with kineto.recording(path, CPU):
+        torch.ones(2).sum()
+    assert str(tmp_path) not in path.read_text()
+
+
 def test_matmuls_dominate_backward(cpu_trace):
     trace = kineto.load(cpu_trace)
     assert not trace.on_device

@@ -185,7 +185,9 @@ def changed_module(rank: int, world_size: int) -> None:
         model[1].note = nn.Identity()  # no parameters: allowed
         loss_of(wrapped, rank).backward()
         change(model)
-        with pytest.raises(ModelMismatchError, match=rf"before step 3 on rank {rank} {words}"):
+        remedy = rf"wrap it then: {wrapper.__name__}\(wrapped\.detach"
+        message = rf"before step 3 on rank {rank} {words}.*{remedy}"
+        with pytest.raises(ModelMismatchError, match=message):
             loss_of(wrapped, rank)
 
 

@@ -100,7 +100,7 @@ class TrainableParameters:
                 raise ModelMismatchError(
                     f"a wrapped module must keep its parameters, but before step {step.number + 1} "
                     f"on rank {step.group.rank()} {report}. Change the module first and "
-                    "wrap it then: BucketedDDP(wrapped.detach()) after the change"
+                    f"wrap it then: {step.wrapper}(wrapped.detach()) after the change"
                 )
             self._watch = ModuleWatch(self._module)
         if not self._watch.has_new_requirements():
