@@ -4,7 +4,7 @@
 
 Blocks of steps with the checks and without them take turns on the same model, so both see the same
 memory and the same clocks; which of the two begins a round changes from round to round. A round
-gives one ratio, and the row of a package holds all of them, their median and its 95 % interval. The
+gives one ratio, and a package's row holds all of them, their median and its 95 % interval. The
 checks are taken out by replacing private methods: there is no option to switch them off.
 
 The model is a stack of linear layers with as many parameters as a 48-block Transformer has, wide
@@ -123,9 +123,9 @@ def ratios(
 
 
 def main() -> None:
-    """Measures on every rank; rank 0 prints the rows and appends them to the file."""
+    """Measures on every rank; rank 0 writes the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("rows", type=Path, help="JSON lines are appended to this file")
+    parser.add_argument("rows", type=Path, help="file to write, in the layout of published rows")
     parser.add_argument("--layers", type=int, default=216)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=10240)
@@ -137,28 +137,38 @@ def main() -> None:
     device = torch.device("cuda", dist.get_rank()) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+    rows = []
     try:
         for build in (ddp_lite, shard_optim):
             net, optimizer, unchecked = build(model(given.layers, given.width, device))
             x = torch.randn(given.tokens, given.width, device=device)
             x = x.to(next(net.parameters()).dtype)
             found, checked_ms = ratios(net, optimizer, unchecked, x, given.rounds, given.steps)
-            row = {
-                "package": build.__name__.replace("_", "-"),
-                "quantity": "step with the always-on checks / step without them",
-                "ranks": dist.get_world_size(),
-                "parameters": 2 * given.layers,
-                "step_ms": round(summarize(checked_ms)["median"], 3),
-                **{name: summarize(found)[name] for name in ("median", "ci_low", "ci_high")},
-                "samples": [round(ratio, 6) for ratio in found],
-                "gpu": torch.cuda.get_device_name() if cuda else None,
-                "torch": torch.__version__,
-            }
-            if dist.get_rank() == 0:
-                print(json.dumps(row), flush=True)
-                with given.rows.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+            summary = summarize(found)
+            rows.append(
+                {
+                    "package": build.__name__.replace("_", "-"),
+                    "parameters": 2 * given.layers,
+                    "step_ms": round(summarize(checked_ms)["median"], 2),
+                    "cost_percent": round(100 * (summary["median"] - 1), 3),
+                    "low_percent": round(100 * ((summary["ci_low"] or 0) - 1), 3),
+                    "high_percent": round(100 * ((summary["ci_high"] or 0) - 1), 3),
+                    "ratios": [round(ratio, 6) for ratio in found],
+                }
+            )
             del net, optimizer, unchecked
+        if dist.get_rank() == 0:
+            where = torch.cuda.get_device_name() if cuda else "CPU"
+            line = {
+                "experiment": "always-on-checks",
+                "case_key": "always-on checks",
+                "label": "always-on checks",
+                "measured_on": f"{dist.get_world_size()} × {where}, torch {torch.__version__}",
+                "config": {"layers": given.layers, "width": given.width, "tokens": given.tokens},
+                "rows": rows,
+            }
+            given.rows.write_text(json.dumps(line, ensure_ascii=False) + "\n", encoding="utf-8")
+            print(json.dumps(rows, indent=1))
     finally:
         dist.destroy_process_group()
 
