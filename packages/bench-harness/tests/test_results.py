@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -72,6 +77,27 @@ def test_every_problem_has_its_page() -> None:
 def test_the_evidence_stays_small() -> None:
     files = [file for file in (ROOT / "docs").rglob("*") if file.is_file()]
     assert sum(file.stat().st_size for file in files) <= 3_000_000
+
+
+@pytest.mark.nightly
+def test_every_file_of_rows_has_the_command_that_measures_it_again(
+    bench: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    """One line each, on one page; those of bench-harness list their cases under ``--dry-run``."""
+    page = (RESULTS / "index.md").read_text(encoding="utf-8")
+    lines = [line.strip("| ").split(" | ") for line in page.splitlines() if ".jsonl" in line]
+    table = [cells for cells in lines if len(cells) == 3]
+    linked = {name for cells in table for name in re.findall(r"\]\(([^/)]+)\)", cells[0])}
+    assert linked == {file.name for file in RESULTS.glob("*.jsonl*")}
+    for _, _, command in table:
+        words = shlex.split(command.strip("`"))
+        if words[0] == "bench-harness":
+            planned = bench(*words[1:], "--dry-run", "--json")
+            assert planned.returncode == 0, (command, planned.stderr)
+            assert json.loads(planned.stdout)["cases"], command
+        else:
+            assert words[0] in ("pytest", "python")
+            assert any((ROOT / word).is_file() for word in words), command
 
 
 @pytest.mark.parametrize("file", sorted(RESULTS.glob("*.jsonl*")), ids=lambda file: file.stem)
