@@ -1,6 +1,7 @@
 """Collectives by copies against exact sums: ranks are threads that share memory on the CPU."""
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -12,8 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_lite import BucketedDDP, peer_schedule
+from ddp_lite import BucketedDDP, PeerFailureError, peer_schedule
+from ddp_lite.errors import PeerProbe
+from ddp_lite.hooks import HierarchicalAverage
 from ddp_lite.peer import PeerCopies, PeerCopyAverage, PeerMemory, choose_communication
+from ddp_lite.peer_memory import Watch
 from ranks import run_ranks
 
 SECONDS = 60.0
@@ -231,10 +235,9 @@ def test_wrong_tensors_are_refused() -> None:
 class ProcessMemory(ThreadMemory):
     """``PeerMemory`` for processes, in memory-mapped files."""
 
-    def __init__(self, folder: Path, row_bytes: int) -> None:
-        group = dist.group.WORLD
-        assert group is not None
-        self.group = group
+    def __init__(self, folder: Path, row_bytes: int, group: Any = None) -> None:
+        group = self.group = group or dist.group.WORLD
+        folder.mkdir(exist_ok=True)
         self.device, self.stream, self.row_bytes = torch.device("cpu"), None, row_bytes
         self._windows = 0
         size = peer_schedule.SLOTS * peer_schedule.rows_in_slot(group.size()) * row_bytes
@@ -249,7 +252,7 @@ class ProcessMemory(ThreadMemory):
         return memory.view(peer_schedule.SLOTS, -1, self.row_bytes // dtype.itemsize)[number]
 
     def barrier(self) -> None:
-        dist.barrier()
+        dist.barrier(self.group)
 
 
 class Uneven(nn.Module):
@@ -272,16 +275,25 @@ def batch(rank: int, step: int) -> Tensor:
 
 def hooked(rank: int, world_size: int, folder: str) -> None:
     memory = ProcessMemory(Path(folder), 512)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1, 2))
+    node = mesh.get_group(1)
+    inside = PeerCopies(ProcessMemory(Path(folder) / "inside", 512, node))
+    with pytest.raises(ValueError, match="inside must be made with the mesh's second group"):
+        HierarchicalAverage(mesh, inside=PeerCopies(ThreadMemory(Together(2, 512), rank)))
     torch.manual_seed(0)
     model = Uneven()
     alone = Uneven()
     alone.load_state_dict(model.state_dict())
-    for size_mb in (None, 0.0001, 0.00001):
-        wrapped = BucketedDDP(model, size_mb, comm_hook=PeerCopyAverage(memory))
+    for size_mb, hook in (
+        (None, PeerCopyAverage(memory)),
+        (0.00005, PeerCopyAverage(memory)),
+        (0.0001, HierarchicalAverage(mesh, inside=inside)),
+    ):
+        wrapped = BucketedDDP(model, size_mb, comm_hook=hook)
         model.zero_grad()
         alone.zero_grad()
-        for step in range(4):
-            if step < 2:
+        for step in range(3):
+            if step < 1:
                 model.zero_grad()
                 alone.zero_grad()
             # afterwards gradients accumulate where the averages of the step before lie
@@ -291,11 +303,11 @@ def hooked(rank: int, world_size: int, folder: str) -> None:
                 (alone(batch(r, step)) / world_size).backward()
             assert model.unused.grad is None
             for p, q in zip(model.parameters(), alone.parameters(), strict=True):
-                if q.grad is not None:
-                    torch.testing.assert_close(p.grad, q.grad)
-                    everyone = [torch.empty(p.shape) for _ in range(world_size)]
-                    dist.all_gather(everyone, p.grad.contiguous())
-                    assert torch.equal(everyone[0], everyone[1])
+                torch.testing.assert_close(p.grad, q.grad)
+            mine = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+            everyone = [torch.empty_like(mine) for _ in range(world_size)]
+            dist.all_gather(everyone, mine)
+            assert torch.equal(everyone[0], everyone[1])
         wrapped.detach()
     half = dist.new_group([0, 1])
     other = BucketedDDP(model, comm_hook=PeerCopyAverage(memory), process_group=half)
@@ -310,6 +322,40 @@ def hooked(rank: int, world_size: int, folder: str) -> None:
 
 def test_the_hook_between_processes(tmp_path: Path) -> None:
     run_ranks(hooked, 2, str(tmp_path))
+
+
+class Event:
+    """A CUDA event that has come, or never comes."""
+
+    def __init__(self, come: bool) -> None:
+        self.come = come
+
+    def query(self) -> bool:
+        return self.come
+
+
+def lost(rank: int, world_size: int) -> str:
+    watch = Watch(PeerProbe(dist.group.WORLD, "PeerMemory"), 0.2, torch.device("cpu"))
+    if rank == 1:
+        dist.barrier()
+        return ""
+    watch.add(Event(come=True))
+    dist.barrier()
+    watch.add(Event(come=False))
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        try:
+            watch.add(Event(come=True))
+        except PeerFailureError as error:
+            return str(error)
+    return "nothing was raised"
+
+
+def test_an_exchange_that_does_not_end_is_named() -> None:
+    message = run_ranks(lost, 2)[0].value
+    assert "an exchange between GPUs failed on rank 0 in step 2 after 0." in message, message
+    assert "rank 1 did not answer" in message or "rank 1 (pid" in message, message
 
 
 def one_rank(rank: int, world_size: int) -> None:

@@ -77,7 +77,9 @@ class PeerMemory:
         group: 2 to 8 CUDA ranks on GPUs of one host with peer access to each other.
         buffer_mb: MB (1024² bytes) of memory on each GPU. Longer messages travel in parts.
             ``torch.cuda.memory_allocated`` does not count this memory.
-        timeout: how long an exchange may wait for other ranks.
+        timeout: how long an exchange may wait for other ranks, before a ``PeerFailureError`` that
+            names the lost ones is logged, and raised by the next exchange. 10 s later the GPU
+            gives up too, with an error of CUDA.
 
     Attributes:
         group, device, stream, row_bytes: see ``SharedMemory``.
@@ -222,7 +224,8 @@ def _watch(
     seconds: float,
     device: torch.device,
 ) -> None:
-    torch.cuda.set_device(device)  # a thread begins with the first GPU, which is another rank's
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # a thread begins with the first GPU, another rank's
     number = 0
     while (event := events.get()) is not None:
         number += 1
