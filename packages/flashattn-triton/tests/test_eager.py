@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flashattn_triton import eager, flash_attention
+from flashattn_triton import eager, flash_attention, flash_attention_varlen, ops
 
 IMPLEMENTATIONS = ["tiled", "triton"]
 
@@ -219,3 +220,49 @@ def test_gradients_do_not_depend_on_whether_the_logsumexp_is_returned() -> None:
     assert torch.equal(alone, out)
     for a, e in zip(torch.autograd.grad(alone, leaves, grad_out), expected, strict=True):
         torch.testing.assert_close(a, e, rtol=1e-6, atol=1e-6)
+
+
+def python_calls(work: Callable[[], object]) -> int:
+    """How many Python functions ``work`` calls when it is repeated."""
+    count = 0
+
+    def profile(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    work()
+    sys.setprofile(profile)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_the_host_calls_few_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Around kernels that are stubbed; counts, because times of a busy machine are noise."""
+    leaves = inputs(requires_grad=True)
+    grad_out, lse = torch.randn(1, 2, 20, 16), torch.zeros(1, 2, 20)
+    flash_attention(*leaves, causal=True)
+    (call,) = eager._calls.values()
+    call.forward = lambda *tensors: (tensors[0].detach().clone(), lse)
+    call.backward = lambda *tensors: (grad_out, grad_out, grad_out)
+
+    def dense() -> None:
+        torch.autograd.grad(flash_attention(*leaves, causal=True), leaves, grad_out)
+
+    with torch.no_grad():
+        assert python_calls(lambda: flash_attention(*leaves, causal=True)) <= 27
+    assert python_calls(dense) <= 60
+    monkeypatch.setattr(ops, "run_forward", lambda q, k, v, *rest: (q.clone(), lse.clone()))
+    monkeypatch.setattr(
+        ops, "run_backward", lambda q, k, v, *rest: (q.clone(), k.clone(), v.clone())
+    )
+    packed = [x[0].detach().transpose(0, 1).requires_grad_() for x in leaves]
+    starts = torch.tensor([0, 5, 20], dtype=torch.int32)
+
+    def documents() -> None:
+        out = flash_attention_varlen(*packed, starts, starts, 15, 15, causal=True)
+        torch.autograd.grad(out, packed, torch.ones_like(out))
+
+    assert python_calls(documents) <= 110

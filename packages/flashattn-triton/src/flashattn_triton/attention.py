@@ -276,7 +276,7 @@ def flash_attention(
         arguments = ops.operator_arguments(
             options, implementation=implementation, tiling=tiling, mask_and_bias=mask_and_bias
         )
-        out, maybe_lse = ops.attend(query, key, value, *arguments)
+        out, maybe_lse = eager.attend(query, key, value, *arguments)
     if layout == "bshd":
         out = to_heads_first(out, layout)
     return out if maybe_lse is None or not return_lse else (out, maybe_lse)
@@ -441,7 +441,7 @@ def flash_attention_varlen(
         mask_and_bias=mask_and_bias,
     )
     views = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    out, lse = ops.attend(*views, *arguments)
+    out, lse = eager.attend(*views, *arguments)
     out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
     if sinks is not None:
         out, lse = add_sinks(out, lse, sinks, "bshd")

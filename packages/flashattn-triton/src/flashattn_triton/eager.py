@@ -79,20 +79,28 @@ class CachedCall:
         if not differentiated or not torch.is_grad_enabled():
             return self.forward(query, key, value)
         if return_lse:
-            out, lse = _apply(query, key, value, self, True)
+            out, lse = _apply(self, True, query, key, value)
             return out, lse
-        return _apply(query, key, value, self, False), None
+        return _apply(self, False, query, key, value), None
 
 
 class _Attention(torch.autograd.Function):
-    """The derivative of a call."""
+    """The derivative of attention in eager mode: of a cached call, or of the operators.
+
+    The bookkeeping of a derivative registered with ``torch.library`` takes the host longer than a
+    small problem takes the GPU. ``call`` is a :class:`CachedCall` of three tensors, or the
+    arguments that follow the operator's tensors.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: CachedCall, return_lse: bool
+        ctx: Any, call: CachedCall | tuple[Any, ...], return_lse: bool, *tensors: Tensor | None
     ) -> Any:
-        out, lse = call.forward(query, key, value)
-        ctx.save_for_backward(query, key, value, out, lse)
+        if isinstance(call, tuple):
+            out, lse = ops.FORWARD(*tensors, *call)
+        else:
+            out, lse = call.forward(*tensors)
+        ctx.save_for_backward(*tensors[:3], out, lse, *tensors[3:])
         ctx.call = call
         ctx.set_materialize_grads(False)
         return (out, lse) if return_lse else out
@@ -101,24 +109,44 @@ class _Attention(torch.autograd.Function):
     def backward(
         ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
+        saved, call = ctx.saved_tensors, ctx.call
+        # With a graph of its own, the backward pass must say that it has no derivative.
+        if isinstance(call, tuple) or torch.is_grad_enabled() or operators_are_watched():
+            problem = call if isinstance(call, tuple) else call.problem
+            needed = ctx.needs_input_grad[2:]
+            return (None, None, *ops.gradients_of(saved, grad_out, grad_lse, problem, needed))
         if grad_out is None and grad_lse is None:
             return (None,) * 5
         if grad_out is None:
-            grad_out = torch.zeros_like(out)
-        tensors = (query, key, value, out, lse, grad_out, grad_lse)
-        # With a graph of its own, the backward pass must say that it has no derivative.
-        if torch.is_grad_enabled() or operators_are_watched():
-            gradients = torch.ops.flashattn_triton.backward(*tensors, *ctx.call.problem)
-        else:
-            gradients = ctx.call.backward(*tensors)
-        return (*gradients, None, None)
+            grad_out = torch.zeros_like(saved[3])
+        return (None, None, *call.backward(*saved, grad_out, grad_lse))
 
 
 # ``_Attention.apply`` without its loop over arguments, which looks for tensor wrappers left over
 # from a ``torch.func`` transform that has already ended. Such wrappers have no address, so
 # :func:`cache_key_of` returns None for them.
 _apply: Callable[..., Any] = super(torch.autograd.Function, _Attention).apply
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
+    """Calls ``torch.ops.flashattn_triton.forward`` with its derivative.
+
+    In eager mode this costs less than the operator's registered derivative. Inside ``torch.func``
+    transforms it is the only way: they do not see what is registered with an operator.
+    """
+    ops.refuse_forward_mode(query, key, value)
+    bias = problem[ops.BIAS - 3]
+    differentiated = query.requires_grad or key.requires_grad or value.requires_grad
+    differentiated = differentiated or (bias is not None and bias.requires_grad)
+    compiling = torch.compiler.is_compiling()
+    if not compiling and ops.is_transformed():
+        out, lse = ops.Transformed.apply(ops.FORWARD, query, key, value, *problem)
+    elif differentiated and torch.is_grad_enabled() and not compiling:
+        tensors, rest = problem[: ops.PROBLEM_TENSORS], problem[ops.PROBLEM_TENSORS :]
+        out, lse = _Attention.apply(rest, True, query, key, value, *tensors)
+    else:
+        out, lse = ops.FORWARD(query, key, value, *problem)
+    return out, lse
 
 
 def operators_are_watched() -> bool:

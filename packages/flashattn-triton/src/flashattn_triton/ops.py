@@ -37,12 +37,12 @@ _LIBRARY.define(f"forward({_INPUTS}, {_PROBLEM}) -> (Tensor, Tensor)")
 _LIBRARY.define(f"backward({_INPUTS}, {_RESULTS}, {_PROBLEM}) -> (Tensor, Tensor, Tensor)")
 _LIBRARY.define(f"bias_backward({_INPUTS}, {_RESULTS}, {_PROBLEM}) -> Tensor")
 
-_FORWARD = torch.ops.flashattn_triton.forward.default
+FORWARD = torch.ops.flashattn_triton.forward.default
 _BACKWARD = torch.ops.flashattn_triton.backward.default
 _BIAS_BACKWARD = torch.ops.flashattn_triton.bias_backward.default
 # Tensors of a problem: slopes, bias, prefixes, and where queries and keys of sequences start.
-_PROBLEM_TENSORS = 5
-_BIAS = 4  # its position among the arguments of ``forward``
+PROBLEM_TENSORS = 5
+BIAS = 4  # its position among the arguments of ``forward``
 
 
 def operator_arguments(
@@ -303,72 +303,58 @@ def _bias_backward_fake(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    tensors, ctx.problem = inputs[: 3 + _PROBLEM_TENSORS], inputs[3 + _PROBLEM_TENSORS :]
+    tensors, ctx.problem = inputs[: 3 + PROBLEM_TENSORS], inputs[3 + PROBLEM_TENSORS :]
     ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(
-    ctx: Any,
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """The registered derivative of the operator ``forward``."""
+    gradients = gradients_of(
+        ctx.saved_tensors, grad_out, grad_lse, ctx.problem, ctx.needs_input_grad
+    )
+    return (*gradients, *[None] * len(ctx.problem))
+
+
+def gradients_of(
+    saved: Sequence[Tensor],
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
-    operator: Any = _BACKWARD,
-    bias_operator: Any = _BIAS_BACKWARD,
-) -> tuple[Tensor | None, ...]:
-    query, key, value, out, lse, *rest = ctx.saved_tensors
-    gradients: list[Tensor | None] = [None] * (3 + len(rest) + len(ctx.problem))
+    problem: Sequence[Any],
+    needed: Sequence[bool],
+    backward: Callable[..., Any] = _BACKWARD,
+    bias_backward: Callable[..., Any] = _BIAS_BACKWARD,
+) -> list[Tensor | None]:
+    """Gradients of the tensors that the operator ``forward`` takes; None where none is needed.
+
+    Args:
+        saved: query, key, value, output, logsumexp, and the tensors of the problem, if any.
+        grad_out: of the output; ``grad_lse`` of the logsumexp; None stands for zeros.
+        problem: what the operator takes after those tensors.
+        needed: which of its arguments need a gradient.
+        backward: and ``bias_backward``: the operators, or what calls them.
+    """
+    query, key, value, out, lse, *rest = saved
+    gradients: list[Tensor | None] = [None] * (3 + len(rest))
     if grad_out is None and grad_lse is None:
-        return tuple(gradients)
+        return gradients
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    arguments = (query, key, value, out, lse, grad_out, grad_lse, *rest, *ctx.problem)
-    if any(ctx.needs_input_grad[:3]):
-        gradients[:3] = operator(*arguments)
-    if ctx.needs_input_grad[_BIAS]:
-        gradients[_BIAS] = bias_operator(*arguments)
-    return tuple(gradients)
-
-
-class _Attention(torch.autograd.Function):
-    """The operator's derivative in eager mode.
-
-    The bookkeeping of a derivative registered with ``torch.library`` takes the host longer than a
-    small problem takes the GPU.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        output = _FORWARD(*inputs)
-        _save_for_backward(ctx, inputs, output)
-        return output
-
-    backward = staticmethod(_differentiate)
-
-
-def attend(query: Tensor, key: Tensor, value: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
-    """Calls ``torch.ops.flashattn_triton.forward`` with its derivative.
-
-    In eager mode this costs less than the operator's registered derivative. Inside ``torch.func``
-    transforms it is the only way: they do not see what is registered with an operator.
-    """
-    refuse_forward_mode(query, key, value)
-    bias = problem[_BIAS - 3]
-    differentiated = query.requires_grad or key.requires_grad or value.requires_grad
-    differentiated = differentiated or (bias is not None and bias.requires_grad)
-    if not torch.compiler.is_compiling() and is_transformed():
-        apply: Callable[..., tuple[Tensor, Tensor]] = _Transformed.apply
-    elif differentiated and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        apply = _Attention.apply
-    else:
-        apply = _FORWARD
-    return apply(query, key, value, *problem)
+    arguments = (query, key, value, out, lse, grad_out, grad_lse, *rest, *problem)
+    if any(needed[:3]):
+        gradients[:3] = backward(*arguments)
+    if rest and needed[BIAS]:
+        gradients[BIAS] = bias_backward(*arguments)
+    return gradients
 
 
 def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """The second derivative is refused, so there is nothing to save."""
 
 
-def _refuse_second_derivative(ctx: Any, *grads: Tensor) -> NoReturn:
+def _refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> NoReturn:
     raise RuntimeError(
         "flash attention has first derivatives only, and the backward pass was differentiated; "
         "use implementation='reference' for higher derivatives"
@@ -420,53 +406,51 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-class _Transformed(torch.autograd.Function):
-    """Attention as ``torch.func`` takes it: the context apart from the computation."""
+class Transformed(torch.autograd.Function):
+    """An operator as ``torch.func`` takes it: ``Transformed.apply(operator, *arguments)``.
+
+    Transforms do not see what is registered with an operator. Only ``forward`` has a derivative,
+    which calls the other two in this way too.
+    """
 
     @staticmethod
-    def forward(*inputs: Any) -> Any:
-        return _FORWARD(*inputs)
-
-    setup_context = staticmethod(_save_for_backward)
-
-    @staticmethod
-    def backward(
-        ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        operators = (_TransformedBackward.apply, _TransformedBiasBackward.apply)
-        return _differentiate(ctx, grad_out, grad_lse, *operators)
+    def forward(operator: Callable[..., Any], *arguments: Any) -> Any:
+        """What the operator returns."""
+        return operator(*arguments)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-        batched: tuple[Any, Any] = _vmap(_Transformed.apply, 3)(info, in_dims, *args)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Keeps what the derivative of ``forward`` needs."""
+        ctx.operator, *arguments = inputs
+        if ctx.operator is FORWARD:
+            _save_for_backward(ctx, tuple(arguments), output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The derivative of ``forward``; the other operators have none."""
+        if ctx.operator is not FORWARD:
+            _refuse_second_derivative(ctx)
+        grad_out, grad_lse = grads
+        gradients = gradients_of(
+            ctx.saved_tensors,
+            grad_out,
+            grad_lse,
+            problem=ctx.problem,
+            needed=ctx.needs_input_grad[1:],
+            backward=functools.partial(Transformed.apply, _BACKWARD),
+            bias_backward=functools.partial(Transformed.apply, _BIAS_BACKWARD),
+        )
+        return (None, *gradients, *[None] * len(ctx.problem))
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], operator: Callable[..., Any], *args: Any
+    ) -> tuple[Any, Any]:
+        """Folds the mapped dimension into the batch."""
+        n_tensors = 3 if operator is FORWARD else 7
+        again = functools.partial(Transformed.apply, operator)
+        batched: tuple[Any, Any] = _vmap(again, n_tensors)(info, in_dims[1:], *args)
         return batched
-
-
-class _TransformedBackward(torch.autograd.Function):
-    """Backward of the operator. It is not differentiable a second time."""
-
-    @staticmethod
-    def forward(*inputs: Any) -> Any:
-        return _BACKWARD(*inputs)
-
-    setup_context = staticmethod(_save_nothing)
-    backward = staticmethod(_refuse_second_derivative)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-        batched: tuple[Any, Any] = _vmap(_TransformedBackward.apply, 7)(info, in_dims, *args)
-        return batched
-
-
-class _TransformedBiasBackward(torch.autograd.Function):
-    """The gradient of a bias. It is not differentiated a second time, and there is no vmap."""
-
-    @staticmethod
-    def forward(*inputs: Any) -> Any:
-        return _BIAS_BACKWARD(*inputs)
-
-    setup_context = staticmethod(_save_nothing)
-    backward = staticmethod(_refuse_second_derivative)
 
 
 _LIBRARY.impl("forward", forward, "CompositeExplicitAutograd")
@@ -485,5 +469,5 @@ for _name in ("backward", "bias_backward"):
         setup_context=_save_nothing,
         lib=_LIBRARY,
     )
-torch.library.register_vmap("flashattn_triton::forward", _vmap(_FORWARD, 3), lib=_LIBRARY)
+torch.library.register_vmap("flashattn_triton::forward", _vmap(FORWARD, 3), lib=_LIBRARY)
 torch.library.register_vmap("flashattn_triton::backward", _vmap(_BACKWARD, 7), lib=_LIBRARY)
