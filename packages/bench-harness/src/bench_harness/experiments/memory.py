@@ -532,12 +532,13 @@ def _draw(line: Row) -> MatplotlibFigure:
         )
     peak = max(range(len(totals)), key=totals.__getitem__)
     plot.plot([time[peak]], [totals[peak] / size], "k.")
-    plot.annotate(
+    late = time[peak] > (time[0] + time[-1]) / 2
+    plot.annotate(  # beside the point: a phase often begins at the peak, with a line
         f"peak {units.quantity(totals[peak], 'B')}",
         (time[peak], totals[peak] / size),
-        (0, 3),
+        (-5 if late else 5, 2),
         textcoords="offset points",
-        ha="center",
+        ha="right" if late else "left",
         va="bottom",
         fontsize="small",
     )
