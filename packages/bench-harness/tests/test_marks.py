@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pandas as pd
 import pytest
@@ -147,4 +148,20 @@ def test_rates_are_drawn_where_the_interval_ends_at_the_median() -> None:
         for number in range(8)
     ]
     (figure,) = experiments.get("allreduce").figures(to_frame(rows))
+    assert png_bytes(figure.figure)
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [0.02157760643179956] * 2,
+        [math.nextafter(0.3, 1.0), 0.3, 0.3, 0.3, math.nextafter(0.3, 0.0)],
+    ],
+    ids=["no interval", "a hair"],
+)
+def test_one_rate_is_drawn_where_its_interval_is_a_hair(samples: list[float]) -> None:
+    about = {"variant": "broadcast", "backend": "gloo", "size_bytes": 10_000, "world_size": 2}
+    (figure,) = experiments.get("allreduce").figures(
+        to_frame([{**row("allreduce", samples), **about}])
+    )
     assert png_bytes(figure.figure)

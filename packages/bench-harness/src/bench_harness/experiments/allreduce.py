@@ -162,9 +162,10 @@ class AllReduce(Experiment):
             part = group.sort_values("size_mib")
             below, above = marks.whiskers(part)
             rate = part["bus_gb_s"].astype("float64")
-            # The rate is a constant over the time, so its interval is that of the time, turned.
-            slow = (rate - rate * part["median_ms"] / (part["median_ms"] + above)).clip(lower=0)
-            fast = (rate * part["median_ms"] / (part["median_ms"] - below) - rate).clip(lower=0)
+            # The rate is a constant over the time, so its interval is that of the time, turned; in
+            # a form that rounding leaves at 0 where the time has no interval.
+            slow = rate * above / (part["median_ms"] + above)
+            fast = rate * below / (part["median_ms"] - below)
             for place, (column, errors) in enumerate(
                 (("median_ms", (below, above)), ("bus_gb_s", (slow.to_list(), fast.to_list())))
             ):

@@ -59,10 +59,15 @@ def steady(rows: pd.DataFrame) -> pd.Series[Any]:
 
 
 def whiskers(rows: pd.DataFrame) -> tuple[list[float], list[float]]:
-    """How far the 95 % interval reaches below and above each median; 0 where there is none."""
-    low = (rows["median_ms"] - rows["ci_low_ms"].astype("float64")).fillna(0).clip(lower=0)
-    high = (rows["ci_high_ms"].astype("float64") - rows["median_ms"]).fillna(0).clip(lower=0)
-    return low.to_list(), high.to_list()
+    """How far the 95 % interval reaches below and above each median; 0 where there is none.
+
+    And 0 for less than a billionth of the median: matplotlib cannot draw an axis of that height.
+    """
+    median = rows["median_ms"]
+    low = median - rows["ci_low_ms"].astype("float64")
+    high = rows["ci_high_ms"].astype("float64") - median
+    below, above = (reach.where(reach > 1e-9 * median, 0.0).to_list() for reach in (low, high))
+    return below, above
 
 
 def bars(
