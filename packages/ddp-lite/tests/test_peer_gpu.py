@@ -150,7 +150,9 @@ def test_gradients() -> None:
 def refused(rank: int, world_size: int) -> None:
     group = dist.group.WORLD
     assert group is not None
-    with pytest.raises(RuntimeError, match=r"must have [\d,]+ MB free for buffer_mb, but rank 0"):
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"must have [\d,]+ MB free for buffer_mb, but rank 0"
+    ):
         PeerMemory(group, buffer_mb=10_000_000)
     with pytest.raises(ValueError, match="buffer_mb must be at least"):
         PeerMemory(group, buffer_mb=1e-6)
@@ -164,3 +166,25 @@ def refused(rank: int, world_size: int) -> None:
 
 def test_bad_input_is_refused_on_every_rank() -> None:
     run_ranks(refused, 2, backend="nccl", timeout=120)
+
+
+def automatic(rank: int, world_size: int) -> None:
+    """Large buckets are copied, small ones and too little memory lead to NCCL; ``explain``."""
+    device = torch.device("cuda", rank)
+    small = BucketedDDP(layers(device), comm_hook="auto")
+    assert "(nccl: messages of 0.3" in small.explain(), small.explain()
+    large = nn.Linear(8192, 4096, device=device)  # 128 MB
+    wrapped = BucketedDDP(large, comm_hook="auto")
+    assert "copied between GPUs (peer-copy: " in wrapped.explain(), wrapped.explain()
+    wrapped(torch.full((1, 8192), rank + 1.0, device=device)).sum().backward()
+    assert large.weight.grad is not None
+    assert (large.weight.grad == (world_size + 1) / 2).all()
+    wrapped.detach()
+    held = torch.empty(torch.cuda.mem_get_info()[0] - 2**29, dtype=torch.uint8, device=device)
+    wrapped = BucketedDDP(large, comm_hook="auto")
+    assert "(nccl: every GPU must have 512 MB free" in wrapped.explain(), wrapped.explain()
+    del held
+
+
+def test_the_automatic_choice() -> None:
+    run_ranks(automatic, 2, backend="nccl", timeout=120)

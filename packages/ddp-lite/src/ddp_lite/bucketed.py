@@ -41,7 +41,9 @@ class BucketedDDP(DataParallelBase):
         comm_hook: ``hook(flat, bucket)`` reduces the flat tensor in place (or keeps what it
             needs of it) and returns something with ``wait()``. It is responsible for averaging.
             Or a ``GradientHook``. If it has an attribute ``settings``, a string, ranks compare
-            that too.
+            that too. "auto": copies between GPUs if ``ddp_lite.peer.choose_communication`` finds
+            them possible and the largest bucket worth it, else as without a hook; ``explain()``
+            says which and why.
         rebucket: plan again in observed order after the first step; costs one broadcast. None:
             yes, unless there is a ``comm_hook``, whose owner may rely on the buckets.
         process_group: see ``DataParallelBase``, like the next two.
@@ -61,7 +63,7 @@ class BucketedDDP(DataParallelBase):
         last_bucket_size_mb: float | None = 25,
         copy: bool = False,
         wire_dtype: torch.dtype | None = None,
-        comm_hook: CommHook | None = None,
+        comm_hook: CommHook | Literal["auto"] | None = None,
         rebucket: bool | None = None,
         process_group: dist.ProcessGroup | DeviceMesh | None = None,
         missing_gradients: Policy = "skip-if-all",
@@ -72,7 +74,8 @@ class BucketedDDP(DataParallelBase):
         # The base class plans the buckets in its constructor, so the settings come first.
         self._sizes = BucketSizes(bucket_size_mb, last_bucket_size_mb)
         self._transport = Transport(copy, wire_dtype, comm_hook)
-        self._rebucket = comm_hook is None if rebucket is None else rebucket
+        ours = comm_hook is None or isinstance(comm_hook, str)
+        self._rebucket = ours if rebucket is None else rebucket
         self._rebucket_next = False  # after this step, if a plan was made
         super().__init__(
             module,
@@ -118,7 +121,10 @@ class BucketedDDP(DataParallelBase):
     def _plan(self, specs: Sequence[ParameterSpec]) -> list[tuple[int, ...]]:
         self._transport.check(specs)
         self._rebucket_next = self._rebucket
-        return self._sizes.plan(specs[::-1])  # backward meets the last registered ones first
+        plan = self._sizes.plan(specs[::-1])  # backward meets the last registered ones first
+        largest = max(sum(specs[index].nbytes for index in bucket) for bucket in plan)
+        self._transport.choose(self.process_group, self.device, largest)
+        return plan
 
     def _plan_again(self, arrived: Sequence[int]) -> list[tuple[int, ...]] | None:
         """Once, in rank 0's order of arrival; what did not arrive there comes last, in reverse."""

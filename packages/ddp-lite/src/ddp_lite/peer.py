@@ -46,7 +46,7 @@ class PeerCopyAverage:
 
     Raises:
         ValueError: on every rank, if the group's GPUs cannot reach each other.
-        RuntimeError: on every rank, if a GPU has not enough free memory.
+        torch.OutOfMemoryError: on every rank, if a GPU has not enough free memory.
     """
 
     def __init__(
@@ -111,8 +111,7 @@ class Communication:
 def choose_communication(group: dist.ProcessGroup, message_bytes: int) -> Communication:
     """Whether copies between GPUs are worth choosing over NCCL. Collective.
 
-    Nothing chooses by itself: pass ``comm_hook=PeerCopyAverage(group)`` if the answer is
-    "peer-copy". ``print`` shows the reason.
+    ``BucketedDDP(comm_hook="auto")`` asks this. ``print`` shows the reason.
 
     Args:
         group: the ranks.
@@ -135,3 +134,19 @@ def choose_communication(group: dist.ProcessGroup, message_bytes: int) -> Commun
         reason=f"{group.size()} GPUs of one host reach each other's memory, and messages of "
         f"{message_bytes / MEBIBYTE:.4g} MB are large enough",
     )
+
+
+def chosen_hook(
+    group: dist.ProcessGroup, message_bytes: int, wire_dtype: torch.dtype | None
+) -> tuple[PeerCopyAverage | None, Communication]:
+    """The hook that ``choose_communication`` leads to, None for NCCL, and why. Collective.
+
+    A GPU without enough free memory for the copies leads to NCCL too.
+    """
+    choice = choose_communication(group, message_bytes)
+    if choice.name != "peer-copy":
+        return None, choice
+    try:
+        return PeerCopyAverage(group, wire_dtype=wire_dtype), choice
+    except torch.OutOfMemoryError as error:
+        return None, Communication(name="nccl", reason=str(error))

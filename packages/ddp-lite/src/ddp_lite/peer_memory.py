@@ -87,7 +87,7 @@ class PeerMemory:
 
     Raises:
         ValueError: on every rank, if the group cannot do this; the message says why.
-        RuntimeError: on every rank, if a GPU has not enough free memory.
+        torch.OutOfMemoryError: on every rank, if a GPU has not enough free memory.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class PeerMemory:
             problem = f"rank {self._rank} has {free / MEBIBYTE:,.0f} MB free ({error})"
         problems = [each for each in all_gather_json(problem, self.group) if each]
         if problems or memory is None:
-            raise RuntimeError(
+            raise torch.OutOfMemoryError(
                 f"every GPU must have {self.nbytes / MEBIBYTE:,.0f} MB free for buffer_mb, but "
                 f"{'; '.join(problems)}. Pass a smaller buffer_mb, or use NCCL"
             )

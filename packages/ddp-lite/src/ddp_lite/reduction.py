@@ -19,7 +19,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ddp_lite.buckets import Bucket, ParameterSpec
 from ddp_lite.collectives import Averager, Both, Chain, SideStream, Waitable
+from ddp_lite.peer import Communication, chosen_hook
 
 
 class Reduction(Protocol):
@@ -157,15 +158,27 @@ class Transport:
     Args:
         copy: in a flat copy.
         wire_dtype: in a flat copy of this dtype.
-        comm_hook: as this function averages them.
+        comm_hook: as this function averages them, or "auto".
 
     Raises:
-        ValueError: a ``wire_dtype`` that is not floating-point, or both of the last two.
+        ValueError: a ``wire_dtype`` that is not floating-point, or a hook besides it; a text that
+            is not "auto".
     """
 
     def __init__(
-        self, copy: bool, wire_dtype: torch.dtype | None, comm_hook: CommHook | None
+        self,
+        copy: bool,
+        wire_dtype: torch.dtype | None,
+        comm_hook: CommHook | Literal["auto"] | None,
     ) -> None:
+        self._automatic = isinstance(comm_hook, str)
+        if isinstance(comm_hook, str):
+            if comm_hook != "auto":
+                raise ValueError(
+                    f'comm_hook must be a hook, "auto" or None, but got {comm_hook!r}. See '
+                    "ddp_lite.hooks and ddp_lite.peer"
+                )
+            comm_hook = None
         if wire_dtype is not None and not wire_dtype.is_floating_point:
             raise ValueError(
                 f"wire_dtype must be a floating-point dtype, but got {wire_dtype}. Use one such as "
@@ -184,6 +197,19 @@ class Transport:
         else:
             self._flat_hook = comm_hook
         self._side = SideStream()
+        self._choice: Communication | None = None
+
+    def choose(self, group: dist.ProcessGroup, device: torch.device, message_bytes: int) -> None:
+        """For "auto": takes copies between GPUs if they are worth it. Collective the first time.
+
+        Args:
+            group: the ranks.
+            device: of the gradients.
+            message_bytes: size of the largest bucket.
+        """
+        if not self._automatic or self._copy or self._choice or device.type != "cuda":
+            return
+        self._gradient_hook, self._choice = chosen_hook(group, message_bytes, self._wire_dtype)
 
     def start(
         self,
@@ -201,7 +227,7 @@ class Transport:
             messages: of the bucket's dtype. Without a hook and a ``wire_dtype`` they travel in the
                 same collective.
         """
-        if self._wire_dtype is not None:
+        if self._wire_dtype is not None and self._gradient_hook is None:
 
             def send(flat: Tensor) -> Waitable:
                 return _and(average_on_wire(flat, average), messages, average)
@@ -247,9 +273,16 @@ class Transport:
             "copy": str(self._copy),
             "wire_dtype": str(self._wire_dtype),
             "comm_hook": f"{kind.__qualname__} {getattr(hook, 'settings', '')}",
+            "chosen": "automatically" if self._automatic else "by the user",
         }
 
     def __str__(self) -> str:
+        chosen = "" if self._choice is None else f" ({self._choice})"
+        return self._words() + chosen
+
+    def _words(self) -> str:
+        if self._automatic and self._gradient_hook is not None:
+            return "copied between GPUs"
         if self._wire_dtype is not None:
             return f"flattened and sent as {str(self._wire_dtype).removeprefix('torch.')}"
         if self._gradient_hook is not None or self._flat_hook is not None:
