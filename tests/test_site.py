@@ -11,6 +11,8 @@ from urllib.parse import unquote
 import pytest
 from scripts import draw_pictures
 
+from tests.support import browser
+
 pytestmark = pytest.mark.nightly
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -85,6 +87,57 @@ def test_links_lead_somewhere(site: Path, documents: dict[Path, Document]) -> No
             elif anchor and leads_to in documents and anchor not in documents[leads_to].anchors:
                 broken.append(f"{path.relative_to(site)}: {link} has no such anchor")
     assert not broken, "\n".join(broken)
+
+
+#: Says how wide the window and the content of a page are.
+PROBE = """<script>
+addEventListener("load", () =>
+    parent.postMessage([innerWidth, document.documentElement.scrollWidth].join(), "*"));
+</script>"""
+#: Shows a page at two widths, and collects what the probes say.
+FRAMES = """<body data-found=""><script>
+addEventListener("message", (event) => { document.body.dataset.found += event.data + " "; });
+</script>
+<iframe src="probed.html" style="width:1280px;height:900px;border:0"></iframe>
+<iframe src="probed.html" style="width:390px;height:900px;border:0"></iframe></body>"""
+# Where the browser itself looks for updates and the time.
+OWN_HOSTS = (".google.com", ".googleapis.com", ".gvt1.com")
+
+
+@pytest.mark.skipif(browser.find() is None, reason="needs Chromium on the PATH")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "index.html",
+        "results/attention.html",
+        "packages/ddp-lite/index.html",
+        "tutorials/attention.html",
+    ],
+)
+def test_pages_fit_a_desk_and_a_phone_in_a_browser(name: str, site: Path, tmp_path: Path) -> None:
+    """No error on the console, no request to another host, nothing wider than the window."""
+    page = site / name
+    probed, frames = page.with_name("probed.html"), page.with_name("frames.html")
+    log = tmp_path / "net.json"
+    try:
+        probed.write_text(page.read_text().replace("</body>", PROBE + "</body>"))
+        frames.write_text(FRAMES)
+        done = browser.run(
+            frames,
+            *("--dump-dom", "--virtual-time-budget=5000", "--enable-logging=stderr"),
+            *(f"--log-net-log={log}", "--host-resolver-rules=MAP * ~NOTFOUND"),
+        )
+    finally:
+        probed.unlink(missing_ok=True)
+        frames.unlink(missing_ok=True)
+    found = re.search(r'data-found="([^"]+)"', done.stdout)
+    assert found is not None, done.stdout[:500]
+    widths = sorted(tuple(map(int, pair.split(","))) for pair in found[1].split())
+    assert [window for window, _ in widths] == [390, 1280]
+    assert all(content <= window for window, content in widths), widths
+    assert "CONSOLE" not in done.stderr, done.stderr
+    asked = re.findall(r'"url":"(https?://([^/"]+)[^"]*)"', log.read_text(errors="replace"))
+    assert not [url for url, host in asked if not host.endswith(OWN_HOSTS)]
 
 
 def test_the_search_index_is_a_script(site: Path) -> None:

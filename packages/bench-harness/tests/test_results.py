@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from bench_harness.case import Row
+from bench_harness.experiments import get
 from bench_harness.report import published
+from bench_harness.report.frame import to_frame
 from bench_harness.report.render import render
 from bench_harness.training import settings as of
 from bench_harness.training.moments import MOMENTS
@@ -149,3 +151,27 @@ def test_a_rank_weighed_alone_holds_what_one_of_two_does(moment: str) -> None:
     assert len(alone) == 5
     for name, found in alone.items():
         assert found == pytest.approx(real[name], rel=0.005), name
+
+
+@pytest.mark.nightly
+def test_the_picture_of_throughput_draws_flash_attention_4_once_rows_hold_it() -> None:
+    """It is drawn wherever it was measured: rows are made for it, at every length but one."""
+    rows = published.read(RESULTS / "attention.jsonl")
+    rows = [row for row in rows if any(part in row["label"] for part in ("h32 d64", "h16 d128"))]
+    made = [
+        {**row, "variant": "flash-attn-4", "median_ms": 1.05 * row["median_ms"]}
+        for row in rows
+        if row["variant"] == "flashattn-triton" and row["sequence"] != 512
+    ]
+    pictures = {p.name: p.figure for p in get("attention").figures(to_frame([*rows, *made]))}
+    picture = pictures["attention_throughput"]
+    names = [text.get_text() for text in picture.legends[0].get_texts()]
+    assert "flash-attn-4" in names
+    for plot in picture.axes:
+        lines = {line.get_label(): line for line in plot.get_lines()}
+        ours, peer = (lines[name] for name in ("flashattn-triton", "flash-attn-4"))
+        assert list(peer.get_xdata()) == list(ours.get_xdata())[1:]
+        assert list(peer.get_ydata()) == pytest.approx(list(ours.get_ydata())[1:], rel=0.06)
+        assert peer.get_color() not in {
+            line.get_color() for name, line in lines.items() if name != "flash-attn-4"
+        }
