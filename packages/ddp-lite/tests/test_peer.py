@@ -1,12 +1,14 @@
 """Collectives by copies against exact sums: ranks are threads that share memory on the CPU."""
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -350,6 +352,38 @@ def lost(rank: int, world_size: int) -> str:
         except PeerFailureError as error:
             return str(error)
     return "nothing was raised"
+
+
+def test_a_dropped_watch_ends_its_thread() -> None:
+    """Although it waits for an event that does not come, and for whatever else is queued."""
+    before = set(threading.enumerate())
+    watch = Watch(cast("PeerProbe", None), 600.0, torch.device("cpu"))
+    (thread,) = set(threading.enumerate()) - before
+    for _ in range(3):
+        watch.add(cast("torch.cuda.Event", Event(come=False)))
+    assert thread.is_alive()
+    del watch
+    assert not thread.is_alive()
+
+
+ENDS_AT_ONCE = """
+import torch
+from ddp_lite.peer_memory import Watch
+
+watch = Watch(None, 600.0, torch.device("cuda", 0))
+torch.cuda._sleep(2_000_000_000)  # about a second
+for _ in range(100):
+    watch.add(torch.cuda.current_stream().record_event())
+"""
+
+
+@pytest.mark.gpu
+def test_a_program_may_end_during_an_exchange() -> None:
+    """The watching thread is gone before the interpreter finalises, which aborts it otherwise."""
+    for _ in range(3):
+        command = [sys.executable, "-c", ENDS_AT_ONCE]
+        ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60)
+        assert ended.returncode == 0, ended.stderr
 
 
 def test_an_exchange_that_does_not_end_is_named() -> None:

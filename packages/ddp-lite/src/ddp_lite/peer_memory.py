@@ -31,6 +31,7 @@ _BARRIER_CHANNEL, _TURN_CHANNEL = 0, 1
 # The host's watch must come to its result before the kernels end the CUDA context.
 _SECONDS_FOR_THE_WATCH = 10.0
 _POLL_SECONDS = 0.05
+_SECONDS_TO_END = 5.0  # longer than peers are asked for
 
 _log = logging.getLogger("ddp_lite")
 
@@ -197,14 +198,16 @@ class Watch:
     def __init__(self, peer_probe: PeerProbe, seconds: float, device: torch.device) -> None:
         self._events: queue.SimpleQueue[torch.cuda.Event | None] = queue.SimpleQueue()
         self._errors: list[Exception] = []
+        stop = threading.Event()
         thread = threading.Thread(
             target=_watch,
-            args=(self._events, self._errors, peer_probe, seconds, device),
+            args=(self._events, self._errors, stop, peer_probe, seconds, device),
             daemon=True,
             name="ddp_lite watch over copies",
         )
         thread.start()
-        weakref.finalize(self, self._events.put, None)
+        # Also before the interpreter finalises, which aborts if a thread is inside torch by then.
+        weakref.finalize(self, _end, thread, self._events, stop)
 
     def add(self, event: torch.cuda.Event) -> None:
         """Waits for ``event`` too.
@@ -217,9 +220,20 @@ class Watch:
         self._events.put(event)
 
 
+def _end(
+    thread: threading.Thread,
+    events: queue.SimpleQueue[torch.cuda.Event | None],
+    stop: threading.Event,
+) -> None:
+    stop.set()
+    events.put(None)
+    thread.join(_SECONDS_TO_END)
+
+
 def _watch(
     events: queue.SimpleQueue[torch.cuda.Event | None],
     errors: list[Exception],
+    stop: threading.Event,
     peer_probe: PeerProbe,
     seconds: float,
     device: torch.device,
@@ -234,7 +248,8 @@ def _watch(
             while not event.query():
                 if time.monotonic() - begin > seconds:
                     raise RuntimeError(f"not finished after {seconds:.0f} s")
-                time.sleep(_POLL_SECONDS)
+                if stop.wait(_POLL_SECONDS):
+                    return
         except RuntimeError as cause:  # CUDA's errors are RuntimeErrors too
             waited = time.monotonic() - begin
             error = peer_probe.failure("an exchange between GPUs", number, waited, cause)
