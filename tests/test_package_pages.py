@@ -58,6 +58,12 @@ def test_the_first_page_is_short(package: Path) -> None:
     assert len(shown.split()) <= 1200
 
 
+def test_the_log_is_short(package: Path) -> None:
+    """Decisions only: idea, prediction, measurement, verdict, in at most 1,500 words."""
+    log = package / "LOG.md"
+    assert not log.exists() or len(log.read_text().split()) <= 1500
+
+
 def test_addresses(package: Path) -> None:
     """Homepage, source, changelog and issues of every package, all in the one repository."""
     project = tomllib.loads((package / "pyproject.toml").read_text())["project"]

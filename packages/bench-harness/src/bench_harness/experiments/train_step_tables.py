@@ -495,8 +495,9 @@ def _draw_steps(done: pd.DataFrame) -> MatplotlibFigure:
             height=0.4,
         )
         for place, name in zip(places, cell["variant"], strict=True):
+            size = 8.3 * min(1.0, 80 / len(name))  # so that the longest names fit the width
             plot.annotate(name, (0, place - 0.25), (2, 0), textcoords="offset points",
-                          va="bottom", fontsize="small")  # fmt: skip
+                          va="bottom", fontsize=size)  # fmt: skip
         plot.set_ylim(len(cell) - 0.6, -0.8)
         plot.set_yticks([])
         plot.set_xlim(left=0)
