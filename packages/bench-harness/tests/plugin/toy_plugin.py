@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -32,7 +33,7 @@ KINDS = (
     "nan",
     "empty",
     "rank-dies",
-    "sleeps",
+    "noisy",
 )
 
 
@@ -42,10 +43,10 @@ def _last_rank_dies(rank: int, world_size: int, device: Any) -> None:
     time.sleep(600)
 
 
-def _sleep_ms(milliseconds: float) -> float:
-    start = time.perf_counter()
-    time.sleep(milliseconds / 1000)
-    return (time.perf_counter() - start) * 1000
+def _noisy_ms(folder: str) -> list[float]:
+    """Fifteen samples of one distribution, others for every folder of results."""
+    draw = random.Random(folder)
+    return [20 * draw.lognormvariate(0.0, 0.05) for _ in range(15)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +116,9 @@ class Toy(Experiment):
             return []
         if kind == "rank-dies":
             launch(_last_rank_dies, 2, timeout_s=50)
-        if kind == "sleeps":
-            return [{"variant": "plain", "samples_ms": [_sleep_ms(20) for _ in range(15)]}]
+        if kind == "noisy":
+            folder = Path.cwd().parents[1].name  # of RUN/artifacts/CASE
+            return [{"variant": "plain", "samples_ms": _noisy_ms(folder)}]
         row: Row = {"in_bad_fork": torch.cuda._is_in_bad_fork(), "pid": os.getpid()}
         if kind == "artifact":
             Path("trace.txt").write_text("kept")
