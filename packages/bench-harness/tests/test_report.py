@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 from tests.support import browser
 
-from bench_harness import experiments, report, runner, show
+from bench_harness import experiments, report, runner, terminal
 from bench_harness.experiments import Figure, Table
 from bench_harness.report.cells import cell, split
 from bench_harness.report.frame import to_frame
@@ -198,8 +198,8 @@ def test_the_terminal_stays_within_80_columns(store: Store, colour: bool) -> Non
     with store.open_for_writing() as writer:
         writer.append([row("bad", "error", error="a long story " * 20)])
     built = report.build(store)
-    show.tables(built.sections, console)
-    show.summary(built, Path("runs/toy-01/report.html"), console)
+    terminal.tables(built.sections, console)
+    terminal.summary(built, Path("runs/toy-01/report.html"), console)
     text = re.sub(r"\x1b\[[0-9;]*m", "", file.getvalue())
     assert (text != file.getvalue()) is colour
     assert all(len(line) <= 80 for line in text.splitlines())
@@ -219,7 +219,7 @@ def test_a_table_of_any_width_fits_the_terminal(columns: int) -> None:
         problems=[],
     )
     file = io.StringIO()
-    show.tables([section], Console(file=file, width=80))
+    terminal.tables([section], Console(file=file, width=80))
     lines = file.getvalue().splitlines()
     assert all(len(line) <= 80 for line in lines)
     heads = file.getvalue().partition("─")[0]

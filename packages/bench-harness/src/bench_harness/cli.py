@@ -344,7 +344,7 @@ def _compare(
     """Say whether run B is faster or slower than A."""
     from rich.console import Console
 
-    from bench_harness import show
+    from bench_harness import terminal
 
     beyond = None if fail_on is None else compare.limit(fail_on)
     found = compare.compare(
@@ -355,7 +355,7 @@ def _compare(
     elif markdown:
         typer.echo(compare.markdown(found))
     else:
-        show.comparisons(found, Console())
+        terminal.comparisons(found, Console())
     return FAILED if beyond is not None and compare.slower(found, beyond) else 0
 
 
@@ -425,7 +425,7 @@ def _trace(
     """
     from rich.console import Console
 
-    from bench_harness import show
+    from bench_harness import terminal
     from bench_harness.traces import recordings
 
     found = [recording for file in files for recording in recordings.load(file)]
@@ -442,7 +442,7 @@ def _trace(
     if as_json:
         typer.echo(json.dumps(tables, allow_nan=False))
     else:
-        show.plain_tables(tables, Console())
+        terminal.plain_tables(tables, Console())
     return 0
 
 
@@ -450,7 +450,7 @@ def _list(as_json: AsJson = False) -> int:
     """List experiments, presets, and the runs below runs/."""
     from rich.console import Console
 
-    from bench_harness import session, show
+    from bench_harness import session, terminal
 
     found = {
         "experiments": [{"name": each.name, "what": each.summary} for each in experiments.every()],
@@ -462,7 +462,7 @@ def _list(as_json: AsJson = False) -> int:
     if as_json:
         typer.echo(json.dumps(found, allow_nan=False))
     else:
-        show.plain_tables({name.capitalize(): rows for name, rows in found.items()}, Console())
+        terminal.plain_tables({name.capitalize(): rows for name, rows in found.items()}, Console())
     return 0
 
 
@@ -490,14 +490,14 @@ def _env(as_json: AsJson = False) -> int:
     """Show this machine as results record it."""
     from rich.console import Console
 
-    from bench_harness import environment, show
+    from bench_harness import environment, terminal
 
     description = environment.describe()
     if as_json:
         identity = environment.fingerprint(description)
         typer.echo(json.dumps({"environment id": identity, **description}))
         return 0
-    show.environment(description, environment.fingerprint(description), Console())
+    terminal.environment(description, environment.fingerprint(description), Console())
     return 0
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench_harness import experiments, runner, show
+from bench_harness import experiments, runner, terminal
 from bench_harness.case import Case, Row
 from bench_harness.progress import ConsoleReporter
 from bench_harness.runner import Planned
@@ -140,7 +140,7 @@ def dry_run(request: Request, console: Console, *, as_json: bool = False) -> Non
         for item in runner.plan(cases, Store(folder))
     ]
     if not as_json:
-        show.plan(planned, folder, console)
+        terminal.plan(planned, folder, console)
         return
     listed = [
         {
@@ -174,11 +174,11 @@ def measure(request: Request, console: Console, *, tables: bool, as_json: bool =
     folder = request.output or choose_folder(request.name, cases)
     store = Store(folder)
     planned = runner.plan(cases, store)
-    show.start(planned, folder, console)
+    terminal.start(planned, folder, console)
     try:
         _measure(request, store, planned, console)
     except KeyboardInterrupt:
-        show.interrupted(runner.plan(cases, store), folder, console)
+        terminal.interrupted(runner.plan(cases, store), folder, console)
         raise
     write_report(store, console, tables=tables, as_json=as_json)
     keys = {case.key for case in cases}
@@ -213,7 +213,7 @@ def write_report(store: Store, console: Console, *, tables: bool, as_json: bool 
         built = report.build(store)
         page = report.write(built, store.folder)
     if tables:
-        show.tables(built.sections, console)
-    show.summary(built, page, console)
+        terminal.tables(built.sections, console)
+    terminal.summary(built, page, console)
     if as_json:
         print(json.dumps(report.as_json(built, page), allow_nan=False))

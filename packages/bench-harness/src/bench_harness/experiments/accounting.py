@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.case import Case, Row
-from bench_harness.experiments import present
+from bench_harness.experiments import row_tables
 from bench_harness.experiments.base import Experiment, Figure, Table, option
 
 if TYPE_CHECKING:
@@ -79,11 +79,11 @@ class Accounting(Experiment):
         """Model sizes; the mesh problem with its derivations."""
         if "kind" not in rows:
             return []
-        done = present.finished(rows)
+        done = row_tables.finished(rows)
         tables = [
             Table(
                 "Model sizes by calculation",
-                present.columns(
+                row_tables.columns(
                     done[done["kind"] == "size"],
                     {
                         "variant": "size",
@@ -109,7 +109,7 @@ class Accounting(Experiment):
             tables.append(
                 Table(
                     "The XXL mesh problem",
-                    present.columns(
+                    row_tables.columns(
                         mesh,
                         {
                             "variant": "quantity",
@@ -185,7 +185,7 @@ def _draw_mesh(case: pd.DataFrame) -> MatplotlibFigure:
         (8, 10),
         textcoords="offset points",
     )
-    present.log_axes(memory, x="devices", y="state per device (GB)")
+    row_tables.log_axes(memory, x="devices", y="state per device (GB)")
     batches = [in_turn * step / 100 for step in range(1, 251)]
     sent = 1 - at_once / in_turn
     for name, colour, threshold, times in (

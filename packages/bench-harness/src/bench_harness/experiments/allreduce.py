@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.case import Case, Row
 from bench_harness.environment import resolve_device
-from bench_harness.experiments import present
+from bench_harness.experiments import row_tables
 from bench_harness.experiments.base import Experiment, Figure, Table, option
 from bench_harness.experiments.distributed import (
     NodeOptions,
@@ -109,7 +109,7 @@ class AllReduce(Experiment):
         tables = [
             Table(
                 "Collectives",
-                present.columns(
+                row_tables.columns(
                     frame,
                     {
                         "backend": "backend",
@@ -117,7 +117,7 @@ class AllReduce(Experiment):
                         "variant": "collective",
                         "size_mib": "payload (MiB)",
                     }
-                    | present.STATISTICS
+                    | row_tables.STATISTICS
                     | {
                         "algorithm_gb_s": "algorithm bandwidth (GB/s)",
                         "bus_gb_s": "bus bandwidth (GB/s)",
@@ -130,7 +130,7 @@ class AllReduce(Experiment):
                 "by what a ring sends, so a perfect ring shows its links' own rate.",
             )
         ]
-        fitted = fit_table(present.finished(frame))
+        fitted = fit_table(row_tables.finished(frame))
         if len(fitted):
             tables.append(
                 Table(
@@ -148,11 +148,11 @@ class AllReduce(Experiment):
         from bench_harness.report.plots import new_figure
         from bench_harness.stats import with_summary
 
-        done = present.finished(rows)
+        done = row_tables.finished(rows)
         if "size_bytes" not in done or done.empty:
             return []
         done = with_bandwidth(with_summary(done))
-        groups = present.by(done, ["backend", "world_size", "variant"])
+        groups = row_tables.by(done, ["backend", "world_size", "variant"])
         many = len(groups) > 6  # too many to name them at the ends of their lines
         figure, axes = new_figure(rows=2, height=5.2 + 0.1 * len(groups) * many)
         colour = marks.colours(name or "all_reduce" for name, _ in groups)
@@ -179,8 +179,8 @@ class AllReduce(Experiment):
                     label=name,
                 )
                 ends[place].append((name, float(part[column].iloc[-1]), colour[name]))
-        present.log_axes(axes[0, 0], x="payload (MiB)", y="median time (ms)", x_base=10)
-        present.log_axes(axes[1, 0], x="payload (MiB)", y="bus bandwidth (GB/s)", x_base=10)
+        row_tables.log_axes(axes[0, 0], x="payload (MiB)", y="median time (ms)", x_base=10)
+        row_tables.log_axes(axes[1, 0], x="payload (MiB)", y="bus bandwidth (GB/s)", x_base=10)
         if many:
             handles, texts = axes[0, 0].get_legend_handles_labels()
             figure.legend(handles, texts, loc="outside upper center", ncols=2, fontsize="small")

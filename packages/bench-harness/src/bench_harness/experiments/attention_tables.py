@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from bench_harness import roofline
-from bench_harness.experiments import present
+from bench_harness.experiments import row_tables
 from bench_harness.experiments.attention_problem import Problem
 from bench_harness.experiments.attention_timing import PASSES
 from bench_harness.experiments.base import Figure, Table
@@ -65,10 +65,10 @@ def tables(rows: pd.DataFrame) -> list[Table]:
         ]
     grid = Table(
         "Attention grid",
-        present.columns(
+        row_tables.columns(
             frame,
             {**_PROBLEM, **_VARIANT, "phase": "pass"}
-            | present.STATISTICS
+            | row_tables.STATISTICS
             | _QUANTILES
             | {"tflop_s": "TFLOP/s", "speedup": "speedup over the first (ratio)"}
             | roofline.COLUMNS
@@ -88,7 +88,7 @@ def tables(rows: pd.DataFrame) -> list[Table]:
         "largest value of the fp32 reference. Held before backward: what forward leaves allocated, "
         f"output included; predictions off by more than 10 % are marked. {roofline.NOTE}",
     )
-    done = present.finished(frame)
+    done = row_tables.finished(frame)
     return [grid, *_medians(done), *_features(done), *_out_of_memory(frame)]
 
 
@@ -105,7 +105,7 @@ def _frame(rows: pd.DataFrame) -> pd.DataFrame:
         held if len(held) else [sum(packed)]
         for held, packed in zip(frame["sequences"], frame["packed"], strict=True)
     ]
-    frame = present.lengths(frame)
+    frame = row_tables.lengths(frame)
     frame["window"] = frame["window"].map(_pair, na_action="ignore")
     frame["feature"] = _feature_of(frame)
     if (frame["feature"] == "plain").all():
@@ -174,7 +174,7 @@ def _medians(done: pd.DataFrame) -> list[Table]:
         found = list(done[across].unique())
         ordered = [name for name in PASSES if name in found] if across == "phase" else found
         named = {name: f"{name} (ms)" for name in ordered}
-        made.append(Table(title, present.columns(wide, lines | named, digits=_DIGITS), note))
+        made.append(Table(title, row_tables.columns(wide, lines | named, digits=_DIGITS), note))
     return made
 
 
@@ -209,7 +209,7 @@ def _features(done: pd.DataFrame) -> list[Table]:
         "measured in turns with it: below 1 the feature makes it faster. Empty ratio: one of the "
         "two is not steady."
     )
-    frame = present.columns(wide.reset_index(), lines | shown, digits=_DIGITS)
+    frame = row_tables.columns(wide.reset_index(), lines | shown, digits=_DIGITS)
     return [Table("Attention features", frame, note)]
 
 
@@ -266,7 +266,7 @@ def accounting(problem: Problem) -> list[dict[str, Any]]:
 
 def figures(rows: pd.DataFrame) -> list[Figure]:
     """Time of each pass, throughput of the last, held memory and errors, over the length."""
-    done = _frame(present.finished(rows))
+    done = _frame(row_tables.finished(rows))
     if "phase" not in done or done["median_ms"].isna().all():
         return []
     for end, other in (("low", "high"), ("high", "low")):
@@ -340,7 +340,7 @@ def draw(
 
     done = done.sort_values(["dtype", "head_dim", "mask"], kind="stable")
     by = ["dtype", "head_dim", "value_head_dim", "mask", "softcap", "feature"]
-    panels = present.by(done, by)
+    panels = row_tables.by(done, by)
     columns = min(4, len(panels))
     height = -(-len(panels) // columns)
     figure, axes = new_figure(
@@ -369,7 +369,7 @@ def draw(
             names.append((str(variant), float(part[column].iloc[-1]), colour[str(variant)]))
         plot.set_title(title)
         positive = bool((panel[column] > 0).any())  # errors of fp32 may all be 0
-        present.log_axes(plot, x="sequence length (tokens)", y=unit, y_log=log and positive)
+        row_tables.log_axes(plot, x="sequence length (tokens)", y=unit, y_log=log and positive)
         lengths = sorted(panel["sequence"].unique())
         if len(lengths) <= 6:
             plot.set_xticks(lengths, [f"{length:g}" for length in lengths])

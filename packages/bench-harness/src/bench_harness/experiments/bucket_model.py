@@ -162,7 +162,7 @@ def _optimum(
 
 def draw_fit(done: pd.DataFrame) -> Figure | None:
     """Measured overhead over bucket size, with the model; None without a sweep."""
-    from bench_harness.experiments.present import log_axes
+    from bench_harness.experiments.row_tables import log_axes
     from bench_harness.report import marks
     from bench_harness.report.plots import COLOURS, new_figure
     from bench_harness.stats import with_summary

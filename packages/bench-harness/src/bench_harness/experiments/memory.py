@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.case import Case, Row
 from bench_harness.environment import resolve_device
-from bench_harness.experiments import present
+from bench_harness.experiments import row_tables
 from bench_harness.experiments.base import Experiment, Figure, Table, option
 from bench_harness.experiments.shape import SubjectOptions, subject_label
 from bench_harness.workload import ATTENTIONS, OPTIMIZERS, PRECISIONS, SIZES
@@ -179,7 +179,7 @@ class Memory(Experiment):
         tables = [
             Table(
                 "Peak memory",
-                present.columns(
+                row_tables.columns(
                     cases,
                     cell
                     | {
@@ -195,12 +195,12 @@ class Memory(Experiment):
         ]
         if "kind" not in frame:
             return tables
-        done = present.finished(frame)
+        done = row_tables.finished(frame)
         phases = done[done["kind"] == "phase"]
         tables.append(
             Table(
                 "Peak memory per phase",
-                present.columns(
+                row_tables.columns(
                     phases,
                     cell
                     | {
@@ -220,7 +220,7 @@ class Memory(Experiment):
             tables.append(
                 Table(
                     "Kept for backward",
-                    present.columns(
+                    row_tables.columns(
                         kept,
                         cell
                         | {
@@ -240,7 +240,7 @@ class Memory(Experiment):
         tables.append(
             Table(
                 "Largest allocations",
-                present.columns(allocations, cell | block | {"source": "allocated by"}),
+                row_tables.columns(allocations, cell | block | {"source": "allocated by"}),
                 "On a GPU the source line, on a CPU the operator.",
             )
         )
@@ -250,7 +250,7 @@ class Memory(Experiment):
             tables.append(
                 Table(
                     "Stacks of the largest allocations",
-                    present.columns(shown, cell | block | {"stack": "stack, innermost first"}),
+                    row_tables.columns(shown, cell | block | {"stack": "stack, innermost first"}),
                     "Python frames outside torch, on a CPU operators. The autograd engine calls "
                     "backward's kernels from a thread without a Python stack.",
                 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.case import Case, Row
 from bench_harness.environment import resolve_device
-from bench_harness.experiments import present
+from bench_harness.experiments import row_tables
 from bench_harness.experiments.base import Experiment, Figure, Table, option
 from bench_harness.experiments.shape import SubjectOptions, subject_label
 from bench_harness.sampling import SamplingOptions
@@ -178,11 +178,11 @@ class Model(Experiment):
         }
         times = Table(
             "Time per phase",
-            present.columns(
+            row_tables.columns(
                 frame,
                 subject
                 | {"warmup": "warm-up (steps)"}
-                | present.STATISTICS
+                | row_tables.STATISTICS
                 | {
                     "tokens_s": "tokens/s",
                     "tflop_s": "TFLOP/s",
@@ -199,17 +199,17 @@ class Model(Experiment):
             f"marked too short to quote. {roofline.NOTE}",
         )
         tables = [times]
-        done = present.finished(frame)
+        done = row_tables.finished(frame)
         if "warmup" in done and done["warmup"].nunique() > 1:
             study = done[done["phase"].isin(["forward", "step"])]
             tables.append(
                 Table(
                     "Effect of warm-up",
-                    present.columns(
+                    row_tables.columns(
                         study,
                         subject
                         | {"warmup": "warm-up (steps)"}
-                        | {k: present.STATISTICS[k] for k in ("mean_ms", "std_ms", "median_ms")},
+                        | {k: row_tables.STATISTICS[k] for k in ("mean_ms", "std_ms", "median_ms")},
                     ),
                     "Without warm-up the first sample holds memory allocation, kernel loading and "
                     "library initialisation; every case is a fresh process.",
@@ -222,7 +222,7 @@ class Model(Experiment):
             tables.append(
                 Table(
                     "First step against steady state",
-                    present.columns(
+                    row_tables.columns(
                         first,
                         subject
                         | {
@@ -242,11 +242,11 @@ class Model(Experiment):
         from bench_harness.report.plots import new_figure
         from bench_harness.stats import with_summary
 
-        done = with_summary(present.finished(rows))
+        done = with_summary(row_tables.finished(rows))
         parts = ["training forward", "backward", "optimizer"]
         if "phase" not in done or not done["phase"].isin(parts).any():
             return []
-        groups = present.by(
+        groups = row_tables.by(
             done, ["size", "model", "sequence", "warmup", "precision", "attention", "execution"]
         )
         figure, axes = new_figure(height=1.5 + 0.5 * len(groups))

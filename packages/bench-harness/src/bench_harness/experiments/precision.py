@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.case import Case, Row
 from bench_harness.environment import resolve_device
-from bench_harness.experiments import present
+from bench_harness.experiments import row_tables
 from bench_harness.experiments.base import Experiment, Figure, Table, option
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Precision(Experiment):
 
         if "kind" not in rows:
             return []
-        done = present.finished(rows)
+        done = row_tables.finished(rows)
         sums = done[done["kind"] == "accumulation"].copy()
         sums["exact"] = sums["additions"] * _TERM
         sums["error"] = 100 * (sums["value"] / sums["exact"] - 1)
@@ -105,7 +105,7 @@ class Precision(Experiment):
         return [
             Table(
                 "Accumulating 0.01",
-                present.columns(
+                row_tables.columns(
                     sums,
                     {
                         "variant": "accumulator += term",
@@ -135,7 +135,7 @@ class Precision(Experiment):
 
     def figures(self, rows: pd.DataFrame) -> list[Figure]:
         """How far every accumulation ends from the exact value; the dtype of every tensor."""
-        done = present.finished(rows)
+        done = row_tables.finished(rows)
         if "kind" not in done or not (done["kind"] == "accumulation").any():
             return []
         return [

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.case import Case, Row
 from bench_harness.environment import resolve_device
-from bench_harness.experiments import present
+from bench_harness.experiments import row_tables
 from bench_harness.experiments.base import Experiment, Figure, Table, option
 from bench_harness.experiments.shape import SubjectOptions, subject_label
 from bench_harness.workload import ATTENTIONS, OPTIMIZERS, PRECISIONS, SIZES
@@ -149,8 +149,8 @@ class Profile(Experiment):
             "tool": "recorded by",
         }
         if "kind" not in rows:
-            return [Table("Phases", present.columns(rows, {**cell, "status": "status"}))]
-        done = present.finished(rows)
+            return [Table("Phases", row_tables.columns(rows, {**cell, "status": "status"}))]
+        done = row_tables.finished(rows)
         spans = done["spans"].iloc[0] if len(done) else ""
         done = done.assign(kernel=done["kernel"].map(short_name, na_action="ignore"))
         phases = done[done["kind"] == "phase"]
@@ -170,7 +170,7 @@ class Profile(Experiment):
         return [
             Table(
                 "Phases",
-                present.columns(
+                row_tables.columns(
                     shown,
                     {
                         **cell,
@@ -189,7 +189,7 @@ class Profile(Experiment):
             ),
             Table(
                 "Inference against a training step",
-                present.columns(
+                row_tables.columns(
                     _sums(phases, kernels),
                     {
                         **cell,
@@ -205,7 +205,7 @@ class Profile(Experiment):
             ),
             Table(
                 "Softmax against matrix products in attention",
-                present.columns(
+                row_tables.columns(
                     done[done["kind"] == "range"],
                     {
                         **cell,
@@ -220,10 +220,10 @@ class Profile(Experiment):
                 "scaling included. Softmax counts five operations per score: maximum, "
                 "subtraction, exponential, sum, division.",
             ),
-            Table("Longest kernels", present.columns(top, {**cell, **named}), _NAMES),
+            Table("Longest kernels", row_tables.columns(top, {**cell, **named}), _NAMES),
             Table(
                 "Longest kernels without matrix products",
-                present.columns(other, cell | named),
+                row_tables.columns(other, cell | named),
                 _NAMES,
             ),
         ]
@@ -233,7 +233,7 @@ class Profile(Experiment):
         from bench_harness.report import marks
         from bench_harness.report.plots import new_figure
 
-        done = present.finished(rows)
+        done = row_tables.finished(rows)
         if "kind" not in done or done.empty:
             return []
         phases = done[done["kind"] == "phase"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import pandas as pd
 
 from bench_harness import roofline
-from bench_harness.experiments import present
+from bench_harness.experiments import row_tables
 from bench_harness.experiments.base import Figure, Table
 from bench_harness.experiments.bucket_model import MISS_TOLERANCE, draw_fit, fit_table
 from bench_harness.report import marks, units
@@ -42,7 +42,7 @@ def tables(rows: pd.DataFrame) -> list[Table]:
     """Every table that the rows have something for."""
     frame = with_summary(rows)
     if "settings" not in frame:
-        return [Table("Training steps", present.columns(frame, _CELL | {"status": "status"}))]
+        return [Table("Training steps", row_tables.columns(frame, _CELL | {"status": "status"}))]
     frame = roofline.with_roofline(compared(frame))
     if "model_flops" in frame:
         rate = frame["model_flops"].astype("float64") / frame["median_ms"] / 1e9
@@ -50,7 +50,7 @@ def tables(rows: pd.DataFrame) -> list[Table]:
     made = []
     if frame["median_ms"].notna().any() or (frame["status"] != "ok").any():
         made.append(_steps(frame))
-    done = present.finished(frame)
+    done = row_tables.finished(frame)
     timed = done[done["median_ms"].notna()]
     if "memory" in done and done["memory"].notna().any():
         made.append(_memory(done))
@@ -150,11 +150,11 @@ def _median(taken: list[float]) -> float:
 def _steps(frame: pd.DataFrame) -> Table:
     return Table(
         "Training steps",
-        present.columns(
+        row_tables.columns(
             frame[frame["median_ms"].notna() | (frame["status"] != "ok")],
             _CELL
             | {"variant": "variant"}
-            | present.STATISTICS
+            | row_tables.STATISTICS
             | {
                 "fastest_ms": "fastest (ms)",
                 "slowest_ms": "slowest (ms)",
@@ -202,7 +202,7 @@ def _memory(done: pd.DataFrame) -> Table:
         frame[name.replace("_bytes", "_gib")] = frame[name].astype("float64") / 2**30
     return Table(
         "Memory per rank at its moments",
-        present.columns(
+        row_tables.columns(
             frame,
             _CELL
             | {
@@ -232,7 +232,7 @@ def _communication(profiled: pd.DataFrame) -> Table:
         profiled["payload_mib"] = profiled["payload_bytes"].astype("float64") / 2**20
     return Table(
         "Communication in one profiled step",
-        present.columns(
+        row_tables.columns(
             profiled,
             _CELL
             | {
@@ -268,7 +268,7 @@ def _waterfall(profiled: pd.DataFrame) -> Table:
             )
     return Table(
         "Where the time of one profiled step goes",
-        present.columns(
+        row_tables.columns(
             pd.DataFrame(lines),
             _CELL
             | {
@@ -325,7 +325,7 @@ def _gathers(profiled: pd.DataFrame) -> list[Table]:
     made = [
         Table(
             "Gathers in one profiled step",
-            present.columns(profiled, counts),
+            row_tables.columns(profiled, counts),
             "A gather is late if the computation could have gone on but for its parameters. On a "
             "GPU that is from the end of the kernel before, or the launch of the next one if that "
             "was later, to the end of the gather.",
@@ -335,7 +335,7 @@ def _gathers(profiled: pd.DataFrame) -> list[Table]:
         made.append(
             Table(
                 "Latest gathers",
-                present.columns(latest, by_name),
+                row_tables.columns(latest, by_name),
                 "Numbered in the order in which the computation waited for them.",
             )
         )
@@ -360,14 +360,14 @@ def _stragglers(profiled: pd.DataFrame) -> list[Table]:
     return [
         Table(
             "Stragglers in one profiled step",
-            present.columns(_lines(profiled, "stragglers"), by_rank),
+            row_tables.columns(_lines(profiled, "stragglers"), by_rank),
             "A collective ends on all ranks together, so the rank that spends least time in it "
             "arrived last, and the others waited for as long as they spend more in it. One "
             "profiled step: a rank that is last everywhere is worth a look, single waits are not.",
         ),
         Table(
             "Collectives that waited longest",
-            present.columns(_lines(profiled, "latest"), by_collective),
+            row_tables.columns(_lines(profiled, "latest"), by_collective),
             "Numbered in the order of their start on rank 0.",
         ),
     ]
@@ -406,7 +406,7 @@ def _published(done: pd.DataFrame) -> Table:
 
 def figures(rows: pd.DataFrame) -> list[Figure]:
     """Every picture that the rows have something for."""
-    done = present.finished(rows)
+    done = row_tables.finished(rows)
     if "settings" not in done or done.empty:
         return []
     done = compared(with_summary(done))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from bench_harness.case import Row, plural
-from bench_harness.experiments import present
+from bench_harness.experiments import row_tables
 from bench_harness.report import marks
 from bench_harness.report.frame import to_frame
 from bench_harness.report.units import quantity
@@ -36,7 +36,7 @@ def findings(rows: Iterable[Row]) -> list[str]:
     for name, rule in _RULES:
         if name in by_name:
             try:
-                found.append(rule(present.finished(to_frame(by_name[name]))))
+                found.append(rule(row_tables.finished(to_frame(by_name[name]))))
             except (KeyError, TypeError, ValueError, IndexError, AttributeError):
                 continue
     shaky = _unstable(every)

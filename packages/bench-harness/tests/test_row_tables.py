@@ -1,13 +1,13 @@
 import pandas as pd
 
-from bench_harness.experiments import present
+from bench_harness.experiments import row_tables
 
 
 def test_columns_keep_order_names_and_digits():
     rows = pd.DataFrame(
         {"b": [1.23456, float("nan")], "a": ["x", "y"], "n": [3.0, float("nan")], "void": None}
     )
-    frame = present.columns(rows, {"a": "name", "b": "time (ms)", "n": "n (count)", "void": "v"})
+    frame = row_tables.columns(rows, {"a": "name", "b": "time (ms)", "n": "n (count)", "void": "v"})
     assert list(frame.columns) == ["name", "time (ms)", "n (count)"]
     assert frame["time (ms)"].iloc[0] == 1.235
     assert frame["n (count)"].iloc[0] == 3
@@ -16,11 +16,11 @@ def test_columns_keep_order_names_and_digits():
 
 def test_only_finished_rows_are_measurements():
     rows = pd.DataFrame({"status": ["ok", "oom"], "x": [1, 2]})
-    assert list(present.finished(rows)["x"]) == [1]
+    assert list(row_tables.finished(rows)["x"]) == [1]
 
 
 def test_groups_say_what_tells_them_apart():
     rows = pd.DataFrame({"dtype": ["a", "a", "b"], "width": [1, 2, 1], "same": [0, 0, 0]})
-    groups = present.by(rows, ["dtype", "width", "same", "absent"])
+    groups = row_tables.by(rows, ["dtype", "width", "same", "absent"])
     assert [name for name, _ in groups] == ["a, width 1", "a, width 2", "b, width 1"]
-    assert present.by(rows, ["same"])[0][0] == ""
+    assert row_tables.by(rows, ["same"])[0][0] == ""
