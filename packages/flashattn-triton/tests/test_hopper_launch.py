@@ -52,7 +52,7 @@ def test_it_compiles_once_and_passes_addresses_on(launched: list[Any]) -> None:
 
     kernel = Kernel()
     tiles = tile_map([100, 64], [64, 1], [64, 64], torch.bfloat16)
-    launch = FastLaunch(kernel, 3, [tiles, torch.float32, None], [7], {"WIDTH": 64})
+    launch = FastLaunch(kernel, 3, [tiles, torch.float32, None], {"n": 7}, {"WIDTH": 64})
     for address in (4096, 8192):
         launch((address, 16))
     assert kernel.compilations == 1
@@ -71,7 +71,7 @@ def test_it_compiles_once_and_passes_addresses_on(launched: list[Any]) -> None:
 def test_scratch_memory_is_refused_with_a_remedy(launched: list[Any]) -> None:
     from flashattn_triton.hopper.launch import FastLaunch
 
-    launch = FastLaunch(Kernel(scratch=128), 3, [torch.float32], [7], {"WIDTH": 64})
+    launch = FastLaunch(Kernel(scratch=128), 3, [torch.float32], {"n": 7}, {"WIDTH": 64})
     with pytest.raises(RuntimeError, match="kernel must be compiled without scratch memory, but "):
         launch((16,))
     assert launched == []

@@ -1,5 +1,6 @@
 """scaled_dot_product_attention routed to flash_attention, and what is not."""
 
+import contextlib
 import threading
 
 import pytest
@@ -57,6 +58,40 @@ def test_a_routed_call_equals_the_original(calls, shape, keywords):
         torch.testing.assert_close(gradient, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("leading", "mask_shape"),
+    [((2,), (9, 7)), ((2,), (2, 1, 1, 7)), ((2,), (1, 2, 9, 7)), ((), (2, 9, 7)), ((), (7,))],
+    ids=str,
+)
+def test_a_mask_of_numbers_is_added_to_the_scores(calls, leading, mask_shape):
+    tensors = inputs(n_keys=7, leading=leading)
+    mask = torch.randn(mask_shape)
+    mask[..., 3] = float("-inf")
+    mask.requires_grad_()
+    results = []
+    for context in (contextlib.nullcontext(), route_sdpa(strict=True)):
+        with context:
+            out = F.scaled_dot_product_attention(*tensors, attn_mask=mask)
+            results.append((out, *torch.autograd.grad(out.square().sum(), (*tensors, mask))))
+    assert len(calls) == 1
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mask", "keywords", "reason"),
+    [
+        (torch.zeros(9, 9, dtype=torch.float64), {}, "not of the query's dtype"),
+        (torch.zeros(9, 9), {"is_causal": True}, "beside is_causal"),
+        (torch.zeros(3, 1, 9, 9), {}, "does not broadcast"),
+        (torch.zeros(9, 9, device="meta"), {}, "on another device"),
+    ],
+)
+def test_other_masks_are_named(mask, keywords, reason):
+    with route_sdpa(strict=True), pytest.raises(ValueError, match=reason):
+        F.scaled_dot_product_attention(*inputs(), attn_mask=mask, **keywords)
+
+
 def test_positional_arguments_and_modules(calls):
     layer = torch.nn.MultiheadAttention(16, 2, batch_first=True)
     tokens = torch.randn(2, 7, 16)
@@ -71,7 +106,11 @@ def test_positional_arguments_and_modules(calls):
 
 
 UNSUPPORTED = [
-    (lambda q, k, v: (q, k, v, torch.ones(9, 9, dtype=torch.bool)), {}, "attn_mask is given"),
+    (
+        lambda q, k, v: (q, k, v, torch.ones(9, 9, dtype=torch.bool)),
+        {},
+        "an attn_mask that is boolean",
+    ),
     (lambda q, k, v: (q, k, v), {"dropout_p": 0.5}, "dropout_p is not 0"),
     (lambda q, k, v: (q.double(), k.double(), v.double()), {}, "a dtype other than"),
     (lambda q, k, v: (q[None], k[None], v[None]), {}, "other than 3 or 4 dimensions"),

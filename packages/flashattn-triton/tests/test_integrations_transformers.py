@@ -239,6 +239,59 @@ def test_attention_sinks_as_in_gpt_oss(side):
     assert sinks == 2
 
 
+# ---- position biases -----------------------------------------------------------------------------
+
+
+def t5(implementation):
+    config = transformers.T5Config(
+        vocab_size=61, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0,
+        pad_token_id=0, eos_token_id=2, decoder_start_token_id=0,
+    )  # fmt: skip
+    model = transformers.T5ForConditionalGeneration._from_config(
+        config, attn_implementation=implementation
+    )
+    assert model.config._attn_implementation == implementation
+    return model.to(DEVICE)
+
+
+@pytest.mark.parametrize("side", [None, "left", "right"])
+def test_t5_has_the_gradients_of_its_position_biases(side):
+    ours, theirs = t5(integration.NAME), t5("eager")
+    theirs.load_state_dict(ours.state_dict())
+    ids, labels = tokens(), tokens(length=8)
+    mask = None if side is None else padding(side, ids)
+    results = []
+    for model in (ours, theirs):
+        out = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False)
+        out.loss.backward()
+        results.append((out.logits, {name: p.grad for name, p in model.named_parameters()}))
+    (logits, gradients), (wanted_logits, wanted) = results
+    torch.testing.assert_close(logits, wanted_logits, rtol=1e-4, atol=1e-5)
+    assert any("relative_attention_bias" in name for name in gradients)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_t5_generates_with_a_cache():
+    ours, theirs = t5(integration.NAME).eval(), t5("eager").eval()
+    theirs.load_state_dict(ours.state_dict())
+    ids = tokens()
+    found, wanted = (
+        model.generate(ids, attention_mask=padding("left", ids), max_new_tokens=6, do_sample=False)
+        for model in (ours, theirs)
+    )
+    assert torch.equal(found, wanted)
+
+
+def test_a_position_bias_of_packed_sequences_is_refused():
+    module, x = torch.nn.Module(), torch.randn(1, 2, 6, 8)
+    numbers = torch.tensor([[1, 1, 1, 2, 2, 2]])
+    with pytest.raises(ValueError, match="position_bias must be None for packed sequences"):
+        integration.attention_forward(
+            module, x, x, x, numbers, position_bias=torch.zeros(1, 2, 6, 6)
+        )
+
+
 # ---- refusals ------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,6 @@ key, E head_dim of value, T tokens of a packed batch.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +50,7 @@ from flashattn_triton.launch import (
     outer,
     padded,
     problem_tensors,
+    stride_numbers,
     unit_last_stride,
 )
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias, MaskAndBiasKind
@@ -284,37 +284,57 @@ def _backward_call(
         **kind.constants,
     }
 
-    def launch(kernel: Any, tiles: Tiles, programs: int, views: list[TileView | None],
-               outputs: list[Strides], n_heads: int, **more: Any) -> Launch:  # fmt: skip
-        starts = [outer(stride, sizes) for stride in inputs]
-        numbers = [
-            *itertools.chain.from_iterable((*starts, *outputs)),
-            *kind.bias_strides,
-            *(n_padded, n_queries, n_keys, n_heads, heads // kv_heads),
-            *option_numbers(options),
-        ]
-        shape = {
+    q, k, v, do = (outer(stride, sizes) for stride in inputs)
+    numbers = {
+        **stride_numbers(q=q, k=k, v=v, do=do),
+        **kind.numbers,
+        "N_PADDED": n_padded,
+        "N_QUERIES": n_queries,
+        "N_KEYS": n_keys,
+        "HEADS_PER_KV": heads // kv_heads,
+        **option_numbers(options),
+    }
+
+    def shape(tiles: Tiles) -> dict[str, Any]:
+        return {
             "Q_TILE_SIZE": tiles.queries,
             "K_TILE_SIZE": tiles.keys,
             "USE_TMA": readable_by_tma and tiles.use_tma,
         }
-        return Launch(kernel, device, programs, numbers, constants | shape | more, tiles, views)
 
     mode = NONE if fused is None else TMA_REDUCE if tiling.tma_reduce else ATOMIC
     dq_outer, dk_outer, dv_outer = (outer(stride, sizes) for stride in (dq, dk, dv))
     # A descriptor counts rows, a pointer elements.
     unit = width if mode is TMA_REDUCE else 1
     target = tuple(stride // unit for stride in dq_outer)
-    programs = -(-n_keys // key_tiles.keys) * batch * kv_heads
-    key_pass = launch(
-        key_pass_kernel, key_tiles, programs, key_views, [target, dk_outer, dv_outer], kv_heads,
-        DQ_MODE=mode.value, STATISTICS_BY_TMA=statistics_by_tma,
-    )  # fmt: skip
+    key_pass = Launch(
+        key_pass_kernel,
+        device,
+        -(-n_keys // key_tiles.keys) * batch * kv_heads,
+        {
+            **numbers,
+            **stride_numbers(dq=target, dk=dk_outer, dv=dv_outer),
+            "N_KV_HEADS": kv_heads,
+        },
+        {
+            **constants,
+            **shape(key_tiles),
+            "DQ_MODE": mode.value,
+            "STATISTICS_BY_TMA": statistics_by_tma,
+        },
+        key_tiles,
+        key_views,
+    )
     query_pass = None
     if fused is None:
-        programs = -(-n_queries // query_tiles.queries) * batch * heads
-        query_pass = launch(
-            query_pass_kernel, query_tiles, programs, query_views, [dq_outer], heads
+        query_pass = Launch(
+            query_pass_kernel,
+            device,
+            -(-n_queries // query_tiles.queries) * batch * heads,
+            {**numbers, **stride_numbers(dq=dq_outer), "N_HEADS": heads},
+            {**constants, **shape(query_tiles)},
+            query_tiles,
+            query_views,
         )
     return BackwardCall(
         preprocess=preprocess,

@@ -26,6 +26,7 @@ from flashattn_triton.launch import (
     option_constants,
     option_numbers,
     padded,
+    stride_numbers,
     unit_last_stride,
 )
 from flashattn_triton.mask_and_bias import MaskAndBias
@@ -238,13 +239,20 @@ def triton_bias_backward(
     )
     own_batch, own_heads, own_queries, own_keys = bias.shape
     kind = mask_and_bias.kind
-    numbers = [
-        *(stride[i] for stride in strides for i in range(3)),
-        *kind.bias_strides,
-        *(n_padded, n_queries, n_keys, heads, heads // kv_heads),
-        *(own_heads, batch // own_batch, heads // own_heads),
-        *option_numbers(options),
-    ]
+    q, k, v, do = (stride[:3] for stride in strides)
+    numbers = {
+        **stride_numbers(q=q, k=k, v=v, do=do),
+        **kind.numbers,
+        "N_PADDED": n_padded,
+        "N_QUERIES": n_queries,
+        "N_KEYS": n_keys,
+        "N_HEADS": heads,
+        "HEADS_PER_KV": heads // kv_heads,
+        "OWN_HEADS": own_heads,
+        "SHARING_BATCHES": batch // own_batch,
+        "SHARING_HEADS": heads // own_heads,
+        **option_numbers(options),
+    }
     constants = {
         "D": head_dim,
         "E": value_dim,

@@ -20,7 +20,6 @@ key, E head_dim of value, T tokens of a packed batch. Capital ``_PADDED`` widths
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,6 +46,7 @@ from flashattn_triton.launch import (
     outer,
     padded,
     problem_tensors,
+    stride_numbers,
     unit_last_stride,
 )
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias, MaskAndBiasKind
@@ -418,14 +418,17 @@ def _forward_call(
     (batch, heads, n_queries, head_dim), (_, kv_heads, n_keys, _), (*_, value_dim) = shapes
     if sizes is not None:
         batch, n_queries, n_keys = sizes
-    matrices, row_stride = [*strides, out.stride()], logsumexp.stride()
-    numbers = [
-        *itertools.chain.from_iterable(outer(stride, sizes) for stride in matrices),
-        *((row_stride[0] if sizes is None else 0), row_stride[1]),
-        *kind.bias_strides,
-        *(n_queries, n_keys, heads, heads // kv_heads),
-        *option_numbers(options),
-    ]
+    matrices = [*strides, out.stride()]
+    q, k, v, o, lse = (outer(stride, sizes) for stride in (*matrices, logsumexp.stride()))
+    numbers = {
+        **stride_numbers(q=q, k=k, v=v, o=o, l=lse[:2]),
+        **kind.numbers,
+        "N_QUERIES": n_queries,
+        "N_KEYS": n_keys,
+        "N_HEADS": heads,
+        "HEADS_PER_KV": heads // kv_heads,
+        **option_numbers(options),
+    }
     constants: dict[str, Any] = {
         "D": head_dim,
         "E": value_dim,

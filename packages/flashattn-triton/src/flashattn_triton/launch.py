@@ -98,15 +98,30 @@ def empty_row_statistic(like: Tensor) -> Tensor:
     return like.new_empty(like.shape[:3], dtype=torch.float32)
 
 
-def option_numbers(options: AttentionOptions) -> tuple[float, float, int, int]:
-    """The kernels' arguments scale, softcap, window_left, window_right."""
+def stride_numbers(**strides: Sequence[int]) -> dict[str, int]:
+    """The kernels' arguments for the strides of batch, head and row of tensors.
+
+    ``q=(1, 2, 3)`` gives stride_qb, stride_qh and stride_qq; rows of K and V, and of their
+    gradients, are keys, hence stride_kk and stride_vk.
+    """
+    return {
+        f"stride_{tensor}{dimension}": stride
+        for tensor, outer_strides in strides.items()
+        for dimension, stride in zip(
+            ("b", "h", "k" if tensor[-1] in "kv" else "q"), outer_strides, strict=False
+        )
+    }
+
+
+def option_numbers(options: AttentionOptions) -> dict[str, float]:
+    """The kernels' arguments that are numbers of the options."""
     left, right = options.band
-    return (
-        options.scale,
-        1.0 if options.softcap is None else options.softcap,
-        0 if left is None else min(left, _WIDEST_WINDOW),
-        0 if right is None else min(right, _WIDEST_WINDOW),
-    )
+    return {
+        "scale": options.scale,
+        "softcap": 1.0 if options.softcap is None else options.softcap,
+        "window_left": 0 if left is None else min(left, _WIDEST_WINDOW),
+        "window_right": 0 if right is None else min(right, _WIDEST_WINDOW),
+    }
 
 
 def option_constants(options: AttentionOptions) -> dict[str, bool]:
@@ -200,6 +215,31 @@ def current_device() -> int:
     return index
 
 
+Number = float | None
+
+
+def in_order(
+    kernel: Any, numbers: Mapping[str, Number], constants: Mapping[str, Any]
+) -> tuple[tuple[Number, ...], dict[str, Any]]:
+    """Arguments by name in the order of the kernel's parameters: a compiled kernel takes no names.
+
+    Tensors are the kernel's first parameters, numbers follow, then compile-time constants.
+
+    Raises:
+        TypeError: the names are not those of the kernel's parameters behind its tensors.
+    """
+    names = list(kernel.arg_names)
+    given = [*numbers, *constants]
+    expected = names[len(names) - len(given) :]
+    if set(expected) != set(given) or set(expected[: len(numbers)]) != set(numbers):
+        raise TypeError(
+            f"arguments of {kernel.__name__} must be its last parameters {expected}, numbers "
+            f"first, but got {given}. Name each of them once."
+        )
+    behind = expected[len(numbers) :]
+    return tuple([numbers[n] for n in expected[: len(numbers)]]), {n: constants[n] for n in behind}
+
+
 class Launch:
     """One kernel with all arguments but the tensors, compiled once and then launched directly.
 
@@ -213,7 +253,7 @@ class Launch:
         kernel: Any,
         device: torch.device,
         programs: int,
-        numbers: Sequence[float | None],
+        numbers: Mapping[str, Number],
         constants: Mapping[str, Any],
         tiles: Tiles,
         views: Sequence[TileView | None] = (),
@@ -224,7 +264,7 @@ class Launch:
             kernel: its parameters are tensors, then ``numbers``, then ``constants``.
             device: where the tensors are.
             programs: the grid.
-            numbers: what follows the tensors.
+            numbers: what follows the tensors, by name.
             constants: the compile-time arguments, by name.
             tiles: warps and stages.
             views: how the TMA sees the first tensors; None, and all that follow: pointers.
@@ -232,9 +272,7 @@ class Launch:
         self.kernel = kernel
         self.device = device.index if device.type == "cuda" else None
         self.grid = (programs, 1, 1)
-        # In the order of the kernel's parameters: the compiled kernel takes no names.
-        self.constants = {n: constants[n] for n in kernel.arg_names if n in constants}
-        self.numbers = tuple(numbers)
+        self.numbers, self.constants = in_order(kernel, numbers, constants)
         self.tiles = tiles
         self.views = tuple(views)
         self.started: dict[tuple[bool, ...], _Start] = {}

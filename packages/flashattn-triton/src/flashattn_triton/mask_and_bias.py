@@ -36,6 +36,12 @@ class MaskAndBiasKind:
     bias_strides: tuple[int, int, int, int] | tuple[None, None, None, None]
 
     @property
+    def numbers(self) -> dict[str, int | None]:
+        """The kernels' arguments for the strides of the bias."""
+        names = ("stride_bb", "stride_bh", "stride_bq", "stride_bk")
+        return dict(zip(names, self.bias_strides, strict=True))
+
+    @property
     def constants(self) -> dict[str, bool]:
         """The kernels' compile-time arguments."""
         return {

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from flashattn_triton.configs import Tiles
-from flashattn_triton.launch import Launch, Strides, padded
+from flashattn_triton.launch import Launch, Strides, padded, stride_numbers
 from flashattn_triton.primitives import LOG2_E, load_rows, store_rows
 
 PREPROCESS_TILES = Tiles(64, 1, 4, 1)
@@ -105,7 +105,12 @@ def preprocess_launch(
         preprocess_kernel,
         device,
         -(-n_padded // PREPROCESS_TILES.queries) * batch * heads,
-        [*out[:3], *grad_out[:3], *(grad_lse or (0, 0, 0)), *(n_queries, n_padded, heads)],
+        {
+            **stride_numbers(o=out[:3], do=grad_out[:3], dl=grad_lse or (0, 0, 0)),
+            "N_QUERIES": n_queries,
+            "N_PADDED": n_padded,
+            "N_HEADS": heads,
+        },
         {
             "E": head_dims[1],
             "E_PADDED": padded(head_dims[1], dtype),

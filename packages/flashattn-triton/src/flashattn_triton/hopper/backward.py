@@ -24,6 +24,7 @@ from flashattn_triton.launch import (
     can_use_tma,
     current_device,
     empty_output,
+    stride_numbers,
 )
 from flashattn_triton.options import AttentionOptions
 
@@ -189,9 +190,16 @@ def _backward_call(
     queries, width = backward_config(head_dim, options).queries, tile_width(head_dim)
     rows = -(-n_queries // queries) * queries * batch * heads
     columns = STATISTICS.value
-    sizes = [n_queries, rows // (batch * heads), heads, head_dim // 8]
+    sizes = {
+        "N_QUERIES": n_queries,
+        "N_PADDED": rows // (batch * heads),
+        "N_HEADS": heads,
+        "D_DIV8": head_dim // 8,
+    }
     shape = {"WIDTH": width, "NARROW": head_dim < width, "ROWS": ROWS}
     has_dl = grad_logsumexp_stride is not None
+
+    offset, band = edges(n_queries, n_keys, options)
 
     def stride_div8(stride: Strides) -> list[int]:
         return [s // 8 for s in stride[:3]]
@@ -201,21 +209,22 @@ def _backward_call(
         preprocess_kernel,
         rows // ROWS,
         [dtype, dtype, fp32, fp32 if has_dl else None, torch.bfloat16, fp32],
-        [
-            *(
-                *stride_div8(o_stride),
-                *stride_div8(do_stride),
-                *(grad_logsumexp_stride or (0, 0, 0)),
+        {
+            **stride_numbers(
+                o=stride_div8(o_stride),
+                do=stride_div8(do_stride),
+                dl=grad_logsumexp_stride or (0, 0, 0),
             ),
-            *(*sizes, -1.0 / options.scale),
-        ],
+            **sizes,
+            "factor": -1.0 / options.scale,
+        },
         shape | {"HAS_DL": has_dl},
     )
     postprocess = FastLaunch(
         postprocess_kernel,
         rows // ROWS,
         [fp32, dtype],
-        [*stride_div8(dq_stride), *sizes, options.scale],
+        {**stride_numbers(q=stride_div8(dq_stride)), **sizes, "scale": options.scale},
         shape,
     )
     query_block, key_block = [1, 1, queries, width], [1, 1, KEYS.value, width]
@@ -233,11 +242,16 @@ def _backward_call(
             tile_map(shapes[1], dk_stride, own_block, dtype),
             tile_map(shapes[1], dv_stride, own_block, dtype),
         ],
-        [
-            *(n_queries, n_keys, kv_heads, heads // kv_heads),
-            *edges(n_queries, n_keys, options),
-            *(options.scale, options.scale * LOG2_E),
-        ],
+        {
+            "N_QUERIES": n_queries,
+            "N_KEYS": n_keys,
+            "N_KV_HEADS": kv_heads,
+            "HEADS_PER_KV": heads // kv_heads,
+            "offset": offset,
+            "band": band,
+            "scale": options.scale,
+            "scale_log2": options.scale * LOG2_E,
+        },
         {
             "RAGGED": n_keys % KEYS.value != 0,
             "is_causal": options.band[1] is not None,

@@ -88,10 +88,17 @@ def _forward_call(
     group = max(1, -(-config.rounds * programs // tiles_of_head))
     if 2 * batch * heads < 3 * group:  # too few are left for a group of their own
         group = batch * heads
-    numbers = [
-        *(n_tiles, n_queries, heads, heads // kv_heads, group),
-        *(n_keys, offset, width, options.scale * LOG2_E),
-    ]
+    numbers = {
+        "N_TILES": n_tiles,
+        "N_QUERIES": n_queries,
+        "N_HEADS": heads,
+        "HEADS_PER_KV": heads // kv_heads,
+        "GROUP": group,
+        "N_KEYS": n_keys,
+        "offset": offset,
+        "width": width,
+        "scale_log2": options.scale * LOG2_E,
+    }
     constants = {
         "CONSUMERS": config.consumers,
         "STAGES": config.stages,

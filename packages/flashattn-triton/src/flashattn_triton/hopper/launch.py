@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashattn_triton import triton_versions
-from flashattn_triton.launch import option_numbers
+from flashattn_triton.launch import Number, in_order, option_numbers
 from flashattn_triton.options import AttentionOptions, diagonal_offset
 
 _ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
@@ -75,7 +75,7 @@ class FastLaunch:
         kernel: Any,
         programs: int,
         parameters: Sequence[Parameter],
-        numbers: Sequence[float],
+        numbers: Mapping[str, Number],
         constants: Mapping[str, Any],
     ) -> None:
         """Fixes everything but addresses.
@@ -84,15 +84,13 @@ class FastLaunch:
             kernel: of 4 warps, besides what it may start itself.
             programs: at least 1.
             parameters: the kernel's first ones; pointers are multiples of 16 bytes.
-            numbers: those that follow.
+            numbers: those that follow, by name.
             constants: the compile-time ones, by name.
         """
         self.kernel = kernel
         self.grid = (programs, 1, 1)
         self.parameters = tuple(parameters)
-        self.numbers = tuple(numbers)
-        # In the order of the kernel's parameters: the compiled launcher takes no names.
-        self.constants = {n: constants[n] for n in kernel.arg_names if n in constants}
+        self.numbers, self.constants = in_order(kernel, numbers, constants)
         self.start: Callable[[Sequence[int]], None] | None = None
 
     def compile(self) -> Any:
@@ -138,5 +136,6 @@ def edges(n_queries: int, n_keys: int, options: AttentionOptions) -> tuple[int, 
     Query i sees the keys from ``i + offset - band`` to ``i + offset``, as far as ``options`` limit
     the side; where only the left one is limited, ``offset`` is the diagonal's.
     """
-    _, _, left, right = option_numbers(options)
+    numbers = option_numbers(options)
+    left, right = int(numbers["window_left"]), int(numbers["window_right"])
     return diagonal_offset(n_queries, n_keys, options) + right, left + right

@@ -48,9 +48,13 @@ def route_sdpa(*, strict: bool = False) -> Iterator[Routing]:
 
     ``is_causal`` (top-left), ``scale`` and ``enable_gqa`` are supported, for float16, bfloat16 and
     float32 tensors (batch, heads, sequence, head_dim) or (batch, sequence, head_dim) with head_dim
-    up to 256. A call with a mask, with dropout, or with anything else that ``flash_attention``
-    does not compute goes to PyTorch unchanged, is counted with its reason, and is reported by a
-    ``RuntimeWarning`` when the context ends.
+    up to 256; an ``attn_mask`` of numbers that broadcasts to the scores is added to them, with its
+    gradient. A call with a boolean mask, with dropout, or with anything else that
+    ``flash_attention`` does not compute goes to PyTorch unchanged, is counted with its reason, and
+    is reported by a ``RuntimeWarning`` when the context ends.
+
+    Hide keys by -inf: PyTorch's kernels do not agree on a query whose keys all have the lowest
+    finite number instead, and nor do tiers here. Where all keys are hidden the output is 0.
 
     Calls by a name imported from ``torch.nn.functional`` beforehand, calls in code compiled outside
     of the context, and calls in C++ (such as the fast path of ``torch.nn.TransformerEncoderLayer``
@@ -141,8 +145,6 @@ class _Call:
         """Why ``flash_attention`` cannot compute this; None if it can."""
         query, key, value = self.query, self.key, self.value
         tensors = (query, key, value)
-        if self.attn_mask is not None:
-            return "attn_mask is given"
         if self.dropout_p != 0.0:
             return "dropout_p is not 0"
         if any(type(x) not in (Tensor, torch.nn.Parameter) or x.is_nested for x in tensors):
@@ -164,7 +166,22 @@ class _Call:
             return f"head_dim above {MAX_HEAD_DIM}"
         if key.shape[-1] != query.shape[-1] or value.shape[-2] != key.shape[-2]:
             return "shapes that do not fit together"
-        return None
+        return self._obstacle_in_mask()
+
+    def _obstacle_in_mask(self) -> str | None:
+        """Why ``attn_mask`` is not a bias; ``None`` if it is one, or is not given."""
+        mask = self.attn_mask
+        if mask is None:
+            return None
+        if type(mask) not in (Tensor, torch.nn.Parameter) or mask.dtype != self.query.dtype:
+            return "an attn_mask that is boolean or not of the query's dtype"
+        if self.is_causal:
+            return "attn_mask is given beside is_causal"
+        scores = (*self.query.shape[:-1], self.key.shape[-2])
+        sizes = zip(mask.shape[::-1], scores[::-1], strict=False)
+        if mask.dim() > len(scores) or any(n not in (1, full) for n, full in sizes):
+            return "an attn_mask that does not broadcast to the scores"
+        return "attn_mask on another device" if mask.device != self.query.device else None
 
     def run(self) -> Tensor:
         # (B, N, D): the batch takes the place of the heads
@@ -172,5 +189,7 @@ class _Call:
             x[None] if x.dim() == 3 else x for x in (self.query, self.key, self.value)
         )
         causal: CausalArgument = "top-left" if self.is_causal else False
-        out = flash_attention(query, key, value, causal=causal, scale=self.scale, layout="bhsd")
+        out = flash_attention(
+            query, key, value, causal=causal, scale=self.scale, bias=self.attn_mask, layout="bhsd"
+        )
         return out[0] if self.query.dim() == 3 else out

@@ -35,7 +35,6 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 # Arguments that models pass for features that change the result and that are not computed here.
 UNSUPPORTED = {
-    "position_bias": "a position bias",
     "cache": "a paged cache",
     "head_mask": "a head mask",
 }
@@ -45,10 +44,11 @@ def register() -> None:
     """Makes ``attn_implementation="flashattn-triton"`` known to transformers; repeatable.
 
     Covered: causal and bidirectional self-attention, cross-attention, grouped-query heads, padding
-    on either side, packed sequences, sliding windows, soft-caps, attention sinks, decoding with a
-    dynamic cache. Everything else raises a ``ValueError`` in the forward pass: dropout, position
-    biases, static and paged caches, requests for attention weights, and masks that are not bands
-    within sequences (4-D masks, prefix masks, rules supplied by the user).
+    on either side, packed sequences, sliding windows, soft-caps, attention sinks, position biases
+    (T5) except with packed sequences, decoding with a dynamic cache. Everything else raises a
+    ``ValueError`` in the forward pass: dropout, static and paged caches, requests for attention
+    weights, and masks that are not bands within sequences (4-D masks, prefix masks, rules supplied
+    by the user).
 
     transformers takes every name with "flash" in it for a kernel that it must load before use, and
     replaces it in models that list the kernels they accept, as gpt-oss does. There is nothing to
@@ -98,6 +98,7 @@ def attention_forward(
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer, as transformers calls it.
@@ -117,11 +118,13 @@ def attention_forward(
         cu_seq_lens_q: (sequences + 1,), where each sequence packed in the only row starts.
         cu_seq_lens_k: the same for the keys.
         s_aux: (H,) attention sinks.
+        position_bias: added to the scores, broadcastable to (B, H, N_q, N_k), with its gradient.
+            With a padding mask as well, a bias for the whole batch is in memory.
         kwargs: what else models pass; a feature that is not supported is refused.
 
     Returns:
         (B, N_q, H, E), zero for queries that are padding (where attention is causal or has a
-        window), and None for the attention weights, which never exist.
+        window, and no position bias), and None for the attention weights, which never exist.
 
     Raises:
         ValueError: if an argument asks for something that is not computed here.
@@ -151,6 +154,14 @@ def attention_forward(
         "softcap": softcap,
         "sinks": s_aux,
     }
+    packed = cu_seq_lens_q is not None or (
+        attention_mask is not None and position_bias is not None and int(attention_mask.max()) > 1
+    )
+    if packed and position_bias is not None:
+        raise ValueError(
+            f"position_bias must be None for packed sequences with {NAME}, but got one. Pad the "
+            f"sequences instead, or choose another attn_implementation."
+        )
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         return _attend_packed(
             query,
@@ -161,7 +172,7 @@ def attention_forward(
             options,
         ), None
     if attention_mask is None:
-        out = flash_attention(query, key, value, layout="bhsd", **options)
+        out = flash_attention(query, key, value, layout="bhsd", bias=position_bias, **options)
         assert isinstance(out, Tensor)  # no logsumexp was asked for
         return out.transpose(1, 2).contiguous(), None
     if attention_mask.dim() != 2 or attention_mask.shape != (key.shape[0], key.shape[2]):
@@ -170,6 +181,11 @@ def attention_forward(
             f"{(key.shape[0], key.shape[2])}, but got shape {tuple(attention_mask.shape)}. Choose "
             f"another attn_implementation for custom masks."
         )
+    if position_bias is not None:  # which needs the pairs of positions that packing would lose
+        bias = position_bias.masked_fill(attention_mask[:, None, None, :] == 0, float("-inf"))
+        out = flash_attention(query, key, value, layout="bhsd", bias=bias, **options)
+        assert isinstance(out, Tensor)
+        return out.transpose(1, 2).contiguous(), None
     return _attend_unpadded(query, key, value, attention_mask, options), None
 
 
