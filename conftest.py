@@ -21,9 +21,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """How many processes share the files of tests: one for each core, or 0, which is this one.
 
     A process more takes seconds to start and hides what tests print, so a single file stays here.
+    So does a run on a GPU, whose memory one process of tests may need for itself.
     """
     options = config.option
     if options.collectonly or options.trace or options.capture == "no":
+        return 0
+    if torch.cuda.is_available():
         return 0
     paths = {Path(argument.partition("::")[0]) for argument in config.args}
     files = MOST_PROCESSES if any(path.is_dir() for path in paths) else len(paths)
