@@ -10,7 +10,14 @@ from ddp_lite import peer_schedule as schedule
 from ddp_lite.peer_schedule import Kind, Operation, Piece
 
 WORLD_SIZES = range(2, 9)
-PROGRAMS = (schedule.reduce_scatter, schedule.all_gather, schedule.average)
+PROGRAMS = (
+    schedule.reduce_scatter,
+    schedule.all_gather,
+    schedule.average,
+    schedule.average_kept,
+)
+KEPT = -1  # stands for a slot: the memory of ``average_kept``, always the same
+USE = Operation(Kind.KEEP, -2)  # the owner changes what it has received into kept memory
 
 Program = Callable[[int, int], list[Operation]]
 Place = tuple[int, int, int]  # owner, slot, row
@@ -59,7 +66,16 @@ def accesses(
         for sender in range(world_size)
         if sender != rank or world_size > 2
     ]
+    kept = program is schedule.average_kept
     match operation.kind:
+        case Kind.KEEP if operation == USE:
+            return [((rank, KEPT, row), True) for row in range(world_size)]
+        case Kind.SHARE:
+            return [((rank, KEPT, rank), False), ((peer, KEPT, rank), True)]
+        case Kind.PUSH if kept and world_size == 2:
+            return [((peer, KEPT, peer), True)]
+        case Kind.REDUCE if kept and world_size == 2:
+            return [((rank, KEPT, rank), True)]
         case Kind.PUSH:
             return [((peer, slot, schedule.landing_row(rank, peer, world_size)), True)]
         case Kind.REDUCE:
@@ -69,6 +85,8 @@ def accesses(
                 found.append(((rank, slot, own), True))
             if program is schedule.average:
                 found.append(((rank, slot, result), True))
+            if kept:
+                found.append(((rank, KEPT, rank), True))
             return found
         case Kind.PUBLISH:
             return [((rank, slot, result), True)]
@@ -93,7 +111,8 @@ def races(world_size: int, messages: Sequence[Program], slots: int, leave_out: i
         operations = []
         barriers = 0
         for number, program in enumerate(messages):
-            for operation in program(rank, world_size):
+            used = [USE] if program is schedule.average_kept else []
+            for operation in [*program(rank, world_size), *used]:
                 if operation.kind is Kind.BARRIER:
                     barriers += 1
                     if barriers - 1 == leave_out:
@@ -158,7 +177,11 @@ def test_the_check_finds_races(world_size: int) -> None:
     for program in (schedule.reduce_scatter, schedule.all_gather):
         assert races(world_size, [program] * 3, slots=1) > 0, "one slot is not enough"
     for program in PROGRAMS:
-        assert races(world_size, [program] * 3, schedule.SLOTS, leave_out=0) > 0
+        kinds = [operation.kind for operation in program(0, world_size)]
+        barriers = kinds.count(Kind.BARRIER)
+        # The second message's: nothing has used the memory before the first one.
+        for number in range(barriers, 2 * barriers):
+            assert races(world_size, [program] * 3, schedule.SLOTS, leave_out=number) > 0
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -56,6 +56,9 @@ class SharedMemory(Protocol):
 
     def slot(self, rank: int, number: int, dtype: torch.dtype) -> Tensor:
         """A slot of ``rank``'s memory, mapped here, shape (rows, elements in ``row_bytes``)."""
+
+    def allocate(self, nbytes: int) -> list[Tensor]:
+        """More memory for each rank, mapped here, in bytes. Collective; it stays allocated."""
 
     def barrier(self) -> None:
         """Waits for all ranks (on CUDA, the stream does)."""
@@ -112,47 +115,44 @@ class PeerMemory:
             )
         self.group = group
         self.device = torch.device("cuda", torch.cuda.current_device())
-        # High priority, so that signals and sums do not queue behind the blocks of products.
-        self.stream: torch.cuda.Stream | None = torch.cuda.Stream(self.device, priority=-1)
+        self.stream: torch.cuda.Stream | None = torch.cuda.Stream(self.device)
         self.row_bytes = nbytes // rows // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        self.nbytes = rows * self.row_bytes
+        self.nbytes = 0
         self._windows = 0
+        self._handles: list[Any] = []
         self._rank, self._world_size = group.rank(), group.size()
         seconds = timeout.total_seconds()
         self._kernel_timeout_ms = int(1000 * (seconds + _SECONDS_FOR_THE_WATCH))
         self._watch = Watch(PeerProbe(group, "PeerMemory"), seconds, self.device)
-        self._memory = self._allocate()
-        self._connect()
+        self._peers = self.allocate(rows * self.row_bytes)
 
-    def _allocate(self) -> Tensor:
+    def allocate(self, nbytes: int) -> list[Tensor]:
+        """More memory for each rank, mapped here, in bytes. Collective; it stays allocated.
+
+        Raises:
+            torch.OutOfMemoryError: on every rank, if a GPU has not enough free memory.
+        """
         from torch._C._distributed_c10d import _SymmetricMemory
+        from torch.distributed import _symmetric_memory
 
         memory, problem = None, ""
         free = torch.cuda.mem_get_info(self.device)[0]
         try:
             # Not ``_symmetric_memory.empty``, whose memory may come from a pool, at an offset.
-            memory = _SymmetricMemory.empty_strided_p2p(
-                (self.nbytes,), (1,), torch.uint8, self.device
-            )
+            memory = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, self.device)
         except RuntimeError as error:
             problem = f"rank {self._rank} has {free / MEBIBYTE:,.0f} MB free ({error})"
         problems = [each for each in all_gather_json(problem, self.group) if each]
         if problems or memory is None:
             raise torch.OutOfMemoryError(
-                f"every GPU must have {self.nbytes / MEBIBYTE:,.0f} MB free for buffer_mb, but "
+                f"every GPU must have {nbytes / MEBIBYTE:,.0f} MB free for buffer_mb, but "
                 f"{'; '.join(problems)}. Pass a smaller buffer_mb, or use NCCL"
             )
-        return memory
-
-    def _connect(self) -> None:
-        from torch.distributed import _symmetric_memory
-
-        self._handle = _symmetric_memory.rendezvous(self._memory, self.group)
-        shape = (self.nbytes,)
-        self._peers = [
-            self._memory
-            if rank == self._rank
-            else self._handle.get_buffer(rank, shape, torch.uint8)
+        handle = _symmetric_memory.rendezvous(memory, self.group)
+        self._handles.append(handle)  # the first one's signals serve all
+        self.nbytes += nbytes
+        return [
+            memory if rank == self._rank else handle.get_buffer(rank, (nbytes,), torch.uint8)
             for rank in range(self._world_size)
         ]
 
@@ -169,13 +169,13 @@ class PeerMemory:
 
     def barrier(self) -> None:
         """The current stream waits for all ranks."""
-        self._handle.barrier(_BARRIER_CHANNEL, self._kernel_timeout_ms)
+        self._handles[0].barrier(_BARRIER_CHANNEL, self._kernel_timeout_ms)
 
     def turn(self) -> None:
         """The current stream signals rank - 1 and waits for the signal of rank + 1."""
         before, after = (self._rank - 1) % self._world_size, (self._rank + 1) % self._world_size
-        self._handle.put_signal(before, _TURN_CHANNEL, self._kernel_timeout_ms)
-        self._handle.wait_signal(after, _TURN_CHANNEL, self._kernel_timeout_ms)
+        self._handles[0].put_signal(before, _TURN_CHANNEL, self._kernel_timeout_ms)
+        self._handles[0].wait_signal(after, _TURN_CHANNEL, self._kernel_timeout_ms)
 
     def queued(self, event: torch.cuda.Event | None) -> None:
         """Watches ``event``; raises if an earlier one did not come in time."""

@@ -35,6 +35,8 @@ class Kind(Enum):
     """Copy this rank's values into its own memory, for the others to pull."""
     PULL = auto()
     """Copy the peer's result from the peer's memory."""
+    SHARE = auto()
+    """Copy this rank's result into the peer's memory."""
     KEEP = auto()
     """Copy this rank's own result from its memory."""
     BARRIER = auto()
@@ -101,6 +103,20 @@ def average(rank: int, world_size: int) -> list[Operation]:
     return [*reduce_scatter(rank, world_size), *_gather(rank, world_size)]
 
 
+def average_kept(rank: int, world_size: int) -> list[Operation]:
+    """The operations by which every rank gets all averages into shared memory where they stay.
+
+    Two ranks push into the memory of the last averages, which nobody may read any more by then.
+    More ranks push into a slot, and the barrier before SHARE says so.
+    """
+    return [
+        *([Operation(Kind.BARRIER)] if world_size == 2 else []),
+        *reduce_scatter(rank, world_size),
+        *_in_turns(Kind.SHARE, rank, world_size),
+        Operation(Kind.BARRIER),
+    ]
+
+
 def _gather(rank: int, world_size: int) -> list[Operation]:
     return [
         Operation(Kind.BARRIER),
@@ -134,6 +150,11 @@ def result_row(world_size: int) -> int:
 # --- which elements lie in which row ---------------------------------------------------------
 
 
+def row_length(numel: int, world_size: int, alignment: int) -> int:
+    """Elements of each row of a message of ``numel``, a multiple of ``alignment``."""
+    return max(1, -(-numel // (world_size * alignment))) * alignment
+
+
 def cut_together(numels: Sequence[int], world_size: int, alignment: int) -> list[list[Piece]]:
     """Cuts the concatenation of some tensors into rows of nearly equal length.
 
@@ -146,8 +167,7 @@ def cut_together(numels: Sequence[int], world_size: int, alignment: int) -> list
     Returns:
         The pieces of each row.
     """
-    length = -(-sum(numels) // world_size)
-    length = max(1, -(-length // alignment) * alignment)
+    length = row_length(sum(numels), world_size, alignment)
     rows: list[list[Piece]] = [[] for _ in range(world_size)]
     start = 0
     for tensor, numel in enumerate(numels):

@@ -225,22 +225,24 @@ def _ddp_lite(wrapper: of.Arguments, module: nn.Module) -> Any:
         module,
         None if size == "one" else size,
         last_bucket_size_mb=None if last == "same" else last,
-        copy=wrapper.copy,
+        copy=wrapper.copy and wrapper.comm_hook != "peer-copy",
         wire_dtype=None if wrapper.comm_hook == "peer-copy" else _dtype(wrapper.wire_dtype),
-        comm_hook=_comm_hook(wrapper.comm_hook, _dtype(wrapper.wire_dtype), group),
+        comm_hook=_comm_hook(wrapper, group),
         missing_gradients=wrapper.missing_gradients,
         process_group=group,
     )
 
 
-def _comm_hook(name: str | None, wire_dtype: torch.dtype | None, group: Any) -> Any:
+def _comm_hook(wrapper: of.Bucketed, group: Any) -> Any:
     """A fresh hook: some keep state that belongs to one wrapper."""
+    name = wrapper.comm_hook
     if name is None:
         return None
     if name == "peer-copy":
         from ddp_lite.peer import PeerCopyAverage
 
-        return PeerCopyAverage(_peer_memory(group), wire_dtype=wire_dtype)
+        wire_dtype, keep = _dtype(wrapper.wire_dtype), wrapper.copy
+        return PeerCopyAverage(_peer_memory(group), wire_dtype=wire_dtype, keep_averages=keep)
     if name == "reduce-scatter":
         raise CaseSkipped(
             "buckets are not handed over to an optimizer any more; use the optimizer 'sharded' "

@@ -98,6 +98,7 @@ class Bucketed(Arguments):
         bucket_size_mb: MB of 1024² bytes; "one" puts all gradients of a dtype into one bucket.
         last_bucket_size_mb: the same for the bucket that is reduced last; "same" keeps it as
             large as the others.
+        copy: with "peer-copy", the hook's ``keep_averages``.
         comm_hook: "peer-copy" is :class:`ddp_lite.peer.PeerCopyAverage`, "compress-bf16" and
             "power-sgd" are those of :mod:`ddp_lite.hooks`. "reduce-scatter" stands in rows of
             earlier versions; it cannot be measured any more.
