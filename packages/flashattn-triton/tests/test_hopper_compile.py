@@ -9,12 +9,13 @@ the other versions are installed into a temporary folder first.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import triton
-from compile_hopper import shipped
 
 from background import Background
 from flashattn_triton import triton_versions
@@ -40,7 +41,13 @@ MORE_SPILLS = {
     ("3.9", "backward", 128, "window"): (296, 0),
 }
 
-REQUESTS = [dataclasses.asdict(request) for request in shipped()]
+_spec = importlib.util.spec_from_file_location("compile_hopper", SCRIPT)
+assert _spec is not None
+assert _spec.loader is not None
+_script = importlib.util.module_from_spec(_spec)
+sys.modules[_spec.name] = _script  # where dataclasses look their module up
+_spec.loader.exec_module(_script)
+REQUESTS = [dataclasses.asdict(request) for request in _script.shipped()]
 
 
 def config_of(row: dict[str, Any]) -> Any:
