@@ -111,6 +111,7 @@ def hooked(rank: int, world_size: int) -> None:
     hooks = {
         "float32": (PeerCopyAverage(memory), exact),
         "bfloat16": (PeerCopyAverage(memory, wire_dtype=torch.bfloat16), rounded),
+        "kept": (PeerCopyAverage(memory, keep_averages=True), exact),
         "two levels": (HierarchicalAverage(mesh, inside=inside), exact),
     }
     for name, (hook, tolerance) in hooks.items():
