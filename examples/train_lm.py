@@ -2,21 +2,21 @@
 
     python examples/train_lm.py
     torchrun --nproc-per-node 2 examples/train_lm.py --data my.txt --checkpoint-dir runs/my
+    torchrun --nproc-per-node 2 examples/train_lm.py --preset fast --size xl --context 2048
 
-The model is ``basics_model``'s, its attention ``flashattn_triton``'s; a wrapper of ``ddp_lite``
-averages the gradients, and ``shard_optim`` spreads the optimizer's state over the ranks.
+The model is ``basics_model``'s, its attention ``flashattn_triton``'s. The ranks hold replicas,
+whose gradients a wrapper of ``ddp_lite`` averages, or shards, which ``shard_optim`` makes.
 """
 
 import hashlib
 import itertools
 import math
 import os
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,8 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 from torch import Tensor
+from train_checkpoints import CheckpointWriter, open_checkpoints
+from train_memory import check_memory
 from train_metrics import (
     JsonLines,
     MetricsLogger,
@@ -33,31 +35,33 @@ from train_metrics import (
     find_logger,
     open_logger,
 )
+from train_parallel import Parallelism, Replicas, make_parallelism
 from train_report import Report, say
-from train_settings import ATTENTIONS, PRECISIONS, WRAPPERS, Settings, application, choose
+from train_settings import (
+    ATTENTIONS,
+    PRECISIONS,
+    WRAPPERS,
+    Settings,
+    application,
+    choose,
+    recomputation,
+    with_preset,
+)
 
 from basics_model import (
-    AdamW,
+    BYTE_VOCAB_SIZE,
     Checkpoint,
     CosineSchedule,
     TokenDataset,
     TransformerLM,
-    checkpoint_path,
-    clip_gradients,
     decode_bytes,
     encode_bytes,
     generate,
-    list_checkpoints,
-    load_checkpoint,
     model_flops,
     open_tokens,
-    prune_checkpoints,
     restore_rng_state,
     rng_state,
-    save_checkpoint,
 )
-from ddp_lite import BucketedDDP
-from shard_optim import ShardedOptimizer
 
 T = TypeVar("T")
 
@@ -115,9 +119,22 @@ def on_first_rank(action: Callable[[], T]) -> T:
 
 
 def read_tokens(settings: Settings) -> npt.NDArray[Any]:
-    """The text's bytes (tokens,)."""
+    """The text's bytes, or the file's token ids (tokens,).
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds no tokens, or some that the model has no embedding for.
+    """
     if settings.data is not None:
-        return open_tokens(settings.data)
+        tokens = open_tokens(settings.data)
+        least, most = int(tokens.min(initial=0)), int(tokens.max(initial=0))
+        if least < 0 or most >= settings.vocab_size:
+            raise ValueError(
+                f"token ids must be from 0 to --vocab-size - 1 = {settings.vocab_size - 1}, but "
+                f"{settings.data} holds {least if least < 0 else most}; use the vocabulary size of "
+                "the tokenizer that wrote the file, or another file"
+            )
+        return tokens
     paths = sorted(path for pattern in DOCUMENTATION for path in REPOSITORY.glob(pattern))
     if not paths:
         raise ValueError(f"there is no Markdown in {REPOSITORY} to learn; pass --data FILE")
@@ -141,11 +158,13 @@ def split_tokens(
 class Inputs:
     """What the settings name, looked up and read; raises before anything is allocated."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, device: torch.device) -> None:
         self.config = settings.model_config()
         self.attention = choose("attention", ATTENTIONS, settings.attention)
-        self.wrapper = choose("wrapper", WRAPPERS, settings.wrapper)
+        choose("wrapper", WRAPPERS, settings.wrapper)
         self.dtype = choose("precision", PRECISIONS, settings.precision)
+        recomputation(settings.recompute)
+        self.memory = check_memory(settings, self.config, dist.get_world_size(), device)
         if settings.tensorboard is not None:
             check_tensorboard()
         if settings.logger is not None:
@@ -177,38 +196,6 @@ class Inputs:
             self.identity[name] = getattr(settings, name)
 
 
-def open_checkpoints(settings: Settings, identity: Mapping[str, Any]) -> Checkpoint | None:
-    """Makes the folder, proves that it can be written, and reads its newest checkpoint.
-
-    Raises:
-        OSError: the folder cannot be made or written.
-        ValueError: it holds a run that this one does not continue.
-    """
-    folder = settings.checkpoint_dir
-    if folder is None:
-        return None
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder):
-        pass
-    existing = list_checkpoints(folder)
-    if not existing:
-        return None
-    if not settings.resume:
-        raise ValueError(
-            f"--no-resume needs a folder without checkpoints, but {folder} holds "
-            f"{existing[-1].name}; choose another --checkpoint-dir"
-        )
-    checkpoint = load_checkpoint(existing[-1])
-    saved = checkpoint.extra.get("identity", {})
-    names = [name for name in identity if saved.get(name) != identity[name]]
-    if names:
-        changes = ", ".join(f"{name} {saved.get(name)} -> {identity[name]}" for name in names)
-        raise ValueError(
-            f"{folder} holds another run ({changes}); use its settings, or another --checkpoint-dir"
-        )
-    return checkpoint
-
-
 class Trainer:
     """One run: what changes from update to update, and how.
 
@@ -226,29 +213,23 @@ class Trainer:
         self.settings, self.inputs, self.device = settings, inputs, device
         self.console = console
         torch.manual_seed(settings.seed)
+        checkpoint_blocks, keep_attention = recomputation(settings.recompute)
         model = TransformerLM(
             inputs.config,
             attention=inputs.attention,
-            checkpoint_blocks=settings.checkpoint_blocks,
+            checkpoint_blocks=checkpoint_blocks,
+            keep_attention=keep_attention,
             device=device,
         )
-        if checkpoint is not None:  # on rank 0 alone: the wrapper gives its weights to the others
+        if checkpoint is not None:  # on rank 0 alone: the others are given its weights
             model.load_state_dict(checkpoint.model)
         if settings.compile:
             for block in model.blocks:
                 block.compile()
-        self.model = model
-        self.wrapped = (
-            BucketedDDP(model, bucket_size_mb=settings.bucket_size_mb)
-            if inputs.wrapper is BucketedDDP
-            else inputs.wrapper(model)
-        )
-        lr, decay = settings.learning_rate, settings.weight_decay
-        self.optimizer: AdamW | ShardedOptimizer = (
-            ShardedOptimizer(model.parameters(), AdamW, lr=lr, weight_decay=decay)
-            if settings.sharded
-            else AdamW(model.parameters(), lr=lr, weight_decay=decay)
-        )
+        self.parallel: Parallelism = make_parallelism(settings, model)
+        self.optimizer = self.parallel.optimizer
+        # Forward passes without backward: of replicas each rank makes its own.
+        self.model = model if isinstance(self.parallel, Replicas) else self.parallel.module
         self.schedule = CosineSchedule(
             self.optimizer,
             warmup_steps=round(settings.steps * settings.warmup_fraction),
@@ -257,6 +238,9 @@ class Trainer:
         )
         self.step = 0
         self.gradient_norm = torch.zeros(())
+        folder = settings.checkpoint_dir
+        first = dist.get_rank() == 0
+        self.writer = CheckpointWriter(folder, settings.keep) if folder and first else None
         self._continue_from(checkpoint)
         self.loggers: list[MetricsLogger] = together(self._open_loggers)
 
@@ -285,11 +269,7 @@ class Trainer:
         if state is None:
             return
         self.step = state["step"]
-        saved = {} if checkpoint is None else dict(checkpoint.optimizer)
-        if isinstance(self.optimizer, ShardedOptimizer):
-            self.optimizer.load_full_state_dict(saved)
-        else:
-            self.optimizer.load_state_dict(on_first_rank(lambda: saved))
+        self.parallel.load({} if checkpoint is None else checkpoint.optimizer)
         self.schedule.load_state_dict(state["schedule"])
         self.inputs.training.load_state_dict(state["data"])
         restore_rng_state(state["rng"])
@@ -323,6 +303,7 @@ class Trainer:
                     if last or self.step % settings.checkpoint_every == 0:
                         self.save()
 
+        self.finish_saving()
         for logger in self.loggers:
             logger.finish()
 
@@ -359,12 +340,12 @@ class Trainer:
                 self.settings.batch_size, device=self.device
             )
             last = turn == self.settings.accumulate - 1
-            with nullcontext() if last else self.wrapped.no_sync():
-                loss = self.loss(self.wrapped, inputs, targets) / self.settings.accumulate
+            with nullcontext() if last else self.parallel.accumulating():
+                loss = self.loss(self.parallel.module, inputs, targets) / self.settings.accumulate
                 loss.backward()
             total += loss.detach()
-        self.wrapped.finish_gradient_synchronization()
-        self.gradient_norm = clip_gradients(self.model.parameters(), self.settings.max_norm)
+        self.parallel.finish()
+        self.gradient_norm = self.parallel.clip(self.settings.max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.schedule.step()
@@ -383,13 +364,17 @@ class Trainer:
         batches = self.inputs.validation.sequential_batches(
             self.settings.batch_size, device=self.device
         )
-        limited = itertools.islice(batches, self.settings.validation_batches)
+        limited = list(itertools.islice(batches, self.settings.validation_batches))
         total, count = torch.zeros((), device=self.device), 0
-        for inputs, targets in itertools.islice(
-            limited, dist.get_rank(), None, dist.get_world_size()
-        ):
-            total += self.loss(self.model, inputs, targets) * len(inputs)
-            count += len(inputs)
+        for start in range(0, len(limited), dist.get_world_size()):
+            # Ranks with sharded parameters make equally many forward passes; a rank without a batch
+            # of its own repeats the last one, which does not count.
+            own = start + dist.get_rank()
+            inputs, targets = limited[min(own, len(limited) - 1)]
+            loss = self.loss(self.model, inputs, targets)
+            if own < len(limited):
+                total += loss * len(inputs)
+                count += len(inputs)
         return self.average(total, count)
 
     def average(self, total: Tensor, count: int) -> float:
@@ -399,34 +384,30 @@ class Trainer:
         return float(both[0] / both[1])
 
     def save(self) -> None:
-        """Writes a checkpoint on rank 0."""
-        folder = self.settings.checkpoint_dir
-        if folder is None:
+        """Copies the state to rank 0's CPU, whose thread writes it while training goes on."""
+        if self.settings.checkpoint_dir is None:
             return
-        optimizer = (
-            self.optimizer.full_state_dict()
-            if isinstance(self.optimizer, ShardedOptimizer)
-            else self.optimizer.state_dict()
-        )
-
-        def write() -> None:
-            save_checkpoint(
-                checkpoint_path(folder, self.step),
+        self.finish_saving()
+        model, optimizer = self.parallel.state()
+        if self.writer is not None:
+            self.writer.start(
                 Checkpoint(
                     step=self.step,
-                    model=self.model.state_dict(),
-                    optimizer=optimizer or {},
+                    model=model,
+                    optimizer=optimizer,
                     rng=rng_state(),
                     extra={
                         "identity": self.inputs.identity,
                         "data": self.inputs.training.state_dict(),
                         "schedule": self.schedule.state_dict(),
                     },
-                ),
+                )
             )
-            prune_checkpoints(folder, self.settings.keep)
 
-        on_first_rank(write)
+    def finish_saving(self) -> None:
+        """Waits until the last checkpoint is complete; if it is not, all ranks say so and end."""
+        if self.settings.checkpoint_dir is not None:
+            on_first_rank(lambda: None if self.writer is None else self.writer.wait())
 
     def sample(self) -> str:
         """The prompt and its continuation."""
@@ -434,29 +415,36 @@ class Trainer:
         prompt = encode_bytes(settings.prompt).to(self.device)
         with torch.compiler.set_stance("force_eager"):  # every new token is a new length
             tokens = generate(
-                self.model,
+                cast(TransformerLM, self.model),
                 prompt[None],
                 max_new_tokens=settings.sample_length,
                 temperature=settings.temperature,
                 top_p=settings.top_p,
                 generator=torch.Generator(self.device).manual_seed(settings.seed),
             )
+        if self.inputs.config.vocab_size > BYTE_VOCAB_SIZE:
+            return " ".join(map(str, tokens[0].tolist()))
         return decode_bytes(tokens[0])
 
 
-def run(settings: Settings) -> None:
+def run(settings: Settings, given: Collection[str]) -> None:
     """Trains as the settings say, from joining the ranks to the sample.
+
+    Args:
+        settings: from the command line.
+        given: names of the settings that a preset does not change.
 
     Raises:
         InputError: on every rank, for anything the user has to change.
     """
     try:
+        settings = with_preset(settings, given)
         device = join_ranks(settings.device)
     except ValueError as error:
         raise InputError(str(error)) from None
     first = dist.get_rank() == 0
     console = Console(quiet=not first)
-    inputs = together(lambda: Inputs(settings))
+    inputs = together(lambda: Inputs(settings, device))
     checkpoint = together(lambda: open_checkpoints(settings, inputs.identity) if first else None)
     trainer = Trainer(settings, inputs, checkpoint, device, console)
     say(
@@ -464,11 +452,13 @@ def run(settings: Settings) -> None:
         f"{inputs.config.num_parameters:,} parameters, {len(inputs.training.tokens):,} training "
         f"tokens, {dist.get_world_size()} ranks on {device.type}, {settings.attention} attention",
     )
-    say(console, trainer.wrapped.explain())
+    say(console, trainer.parallel.explain())
+    say(console, f"predicted memory: {inputs.memory}")
     if trainer.step:
         say(console, f"continuing from step {trainer.step}")
     trainer.train()
-    if settings.sample_length and first:
+    # Of sharded parameters all ranks have to make the forward passes.
+    if settings.sample_length and (first or not isinstance(trainer.parallel, Replicas)):
         say(console, f"sample: {trainer.sample()}")
     dist.barrier()  # no rank leaves while rank 0 still samples
 
@@ -479,11 +469,11 @@ def complain(text: str) -> None:
         typer.echo(f"train_lm.py: {text}", err=True)
 
 
-def main(settings: Settings) -> None:
+def main(settings: Settings, given: Collection[str]) -> None:
     """Runs, and turns what the user can change into one line and exit code 2."""
     code = 0
     try:
-        run(settings)
+        run(settings, given)
     except InputError as error:
         code = 2
         complain(str(error))

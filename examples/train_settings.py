@@ -1,8 +1,8 @@
 """Settings of ``train_lm.py``: one frozen dataclass, which the command line mirrors."""
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -19,7 +19,6 @@ from basics_model import (
     sdpa_attention,
     softmax_attention,
 )
-from ddp_lite import BucketedDDP, DataParallelBase, FlatDDP, NaiveDDP, OverlapDDP
 from flashattn_triton import flash_attention
 
 T = TypeVar("T")
@@ -30,12 +29,11 @@ def causal_flash_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return flash_attention(query, key, value, causal=True, layout="bhsd")
 
 
-WRAPPERS: Mapping[str, type[DataParallelBase]] = {
-    "naive": NaiveDDP,
-    "flat": FlatDDP,
-    "overlap": OverlapDDP,
-    "bucketed": BucketedDDP,
-}
+#: The first five hold whole replicas; see ``train_parallel.py``.
+WRAPPERS = dict.fromkeys(
+    ("naive", "flat", "overlap", "bucketed", "peer-copy", "stage-2", "stage-3", "stage-3-kept")
+)
+RECOMPUTE = ("none", "block", "block-keep-attention", "every-K")
 ATTENTIONS: Mapping[str, Attention] = {
     "flash": causal_flash_attention,
     "sdpa": sdpa_attention,
@@ -45,11 +43,43 @@ PRECISIONS: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bf
 DEFAULT_SIZE = ModelSize(d_model=128, d_ff=384, num_layers=2, num_heads=4)
 
 
+#: Options that a preset sets, on GPUs and on CPUs; those given on the command line win.
+PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "plain": {"cuda": {}, "cpu": {}},
+    "fast": {
+        "cuda": {
+            "wrapper": "stage-3-kept",
+            "precision": "bf16",
+            "compile": True,
+            "fused": True,
+        },
+        # CPUs gain nothing from bf16, and compiling takes longer than a small run.
+        "cpu": {"wrapper": "stage-3-kept", "fused": True},
+    },
+}
+
+
 def choose(what: str, table: Mapping[str, T], name: str) -> T:
     """Looks up a name, or says which ones there are."""
     if name not in table:
         raise ValueError(f"{what} must be one of {', '.join(table)}, got {name!r}")
     return table[name]
+
+
+def recomputation(name: str) -> tuple[int, bool]:
+    """``checkpoint_blocks`` and ``keep_attention`` of the model that ``--recompute`` names.
+
+    Raises:
+        ValueError: there is no such name.
+    """
+    if name in ("none", "block", "block-keep-attention"):
+        return int(name != "none"), name == "block-keep-attention"
+    every, _, count = name.partition("-")
+    if every != "every" or not count.isdecimal() or int(count) < 1:
+        raise ValueError(
+            f"recompute must be one of {', '.join(RECOMPUTE)} with a number for K, got {name!r}"
+        )
+    return int(count), False
 
 
 def option(help: str, panel: str, **settings: Any) -> Any:  # noqa: A002 - typer's own name
@@ -68,13 +98,16 @@ class Settings:
     data: Annotated[
         Path | None,
         option(
-            "Text file to learn; its UTF-8 bytes are the tokens. Default: all Markdown files of "
-            "this repository.",
+            "Text file to learn, whose UTF-8 bytes are the tokens, or a .npy file of token ids. "
+            "Default: all Markdown files of this repository.",
             "Data",
             metavar="FILE",
             show_default=False,
         ),
     ] = None
+    vocab_size: Annotated[int, option("Number of token ids; bytes take 256.", "Data", min=1)] = (
+        BYTE_VOCAB_SIZE
+    )
     validation_fraction: Annotated[
         float, option("Part of the text's end that is held out.", "Data", min=0.0, max=0.5)
     ] = 0.1
@@ -101,28 +134,53 @@ class Settings:
         str, option("What computes attention.", "Model", metavar="|".join(ATTENTIONS))
     ] = "flash"
 
-    checkpoint_blocks: Annotated[
-        int,
+    recompute: Annotated[
+        str,
         option(
-            "Blocks that backward recomputes at a time, to keep less in memory; 0: none.",
+            "What backward computes again, to keep less in memory: nothing; blocks one at a time, "
+            "all of them or all but their attention; or K blocks at a time.",
             "Model",
-            min=0,
+            metavar="|".join(RECOMPUTE),
         ),
-    ] = 0
+    ] = "none"
 
+    preset: Annotated[
+        str,
+        option(
+            "fast sets --wrapper, --precision, --compile and --fused to the fastest known for the "
+            "device; options that are given win.",
+            "Parallelism",
+            metavar="|".join(PRESETS),
+        ),
+    ] = "plain"
     wrapper: Annotated[
-        str, option("How gradients are averaged.", "Parallelism", metavar="|".join(WRAPPERS))
+        str,
+        option(
+            "How ranks share the work: replicas, whose gradients are averaged, or shards.",
+            "Parallelism",
+            metavar="|".join(WRAPPERS),
+        ),
     ] = "bucketed"
     bucket_size_mb: Annotated[
         float, option("Size of a bucket (bucketed only).", "Parallelism", min=0.0)
     ] = 25.0
     sharded: Annotated[
-        bool, option("Spread the optimizer's state over the ranks.", "Parallelism")
+        bool, option("Spread the optimizer's state over the ranks (replicas only).", "Parallelism")
     ] = True
     device: Annotated[
         str,
         option("auto takes GPUs if there are.", "Parallelism", metavar="auto|cuda|cpu"),
     ] = "auto"
+
+    memory_gib: Annotated[
+        float | None,
+        option(
+            "GiB of a rank that a step must fit in, by prediction; default: those of its GPU.",
+            "Parallelism",
+            min=0.0,
+            show_default=False,
+        ),
+    ] = None
 
     steps: Annotated[int, option("Updates of the weights.", "Training", min=1)] = 300
     batch_size: Annotated[int, option("Sequences per rank and backward.", "Training", min=1)] = 8
@@ -142,6 +200,9 @@ class Settings:
     compile: Annotated[
         bool,
         option("Compile the Transformer blocks; the first update then takes longer.", "Training"),
+    ] = False
+    fused: Annotated[
+        bool, option("torch's fused AdamW instead of the model's own.", "Training")
     ] = False
     log_every: Annotated[int, option("Updates between two reports.", "Training", min=1)] = 20
     validate_every: Annotated[
@@ -217,19 +278,44 @@ class Settings:
             name: value if getattr(self, name) is None else getattr(self, name)
             for name, value in asdict(size).items()
         }
-        return ModelConfig(vocab_size=BYTE_VOCAB_SIZE, context_length=self.context, **dimensions)
+        return ModelConfig(vocab_size=self.vocab_size, context_length=self.context, **dimensions)
 
 
-def application(run: Callable[[Settings], None]) -> typer.Typer:
-    """A command line with one option per field of :class:`Settings`, which calls ``run``."""
+def with_preset(settings: Settings, given: Collection[str]) -> Settings:
+    """The settings with the preset's values for the device, except for those given.
 
-    def command(**values: Any) -> None:
-        run(Settings(**values))
+    Raises:
+        ValueError: there is no such preset.
+    """
+    preset = choose("preset", PRESETS, settings.preset)
+    gpus = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
+    values = preset["cuda" if gpus else "cpu"]
+    return replace(settings, **{name: values[name] for name in values if name not in given})
 
-    signature = inspect.signature(Settings)
-    command.__signature__ = signature  # type: ignore[attr-defined]
+
+def application(run: Callable[[Settings, Collection[str]], None]) -> typer.Typer:
+    """A command line with one option per field of :class:`Settings`.
+
+    Args:
+        run: takes the settings and the names of those that the command line gives.
+    """
+
+    def command(invocation: typer.Context, **values: Any) -> None:
+        given = {
+            name
+            for name in values
+            if getattr(invocation.get_parameter_source(name), "name", "DEFAULT") != "DEFAULT"
+        }
+        run(Settings(**values), given)
+
+    options = inspect.signature(Settings).parameters
+    invocation = inspect.Parameter(
+        "invocation", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context
+    )
+    command.__signature__ = inspect.Signature([invocation, *options.values()])  # type: ignore[attr-defined]
     command.__annotations__ = {
-        name: parameter.annotation for name, parameter in signature.parameters.items()
+        "invocation": typer.Context,
+        **{name: parameter.annotation for name, parameter in options.items()},
     }
     app = typer.Typer(
         add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown"

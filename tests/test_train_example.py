@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from basics_model import list_checkpoints, load_checkpoint
@@ -191,7 +192,7 @@ def test_a_logger_with_the_methods_of_weights_and_biases(examples: Examples, tex
 def test_metrics_are_written_and_continued(examples: Examples, text: Path, tmp_path: Path) -> None:
     """Two ranks, recomputing blocks: one line per report; a continued run drops newer lines."""
     folder, path = tmp_path / "run", tmp_path / "logs" / "metrics.jsonl"
-    common = {"data": text, "checkpoint_dir": folder, "metrics": path, "checkpoint_blocks": 1}
+    common = {"data": text, "checkpoint_dir": folder, "metrics": path, "recompute": "block"}
     code, _, errors = examples.run(arguments(**common, keep=9, peak_tflops=0.001), 2)
     assert code == 0, errors
     whole = [json.loads(line) for line in path.read_text().splitlines()]
@@ -219,12 +220,24 @@ def test_metrics_are_written_and_continued(examples: Examples, text: Path, tmp_p
 def test_bad_input_is_one_line(examples: Examples, text: Path, tmp_path: Path) -> None:
     short, missing = tmp_path / "short.txt", tmp_path / "missing.txt"
     short.write_text("far too short")
+    wide, floats, damaged = tmp_path / "wide.npy", tmp_path / "floats.npy", tmp_path / "damaged"
+    np.save(wide, np.arange(300, dtype=np.uint16))
+    np.save(floats, np.zeros(300, dtype=np.float32))
+    damaged.mkdir()
+    (damaged / "step-000000005.pt").write_bytes(b"torn")
     folder = tmp_path / "checkpoints"
     cases: dict[str, dict[str, object]] = {
         "a context of 32 needs at least 66 bytes of text": {"data": short},
         f"No such file or directory: '{missing}'": {"data": missing},
         "Not a directory": {"checkpoint_dir": text / "inside"},
-        "wrapper must be one of naive, flat, overlap, bucketed, got 'fast'": {"wrapper": "fast"},
+        "wrapper must be one of naive, flat, overlap, bucketed, peer-copy, stage-2, stage-3, "
+        "stage-3-kept, got 'fast'": {"wrapper": "fast"},
+        "preset must be one of plain, fast, got 'faster'": {"preset": "faster"},
+        "recompute must be one of none, block, block-keep-attention, every-K with a number for K, "
+        "got 'every-0'": {"recompute": "every-0"},
+        "token ids must be from 0 to --vocab-size - 1 = 255, but": {"data": wide},
+        "tokens must be a one-dimensional array of integers, but got float32": {"data": floats},
+        "must be a checkpoint of save_checkpoint, but got a damaged": {"checkpoint_dir": damaged},
         "attention must be one of flash, sdpa, softmax, got 'fast'": {"attention": "fast"},
         "precision must be one of fp32, bf16, got 'fp8'": {"precision": "fp8"},
         "device must be one of auto, cuda, cpu, got 'tpu'": {"device": "tpu"},

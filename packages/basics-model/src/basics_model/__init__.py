@@ -29,6 +29,7 @@ from basics_model.data import (
 )
 from basics_model.generation import filter_logits, generate
 from basics_model.loss import cross_entropy, linear_cross_entropy
+from basics_model.memory import ActivationMemory, activation_memory
 from basics_model.model import RMSNorm, SwiGLU, TransformerLM
 from basics_model.optimizer import (
     AdamW,
@@ -41,6 +42,7 @@ from basics_model.sizes import SIZES, ModelConfig, ModelSize, SizeName, model_co
 __all__ = [
     "BYTE_VOCAB_SIZE",
     "SIZES",
+    "ActivationMemory",
     "AdamW",
     "Attention",
     "Checkpoint",
@@ -52,6 +54,7 @@ __all__ = [
     "SwiGLU",
     "TokenDataset",
     "TransformerLM",
+    "activation_memory",
     "apply_rotary",
     "attention_output",
     "attention_scores",

@@ -55,6 +55,20 @@ class Linear(nn.Linear):
         truncated_normal_(self.weight, std)
 
 
+class LMHead(Linear):
+    """Scores of all tokens from the last hidden state, or the loss of them."""
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Maps (..., M) to (..., V); with targets (...), to their mean cross-entropy.
+
+        The loss is computed here, not in the model, because wrappers that shard parameters, or
+        gather them late, have to see that this module is what reads its weight.
+        """
+        if targets is not None:
+            return linear_cross_entropy(hidden, self.weight, targets)
+        return super().forward(hidden)
+
+
 class Embedding(nn.Embedding):
     """Token embedding, initialised from N(0, 1) cut at ±3."""
 
@@ -244,7 +258,7 @@ class TransformerLM(nn.Module):
             for _ in range(config.num_layers)
         )
         self.norm = RMSNorm(config.d_model, device=device, dtype=dtype)
-        self.lm_head = Linear(config.d_model, config.vocab_size, device=device, dtype=dtype)
+        self.lm_head = LMHead(config.d_model, config.vocab_size, device=device, dtype=dtype)
 
     def forward(self, token_ids: Tensor, targets: Tensor | None = None) -> Tensor:
         """Scores of the next token at every position, or their mean loss.
@@ -276,10 +290,7 @@ class TransformerLM(nn.Module):
                 x = checkpoint(self._run_blocks, blocks, x, cos, sin, use_reentrant=False)
         else:
             x = self._run_blocks(range(len(self.blocks)), x, cos, sin)
-        x = self.norm(x)
-        if targets is not None:
-            return linear_cross_entropy(x, self.lm_head.weight, targets)
-        return cast(Tensor, self.lm_head(x))
+        return cast(Tensor, self.lm_head(self.norm(x), targets))
 
     def _run_blocks(self, indices: range, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         for index in indices:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -293,12 +294,15 @@ def _shard(wrapper: of.FSDP2, module: nn.Module, device: torch.device) -> None:
         reduce_dtype=None if wrapper.reduce_dtype is None else _DTYPES[wrapper.reduce_dtype],
     )
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    # Blocks take their inputs as they are. FSDP2 would cast the fp32 tables of rotary positions in
+    # forward, but not when a checkpoint around the block recomputes it (seen under torch 2.11).
+    inner = dataclasses.replace(policy, cast_forward_inputs=False)
     for part in [*_blocks(module), module]:
         fully_shard(
             part,
             mesh=mesh,
             reshard_after_forward=wrapper.reshard_after_forward,
-            mp_policy=policy,
+            mp_policy=policy if part is module else inner,
         )
     if wrapper.prefetch:
         blocks: Any = _blocks(module)  # of FSDP2's own class by now

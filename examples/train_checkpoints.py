@@ -1,0 +1,83 @@
+"""Checkpoints of ``train_lm.py``: which one a run continues, and writing while training goes on."""
+
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from train_settings import Settings
+
+from basics_model import (
+    Checkpoint,
+    checkpoint_path,
+    list_checkpoints,
+    load_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+)
+
+
+def open_checkpoints(settings: Settings, identity: Mapping[str, Any]) -> Checkpoint | None:
+    """Makes the folder, proves that it can be written, and reads its newest checkpoint.
+
+    Raises:
+        OSError: the folder cannot be made or written.
+        ValueError: it holds a run that this one does not continue, or its newest checkpoint is
+            damaged.
+    """
+    folder = settings.checkpoint_dir
+    if folder is None:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+    existing = list_checkpoints(folder)
+    if not existing:
+        return None
+    if not settings.resume:
+        raise ValueError(
+            f"--no-resume needs a folder without checkpoints, but {folder} holds "
+            f"{existing[-1].name}; choose another --checkpoint-dir"
+        )
+    checkpoint = load_checkpoint(existing[-1])
+    saved = checkpoint.extra.get("identity", {})
+    names = [name for name in identity if saved.get(name) != identity[name]]
+    if names:
+        changes = ", ".join(f"{name} {saved.get(name)} -> {identity[name]}" for name in names)
+        raise ValueError(
+            f"{folder} holds another run ({changes}); use its settings, or another --checkpoint-dir"
+        )
+    return checkpoint
+
+
+class CheckpointWriter:
+    """Writes one checkpoint at a time in a thread; earlier ones stay until it is complete.
+
+    Args:
+        folder: of the checkpoints.
+        keep: how many stay.
+    """
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder, self.keep = folder, keep
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._saving: Future[None] | None = None
+
+    def start(self, checkpoint: Checkpoint) -> None:
+        """Begins to write; the caller must not change the checkpoint's tensors any more."""
+        self._saving = self._thread.submit(self._write, checkpoint)
+
+    def wait(self) -> None:
+        """Returns when the checkpoint that was begun last is complete.
+
+        Raises:
+            OSError: it could not be written; earlier ones are as they were.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
+
+    def _write(self, checkpoint: Checkpoint) -> None:
+        save_checkpoint(checkpoint_path(self.folder, checkpoint.step), checkpoint)
+        prune_checkpoints(self.folder, self.keep)

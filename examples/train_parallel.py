@@ -1,0 +1,242 @@
+"""How the ranks of ``train_lm.py`` share a step: replicas of the model, or shards of it.
+
+Every class has the same methods. ``state`` and ``load`` are those of the plain model and the plain
+optimizer, so a run may continue with another class.
+"""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from train_settings import Settings
+
+from basics_model import AdamW, TransformerLM, clip_gradients
+from ddp_lite import BucketedDDP, DataParallelBase, FlatDDP, NaiveDDP, OverlapDDP
+from shard_optim import (
+    FullyShardedDataParallel,
+    ShardedOptimizer,
+    full_optimizer_state,
+    load_full_optimizer_state,
+)
+
+#: State dicts of the model and of the optimizer, on rank 0's CPU; two empty ones elsewhere.
+State = tuple[dict[str, Any], dict[str, Any]]
+
+
+class Parallelism(Protocol):
+    """What a training loop needs of the ranks' division of the work."""
+
+    @property
+    def module(self) -> nn.Module:
+        """What forward calls, on every rank the same number of times."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Over what this rank updates."""
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Within it, a backward pass is not the last one of an update."""
+
+    def finish(self) -> None:
+        """Makes averaged gradients usable; called after the last backward pass."""
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Clips the gradients by their norm over the whole model, which it returns."""
+
+    def state(self) -> State:
+        """Copies of parameters and optimizer state; a collective call."""
+
+    def load(self, optimizer: Mapping[str, Any]) -> None:
+        """Loads rank 0's optimizer state; a collective call. The model was loaded before."""
+
+    def explain(self) -> str:
+        """What travels between ranks, in one line."""
+
+
+def make_parallelism(settings: Settings, model: TransformerLM) -> Parallelism:
+    """What ``settings.wrapper`` names, around a model whose weights on rank 0 count."""
+    if settings.wrapper == "stage-2":
+        return ShardedGradients(settings, model)
+    if settings.wrapper in ("stage-3", "stage-3-kept"):
+        return ShardedParameters(settings, model)
+    return Replicas(settings, model)
+
+
+def _update_rule(settings: Settings) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The optimizer's class and its arguments."""
+    arguments: dict[str, Any] = {
+        "lr": settings.learning_rate,
+        "weight_decay": settings.weight_decay,
+    }
+    if settings.fused:
+        return torch.optim.AdamW, arguments | {"fused": True}
+    return AdamW, arguments
+
+
+def _on_cpu(value: Any) -> Any:
+    """A copy of nested state with all of its tensors on the CPU."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {key: _on_cpu(item) for key, item in value.items()}
+    return [_on_cpu(item) for item in value] if isinstance(value, list) else value
+
+
+class Replicas:
+    """Every rank holds the whole model, and a wrapper of ``ddp_lite`` averages the gradients.
+
+    With ``settings.sharded``, each rank updates, and keeps optimizer state for, a share of it.
+    """
+
+    def __init__(self, settings: Settings, model: TransformerLM) -> None:
+        self.model = model
+        classes = {"naive": NaiveDDP, "flat": FlatDDP, "overlap": OverlapDDP}
+        self.module: DataParallelBase
+        if settings.wrapper in classes:
+            self.module = classes[settings.wrapper](model)
+        elif settings.wrapper == "peer-copy":
+            from ddp_lite.peer import PeerCopyAverage
+
+            group = dist.group.WORLD
+            assert group is not None
+            self.module = BucketedDDP(
+                model, comm_hook=PeerCopyAverage(group), missing_gradients="zeros"
+            )
+        else:
+            self.module = BucketedDDP(model, bucket_size_mb=settings.bucket_size_mb)
+        update, arguments = _update_rule(settings)
+        self.optimizer: torch.optim.Optimizer = (
+            ShardedOptimizer(model.parameters(), update, **arguments)
+            if settings.sharded
+            else update(model.parameters(), **arguments)
+        )
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Gradients are added up on each rank, and averaged once."""
+        return self.module.no_sync()
+
+    def finish(self) -> None:
+        """Waits for the averages."""
+        self.module.finish_gradient_synchronization()
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Every rank holds all gradients."""
+        return clip_gradients(self.model.parameters(), max_norm)
+
+    def state(self) -> State:
+        """Of the replica on rank 0, and of all ranks' shares of the optimizer's state."""
+        optimizer = (
+            self.optimizer.full_state_dict()
+            if isinstance(self.optimizer, ShardedOptimizer)
+            else self.optimizer.state_dict()
+        )
+        if dist.get_rank() != 0:
+            return {}, {}
+        return _on_cpu(self.model.state_dict()), _on_cpu(optimizer)
+
+    def load(self, optimizer: Mapping[str, Any]) -> None:
+        """Rank 0's optimizer state; the wrapper has given its weights to the others."""
+        if isinstance(self.optimizer, ShardedOptimizer):
+            self.optimizer.load_full_state_dict(optimizer)
+            return
+        given = [optimizer]
+        dist.broadcast_object_list(given, src=0)
+        self.optimizer.load_state_dict(dict(given[0]))
+
+    def explain(self) -> str:
+        """What the wrapper says of itself."""
+        return self.module.explain()
+
+
+class ShardedGradients:
+    """Whole parameters, gradients and optimizer state in shards (ZeRO stage 2)."""
+
+    def __init__(self, settings: Settings, model: TransformerLM) -> None:
+        self.module: nn.Module = model
+        for parameter in model.parameters():  # the optimizer does not hand them out
+            dist.broadcast(parameter.detach(), 0)
+        update, arguments = _update_rule(settings)
+        self.optimizer = ShardedOptimizer(
+            model.parameters(),
+            update,
+            reduce_gradients=True,
+            overlap="next-forward",
+            **arguments,
+        )
+        self.optimizer.attach(model)
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Gradients are added up on each rank, and averaged once."""
+        return self.optimizer.no_sync()
+
+    def finish(self) -> None:
+        """Nothing: the optimizer's step waits for the averages."""
+
+    def clip(self, max_norm: float) -> Tensor:
+        """By the norm over all shards."""
+        return self.optimizer.clip_grad_norm_(max_norm)
+
+    def state(self) -> State:
+        """Of the whole parameters on rank 0, and of all ranks' shares of the optimizer's state."""
+        self.optimizer.wait()
+        optimizer = self.optimizer.full_state_dict()
+        if dist.get_rank() != 0:
+            return {}, {}
+        return _on_cpu(self.module.state_dict()), _on_cpu(optimizer)
+
+    def load(self, optimizer: Mapping[str, Any]) -> None:
+        """Rank 0's optimizer state."""
+        self.optimizer.load_full_state_dict(optimizer)
+
+    def explain(self) -> str:
+        """The stage in words."""
+        return (
+            f"ZeRO stage 2 on {dist.get_world_size()} ranks: gradients are averaged in shards "
+            "during backward, and updated parameters are gathered under the next forward"
+        )
+
+
+class ShardedParameters:
+    """Parameters, gradients and optimizer state in shards (ZeRO stage 3)."""
+
+    def __init__(self, settings: Settings, model: TransformerLM) -> None:
+        bf16 = torch.bfloat16 if settings.precision == "bf16" else None
+        self.kept = settings.wrapper == "stage-3-kept"
+        self.module = FullyShardedDataParallel(
+            model, compute_dtype=bf16, reshard_after_forward=not self.kept
+        )
+        update, arguments = _update_rule(settings)
+        self.optimizer: torch.optim.Optimizer = update(self.module.parameters(), **arguments)
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Every backward pass adds to the shards: whole gradients would not fit."""
+        return nullcontext()
+
+    def finish(self) -> None:
+        """Waits for the averages."""
+        self.module.finish_gradient_synchronization()
+
+    def clip(self, max_norm: float) -> Tensor:
+        """By the norm over all shards."""
+        return self.module.clip_grad_norm_(max_norm)
+
+    def state(self) -> State:
+        """Gathered one tensor at a time on rank 0's CPU."""
+        model = self.module.full_state_dict()
+        optimizer = full_optimizer_state(self.module, self.optimizer)
+        return model or {}, optimizer or {}
+
+    def load(self, optimizer: Mapping[str, Any]) -> None:
+        """Rank 0's optimizer state, of which every rank takes its share."""
+        load_full_optimizer_state(self.module, self.optimizer, optimizer)
+
+    def explain(self) -> str:
+        """The stage in words."""
+        gathers = "once a step" if self.kept else "for forward and again for backward"
+        return (
+            f"ZeRO stage 3 on {dist.get_world_size()} ranks: parameters, gradients and optimizer "
+            f"state in shards, each block gathered {gathers}"
+        )

@@ -1,0 +1,85 @@
+"""Predicts what a training step of the language model keeps in memory for its backward pass.
+
+Per token, a block keeps values of the residual stream's width M and of the feed-forward width F in
+the dtype of its products (e bytes each), and in eager mode also fp32 values of the norms and of the
+rotary positions:
+
+    eager     (6e + 16)·M + 4e·F bytes
+    compiled  8e·M + 3e·F bytes, at most: the compiler keeps what both passes need, once
+
+Attention is taken to be one fused operator, which keeps no scores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from basics_model.sizes import ModelConfig
+
+_CHUNK_TOKENS = 2048  # of linear_cross_entropy
+_LOGIT_BYTES = 10  # of a chunk: in fp32, the same again while it is summed, and in 16 bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationMemory:
+    """Predicted bytes on one rank, besides parameters, gradients and optimizer state.
+
+    Attributes:
+        kept: by the blocks, from forward to backward.
+        recomputed: by the blocks that backward recomputes together, while it goes through them.
+        ends: by the embedding, the final norm and the loss, gradient of the LM head included.
+        logits: of one chunk of the loss.
+    """
+
+    kept: float
+    recomputed: float
+    ends: float
+    logits: float
+
+    @property
+    def total(self) -> float:
+        """The sum, in bytes."""
+        return self.kept + self.recomputed + self.ends + self.logits
+
+
+def activation_memory(
+    config: ModelConfig,
+    *,
+    batch: int,
+    seq: int,
+    itemsize: int = 2,
+    checkpoint_blocks: int = 0,
+    keep_attention: bool = False,
+    compiled: bool = False,
+) -> ActivationMemory:
+    """Bytes of activations of one training step.
+
+    Args:
+        config: the model.
+        batch: sequences per rank and backward pass.
+        seq: tokens per sequence.
+        itemsize: bytes of a value in the dtype of the products: 2 for bf16, 4 for fp32.
+        checkpoint_blocks: as given to :class:`basics_model.TransformerLM`.
+        keep_attention: as given to :class:`basics_model.TransformerLM`.
+        compiled: whether ``torch.compile`` compiles the blocks.
+    """
+    tokens, width = batch * seq, config.d_model
+    block = tokens * (
+        (8 * width + 3 * config.d_ff) * itemsize
+        if compiled
+        else (6 * itemsize + 16) * width + 4 * itemsize * config.d_ff
+    )
+    stream = tokens * width * itemsize
+    kept, recomputed = float(config.num_layers * block), 0.0
+    if checkpoint_blocks:
+        groups = -(-config.num_layers // checkpoint_blocks)
+        kept = groups * stream * (2.0 if keep_attention else 1.0)
+        recomputed = float(min(checkpoint_blocks, config.num_layers) * block)
+    return ActivationMemory(
+        kept=kept,
+        recomputed=recomputed,
+        ends=tokens * width * (2 * itemsize + 8) + 4 * config.vocab_size * width,
+        logits=min(tokens, _CHUNK_TOKENS) * config.vocab_size * _LOGIT_BYTES,
+    )
