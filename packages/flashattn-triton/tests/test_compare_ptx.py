@@ -68,7 +68,7 @@ def test_kernels_that_compile_to_something_else_are_named(tmp_path: Path) -> Non
     (source / "changed.kernel").write_text("sub", encoding="utf-8")
     (source / "new.kernel").write_text("mov", encoding="utf-8")
     request = '{"architecture": 90, "options": {"causal": false}}'
-    found = [f"differs: hopper changed {request}", f"only in OTHER: hopper new {request}",
+    found = [f"differs: hopper changed 1 {request}", f"only in OTHER: hopper new 1 {request}",
              "2 kernels compared: 1 differ; 1 on one side only"]  # fmt: skip
     assert compare(kept, "--only", "hopper") == (1, found)
     status, said = compare("no-such-commit")

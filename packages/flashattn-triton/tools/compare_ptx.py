@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
@@ -72,10 +73,12 @@ def compile_here(tests: Path, folder: Path) -> None:
             kernels = script.compiled_kernels(request)
         else:
             kernels = script.compiled(functools.partial(script.launch, request))
+        seen: Counter[str] = Counter()  # a request may launch one kernel twice
         for position, (name, kernel) in enumerate(kernels):
+            seen[name] += 1
             file = f"{number}-{position}-{name}.ptx"
             (folder / file).write_text(kernel.asm["ptx"], encoding="utf-8")
-            index[f"{kind} {name} {json.dumps(given, sort_keys=True)}"] = file
+            index[f"{kind} {name} {seen[name]} {json.dumps(given, sort_keys=True)}"] = file
     (folder / "index.json").write_text(json.dumps(index), encoding="utf-8")
 
 
@@ -128,12 +131,14 @@ def compiled(package: Path, folder: Path, requests: Sequence[Any], triton: Path 
         raise SystemExit(f"{package} cannot be compiled:\n{result.stderr[-3000:]}")
 
 
-def kernels(folder: Path) -> dict[str, str]:
-    """The PTX in a folder, by what it was compiled from."""
+def kernels(folder: Path, requests: Sequence[Any]) -> dict[str, str]:
+    """The PTX in a folder that some requests compiled to, by what it was compiled from."""
+    asked = {(kind, json.dumps(given, sort_keys=True)) for kind, given in requests}
     return {
         name: (index.parent / file).read_text(encoding="utf-8")
         for index in folder.glob("*/index.json")
         for name, file in json.loads(index.read_text(encoding="utf-8")).items()
+        if (name.split()[0], name[name.index("{") :]) in asked
     }
 
 
@@ -186,7 +191,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ]
             for each in running:
                 each.result()
-        return 0 if report(kernels(folders["base"]), kernels(folders["other"])) else 1
+        base, other = (kernels(folders[side], requests) for side in ("base", "other"))
+        return 0 if report(base, other) else 1
 
 
 if __name__ == "__main__":
