@@ -12,6 +12,7 @@ import pytest
 
 from bench_harness.traces import kineto
 from bench_harness.traces.gathers import ROOT, gathers, summary
+from bench_harness.traces.step import of_rank, over_ranks
 
 MAIN, AUTOGRAD, COMPUTE, NCCL = 11, 12, 7, 20
 
@@ -85,6 +86,25 @@ def test_on_a_gpu_the_computation_waits_from_the_end_of_the_kernel_before(
 
 def test_a_step_without_gathers_has_no_columns() -> None:
     assert summary([]) == {}
+
+
+def test_a_step_names_the_late_gathers_of_the_rank_that_waited_longest(tmp_path: Path) -> None:
+    ranks = []
+    for gathered in (40, 1000):  # the second rank waits for the first
+        events = [
+            span("phase:step", "user_annotation", 0, 3000, MAIN),
+            *unit(OURS, " (blocks.0)", 0, 4),
+            *launched("ncclDevKernel_AllGather", 1, 5, gathered, 1, stream=NCCL),
+            *launched("gemm", 50, 1000, 2000, 2),
+        ]
+        path = tmp_path / "rank.json"
+        path.write_text(json.dumps({"traceEvents": events}))
+        trace = kineto.load(path)
+        ranks.append(of_rank(trace, trace.phases("step")[0], "GPU kernels"))
+    row = over_ranks(ranks)
+    assert (row["drawn_rank"], row["late_gathers"], row["late_ms"]) == (0, 0, 0)
+    assert row["late_max_ms"] == 0.95
+    assert [(late["rank"], late["unit"]) for late in row["latest_gathers"]] == [(1, "blocks.0")]
 
 
 def test_a_recording_of_somebody_else_s_ranks_lists_late_gathers(

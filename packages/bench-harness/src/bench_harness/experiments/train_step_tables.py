@@ -314,8 +314,10 @@ def _gathers(profiled: pd.DataFrame) -> list[Table]:
         "gathers": "gathers (count)",
         "late_gathers": "late (count)",
         "late_ms": "computation waited (ms)",
+        "late_max_ms": "on another rank up to (ms)",
     }
     by_name = what | {
+        "rank": "rank (number)",
         "number": "gather (number)",
         "unit": "unit",
         "gather_ms": "gather itself (ms)",
@@ -328,7 +330,8 @@ def _gathers(profiled: pd.DataFrame) -> list[Table]:
             row_tables.columns(profiled, counts),
             "A gather is late if the computation could have gone on but for its parameters. On a "
             "GPU that is from the end of the kernel before, or the launch of the next one if that "
-            "was later, to the end of the gather.",
+            "was later, to the end of the gather. Counted on the rank that waits least for others: "
+            "elsewhere a gather also waits until the slowest rank has come.",
         )
     ]
     if len(latest):
@@ -336,7 +339,7 @@ def _gathers(profiled: pd.DataFrame) -> list[Table]:
             Table(
                 "Latest gathers",
                 row_tables.columns(latest, by_name),
-                "Numbered in the order in which the computation waited for them.",
+                "On the rank that waited longest. Numbered in the order of the waits.",
             )
         )
     return made

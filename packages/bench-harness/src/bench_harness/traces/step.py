@@ -51,7 +51,13 @@ def over_ranks(ranks: Sequence[Mapping[str, Any]]) -> Row:
         row |= {name: max(values), f"{name.removesuffix('_ms')}_min_ms": min(values)}
     drawn = min(range(len(ranks)), key=lambda rank: float(ranks[rank]["exposed_ms"]))
     names = ("overlap_ratio", "timeline", "spans", "waterfall")
-    late = ("gathers", "late_gathers", "late_ms", "latest_gathers")
-    kept = {name: ranks[drawn][name] for name in (*names, *late) if name in ranks[drawn]}
+    counts = ("gathers", "late_gathers", "late_ms")
+    kept = {name: ranks[drawn][name] for name in (*names, *counts) if name in ranks[drawn]}
+    if "gathers" in kept:
+        longest = max(range(len(ranks)), key=lambda rank: float(ranks[rank]["late_ms"]))
+        kept["late_max_ms"] = ranks[longest]["late_ms"]
+        kept["latest_gathers"] = [
+            {"rank": longest, **gather} for gather in ranks[longest]["latest_gathers"]
+        ]
     arrived = stragglers([rank["arrivals"] for rank in ranks])
     return {**row, **kept, **arrived, "drawn_rank": drawn}

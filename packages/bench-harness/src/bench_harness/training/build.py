@@ -15,14 +15,13 @@ from torch import nn
 
 from bench_harness.experiments.base import CaseSkipped
 from bench_harness.training import settings as of
+from bench_harness.training.optimizers import dtype_of, make_optimizer, matrix_names, state_bytes
 from bench_harness.workload import attention_by_name, workload_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from bench_harness.workload import Workload
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
@@ -32,7 +31,8 @@ class Training:
     Attributes:
         workload: the model, this rank's batch and its precision.
         module: what forward calls: the model, or the wrapper around it.
-        numel, gradient_bytes: of the whole model, counted before any parameter is sharded.
+        numel, gradient_bytes, state_bytes: of the whole model, counted before any parameter is
+            sharded.
         finish: makes averaged gradients usable; called after backward.
         close: removes hooks and lets go of what the wrapper holds.
     """
@@ -42,6 +42,7 @@ class Training:
     optimizer: torch.optim.Optimizer
     numel: int
     gradient_bytes: int
+    state_bytes: int
     finish: Callable[[], object] = lambda: None
     close: Callable[[], object] = lambda: None
 
@@ -168,17 +169,24 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
 def _wrapped(variant: of.Settings, workload: Workload) -> Training:
     """Puts the wrapper around the model, and makes the optimizer."""
     wrapper, module, device = variant.wrapper, workload.module, workload.device
-    whole = workload.parameters(), sum(p.nbytes for p in module.parameters() if p.requires_grad)
+    matrices: set[str] = set()
+    if isinstance(variant.optimizer, of.Muon):
+        matrices = matrix_names(_blocks(module), module)
+    whole = (
+        workload.parameters(),
+        sum(p.nbytes for p in module.parameters() if p.requires_grad),
+        state_bytes(variant.optimizer, module, matrices),
+    )
     if isinstance(wrapper, of.FSDP2):
         _shard(wrapper, module, device)
-        optimizer = _torch_optimizer(variant.optimizer, module, device)
+        optimizer = make_optimizer(variant.optimizer, module, device, matrices)
         return Training(workload, module, optimizer, *whole)
     if isinstance(wrapper, of.FullySharded):
         fully_sharded = _fully_sharded(wrapper, module)
         return Training(
             workload,
             fully_sharded,
-            _torch_optimizer(variant.optimizer, fully_sharded, device),
+            make_optimizer(variant.optimizer, fully_sharded, device, matrices),
             *whole,
             fully_sharded.finish_gradient_synchronization,
             getattr(fully_sharded, "detach", lambda: None),
@@ -194,15 +202,15 @@ def _wrapped(variant: of.Settings, workload: Workload) -> Training:
             from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
             around.register_comm_hook(None, noop_hook)
-        optimizer = _optimizer(variant.optimizer, module, device)
+        optimizer = make_optimizer(variant.optimizer, module, device, matrices)
         return Training(workload, around, optimizer, *whole)
     if isinstance(wrapper, of.NoWrapper):
-        optimizer = _optimizer(variant.optimizer, module, device)
+        optimizer = make_optimizer(variant.optimizer, module, device, matrices)
         if isinstance(variant.optimizer, of.Sharded) and variant.optimizer.overlap:
-            optimizer.attach(module)  # type: ignore[attr-defined]
+            optimizer.attach(module)
         return Training(workload, module, optimizer, *whole)
     ours = _ddp_lite(wrapper, module)
-    optimizer = _optimizer(variant.optimizer, module, device)
+    optimizer = make_optimizer(variant.optimizer, module, device, matrices)
     finish = ours.finish_gradient_synchronization
     return Training(workload, ours, optimizer, *whole, finish, ours.detach)
 
@@ -227,7 +235,7 @@ def _ddp_lite(wrapper: of.Arguments, module: nn.Module) -> Any:
         None if size == "one" else size,
         last_bucket_size_mb=None if last == "same" else last,
         copy=wrapper.copy and wrapper.comm_hook != "peer-copy",
-        wire_dtype=None if wrapper.comm_hook == "peer-copy" else _dtype(wrapper.wire_dtype),
+        wire_dtype=None if wrapper.comm_hook == "peer-copy" else dtype_of(wrapper.wire_dtype),
         comm_hook=_comm_hook(wrapper, group),
         missing_gradients=wrapper.missing_gradients,
         process_group=group,
@@ -242,7 +250,7 @@ def _comm_hook(wrapper: of.Bucketed, group: Any) -> Any:
     if name == "peer-copy":
         from ddp_lite.peer import PeerCopyAverage
 
-        wire_dtype, keep = _dtype(wrapper.wire_dtype), wrapper.copy
+        wire_dtype, keep = dtype_of(wrapper.wire_dtype), wrapper.copy
         return PeerCopyAverage(_peer_memory(group), wire_dtype=wire_dtype, keep_averages=keep)
     if name == "reduce-scatter":
         raise CaseSkipped(
@@ -290,8 +298,8 @@ def _shard(wrapper: of.FSDP2, module: nn.Module, device: torch.device) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(
-        param_dtype=None if wrapper.param_dtype is None else _DTYPES[wrapper.param_dtype],
-        reduce_dtype=None if wrapper.reduce_dtype is None else _DTYPES[wrapper.reduce_dtype],
+        param_dtype=dtype_of(wrapper.param_dtype),
+        reduce_dtype=dtype_of(wrapper.reduce_dtype),
     )
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     # Blocks take their inputs as they are. FSDP2 would cast the fp32 tables of rotary positions in
@@ -338,76 +346,7 @@ def _fully_sharded(wrapper: of.FullySharded, module: nn.Module) -> Any:
         module,
         process_group=mesh,
         reshard_after_forward=wrapper.reshard_after_forward,
-        compute_dtype=None if wrapper.compute_dtype is None else _DTYPES[wrapper.compute_dtype],
-        reduce_dtype=None if wrapper.reduce_dtype is None else _DTYPES[wrapper.reduce_dtype],
+        compute_dtype=dtype_of(wrapper.compute_dtype),
+        reduce_dtype=dtype_of(wrapper.reduce_dtype),
         prefetch=wrapper.prefetch,
     )
-
-
-def _optimizer(
-    arguments: of.Arguments, module: nn.Module, device: torch.device
-) -> torch.optim.Optimizer:
-    """The optimizer of a replicated model."""
-    if isinstance(arguments, of.ZeroRedundancy):
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        fused = _fused(arguments.fused, device)
-        return ZeroRedundancyOptimizer(
-            module.parameters(), torch.optim.AdamW, lr=arguments.lr, fused=fused
-        )
-    if isinstance(arguments, of.Sharded):
-        from shard_optim import ShardedOptimizer
-
-        return ShardedOptimizer(
-            module.named_parameters(),
-            torch.optim.AdamW,
-            partition=arguments.partition,
-            bucket_size_mb=arguments.bucket_size_mb,
-            master_dtype=(
-                None if arguments.master_dtype is None else _DTYPES[arguments.master_dtype]
-            ),
-            reduce_gradients=arguments.reduce_gradients,
-            overlap=arguments.overlap,
-            offload_state=arguments.offload_state,
-            lr=arguments.lr,
-            fused=_fused(arguments.fused, device),
-            **_communication(arguments),
-        )
-    return _torch_optimizer(arguments, module, device)
-
-
-def _communication(arguments: of.Sharded) -> dict[str, Any]:
-    """Left out where it is the default, so that earlier versions of shard-optim can be measured."""
-    if arguments.communication is None:
-        return {}
-    from ddp_lite.peer import PeerCopies
-
-    return {"communication": PeerCopies(_peer_memory(dist.group.WORLD))}
-
-
-def _torch_optimizer(
-    arguments: of.Arguments, module: nn.Module, device: torch.device
-) -> torch.optim.Optimizer:
-    parameters = module.parameters()
-    if isinstance(arguments, of.BasicsAdamW):
-        import basics_model
-
-        return basics_model.AdamW(parameters, lr=arguments.lr)
-    assert isinstance(arguments, of.TorchOptimizer)
-    shared: dict[str, Any] = {"lr": arguments.lr, "fused": _fused(arguments.fused, device)}
-    cls: type[torch.optim.Optimizer] = torch.optim.AdamW
-    if isinstance(arguments, of.SGD):
-        cls, shared["momentum"] = torch.optim.SGD, arguments.momentum
-    if arguments.offload_state:
-        from shard_optim import OffloadedOptimizer
-
-        return OffloadedOptimizer(parameters, cls, **shared)
-    return cls(parameters, **shared)
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    return None if name is None else _DTYPES[name]
-
-
-def _fused(asked: bool | None, device: torch.device) -> bool:
-    return device.type == "cuda" if asked is None else asked

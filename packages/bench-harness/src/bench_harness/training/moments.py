@@ -101,14 +101,17 @@ def _moment(training: Training, name: str, before: int, predicted: Row) -> Row:
 
 
 def _predicted(training: Training, variant: Settings) -> Row:
-    """Bytes of parameters, gradients and AdamW's state on one rank, by the accounting."""
+    """Bytes of parameters, gradients and optimizer state on one rank, by the accounting."""
     import torch.distributed as dist
 
-    from shard_optim.accounting import rank_memory
+    from shard_optim.accounting import DtypePolicy, rank_memory
 
     # Groups of ranks that hold all shards each divide nothing among themselves.
     world_size = dist.get_world_size() // getattr(variant.wrapper, "replicas", 1)
-    memory = rank_memory(training.numel, world_size=world_size, stage=variant.zero_stage)
+    policy = DtypePolicy(parameter=4, gradient=4, state=training.state_bytes / training.numel)
+    memory = rank_memory(
+        training.numel, world_size=world_size, stage=variant.zero_stage, policy=policy
+    )
     return {
         "stage": variant.zero_stage,
         "parameters": round(memory.parameters),

@@ -207,6 +207,16 @@ class SGD(TorchOptimizer):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Muon(TorchOptimizer):
+    """:class:`torch.optim.Muon` for the matrices of the blocks, AdamW for everything else.
+
+    Under ``fully-sharded``, :class:`shard_optim.WholeMatrixOptimizer` updates each matrix whole.
+    """
+
+    title: ClassVar[str] = "Muon"
+
+
+@dataclass(frozen=True, kw_only=True)
 class BasicsAdamW(Arguments):
     """Arguments of :class:`basics_model.AdamW`."""
 
@@ -252,6 +262,7 @@ WRAPPERS: dict[str, type[Arguments]] = {
 OPTIMIZERS: dict[str, type[Arguments]] = {
     "adamw": AdamW,
     "sgd": SGD,
+    "muon": Muon,
     "adamw-basics": BasicsAdamW,
     "zero-redundancy": ZeroRedundancy,
     "sharded": Sharded,
@@ -307,10 +318,15 @@ class Settings:
                 f"offload_state must be off under {wrapper.title}, whose shards are no plain "
                 f"tensors, but got {optimizer.label}. Remove it."
             )
-        if self.offloads and isinstance(optimizer, ZeroRedundancy):
+        if isinstance(optimizer, Muon) and isinstance(wrapper, FSDP2):
             raise ValueError(
-                f"offload_state must be off in {optimizer.title}, but got True. Set optimizer = "
-                '{ name = "sharded", offload_state = true }.'
+                f"optimizer must treat elements alike under {wrapper.title}, but got Muon, which "
+                'needs whole matrices. Set wrapper = "fully-sharded".'
+            )
+        if self.offloads and isinstance(optimizer, (ZeroRedundancy, Muon)):
+            raise ValueError(
+                f"offload_state must be off in {optimizer.title}, but got True. Remove it, or set "
+                'optimizer = { name = "sharded", offload_state = true }.'
             )
         if isinstance(wrapper, (FSDP2, FullySharded)) and isinstance(
             optimizer, (Sharded, ZeroRedundancy)
