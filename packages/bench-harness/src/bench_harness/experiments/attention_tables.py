@@ -188,7 +188,8 @@ def _features(done: pd.DataFrame) -> list[Table]:
     ours = ["case_key", "sequence", "variant", "phase"]
     plain = done[(done["feature"] == "plain") & steady(done)]
     medians = plain.set_index(ours)["median_ms"].to_dict()
-    done = done[done["feature"] != "plain"].copy()
+    # A variant that does not take the feature has no phase.
+    done = done[(done["feature"] != "plain") & done["phase"].notna()].copy()
     done["over_plain"] = done["median_ms"].where(steady(done)) / [
         medians.get(where, math.nan) for where in done[ours].itertuples(index=False, name=None)
     ]
