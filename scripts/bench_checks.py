@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from bench_harness.environment import git_state
 from bench_harness.stats import summarize
 from ddp_lite import BucketedDDP
 from ddp_lite.consistency import SameStep
@@ -163,6 +164,7 @@ def main() -> None:
                 "experiment": "always-on-checks",
                 "case_key": "always-on checks",
                 "label": "always-on checks",
+                "commit": (git_state(Path(__file__).parent) or {}).get("commit"),
                 "measured_on": f"{dist.get_world_size()} × {where}, torch {torch.__version__}",
                 "config": {"layers": given.layers, "width": given.width, "tokens": given.tokens},
                 "rows": rows,
