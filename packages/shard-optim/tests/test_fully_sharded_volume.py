@@ -51,8 +51,19 @@ class Model(nn.Module):
         return self.last(x)
 
 
-# Which argument of a collective holds the whole tensors.
-WHOLE = {"allgather_into_tensor_coalesced_": 0, "reduce_scatter_tensor_coalesced_": 1}
+# Which argument of a collective holds the whole tensors; one tensor goes by a call of its own.
+WHOLE = {
+    "allgather_into_tensor_coalesced_": 0,
+    "_allgather_base_": 0,
+    "reduce_scatter_tensor_coalesced_": 1,
+    "_reduce_scatter_base_": 1,
+}
+KINDS = {
+    "allgather_into_tensor_coalesced_": "all-gather",
+    "_allgather_base_": "all-gather",
+    "reduce_scatter_tensor_coalesced_": "reduce-scatter",
+    "_reduce_scatter_base_": "reduce-scatter",
+}
 
 
 class Calls(TorchDispatchMode):
@@ -66,8 +77,9 @@ class Calls(TorchDispatchMode):
         if func.namespace == "c10d":
             name = func._schema.name.removeprefix("c10d::")
             whole = args[WHOLE.get(name, 0)]
+            whole = [whole] if isinstance(whole, torch.Tensor) else whole
             self.recorded.append(
-                (name, sum(t.numel() for t in whole), sum(t.nbytes for t in whole))
+                (KINDS.get(name, name), sum(t.numel() for t in whole), sum(t.nbytes for t in whole))
             )
         return func(*args, **(kwargs or {}))
 
@@ -100,12 +112,12 @@ def test_collectives_of_one_step(fake_group, settings, gathers):
             model(torch.ones(2, WIDTH)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        moved = {"allgather_into_tensor_coalesced_": [], "reduce_scatter_tensor_coalesced_": []}
+        moved = {"all-gather": [], "reduce-scatter": []}
         for name, _, size in calls.recorded:
             moved.setdefault(name, []).append(size)
         assert {name: len(sizes) for name, sizes in moved.items()} == {
-            "allgather_into_tensor_coalesced_": gathers,
-            "reduce_scatter_tensor_coalesced_": DEPTH + 2,
+            "all-gather": gathers,
+            "reduce-scatter": DEPTH + 2,
             "allreduce_": 1,
         }, step
         once = (

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,9 +29,6 @@ from bench_harness.training import moments, proof
 from bench_harness.training import settings as of
 from bench_harness.training.build import Training, training
 from bench_harness.workload import compute_dtype, device_of, precision_context, shape_row
-
-if TYPE_CHECKING:
-    from bench_harness.workload import Workload
 
 STEP = "step"
 #: Largest difference of the first losses between variants, relative to them, by precision.
@@ -186,7 +183,7 @@ def _turn(
             if config["profiled"]:
                 name = row["variant"].replace("/", "-").replace(" ", "-")
                 path = folder / f"step-{name}-rank{dist.get_rank()}.json"
-                row |= _profile(steps.step, steps.workload, path)
+                row |= _profile(steps, path)
 
 
 def facts(steps: Training) -> Row:
@@ -291,17 +288,20 @@ def _compare_losses(variants: list[of.Settings], rows: list[Row]) -> None:
             }
 
 
-def _profile(step: Callable[[], object], workload: Workload, path: Path) -> Row:
+def _profile(steps: Training, path: Path) -> Row:
     """Communication of one profiled step by interval arithmetic."""
     from bench_harness.traces import kineto
     from bench_harness.traces.step import of_rank
     from bench_harness.traces.trace import phase
 
-    device = workload.device
+    device = steps.workload.device
     with kineto.recording(path, device):
         dist.barrier()
         with phase(STEP, device):
-            step()
+            steps.step()
+        # What is under way holds a part of the profiler. If it outlived the recording, freeing it
+        # could end the process (seen with gloo and torch 2.15).
+        steps.wait()
     trace = kineto.load(path)
     window = trace.phases(STEP)[0]
     if dist.get_rank() == 0:
