@@ -9,6 +9,7 @@ import basics_model
 from basics_model import (
     BYTE_VOCAB_SIZE,
     SIZES,
+    ActivationMemory,
     AdamW,
     Attention,
     Checkpoint,
@@ -51,8 +52,8 @@ def model_and_data(path: Path, device: torch.device) -> float:
         1, max_learning_rate=1e-3, min_learning_rate=1e-4, warmup_steps=1, total_steps=10
     )
     flops: int = basics_model.model_flops(config, batch=8, seq=64)
-    gib: float = basics_model.activation_memory(config, batch=8, seq=64).total / 2**30
-    return sum(rates) + loss.item() + norm.item() + value + rate + flops + gib
+    memory: ActivationMemory = basics_model.activation_memory(config, batch=8, seq=64)
+    return sum(rates) + loss.item() + norm.item() + value + rate + flops + memory.total / 2**30
 
 
 def checkpoints(folder: Path, model: TransformerLM) -> Checkpoint:
