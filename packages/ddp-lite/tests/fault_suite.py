@@ -92,7 +92,12 @@ Fault = Callable[[Loop], object]
 
 
 def die(number: signal.Signals) -> Callable[[], None]:
-    return lambda: os.kill(os.getpid(), number)
+    def action() -> None:
+        if number == signal.SIGINT:  # a program that nohup or a shell's & started ignores it
+            signal.signal(number, signal.default_int_handler)
+        os.kill(os.getpid(), number)
+
+    return action
 
 
 def fail() -> None:
