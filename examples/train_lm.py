@@ -50,6 +50,7 @@ from train_settings import (
 
 from basics_model import (
     BYTE_VOCAB_SIZE,
+    CapturedStep,
     Checkpoint,
     CosineSchedule,
     TokenDataset,
@@ -64,6 +65,9 @@ from basics_model import (
 )
 
 T = TypeVar("T")
+
+#: For compilation and for the optimizer's state.
+UPDATES_BEFORE_RECORDING = 3
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCUMENTATION = ("*.md", "docs/**/*.md", "examples/*.md", "packages/*/*.md")
@@ -212,6 +216,8 @@ class Trainer:
     ) -> None:
         self.settings, self.inputs, self.device = settings, inputs, device
         self.console = console
+        if settings.cuda_graph:  # which cannot be recorded on the default stream
+            torch.cuda.set_stream(torch.cuda.Stream())
         torch.manual_seed(settings.seed)
         checkpoint_blocks, keep_attention = recomputation(settings.recompute)
         model = TransformerLM(
@@ -237,6 +243,8 @@ class Trainer:
             min_ratio=settings.min_ratio,
         )
         self.step = 0
+        self.updates = 0  # by this process
+        self.captured: CapturedStep[tuple[Tensor, Tensor]] | None = None
         self.gradient_norm = torch.zeros(())
         folder = settings.checkpoint_dir
         first = dist.get_rank() == 0
@@ -334,22 +342,42 @@ class Trainer:
 
     def update(self) -> Tensor:
         """One update of the weights; returns this rank's loss, a scalar on its device."""
+        settings = self.settings
+        batches = [
+            self.inputs.training.get_batch(settings.batch_size, device=self.device)
+            for _ in range(settings.accumulate)
+        ]
+        tensors = [tensor for batch in batches for tensor in batch]
+        if settings.cuda_graph and self.updates == UPDATES_BEFORE_RECORDING:
+            for group in self.optimizer.param_groups:  # read on the device from now on
+                group["lr"] = torch.tensor(float(group["lr"]), device=self.device)
+                group["capturable"] = True
+            self.captured = CapturedStep(self.update_with, *tensors)
+        make = self.update_with if self.captured is None else self.captured
+        loss, self.gradient_norm = make(*tensors)
+        self.updates += 1
+        self.schedule.step()
+        return loss.clone()  # a recorded update writes to the same tensor every time
+
+    def update_with(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        """One update from inputs and targets in turn, each (batch, context).
+
+        Returns:
+            This rank's loss and the norm of the gradients, scalars on its device.
+        """
         total = torch.zeros((), device=self.device)
         for turn in range(self.settings.accumulate):
-            inputs, targets = self.inputs.training.get_batch(
-                self.settings.batch_size, device=self.device
-            )
+            inputs, targets = tensors[2 * turn : 2 * turn + 2]
             last = turn == self.settings.accumulate - 1
             with nullcontext() if last else self.parallel.accumulating():
                 loss = self.loss(self.parallel.module, inputs, targets) / self.settings.accumulate
                 loss.backward()
             total += loss.detach()
         self.parallel.finish()
-        self.gradient_norm = self.parallel.clip(self.settings.max_norm)
+        norm = self.parallel.clip(self.settings.max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.schedule.step()
-        return total
+        return total, norm
 
     def loss(self, model: torch.nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy of a batch (batch, context), in nats per byte."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from train_settings import Settings
+from train_settings import SHARDED_PARAMETERS, Settings
 
 from basics_model import AdamW, TransformerLM, clip_gradients
 from ddp_lite import BucketedDDP, DataParallelBase, FlatDDP, NaiveDDP, OverlapDDP
@@ -60,7 +60,7 @@ def make_parallelism(settings: Settings, model: TransformerLM) -> Parallelism:
     """What ``settings.wrapper`` names, around a model whose weights on rank 0 count."""
     if settings.wrapper == "stage-2":
         return ShardedGradients(settings, model)
-    if settings.wrapper in ("stage-3", "stage-3-kept"):
+    if settings.wrapper in SHARDED_PARAMETERS:
         return ShardedParameters(settings, model)
     return Replicas(settings, model)
 
@@ -226,8 +226,12 @@ class ShardedParameters:
     def state(self) -> State:
         """Gathered one tensor at a time on rank 0's CPU."""
         model = self.module.full_state_dict()
-        optimizer = full_optimizer_state(self.module, self.optimizer)
-        return model or {}, optimizer or {}
+        optimizer = full_optimizer_state(self.module, self.optimizer) or {}
+        for group in optimizer.get("param_groups", []):  # as of an update that is not recorded
+            group["lr"] = float(group["lr"])
+            if "capturable" in group:
+                group["capturable"] = False
+        return model or {}, optimizer
 
     def load(self, optimizer: Mapping[str, Any]) -> None:
         """Rank 0's optimizer state, of which every rank takes its share."""

@@ -33,6 +33,8 @@ def causal_flash_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 WRAPPERS = dict.fromkeys(
     ("naive", "flat", "overlap", "bucketed", "peer-copy", "stage-2", "stage-3", "stage-3-kept")
 )
+#: Those of stage 3, whose updates can be recorded as a CUDA graph.
+SHARDED_PARAMETERS = ("stage-3", "stage-3-kept")
 RECOMPUTE = ("none", "block", "block-keep-attention", "every-K")
 ATTENTIONS: Mapping[str, Attention] = {
     "flash": causal_flash_attention,
@@ -52,6 +54,7 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "precision": "bf16",
             "compile": True,
             "fused": True,
+            "cuda_graph": True,
         },
         # CPUs gain nothing from bf16, and compiling takes longer than a small run.
         "cpu": {"wrapper": "stage-3-kept", "fused": True},
@@ -147,8 +150,8 @@ class Settings:
     preset: Annotated[
         str,
         option(
-            "fast sets --wrapper, --precision, --compile and --fused to the fastest known for the "
-            "device; options that are given win.",
+            "fast sets --wrapper, --precision, --compile, --fused and --cuda-graph to the fastest "
+            "known for the device; options that are given win.",
             "Parallelism",
             metavar="|".join(PRESETS),
         ),
@@ -203,6 +206,14 @@ class Settings:
     ] = False
     fused: Annotated[
         bool, option("torch's fused AdamW instead of the model's own.", "Training")
+    ] = False
+    cuda_graph: Annotated[
+        bool,
+        option(
+            "Record an update once and replay it by one launch, where the host limits (stage 3 "
+            "with --fused on GPUs).",
+            "Training",
+        ),
     ] = False
     log_every: Annotated[int, option("Updates between two reports.", "Training", min=1)] = 20
     validate_every: Annotated[
@@ -285,12 +296,22 @@ def with_preset(settings: Settings, given: Collection[str]) -> Settings:
     """The settings with the preset's values for the device, except for those given.
 
     Raises:
-        ValueError: there is no such preset.
+        ValueError: there is no such preset, or the settings do not fit together.
     """
     preset = choose("preset", PRESETS, settings.preset)
     gpus = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
     values = preset["cuda" if gpus else "cpu"]
-    return replace(settings, **{name: values[name] for name in values if name not in given})
+    chosen = replace(settings, **{name: values[name] for name in values if name not in given})
+    recordable = chosen.wrapper in SHARDED_PARAMETERS and chosen.fused and gpus
+    if chosen.cuda_graph and not recordable and "cuda_graph" not in given:
+        chosen = replace(chosen, cuda_graph=False)
+    if chosen.cuda_graph and not recordable:
+        raise ValueError(
+            f"--cuda-graph needs GPUs, --fused and --wrapper {' or '.join(SHARDED_PARAMETERS)}, "
+            f"but got --wrapper {chosen.wrapper} on {'GPUs' if gpus else 'CPUs'}"
+            f"{'' if chosen.fused else ' without --fused'}; change these, or leave --cuda-graph out"
+        )
+    return chosen
 
 
 def application(run: Callable[[Settings, Collection[str]], None]) -> typer.Typer:

@@ -250,6 +250,8 @@ def test_bad_input_is_one_line(examples: Examples, text: Path, tmp_path: Path) -
     if importlib.util.find_spec("tensorboard") is None:
         cases["--tensorboard needs the package tensorboard"] = {"tensorboard": tmp_path / "board"}
     common = {"data": text, "checkpoint_dir": folder}
+    refused = "--cuda-graph needs GPUs, --fused and --wrapper stage-3 or stage-3-kept, but got"
+    assert_refused(examples.run(arguments("--cuda-graph", data=text)), refused)
     for message, change in cases.items():
         assert_refused(examples.run(arguments(**(common | change))), message)
     typo, usage = (
@@ -279,10 +281,13 @@ def test_compiled_blocks_learn(text: Path) -> None:
 
 
 @pytest.mark.multi_gpu
-def test_two_gpus_train_and_continue(text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("preset", ["plain", "fast"])
+def test_two_gpus_train_and_continue(text: Path, tmp_path: Path, preset: str) -> None:
     import psutil  # here, so that the rest also runs where only the GPU tests' needs are met
 
-    settings = {"data": text, "checkpoint_dir": tmp_path / "run", "device": "cuda"}
+    settings = {
+        "data": text, "checkpoint_dir": tmp_path / "run", "device": "cuda", "preset": preset,
+    }  # fmt: skip
     command = [*TORCHRUN, str(SCRIPT), *arguments(**settings, precision="bf16")]
     with start(command) as process:
         launcher = psutil.Process(process.pid)

@@ -160,6 +160,35 @@ def test_matmul_kernels_dominate_backward(run):
 
 
 @pytest.mark.multi_gpu
+def test_recorded_steps_train_alike(run):
+    variants = [
+        {"wrapper": wrapper, "cuda_graph": True}
+        for wrapper in ("torch-ddp", "fully-sharded", {"name": "fully-sharded", "prefetch": 2})
+    ]
+    frame, tables = run(
+        "train-step",
+        sizes=("custom",),
+        batches=(2,),
+        sequences=(64,),
+        precision="bf16",
+        compile="blocks",
+        rounds=1,
+        blocks=2,
+        calls=2,
+        warmup=2,
+        profiled=True,
+        variants=variants,
+        **TINY,
+    )
+    assert "ended" not in frame, list(frame["ended"].dropna())
+    lines = frame.set_index("variant")
+    assert all("cuda_graph" in name for name in lines.index[1:])
+    assert (lines["host_ms"].map(min) < lines["samples_ms"].map(min)).all()
+    parts = tables["Where the time of one profiled step goes"]
+    assert (parts[parts["part"] == "optimizer"]["time (ms)"] > 0).all()
+
+
+@pytest.mark.multi_gpu
 def test_train_step(run):
     frame, tables = run(
         "train-step",

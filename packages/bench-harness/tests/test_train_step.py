@@ -104,6 +104,11 @@ def test_labels_say_what_differs_and_nothing_else() -> None:
         ),
         ({"wrapper": "fsdp2", "optimizer": "muon"}, "elements alike under FSDP2, but got Muon"),
         ({"wrapper": {"name": "fully-sharded", "replicas": 0}}, "replicas must be at least 1"),
+        (
+            {"wrapper": {"name": "fully-sharded", "replicas": 2, "nccl_max_ctas": 8}},
+            "nccl_max_ctas must be left out where replicas is 2",
+        ),
+        ({"wrapper": "bucketed", "cuda_graph": True}, "off unless .*; but got BucketedDDP. Remove"),
     ],
 )
 def test_what_is_wrong_in_a_variant_is_named(variant: object, message: str) -> None:
@@ -398,7 +403,7 @@ def wrong_trainings(rank, world_size):
 
     device = torch.device("cpu")
     config = {"size": "custom", **TINY}
-    expected = proof.definition(of.AdamW(), config, device)
+    expected = proof.definition(of.AdamW(), config, device, steps=proof.STEPS)
     said = [proof.disagreement(of.read("flat", {}), expected, config, device)[0]]
     wrapped = build._wrapped
 

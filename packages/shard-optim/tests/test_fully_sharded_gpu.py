@@ -95,6 +95,51 @@ def check_values(rank, world_size, settings, compiled, checkpointed):
         torch.testing.assert_close(found[name], param.detach(), rtol=1e-4, atol=1e-5)
 
 
+def check_recorded(rank, world_size, reshard):
+    """A step that is recorded as a CUDA graph and replayed trains like the step itself."""
+    device = torch.device("cuda", rank)
+    results = []
+    for recorded in (False, True):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            model = FullyShardedDataParallel(
+                build(device), compute_dtype=torch.bfloat16, reshard_after_forward=reshard
+            )
+            optimizer = torch.optim.AdamW(
+                model.parameters(), lr=1e-3, fused=True, capturable=recorded
+            )
+            tokens = batch(rank, 0, device)
+
+            def step(model=model, optimizer=optimizer, tokens=tokens):
+                optimizer.zero_grad()
+                loss = loss_of(model, tokens)
+                loss.backward()
+                model.clip_grad_norm_(1.0)
+                optimizer.step()
+                return loss.detach()
+
+            losses = []
+            for number in range(7):
+                tokens.copy_(batch(rank, number, device))
+                if recorded and number == 3:
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(
+                        graph,
+                        stream=torch.cuda.current_stream(),
+                        capture_error_mode="thread_local",
+                    ):
+                        loss = step()
+                if recorded and number >= 3:
+                    graph.replay()
+                else:
+                    loss = step()
+                losses.append(float(loss))
+            results.append((losses, model.full_parameters()))
+    (losses, weights), (again, replayed) = results
+    assert again == pytest.approx(losses, rel=1e-3)
+    for name, value in weights.items():
+        torch.testing.assert_close(replayed[name], value, rtol=1e-2, atol=1e-3)
+
+
 def check_slow_streams(rank, world_size):
     """Sleeps on the compute stream before and after each block change nothing: no race."""
     device = torch.device("cuda", rank)
@@ -148,6 +193,8 @@ CHECKS = {
     "checkpointed": (check_values, ({}, False, True)),
     "compiled": (check_values, ({}, True, False)),
     "compiled, kept": (check_values, ({"reshard_after_forward": False}, True, False)),
+    "recorded, kept": (check_recorded, (False,)),
+    "recorded, resharded": (check_recorded, (True,)),
     "slow streams": (check_slow_streams, ()),
     "memory": (check_memory, ()),
 }

@@ -10,6 +10,7 @@ from basics_model.attention import (
     sdpa_attention,
     softmax_attention,
 )
+from basics_model.captured_step import CapturedStep, CaptureError
 from basics_model.checkpoint import (
     Checkpoint,
     checkpoint_path,
@@ -45,6 +46,8 @@ __all__ = [
     "ActivationMemory",
     "AdamW",
     "Attention",
+    "CaptureError",
+    "CapturedStep",
     "Checkpoint",
     "CosineSchedule",
     "ModelConfig",

@@ -165,7 +165,8 @@ class CosineSchedule:
     A group's maximum is the rate that it has when the schedule is built, and its minimum that
     rate times ``min_ratio``. The rate of the first update is set at once; call :meth:`step` after
     each update, as with ``torch.optim.lr_scheduler``. The optimizer may be any object with
-    ``param_groups``.
+    ``param_groups``. A rate that is a tensor is filled in place, so that a CUDA graph of the update
+    sees it.
 
     Raises:
         ValueError: as :func:`cosine_learning_rate`, or ``min_ratio`` is not between 0 and 1.
@@ -222,13 +223,17 @@ class CosineSchedule:
         for group, maximum in zip(
             self.optimizer.param_groups, self.max_learning_rates, strict=True
         ):
-            group["lr"] = cosine_learning_rate(
+            rate = cosine_learning_rate(
                 self.updates + 1,
                 max_learning_rate=maximum,
                 min_learning_rate=maximum * self.min_ratio,
                 warmup_steps=self.warmup_steps,
                 total_steps=self.total_steps,
             )
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
 
 @torch.no_grad()

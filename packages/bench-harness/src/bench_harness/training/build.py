@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from basics_model import CapturedStep
 from bench_harness.experiments.base import CaseSkipped
 from bench_harness.training import settings as of
 from bench_harness.training.optimizers import dtype_of, make_optimizer, matrix_names, state_bytes
@@ -35,6 +36,7 @@ class Training:
             sharded.
         finish: makes averaged gradients usable; called after backward.
         close: removes hooks and lets go of what the wrapper holds.
+        captured: the recorded step, which :meth:`step` replays.
     """
 
     workload: Workload
@@ -45,6 +47,7 @@ class Training:
     state_bytes: int
     finish: Callable[[], object] = lambda: None
     close: Callable[[], object] = lambda: None
+    captured: CapturedStep[Tensor] | None = None
 
     def forward(self) -> Tensor:
         """The loss of this rank's batch, with all gradients reset before."""
@@ -61,11 +64,21 @@ class Training:
         self.optimizer.step()
 
     def step(self) -> Tensor:
-        """A whole training step; returns its loss, detached and still on the device."""
+        """A whole training step; returns its loss, detached and still on the device.
+
+        Of a recorded step, the loss is overwritten by the next one.
+        """
+        return self._step() if self.captured is None else self.captured()
+
+    def _step(self) -> Tensor:
         loss = self.forward()
         self.backward(loss)
         self.update()
         return loss.detach()
+
+    def capture(self) -> None:
+        """Records the step as a CUDA graph; takes none. A step must have been taken before."""
+        self.captured = CapturedStep(self._step)
 
     def wait(self) -> None:
         """Waits for what the optimizer still has under way, so that all parameters are new."""
@@ -117,14 +130,19 @@ def training(
     """
     # What the variant before held is out of reach only now that its function has returned.
     gc.collect()
-    workload = _workload(variant, config, device)
-    made = _wrapped(variant, workload)
-    try:
-        yield made
-    finally:
-        made.close()
-        for parameter in workload.module.parameters():
-            parameter.grad = None
+    if variant.cuda_graph and device.type != "cuda":
+        raise CaseSkipped(f"cuda_graph needs a CUDA device, but this case runs on {device.type}")
+    # A CUDA graph cannot be recorded on the default stream.
+    with torch.cuda.stream(torch.cuda.Stream()) if variant.cuda_graph else nullcontext():
+        workload = _workload(variant, config, device)
+        made = _wrapped(variant, workload)
+        try:
+            yield made
+        finally:
+            made.captured = None
+            made.close()
+            for parameter in workload.module.parameters():
+                parameter.grad = None
 
 
 def _workload(variant: of.Settings, config: Mapping[str, Any], device: torch.device) -> Workload:
@@ -179,14 +197,14 @@ def _wrapped(variant: of.Settings, workload: Workload) -> Training:
     )
     if isinstance(wrapper, of.FSDP2):
         _shard(wrapper, module, device)
-        optimizer = make_optimizer(variant.optimizer, module, device, matrices)
+        optimizer = _optimizer(variant, module, device, matrices)
         return Training(workload, module, optimizer, *whole)
     if isinstance(wrapper, of.FullySharded):
         fully_sharded = _fully_sharded(wrapper, module)
         return Training(
             workload,
             fully_sharded,
-            make_optimizer(variant.optimizer, fully_sharded, device, matrices),
+            _optimizer(variant, fully_sharded, device, matrices),
             *whole,
             fully_sharded.finish_gradient_synchronization,
             getattr(fully_sharded, "detach", lambda: None),
@@ -202,17 +220,25 @@ def _wrapped(variant: of.Settings, workload: Workload) -> Training:
             from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
             around.register_comm_hook(None, noop_hook)
-        optimizer = make_optimizer(variant.optimizer, module, device, matrices)
+        optimizer = _optimizer(variant, module, device, matrices)
         return Training(workload, around, optimizer, *whole)
     if isinstance(wrapper, of.NoWrapper):
-        optimizer = make_optimizer(variant.optimizer, module, device, matrices)
+        optimizer = _optimizer(variant, module, device, matrices)
         if isinstance(variant.optimizer, of.Sharded) and variant.optimizer.overlap:
             optimizer.attach(module)
         return Training(workload, module, optimizer, *whole)
     ours = _ddp_lite(wrapper, module)
-    optimizer = make_optimizer(variant.optimizer, module, device, matrices)
+    optimizer = _optimizer(variant, module, device, matrices)
     finish = ours.finish_gradient_synchronization
     return Training(workload, ours, optimizer, *whole, finish, ours.detach)
+
+
+def _optimizer(
+    variant: of.Settings, module: nn.Module, device: torch.device, matrices: set[str]
+) -> Any:
+    return make_optimizer(
+        variant.optimizer, module, device, matrices, capturable=variant.cuda_graph
+    )
 
 
 def _ddp_lite(wrapper: of.Arguments, module: nn.Module) -> Any:
@@ -331,7 +357,9 @@ def _fully_sharded(wrapper: of.FullySharded, module: nn.Module) -> Any:
             "fully-sharded needs a shard-optim that has FullyShardedDataParallel; upgrade "
             "shard-optim"
         )
-    mesh = None
+    group: Any = None
+    if wrapper.nccl_max_ctas is not None:
+        group = _nccl_group(high_priority=False, max_ctas=wrapper.nccl_max_ctas)
     if wrapper.replicas > 1:
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -341,10 +369,10 @@ def _fully_sharded(wrapper: of.FullySharded, module: nn.Module) -> Any:
                 f"replicas must divide the world size {world_size}, but got {wrapper.replicas}"
             )
         device = next(module.parameters()).device.type
-        mesh = init_device_mesh(device, (wrapper.replicas, world_size // wrapper.replicas))
+        group = init_device_mesh(device, (wrapper.replicas, world_size // wrapper.replicas))
     return cls(
         module,
-        process_group=mesh,
+        process_group=group,
         reshard_after_forward=wrapper.reshard_after_forward,
         compute_dtype=dtype_of(wrapper.compute_dtype),
         reduce_dtype=dtype_of(wrapper.reduce_dtype),

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from basics_model import CaptureError
 from bench_harness.case import Row
 from bench_harness.experiments.base import CaseSkipped
 from bench_harness.experiments.distributed import on_rank_0
@@ -114,19 +115,22 @@ def _prove(
     progress: Callable[[str], None],
 ) -> None:
     """Marks the variants that cannot run here, or do not train like the definition."""
-    definitions: dict[of.Arguments, proof.Trained] = {}
+    definitions: dict[tuple[of.Arguments, int], proof.Trained] = {}
     for variant, row in zip(variants, rows, strict=True):
         progress(f"proof: {row['variant']}")
-        plain = variant.without_communication().optimizer
-        if plain not in definitions:
-            definitions[plain] = proof.definition(plain, config, device)
+        plain, steps = variant.without_communication().optimizer, proof.steps_of(variant)
+        if (plain, steps) not in definitions:
+            definitions[plain, steps] = proof.definition(plain, config, device, steps=steps)
         own: Row | None = None
         try:
-            trouble, errors = proof.disagreement(variant, definitions[plain], config, device)
+            expected = definitions[plain, steps]
+            trouble, errors = proof.disagreement(variant, expected, config, device)
             row |= errors
             own = None if trouble is None else {"status": "error", "error": trouble}
         except CaseSkipped as reason:
             own = {"status": "skipped", "error": str(reason)}
+        except CaptureError:
+            raise  # nothing else can run in this process
         except Exception as error:  # noqa: BLE001 - reported, and the others still run
             own = {"status": "error", "error": f"{type(error).__name__}: {error}"}
         everyone: list[Row | None] = [None] * dist.get_world_size()
@@ -163,14 +167,19 @@ def _turn(
             row |= facts(steps) | work(steps, variant)
             row["held_before_bytes"] = before
             row["memory"], row["losses"] = moments.weigh(steps, variant, before)
-        for _ in range(config["warmup"]):
+        warmup = config["warmup"]
+        if variant.cuda_graph:
+            warmup = max(warmup, variant.wrapper.steps_before_recording)
+        for number in range(1, warmup + 1):
             loss = steps.step()
-        if turn == 0 and config["warmup"]:
-            row["losses"].append(proof.mean_over_ranks(loss))
+            if turn == 0 and number == config["warmup"]:
+                row["losses"].append(proof.mean_over_ranks(loss))
         with _collector_paused():
             synchronize(device)
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
+            if variant.cuda_graph:
+                steps.capture()
             for _ in range(config["blocks"]):
                 row["round"].append(turn)
                 _block(steps.step, config["calls"], device, row)

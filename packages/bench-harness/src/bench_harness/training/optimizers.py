@@ -44,12 +44,18 @@ def state_bytes(arguments: of.Arguments, module: nn.Module, matrices: set[str]) 
 
 
 def make_optimizer(
-    arguments: of.Arguments, module: nn.Module, device: torch.device, matrices: set[str]
+    arguments: of.Arguments,
+    module: nn.Module,
+    device: torch.device,
+    matrices: set[str],
+    *,
+    capturable: bool = False,
 ) -> Any:
     """An optimizer over the parameters of a model, or over the shards of a sharded one.
 
     Args:
         matrices: of :func:`matrix_names`.
+        capturable: whether AdamW's step may be recorded in a CUDA graph.
     """
     parameters = module.parameters()
     if isinstance(arguments, of.BasicsAdamW):
@@ -82,6 +88,8 @@ def make_optimizer(
     cls: type[torch.optim.Optimizer] = torch.optim.AdamW
     if isinstance(arguments, of.SGD):
         cls, shared["momentum"] = torch.optim.SGD, arguments.momentum
+    elif capturable:
+        shared["capturable"] = True
     if arguments.offload_state:
         from shard_optim import OffloadedOptimizer
 

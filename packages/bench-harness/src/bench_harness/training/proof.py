@@ -24,8 +24,10 @@ from bench_harness.training.build import training
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Steps of the proof; one would miss what depends on the optimizer's state.
+#: Least steps of the proof; one would miss what depends on the optimizer's state.
 STEPS = 3
+#: Steps of the proof that are replays of a recorded one.
+REPLAYS = 2
 #: Largest error of a loss, relative to it. Sums of fp32 may be made in any order.
 LOSS_TOLERANCE = 1e-4
 #: Largest error of a parameter, as the norm of the difference over the norm of what the steps
@@ -66,22 +68,31 @@ def small(config: Mapping[str, Any]) -> dict[str, Any]:
     return dict(config) if config.get("model") is not None else {**config, **_SMALL}
 
 
-def definition(optimizer: of.Arguments, config: Mapping[str, Any], device: torch.device) -> Trained:
+def steps_of(variant: of.Settings) -> int:
+    """How many steps prove a variant."""
+    if not variant.cuda_graph:
+        return STEPS
+    return max(STEPS, variant.wrapper.steps_before_recording + REPLAYS)
+
+
+def definition(
+    optimizer: of.Arguments, config: Mapping[str, Any], device: torch.device, *, steps: int
+) -> Trained:
     """Trains by the definition: gradients averaged one by one, an unsharded optimizer."""
     plain = of.Settings(optimizer=optimizer)
-    with training(plain, small(config), device) as steps:
-        before = _copies(steps.parameters())
+    with training(plain, small(config), device) as made:
+        before = _copies(made.parameters())
         losses = []
-        for _ in range(STEPS):
-            loss = steps.forward()
-            steps.workload.backward(loss)
-            for parameter in steps.workload.module.parameters():
+        for _ in range(steps):
+            loss = made.forward()
+            made.workload.backward(loss)
+            for parameter in made.workload.module.parameters():
                 if parameter.grad is not None:
                     dist.all_reduce(parameter.grad)
                     parameter.grad /= dist.get_world_size()
-            steps.update()
+            made.update()
             losses.append(mean_over_ranks(loss))
-        return Trained(losses, before, _copies(steps.parameters()))
+        return Trained(losses, before, _copies(made.parameters()))
 
 
 def disagreement(
@@ -90,13 +101,17 @@ def disagreement(
     """What is wrong with a variant's losses and weights, and the largest errors found.
 
     Args:
-        expected: :func:`definition` with the same unsharded optimizer.
+        expected: :func:`definition` with the same unsharded optimizer, for :func:`steps_of` steps.
 
     Returns:
         The trouble, None if there is none; and the errors, as columns of the variant's row.
     """
     with training(_in_fp32(variant), small(config), device) as steps:
-        losses = [mean_over_ranks(steps.step()) for _ in range(STEPS)]
+        losses = []
+        for number in range(len(expected.losses)):
+            if variant.cuda_graph and number == variant.wrapper.steps_before_recording:
+                steps.capture()
+            losses.append(mean_over_ranks(steps.step()))
         found = steps.parameters()
         if not variant.communicates and dist.get_world_size() > 1:
             return None, {}  # nothing is averaged, so there is nothing to agree with
@@ -119,13 +134,13 @@ def disagreement(
     trouble = None
     if not loss_error <= loss_limit:
         trouble = (
-            f"the losses of {STEPS} steps must be those of plain averaging within "
+            f"the losses of {len(losses)} steps must be those of plain averaging within "
             f"{loss_limit:g} of their size, but got an error of {loss_error:.2e}"
         )
     elif not errors[worst] <= limit:
         trouble = (
-            f"the weights after {STEPS} steps must be those of plain averaging within {limit:g} "
-            f"of what the steps changed, but got {errors[worst]:.2e} in {worst}"
+            f"the weights after {len(losses)} steps must be those of plain averaging within "
+            f"{limit:g} of what the steps changed, but got {errors[worst]:.2e} in {worst}"
         )
     elif apart:
         trouble = f"all ranks must end with the same weights, but got different ones in {apart}"

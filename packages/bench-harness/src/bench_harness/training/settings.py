@@ -40,10 +40,12 @@ class Arguments:
     Attributes:
         title: how a label names it.
         unlabelled: arguments that labels leave out, because they change no cost.
+        steps_before_recording: how many steps must be taken before one can be recorded.
     """
 
     title: ClassVar[str]
     unlabelled: ClassVar[tuple[str, ...]] = ()
+    steps_before_recording: ClassVar[int] = 1
 
     @property
     def label(self) -> str:
@@ -127,9 +129,13 @@ class Bucketed(Arguments):
 
 @dataclass(frozen=True, kw_only=True)
 class TorchDDP(Arguments):
-    """Arguments of :class:`torch.nn.parallel.DistributedDataParallel`."""
+    """Arguments of :class:`torch.nn.parallel.DistributedDataParallel`.
+
+    It rebuilds its buckets after the first step, and times the first ten by events.
+    """
 
     title: ClassVar[str] = "torch DDP"
+    steps_before_recording: ClassVar[int] = 11
     bucket_cap_mb: float = 25
     gradient_as_bucket_view: bool = False
     static_graph: bool = False
@@ -161,6 +167,7 @@ class FullySharded(Arguments):
     Attributes:
         replicas: how many groups of ranks hold all shards each; more than 1 makes a mesh of two
             levels, whose gradients are also averaged across the groups.
+        nccl_max_ctas: at most so many thread blocks for a NCCL kernel, of a group of its own.
     """
 
     title: ClassVar[str] = "FullyShardedDataParallel"
@@ -169,10 +176,16 @@ class FullySharded(Arguments):
     reduce_dtype: Dtype | None = None
     prefetch: int = 1
     replicas: int = 1
+    nccl_max_ctas: int | None = None
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
             raise ValueError(f"replicas must be at least 1, but got {self.replicas}. Raise it.")
+        if self.replicas > 1 and self.nccl_max_ctas is not None:
+            raise ValueError(
+                f"nccl_max_ctas must be left out where replicas is {self.replicas}, because a mesh "
+                f"makes its own groups, but got {self.nccl_max_ctas}. Remove it."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +281,10 @@ OPTIMIZERS: dict[str, type[Arguments]] = {
     "sharded": Sharded,
 }
 #: Settings besides wrapper and optimizer that a variant may override.
-SHARED = ("precision", "compile", "attention", "checkpoint_blocks", "keep_attention", "loss")
+SHARED = (
+    *("precision", "compile", "attention", "checkpoint_blocks", "keep_attention", "loss"),
+    "cuda_graph",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,6 +297,7 @@ class Settings:
         checkpoint_blocks: blocks that are recomputed together in backward; 0 keeps everything.
         keep_attention: of recomputed blocks, keep the output of fused attention.
         loss: "logits" makes all logits first; "chunked" never has all of them in memory at once.
+        cuda_graph: the whole step is recorded once, and replayed by one launch.
 
     Attention, ``checkpoint_blocks``, ``keep_attention`` and ``loss`` are those of the language
     model; another model has its own.
@@ -294,6 +311,7 @@ class Settings:
     checkpoint_blocks: int = 0
     keep_attention: bool = False
     loss: Loss = "logits"
+    cuda_graph: bool = False
 
     def __post_init__(self) -> None:
         wrapper, optimizer = self.wrapper, self.optimizer
@@ -302,6 +320,15 @@ class Settings:
             raise ValueError(
                 f"wrapper must be 'none' where the optimizer has reduce_gradients, but got "
                 f"{wrapper.label}. Leave the wrapper out."
+            )
+        recordable = isinstance(wrapper, (NoWrapper, TorchDDP, FullySharded)) and isinstance(
+            optimizer, AdamW
+        )
+        if self.cuda_graph and not (recordable and not self.offloads):
+            raise ValueError(
+                "cuda_graph must be off unless the whole step runs on the device: wrapper 'none', "
+                "'torch-ddp' or 'fully-sharded', optimizer 'adamw', no offload_state; but got "
+                f"{self.label()}. Remove it."
             )
         if self.keep_attention and self.checkpoint_blocks != 1:
             raise ValueError(

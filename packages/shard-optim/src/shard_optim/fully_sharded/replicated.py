@@ -118,10 +118,13 @@ class ReplicatedParameters:
 
         Raises:
             RuntimeError: if another rank's order was another one. On CUDA this is found in a later
-                backward, as soon as reading it makes nobody wait.
+                backward, as soon as reading it makes nobody wait. Also if a parameter has no
+                gradient while a CUDA graph is recorded.
             CollectiveError: if a peer died or timed out.
         """
-        self._compare_orders()
+        recording = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if not recording:
+            self._compare_orders()
         taken = []
         flags = list(present)
         for position, (param, name) in enumerate(zip(self.params, self.names, strict=True)):
@@ -149,13 +152,21 @@ class ReplicatedParameters:
             guarded(_WORDS, group, lambda group=group: average(flat, group).wait())
         sizes = [param.numel() for param in self.params]
         *averages, anywhere, mean = flat.split([*sizes, len(flags), 2])
-        copied = None
-        arrived = mean.to("cpu", non_blocking=True)
-        if self._device.type == "cuda":
-            copied = torch.cuda.Event()
-            copied.record(torch.cuda.current_stream(self._device))
-        self._orders.append(_Order(own, arrived, copied))
-        self._compare_orders()
+        # The host cannot read what is only being recorded, and a CUDA graph keeps its order.
+        if not recording:
+            copied = None
+            arrived = mean.to("cpu", non_blocking=True)
+            if self._device.type == "cuda":
+                copied = torch.cuda.Event()
+                copied.record(torch.cuda.current_stream(self._device))
+            self._orders.append(_Order(own, arrived, copied))
+            self._compare_orders()
+        elif not all(flags):
+            raise RuntimeError(
+                "every parameter must get a gradient in a step that is recorded as a CUDA graph, "
+                f"but {flags.count(False)} got none, and whether other ranks have one would have "
+                "to be read. Freeze them, or do not record the step."
+            )
         if not all(flags):
             flags = [flag > 0 for flag in anywhere.tolist()]
         for position, (param, part) in enumerate(zip(self.params, averages, strict=True)):

@@ -1,0 +1,102 @@
+"""A whole training step as one CUDA graph, for steps that wait for the host.
+
+A step of a deep model launches thousands of kernels, each of which costs the host microseconds. A
+CUDA graph holds all launches with their arguments, and one call launches them together; see the
+programming guide of CUDA, "CUDA Graphs", and ``torch.cuda.graph``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+Outputs = TypeVar("Outputs")
+
+
+class CaptureError(RuntimeError):
+    """A step could not be recorded as a CUDA graph."""
+
+
+class CapturedStep(Generic[Outputs]):
+    """Records a step once, and replays it with new inputs.
+
+    A replay repeats exactly what was recorded: the same kernels on the same memory. So the step
+    must do the same at every call, must not read values on the host (``.item()``, ``print``), and
+    keeps what Python computed when it was recorded; a learning rate that changes has to be a
+    tensor. Take a few steps before recording, so that everything is compiled and the optimizer has
+    its state, all on the stream that is recorded, which must not be the default one::
+
+        torch.cuda.set_stream(torch.cuda.Stream())  # before the model's first forward
+        for _ in range(3):
+            step(tokens, targets)
+        captured = CapturedStep(step, tokens, targets)
+        loss = captured(tokens, targets)
+
+    Collectives over NCCL are recorded too. Every rank must then replay equally often. NCCL's
+    watchdog does not see collectives inside a graph: a lost rank is noticed at the next collective
+    outside, when the process group's timeout has passed.
+
+    Args:
+        step: a function of tensors; recording calls it once, but carries nothing out.
+        inputs: tensors on the current device, of the shapes, dtypes that every call will have.
+
+    Attributes:
+        outputs: what the step returned when it was recorded; every replay overwrites its tensors.
+
+    Raises:
+        CaptureError: without CUDA, on the default stream, or if the step does something that cannot
+            be recorded. In the last case the process's random generators and memory may be left in
+            the middle of the recording: end the process.
+    """
+
+    def __init__(self, step: Callable[..., Outputs], *inputs: Tensor) -> None:
+        if not torch.cuda.is_available():
+            raise CaptureError(
+                "a step can be recorded as a CUDA graph only on a CUDA device, but torch sees "
+                "none. Call the step itself."
+            )
+        stream = torch.cuda.current_stream()
+        if stream == torch.cuda.default_stream():
+            raise CaptureError(
+                "a step must be recorded on the stream that its first calls ran on, which must not "
+                "be the default stream, but got the default stream. Call "
+                "torch.cuda.set_stream(torch.cuda.Stream()) before the model's first forward."
+            )
+        self._inputs = [given.clone() for given in inputs]
+        self._graph = torch.cuda.CUDAGraph()
+        # Other threads, such as NCCL's watchdog, may ask for events meanwhile.
+        recording = torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local")
+        try:
+            with recording:
+                self.outputs: Outputs = step(*self._inputs)
+        except RuntimeError as error:
+            raise CaptureError(
+                "a step must launch the same kernels at every call and never wait for them to be "
+                f"recorded as a CUDA graph, but got: {error}. Start anew without recording."
+            ) from error
+
+    def __call__(self, *inputs: Tensor) -> Outputs:
+        """Carries the step out with these inputs; returns :attr:`outputs`.
+
+        Raises:
+            ValueError: if an input has another shape or dtype than the recorded one.
+        """
+        check_inputs(self._inputs, inputs)
+        for recorded, given in zip(self._inputs, inputs, strict=True):
+            recorded.copy_(given, non_blocking=True)
+        self._graph.replay()
+        return self.outputs
+
+
+def check_inputs(recorded: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    """Raises ValueError unless the given tensors are like the recorded ones."""
+    expected = [(tuple(each.shape), each.dtype) for each in recorded]
+    found = [(tuple(each.shape), each.dtype) for each in given]
+    if found != expected:
+        raise ValueError(
+            f"a recorded step takes inputs of the recorded shapes and dtypes {expected}, but got "
+            f"{found}. Record another step for them, or call the step itself."
+        )
