@@ -188,6 +188,53 @@ def check_scaler(rank, world_size):
     assert_close(model, expected, rtol=1e-3, atol=1e-3)  # fp16 has 11 bits
 
 
+def torch_scaler(model):
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(torch.optim.SGD(model.parameters()))
+
+
+REFUSED = {
+    "clip": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.5),
+    "clip one by one": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.5, foreach=False),
+    "clip by the largest": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.5, float("inf")),
+    "clip a block": lambda m: nn.utils.clip_grad_norm_(m.blocks[3].parameters(), 0.5),
+    "total norm": lambda m: nn.utils.get_total_norm([p.grad for p in m.parameters()]),
+    "norm": lambda m: m.head.weight.grad.norm(),
+    "torch.norm": lambda m: torch.norm(m.head.weight.grad),
+    "scaler": torch_scaler,
+}
+
+
+def check_refused(rank, world_size):
+    """What would differ from rank to rank names the right call, and changes nothing.
+
+    Accumulated gradients too, and those of an optimizer that has made state of them.
+    """
+    remedy = r"Call clip_grad_norm_\(\) of the FullyShardedDataParallel instead of"
+
+    def work(model, step):
+        for part in range(1 + step):
+            loss_of(model, 3 * step + part, rank).backward()
+        if isinstance(model, FullyShardedDataParallel):
+            for name, mistake in REFUSED.items():
+                with pytest.raises(
+                    RuntimeError, match="ShardedGradScaler" if name == "scaler" else remedy
+                ):
+                    mistake(model)
+            own = [param.grad.detach().norm() for param in model.parameters()]
+            assert {type(norm) for norm in own} == {torch.Tensor}
+            nn.utils.clip_grad_value_(model.parameters(), 1e6)
+
+    assert_close(*both(rank, {}, work), rtol=1e-5, atol=1e-6)
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loss_of(model, 0, rank).backward()
+    optimizer.step()
+    states = optimizer.state_dict()["state"].values()
+    assert {type(state["momentum_buffer"]) for state in states} == {torch.Tensor}
+
+
 def check_low_precision(rank, world_size, compute_dtype, reduce_dtype):
     """Against replicas that compute in the same dtype from the same fp32 masters."""
     model = sharded(compute_dtype=compute_dtype, reduce_dtype=reduce_dtype)
@@ -328,6 +375,7 @@ CHECKS = [
     ),
     *((f"clipping {p}", check_clipping, (p,)) for p in (2.0, float("inf"))),
     ("scaler", check_scaler, ()),
+    ("norms of shards", check_refused, ()),
     *(
         (f"{compute} reduced in {reduce}", check_low_precision, (compute, reduce))
         for compute, reduce in (

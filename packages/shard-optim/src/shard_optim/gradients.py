@@ -47,7 +47,8 @@ def clip_sharded_(
     counted = [*grads, *replicated] if dist.get_rank(group) == 0 else grads
     filled = [grad for grad in counted if grad.numel() > 0]  # no elements, no largest magnitude
     if filled:
-        norms = torch._foreach_norm(filled, norm_type, dtype=torch.float32)
+        with torch._C.DisableTorchFunctionSubclass():  # a GradientShard refuses its own norm
+            norms = torch._foreach_norm(filled, norm_type, dtype=torch.float32)
         stacked = torch.stack([norm.to(device) for norm in norms])
         total = stacked.max() if largest else stacked.pow(norm_type).sum()
     if group.size() > 1:
@@ -93,9 +94,10 @@ class ShardedGradScaler(GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         if not isinstance(optimizer, _HoldsGradientShards):
-            per_device: dict[torch.device, Tensor] = super()._unscale_grads_(
-                optimizer, inv_scale, found_inf, allow_fp16
-            )
+            with torch._C.DisableTorchFunctionSubclass():  # a GradientShard refuses its own search
+                per_device: dict[torch.device, Tensor] = super()._unscale_grads_(
+                    optimizer, inv_scale, found_inf, allow_fp16
+                )
             group = shard_group_of(optimizer)
             if group is None:
                 return per_device

@@ -60,7 +60,7 @@ class ReplicatedParameters:
         device: torch.device,
     ) -> None:
         self.names, self.params = list(names), list(params)
-        self.gradients = GradientStore(self.params)
+        self.gradients = GradientStore(self.params, sharded=False)
         self._ranks = ranks
         self._device = device
         self._dtype = torch.float32

@@ -225,7 +225,7 @@ class Unit:
             self.shard_views.append(view)
             param.data = view
             setattr(param, SHARD_GROUP, group)
-        self.gradients = GradientStore(self.params)
+        self.gradients = GradientStore(self.params, sharded=True)
         more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
         self.gather_words = f"the all-gather of parameters ({self.names[0]}{more})"
         self.reduce_words = f"the reduce-scatter of gradients ({self.names[0]}{more})"
