@@ -419,6 +419,10 @@ class Machine:
                 pointers.memory[at + i] += values  # no address comes twice
         self.pause()
 
+    def load(self, pointer: Pointer) -> Integer:
+        """Of one integer."""
+        return Integer(pointer.memory[pointer.offsets])
+
     def store(self, pointers: Pointer, x: Tensor, mask: Tensor) -> None:
         pointers.memory[pointers.offsets[mask.value]] = x.value[mask.value]
         self.pause()
@@ -476,6 +480,7 @@ def load(module: types.ModuleType, machine: Machine, **changes: Any) -> dict[str
         max=_reduction(np.max),
         min=_reduction(np.min),
         sum=_reduction(np.sum),
+        load=machine.load,
         store=machine.store,
         expand_dims=lambda x, axis: Tensor(np.expand_dims(x.value, axis)),
         convert_layout=lambda x, layout, assert_trivial=False: x,
@@ -508,8 +513,15 @@ def load(module: types.ModuleType, machine: Machine, **changes: Any) -> dict[str
         "named_barrier_sync_at": machine.named_sync,
         "named_barrier_arrive_at": machine.named_arrive,
     }
-    for name, value in vars(module).items():
-        if name in names:
+    known = set(names)
+    # What the module imports first, with all that the functions there call.
+    imported = [
+        value.fn.__globals__
+        for value in vars(module).values()
+        if isinstance(getattr(value, "fn", None), types.FunctionType)
+    ]
+    for name, value in (item for each in (*imported, vars(module)) for item in each.items()):
+        if name in known:
             continue
         if isinstance(getattr(value, "fn", None), types.FunctionType):
             names[name] = types.FunctionType(value.fn.__code__, names, name)

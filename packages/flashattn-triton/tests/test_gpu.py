@@ -197,8 +197,6 @@ def _no_waiting() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_host_never_waits_for_the_device(packed: bool, implementation: str) -> None:
-    if packed and implementation == "hopper":
-        pytest.skip("packed sequences are the portable tier's")
     keywords: dict[str, Any] = {"causal": True, "implementation": implementation}
     if packed:
         leaves = [

@@ -71,7 +71,7 @@ def test_short_windows_of_wide_heads(window: Any) -> None:
         ({"head_dims": (32, 32)}, "takes multiples of 8 from 40 to 128 as head_dim, .* is 32"),
         ({"head_dims": (136, 136)}, "takes multiples of 8 .* as head_dim, and this is 136"),
         ({"head_dims": (128, 64)}, r"takes one head_dim .* and this is \(128, 64\)"),
-        ({"packed": True}, "no packed sequences"),
+        ({"packed": True}, "packed sequences take it only by name"),
         ({"options": AttentionOptions(scale=1.0, softcap=2.0)}, "no soft-cap"),
         ({"options": AttentionOptions(scale=0.0)}, "a scale other than 0"),
     ],

@@ -14,6 +14,7 @@ from flashattn_triton.hopper.preprocess import ROWS, postprocess_kernel, preproc
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH, HEADS = 2, 3
+DENSE = {"PACKED": False, "FIELDS": 8, "QUERIES": 128}
 
 
 def strides_div8(x: Tensor) -> list[int]:
@@ -34,7 +35,8 @@ def test_the_sum_of_dq_is_put_in_order(n_queries: int, head_dim: int) -> None:
     shape = {"WIDTH": width, "NARROW": head_dim < width, "ROWS": ROWS}
     sizes = (n_queries, n_padded, HEADS, head_dim // 8)
     programs = BATCH * HEADS * n_padded // ROWS
-    postprocess_kernel[(programs,)](lying, found, *strides_div8(found), *sizes, -0.25, **shape)
+    strides = strides_div8(found)
+    postprocess_kernel[(programs,)](lying, found, None, *strides, *sizes, -0.25, **shape, **DENSE)
     expected = (-0.25 * dq[:, :, :n_queries, :head_dim]).half()
     assert torch.equal(found.cpu(), expected)
     memory = torch.as_strided(found, wide.shape, wide.stride(), 0)
@@ -59,8 +61,9 @@ def test_statistics_and_zeros(n_queries: int, head_dim: int, scale: float, has_d
     numbers = (n_queries, n_padded, HEADS, head_dim // 8, -1 / scale)
     flags = {"WIDTH": width, "NARROW": head_dim < width, "ROWS": ROWS, "HAS_DL": has_dl}
     preprocess_kernel[(BATCH * HEADS * n_padded // ROWS,)](
-        *tensors[:3], tensors[3] if has_dl else None, parts, dq, *strides, *numbers, **flags
-    )
+        *tensors[:3], tensors[3] if has_dl else None, parts, dq, None, *strides, *numbers,
+        **flags, **DENSE,
+    )  # fmt: skip
     halves = parts.cpu().double().unflatten(3, (2, 8))
     assert not halves[..., 3:].any()
     first, second = halves.sum(4).unbind(3)

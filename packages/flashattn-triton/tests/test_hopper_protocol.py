@@ -24,6 +24,8 @@ if triton_versions.refusal() is not None:
 from flashattn_triton.hopper import backward, backward_kernel, forward, forward_kernel
 from flashattn_triton.hopper.configs import backward_config, tile_width
 from flashattn_triton.hopper.launch import FastLaunch, TileMap, edges
+from flashattn_triton.hopper.schedule import FIELDS, packed_tiles_kernel
+from flashattn_triton.launch import Packing
 from flashattn_triton.options import AttentionOptions, resolve_options
 from gluon_simulator import Descriptor, Machine, Pointer, load
 
@@ -35,14 +37,20 @@ def run(
     seed: int,
     changes: dict[str, Any],
 ) -> None:
-    """All programs of one launch, one after another, on ``memory``: contiguous fp64 arrays."""
+    """All programs of one launch, one after another, on ``memory``: contiguous arrays.
+
+    Of tokens of packed sequences, an array begins where the descriptor's address lies.
+    """
     parameters: list[Any] = []
     for like, array in zip(launch.parameters, memory, strict=True):
         if isinstance(like, TileMap):
             dtype = "float32" if like.dtype == torch.float32 else "half"
+            if like.origin:
+                strides = [array.itemsize * stride for stride in like.strides]
+                array = np.lib.stride_tricks.as_strided(array, like.shape, strides)
             parameters.append(Descriptor(array.reshape(like.shape), like.block, dtype))
         else:
-            parameters.append(Pointer(array.reshape(-1)))
+            parameters.append(None if like is None else Pointer(array.reshape(-1)))
     for program in range(launch.grid[0]):
         functions = load(module, Machine(seed, program, launch.grid[0]), **changes)
         kernel = functions[launch.kernel.__name__]
@@ -96,7 +104,9 @@ class Problem:
 
     def summed(self, x: Any) -> Any:
         """Gradients of repeated keys as those of keys."""
-        return x.reshape(self.batch, self.heads[1], -1, *x.shape[2:]).sum(2)
+        return x.reshape(
+            self.batch, self.heads[1], self.heads[0] // self.heads[1], *x.shape[2:]
+        ).sum(2)
 
 
 def check_forward(problem: Problem, seed: int, **changes: Any) -> None:
@@ -104,7 +114,7 @@ def check_forward(problem: Problem, seed: int, **changes: Any) -> None:
     p, lse = problem.probabilities(q, problem.repeated(k))
     out, rows = np.full(q.shape, np.nan), np.full(lse.shape, np.nan)
     launch = forward.hopper_forward_call(*problem.meta(), problem.options).launch
-    run(launch, forward_kernel, [q, k, v, out, rows], seed, changes)
+    run(launch, forward_kernel, [q, k, v, out, rows, None], seed, changes)
     close(rows, lse)
     close(out, p @ problem.repeated(v))
 
@@ -130,14 +140,20 @@ def check_backward(problem: Problem, seed: int, **changes: Any) -> None:
     meta_q, meta_k, meta_v = problem.meta()
     tensors = [meta_q, meta_k, meta_v, meta_q, meta_q]
     launch = backward._call_for(tensors, None, problem.options).main
-    run(launch, backward_kernel, [q, k, v, do, statistics, dq_sum, dk, dv], seed, changes)
-    # Each (64, 64) block lies as wgmma leaves it in registers. The axes are blocks of rows and of
-    # columns, c // 8, r // 16, r % 8, c % 8 // 2, r % 16 // 8, c % 2.
-    blocks = dq_sum.reshape(-1, width // 64, 8, 4, 8, 4, 2, 2).transpose(0, 3, 6, 4, 1, 2, 5, 7)
-    dq = blocks.reshape(dq_sum.shape)[:, :, :n_queries, : problem.head_dim]
+    memory = [q, k, v, do, statistics, dq_sum, dk, dv, None]
+    run(launch, backward_kernel, memory, seed, changes)
+    dq = in_order(dq_sum)[:, :, :n_queries, : problem.head_dim]
     close(dq * scale, ds @ keys)
     close(dk, problem.summed(ds.swapaxes(2, 3) @ q))
     close(dv, problem.summed(p.swapaxes(2, 3) @ do))
+
+
+def in_order(dq_sum: Any) -> Any:
+    """dQ / scale as rows: each (64, 64) block of the sum lies as wgmma leaves it in registers."""
+    # Blocks of rows and of columns, c // 8, r // 16, r % 8, c % 8 // 2, r % 16 // 8, c % 2.
+    width = dq_sum.shape[-1]
+    blocks = dq_sum.reshape(-1, width // 64, 8, 4, 8, 4, 2, 2).transpose(0, 3, 6, 4, 1, 2, 5, 7)
+    return blocks.reshape(dq_sum.shape)
 
 
 def close(actual: Any, expected: Any) -> None:
@@ -188,6 +204,148 @@ def test_forward_on_random_schedules(name: str, head_dim: int) -> None:
 def test_backward_on_random_schedules(name: str, head_dim: int) -> None:
     seed = list(PROBLEMS).index(name)
     check_backward(problem_of(head_dim=head_dim, **PROBLEMS[name]), seed)
+
+
+# ---- packed sequences ----------------------------------------------------------------------------
+
+PACKED: dict[str, dict[str, Any]] = {
+    "full": {"lengths": [(70, 70), (200, 130), (1, 1)]},
+    "causal, grouped": {
+        "lengths": [(150, 150), (1, 1), (300, 300)],
+        "heads": (4, 2),
+        "causal": True,
+    },
+    "bottom-right": {"lengths": [(60, 200), (200, 60)], "causal": "bottom-right"},
+    "empty": {"lengths": [(0, 0), (0, 70), (65, 0), (128, 128), (0, 0)], "causal": True},
+    "window": {"lengths": [(200, 200), (70, 70)], "causal": True, "window": (40, None)},
+}
+
+
+class PackedProblem:
+    """Sequences in arrays of tokens, behind as many tokens as a descriptor's address lies before.
+
+    What lies there is NaN, and so are all results at first.
+    """
+
+    def __init__(self, problems: list[Problem], seed: int) -> None:
+        self.problems = problems
+        self.options, self.head_dim = problems[0].options, problems[0].head_dim
+        self.inputs = [problem.inputs(seed + i) for i, problem in enumerate(problems)]
+        self.starts = [
+            np.cumsum([0, *(p.lengths[side] for p in problems)]).tolist() for side in (0, 1)
+        ]
+        starts = [torch.tensor(x, dtype=torch.int32) for x in self.starts]
+        longest = [max(p.lengths[side] for p in problems) for side in (0, 1)]
+        self.packing = Packing(
+            cu_seqlens_q=starts[0],
+            cu_seqlens_k=starts[1],
+            max_seqlen_q=longest[0],
+            max_seqlen_k=longest[1],
+        )
+
+    def tokens(self, side: int, given: int | None = None) -> Any:
+        """(2 · T, H, D): the input of that number, or NaN."""
+        (heads, total) = (self.problems[0].heads[side], self.starts[side][-1])
+        memory = np.full((2 * total, heads, self.head_dim), np.nan)
+        if given is not None:
+            rows = [inputs[given][0].swapaxes(0, 1) for inputs in self.inputs]
+            memory[total:] = np.concatenate(rows)
+        return memory
+
+    def meta(self, side: int) -> torch.Tensor:
+        """(1, H, T, D)."""
+        shape = (self.starts[side][-1], self.problems[0].heads[side], self.head_dim)
+        x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        return x.transpose(0, 1).unsqueeze(0)
+
+    def of(self, sequence: int, side: int, memory: Any) -> Any:
+        """(1, H, N, D): one sequence's tokens."""
+        total = self.starts[side][-1]
+        first, last = (total + self.starts[side][sequence + i] for i in (0, 1))
+        return memory[first:last].swapaxes(0, 1)[None]
+
+    def table(self, tiles: Any) -> Any:
+        """What :func:`packed_tiles_kernel` writes: the interpreter runs it."""
+        constants = dict(tiles.launch.constants)
+        most = torch.full((1 + tiles.most, FIELDS.value), -1, dtype=torch.int32)
+        starts = self.packing.cu_seqlens_q, self.packing.cu_seqlens_k
+        packed_tiles_kernel[tiles.launch.grid](*starts, most, *tiles.launch.numbers, **constants)
+        return most.numpy()
+
+
+def packed_problem(name: str, head_dim: int, seed: int) -> PackedProblem:
+    chosen = dict(PACKED[name])
+    lengths = chosen.pop("lengths")
+    return PackedProblem([problem_of(x, head_dim, **chosen) for x in lengths], seed)
+
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is not active")
+
+
+@interpreted
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_forward_on_random_schedules(name: str, head_dim: int) -> None:
+    seed = list(PACKED).index(name)
+    packed = packed_problem(name, head_dim, seed)
+    meta = [packed.meta(0), packed.meta(1), packed.meta(1)]
+    call = forward.hopper_forward_call(*meta, packed.options, packed.packing)
+    q, k, v, out = packed.tokens(0, 0), packed.tokens(1, 1), packed.tokens(1, 2), packed.tokens(0)
+    lse = np.full((packed.problems[0].heads[0], packed.starts[0][-1]), np.nan)
+    run(call.launch, forward_kernel, [q, k, v, out, lse, packed.table(call.tiles)], seed, {})
+    for i, problem in enumerate(packed.problems):
+        one_q, one_k, one_v, _ = packed.inputs[i]
+        p, expected = problem.probabilities(one_q, problem.repeated(one_k))
+        close(lse[None, :, packed.starts[0][i] : packed.starts[0][i + 1]], expected)
+        close(packed.of(i, 0, out), p @ problem.repeated(one_v))
+
+
+@interpreted
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_backward_on_random_schedules(name: str, head_dim: int) -> None:
+    seed = list(PACKED).index(name)
+    packed = packed_problem(name, head_dim, seed)
+    scale, width, heads = packed.options.scale, tile_width(head_dim), packed.problems[0].heads[0]
+    queries = backward_config(head_dim, packed.options).queries
+    meta_q, meta_k = packed.meta(0), packed.meta(1)
+    tensors = [meta_q, meta_k, meta_k, meta_q, meta_q]
+    call = backward._call_for(tensors, None, packed.options, packed.packing)
+    tiles = packed.starts[0][-1] // queries + len(packed.problems)
+    # Whatever no sequence owns is NaN.
+    statistics = np.full((tiles * heads * queries, 2, 8), np.nan)
+    dq_sum = np.full((tiles * heads * queries, width), np.nan)
+    owned, expected = [], []
+    for i, problem in enumerate(packed.problems):
+        q, k, v, do = packed.inputs[i]
+        keys, values = map(problem.repeated, (k, v))
+        p, lse = problem.probabilities(q, keys)
+        delta = (p @ values * do).sum(3)
+        ds = p * (do @ values.swapaxes(2, 3) - delta[..., None]) * scale
+        expected.append((ds @ keys, problem.summed(ds.swapaxes(2, 3) @ q),
+                         problem.summed(p.swapaxes(2, 3) @ do)))  # fmt: skip
+        n = q.shape[2]
+        n_padded = max(-(-n // queries), 1) * queries
+        first = (packed.starts[0][i] // queries + i) * heads * queries
+        rows = slice(first, first + heads * n_padded)
+        added = np.zeros((heads, n_padded, 2))
+        added[..., 0] = far = -np.sign(scale) * 2.0**120
+        added[:, :n, 0] = np.where(np.isneginf(lse), far, -lse / scale)
+        added[:, :n, 1] = -delta
+        parts = added[..., None] * np.array((0.5, 0.25, 0.25, 0, 0, 0, 0, 0))
+        statistics[rows] = parts.reshape(-1, 2, 8)
+        dq_sum[rows] = 0.0
+        owned.append(rows)
+    dk, dv = packed.tokens(1), packed.tokens(1)
+    inputs = [packed.tokens(0, 0), packed.tokens(1, 1), packed.tokens(1, 2), packed.tokens(0, 3)]
+    memory = [*inputs, statistics, dq_sum, dk, dv, packed.table(call.key_tiles)]
+    run(call.main, backward_kernel, memory, seed, {})
+    for i, rows in enumerate(owned):
+        n = packed.problems[i].lengths[0]
+        dq = in_order(dq_sum[rows]).reshape(1, heads, -1, width)[:, :, :n, :head_dim]
+        close(dq * scale, expected[i][0])
+        close(packed.of(i, 1, dk), expected[i][1])
+        close(packed.of(i, 1, dv), expected[i][2])
 
 
 NOTHING: Any = lambda *arguments: None  # noqa: E731

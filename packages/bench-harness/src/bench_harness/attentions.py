@@ -173,7 +173,7 @@ def _flashattn_triton(implementation: str) -> Attend:
         max_seqlen: int = 0,
         **settings: Any,
     ) -> Tensor:
-        if implementation == "triton" and query.device.type != "cuda":
+        if implementation in ("triton", "hopper") and query.device.type != "cuda":
             raise CaseSkipped("the Triton tiers need a CUDA device")
         settings["implementation"] = implementation
         if cu_seqlens is None:
@@ -420,6 +420,7 @@ def _first(out: Any) -> Tensor:
 BUILT_IN: dict[str, Callable[[], Attend]] = {
     "flashattn-triton": functools.partial(_flashattn_triton, "auto"),
     "flashattn-triton-portable": functools.partial(_flashattn_triton, "triton"),
+    "flashattn-triton-hopper": functools.partial(_flashattn_triton, "hopper"),
     "flashattn-triton-tiled": functools.partial(_flashattn_triton, "tiled"),
     "flashattn-triton-compiled": _flashattn_triton_compiled,
     "naive": lambda: naive,

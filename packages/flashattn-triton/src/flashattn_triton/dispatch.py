@@ -177,7 +177,15 @@ def _choose(
     chosen = tiling_for(gpu.shared_memory, max(head_dims), dtype)
     if implementation == "triton":
         return Plan(tier="triton", tiling=chosen, reason=f"{reason}; shipped table")
-    refusal = eligibility.refusal(gpu.capability, dtype, head_dims, options, packed, tensors)
+    refusal = eligibility.refusal(
+        gpu.capability,
+        dtype,
+        head_dims,
+        options,
+        packed,
+        tensors,
+        insisted=implementation == "hopper",
+    )
     if refusal is None:
         return Plan(tier="hopper", tiling=chosen, reason=gpu.name)
     if implementation == "hopper":

@@ -171,7 +171,7 @@ def run_forward(
     if plan.tier == "hopper":
         from flashattn_triton.hopper.forward import hopper_forward
 
-        return hopper_forward(query, key, value, options)
+        return hopper_forward(query, key, value, options, packing)
     if plan.tiling is not None:
         from flashattn_triton.forward import triton_forward
 
@@ -222,7 +222,8 @@ def run_backward(
     if plan.tier == "hopper" and not options.deterministic:
         from flashattn_triton.hopper.backward import hopper_backward
 
-        return hopper_backward(query, key, value, out, lse, grad_out, grad_lse, options)
+        tensors = (query, key, value, out, lse, grad_out, grad_lse)
+        return hopper_backward(*tensors, options, packing)
     if plan.tiling is not None:
         from flashattn_triton.backward import triton_backward
 

@@ -16,9 +16,13 @@ from flashattn_triton.hopper.backward_kernel import (
     hopper_backward_kernel,
 )
 from flashattn_triton.hopper.configs import backward_config, tile_width
-from flashattn_triton.hopper.launch import FastLaunch, edges, tile_map
+from flashattn_triton.hopper.launch import FastLaunch, edges, packed_tile_map, tile_map
+from flashattn_triton.hopper.packed import PackedTiles, packed_tiles
 from flashattn_triton.hopper.preprocess import ROWS, postprocess_kernel, preprocess_kernel
+from flashattn_triton.hopper.schedule import FIELDS
 from flashattn_triton.launch import (
+    Packing,
+    Sizes,
     Strides,
     alignment,
     can_use_tma,
@@ -40,11 +44,12 @@ def hopper_backward(
     grad_out: Tensor,
     grad_logsumexp: Tensor | None,
     options: AttentionOptions,
+    packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launches the backward kernels on inputs that ``eligibility`` has not refused.
 
     Args:
-        query: and ``key``, ``value``, ``options``: as given to the forward pass.
+        query: and ``key``, ``value``, ``options``, ``packing``: as given to the forward pass.
         out: its output, (B, H, N_q, D).
         logsumexp: its logsumexp, contiguous (B, H, N_q) fp32.
         grad_out: dO, the shape of ``out``. It and the tensors above may have any strides, and are
@@ -61,8 +66,8 @@ def hopper_backward(
     if query.numel() == 0 or key.numel() == 0:  # which no descriptor can express
         dq, dk, dv = (empty_output(x, x.shape[3]).zero_() for x in (query, key, value))
         return dq, dk, dv
-    call = _call_for(tensors, grad_logsumexp, options)
-    return call(query, key, value, out, logsumexp, grad_out, grad_logsumexp)
+    call = _call_for(tensors, grad_logsumexp, options, packing)
+    return call(query, key, value, out, logsumexp, grad_out, grad_logsumexp, packing)
 
 
 def _for_tma(x: Tensor) -> Tensor:
@@ -116,7 +121,8 @@ class HopperBackwardCall:
     """The backward kernels on one kind of input: what their launches need, found out once.
 
     ``gradients``: shapes and strides of dQ, dK and dV. ``shared``: elements of the memory that the
-    kernels share. ``statistics``: bytes of it that come before the sum of dQ.
+    kernels share. ``statistics``: bytes of it that come before the sum of dQ. ``query_tiles``,
+    ``key_tiles``: those of a packed batch.
     """
 
     preprocess: FastLaunch
@@ -126,6 +132,8 @@ class HopperBackwardCall:
     gradients: Sequence[tuple[Sequence[int], Strides]]
     statistics: int
     shared: int
+    query_tiles: PackedTiles | None = None
+    key_tiles: PackedTiles | None = None
 
     def __call__(
         self,
@@ -136,20 +144,28 @@ class HopperBackwardCall:
         logsumexp: Tensor,
         grad_out: Tensor,
         grad_logsumexp: Tensor | None,
+        packing: Packing | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK and dV of inputs of these strides, aligned to 16 bytes."""
         if self.device.index != current_device():
             with torch.cuda.device(self.device):
-                return self(query, key, value, out, logsumexp, grad_out, grad_logsumexp)
+                return self(query, key, value, out, logsumexp, grad_out, grad_logsumexp, packing)
         dq, dk, dv = [query.new_empty_strided(*like) for like in self.gradients]
         shared = query.new_empty(self.shared, dtype=torch.float32)
         statistics = shared.data_ptr()
         dq_sum, do = statistics + self.statistics, grad_out.data_ptr()
         dl = () if grad_logsumexp is None else (grad_logsumexp.data_ptr(),)
-        self.preprocess((out.data_ptr(), do, logsumexp.data_ptr(), *dl, statistics, dq_sum))
+        of_queries: tuple[int, ...] = ()
+        of_keys: tuple[int, ...] = ()
+        if packing is not None and self.query_tiles is not None and self.key_tiles is not None:
+            tables = self.query_tiles(packing), self.key_tiles(packing)
+            of_queries, of_keys = (tables[0].data_ptr(),), (tables[1].data_ptr(),)
+        self.preprocess(
+            (out.data_ptr(), do, logsumexp.data_ptr(), *dl, statistics, dq_sum, *of_queries)
+        )
         inputs = (query.data_ptr(), key.data_ptr(), value.data_ptr())
-        self.main((*inputs, do, statistics, dq_sum, dk.data_ptr(), dv.data_ptr()))
-        self.postprocess((dq_sum, dq.data_ptr()))
+        self.main((*inputs, do, statistics, dq_sum, dk.data_ptr(), dv.data_ptr(), *of_keys))
+        self.postprocess((dq_sum, dq.data_ptr(), *of_queries))
         return dq, dk, dv
 
 
@@ -157,6 +173,7 @@ def _call_for(
     tensors: Sequence[Tensor],
     grad_logsumexp: Tensor | None,
     options: AttentionOptions,
+    packing: Packing | None = None,
 ) -> HopperBackwardCall:
     """The call for Q, K, V, O and dO of these shapes, strides and types."""
     query, key, *_ = tensors
@@ -167,6 +184,7 @@ def _call_for(
         tuple([x.stride() for x in tensors]),
         None if grad_logsumexp is None else grad_logsumexp.stride(),
         options,
+        None if packing is None else packing.sizes,
     )
 
 
@@ -178,8 +196,9 @@ def _backward_call(
     strides: tuple[Strides, ...],
     grad_logsumexp_stride: Strides | None,
     options: AttentionOptions,
+    sizes: Sizes | None,
 ) -> HopperBackwardCall:
-    """``strides``: of Q, K, V, O and dO."""
+    """``strides``: of Q, K, V, O and dO. ``sizes``: of a packed batch."""
     (batch, heads, n_queries, head_dim), (_, kv_heads, n_keys, _) = shapes
     q_stride, k_stride, v_stride, o_stride, do_stride = strides
     gradients = [
@@ -189,17 +208,40 @@ def _backward_call(
     dq_stride, dk_stride, dv_stride = (x.stride() for x in gradients)
     queries, width = backward_config(head_dim, options).queries, tile_width(head_dim)
     rows = -(-n_queries // queries) * queries * batch * heads
+    programs = (rows // ROWS, -(-n_keys // KEYS.value) * batch * kv_heads)
+    query_tiles = key_tiles = None
+    if sizes is not None:
+        sequences, longest_q, longest_k = sizes
+        query_tiles = packed_tiles(
+            (n_queries, sequences, longest_q), rows=queries, of_keys=False, heads=heads, group=1
+        )
+        key_tiles = packed_tiles(
+            (n_keys, sequences, longest_k), rows=KEYS.value, of_keys=True, heads=kv_heads, group=1
+        )
+        rows = (n_queries // queries + sequences) * queries * heads
+        programs = (query_tiles.most * heads * queries // ROWS, key_tiles.most * kv_heads)
     columns = STATISTICS.value
-    sizes = {
+    numbers = {
         "N_QUERIES": n_queries,
         "N_PADDED": rows // (batch * heads),
         "N_HEADS": heads,
         "D_DIV8": head_dim // 8,
     }
-    shape = {"WIDTH": width, "NARROW": head_dim < width, "ROWS": ROWS}
+    packed = sizes is not None
+    table = torch.int32 if packed else None
+    shape = {
+        "WIDTH": width,
+        "NARROW": head_dim < width,
+        "ROWS": ROWS,
+        "PACKED": packed,
+        "FIELDS": FIELDS.value,
+        "QUERIES": queries,
+    }
     has_dl = grad_logsumexp_stride is not None
 
-    offset, band = edges(n_queries, n_keys, options)
+    # Of packed sequences the kernel itself adds the difference of lengths.
+    offset, band = edges(0, 0, options) if packed else edges(n_queries, n_keys, options)
+    map_of = packed_tile_map if packed else tile_map
 
     def stride_div8(stride: Strides) -> list[int]:
         return [s // 8 for s in stride[:3]]
@@ -207,40 +249,41 @@ def _backward_call(
     fp32 = torch.float32
     preprocess = FastLaunch(
         preprocess_kernel,
-        rows // ROWS,
-        [dtype, dtype, fp32, fp32 if has_dl else None, torch.bfloat16, fp32],
+        programs[0],
+        [dtype, dtype, fp32, fp32 if has_dl else None, torch.bfloat16, fp32, table],
         {
             **stride_numbers(
                 o=stride_div8(o_stride),
                 do=stride_div8(do_stride),
                 dl=grad_logsumexp_stride or (0, 0, 0),
             ),
-            **sizes,
+            **numbers,
             "factor": -1.0 / options.scale,
         },
         shape | {"HAS_DL": has_dl},
     )
     postprocess = FastLaunch(
         postprocess_kernel,
-        rows // ROWS,
-        [fp32, dtype],
-        {**stride_numbers(q=stride_div8(dq_stride)), **sizes, "scale": options.scale},
+        programs[0],
+        [fp32, dtype, table],
+        {**stride_numbers(q=stride_div8(dq_stride)), **numbers, "scale": options.scale},
         shape,
     )
     query_block, key_block = [1, 1, queries, width], [1, 1, KEYS.value, width]
     own_block = [1, 1, OWN.value, width]
     main = FastLaunch(
         hopper_backward_kernel,
-        -(-n_keys // KEYS.value) * batch * kv_heads,
+        programs[1],
         [
-            tile_map(shapes[0], q_stride, query_block, dtype),
-            tile_map(shapes[1], k_stride, key_block, dtype),
-            tile_map(shapes[1], v_stride, key_block, dtype),
-            tile_map(shapes[0], do_stride, query_block, dtype),
+            map_of(shapes[0], q_stride, query_block, dtype),
+            map_of(shapes[1], k_stride, key_block, dtype),
+            map_of(shapes[1], v_stride, key_block, dtype),
+            map_of(shapes[0], do_stride, query_block, dtype),
             tile_map([rows, columns], [columns, 1], [queries, columns], torch.bfloat16),
             fp32,
-            tile_map(shapes[1], dk_stride, own_block, dtype),
-            tile_map(shapes[1], dv_stride, own_block, dtype),
+            map_of(shapes[1], dk_stride, own_block, dtype),
+            map_of(shapes[1], dv_stride, own_block, dtype),
+            table,
         ],
         {
             "N_QUERIES": n_queries,
@@ -253,9 +296,11 @@ def _backward_call(
             "scale_log2": options.scale * LOG2_E,
         },
         {
-            "RAGGED": n_keys % KEYS.value != 0,
+            "RAGGED": packed or n_keys % KEYS.value != 0,
             "is_causal": options.band[1] is not None,
             "HAS_LEFT": options.band[0] is not None,
+            "PACKED": packed,
+            "BOTTOM_RIGHT": packed and options.bottom_right,
         },
     )
     return HopperBackwardCall(
@@ -266,4 +311,6 @@ def _backward_call(
         gradients=[(x.shape, x.stride()) for x in gradients],
         statistics=rows * columns * 2,
         shared=rows * (columns // 2 + width),
+        query_tiles=query_tiles,
+        key_tiles=key_tiles,
     )

@@ -38,6 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from flashattn_triton.hopper.schedule import key_tile_of_program
 from flashattn_triton.hopper.support import (
     exp2,
     named_barrier_arrive_at,
@@ -63,14 +64,6 @@ CONSUMERS = gl.constexpr(256)  # threads
 EVERYBODY = gl.constexpr(384)
 
 # ---- which work ----------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _key_tile(N_KEYS, N_KV_HEADS):
-    """(first key, key head, batch) of this program: head after head, longest key tile first."""
-    n_tiles = gl.cdiv(N_KEYS, KEYS)
-    head = gl.program_id(0) // n_tiles
-    return (gl.program_id(0) % n_tiles) * KEYS, head % N_KV_HEADS, head // N_KV_HEADS
 
 
 @gluon.jit
@@ -106,6 +99,16 @@ def _advance(tile, head, first, last, wrap):
     return tile, gl.where(tile == first, head + 1, head)
 
 
+@gluon.jit
+def _packed_tile(q_at, n_queries, sequence, n_heads, QUERIES: gl.constexpr):
+    """How many tiles lie before a packed sequence's, in the statistics and in the sum of dQ.
+
+    They begin at a multiple of QUERIES rows, so that no two sequences share one: behind the tokens
+    before the sequence, and one tile for each sequence before it.
+    """
+    return ((q_at[0] - n_queries) // QUERIES + sequence) * n_heads
+
+
 # ---- producer ------------------------------------------------------------------------------------
 
 
@@ -114,15 +117,14 @@ def _producer(
     loads,  # descriptors of Q, K, V, dO and the statistics
     full,  # barriers: copied
     buffers,
-    N_QUERIES,
-    N_KEYS,
-    N_KV_HEADS,
-    HEADS_PER_KV,
-    offset,
+    sizes,
+    tiles_ptr,
     band,
     QUERIES: gl.constexpr,
     is_causal: gl.constexpr,
     HAS_LEFT: gl.constexpr,
+    PACKED: gl.constexpr,
+    BOTTOM_RIGHT: gl.constexpr,
 ):
     """Fetches K and V once, then each step's Q with L and delta, and dO."""
     q_desc, k_desc, v_desc, do_desc, statistics_desc = loads
@@ -131,23 +133,34 @@ def _producer(
     D: gl.constexpr = k_smem.shape[2]
     KEY_BYTES: gl.constexpr = 2 * KEYS * D * 2
     QUERY_BYTES: gl.constexpr = QUERIES * D * 2
-    first_key, kv_head, batch = _key_tile(N_KEYS, N_KV_HEADS)
-    n_tiles = gl.cdiv(N_QUERIES, QUERIES)
+    _, _, N_KV_HEADS, HEADS_PER_KV, _ = sizes
+    first_key, kv_head, n_queries, _, offset, q_at, k_at, sequence = key_tile_of_program(
+        sizes, tiles_ptr, KEYS, PACKED, BOTTOM_RIGHT
+    )
+    n_tiles = gl.cdiv(n_queries, QUERIES)
+    if PACKED:
+        n_tiles = max(n_tiles, 1)
     first, last, wrap, per_head = _walk(
         first_key, offset, band, n_tiles, QUERIES, is_causal, HAS_LEFT
     )
     steps = per_head * HEADS_PER_KV
     mbarrier.expect(kv_full, KEY_BYTES)
-    key_tile = [batch, kv_head, first_key, 0]
+    key_tile = [k_at[0], kv_head, k_at[1] + first_key, 0]
     tma_load(k_desc, key_tile, kv_full, k_smem.index(0))
     tma_load(v_desc, key_tile, kv_full, v_smem.index(0))
-    before = batch * N_KV_HEADS * HEADS_PER_KV  # heads of other batch elements
+    if PACKED:
+        before = _packed_tile(q_at, n_queries, sequence, N_KV_HEADS * HEADS_PER_KV, QUERIES)
+    else:
+        before = sequence * N_KV_HEADS * HEADS_PER_KV  # heads of other batch elements
     tile = first
     head = kv_head * HEADS_PER_KV
     for step in range(steps + STAGES):
         slot = step % STAGES
-        row = ((before + head) * n_tiles + tile) * QUERIES  # of all heads' tiles
-        query_tile = [batch, head, tile * QUERIES, 0]
+        if PACKED:
+            row = (before + head * n_tiles + tile) * QUERIES  # of all heads' tiles
+        else:
+            row = ((before + head) * n_tiles + tile) * QUERIES
+        query_tile = [q_at[0], head, q_at[1] + tile * QUERIES, 0]
         if step >= STAGES:
             named_barrier_sync_at(DO_EMPTY + slot, EVERYBODY)
         if step < steps:
@@ -355,16 +368,15 @@ def _consumer(
     dq_ptr,
     scale,
     scale_log2,
-    N_QUERIES,
-    N_KEYS,
-    N_KV_HEADS,
-    HEADS_PER_KV,
-    offset,
+    sizes,
+    tiles_ptr,
     band,
     CONSUMER: gl.constexpr,
     RAGGED: gl.constexpr,
     is_causal: gl.constexpr,
     HAS_LEFT: gl.constexpr,
+    PACKED: gl.constexpr,
+    BOTTOM_RIGHT: gl.constexpr,
 ):
     """dK and dV of 64 keys, and half of each tile of dQ."""
     kv_full, q_full, do_full = full
@@ -375,10 +387,15 @@ def _consumer(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    first_key, kv_head, batch = _key_tile(N_KEYS, N_KV_HEADS)
+    _, _, N_KV_HEADS, HEADS_PER_KV, _ = sizes
+    first_key, kv_head, n_queries, n_keys, offset, q_at, k_at, sequence = key_tile_of_program(
+        sizes, tiles_ptr, KEYS, PACKED, BOTTOM_RIGHT
+    )
     own_key = first_key + CONSUMER * OWN
-    n_keys = N_KEYS - own_key
-    n_tiles = gl.cdiv(N_QUERIES, QUERIES)
+    n_keys -= own_key
+    n_tiles = gl.cdiv(n_queries, QUERIES)
+    if PACKED:
+        n_tiles = max(n_tiles, 1)
     first, _, _, per_head = _walk(first_key, offset, band, n_tiles, QUERIES, is_causal, HAS_LEFT)
     steps = per_head * HEADS_PER_KV
     # A tile of queries sees all keys here if its first query does.
@@ -392,7 +409,11 @@ def _consumer(
     if RAGGED:
         n_masked = gl.where(n_keys < OWN, per_head, n_masked)
         n_seen = max(n_seen, n_masked)
-    group = (batch * N_KV_HEADS + kv_head) * HEADS_PER_KV * n_tiles
+    if PACKED:
+        group = _packed_tile(q_at, n_queries, sequence, N_KV_HEADS * HEADS_PER_KV, QUERIES)
+        group += kv_head * HEADS_PER_KV * n_tiles
+    else:
+        group = (sequence * N_KV_HEADS + kv_head) * HEADS_PER_KV * n_tiles
     dq_own = dq_ptr + gl.cast(group, gl.int64) * (QUERIES * D) + CONSUMER * 4096
     dq_own += _fragment_offsets(DQ)
 
@@ -441,14 +462,14 @@ def _consumer(
     dq = _start_dq(ds_smem.index((steps - 1) % DS_BUFFERS), k_smem.index(0), CONSUMER)
     own_v.store(dv.to(DTYPE))  # whose memory nobody else reads
     fence_async_shared()
-    tma_store(dv_desc, [batch, kv_head, own_key, 0], own_v)
+    tma_store(dv_desc, [k_at[0], kv_head, k_at[1] + own_key, 0], own_v)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     reduce_add(dq_own + gl.cast(before, gl.int64) * (QUERIES * D), dq, before >= 0)
     named_barrier_arrive_at(_ds_written(CONSUMER, steps + 1), CONSUMERS)
     named_barrier_sync_at(_ds_written(1 - CONSUMER, steps + 1), CONSUMERS)
     own_k.store((dk * scale).to(DTYPE))  # of which the other was reading until then
     fence_async_shared()
-    tma_store(dk_desc, [batch, kv_head, own_key, 0], own_k)
+    tma_store(dk_desc, [k_at[0], kv_head, k_at[1] + own_key, 0], own_k)
     tma.store_wait(0)
 
 
@@ -470,6 +491,7 @@ def hopper_backward_kernel(
     dq_ptr,  # (B · H · tiles · QUERIES, D) fp32, each 64 rows in the order of _fragment_offsets
     dk_desc,  # (B, G, N_k, D), tiles of (OWN, D)
     dv_desc,
+    tiles_ptr,  # the table of schedule.packed_tiles_kernel, of keys, if PACKED, else None
     N_QUERIES,
     N_KEYS,
     N_KV_HEADS,
@@ -481,12 +503,15 @@ def hopper_backward_kernel(
     RAGGED: gl.constexpr,
     is_causal: gl.constexpr,
     HAS_LEFT: gl.constexpr,
+    PACKED: gl.constexpr,
+    BOTTOM_RIGHT: gl.constexpr,
 ):
     """dK and dV, and dQ / scale added to ``dq_ptr``. Grid: key tiles · B · G.
 
     ``offset``: key index minus query index of the last key that a query sees, if ``is_causal``.
     ``band``: how many keys before that one a query sees, if ``HAS_LEFT``. ``RAGGED``: the last tile
-    has keys past the end.
+    has keys past the end. ``PACKED``, ``BOTTOM_RIGHT``: as of the forward kernel; there are at most
+    as many tiles as programs.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     QUERIES: gl.constexpr = q_desc.block_shape[2]
@@ -514,18 +539,24 @@ def hopper_backward_kernel(
     full = (kv_full, q_full, do_full)
     buffers = (k_smem, v_smem, q_smem, do_smem, statistics_smem)
 
+    sizes = (N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_PER_KV, offset)
+    present = True
+    if PACKED:
+        present = gl.program_id(0) < gl.load(tiles_ptr) * N_KV_HEADS
+
     # Written in place, because a tuple bound to a variable loses its compile-time members.
-    gl.warp_specialize([
-        (_producer, (
-            loads, full, buffers, N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_PER_KV, offset, band,
-            QUERIES, is_causal, HAS_LEFT,
-        )),
-        (_consumer, (
-            dk_desc, dv_desc, full, buffers, ds_smem, dq_ptr, scale, scale_log2, N_QUERIES, N_KEYS,
-            N_KV_HEADS, HEADS_PER_KV, offset, band, 0, RAGGED, is_causal, HAS_LEFT,
-        )),
-        (_consumer, (
-            dk_desc, dv_desc, full, buffers, ds_smem, dq_ptr, scale, scale_log2, N_QUERIES, N_KEYS,
-            N_KV_HEADS, HEADS_PER_KV, offset, band, 1, RAGGED, is_causal, HAS_LEFT,
-        )),
-    ], [4, 4], [240, 240])  # fmt: skip
+    if present:
+        gl.warp_specialize([
+            (_producer, (
+                loads, full, buffers, sizes, tiles_ptr, band, QUERIES, is_causal, HAS_LEFT, PACKED,
+                BOTTOM_RIGHT,
+            )),
+            (_consumer, (
+                dk_desc, dv_desc, full, buffers, ds_smem, dq_ptr, scale, scale_log2, sizes,
+                tiles_ptr, band, 0, RAGGED, is_causal, HAS_LEFT, PACKED, BOTTOM_RIGHT,
+            )),
+            (_consumer, (
+                dk_desc, dv_desc, full, buffers, ds_smem, dq_ptr, scale, scale_log2, sizes,
+                tiles_ptr, band, 1, RAGGED, is_causal, HAS_LEFT, PACKED, BOTTOM_RIGHT,
+            )),
+        ], [4, 4], [240, 240])  # fmt: skip

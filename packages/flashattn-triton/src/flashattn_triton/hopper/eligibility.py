@@ -29,6 +29,7 @@ def refusal(
     options: AttentionOptions,
     packed: bool,
     tensors: tuple[str, ...] = (),
+    insisted: bool = False,
 ) -> str | None:
     """Why not this kind of problem; None if it can be computed.
 
@@ -39,6 +40,7 @@ def refusal(
         options: mask, window, scale, soft-cap.
         packed: whether sequences are packed.
         tensors: names of the tensors that hide keys or are added to scores.
+        insisted: whether this tier was asked for by name.
     """
     if capability != CAPABILITY:
         return f"it needs compute capability 9.0, and this is {capability[0]}.{capability[1]}"
@@ -56,8 +58,8 @@ def refusal(
                 f"up to head_dim 64 it takes windows of at least {SHORTEST_NARROW_WINDOW} keys, "
                 f"and this is {keys}"
             )
-    if packed:
-        return "it takes no packed sequences"
+    if packed and not insisted:
+        return "packed sequences take it only by name"
     if tensors:
         return f"it takes no {' or '.join(tensors)}"
     if options.softcap is not None:

@@ -10,61 +10,94 @@ from torch import Tensor
 
 from flashattn_triton.hopper.configs import forward_config, tile_width
 from flashattn_triton.hopper.forward_kernel import ROWS, hopper_forward_kernel
-from flashattn_triton.hopper.launch import FastLaunch, edges, tile_map
-from flashattn_triton.launch import Strides, current_device, empty_output, empty_row_statistic
+from flashattn_triton.hopper.launch import FastLaunch, edges, packed_tile_map, tile_map
+from flashattn_triton.hopper.packed import PackedTiles, packed_tiles
+from flashattn_triton.launch import (
+    Packing,
+    Sizes,
+    Strides,
+    current_device,
+    empty_output,
+    empty_row_statistic,
+)
 from flashattn_triton.options import AttentionOptions
 
 LOG2_E = 1.4426950408889634
 
 
 def hopper_forward(
-    query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: AttentionOptions,
+    packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launches the forward kernel on inputs that ``eligibility`` has not refused.
 
     Args:
-        query: (B, H, N_q, D), fp16 or bf16, D a multiple of 8 up to 128.
-        key: (B, G, N_k, D).
-        value: (B, G, N_k, D).
+        query: (B, H, N_q, D), or (1, H, T_q, D) of a packed batch; fp16 or bf16, D a multiple of 8
+            up to 128.
+        key: (B, G, N_k, D), or (1, G, T_k, D).
+        value: as ``key``.
         options: mask, window and scale.
+        packing: where packed sequences start; None for a dense batch.
 
     Returns:
         Output (B, H, N_q, D) in the inputs' dtype and logsumexp (B, H, N_q) in fp32.
     """
-    return hopper_forward_call(query, key, value, options)(query, key, value)
+    if packing is not None and (query.numel() == 0 or key.numel() == 0):
+        # No descriptor can express these: there is nothing to compute, or no key to be seen.
+        out = empty_output(query, query.shape[3]).zero_()
+        return out, empty_row_statistic(query).fill_(-float("inf"))
+    return hopper_forward_call(query, key, value, options, packing)(query, key, value, packing)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HopperForwardCall:
     """The forward kernel on one kind of input: what its launch needs, found out once.
 
-    ``out`` and ``logsumexp``: their shapes and strides.
+    ``out`` and ``logsumexp``: their shapes and strides. ``tiles``: those of a packed batch.
     """
 
     launch: FastLaunch
     device: torch.device
     out: tuple[torch.Size, Strides]
     logsumexp: tuple[torch.Size, Strides]
+    tiles: PackedTiles | None = None
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, packing: Packing | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Output and logsumexp."""
         out = query.new_empty_strided(*self.out)
         logsumexp = query.new_empty_strided(*self.logsumexp, dtype=torch.float32)
         addresses = [x.data_ptr() for x in (query, key, value, out, logsumexp)]
         if self.device.index == current_device():
-            self.launch(addresses)
+            self._launch(addresses, packing)
         else:
             with torch.cuda.device(self.device):
-                self.launch(addresses)
+                self._launch(addresses, packing)
         return out, logsumexp
+
+    def _launch(self, addresses: list[int], packing: Packing | None) -> None:
+        if self.tiles is None or packing is None:
+            self.launch(addresses)
+            return
+        table = self.tiles(packing)
+        self.launch([*addresses, table.data_ptr()])
 
 
 def hopper_forward_call(
-    query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: AttentionOptions,
+    packing: Packing | None = None,
 ) -> HopperForwardCall:
     """The call for inputs of these shapes, strides and types."""
     shapes, strides = (query.shape, key.shape), (query.stride(), key.stride(), value.stride())
-    return _forward_call(query.device, query.dtype, shapes, strides, options)
+    sizes = None if packing is None else packing.sizes
+    return _forward_call(query.device, query.dtype, shapes, strides, options, sizes)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -74,16 +107,29 @@ def _forward_call(
     shapes: tuple[torch.Size, torch.Size],
     strides: tuple[Strides, ...],
     options: AttentionOptions,
+    sizes: Sizes | None,
 ) -> HopperForwardCall:
     q_shape, k_shape = shapes
+    packed = sizes is not None
     (batch, heads, n_queries, head_dim), (_, kv_heads, n_keys, _) = shapes
     like = torch.empty_strided(q_shape, strides[0], dtype=dtype, device="meta")
     out, lse = empty_output(like, head_dim), empty_row_statistic(like)
     left, right = options.band
-    offset, width = edges(n_queries, n_keys, options)
-    config = forward_config(head_dim, n_queries, options)
+    # Of packed sequences the kernel itself adds the difference of lengths.
+    offset, width = edges(0, 0, options) if packed else edges(n_queries, n_keys, options)
+    config = forward_config(head_dim, n_queries if sizes is None else sizes[1], options)
     programs = multiprocessors(device)
     tiles_of_head = -(-n_queries // config.queries)
+    tiles = None
+    if sizes is not None:
+        tiles = packed_tiles(
+            (n_queries, sizes[0], sizes[1]),
+            rows=config.queries,
+            of_keys=False,
+            heads=heads,
+            group=config.rounds * programs,
+        )
+        tiles_of_head = tiles.most
     n_tiles = tiles_of_head * batch * heads
     group = max(1, -(-config.rounds * programs // tiles_of_head))
     if 2 * batch * heads < 3 * group:  # too few are left for a group of their own
@@ -104,19 +150,22 @@ def _forward_call(
         "STAGES": config.stages,
         "REGISTERS": config.registers,
         "NEGATIVE": options.scale < 0,
-        "SHIFTED": offset != 0,
-        "HALVED": config.halves and offset == 0 and n_keys >= n_queries,
+        "SHIFTED": offset != 0 or (packed and options.bottom_right),
+        "HALVED": config.halves and offset == 0 and n_keys >= n_queries and not packed,
         "HAS_LEFT": left is not None,
         "is_causal": right is not None,
+        "PACKED": packed,
+        "BOTTOM_RIGHT": packed and options.bottom_right,
     }
+    map_of = packed_tile_map if packed else tile_map
     width = tile_width(head_dim)
     query_block, key_block = [1, 1, ROWS.value, width], [1, 1, config.keys, width]
-    q_map, o_map = (tile_map(q_shape, x, query_block, dtype) for x in (strides[0], out.stride()))
-    k_map, v_map = (tile_map(k_shape, x, key_block, dtype) for x in strides[1:])
+    q_map, o_map = (map_of(q_shape, x, query_block, dtype) for x in (strides[0], out.stride()))
+    k_map, v_map = (map_of(k_shape, x, key_block, dtype) for x in strides[1:])
     launch = FastLaunch(
         hopper_forward_kernel,
         min(n_tiles, programs),
-        [q_map, k_map, v_map, o_map, torch.float32],
+        [q_map, k_map, v_map, o_map, torch.float32, torch.int32 if packed else None],
         numbers,
         constants,
     )
@@ -125,6 +174,7 @@ def _forward_call(
         device=device,
         out=(out.shape, out.stride()),
         logsumexp=(lse.shape, lse.stride()),
+        tiles=tiles,
     )
 
 

@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from flashattn_triton.hopper.schedule import key_tiles, n_rounds, tile_of_round, whole_tiles
 from flashattn_triton.hopper.support import (
     exp2,
     named_barrier_arrive,
@@ -43,81 +44,6 @@ ROWS = gl.constexpr(64)  # of one consumer: what one warp group's wgmma computes
 LN_2 = gl.constexpr(0.6931471805599453)
 
 
-# ---- which work ----------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _tile_index(round_index):
-    """Which tile this program computes in this round; every other round runs backwards.
-
-    In the order of :func:`_tile`, neighbours are of almost equal length. Programs alternate between
-    the longer and the shorter one, so that each does about the same amount of work.
-    """
-    program = gl.program_id(0)
-    backwards = gl.num_programs(0) - 1 - program
-    return round_index * gl.num_programs(0) + gl.where(round_index % 2 == 0, program, backwards)
-
-
-@gluon.jit
-def _n_rounds(N_TILES):
-    """How many rounds, and so tiles, this program has."""
-    whole_rounds = N_TILES // gl.num_programs(0)
-    return whole_rounds + gl.where(_tile_index(whole_rounds) < N_TILES, 1, 0)
-
-
-@gluon.jit
-def _tile(round_index, sizes, ROWS_PER_TILE: gl.constexpr):
-    """(first row, head, batch) of a tile.
-
-    Groups of heads come one after another. Within a group, rows are outermost, so that under a
-    causal mask lengths rise or fall steadily: they fall in the last group, and in each other group
-    they end as the next one begins.
-    """
-    N_TILES, N_QUERIES, N_HEADS, _HEADS_PER_KV, GROUP = sizes
-    index = _tile_index(round_index)
-    n_tiles = gl.cdiv(N_QUERIES, ROWS_PER_TILE)
-    n_heads = N_TILES // n_tiles  # of all batch elements
-    group = index // (n_tiles * GROUP)
-    index -= group * n_tiles * GROUP
-    in_group = min(GROUP, n_heads - group * GROUP)
-    head = group * GROUP + index % in_group
-    tile = index // in_group
-    falls = (gl.cdiv(n_heads, GROUP) - 1 - group) % 2 == 0
-    tile = gl.where(falls, n_tiles - 1 - tile, tile)
-    return tile * ROWS_PER_TILE, head % N_HEADS, head // N_HEADS
-
-
-@gluon.jit
-def _key_tiles(
-    first_row, stop_row, band, KEYS: gl.constexpr, HAS_LEFT: gl.constexpr, is_causal: gl.constexpr
-):
-    """Tiles of keys that some of these rows sees: (first, what follows the last), at least one."""
-    N_KEYS, offset, width = band
-    stop = N_KEYS
-    if is_causal:
-        stop = min(stop, max(stop_row + offset, 1))
-    stop = gl.cdiv(stop, KEYS)
-    start = 0
-    if HAS_LEFT:
-        start = min(max(first_row + offset - width, 0) // KEYS, stop - 1)
-    return start, stop
-
-
-@gluon.jit
-def _whole_tiles(
-    first_row, stop_row, band, KEYS: gl.constexpr, HAS_LEFT: gl.constexpr, is_causal: gl.constexpr
-):
-    """Tiles of keys that each of these rows sees whole: (first, what follows the last)."""
-    N_KEYS, offset, width = band
-    stop = N_KEYS
-    if is_causal:
-        stop = min(stop, max(first_row + offset + 1, 0))
-    start = 0
-    if HAS_LEFT:
-        start = gl.cdiv(max(stop_row - 1 + offset - width, 0), KEYS)
-    return start, stop // KEYS
-
-
 # ---- producer ------------------------------------------------------------------------------------
 
 
@@ -128,43 +54,48 @@ def _producer(
     buffers,
     sizes,
     band,
+    tiles_ptr,
     CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr,
     is_causal: gl.constexpr,
+    PACKED: gl.constexpr,
+    BOTTOM_RIGHT: gl.constexpr,
 ):
     """Loads each tile's Q once and its K and V tile by tile, into slots that consumers released."""
     q_desc, k_desc, v_desc, _o_desc = descriptors
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     q_smem, k_smem, v_smem, _o_smem = buffers
-    N_TILES, N_QUERIES, _N_HEADS, HEADS_PER_KV, _GROUP = sizes
+    N_TILES, _N_QUERIES, _N_HEADS, HEADS_PER_KV, _GROUP = sizes
     KEYS: gl.constexpr = k_smem.shape[1]
     D: gl.constexpr = k_smem.shape[2]
     QUERY_BYTES: gl.constexpr = CONSUMERS * ROWS * D * 2
     KEY_BYTES: gl.constexpr = KEYS * D * 2
     tiles_done = 0  # tiles of keys so far
-    for round_index in range(_n_rounds(N_TILES)):
-        first_row, head, batch = _tile(round_index, sizes, CONSUMERS * ROWS)
-        stop_row = min(first_row + CONSUMERS * ROWS, N_QUERIES)
-        start, stop = _key_tiles(first_row, stop_row, band, KEYS, HAS_LEFT, is_causal)
+    for round_index in range(n_rounds(N_TILES)):
+        first_row, head, n_queries, own_band, q_at, k_at = tile_of_round(
+            round_index, sizes, band, tiles_ptr, CONSUMERS * ROWS, PACKED, BOTTOM_RIGHT
+        )
+        stop_row = min(first_row + CONSUMERS * ROWS, n_queries)
+        start, stop = key_tiles(first_row, stop_row, own_band, KEYS, HAS_LEFT, is_causal, PACKED)
         kv_head = head // HEADS_PER_KV
         q_slot = round_index % 2
         mbarrier.wait(q_empty.index(q_slot), ((round_index // 2) & 1) ^ 1)
         mbarrier.expect(q_full.index(q_slot), QUERY_BYTES)
         for c in gl.static_range(CONSUMERS):
-            row = first_row + c * ROWS
+            row = q_at[1] + first_row + c * ROWS
             q_tile = q_smem.index(q_slot * CONSUMERS + c)
-            tma_load(q_desc, [batch, head, row, 0], q_full.index(q_slot), q_tile)
+            tma_load(q_desc, [q_at[0], head, row, 0], q_full.index(q_slot), q_tile)
         for j in range(stop - start):
-            first_key = (stop - 1 - j) * KEYS
+            key_tile = [k_at[0], kv_head, k_at[1] + (stop - 1 - j) * KEYS, 0]
             slot = tiles_done % STAGES
             phase = (tiles_done // STAGES) & 1
             mbarrier.wait(k_empty.index(slot), phase ^ 1)
             mbarrier.expect(k_full.index(slot), KEY_BYTES)
-            tma_load(k_desc, [batch, kv_head, first_key, 0], k_full.index(slot), k_smem.index(slot))
+            tma_load(k_desc, key_tile, k_full.index(slot), k_smem.index(slot))
             mbarrier.wait(v_empty.index(slot), phase ^ 1)
             mbarrier.expect(v_full.index(slot), KEY_BYTES)
-            tma_load(v_desc, [batch, kv_head, first_key, 0], v_full.index(slot), v_smem.index(slot))
+            tma_load(v_desc, key_tile, v_full.index(slot), v_smem.index(slot))
             tiles_done += 1
 
 
@@ -324,6 +255,7 @@ def _consumer(
     buffers,
     sizes,
     band,
+    tiles_ptr,
     L_ptr,
     scale_log2,
     CONSUMER: gl.constexpr,
@@ -334,14 +266,15 @@ def _consumer(
     HALVED: gl.constexpr,
     HAS_LEFT: gl.constexpr,
     is_causal: gl.constexpr,
+    PACKED: gl.constexpr,
+    BOTTOM_RIGHT: gl.constexpr,
 ):
     """Output and logsumexp of 64 rows of each tile."""
     _q_desc, _k_desc, _v_desc, o_desc = descriptors
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     q_smem, k_smem, v_smem, o_smem = buffers
     N_TILES, N_QUERIES, N_HEADS, _HEADS_PER_KV, _GROUP = sizes
-    N_KEYS, _, _ = band
-    BLIND_ROWS: gl.constexpr = SHIFTED or HAS_LEFT
+    BLIND_ROWS: gl.constexpr = SHIFTED or HAS_LEFT or PACKED
     KEYS: gl.constexpr = k_smem.shape[1]
     D: gl.constexpr = k_smem.shape[2]
     DTYPE: gl.constexpr = k_smem.dtype
@@ -359,14 +292,18 @@ def _consumer(
     if CONSUMER == CONSUMERS - 1:
         _scheduler_barrier_arrive(CONSUMER, CONSUMERS)  # consumer 0 is first
 
-    for round_index in range(_n_rounds(N_TILES)):
-        tile_row, head, batch = _tile(round_index, sizes, CONSUMERS * ROWS)
+    for round_index in range(n_rounds(N_TILES)):
+        tile_row, head, n_queries, own_band, q_at, _ = tile_of_round(
+            round_index, sizes, band, tiles_ptr, CONSUMERS * ROWS, PACKED, BOTTOM_RIGHT
+        )
         first_row = tile_row + CONSUMER * ROWS
-        stop_row = min(tile_row + CONSUMERS * ROWS, N_QUERIES)
-        tile_start, tile_stop = _key_tiles(tile_row, stop_row, band, KEYS, HAS_LEFT, is_causal)
-        stop_row = min(first_row + ROWS, N_QUERIES)
-        start, stop = _key_tiles(first_row, stop_row, band, KEYS, HAS_LEFT, is_causal)
-        if first_row >= N_QUERIES:  # there are no rows here
+        stop_row = min(tile_row + CONSUMERS * ROWS, n_queries)
+        tile_start, tile_stop = key_tiles(
+            tile_row, stop_row, own_band, KEYS, HAS_LEFT, is_causal, PACKED
+        )
+        stop_row = min(first_row + ROWS, n_queries)
+        start, stop = key_tiles(first_row, stop_row, own_band, KEYS, HAS_LEFT, is_causal, PACKED)
+        if first_row >= n_queries:  # there are no rows here
             start = tile_start
             stop = tile_start + 1
         n_key_tiles = stop - start
@@ -388,8 +325,8 @@ def _consumer(
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(k_empty.index(slot), count=1)
         first_key = (stop - 1) * KEYS
-        if is_causal or HAS_LEFT or first_key + KEYS > N_KEYS:
-            s = _apply_mask(s, first_row, first_key, band, NEGATIVE, HAS_LEFT, is_causal)
+        if is_causal or HAS_LEFT or first_key + KEYS > own_band[0]:
+            s = _apply_mask(s, first_row, first_key, own_band, NEGATIVE, HAS_LEFT, is_causal)
         row_max = _largest(s, scale_log2, NEGATIVE)
         shift = _finite_max(row_max, BLIND_ROWS)
         exponentials = exp2(s * scale_log2 - gl.expand_dims(shift, 1))
@@ -405,30 +342,30 @@ def _consumer(
         whole = 1
         whole_stop = n_key_tiles
         if SHIFTED or HAS_LEFT:
-            first_whole, last_whole = _whole_tiles(
-                first_row, stop_row, band, KEYS, HAS_LEFT, is_causal
+            first_whole, last_whole = whole_tiles(
+                first_row, stop_row, own_band, KEYS, HAS_LEFT, is_causal
             )
         if SHIFTED:
             whole = min(max(stop - last_whole, 1), n_key_tiles)
             for j in range(1, whole):
                 acc, p, row_max, row_sum = _step(
                     q_tile, barriers, buffers, tiles_done + j, first_row, first_key - j * KEYS,
-                    band, scale_log2, acc, p, row_max, row_sum, CONSUMER, CONSUMERS, STAGES,
+                    own_band, scale_log2, acc, p, row_max, row_sum, CONSUMER, CONSUMERS, STAGES,
                     NEGATIVE, BLIND_ROWS, HAS_LEFT, is_causal, True, SCORES,
                 )  # fmt: skip
         if HAS_LEFT:
             whole_stop = min(max(stop - first_whole, whole), n_key_tiles)
         for j in range(whole, whole_stop):
             acc, p, row_max, row_sum = _step(
-                q_tile, barriers, buffers, tiles_done + j, first_row, first_key - j * KEYS, band,
-                scale_log2, acc, p, row_max, row_sum, CONSUMER, CONSUMERS, STAGES, NEGATIVE,
-                BLIND_ROWS, HAS_LEFT, is_causal, False, SCORES,
+                q_tile, barriers, buffers, tiles_done + j, first_row, first_key - j * KEYS,
+                own_band, scale_log2, acc, p, row_max, row_sum, CONSUMER, CONSUMERS, STAGES,
+                NEGATIVE, BLIND_ROWS, HAS_LEFT, is_causal, False, SCORES,
             )  # fmt: skip
         if HAS_LEFT:
             for j in range(whole_stop, n_key_tiles):
                 acc, p, row_max, row_sum = _step(
                     q_tile, barriers, buffers, tiles_done + j, first_row, first_key - j * KEYS,
-                    band, scale_log2, acc, p, row_max, row_sum, CONSUMER, CONSUMERS, STAGES,
+                    own_band, scale_log2, acc, p, row_max, row_sum, CONSUMER, CONSUMERS, STAGES,
                     NEGATIVE, BLIND_ROWS, HAS_LEFT, is_causal, True, SCORES,
                 )  # fmt: skip
         tiles_done += n_key_tiles
@@ -451,10 +388,13 @@ def _consumer(
         tma.store_wait(0)  # for the output of the tile before to have left
         o_tile.store((acc * gl.expand_dims(normaliser, 1)).to(DTYPE))
         fence_async_shared()
-        tma_store(o_desc, [batch, head, first_row, 0], o_tile)
+        tma_store(o_desc, [q_at[0], head, q_at[1] + first_row, 0], o_tile)
         rows = first_row + gl.arange(0, ROWS, SCORE_ROWS)
-        l_row = (batch * N_HEADS + head).to(gl.int64) * N_QUERIES
-        gl.store(L_ptr + l_row + rows, logsumexp, mask=rows < N_QUERIES)
+        if PACKED:
+            l_row = head.to(gl.int64) * N_QUERIES + (q_at[0] - n_queries)
+        else:
+            l_row = (q_at[0] * N_HEADS + head).to(gl.int64) * N_QUERIES
+        gl.store(L_ptr + l_row + rows, logsumexp, mask=rows < n_queries)
     tma.store_wait(0)
     if CONSUMER == 0:
         _scheduler_barrier_wait(CONSUMER)  # for the last arrival, which nobody waited for
@@ -482,6 +422,7 @@ def hopper_forward_kernel(
     v_desc,
     o_desc,
     L_ptr,  # (B, H, N_q) fp32, contiguous
+    tiles_ptr,  # the table of schedule.packed_tiles_kernel if PACKED, else None
     N_TILES,
     N_QUERIES,
     N_HEADS,
@@ -499,6 +440,8 @@ def hopper_forward_kernel(
     HALVED: gl.constexpr,
     HAS_LEFT: gl.constexpr,
     is_causal: gl.constexpr,
+    PACKED: gl.constexpr,
+    BOTTOM_RIGHT: gl.constexpr,
 ):
     """Tiles of CONSUMERS · 64 rows, ``N_TILES`` of them over all heads, by any number of programs.
 
@@ -507,6 +450,9 @@ def hopper_forward_kernel(
     ``SHIFTED`` if not 0. ``width``: how many keys before that one a query sees, if ``HAS_LEFT``.
     ``HALVED``: no query of the first of two consumers sees more than half of its last tile of keys.
     ``scale_log2``: scale · log2(e), not 0; ``NEGATIVE`` is its sign.
+    ``PACKED``: ``N_QUERIES`` and ``N_KEYS`` are the tokens of all sequences, ``offset`` does not
+    count the difference of a sequence's lengths, which ``BOTTOM_RIGHT`` adds to it, and the table
+    says how many tiles there are.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     KEYS: gl.constexpr = k_desc.block_shape[2]
@@ -535,6 +481,8 @@ def hopper_forward_kernel(
     descriptors = (q_desc, k_desc, v_desc, o_desc)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     buffers = (q_smem, k_smem, v_smem, o_smem)
+    if PACKED:
+        N_TILES = gl.load(tiles_ptr) * N_HEADS
     sizes = (N_TILES, N_QUERIES, N_HEADS, HEADS_PER_KV, GROUP)
     if not SHIFTED:
         offset = 0
@@ -544,22 +492,27 @@ def hopper_forward_kernel(
     # fmt: off
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_producer, (descriptors, barriers, buffers, sizes, band,
-                        CONSUMERS, STAGES, HAS_LEFT, is_causal)),
-            (_consumer, (descriptors, barriers, buffers, sizes, band, L_ptr, scale_log2, 0,
-                        CONSUMERS, STAGES, NEGATIVE, SHIFTED, HALVED, HAS_LEFT, is_causal)),
-            (_consumer, (descriptors, barriers, buffers, sizes, band, L_ptr, scale_log2, 1,
-                        CONSUMERS, STAGES, NEGATIVE, SHIFTED, HALVED, HAS_LEFT, is_causal)),
+            (_producer, (descriptors, barriers, buffers, sizes, band, tiles_ptr,
+                        CONSUMERS, STAGES, HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT)),
+            (_consumer, (descriptors, barriers, buffers, sizes, band, tiles_ptr, L_ptr,
+                        scale_log2, 0, CONSUMERS, STAGES, NEGATIVE, SHIFTED, HALVED,
+                        HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT)),
+            (_consumer, (descriptors, barriers, buffers, sizes, band, tiles_ptr, L_ptr,
+                        scale_log2, 1, CONSUMERS, STAGES, NEGATIVE, SHIFTED, HALVED,
+                        HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT)),
         ], [4, 4], [REGISTERS, REGISTERS])
     else:
         gl.warp_specialize([
-            (_producer, (descriptors, barriers, buffers, sizes, band,
-                        CONSUMERS, STAGES, HAS_LEFT, is_causal)),
-            (_consumer, (descriptors, barriers, buffers, sizes, band, L_ptr, scale_log2, 0,
-                        CONSUMERS, STAGES, NEGATIVE, SHIFTED, HALVED, HAS_LEFT, is_causal)),
-            (_consumer, (descriptors, barriers, buffers, sizes, band, L_ptr, scale_log2, 1,
-                        CONSUMERS, STAGES, NEGATIVE, SHIFTED, HALVED, HAS_LEFT, is_causal)),
-            (_consumer, (descriptors, barriers, buffers, sizes, band, L_ptr, scale_log2, 2,
-                        CONSUMERS, STAGES, NEGATIVE, SHIFTED, HALVED, HAS_LEFT, is_causal)),
+            (_producer, (descriptors, barriers, buffers, sizes, band, tiles_ptr,
+                        CONSUMERS, STAGES, HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT)),
+            (_consumer, (descriptors, barriers, buffers, sizes, band, tiles_ptr, L_ptr,
+                        scale_log2, 0, CONSUMERS, STAGES, NEGATIVE, SHIFTED, HALVED,
+                        HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT)),
+            (_consumer, (descriptors, barriers, buffers, sizes, band, tiles_ptr, L_ptr,
+                        scale_log2, 1, CONSUMERS, STAGES, NEGATIVE, SHIFTED, HALVED,
+                        HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT)),
+            (_consumer, (descriptors, barriers, buffers, sizes, band, tiles_ptr, L_ptr,
+                        scale_log2, 2, CONSUMERS, STAGES, NEGATIVE, SHIFTED, HALVED,
+                        HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])
     # fmt: on

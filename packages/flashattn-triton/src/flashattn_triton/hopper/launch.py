@@ -8,7 +8,7 @@ A small problem takes a GPU less time than Triton's launcher takes its host; see
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,13 +24,17 @@ _ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 @dataclass(frozen=True)
 class TileMap:
-    """The tiles that one copy moves of tensors of one shape: a descriptor without its address."""
+    """The tiles that one copy moves of tensors of one shape: a descriptor without its address.
+
+    ``origin``: how many bytes before the tensor the descriptor's address lies.
+    """
 
     shape: Sequence[int]
     strides: Sequence[int]
     block: Sequence[int]
     dtype: torch.dtype
     layout: Any
+    origin: int = 0
 
     def descriptor(self) -> TensorDescriptor:
         """A descriptor of no tensor in particular, which is all that a compiler looks at."""
@@ -61,6 +65,31 @@ def tile_map(
     used = [spare if n == 1 else s for n, s in zip(shape[:-1], strides[:-1], strict=True)]
     layout = gl.NVMMASharedLayout.get_default_for(list(block), _ELEMENTS[dtype])
     return TileMap(list(shape), [*used, 1], list(block), dtype, layout)
+
+
+def packed_tile_map(
+    shape: Sequence[int],
+    strides: Sequence[int],
+    block: Sequence[int],
+    dtype: torch.dtype,
+) -> TileMap:
+    """Tiles of a packed batch's tensors, which end where a sequence ends; see :mod:`schedule`.
+
+    Args:
+        shape: (1, H, T, D).
+        strides: as of :func:`tile_map`.
+        block: as of :func:`tile_map`.
+        dtype: of the tensors.
+    """
+    _, heads, tokens, width = shape
+    tiles = tile_map(shape, strides, block, dtype)
+    row = tiles.strides[2]
+    return replace(
+        tiles,
+        shape=[tokens + 1, heads, tokens, width],
+        strides=[row, *tiles.strides[1:]],
+        origin=tokens * row * dtype.itemsize,
+    )
 
 
 # A leading parameter of a kernel: tiles, a pointer to elements of some type, or nothing.
@@ -126,6 +155,11 @@ class FastLaunch:
             raise RuntimeError(
                 f"{self.kernel.__name__} must be compiled without scratch memory, but got some, as "
                 f"Triton's instrumentation adds. Switch that off, or use implementation='triton'."
+            )
+        origins = [getattr(x, "origin", 0) for x in self.parameters if x is not None]
+        if any(origins):
+            return lambda addresses: start(
+                [address - origin for address, origin in zip(addresses, origins, strict=True)]
             )
         return start
 

@@ -3,8 +3,9 @@
 """The small kernels that run before and after the backward kernel on sm_90, in plain Triton.
 
 Rows are padded to whole tiles (N_PADDED of a head), so that the main kernel's copies need no mask.
-Rows past the end have an L that makes P zero. Legend as in ``backward_kernel``; WIDTH is that of
-tiles.
+Rows past the end have an L that makes P zero. Of packed sequences, each is padded to whole tiles of
+QUERIES rows; N_QUERIES then counts the tokens of all. Legend as in ``backward_kernel``; WIDTH is
+that of tiles.
 """
 
 from __future__ import annotations
@@ -32,6 +33,28 @@ def _store_parts(pointers, x):
     tl.store(pointers[:, None] + column, parts)
 
 
+@triton.jit
+def _packed_rows(
+    tiles_ptr, N_HEADS, FIELDS: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr
+):
+    """Rows of a packed batch: (head, first row, its sequence's rows, tokens before, first tile).
+
+    Programs of one head's tile are neighbours. ``first tile``: of the head, in tiles of QUERIES
+    rows, where ``backward_kernel._query_tiles`` looks for it.
+    """
+    programs_of_tile = QUERIES // ROWS
+    index = tl.program_id(0) // programs_of_tile
+    entry = tiles_ptr + (1 + index // N_HEADS) * FIELDS
+    n_queries = tl.load(entry + 2)
+    first_token = tl.load(entry + 1) - n_queries
+    head = index % N_HEADS
+    n_tiles = tl.maximum(tl.cdiv(n_queries, QUERIES), 1)
+    first_tile = (first_token // QUERIES + tl.load(entry + 7)) * N_HEADS + head * n_tiles
+    first_row = (index // N_HEADS - tl.load(entry)) * QUERIES
+    first_row += (tl.program_id(0) % programs_of_tile) * ROWS
+    return head.to(tl.int64), first_row, n_queries, first_token, first_tile.to(tl.int64)
+
+
 @triton.jit(
     do_not_specialize=["N_QUERIES", "N_PADDED", "N_HEADS", "D_DIV8", "factor"],
     do_not_specialize_on_alignment=["L_ptr", "dL_ptr"],
@@ -43,6 +66,7 @@ def preprocess_kernel(
     dL_ptr,  # (B, H, N_q) fp32, or None
     statistics_ptr,  # (B, H, N_PADDED, 2, 8) bf16: parts of -L / scale, and of -delta
     dq_ptr,  # (B, H, N_PADDED, WIDTH) fp32
+    tiles_ptr,  # the table of schedule.packed_tiles_kernel, of queries, if PACKED, else None
     stride_ob,  # of O, dO and dQ in units of 8 elements, so that rows are known to be aligned
     stride_oh,
     stride_oq,
@@ -61,16 +85,34 @@ def preprocess_kernel(
     NARROW: tl.constexpr,  # D < WIDTH
     ROWS: tl.constexpr,
     HAS_DL: tl.constexpr,
+    PACKED: tl.constexpr,
+    FIELDS: tl.constexpr,
+    QUERIES: tl.constexpr,
 ):
     """What the main kernel reads of L, O and dL, and zeros where it adds. Grid: tiles · B · H."""
-    n_tiles = N_PADDED // ROWS
-    first_row = (tl.program_id(0) % n_tiles) * ROWS
-    head = (tl.program_id(0) // n_tiles).to(tl.int64)  # of B · H
-    h = head % N_HEADS
-    b = head // N_HEADS
+    if PACKED:
+        if tl.program_id(0) >= tl.load(tiles_ptr) * N_HEADS * (QUERIES // ROWS):
+            return
+        head, first_row, n_rows, first_token, first_tile = _packed_rows(
+            tiles_ptr, N_HEADS, FIELDS, QUERIES, ROWS
+        )
+        h = head
+        b = 0
+        O_ptr += first_token.to(tl.int64) * stride_oq * 8
+        dO_ptr += first_token.to(tl.int64) * stride_doq * 8
+        L_ptr += first_token
+        if HAS_DL:
+            dL_ptr += first_token.to(tl.int64) * stride_dlq
+    else:
+        n_tiles = N_PADDED // ROWS
+        first_row = (tl.program_id(0) % n_tiles) * ROWS
+        head = (tl.program_id(0) // n_tiles).to(tl.int64)  # of B · H
+        h = head % N_HEADS
+        b = head // N_HEADS
+        n_rows = N_QUERIES
     rows = first_row + tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)
-    inside = rows < N_QUERIES
+    inside = rows < n_rows
     present = inside[:, None]
     if NARROW:
         present = present & (columns // 8 < D_DIV8)[None, :]
@@ -87,7 +129,7 @@ def preprocess_kernel(
     # A row that sees no key has L = -inf, a constant: P and whatever dL claims count for nothing.
     nothing = tl.abs(logsumexp) == float("inf")
     far = tl.where(factor > 0.0, FAR, -FAR)  # times the scale always negative
-    row = head * N_PADDED + rows
+    row = (first_tile * QUERIES if PACKED else head * N_PADDED) + rows
     parts = statistics_ptr + row * 16
     _store_parts(parts, tl.where(nothing, far, logsumexp * factor))
     _store_parts(parts + 8, tl.where(nothing, 0.0, -delta))
@@ -98,6 +140,7 @@ def preprocess_kernel(
 def postprocess_kernel(
     sum_ptr,  # (B, H, N_PADDED, WIDTH) fp32, each 64 rows in the order said below
     dq_ptr,
+    tiles_ptr,  # as of preprocess_kernel
     stride_qb,
     stride_qh,
     stride_qq,
@@ -109,28 +152,44 @@ def postprocess_kernel(
     WIDTH: tl.constexpr,
     NARROW: tl.constexpr,  # D < WIDTH
     ROWS: tl.constexpr,
+    PACKED: tl.constexpr,
+    FIELDS: tl.constexpr,
+    QUERIES: tl.constexpr,
 ):
     """dQ = scale · sum, in the inputs' dtype. Grid: tiles · B · H.
 
     Each (64, 64) block of the sum lies as wgmma leaves it in registers, in the order of
     ``backward_kernel._fragment_offsets``, and after it the block of the next 64 columns.
     """
-    n_tiles = N_PADDED // ROWS
-    first_row = (tl.program_id(0) % n_tiles) * ROWS
-    head = (tl.program_id(0) // n_tiles).to(tl.int64)
-    h = head % N_HEADS
-    b = head // N_HEADS
+    if PACKED:
+        if tl.program_id(0) >= tl.load(tiles_ptr) * N_HEADS * (QUERIES // ROWS):
+            return
+        h, first_row, n_rows, first_token, first_tile = _packed_rows(
+            tiles_ptr, N_HEADS, FIELDS, QUERIES, ROWS
+        )
+        b = 0
+        first_padded = first_tile * QUERIES
+    else:
+        n_tiles = N_PADDED // ROWS
+        first_row = (tl.program_id(0) % n_tiles) * ROWS
+        head = (tl.program_id(0) // n_tiles).to(tl.int64)
+        h = head % N_HEADS
+        b = head // N_HEADS
+        n_rows = N_QUERIES
+        first_padded = head * N_PADDED
     rows = tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, WIDTH)[None, :]
-    block = sum_ptr + (head * N_PADDED + first_row) * WIDTH
+    block = sum_ptr + (first_padded + first_row) * WIDTH
     total = tl.load(block + tl.arange(0, ROWS * WIDTH))
     # c // 8, r // 16, r % 8, c % 8 // 2, r % 16 // 8 and c % 2, for row r and column c.
     total = tl.permute(tl.reshape(total, (WIDTH // 8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
     total = tl.reshape(total, (ROWS, WIDTH))
-    present = first_row + rows < N_QUERIES
+    present = first_row + rows < n_rows
     if NARROW:
         present = present & (columns // 8 < D_DIV8)
     wide = (first_row + rows).to(tl.int64)
+    if PACKED:
+        wide += first_token
     dq_rows = dq_ptr + (b * stride_qb + h * stride_qh + wide * stride_qq) * 8
     tl.store(
         dq_rows + columns,

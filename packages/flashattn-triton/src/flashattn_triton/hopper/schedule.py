@@ -1,0 +1,302 @@
+# Kernels are typed by Triton's compiler, not by annotations.
+# mypy: disable-error-code="no-untyped-def,attr-defined"
+"""Which tiles a program of the Hopper kernels computes, of a dense or of a packed batch.
+
+Of a dense batch the host knows everything. Where the sequences of a packed batch start is known on
+the device alone: :func:`packed_tiles_kernel`, which runs before the others, writes a table with one
+entry of ``FIELDS`` int32 for each tile, longest sequences first, and the number of tiles before it.
+
+The TMA sees a packed (T, H, D) tensor as (T + 1, H, T, D), whose first and third dimension are both
+tokens, with an address T tokens before the tensor's. Token i of a sequence of length n that ends
+before token e is at (e, h, T - n + i): what follows the sequence's end is outside of the tensor, so
+that it is read as zeros and not written, whatever the next sequence holds.
+
+Legend: B sequences, T tokens of all of them, H query heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+FIELDS = gl.constexpr(8)  # of an entry
+SEQUENCES = 128  # whose tiles one program of packed_tiles_kernel writes
+
+
+def most_tiles(tokens: int, sequences: int, longest: int, rows: int) -> int:
+    """An upper bound of how many tiles of ``rows`` tokens the sequences of a packed batch have."""
+    return min(tokens // rows + sequences, sequences * max(1, -(-longest // rows)))
+
+
+@triton.jit
+def _lengths(starts_ptr, sequences, N_SEQUENCES):
+    """(lengths, ends) of sequences; 0 past the last one."""
+    present = sequences < N_SEQUENCES
+    ends = tl.load(starts_ptr + sequences + 1, mask=present, other=0)
+    return ends - tl.load(starts_ptr + sequences, mask=present, other=0), ends
+
+
+@triton.jit
+def _tiles_and_groups(lengths, present, N_HEADS, GROUP, ROWS_PER_TILE: tl.constexpr):
+    """(tiles, heads in a group, groups) of sequences. An empty one has one tile, without rows."""
+    tiles = tl.maximum(tl.cdiv(lengths, ROWS_PER_TILE), 1)
+    heads = tl.minimum(tl.maximum(tl.cdiv(GROUP, tiles), 1), N_HEADS)
+    return tl.where(present, tiles, 0), heads, tl.where(present, tl.cdiv(N_HEADS, heads), 0)
+
+
+@triton.jit(
+    do_not_specialize=["N_SEQUENCES", "N_HEADS", "GROUP"],
+    do_not_specialize_on_alignment=["starts_q_ptr", "starts_k_ptr"],
+)
+def packed_tiles_kernel(
+    starts_q_ptr,  # (B + 1,) int32
+    starts_k_ptr,
+    tiles_ptr,  # (1 + tiles, FIELDS) int32
+    N_SEQUENCES,
+    N_HEADS,
+    GROUP,
+    ROWS_PER_TILE: tl.constexpr,
+    OF_KEYS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+):
+    """Writes the table of tiles of queries, or of keys. Grid: B / SEQUENCES.
+
+    Sequences come in the order of how many keys a tile of queries may see, or queries a tile of
+    keys, most first. Their places are counted, not sorted: each program looks at all sequences.
+    ``GROUP``: tiles of a sequence that heads computed at the same time shall have together.
+    """
+    own = tl.program_id(0) * SEQUENCES + tl.arange(0, SEQUENCES)
+    n_queries, end_q = _lengths(starts_q_ptr, own, N_SEQUENCES)
+    n_keys, end_k = _lengths(starts_k_ptr, own, N_SEQUENCES)
+    own_length = n_queries if OF_KEYS else n_keys
+    first_tile = tl.zeros([SEQUENCES], tl.int32)
+    first_group = tl.zeros([SEQUENCES], tl.int32)
+    all_tiles = 0
+    all_groups = 0
+    for first in range(0, N_SEQUENCES, SEQUENCES):
+        other = first + tl.arange(0, SEQUENCES)
+        other_queries, _ = _lengths(starts_q_ptr, other, N_SEQUENCES)
+        other_keys, _ = _lengths(starts_k_ptr, other, N_SEQUENCES)
+        rows = other_keys if OF_KEYS else other_queries
+        length = (other_queries if OF_KEYS else other_keys)[None, :]
+        tiles, _, groups = _tiles_and_groups(
+            rows, other < N_SEQUENCES, N_HEADS, GROUP, ROWS_PER_TILE
+        )
+        earlier = (length == own_length[:, None]) & (other[None, :] < own[:, None])
+        earlier = earlier | (length > own_length[:, None])
+        first_tile += tl.sum(tl.where(earlier, tiles[None, :], 0), 1)
+        first_group += tl.sum(tl.where(earlier, groups[None, :], 0), 1)
+        all_tiles += tl.sum(tiles, 0)
+        all_groups += tl.sum(groups, 0)
+    if tl.program_id(0) == 0:
+        tl.store(tiles_ptr, all_tiles)
+
+    rows = n_keys if OF_KEYS else n_queries
+    tiles, heads, _ = _tiles_and_groups(rows, own < N_SEQUENCES, N_HEADS, GROUP, ROWS_PER_TILE)
+    for tile in range(tl.max(tiles, 0)):
+        entry = tiles_ptr + (1 + first_tile + tile) * FIELDS
+        there = tile < tiles
+        tl.store(entry, first_tile, mask=there)
+        tl.store(entry + 1, end_q, mask=there)
+        tl.store(entry + 2, n_queries, mask=there)
+        tl.store(entry + 3, end_k, mask=there)
+        tl.store(entry + 4, n_keys, mask=there)
+        tl.store(entry + 5, heads, mask=there)
+        tl.store(entry + 6, all_groups - 1 - first_group, mask=there)
+        tl.store(entry + 7, own, mask=there)
+
+
+@gluon.jit
+def entry_of_tile(tiles_ptr, tile):
+    """One tile of a packed batch, as :func:`packed_tiles_kernel` wrote it.
+
+    (first tile of its sequence, end of the sequence's queries, their number, end of its keys, their
+    number, heads computed at a time, groups of heads from the sequence's first one to the last of
+    all sequences, the sequence).
+    """
+    entry = tiles_ptr + (1 + tile) * FIELDS
+    return (
+        gl.load(entry),
+        gl.load(entry + 1),
+        gl.load(entry + 2),
+        gl.load(entry + 3),
+        gl.load(entry + 4),
+        gl.load(entry + 5),
+        gl.load(entry + 6),
+        gl.load(entry + 7),
+    )
+
+
+# ---- forward: persistent programs ----------------------------------------------------------------
+
+
+@gluon.jit
+def _tile_index(round_index):
+    """Which tile this program computes in this round; every other round runs backwards.
+
+    In the order of :func:`tile_of_round`, neighbours are of almost equal length. Programs alternate
+    between the longer and the shorter one, so that each does about the same amount of work.
+    """
+    program = gl.program_id(0)
+    backwards = gl.num_programs(0) - 1 - program
+    return round_index * gl.num_programs(0) + gl.where(round_index % 2 == 0, program, backwards)
+
+
+@gluon.jit
+def n_rounds(N_TILES):
+    """How many rounds, and so tiles, this program has."""
+    whole_rounds = N_TILES // gl.num_programs(0)
+    return whole_rounds + gl.where(_tile_index(whole_rounds) < N_TILES, 1, 0)
+
+
+@gluon.jit
+def _packed_tile(round_index, sizes, band, tiles_ptr, ROWS_PER_TILE: gl.constexpr):
+    """:func:`tile_of_round` of a packed batch: sequence after sequence, each in groups of heads."""
+    _N_TILES, N_QUERIES, N_HEADS, _HEADS_PER_KV, _GROUP = sizes
+    N_KEYS, offset, width = band
+    index = _tile_index(round_index)
+    first_tile, end_q, n_queries, end_k, n_keys, group_size, groups_after, _ = entry_of_tile(
+        tiles_ptr, index // N_HEADS
+    )
+    index -= first_tile * N_HEADS
+    n_tiles = max(gl.cdiv(n_queries, ROWS_PER_TILE), 1)
+    group = index // (n_tiles * group_size)
+    index -= group * n_tiles * group_size
+    in_group = min(group_size, N_HEADS - group * group_size)
+    head = group * group_size + index % in_group
+    tile = index // in_group
+    tile = gl.where((groups_after - group) % 2 == 0, n_tiles - 1 - tile, tile)
+    q_at = (end_q, N_QUERIES - n_queries)
+    k_at = (end_k, N_KEYS - n_keys)
+    return tile * ROWS_PER_TILE, head, n_queries, (n_keys, offset, width), q_at, k_at
+
+
+@gluon.jit
+def _dense_tile(round_index, sizes, band, ROWS_PER_TILE: gl.constexpr):
+    """:func:`tile_of_round` of a dense batch: groups of heads of all batch elements."""
+    N_TILES, N_QUERIES, N_HEADS, _HEADS_PER_KV, GROUP = sizes
+    index = _tile_index(round_index)
+    n_tiles = gl.cdiv(N_QUERIES, ROWS_PER_TILE)
+    n_heads = N_TILES // n_tiles  # of all batch elements
+    group = index // (n_tiles * GROUP)
+    index -= group * n_tiles * GROUP
+    in_group = min(GROUP, n_heads - group * GROUP)
+    head = group * GROUP + index % in_group
+    tile = index // in_group
+    falls = (gl.cdiv(n_heads, GROUP) - 1 - group) % 2 == 0
+    tile = gl.where(falls, n_tiles - 1 - tile, tile)
+    first_row, batch = tile * ROWS_PER_TILE, head // N_HEADS
+    return first_row, head % N_HEADS, N_QUERIES, band, (batch, 0), (batch, 0)
+
+
+@gluon.jit
+def tile_of_round(
+    round_index,
+    sizes,
+    band,
+    tiles_ptr,
+    ROWS_PER_TILE: gl.constexpr,
+    PACKED: gl.constexpr,
+    BOTTOM_RIGHT: gl.constexpr,
+):
+    """A tile of queries: (first row, head, rows, band, place of the rows, place of the keys).
+
+    Rows and band are those of the tile's sequence. A place is what a descriptor's first coordinate
+    is for the sequence, and what is added to its third one.
+
+    Groups of heads come one after another. Within a group, rows are outermost, so that under a
+    causal mask lengths rise or fall steadily: they fall in the last group, and in each other group
+    they end as the next one begins.
+    """
+    if PACKED:
+        first_row, head, n_queries, own_band, q_at, k_at = _packed_tile(
+            round_index, sizes, band, tiles_ptr, ROWS_PER_TILE
+        )
+        if BOTTOM_RIGHT:
+            n_keys, offset, width = own_band
+            own_band = (n_keys, offset + n_keys - n_queries, width)
+    else:
+        first_row, head, n_queries, own_band, q_at, k_at = _dense_tile(
+            round_index, sizes, band, ROWS_PER_TILE
+        )
+    return first_row, head, n_queries, own_band, q_at, k_at
+
+
+@gluon.jit
+def key_tiles(
+    first_row,
+    stop_row,
+    band,
+    KEYS: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+    is_causal: gl.constexpr,
+    PACKED: gl.constexpr,
+):
+    """Tiles of keys that some of these rows sees: (first, what follows the last), at least one."""
+    N_KEYS, offset, width = band
+    stop = N_KEYS
+    if is_causal:
+        stop = min(stop, max(stop_row + offset, 1))
+    stop = gl.cdiv(stop, KEYS)
+    if PACKED:  # where a sequence may be empty
+        stop = max(stop, 1)
+    start = 0
+    if HAS_LEFT:
+        start = min(max(first_row + offset - width, 0) // KEYS, stop - 1)
+    return start, stop
+
+
+@gluon.jit
+def whole_tiles(
+    first_row, stop_row, band, KEYS: gl.constexpr, HAS_LEFT: gl.constexpr, is_causal: gl.constexpr
+):
+    """Tiles of keys that each of these rows sees whole: (first, what follows the last)."""
+    N_KEYS, offset, width = band
+    stop = N_KEYS
+    if is_causal:
+        stop = min(stop, max(first_row + offset + 1, 0))
+    start = 0
+    if HAS_LEFT:
+        start = gl.cdiv(max(stop_row - 1 + offset - width, 0), KEYS)
+    return start, stop // KEYS
+
+
+# ---- backward: one tile of keys for each program -------------------------------------------------
+
+
+@gluon.jit
+def key_tile_of_program(
+    sizes, tiles_ptr, KEYS: gl.constexpr, PACKED: gl.constexpr, BOTTOM_RIGHT: gl.constexpr
+):
+    """A tile of keys: (first key, key head, queries, keys, offset, places of both, sequence).
+
+    Queries, keys and offset are those of the tile's sequence, places as of :func:`tile_of_round`.
+    Head comes after head, and of each the longest tile first.
+    """
+    N_QUERIES, N_KEYS, N_KV_HEADS, _HEADS_PER_KV, offset = sizes
+    if PACKED:
+        first_tile, end_q, n_queries, end_k, n_keys, _, _, sequence = entry_of_tile(
+            tiles_ptr, gl.program_id(0) // N_KV_HEADS
+        )
+        n_tiles = max(gl.cdiv(n_keys, KEYS), 1)
+        index = gl.program_id(0) - first_tile * N_KV_HEADS
+        head = index // n_tiles
+        first_key = (index % n_tiles) * KEYS
+        q_at = (end_q, N_QUERIES - n_queries)
+        k_at = (end_k, N_KEYS - n_keys)
+        if BOTTOM_RIGHT:
+            offset += n_keys - n_queries
+    else:
+        n_tiles = gl.cdiv(N_KEYS, KEYS)
+        head = gl.program_id(0) // n_tiles
+        first_key = (gl.program_id(0) % n_tiles) * KEYS
+        sequence = head // N_KV_HEADS  # of a dense batch
+        head = head % N_KV_HEADS
+        n_queries = N_QUERIES
+        n_keys = N_KEYS
+        q_at = (sequence, 0)
+        k_at = (sequence, 0)
+    return first_key, head, n_queries, n_keys, offset, q_at, k_at, sequence
