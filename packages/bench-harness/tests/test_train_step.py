@@ -10,8 +10,10 @@ import json
 import pandas as pd
 import pytest
 import torch
+import torch.distributed as dist
 
 from bench_harness import experiments, options, presets
+from bench_harness.experiments.base import CaseSkipped
 from bench_harness.experiments.train_step import merged, over_ranks
 from bench_harness.report.frame import to_frame
 from bench_harness.report.plots import png_bytes
@@ -440,6 +442,35 @@ def test_wrong_training_is_found_before_it_is_timed() -> None:
         assert right is None
         assert "must be those of plain averaging" in silent
         assert "must be those of plain averaging" in lazy
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"wrapper": {"name": "fully-sharded", "communication": "peer-copy"}},
+        {
+            "optimizer": {
+                "name": "sharded",
+                "reduce_gradients": True,
+                "communication": "peer-copy",
+            }
+        },
+    ],
+)
+def test_copies_between_gpus_are_asked_for(settings: dict[str, object]) -> None:
+    """Without such GPUs the variant is skipped: it must not run over something else."""
+    variant = of.read(settings, {})
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with (
+            pytest.raises(CaseSkipped, match="peer-copy needs GPUs"),
+            training(
+                variant, {"size": "custom", "batch": 2, "sequence": 16, **TINY}, torch.device("cpu")
+            ),
+        ):
+            pass
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_variant_that_fails_alone_makes_its_row_an_error() -> None:

@@ -17,6 +17,7 @@ from basics_model import CapturedStep
 from bench_harness.experiments.base import CaseSkipped
 from bench_harness.training import settings as of
 from bench_harness.training.optimizers import dtype_of, make_optimizer, matrix_names, state_bytes
+from bench_harness.training.peer import peer_copies, peer_memory
 from bench_harness.workload import attention_by_name, workload_of
 
 if TYPE_CHECKING:
@@ -277,7 +278,7 @@ def _comm_hook(wrapper: of.Bucketed, group: Any) -> Any:
         from ddp_lite.peer import PeerCopyAverage
 
         wire_dtype, keep = dtype_of(wrapper.wire_dtype), wrapper.copy
-        return PeerCopyAverage(_peer_memory(group), wire_dtype=wire_dtype, keep_averages=keep)
+        return PeerCopyAverage(peer_memory(group), wire_dtype=wire_dtype, keep_averages=keep)
     if name == "reduce-scatter":
         raise CaseSkipped(
             "buckets are not handed over to an optimizer any more; use the optimizer 'sharded' "
@@ -286,16 +287,6 @@ def _comm_hook(wrapper: of.Bucketed, group: Any) -> Any:
     from ddp_lite import hooks
 
     return hooks.PowerSGD() if name == "power-sgd" else hooks.CompressTo(torch.bfloat16)
-
-
-def _peer_memory(group: Any) -> Any:
-    """Memory that the GPUs of a group share; collective."""
-    from ddp_lite.peer import PeerMemory, choose_communication
-
-    choice = choose_communication(group, 2**30)
-    if choice.name != "peer-copy":
-        raise CaseSkipped(f"peer-copy needs GPUs of one host with peer access, but {choice.reason}")
-    return PeerMemory(group)
 
 
 _NCCL_GROUPS: dict[tuple[dist.ProcessGroup, bool, int | None], dist.ProcessGroup] = {}
@@ -377,4 +368,5 @@ def _fully_sharded(wrapper: of.FullySharded, module: nn.Module) -> Any:
         compute_dtype=dtype_of(wrapper.compute_dtype),
         reduce_dtype=dtype_of(wrapper.reduce_dtype),
         prefetch=wrapper.prefetch,
+        communication=peer_copies(group) if wrapper.communication == "peer-copy" else None,
     )

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from bench_harness.training import settings as of
+from bench_harness.training.peer import peer_copies
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -80,6 +81,7 @@ def make_optimizer(
             master_dtype=dtype_of(arguments.master_dtype),
             reduce_gradients=arguments.reduce_gradients,
             overlap=arguments.overlap,
+            communication=peer_copies() if arguments.communication == "peer-copy" else None,
             offload_state=arguments.offload_state,
             **shared,
         )

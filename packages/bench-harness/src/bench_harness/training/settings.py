@@ -168,6 +168,7 @@ class FullySharded(Arguments):
         replicas: how many groups of ranks hold all shards each; more than 1 makes a mesh of two
             levels, whose gradients are also averaged across the groups.
         nccl_max_ctas: at most so many thread blocks for a NCCL kernel, of a group of its own.
+        communication: "peer-copy" is :class:`ddp_lite.peer.PeerCopies`.
     """
 
     title: ClassVar[str] = "FullyShardedDataParallel"
@@ -177,6 +178,7 @@ class FullySharded(Arguments):
     prefetch: int = 1
     replicas: int = 1
     nccl_max_ctas: int | None = None
+    communication: Literal["peer-copy"] | None = None
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
@@ -185,6 +187,11 @@ class FullySharded(Arguments):
             raise ValueError(
                 f"nccl_max_ctas must be left out where replicas is {self.replicas}, because a mesh "
                 f"makes its own groups, but got {self.nccl_max_ctas}. Remove it."
+            )
+        if self.replicas > 1 and self.communication is not None:
+            raise ValueError(
+                f"communication must be left out where replicas is {self.replicas}, because it is "
+                f"for all GPUs of a host, but got {self.communication!r}. Remove it."
             )
 
 

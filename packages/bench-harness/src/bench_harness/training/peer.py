@@ -1,0 +1,37 @@
+"""Copies between GPUs in place of NCCL's kernels, for the variants that ask for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from bench_harness.experiments.base import CaseSkipped
+
+
+def peer_memory(group: Any) -> Any:
+    """Memory that the GPUs of a group share; collective.
+
+    Raises:
+        CaseSkipped: these GPUs cannot copy to each other.
+    """
+    from ddp_lite.peer import PeerMemory, choose_communication
+
+    choice = choose_communication(group, 2**30)
+    if choice.name != "peer-copy":
+        raise CaseSkipped(f"peer-copy needs GPUs of one host with peer access, but {choice.reason}")
+    return PeerMemory(group)
+
+
+def peer_copies(group: Any = None) -> Any:
+    """Collectives by copies, for shard-optim's ``communication=``; collective.
+
+    Args:
+        group: the ranks; None for all.
+
+    Raises:
+        CaseSkipped: these GPUs cannot copy to each other.
+    """
+    from ddp_lite.peer import PeerCopies
+
+    return PeerCopies(peer_memory(group or dist.group.WORLD))
