@@ -128,6 +128,18 @@ def test_a_report_of_failed_cases_only_is_still_a_report(name, status):
     assert experiment.figures(frame) == []
 
 
+def test_a_cold_start_of_the_whole_step_has_nothing_before_it(run):
+    frame, tables, _ = run(
+        "model", sizes=("custom",), batch=2, sequences=(16,), modes=("whole-step",),
+        warmups=(0, 1), samples=3, **TINY,
+    )  # fmt: skip
+    assert frame["phase"].tolist() == ["step", "step"]
+    cold, _ = frame["samples_ms"]
+    assert frame["first_ms"].tolist()[0] == cold[0], "the first sample is the first step"
+    assert frame["label"].str.contains("whole-step warm-up").all()
+    assert tables["Effect of warm-up"].frame["warm-up (steps)"].tolist() == [0, 1]
+
+
 def test_model(run):
     frame, tables, _ = run(
         "model",

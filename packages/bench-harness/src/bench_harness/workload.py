@@ -35,6 +35,8 @@ class Workload:
     Attributes:
         loss_of: maps the module's output to a scalar.
         model_config: the language model's dimensions; None for an imported module.
+        tokens: of the language model, (batch, sequence + 1) int64, of which input and targets are
+            views: what is written into it is the next batch.
     """
 
     module: nn.Module
@@ -44,6 +46,7 @@ class Workload:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     model_config: ModelConfig | None = None
+    tokens: Tensor | None = None
 
     def loss(self, module: Callable[..., Any] | None = None) -> Tensor:
         """One forward pass, in the workload's precision.
@@ -247,6 +250,7 @@ def language_model(
             loss_of=lambda loss: loss,
             args=(inputs, targets),
             model_config=model_config,
+            tokens=tokens,
         )
     return Workload(
         module=module,
@@ -255,6 +259,7 @@ def language_model(
         loss_of=lambda logits: basics_model.cross_entropy(logits, targets),
         args=(inputs,),
         model_config=model_config,
+        tokens=tokens,
     )
 
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 #: synchronised, and the step as a whole with one synchronisation at its end.
 PHASES = ("forward", "training forward", "backward", "optimizer", "step")
 MODES = ("forward", "forward-backward", "step")
+#: The step as a whole and nothing before it, so that its first one meets a cold start.
+WHOLE_STEP = "whole-step"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +46,11 @@ class Options(SubjectOptions, SamplingOptions):
     executions: tuple[str, ...] = option(
         ("eager",), "Plain or through torch.compile, compared.", choices=("eager", "compiled")
     )
-    modes: tuple[str, ...] = option(MODES, "What to run.", choices=MODES)
+    modes: tuple[str, ...] = option(
+        MODES,
+        "What to run; step has its parts too, whole-step nothing else.",
+        choices=(*MODES, WHOLE_STEP),
+    )
     optimizer: str = option("adamw", "Optimizer of the step.", choices=OPTIMIZERS)
     warmups: tuple[int, ...] = option((5,), "Warm-up steps; each count is a case of its own.")
     samples: int = option(10, "Measured steps of a turn.")
@@ -101,7 +107,7 @@ class Model(Experiment):
                     "variants": group,
                     "warmup": warmup,
                     **common,
-                    "label": _label(subject, group, warmup),
+                    "label": _label(subject, group, chosen.modes, warmup),
                 },
                 timeout_s=900,
             )
@@ -201,7 +207,7 @@ class Model(Experiment):
         tables = [times]
         done = row_tables.finished(frame)
         if "warmup" in done and done["warmup"].nunique() > 1:
-            study = done[done["phase"].isin(["forward", "step"])]
+            study = done[done["phase"].isin(["forward", "backward", "step"])]
             tables.append(
                 Table(
                     "Effect of warm-up",
@@ -292,11 +298,14 @@ class Model(Experiment):
         ]
 
 
-def _label(subject: Row, variants: list[dict[str, str]], warmup: int) -> str:
+def _label(
+    subject: Row, variants: list[dict[str, str]], modes: tuple[str, ...], warmup: int
+) -> str:
     which = " ".join(
         "+".join(dict.fromkeys(variant[name] for variant in variants)) for name in variants[0]
     )
-    return f"model {subject_label(subject)} {which} warm-up {warmup}"
+    ran = "" if modes == MODES else " ".join(("", *modes))
+    return f"model {subject_label(subject)} {which}{ran} warm-up {warmup}"
 
 
 def _settings(variant: Mapping[str, str], config: Mapping[str, Any]) -> Settings:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import pandas as pd
 
 from bench_harness import roofline
-from bench_harness.experiments import row_tables
+from bench_harness.experiments import recomputation, row_tables
 from bench_harness.experiments.base import Figure, Table
 from bench_harness.experiments.bucket_model import MISS_TOLERANCE, draw_fit, fit_table
 from bench_harness.report import marks, units
@@ -54,6 +54,7 @@ def tables(rows: pd.DataFrame) -> list[Table]:
     timed = done[done["median_ms"].notna()]
     if "memory" in done and done["memory"].notna().any():
         made.append(_memory(done))
+    made += recomputation.tables(done)
     if "communication_ms" in done and done["communication_ms"].notna().any():
         made.append(_communication(done[done["communication_ms"].notna()]))
     if "stragglers" in done and done["stragglers"].notna().any():
@@ -454,6 +455,7 @@ def figures(rows: pd.DataFrame) -> list[Figure]:
                 f"{cell['spans'].iloc[0]}.",
             )
         )
+    made += recomputation.figures(done)
     sweep = draw_fit(timed)
     if sweep is not None:
         made.append(

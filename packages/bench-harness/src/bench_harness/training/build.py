@@ -151,6 +151,7 @@ def _workload(variant: of.Settings, config: Mapping[str, Any], device: torch.dev
         config,
         device,
         precision=variant.precision,
+        seed=config.get("seed", 0),
         batch_seed=dist.get_rank() if dist.is_initialized() else 0,
         attention=attention_by_name(variant.attention),
         checkpoint_blocks=variant.checkpoint_blocks,

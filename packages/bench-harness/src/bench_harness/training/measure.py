@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from basics_model import CaptureError
 from bench_harness.case import Row
+from bench_harness.experiments import recomputation
 from bench_harness.experiments.base import CaseSkipped
 from bench_harness.experiments.distributed import on_rank_0
 from bench_harness.flops import step_work, training_flops
@@ -56,8 +57,7 @@ def measure_rank(
         | {"host_ms": [], "optimizer_ms": [], "device_allocations": 0, "compilations": 0}
         for label, variant in zip(of.labels(variants), variants, strict=True)
     ]
-    # Past the compiler's limit a module would quietly run uncompiled.
-    with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
+    with _compiling():
         _prove(variants, rows, config, device, progress)
         link = _all_reduces(variants[0], config, device) if config["all_reduces"] else {}
         pairs, enough, turn = list(zip(variants, rows, strict=True)), None, 0
@@ -98,13 +98,20 @@ def weigh_alone(config: Mapping[str, Any]) -> list[Row]:
         for label, variant in zip(of.labels(variants), variants, strict=True):
             before = moments.held_before(device)
             row: Row = {"variant": label, "settings": variant.table(), "held_before_bytes": before}
-            with training(variant, config, device) as steps:
+            with _compiling(), training(variant, config, device) as steps:
                 row |= facts(steps)
                 row["memory"], _ = moments.weigh(steps, variant, before)
             rows.append(row)
         return rows
     finally:
         dist.destroy_process_group()
+
+
+def _compiling() -> AbstractContextManager[Any]:
+    """Past the compiler's limit a module would quietly run uncompiled; inside this it fails."""
+    limits: AbstractContextManager[Any]
+    limits = torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True)
+    return limits
 
 
 def _prove(
@@ -164,7 +171,7 @@ def _turn(
     before = moments.held_before(device) if turn == 0 else 0
     with training(variant, config, device) as steps:
         if turn == 0:
-            row |= facts(steps) | work(steps, variant)
+            row |= facts(steps) | work(steps, variant) | recomputation.predicted(steps, variant)
             row["held_before_bytes"] = before
             row["memory"], row["losses"] = moments.weigh(steps, variant, before)
         warmup = config["warmup"]

@@ -71,6 +71,7 @@ def _round(steps: Training, modes: list[str]) -> dict[str, Samples]:
     if "step" in modes:
         with phase("optimizer"):
             steps.update()
+    if "step" in modes or "whole-step" in modes:
         with phase("step"):
             steps.step()
     return found

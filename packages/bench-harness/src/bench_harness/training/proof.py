@@ -123,7 +123,7 @@ def disagreement(
             name: float((found[name] - wanted).norm() / (wanted - expected.before[name]).norm())
             for name, wanted in expected.after.items()
         }
-        apart = _apart(found)
+        different = apart(found)
     worst = max(errors, key=lambda name: errors[name])
     limits = {
         "exact": (LOSS_TOLERANCE, WEIGHT_TOLERANCE),
@@ -142,8 +142,8 @@ def disagreement(
             f"the weights after {len(losses)} steps must be those of plain averaging within "
             f"{limit:g} of what the steps changed, but got {errors[worst]:.2e} in {worst}"
         )
-    elif apart:
-        trouble = f"all ranks must end with the same weights, but got different ones in {apart}"
+    elif different:
+        trouble = f"all ranks must end with the same weights, but got different ones in {different}"
     return trouble, {"loss_error": loss_error, "weight_error": errors[worst]}
 
 
@@ -167,7 +167,7 @@ def _copies(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in parameters.items()}
 
 
-def _apart(parameters: Mapping[str, Tensor]) -> str | None:
+def apart(parameters: Mapping[str, Tensor]) -> str | None:
     """The name of a parameter in which a rank differs from rank 0; None if none does."""
     for name, value in parameters.items():
         first = value.contiguous().clone()
