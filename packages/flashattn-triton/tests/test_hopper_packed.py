@@ -86,6 +86,8 @@ def attend() -> Iterator[Callable[..., Any]]:
     def on(case: Any, **keywords: Any) -> Callable[..., Any]:
         longest = [max(column) for column in zip(*case.seqlens, strict=True)]
         starts = case.cu_seqlens("cuda")
+        if torch.equal(*starts):  # as one tensor, which says that lengths are equal
+            starts = (starts[0], starts[0])
         given = {**case.keywords, "implementation": "hopper", "return_lse": True, **keywords}
         return lambda q, k, v: flash_attention_varlen(q, k, v, *starts, *longest, **given)
 

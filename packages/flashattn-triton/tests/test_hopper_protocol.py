@@ -209,14 +209,10 @@ def test_backward_on_random_schedules(name: str, head_dim: int) -> None:
 # ---- packed sequences ----------------------------------------------------------------------------
 
 PACKED: dict[str, dict[str, Any]] = {
-    "full": {"lengths": [(70, 70), (200, 130), (1, 1)]},
-    "causal, grouped": {
-        "lengths": [(150, 150), (1, 1), (300, 300)],
-        "heads": (4, 2),
-        "causal": True,
-    },
-    "bottom-right": {"lengths": [(60, 200), (200, 60)], "causal": "bottom-right"},
-    "empty": {"lengths": [(0, 0), (0, 70), (65, 0), (128, 128), (0, 0)], "causal": True},
+    "full": {"lengths": [(70, 70), (130, 200)]},
+    "causal, grouped, equal": {"lengths": [(1, 1), (150, 150)], "heads": (2, 1), "causal": True},
+    "bottom-right": {"lengths": [(60, 200), (140, 60)], "causal": "bottom-right"},
+    "empty": {"lengths": [(0, 0), (0, 70), (65, 0), (128, 128)], "causal": True},
     "window": {"lengths": [(200, 200), (70, 70)], "causal": True, "window": (40, None)},
 }
 
@@ -235,6 +231,8 @@ class PackedProblem:
             np.cumsum([0, *(p.lengths[side] for p in problems)]).tolist() for side in (0, 1)
         ]
         starts = [torch.tensor(x, dtype=torch.int32) for x in self.starts]
+        if self.starts[0] == self.starts[1]:  # as one tensor
+            starts[1] = starts[0]
         longest = [max(p.lengths[side] for p in problems) for side in (0, 1)]
         self.packing = Packing(
             cu_seqlens_q=starts[0],

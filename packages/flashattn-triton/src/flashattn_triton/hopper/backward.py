@@ -17,7 +17,12 @@ from flashattn_triton.hopper.backward_kernel import (
 )
 from flashattn_triton.hopper.configs import backward_config, tile_width
 from flashattn_triton.hopper.launch import FastLaunch, edges, packed_tile_map, tile_map
-from flashattn_triton.hopper.packed import PackedTiles, packed_tiles
+from flashattn_triton.hopper.packed import (
+    PackedTiles,
+    packed_sizes,
+    packed_tiles,
+    without_offset,
+)
 from flashattn_triton.hopper.preprocess import ROWS, postprocess_kernel, preprocess_kernel
 from flashattn_triton.hopper.schedule import FIELDS
 from flashattn_triton.launch import (
@@ -184,7 +189,7 @@ def _call_for(
         tuple([x.stride() for x in tensors]),
         None if grad_logsumexp is None else grad_logsumexp.stride(),
         options,
-        None if packing is None else packing.sizes,
+        packed_sizes(packing),
     )
 
 
@@ -196,9 +201,11 @@ def _backward_call(
     strides: tuple[Strides, ...],
     grad_logsumexp_stride: Strides | None,
     options: AttentionOptions,
-    sizes: Sizes | None,
+    sizes_and_equal: tuple[Sizes, bool] | None,
 ) -> HopperBackwardCall:
-    """``strides``: of Q, K, V, O and dO. ``sizes``: of a packed batch."""
+    """``strides``: of Q, K, V, O and dO. ``sizes_and_equal``: of :func:`packed_sizes`."""
+    sizes, equal = sizes_and_equal or (None, False)
+    options = without_offset(options, equal)
     (batch, heads, n_queries, head_dim), (_, kv_heads, n_keys, _) = shapes
     q_stride, k_stride, v_stride, o_stride, do_stride = strides
     gradients = [

@@ -11,7 +11,12 @@ from torch import Tensor
 from flashattn_triton.hopper.configs import forward_config, tile_width
 from flashattn_triton.hopper.forward_kernel import ROWS, hopper_forward_kernel
 from flashattn_triton.hopper.launch import FastLaunch, edges, packed_tile_map, tile_map
-from flashattn_triton.hopper.packed import PackedTiles, packed_tiles
+from flashattn_triton.hopper.packed import (
+    PackedTiles,
+    packed_sizes,
+    packed_tiles,
+    without_offset,
+)
 from flashattn_triton.launch import (
     Packing,
     Sizes,
@@ -96,7 +101,7 @@ def hopper_forward_call(
 ) -> HopperForwardCall:
     """The call for inputs of these shapes, strides and types."""
     shapes, strides = (query.shape, key.shape), (query.stride(), key.stride(), value.stride())
-    sizes = None if packing is None else packing.sizes
+    sizes = packed_sizes(packing)
     return _forward_call(query.device, query.dtype, shapes, strides, options, sizes)
 
 
@@ -107,10 +112,12 @@ def _forward_call(
     shapes: tuple[torch.Size, torch.Size],
     strides: tuple[Strides, ...],
     options: AttentionOptions,
-    sizes: Sizes | None,
+    sizes_and_equal: tuple[Sizes, bool] | None,
 ) -> HopperForwardCall:
     q_shape, k_shape = shapes
+    sizes, equal = sizes_and_equal or (None, False)
     packed = sizes is not None
+    options = without_offset(options, equal)
     (batch, heads, n_queries, head_dim), (_, kv_heads, n_keys, _) = shapes
     like = torch.empty_strided(q_shape, strides[0], dtype=dtype, device="meta")
     out, lse = empty_output(like, head_dim), empty_row_statistic(like)
@@ -151,7 +158,7 @@ def _forward_call(
         "REGISTERS": config.registers,
         "NEGATIVE": options.scale < 0,
         "SHIFTED": offset != 0 or (packed and options.bottom_right),
-        "HALVED": config.halves and offset == 0 and n_keys >= n_queries and not packed,
+        "HALVED": config.halves and offset == 0 and (equal if packed else n_keys >= n_queries),
         "HAS_LEFT": left is not None,
         "is_causal": right is not None,
         "PACKED": packed,

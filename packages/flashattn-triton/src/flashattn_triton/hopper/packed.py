@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,7 +14,29 @@ from flashattn_triton.hopper.schedule import (
     most_tiles,
     packed_tiles_kernel,
 )
-from flashattn_triton.launch import Packing
+from flashattn_triton.launch import Packing, Sizes
+from flashattn_triton.options import AttentionOptions
+
+
+def packed_sizes(packing: Packing | None) -> tuple[Sizes, bool] | None:
+    """What calls are found by: a packed batch's sizes, and whether queries and keys are one.
+
+    Where both start at the same places, because ``cu_seqlens`` is one tensor, each sequence has as
+    many keys as queries.
+    """
+    if packing is None:
+        return None
+    return packing.sizes, packing.cu_seqlens_q.data_ptr() == packing.cu_seqlens_k.data_ptr()
+
+
+def without_offset(options: AttentionOptions, equal: bool) -> AttentionOptions:
+    """The same options if ``equal`` says that sequences have as many keys as queries.
+
+    Their last query meets the last key on the diagonal that starts at the first of both.
+    """
+    if not equal or not options.bottom_right:
+        return options
+    return replace(options, causal="top-left" if options.causal == "bottom-right" else "none")
 
 
 @dataclass(frozen=True, kw_only=True)
