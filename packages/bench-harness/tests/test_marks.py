@@ -121,6 +121,8 @@ def test_exposed_communication_comes_first_and_only_from_steady_steps() -> None:
     assert first == (
         "naive exposes 10 ms of communication, 50 % of its 20 ms step (train-step case)."
     )
+    bound = [step("none", SHAKY), *rows[1:]]
+    assert not any("exposes" in text for text in findings(bound)), "against an unstable bound"
     assert len(findings(rows * 3)) <= MOST
     (table, *_) = experiments.get("train-step").tables(to_frame(rows))
     ratios = table.frame.set_index("variant")["speedup over naive (ratio)"]

@@ -102,19 +102,26 @@ def compared(frame: pd.DataFrame) -> pd.DataFrame:
         for _, row in frame[known].iterrows()
         if row["wrapper"] == "naive" and row["quotable"] and _taken(row.get("samples_ms"))
     }
-    bare, speedups = [], []
+    steady = {
+        (row["case_key"], _identity(of.read(row["settings"], {}))): bool(row["quotable"])
+        for _, row in frame[known].iterrows()
+    }
+    bare, speedups, against = [], [], []
     for _, row in frame.iterrows():
-        base = float("nan")
+        base, bound = float("nan"), None
         if isinstance(row["settings"], Mapping):
             variant = of.read(row["settings"], {}).without_communication()
-            base = medians.get((row["case_key"], _identity(variant)), base)
+            bound = (row["case_key"], _identity(variant))
+            base = medians.get(bound, base)
         bare.append(base)
+        against.append(bool(row["quotable"]) and steady.get(bound, False))
         own, slow = row.get("samples_ms"), naive.get(row["case_key"])
         nothing = (float("nan"),) * 3
         quotable = row["quotable"] and _taken(own) and _taken(slow)
         speedups.append(ratio_interval(slow, own) if quotable else nothing)  # type: ignore[arg-type]
     frame[["speedup", "speedup_low", "speedup_high"]] = pd.DataFrame(speedups, index=frame.index)
     frame["exposed_step_ms"] = frame["median_ms"] - pd.Series(bare, index=frame.index)
+    frame["exposed_quotable"] = against
     frame["share"] = 100 * frame["exposed_step_ms"] / frame["median_ms"]
     samples = frame["samples_ms"] if "samples_ms" in frame else [None] * len(frame)
     frame["fastest_ms"] = [_of(min, taken) for taken in samples]
@@ -496,7 +503,7 @@ def _draw_steps(done: pd.DataFrame) -> MatplotlibFigure:
             colour=COLOURS[1],
             errors=marks.whiskers(cell),
             label="exposed communication",
-            filled=filled,
+            filled=cell["exposed_quotable"].to_list(),
             height=0.4,
         )
         for place, name in zip(places, cell["variant"], strict=True):

@@ -77,7 +77,7 @@ def _exposed(rows: pd.DataFrame) -> str | None:
 
     frame = compared(with_summary(rows))
     talking = frame["settings"].map(_communicates)
-    known = frame[frame["quotable"] & frame["share"].notna() & talking]
+    known = frame[frame["exposed_quotable"] & frame["share"].notna() & talking]
     if known.empty:
         return None
     best = known.sort_values("exposed_step_ms").iloc[0]
@@ -104,7 +104,8 @@ def _memory(rows: pd.DataFrame) -> str | None:
         return None
     top = phases.sort_values("peak_bytes").iloc[-1]
     return (
-        f"Memory is highest in {top['phase']}: {quantity(top['peak_bytes'], 'B')} ({top['label']})."
+        f"Memory peaks at {quantity(top['peak_bytes'], 'B')}, in the phase {top['phase']} "
+        f"({top['label']})."
     )
 
 

@@ -34,8 +34,8 @@ _FIXED = {
 }
 #: What readers need to know of the marks, once per page.
 LEGEND = (
-    "Bars and points are medians, and whiskers their 95 % intervals. A hollow one is unstable: its "
-    "samples scatter or drift too much to quote it."
+    "Bars and points are medians, and whiskers their 95 % intervals. A hollow one must not be "
+    "quoted: its samples scatter or drift too much, or are too short for the timer."
 )
 
 

@@ -28,7 +28,6 @@ _STYLE: Any = {
     "grid.alpha": 0.3,
     "hatch.linewidth": 0.6,
     "legend.fontsize": "small",
-    "legend.frameon": False,
     "lines.markersize": 4,
     "svg.hashsalt": "bench-harness",  # the same rows give the same bytes
 }
@@ -89,6 +88,8 @@ def _render(figure: Figure, file_format: str, *, transparent: bool = False) -> b
     buffer = io.BytesIO()
     # Metadata would hold the date, and for SVG the address of an ontology.
     metadata = dict.fromkeys(("Creator", "Date", "Format", "Type")) if file_format == "svg" else {}
+    for legend in [*figure.legends, *filter(None, (axes.get_legend() for axes in figure.axes))]:
+        legend.set_frame_on(False)
     with mpl.rc_context(_STYLE):
         figure.savefig(buffer, format=file_format, metadata=metadata, transparent=transparent)
     figure.set_layout_engine("none")  # what was laid out once stays for the other format
