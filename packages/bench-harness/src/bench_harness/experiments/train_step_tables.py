@@ -108,7 +108,7 @@ def compared(frame: pd.DataFrame) -> pd.DataFrame:
     }
     bare, speedups, against = [], [], []
     for _, row in frame.iterrows():
-        base, bound = float("nan"), None
+        base, bound = float("nan"), (row["case_key"], "none")
         if isinstance(row["settings"], Mapping):
             variant = of.read(row["settings"], {}).without_communication()
             bound = (row["case_key"], _identity(variant))
