@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import faulthandler
 import fcntl
+import gc
 import json
 import logging
 import multiprocessing
@@ -240,6 +241,8 @@ def _rank_main(
             if progress is not None:
                 # Lines shorter than a page are written to a pipe as a whole, from any process.
                 extra["progress"] = lambda text: progress(f"rank {rank}: {text}"[:1000])
+            # What has been imported stays; looking through it takes most of a collection's time.
+            gc.freeze()
             result = function(rank, world_size, device, *args, **extra)
             if several_machines:
                 everyone: list[Any] = [None] * world_size
