@@ -1,5 +1,7 @@
 """Settings every test of the workspace shares."""
 
+import atexit
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +48,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.get_closest_marker("multi_gpu") and devices < 2:
             item.add_marker(pytest.mark.skip(reason=f"needs two CUDA devices, found {devices}"))
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays until the end: no collection of garbage need look at it again."""
+    gc.freeze()
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(autouse=True)
