@@ -419,6 +419,18 @@ class Machine:
                 pointers.memory[at + i] += values  # no address comes twice
         self.pause()
 
+    def wait_for_turn(self, counter: Pointer, turn: int, condition: bool) -> None:
+        """Programs run one after another: those before this one have ended their turns."""
+        self.pause()
+        if condition and counter.memory[counter.offsets] != turn:
+            raise SimulationError("a turn that never comes")
+
+    def end_turn(self, counter: Pointer, condition: bool) -> None:
+        """Of all warps of a partition."""
+        self.pause()
+        if condition:
+            counter.memory[counter.offsets] += WARP_GROUP // 32
+
     def load(self, pointer: Pointer) -> Integer:
         """Of one integer."""
         return Integer(pointer.memory[pointer.offsets])
@@ -508,6 +520,8 @@ def load(module: types.ModuleType, machine: Machine, **changes: Any) -> dict[str
         "exp2": _operation(np.exp2),
         "to_operand": lambda x, dtype, layout: x,
         "reduce_add": machine.reduce_add,
+        "wait_for_turn": machine.wait_for_turn,
+        "end_turn": machine.end_turn,
         "named_barrier_sync": machine.named_sync,
         "named_barrier_arrive": machine.named_arrive,
         "named_barrier_sync_at": machine.named_sync,

@@ -285,6 +285,30 @@ def test_repetitions(head_dim: int, causal: bool, hopper_backward: Launcher) -> 
         torch.testing.assert_close(dq, first[0], rtol=2**-7, atol=1e-5)
 
 
+@pytest.mark.timeout(120, method="thread")  # ends the process even if a kernel never does
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": (300, None)}])
+@pytest.mark.parametrize("lengths", [(2000, 2000), (500, 1300), (1300, 500)])
+def test_deterministic_repetitions(
+    lengths: tuple[int, int], options: dict[str, Any], head_dim: int, hopper_backward: Launcher
+) -> None:
+    """More programs than run at a time; grouped heads."""
+    from flashattn_triton.forward import triton_forward
+
+    q, do = (torch.randn(4, 8, lengths[0], head_dim, device="cuda").bfloat16() for _ in range(2))
+    k, v = (torch.randn(4, 4, lengths[1], head_dim, device="cuda").bfloat16() for _ in range(2))
+    resolved = resolve_options(head_dim=head_dim, deterministic=True, **options)
+    tiling = tiling_for(SHARED_MEMORY, head_dim, q.dtype)
+    out, lse = triton_forward(q, k, v, resolved, tiling.forward)
+    first = hopper_backward(q, k, v, out, lse, do, None, resolved)
+    for _ in range(10):
+        again = hopper_backward(q, k, v, out, lse, do, None, resolved)
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+    free = replace(resolved, deterministic=False)
+    for a, b in zip(hopper_backward(q, k, v, out, lse, do, None, free), first, strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-6, atol=1e-4)
+
+
 def test_rows_past_two_billion_elements(hopper_backward: Launcher) -> None:
     rows, gap = 4096, 2**31 // 4096 + 64
     storage = torch.empty(rows * gap, device="cuda", dtype=torch.bfloat16)

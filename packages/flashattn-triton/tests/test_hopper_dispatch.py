@@ -105,7 +105,9 @@ def plan(
 @pytest.mark.usefixtures("on_sm90")
 @pytest.mark.parametrize("implementation", ["auto", "hopper"])
 def test_it_is_chosen(implementation: str) -> None:
-    assert plan(implementation).tier == "hopper"
+    chosen = plan(implementation)
+    assert chosen.tier == "hopper"
+    assert chosen.ordered == (implementation == "hopper")
 
 
 @pytest.mark.usefixtures("on_sm90")

@@ -202,6 +202,31 @@ def test_what_other_sequences_hold_does_not_matter(
 
 
 @pytest_gpu
+@pytest.mark.timeout(120, method="thread")  # ends the process even if a kernel never does
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", ["none", "top-left", "bottom-right"])
+def test_deterministic_gradients(
+    causal: str,
+    head_dim: int,
+    packed_case: Any,
+    attend: Any,
+    make_inputs: Any,
+    assert_close_to_oracle: Any,
+) -> None:
+    """They are right, and bit-identical when repeated."""
+    case = packed_case((4, 2), RAGGED, (head_dim, head_dim), "bf16", causal=causal)
+    inputs = make_inputs(case, "cuda")
+    attention = attend(case, deterministic=True)
+    assert_close_to_oracle(attention, inputs)
+    leaves = [inputs.query, inputs.key, inputs.value]
+    first, *again = [
+        torch.autograd.grad(attention(*leaves)[0], leaves, inputs.grad_out) for _ in range(10)
+    ]
+    for gradients in again:
+        assert all(torch.equal(a, b) for a, b in zip(gradients, first, strict=True))
+
+
+@pytest_gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_agrees_with_the_sequences_one_by_one(head_dim: int, attend: Any, packed_case: Any) -> None:
     """Strided views, no gradient of the logsumexp, a limit that is longer than any sequence."""

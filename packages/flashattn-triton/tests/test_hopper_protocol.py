@@ -27,7 +27,7 @@ from flashattn_triton.hopper.launch import FastLaunch, TileMap, edges
 from flashattn_triton.hopper.schedule import FIELDS, packed_tiles_kernel
 from flashattn_triton.launch import Packing
 from flashattn_triton.options import AttentionOptions, resolve_options
-from gluon_simulator import Descriptor, Machine, Pointer, load
+from gluon_simulator import Descriptor, Machine, Pointer, SimulationError, load
 
 
 def run(
@@ -140,12 +140,20 @@ def check_backward(problem: Problem, seed: int, **changes: Any) -> None:
     meta_q, meta_k, meta_v = problem.meta()
     tensors = [meta_q, meta_k, meta_v, meta_q, meta_q]
     launch = backward._call_for(tensors, None, problem.options).main
-    memory = [q, k, v, do, statistics, dq_sum, dk, dv, None]
+    turns = counters(dq_sum, queries, problem.options)
+    memory = [q, k, v, do, statistics, dq_sum, dk, dv, None, turns]
     run(launch, backward_kernel, memory, seed, changes)
     dq = in_order(dq_sum)[:, :, :n_queries, : problem.head_dim]
     close(dq * scale, ds @ keys)
     close(dk, problem.summed(ds.swapaxes(2, 3) @ q))
     close(dv, problem.summed(p.swapaxes(2, 3) @ do))
+
+
+def counters(dq_sum: Any, queries: int, options: AttentionOptions) -> Any:
+    """Zeros that count who has added to each part of a tile of dQ, if there is an order."""
+    if not options.deterministic:
+        return None
+    return np.zeros((dq_sum.size // dq_sum.shape[-1] // queries, 2), dtype=np.int64)
 
 
 def in_order(dq_sum: Any) -> Any:
@@ -185,6 +193,16 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "longer than the short configurations": {"lengths": (1100, 200)},
     "longer than those, causal": {"lengths": (1100, 300), "causal": True},
 }
+# Backward, deterministic gradients.
+ORDERED: dict[str, dict[str, Any]] = {
+    "full, grouped": {"heads": (2, 1), "lengths": (200, 300)},
+    "causal": {"lengths": (400, 400), "causal": True},
+    "more keys than queries": {"lengths": (100, 400), "causal": True},
+    "fewer, bottom-right": {"lengths": (400, 200), "causal": "bottom-right"},
+    "bottom-right": {"lengths": (200, 330), "causal": "bottom-right", "heads": (2, 1)},
+    "window": {"lengths": (400, 400), "causal": True, "window": (100, None)},
+    "window, both edges": {"lengths": (300, 400), "window": (40, 90)},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -206,6 +224,13 @@ def test_backward_on_random_schedules(name: str, head_dim: int) -> None:
     check_backward(problem_of(head_dim=head_dim, **PROBLEMS[name]), seed)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ORDERED)
+def test_ordered_backward_on_random_schedules(name: str, head_dim: int) -> None:
+    problem = problem_of(head_dim=head_dim, deterministic=True, **ORDERED[name])
+    check_backward(problem, list(ORDERED).index(name))
+
+
 # ---- packed sequences ----------------------------------------------------------------------------
 
 PACKED: dict[str, dict[str, Any]] = {
@@ -214,6 +239,7 @@ PACKED: dict[str, dict[str, Any]] = {
     "bottom-right": {"lengths": [(60, 200), (140, 60)], "causal": "bottom-right"},
     "empty": {"lengths": [(0, 0), (0, 70), (65, 0), (128, 128)], "causal": True},
     "window": {"lengths": [(200, 200), (70, 70)], "causal": True, "window": (40, None)},
+    "ordered": {"lengths": [(70, 0), (300, 300), (1, 140)], "causal": True, "deterministic": True},
 }
 
 
@@ -337,6 +363,7 @@ def test_packed_backward_on_random_schedules(name: str, head_dim: int) -> None:
     dk, dv = packed.tokens(1), packed.tokens(1)
     inputs = [packed.tokens(0, 0), packed.tokens(1, 1), packed.tokens(1, 2), packed.tokens(0, 3)]
     memory = [*inputs, statistics, dq_sum, dk, dv, packed.table(call.key_tiles)]
+    memory.append(counters(dq_sum, queries, packed.options))
     run(call.main, backward_kernel, memory, seed, {})
     for i, rows in enumerate(owned):
         n = packed.problems[i].lengths[0]
@@ -370,3 +397,9 @@ def test_the_simulation_finds_what_is_wrong(
 
     with pytest.raises(AssertionError):
         all_schedules()
+
+
+def test_the_simulation_finds_turns_that_do_not_end() -> None:
+    problem = problem_of((200, 300), 64, deterministic=True)
+    with pytest.raises(SimulationError, match="a turn that never comes"):
+        check_backward(problem, 0, end_turn=NOTHING)

@@ -43,12 +43,14 @@ class Plan:
     """What will run.
 
     ``tiling``: tiles, warps and stages of the portable kernels. The "hopper" tier uses those of the
-    two-pass backward form, where gradients must be deterministic.
+    two-pass backward form, where gradients must be deterministic, unless it is ``ordered``: then
+    its own backward kernel adds to dQ in a fixed order.
     """
 
     tier: Tier
     tiling: Tiling | None
     reason: str
+    ordered: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +189,8 @@ def _choose(
         insisted=implementation == "hopper",
     )
     if refusal is None:
-        return Plan(tier="hopper", tiling=chosen, reason=gpu.name)
+        ordered = implementation == "hopper"
+        return Plan(tier="hopper", tiling=chosen, reason=gpu.name, ordered=ordered)
     if implementation == "hopper":
         raise ValueError(f"implementation 'hopper' cannot run this: {refusal}")
     if refusal == triton_versions.refusal():
@@ -301,7 +304,7 @@ def explain(
     lines = [f"tier: {plan.tier} ({plan.reason})"]
     if plan.tier == "hopper":
         lines.append(describe_forward(query.shape[-1], query.shape[-2], resolved))
-    if plan.tier == "hopper" and not resolved.deterministic:
+    if plan.tier == "hopper" and (plan.ordered or not resolved.deterministic):
         lines.append(describe_backward(query.shape[-1], resolved))
     elif plan.tiling is not None:
         kernels = {} if plan.tier == "hopper" else {"forward": plan.tiling.forward}

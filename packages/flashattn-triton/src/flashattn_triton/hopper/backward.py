@@ -9,12 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashattn_triton.hopper.backward_kernel import (
-    KEYS,
-    OWN,
-    STATISTICS,
-    hopper_backward_kernel,
-)
+from flashattn_triton.hopper.backward_kernel import OWN, STATISTICS, hopper_backward_kernel
 from flashattn_triton.hopper.configs import backward_config, tile_width
 from flashattn_triton.hopper.launch import FastLaunch, edges, packed_tile_map, tile_map
 from flashattn_triton.hopper.packed import (
@@ -24,7 +19,7 @@ from flashattn_triton.hopper.packed import (
     without_offset,
 )
 from flashattn_triton.hopper.preprocess import ROWS, postprocess_kernel, preprocess_kernel
-from flashattn_triton.hopper.schedule import FIELDS
+from flashattn_triton.hopper.schedule import FIELDS, KEYS
 from flashattn_triton.launch import (
     Packing,
     Sizes,
@@ -63,7 +58,8 @@ def hopper_backward(
         grad_logsumexp: dL, the shape of ``logsumexp``, or None for zero.
 
     Returns:
-        dQ, dK and dV in the inputs' shapes and dtype. dQ is accumulated in fp32, in any order.
+        dQ, dK and dV in the inputs' shapes and dtype. dQ is accumulated in fp32; in any order,
+        unless ``options`` ask for deterministic gradients.
     """
     query, key, value, out = (_for_tma(x) for x in (query, key, value, out))
     grad_out = _for_tma(_distinct(grad_out)).expand(grad_out.shape)
@@ -126,8 +122,8 @@ class HopperBackwardCall:
     """The backward kernels on one kind of input: what their launches need, found out once.
 
     ``gradients``: shapes and strides of dQ, dK and dV. ``shared``: elements of the memory that the
-    kernels share. ``statistics``: bytes of it that come before the sum of dQ. ``query_tiles``,
-    ``key_tiles``: those of a packed batch.
+    kernels share. ``statistics``: bytes of it that come before the sum of dQ. ``turns``:
+    how many counters of an order there are. ``query_tiles``, ``key_tiles``: of a packed batch.
     """
 
     preprocess: FastLaunch
@@ -137,6 +133,7 @@ class HopperBackwardCall:
     gradients: Sequence[tuple[Sequence[int], Strides]]
     statistics: int
     shared: int
+    turns: int = 0
     query_tiles: PackedTiles | None = None
     key_tiles: PackedTiles | None = None
 
@@ -160,6 +157,10 @@ class HopperBackwardCall:
         statistics = shared.data_ptr()
         dq_sum, do = statistics + self.statistics, grad_out.data_ptr()
         dl = () if grad_logsumexp is None else (grad_logsumexp.data_ptr(),)
+        turns: list[int] = []
+        if self.turns:
+            counters = query.new_zeros(self.turns, dtype=torch.int32)
+            turns = [counters.data_ptr()]
         of_queries: tuple[int, ...] = ()
         of_keys: tuple[int, ...] = ()
         if packing is not None and self.query_tiles is not None and self.key_tiles is not None:
@@ -169,7 +170,7 @@ class HopperBackwardCall:
             (out.data_ptr(), do, logsumexp.data_ptr(), *dl, statistics, dq_sum, *of_queries)
         )
         inputs = (query.data_ptr(), key.data_ptr(), value.data_ptr())
-        self.main((*inputs, do, statistics, dq_sum, dk.data_ptr(), dv.data_ptr(), *of_keys))
+        self.main((*inputs, do, statistics, dq_sum, dk.data_ptr(), dv.data_ptr(), *of_keys, *turns))
         self.postprocess((dq_sum, dq.data_ptr(), *of_queries))
         return dq, dk, dv
 
@@ -291,6 +292,7 @@ def _backward_call(
             map_of(shapes[1], dk_stride, own_block, dtype),
             map_of(shapes[1], dv_stride, own_block, dtype),
             table,
+            torch.int32 if options.deterministic else None,
         ],
         {
             "N_QUERIES": n_queries,
@@ -308,6 +310,7 @@ def _backward_call(
             "HAS_LEFT": options.band[0] is not None,
             "PACKED": packed,
             "BOTTOM_RIGHT": packed and options.bottom_right,
+            "ORDERED": options.deterministic,
         },
     )
     return HopperBackwardCall(
@@ -320,4 +323,5 @@ def _backward_call(
         shared=rows * (columns // 2 + width),
         query_tiles=query_tiles,
         key_tiles=key_tiles,
+        turns=rows // queries * 2 if options.deterministic else 0,
     )

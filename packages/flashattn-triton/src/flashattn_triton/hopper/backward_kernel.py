@@ -21,7 +21,10 @@ The tensor cores subtract L and delta: three bf16 numbers that add up to each tr
 bytes per query, and are multiplied by ones. If every thread loaded them for its columns of scores,
 that would be a fifth (D = 64) or a tenth (128) of the traffic of shared memory, which is the limit.
 
-The order in which programs add to dQ is not fixed: ``deterministic`` needs the portable tier.
+The order in which programs add to dQ is not fixed unless ORDERED. Then each consumer's part of a
+tile of dQ has a counter, and tiles of keys add to it from the last to the first: under a causal
+mask each program begins at its diagonal, which no program before it has yet to reach. A program
+only waits for ones with smaller indices, which the hardware starts earlier.
 
 Legend: B batch, H query heads, G key/value heads, N_q queries, N_k keys, D head_dim.
 """
@@ -38,17 +41,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashattn_triton.hopper.schedule import key_tile_of_program
+from flashattn_triton.hopper.schedule import (
+    KEYS,
+    first_packed_tile,
+    key_tile_of_program,
+    next_query_tile,
+    turn_of,
+    walk,
+)
 from flashattn_triton.hopper.support import (
+    end_turn,
     exp2,
     named_barrier_arrive_at,
     named_barrier_sync_at,
     reduce_add,
     tma_load,
     tma_store,
+    wait_for_turn,
 )
 
-KEYS = gl.constexpr(128)  # of one program
 OWN = gl.constexpr(64)  # keys of one consumer: the rows that one warp group's wgmma computes
 STATISTICS = gl.constexpr(16)  # columns of a query: a half adds up to -L / scale, one to -delta
 STAGES = gl.constexpr(2)  # tiles of Q and of dO that are in shared memory at a time
@@ -62,52 +73,6 @@ Q_EMPTY = gl.constexpr(2)
 DS_WRITTEN = gl.constexpr(4)
 CONSUMERS = gl.constexpr(256)  # threads
 EVERYBODY = gl.constexpr(384)
-
-# ---- which work ----------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _walk(
-    first_key,
-    offset,
-    band,
-    n_tiles,
-    QUERIES: gl.constexpr,
-    is_causal: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
-):
-    """Which of a head's tiles of queries see some key here: (first, last, after the last, count).
-
-    The count is at least 1. Without a mask programs start at different tiles, so that they do not
-    all add to the same part of dQ, and go on with the first tile after the last.
-    """
-    first = 0
-    last = n_tiles - 1
-    if is_causal:
-        first = min(max(first_key - offset, 0) // QUERIES, last)
-    if HAS_LEFT:
-        last = max(min((first_key + KEYS - 1 - offset + band) // QUERIES, last), first)
-    if is_causal or HAS_LEFT:
-        return first, last, first, last - first + 1
-    return (first_key // KEYS * 2) % n_tiles, last, 0, n_tiles
-
-
-@gluon.jit
-def _advance(tile, head, first, last, wrap):
-    """The next tile of queries; after a head's last one, of the next head of the group."""
-    tile = gl.where(tile == last, wrap, tile + 1)
-    return tile, gl.where(tile == first, head + 1, head)
-
-
-@gluon.jit
-def _packed_tile(q_at, n_queries, sequence, n_heads, QUERIES: gl.constexpr):
-    """How many tiles lie before a packed sequence's, in the statistics and in the sum of dQ.
-
-    They begin at a multiple of QUERIES rows, so that no two sequences share one: behind the tokens
-    before the sequence, and one tile for each sequence before it.
-    """
-    return ((q_at[0] - n_queries) // QUERIES + sequence) * n_heads
-
 
 # ---- producer ------------------------------------------------------------------------------------
 
@@ -125,6 +90,7 @@ def _producer(
     HAS_LEFT: gl.constexpr,
     PACKED: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):
     """Fetches K and V once, then each step's Q with L and delta, and dO."""
     q_desc, k_desc, v_desc, do_desc, statistics_desc = loads
@@ -135,13 +101,13 @@ def _producer(
     QUERY_BYTES: gl.constexpr = QUERIES * D * 2
     _, _, N_KV_HEADS, HEADS_PER_KV, _ = sizes
     first_key, kv_head, n_queries, _, offset, q_at, k_at, sequence = key_tile_of_program(
-        sizes, tiles_ptr, KEYS, PACKED, BOTTOM_RIGHT
+        sizes, tiles_ptr, PACKED, BOTTOM_RIGHT, ORDERED
     )
     n_tiles = gl.cdiv(n_queries, QUERIES)
     if PACKED:
         n_tiles = max(n_tiles, 1)
-    first, last, wrap, per_head = _walk(
-        first_key, offset, band, n_tiles, QUERIES, is_causal, HAS_LEFT
+    first, last, wrap, per_head = walk(
+        first_key, offset, band, n_tiles, QUERIES, is_causal, HAS_LEFT, ORDERED
     )
     steps = per_head * HEADS_PER_KV
     mbarrier.expect(kv_full, KEY_BYTES)
@@ -149,7 +115,7 @@ def _producer(
     tma_load(k_desc, key_tile, kv_full, k_smem.index(0))
     tma_load(v_desc, key_tile, kv_full, v_smem.index(0))
     if PACKED:
-        before = _packed_tile(q_at, n_queries, sequence, N_KV_HEADS * HEADS_PER_KV, QUERIES)
+        before = first_packed_tile(q_at, n_queries, sequence, N_KV_HEADS * HEADS_PER_KV, QUERIES)
     else:
         before = sequence * N_KV_HEADS * HEADS_PER_KV  # heads of other batch elements
     tile = first
@@ -173,7 +139,7 @@ def _producer(
             tma_load(q_desc, query_tile, q_full.index(slot), q_smem.index(slot))
             tma_load(statistics_desc, [row, 0], q_full.index(slot), statistics_smem.index(slot))
         if step + 1 < steps:
-            tile, head = _advance(tile, head, first, last, wrap)
+            tile, head = next_query_tile(tile, head, first, last, wrap)
 
 
 # ---- consumer ------------------------------------------------------------------------------------
@@ -286,6 +252,9 @@ def _step(
     step,
     steps,  # in all
     before,  # the tile before, of the tiles of the group's heads; -1 if there is none
+    turns_own,  # counters of its part of each tile, if ORDERED
+    turn,  # of this program at the tile before
+    added,  # the tile that it added to last; -1 if there is none
     diagonal,
     band,
     n_keys,
@@ -297,6 +266,7 @@ def _step(
     RAGGED: gl.constexpr,
     is_causal: gl.constexpr,
     HAS_LEFT: gl.constexpr,
+    ORDERED: gl.constexpr,
     MASKED: gl.constexpr,
 ):
     """Adds what one tile of queries contributes to dK and dV, and the one before to dQ.
@@ -327,6 +297,8 @@ def _step(
     ds_before = ds_smem.index((step + DS_BUFFERS - 1) % DS_BUFFERS)
 
     dp = _start_dp(own_v, do_tile, statistics_smem.index(slot), SCORES)
+    if ORDERED:  # late, when what was added has long arrived
+        end_turn(turns_own + 2 * added, added >= 0)
     p = exp2(s * scale_log2)
     if MASKED:
         p = _apply_mask(p, diagonal, band, n_keys, RAGGED, is_causal, HAS_LEFT)
@@ -350,6 +322,8 @@ def _step(
     next_statistics = statistics_smem.index(next_slot)
     s = _start_scores(own_k, q_smem.index(next_slot), next_statistics, SCORES)
     dq = warpgroup_mma_wait(2 if DK_FIRST else 3, deps=(dq,))
+    if ORDERED:
+        wait_for_turn(turns_own + 2 * before, turn, before >= 0)
     reduce_add(dq_own + gl.cast(before, gl.int64) * (QUERIES * D), dq, before >= 0)
     mbarrier.wait(do_full.index(next_slot), next_phase, pred=step + 1 < steps)
     # ptxas runs every product by itself unless each iteration ends with nothing in flight.
@@ -366,6 +340,7 @@ def _consumer(
     buffers,
     ds_smem,
     dq_ptr,
+    turns_ptr,
     scale,
     scale_log2,
     sizes,
@@ -377,6 +352,7 @@ def _consumer(
     HAS_LEFT: gl.constexpr,
     PACKED: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):
     """dK and dV of 64 keys, and half of each tile of dQ."""
     kv_full, q_full, do_full = full
@@ -389,14 +365,17 @@ def _consumer(
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     _, _, N_KV_HEADS, HEADS_PER_KV, _ = sizes
     first_key, kv_head, n_queries, n_keys, offset, q_at, k_at, sequence = key_tile_of_program(
-        sizes, tiles_ptr, KEYS, PACKED, BOTTOM_RIGHT
+        sizes, tiles_ptr, PACKED, BOTTOM_RIGHT, ORDERED
     )
     own_key = first_key + CONSUMER * OWN
+    all_keys = n_keys
     n_keys -= own_key
     n_tiles = gl.cdiv(n_queries, QUERIES)
     if PACKED:
         n_tiles = max(n_tiles, 1)
-    first, _, _, per_head = _walk(first_key, offset, band, n_tiles, QUERIES, is_causal, HAS_LEFT)
+    first, _, _, per_head = walk(
+        first_key, offset, band, n_tiles, QUERIES, is_causal, HAS_LEFT, ORDERED
+    )
     steps = per_head * HEADS_PER_KV
     # A tile of queries sees all keys here if its first query does.
     diagonal = first * QUERIES + offset - own_key
@@ -410,12 +389,15 @@ def _consumer(
         n_masked = gl.where(n_keys < OWN, per_head, n_masked)
         n_seen = max(n_seen, n_masked)
     if PACKED:
-        group = _packed_tile(q_at, n_queries, sequence, N_KV_HEADS * HEADS_PER_KV, QUERIES)
+        group = first_packed_tile(q_at, n_queries, sequence, N_KV_HEADS * HEADS_PER_KV, QUERIES)
         group += kv_head * HEADS_PER_KV * n_tiles
     else:
         group = (sequence * N_KV_HEADS + kv_head) * HEADS_PER_KV * n_tiles
     dq_own = dq_ptr + gl.cast(group, gl.int64) * (QUERIES * D) + CONSUMER * 4096
     dq_own += _fragment_offsets(DQ)
+    turns_own = turns_ptr
+    if ORDERED:
+        turns_own += group * 2 + CONSUMER
 
     mbarrier.wait(kv_full, 0)
     mbarrier.wait(q_full.index(0), 0)
@@ -430,31 +412,47 @@ def _consumer(
     step = 0
     head = 0  # the first tile of a head, of the tiles of the group's heads
     before = -1
+    turn = 0
+    added = -1
     for _ in range(HEADS_PER_KV):
         if is_causal or RAGGED:
             for j in range(n_masked):
                 s, dk, dv = _step(
-                    full, buffers, ds_smem, dq_own, step, steps, before, diagonal + j * QUERIES,
-                    band, n_keys, scale_log2, s, dk, dv, CONSUMER, RAGGED, is_causal, HAS_LEFT,
-                    True,
+                    full, buffers, ds_smem, dq_own, step, steps, before, turns_own, turn, added,
+                    diagonal + j * QUERIES, band, n_keys, scale_log2, s, dk, dv, CONSUMER, RAGGED,
+                    is_causal, HAS_LEFT, ORDERED, True,
                 )  # fmt: skip
                 step += 1
+                if ORDERED:
+                    added = before
+                    turn = turn_of(
+                        first + j, first_key, all_keys, offset, n_tiles, QUERIES, is_causal
+                    )
                 before = head + _wrapped(first + j, n_tiles)
         for j in range(n_masked, n_seen):
             s, dk, dv = _step(
-                full, buffers, ds_smem, dq_own, step, steps, before, diagonal, band, n_keys,
-                scale_log2, s, dk, dv, CONSUMER, RAGGED, is_causal, HAS_LEFT, False,
+                full, buffers, ds_smem, dq_own, step, steps, before, turns_own, turn, added,
+                diagonal, band, n_keys, scale_log2, s, dk, dv, CONSUMER, RAGGED, is_causal,
+                HAS_LEFT, ORDERED, False,
             )  # fmt: skip
             step += 1
+            if ORDERED:
+                added = before
+                turn = turn_of(first + j, first_key, all_keys, offset, n_tiles, QUERIES, is_causal)
             before = head + _wrapped(first + j, n_tiles)
         if HAS_LEFT:
             for j in range(n_seen, per_head):
                 s, dk, dv = _step(
-                    full, buffers, ds_smem, dq_own, step, steps, before, diagonal + j * QUERIES,
-                    band, n_keys, scale_log2, s, dk, dv, CONSUMER, RAGGED, is_causal, HAS_LEFT,
-                    True,
+                    full, buffers, ds_smem, dq_own, step, steps, before, turns_own, turn, added,
+                    diagonal + j * QUERIES, band, n_keys, scale_log2, s, dk, dv, CONSUMER, RAGGED,
+                    is_causal, HAS_LEFT, ORDERED, True,
                 )  # fmt: skip
                 step += 1
+                if ORDERED:
+                    added = before
+                    turn = turn_of(
+                        first + j, first_key, all_keys, offset, n_tiles, QUERIES, is_causal
+                    )
                 before = head + first + j
         head += n_tiles
 
@@ -464,7 +462,12 @@ def _consumer(
     fence_async_shared()
     tma_store(dv_desc, [k_at[0], kv_head, k_at[1] + own_key, 0], own_v)
     dq = warpgroup_mma_wait(0, deps=(dq,))
+    if ORDERED:
+        end_turn(turns_own + 2 * added, added >= 0)
+        wait_for_turn(turns_own + 2 * before, turn, before >= 0)
     reduce_add(dq_own + gl.cast(before, gl.int64) * (QUERIES * D), dq, before >= 0)
+    if ORDERED:
+        end_turn(turns_own + 2 * before, before >= 0)
     named_barrier_arrive_at(_ds_written(CONSUMER, steps + 1), CONSUMERS)
     named_barrier_sync_at(_ds_written(1 - CONSUMER, steps + 1), CONSUMERS)
     own_k.store((dk * scale).to(DTYPE))  # of which the other was reading until then
@@ -492,6 +495,7 @@ def hopper_backward_kernel(
     dk_desc,  # (B, G, N_k, D), tiles of (OWN, D)
     dv_desc,
     tiles_ptr,  # the table of schedule.packed_tiles_kernel, of keys, if PACKED, else None
+    turns_ptr,  # (B · H · tiles, 2) int32, zeros, if ORDERED, else None
     N_QUERIES,
     N_KEYS,
     N_KV_HEADS,
@@ -505,6 +509,7 @@ def hopper_backward_kernel(
     HAS_LEFT: gl.constexpr,
     PACKED: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):
     """dK and dV, and dQ / scale added to ``dq_ptr``. Grid: key tiles · B · G.
 
@@ -549,14 +554,16 @@ def hopper_backward_kernel(
         gl.warp_specialize([
             (_producer, (
                 loads, full, buffers, sizes, tiles_ptr, band, QUERIES, is_causal, HAS_LEFT, PACKED,
-                BOTTOM_RIGHT,
+                BOTTOM_RIGHT, ORDERED,
             )),
             (_consumer, (
-                dk_desc, dv_desc, full, buffers, ds_smem, dq_ptr, scale, scale_log2, sizes,
-                tiles_ptr, band, 0, RAGGED, is_causal, HAS_LEFT, PACKED, BOTTOM_RIGHT,
+                dk_desc, dv_desc, full, buffers, ds_smem, dq_ptr, turns_ptr, scale, scale_log2,
+                sizes, tiles_ptr, band, 0, RAGGED, is_causal, HAS_LEFT, PACKED, BOTTOM_RIGHT,
+                ORDERED,
             )),
             (_consumer, (
-                dk_desc, dv_desc, full, buffers, ds_smem, dq_ptr, scale, scale_log2, sizes,
-                tiles_ptr, band, 1, RAGGED, is_causal, HAS_LEFT, PACKED, BOTTOM_RIGHT,
+                dk_desc, dv_desc, full, buffers, ds_smem, dq_ptr, turns_ptr, scale, scale_log2,
+                sizes, tiles_ptr, band, 1, RAGGED, is_causal, HAS_LEFT, PACKED, BOTTOM_RIGHT,
+                ORDERED,
             )),
         ], [4, 4], [240, 240])  # fmt: skip

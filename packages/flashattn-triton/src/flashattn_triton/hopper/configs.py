@@ -113,7 +113,8 @@ def describe_forward(head_dim: int, n_queries: int, options: AttentionOptions) -
 def describe_backward(head_dim: int, options: AttentionOptions) -> str:
     """The backward kernel's shape in words."""
     config = backward_config(head_dim, options)
+    order = " in a fixed order" if options.deterministic else ""
     return (
-        f"backward, fused (dQ by fp32 addition): {config.queries} queries x 128 keys, "
+        f"backward, fused (dQ by fp32 addition{order}): {config.queries} queries x 128 keys, "
         f"2 consumers of 4 warps, 2 stages"
     )

@@ -22,6 +22,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 FIELDS = gl.constexpr(8)  # of an entry
+KEYS = gl.constexpr(128)  # of one program of the backward kernel
+WARPS = gl.constexpr(4)  # of one of its consumers
 SEQUENCES = 128  # whose tiles one program of packed_tiles_kernel writes
 
 
@@ -269,12 +271,16 @@ def whole_tiles(
 
 @gluon.jit
 def key_tile_of_program(
-    sizes, tiles_ptr, KEYS: gl.constexpr, PACKED: gl.constexpr, BOTTOM_RIGHT: gl.constexpr
+    sizes,
+    tiles_ptr,
+    PACKED: gl.constexpr,
+    BOTTOM_RIGHT: gl.constexpr,
+    LAST_FIRST: gl.constexpr,
 ):
     """A tile of keys: (first key, key head, queries, keys, offset, places of both, sequence).
 
     Queries, keys and offset are those of the tile's sequence, places as of :func:`tile_of_round`.
-    Head comes after head, and of each the longest tile first.
+    Head comes after head, and of each the longest tile first, or the last one if LAST_FIRST.
     """
     N_QUERIES, N_KEYS, N_KV_HEADS, _HEADS_PER_KV, offset = sizes
     if PACKED:
@@ -299,4 +305,62 @@ def key_tile_of_program(
         n_keys = N_KEYS
         q_at = (sequence, 0)
         k_at = (sequence, 0)
+    if LAST_FIRST:
+        first_key = (n_tiles - 1) * KEYS - first_key
     return first_key, head, n_queries, n_keys, offset, q_at, k_at, sequence
+
+
+@gluon.jit
+def walk(
+    first_key,
+    offset,
+    band,
+    n_tiles,
+    QUERIES: gl.constexpr,
+    is_causal: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+    ORDERED: gl.constexpr,
+):
+    """Which of a head's tiles of queries see some key here: (first, last, after the last, count).
+
+    The count is at least 1. Without a mask programs start at different tiles, so that they do not
+    all add to the same part of dQ, and go on with the first tile after the last.
+    """
+    first = 0
+    last = n_tiles - 1
+    if is_causal:
+        first = min(max(first_key - offset, 0) // QUERIES, last)
+    if HAS_LEFT:
+        last = max(min((first_key + KEYS - 1 - offset + band) // QUERIES, last), first)
+    if is_causal or HAS_LEFT or ORDERED:
+        return first, last, first, last - first + 1
+    return (first_key // KEYS * 2) % n_tiles, last, 0, n_tiles
+
+
+@gluon.jit
+def next_query_tile(tile, head, first, last, wrap):
+    """The next tile of queries; after a head's last one, of the next head of the group."""
+    tile = gl.where(tile == last, wrap, tile + 1)
+    return tile, gl.where(tile == first, head + 1, head)
+
+
+@gluon.jit
+def turn_of(
+    tile, first_key, n_keys, offset, n_tiles, QUERIES: gl.constexpr, is_causal: gl.constexpr
+):
+    """How many warps add to a consumer's part of a tile of dQ before this program does."""
+    last_key = n_keys - 1
+    if is_causal:  # the last tile of queries is walked over by all programs
+        seen = min(last_key, (tile + 1) * QUERIES - 1 + offset)
+        last_key = gl.where(tile == n_tiles - 1, last_key, seen)
+    return (max(last_key, 0) // KEYS - first_key // KEYS) * WARPS
+
+
+@gluon.jit
+def first_packed_tile(q_at, n_queries, sequence, n_heads, QUERIES: gl.constexpr):
+    """How many tiles lie before a packed sequence's, in the statistics and in the sum of dQ.
+
+    They begin at a multiple of QUERIES rows, so that no two sequences share one: behind the tokens
+    before the sequence, and one tile for each sequence before it.
+    """
+    return ((q_at[0] - n_queries) // QUERIES + sequence) * n_heads

@@ -39,6 +39,56 @@ def reduce_add(pointers, x, condition):
 
 
 @gluon.jit
+def wait_for_turn(counter, turn, condition):
+    """Waits until the number at ``counter`` in global memory is ``turn``, if ``condition`` holds.
+
+    What was added before others ended their turns is then seen.
+    """
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred waits;
+        .reg .pred holds;
+        .reg .b32 now;
+        setp.ne.s32 holds, $3, 0;
+        @!holds bra done;
+        again:
+        ld.acquire.gpu.global.b32 now, [$1];
+        setp.ne.s32 waits, now, $2;
+        @waits bra again;
+        done:
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r,r",
+        [counter.to(gl.int64), gl.to_tensor(turn), condition.to(gl.int32)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def end_turn(counter, condition):
+    """Adds one for each warp to the number at ``counter``, after all that the warp added before."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred holds;
+        .reg .b32 lane;
+        mov.u32 lane, %laneid;
+        setp.ne.s32 holds, $2, 0;
+        setp.eq.and.u32 holds, lane, 0, holds;
+        bar.warp.sync 0xffffffff;
+        @holds red.release.gpu.global.add.s32 [$1], 1;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r",
+        [counter.to(gl.int64), condition.to(gl.int32)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def exp2(x):
     """2^x by the special function unit alone; results below 2^-126 are 0."""
     return gl.inline_asm_elementwise(
