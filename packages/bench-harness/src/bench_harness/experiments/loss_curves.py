@@ -52,7 +52,7 @@ class Options(NodeOptions):
     batch: int = option(8, "Sequences per rank.")
     sequence: int = option(256, "Context length.")
     steps: int = option(200, "Training steps of each curve.")
-    seeds: tuple[int, ...] = option((0, 1, 2, 3, 4), "Of the initial weights and of the windows.")
+    seeds: tuple[int, ...] = option((0, 1, 2), "Of the initial weights and of the windows.")
     lr: float = option(3e-4, "Learning rate of AdamW.")
     text: str = option(
         "python", "A text file to train on; python is the reference that comes with Python."
