@@ -16,6 +16,7 @@ used in a process whose parent has asked for it.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import inspect
 import multiprocessing
@@ -206,6 +207,7 @@ def _rank_main(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.freeze()  # what the server imported stays; no collection of garbage need look at it again
     try:
         if backend == "nccl":
             torch.cuda.set_device(rank)

@@ -41,9 +41,10 @@ def check_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
                 "as a buffer."
             )
     owned = {id(param) for param in module.parameters()}
-    if _optimizers_of(owned):
-        gc.collect()  # an optimizer that was dropped may wait for the garbage collector
     found = _optimizers_of(owned)
+    if found:
+        gc.collect()  # an optimizer that was dropped may wait for the garbage collector
+        found = _optimizers_of(owned)
     if found:
         raise ValueError(
             "module must be wrapped before an optimizer is made for it, but got parameters that "
