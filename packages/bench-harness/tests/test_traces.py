@@ -93,6 +93,17 @@ def test_kernels_belong_to_the_range_that_launched_them(gpu_trace):
     assert time_inside(trace, "attention.softmax", trace.phases("backward")) == {}
 
 
+def test_a_recording_holds_no_path_of_this_machine(tmp_path, monkeypatch):
+    """Traces are passed on; a case records in a folder of its own, whose path names the user."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "trace.json"
+    with kineto.recording(path, torch.device("cpu")):
+        torch.ones(2) + 1
+    text = path.read_text()
+    assert "aten::add" in text
+    assert str(tmp_path) not in text
+
+
 def test_a_trimmed_trace_keeps_the_window_and_can_be_read(gpu_trace, tmp_path):
     target = tmp_path / "small.json.gz"
     kineto.trimmed(gpu_trace, target, kineto.load(gpu_trace).phases("forward"))
