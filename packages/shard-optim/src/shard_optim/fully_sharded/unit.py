@@ -169,8 +169,11 @@ class Reduction:
             self.cross()
             assert self.across is not None
             guarded(unit.across_words, unit.replicas, self.across.wait)
-        plan = self.plan
-        received = torch.split_with_sizes(self.output.to(unit.dtype), plan.owned)
+        plan, output = self.plan, self.output
+        if output.dtype != unit.dtype:  # twice as fast on CUDA as output.to(unit.dtype)
+            output = torch.empty_like(self.output, dtype=unit.dtype)
+            torch._foreach_copy_([output], [self.output])
+        received = torch.split_with_sizes(output, plan.owned)
         unit.gradients.add(plan.positions, received[:: plan.step])
 
 
@@ -218,7 +221,9 @@ class Unit:
         self.layouts = [(param.size(), param.stride()) for param in self.params]
         self.shard = torch.zeros(self.shard_numel, dtype=self.dtype, device=self.device)
         self.shard_views = []
+        self._plain: list[bool] = []  # whether a contiguous gradient is reduced as it is
         for param, cut in zip(self.params, self.cuts, strict=True):
+            self._plain.append(param.is_contiguous() and cut.chunk * group.size() == cut.numel)
             first, count = cut.owned(group.rank())
             view = self.shard[cut.shard_offset : cut.shard_offset + count]
             view.copy_(in_memory_order(param.detach(), param)[first : first + count])
@@ -302,9 +307,13 @@ class Unit:
         """Whether any parameter requires gradients."""
         return any(param.requires_grad for param in self.params)
 
+    def trainable_positions(self) -> list[int]:
+        """Positions of the parameters that require gradients."""
+        return [position for position, param in enumerate(self.params) if param.requires_grad]
+
     def expect_gradients(self) -> None:
         """Counts the gradients that a backward pass will make; nothing has arrived yet."""
-        self.expected = sum(param.requires_grad for param in self.params)
+        self.expected = len(self.trainable_positions())
         self.arrived.clear()
 
     def launch_reduction(self) -> tuple[Reduction, list[int]]:
@@ -313,7 +322,7 @@ class Unit:
         Returns:
             The reduction, and the positions that had a gradient.
         """
-        positions = [place for place, param in enumerate(self.params) if param.requires_grad]
+        positions = self.trainable_positions()
         if positions != self.reduce_plan.positions:
             self.reduce_plan = plan_reduction(positions, self.cuts, self.group.rank())
         plan = self.reduce_plan
@@ -321,12 +330,22 @@ class Unit:
         present = [
             position for position, grad in zip(positions, grads, strict=True) if grad is not None
         ]
-        inputs = list(map(self._whole_gradient, positions, grads))
+        # Usually a gradient divides evenly and is contiguous: one view, which costs the host least.
+        inputs = [
+            grad.view(-1)
+            if self._plain[position]
+            and grad is not None
+            and grad.layout == torch.strided
+            and grad.is_contiguous()
+            else self._whole_gradient(position, grad)
+            for position, grad in zip(positions, grads, strict=True)
+        ]
         self.arrived.clear()
+        dtypes = {grad.dtype for grad in inputs}
         dtype = self._reduce_dtype or inputs[0].dtype
         if dtype == torch.float16:
             dtype = torch.float32
-        if any(grad.dtype != dtype for grad in inputs):
+        if dtypes != {dtype}:
             sizes = [grad.numel() for grad in inputs]
             converted = torch.empty(sum(sizes), dtype=dtype, device=self.device).split(sizes)
             torch._foreach_copy_(converted, inputs)
