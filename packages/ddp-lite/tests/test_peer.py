@@ -48,7 +48,6 @@ class Together:
         self.row_bytes = row_bytes
         self.barrier = threading.Barrier(world_size)
         self.signals = [threading.Semaphore(0) for _ in range(world_size)]
-        self.allocated: list[Tensor] = []
 
 
 class ThreadMemory:
@@ -68,16 +67,6 @@ class ThreadMemory:
     def slot(self, rank: int, number: int, dtype: torch.dtype) -> Tensor:
         memory = self._together.memory[rank].view(dtype)
         return memory.view(peer_schedule.SLOTS, -1, self.row_bytes // dtype.itemsize)[number]
-
-    def allocate(self, nbytes: int) -> list[Tensor]:
-        together = self._together
-        self.barrier()
-        if self._rank == 0:
-            together.allocated = [
-                torch.full((nbytes,), 255, dtype=torch.uint8) for _ in together.memory
-            ]
-        self.barrier()
-        return together.allocated
 
     def barrier(self) -> None:
         self._together.barrier.wait(SECONDS)
@@ -157,41 +146,6 @@ def test_average(world_size: int, wire_dtype: torch.dtype | None) -> None:
                 got = results[rank][i][place]
                 assert ((got - exact).abs() <= bound(inputs, exact, wire_dtype)).all()
                 assert torch.equal(got, results[0][i][place]), "ranks have different bits"
-
-
-@pytest.mark.parametrize("world_size", range(2, 9))
-def test_averages_in_kept_memory(world_size: int) -> None:
-    """Step after step in the same memory, which its owner changes as soon as it is told."""
-
-    def work(memory: ThreadMemory, rank: int) -> list[list[Tensor]]:
-        copies = PeerCopies(memory)
-        kept = []
-        for shapes in SHAPES:
-            numel = sum(torch.Size(shape).numel() for shape in shapes)
-            allocated = memory.allocate(4 * copies.kept_numel(numel, torch.float32))
-            kept.append([each.view(torch.float32) for each in allocated])
-        found = []
-        for step in range(3):
-            for i, shapes in enumerate(SHAPES):
-                tensors = values(100 * step + 10 * i + rank, shapes, torch.float32)
-                copies.average_kept(tensors, kept[i]).wait()
-                own = kept[i][rank]
-                found.append(own.clone())
-                own.fill_(torch.nan)
-        return [found]
-
-    results = on_threads(world_size, work)
-    for step in range(3):
-        for i, shapes in enumerate(SHAPES):
-            seeds = [100 * step + 10 * i + r for r in range(world_size)]
-            each = [values(seed, shapes, torch.float32) for seed in seeds]
-            if not shapes:
-                continue
-            inputs = torch.stack([torch.cat([t.flatten() for t in v]).double() for v in each])
-            exact = inputs.mean(0)
-            for rank in range(world_size):
-                got = results[rank][0][step * len(SHAPES) + i][: exact.numel()]
-                assert ((got - exact).abs() <= bound(inputs, exact, None)).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64])
@@ -289,26 +243,15 @@ class ProcessMemory(ThreadMemory):
         self.device, self.stream, self.row_bytes = torch.device("cpu"), None, row_bytes
         self._windows = 0
         size = peer_schedule.SLOTS * peer_schedule.rows_in_slot(group.size()) * row_bytes
-        self._folder, self._allocations = folder, 0
-        self._mapped = self._map("slots", size)
+        self._mapped = [
+            torch.from_file(str(folder / str(r)), shared=True, size=size, dtype=torch.uint8)
+            for r in range(group.size())
+        ]
+        self.barrier()
 
     def slot(self, rank: int, number: int, dtype: torch.dtype) -> Tensor:
         memory = self._mapped[rank].view(dtype)
         return memory.view(peer_schedule.SLOTS, -1, self.row_bytes // dtype.itemsize)[number]
-
-    def allocate(self, nbytes: int) -> list[Tensor]:
-        self._allocations += 1
-        return self._map(f"allocation {self._allocations} rank", nbytes)
-
-    def _map(self, name: str, nbytes: int) -> list[Tensor]:
-        mapped = [
-            torch.from_file(
-                str(self._folder / f"{name} {r}"), shared=True, size=nbytes, dtype=torch.uint8
-            )
-            for r in range(self.group.size())
-        ]
-        self.barrier()
-        return mapped
 
     def barrier(self) -> None:
         dist.barrier(self.group)
@@ -345,7 +288,6 @@ def hooked(rank: int, world_size: int, folder: str) -> None:
     alone.load_state_dict(model.state_dict())
     for size_mb, hook in (
         (0.0001, PeerCopyAverage(memory)),
-        (0.0001, PeerCopyAverage(memory, keep_averages=True)),
         (0.0001, HierarchicalAverage(mesh, inside=inside)),
     ):
         wrapped = BucketedDDP(model, size_mb, comm_hook=hook)
@@ -355,7 +297,7 @@ def hooked(rank: int, world_size: int, folder: str) -> None:
             if step < 1:
                 model.zero_grad()
                 alone.zero_grad()
-            # afterwards gradients accumulate where the averages of the step before lie
+            # afterwards gradients accumulate onto the averages of the step before
             wrapped(batch(rank, step)).backward()
             wrapped.finish_gradient_synchronization()
             for r in range(world_size):

@@ -10,14 +10,7 @@ from ddp_lite import peer_schedule as schedule
 from ddp_lite.peer_schedule import Kind, Operation, Piece
 
 WORLD_SIZES = range(2, 9)
-PROGRAMS = (
-    schedule.reduce_scatter,
-    schedule.all_gather,
-    schedule.average,
-    schedule.average_kept,
-)
-KEPT = -1  # stands for a slot: the memory of ``average_kept``, always the same
-USE = Operation(Kind.KEEP, -2)  # the owner changes what it has received into kept memory
+PROGRAMS = (schedule.reduce_scatter, schedule.all_gather, schedule.average)
 
 Program = Callable[[int, int], list[Operation]]
 Place = tuple[int, int, int]  # owner, slot, row
@@ -66,16 +59,7 @@ def accesses(
         for sender in range(world_size)
         if sender != rank or world_size > 2
     ]
-    kept = program is schedule.average_kept
     match operation.kind:
-        case Kind.KEEP if operation == USE:
-            return [((rank, KEPT, row), True) for row in range(world_size)]
-        case Kind.SHARE:
-            return [((rank, KEPT, rank), False), ((peer, KEPT, rank), True)]
-        case Kind.PUSH if kept and world_size == 2:
-            return [((peer, KEPT, peer), True)]
-        case Kind.REDUCE if kept and world_size == 2:
-            return [((rank, KEPT, rank), True)]
         case Kind.PUSH:
             return [((peer, slot, schedule.landing_row(rank, peer, world_size)), True)]
         case Kind.REDUCE:
@@ -85,8 +69,6 @@ def accesses(
                 found.append(((rank, slot, own), True))
             if program is schedule.average:
                 found.append(((rank, slot, result), True))
-            if kept:
-                found.append(((rank, KEPT, rank), True))
             return found
         case Kind.PUBLISH:
             return [((rank, slot, result), True)]
@@ -111,8 +93,7 @@ def races(world_size: int, messages: Sequence[Program], slots: int, leave_out: i
         operations = []
         barriers = 0
         for number, program in enumerate(messages):
-            used = [USE] if program is schedule.average_kept else []
-            for operation in [*program(rank, world_size), *used]:
+            for operation in program(rank, world_size):
                 if operation.kind is Kind.BARRIER:
                     barriers += 1
                     if barriers - 1 == leave_out:

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,7 +28,6 @@ __all__ = [
 
 #: Smaller messages are faster over NCCL: bus bandwidth on 4 H200s crosses at about this size.
 SMALLEST_MESSAGE_BYTES = 100 * MEBIBYTE
-_BUCKETS_IN_FLIGHT = 3
 
 
 class PeerCopyAverage:
@@ -41,17 +39,13 @@ class PeerCopyAverage:
         group: the wrapper's process group, or the memory that its ranks share.
         wire_dtype: gradients travel in this dtype, such as ``torch.bfloat16``; sums are made in
             float32, and every value is rounded twice.
-        keep_averages: receive the averages into symmetric memory that stays allocated, as much as
-            all gradients take, instead of where autograd put the gradients: a fifth less memory
-            traffic and half as many copies.
 
     Attributes:
         settings: what ranks must agree on, in words.
         copies: what does the work.
 
     Raises:
-        ValueError: on every rank, if the group's GPUs cannot reach each other; a ``wire_dtype``
-            with ``keep_averages``.
+        ValueError: on every rank, if the group's GPUs cannot reach each other.
         torch.OutOfMemoryError: on every rank, if a GPU has not enough free memory.
     """
 
@@ -60,22 +54,10 @@ class PeerCopyAverage:
         group: dist.ProcessGroup | SharedMemory,
         *,
         wire_dtype: torch.dtype | None = None,
-        keep_averages: bool = False,
     ) -> None:
-        if keep_averages and wire_dtype is not None:
-            raise ValueError(
-                f"wire_dtype must be None with keep_averages, but got {wire_dtype}. Leave out one "
-                "of the two"
-            )
         memory = PeerMemory(group) if isinstance(group, dist.ProcessGroup) else group
         self.copies = PeerCopies(memory, wire_dtype=wire_dtype)
-        self.settings = (
-            f"wire_dtype {wire_dtype}, keep_averages {keep_averages}, "
-            f"rows of {memory.row_bytes} bytes"
-        )
-        self._keep = keep_averages
-        self._kept: dict[tuple[int, ...], list[Tensor]] = {}
-        self._in_flight: deque[Waitable] = deque()
+        self.settings = f"wire_dtype {wire_dtype}, rows of {memory.row_bytes} bytes"
 
     def reduce_gradients(self, bucket: Bucket, gradients: Sequence[Tensor | None]) -> PeerReduction:
         """Starts averaging the gradients where they lie; None stands for zeros."""
@@ -92,32 +74,7 @@ class PeerCopyAverage:
             for parameter, g in zip(bucket.parameters, gradients, strict=True)
         ]
         values = [target.contiguous() for target in targets]  # itself, if it is already
-        if self._keep and not bucket.dtype.is_complex:
-            return self._into_kept_memory(bucket, values)
         return PeerReduction(self.copies.average(values), targets, values)
-
-    def _into_kept_memory(self, bucket: Bucket, values: Sequence[Tensor]) -> PeerReduction:
-        copies = self.copies
-        if bucket.indices not in self._kept:
-            numel = copies.kept_numel(bucket.numel, bucket.dtype)
-            memory = copies.memory.allocate(numel * bucket.dtype.itemsize)
-            self._kept[bucket.indices] = [each.view(bucket.dtype) for each in memory]
-        kept = self._kept[bucket.indices]
-        flat = kept[copies.group.rank()]
-        begin, end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
-        # A gradient that accumulated onto the last average lies where the next one is received.
-        values = [v.clone() if begin <= v.data_ptr() < end else v for v in values]
-        # Gradients are freed when so many further buckets have been started.
-        while len(self._in_flight) >= _BUCKETS_IN_FLIGHT:
-            self._in_flight.popleft().wait()
-        work = copies.average_kept(values, kept)
-        self._in_flight.append(work)
-        bucket.flat = flat[: bucket.numel]
-        views = [
-            flat[span].view(parameter.shape)
-            for span, parameter in zip(bucket.slices, bucket.parameters, strict=True)
-        ]
-        return PeerReduction(work, views, views)
 
 
 class PeerReduction:

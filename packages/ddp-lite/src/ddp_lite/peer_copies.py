@@ -33,7 +33,7 @@ from ddp_lite.peer_memory import SharedMemory
 from ddp_lite.peer_schedule import Kind, Operation, Piece
 
 _Part = tuple[int, Tensor]  # first element in the row, values
-_Program = Callable[[int, int], list[Operation]]
+Program = Callable[[int, int], list[Operation]]
 
 
 class PeerCopies:
@@ -98,36 +98,6 @@ class PeerCopies:
 
         return self._start(run, values)
 
-    def average_kept(self, tensors: Sequence[Tensor], kept: Sequence[Tensor]) -> Waitable:
-        """Starts averaging tensors into memory that all ranks share and that stays allocated.
-
-        A fifth less memory traffic than ``average``, because no rank moves its own results.
-
-        Args:
-            tensors: as for ``average``, not in ``kept``; left as they are.
-            kept: for each rank its memory, mapped here, of the tensors' dtype and
-                ``kept_numel`` elements. The averages lie in it one after the other.
-        """
-        values = [value.view(-1) for value in self._checked(tensors)]
-        rank, world_size = self._rank, self._world_size
-        length = kept[rank].numel() // world_size
-        dtype = kept[rank].dtype
-        room = length if world_size == 2 else self.memory.row_bytes // dtype.itemsize
-        alignment = schedule.ALIGNMENT_BYTES // dtype.itemsize
-
-        def run() -> None:
-            plan = self._plan("together", dtype, [v.numel() for v in values], alignment, room)
-            for first, rows in zip(range(0, length, room), plan, strict=False):
-                starts = [row * length + first for row in range(world_size)]
-                self._exchange_kept([_parts(row, values) for row in rows], kept, starts)
-
-        return self._start(run, values)
-
-    def kept_numel(self, numel: int, dtype: torch.dtype) -> int:
-        """Elements of the memory that ``average_kept`` needs for ``numel`` elements."""
-        alignment = schedule.ALIGNMENT_BYTES // dtype.itemsize
-        return self._world_size * schedule.row_length(numel, self._world_size, alignment)
-
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Waitable:
         """Starts averaging each input, of which rank r gets the r-th part.
 
@@ -179,6 +149,14 @@ class PeerCopies:
 
         return self._start(run, [*wholes, *parts])
 
+    def operations(self, program: Program) -> list[Operation]:
+        """What this rank does in one window. A subclass that leaves operations out measures them.
+
+        Args:
+            program: ``average``, ``reduce_scatter`` or ``all_gather`` of ``peer_schedule``.
+        """
+        return program(self._rank, self._world_size)
+
     # -- one message -------------------------------------------------------------------------
 
     def _start(self, run: Callable[[], None], tensors: Sequence[Tensor]) -> Waitable:
@@ -197,7 +175,7 @@ class PeerCopies:
 
     def _exchange(
         self,
-        program: _Program,
+        program: Program,
         dtype: torch.dtype,
         sent: Sequence[Sequence[_Part]],
         received: Sequence[Sequence[_Part]],
@@ -216,7 +194,7 @@ class PeerCopies:
         result = schedule.result_row(world_size)
         own_sent = sent[rank if len(sent) > 1 else 0]
         own_received = received[rank if len(received) > 1 else 0]
-        for operation in program(rank, world_size):
+        for operation in self.operations(program):
             peer = operation.peer
             match operation.kind:
                 case Kind.BARRIER:
@@ -238,46 +216,6 @@ class PeerCopies:
                     row = slots[rank][result]
                     views = [row[at : at + target.numel()] for at, target in own_received]
                     _copy([target for _, target in own_received], views)
-
-    def _exchange_kept(
-        self, sent: Sequence[Sequence[_Part]], kept: Sequence[Tensor], starts: Sequence[int]
-    ) -> None:
-        """Carries out one window of ``average_kept``.
-
-        Args:
-            sent: this rank's values of each row.
-            kept: for each rank its memory.
-            starts: where the window's part of each row begins in it.
-        """
-        memory, rank, world_size = self.memory, self._rank, self._world_size
-        number = memory.next_slot()
-        own = sent[rank]
-        length = max((at + value.numel() for at, value in own), default=0)
-        result = slice(starts[rank], starts[rank] + length)
-        for operation in schedule.average_kept(rank, world_size):
-            peer = operation.peer
-            match operation.kind:
-                case Kind.BARRIER:
-                    memory.barrier()
-                case Kind.TURN:
-                    memory.turn()
-                case Kind.PUSH if world_size == 2:
-                    _into(kept[peer][starts[peer] :], sent[peer])
-                case Kind.PUSH:
-                    rows = memory.slot(peer, number, kept[peer].dtype)
-                    _into(rows[schedule.landing_row(rank, peer, world_size)], sent[peer])
-                case Kind.REDUCE if not own:
-                    pass
-                case Kind.REDUCE if world_size == 2:
-                    mine = kept[rank][result]
-                    landed = [mine[at : at + value.numel()] for at, value in own]
-                    torch._foreach_lerp_(landed, [value for _, value in own], 0.5)
-                case Kind.REDUCE:
-                    rows = memory.slot(rank, number, kept[rank].dtype)
-                    _into(rows[world_size - 1], own)
-                    torch.mean(rows[:world_size, :length], 0, out=kept[rank][result])
-                case Kind.SHARE:
-                    kept[peer][result].copy_(kept[rank][result])
 
     def _reduce_in_place(self, rows: Tensor, own: Sequence[_Part]) -> None:
         """Averages this rank's row into its result row; ``own`` has the dtype of ``rows``."""
@@ -307,24 +245,16 @@ class PeerCopies:
                 torch.add(value, values[0], out=target).mul_(0.5)
 
     def _plan(
-        self,
-        cut: str,
-        dtype: torch.dtype,
-        numels: Sequence[int],
-        alignment: int = 1,
-        room: int | None = None,
+        self, cut: str, dtype: torch.dtype, numels: Sequence[int], alignment: int = 1
     ) -> list[list[list[Piece]]]:
-        """The windows of a message; ``room`` is the longest, None for that of a slot's row."""
-        key = (cut, dtype, room, *numels)
+        key = (cut, dtype, *numels)
         if key not in self._plans:
             rows = (
                 schedule.cut_together(numels, self._world_size, alignment)
                 if cut == "together"
                 else schedule.cut_each(numels, self._world_size)
             )
-            if room is None:
-                room = self.memory.row_bytes // dtype.itemsize
-            self._plans[key] = schedule.windows(rows, room)
+            self._plans[key] = schedule.windows(rows, self.memory.row_bytes // dtype.itemsize)
         return self._plans[key]
 
     # -- arguments ---------------------------------------------------------------------------

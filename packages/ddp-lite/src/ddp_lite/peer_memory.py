@@ -57,9 +57,6 @@ class SharedMemory(Protocol):
     def slot(self, rank: int, number: int, dtype: torch.dtype) -> Tensor:
         """A slot of ``rank``'s memory, mapped here, shape (rows, elements in ``row_bytes``)."""
 
-    def allocate(self, nbytes: int) -> list[Tensor]:
-        """More memory for each rank, mapped here, in bytes. Collective; it stays allocated."""
-
     def barrier(self) -> None:
         """Waits for all ranks (on CUDA, the stream does)."""
 
@@ -117,25 +114,20 @@ class PeerMemory:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.stream: torch.cuda.Stream | None = torch.cuda.Stream(self.device)
         self.row_bytes = nbytes // rows // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        self.nbytes = 0
+        self.nbytes = rows * self.row_bytes
         self._windows = 0
-        self._handles: list[Any] = []
         self._rank, self._world_size = group.rank(), group.size()
         seconds = timeout.total_seconds()
         self._kernel_timeout_ms = int(1000 * (seconds + _SECONDS_FOR_THE_WATCH))
         self._watch = Watch(PeerProbe(group, "PeerMemory"), seconds, self.device)
-        self._peers = self.allocate(rows * self.row_bytes)
+        self._handle, self._peers = self._allocate()
 
-    def allocate(self, nbytes: int) -> list[Tensor]:
-        """More memory for each rank, mapped here, in bytes. Collective; it stays allocated.
-
-        Raises:
-            torch.OutOfMemoryError: on every rank, if a GPU has not enough free memory.
-        """
+    def _allocate(self) -> tuple[Any, list[Tensor]]:
+        """Torch's handle of the memory, which has the signals; each rank's memory, mapped here."""
         from torch._C._distributed_c10d import _SymmetricMemory
         from torch.distributed import _symmetric_memory
 
-        memory, problem = None, ""
+        memory, problem, nbytes = None, "", self.nbytes
         free = torch.cuda.mem_get_info(self.device)[0]
         try:
             # Not ``_symmetric_memory.empty``, whose memory may come from a pool, at an offset.
@@ -149,9 +141,7 @@ class PeerMemory:
                 f"{'; '.join(problems)}. Pass a smaller buffer_mb, or use NCCL"
             )
         handle = _symmetric_memory.rendezvous(memory, self.group)
-        self._handles.append(handle)  # the first one's signals serve all
-        self.nbytes += nbytes
-        return [
+        return handle, [
             memory if rank == self._rank else handle.get_buffer(rank, (nbytes,), torch.uint8)
             for rank in range(self._world_size)
         ]
@@ -169,13 +159,13 @@ class PeerMemory:
 
     def barrier(self) -> None:
         """The current stream waits for all ranks."""
-        self._handles[0].barrier(_BARRIER_CHANNEL, self._kernel_timeout_ms)
+        self._handle.barrier(_BARRIER_CHANNEL, self._kernel_timeout_ms)
 
     def turn(self) -> None:
         """The current stream signals rank - 1 and waits for the signal of rank + 1."""
         before, after = (self._rank - 1) % self._world_size, (self._rank + 1) % self._world_size
-        self._handles[0].put_signal(before, _TURN_CHANNEL, self._kernel_timeout_ms)
-        self._handles[0].wait_signal(after, _TURN_CHANNEL, self._kernel_timeout_ms)
+        self._handle.put_signal(before, _TURN_CHANNEL, self._kernel_timeout_ms)
+        self._handle.wait_signal(after, _TURN_CHANNEL, self._kernel_timeout_ms)
 
     def queued(self, event: torch.cuda.Event | None) -> None:
         """Watches ``event``; raises if an earlier one did not come in time."""

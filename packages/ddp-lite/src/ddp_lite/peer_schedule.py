@@ -35,8 +35,6 @@ class Kind(Enum):
     """Copy this rank's values into its own memory, for the others to pull."""
     PULL = auto()
     """Copy the peer's result from the peer's memory."""
-    SHARE = auto()
-    """Copy this rank's result into the peer's memory."""
     KEEP = auto()
     """Copy this rank's own result from its memory."""
     BARRIER = auto()
@@ -101,20 +99,6 @@ def all_gather(rank: int, world_size: int) -> list[Operation]:
 def average(rank: int, world_size: int) -> list[Operation]:
     """The operations by which every rank gets the averages of all rows."""
     return [*reduce_scatter(rank, world_size), *_gather(rank, world_size)]
-
-
-def average_kept(rank: int, world_size: int) -> list[Operation]:
-    """The operations by which every rank gets all averages into shared memory where they stay.
-
-    Two ranks push into the memory of the last averages, which nobody may read any more by then.
-    More ranks push into a slot, and the barrier before SHARE says so.
-    """
-    return [
-        *([Operation(Kind.BARRIER)] if world_size == 2 else []),
-        *reduce_scatter(rank, world_size),
-        *_in_turns(Kind.SHARE, rank, world_size),
-        Operation(Kind.BARRIER),
-    ]
 
 
 def _gather(rank: int, world_size: int) -> list[Operation]:

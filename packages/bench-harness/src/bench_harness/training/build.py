@@ -17,7 +17,7 @@ from basics_model import CapturedStep
 from bench_harness.experiments.base import CaseSkipped
 from bench_harness.training import settings as of
 from bench_harness.training.optimizers import dtype_of, make_optimizer, matrix_names, state_bytes
-from bench_harness.training.peer import peer_copies, peer_memory
+from bench_harness.training.peer import peer_copies, peer_hook
 from bench_harness.workload import attention_by_name, workload_of
 
 if TYPE_CHECKING:
@@ -262,7 +262,7 @@ def _ddp_lite(wrapper: of.Arguments, module: nn.Module) -> Any:
         module,
         None if size == "one" else size,
         last_bucket_size_mb=None if last == "same" else last,
-        copy=wrapper.copy and wrapper.comm_hook != "peer-copy",
+        copy=wrapper.copy,
         wire_dtype=None if wrapper.comm_hook == "peer-copy" else dtype_of(wrapper.wire_dtype),
         comm_hook=_comm_hook(wrapper, group),
         missing_gradients=wrapper.missing_gradients,
@@ -276,10 +276,7 @@ def _comm_hook(wrapper: of.Bucketed, group: Any) -> Any:
     if name is None:
         return None
     if name == "peer-copy":
-        from ddp_lite.peer import PeerCopyAverage
-
-        wire_dtype, keep = dtype_of(wrapper.wire_dtype), wrapper.copy
-        return PeerCopyAverage(peer_memory(group), wire_dtype=wire_dtype, keep_averages=keep)
+        return peer_hook(wrapper, group, dtype_of(wrapper.wire_dtype))
     if name == "reduce-scatter":
         raise CaseSkipped(
             "buckets are not handed over to an optimizer any more; use the optimizer 'sharded' "

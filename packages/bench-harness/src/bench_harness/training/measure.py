@@ -287,7 +287,7 @@ def _compare_losses(variants: list[of.Settings], rows: list[Row]) -> None:
     """
     first: dict[of.Arguments, tuple[of.Settings, Row]] = {}
     for variant, row in zip(variants, rows, strict=True):
-        averaged = variant.communicates or dist.get_world_size() == 1
+        averaged = variant.averages or dist.get_world_size() == 1
         if "ended" in row or not averaged or variant.wrapper.wire != "exact":
             continue
         other, known = first.setdefault(variant.without_communication().optimizer, (variant, row))

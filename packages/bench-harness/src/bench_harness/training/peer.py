@@ -4,9 +4,32 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from bench_harness.experiments.base import CaseSkipped
+from bench_harness.training import settings as of
+
+
+def peer_hook(wrapper: of.Bucketed, group: Any, wire_dtype: torch.dtype | None) -> Any:
+    """The comm hook of a wrapper with ``comm_hook="peer-copy"``; collective.
+
+    Raises:
+        CaseSkipped: these GPUs cannot copy to each other.
+    """
+    from ddp_lite.peer import PeerCopyAverage
+
+    memory = peer_memory(group)
+    if wrapper.peer_high_priority:
+        memory.stream = torch.cuda.Stream(memory.device, priority=-1)
+    hook = PeerCopyAverage(memory, wire_dtype=wire_dtype)
+    if wrapper.peer_parts is not None:
+        from bench_harness.training.peer_parts import PartialCopies
+
+        hook.copies = PartialCopies(memory, wrapper.peer_parts, wire_dtype=wire_dtype)
+    if wrapper.copy:
+        return lambda flat, bucket: hook.copies.average([flat])
+    return hook
 
 
 def peer_memory(group: Any) -> Any:

@@ -113,7 +113,7 @@ def disagreement(
                 steps.capture()
             losses.append(mean_over_ranks(steps.step()))
         found = steps.parameters()
-        if not variant.communicates and dist.get_world_size() > 1:
+        if not variant.averages and dist.get_world_size() > 1:
             return None, {}  # nothing is averaged, so there is nothing to agree with
         loss_error = max(
             abs(loss - wanted) / abs(wanted)

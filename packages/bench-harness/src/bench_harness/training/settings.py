@@ -30,6 +30,10 @@ Loss: TypeAlias = Literal["logits", "chunked"]
 MissingGradients: TypeAlias = Literal["skip-if-all", "zeros", "error"]
 #: "exact", "rounded" to 16 bits, or "compressed" with loss.
 Wire: TypeAlias = Literal["exact", "rounded", "compressed"]
+#: Parts of an exchange by copies between GPUs; see :mod:`bench_harness.training.peer`.
+PeerParts: TypeAlias = Literal[
+    "none", "barriers", "barriers+averaging", "barriers+copies", "averaging+copies"
+]
 Table: TypeAlias = dict[str, Any]
 
 
@@ -61,6 +65,11 @@ class Arguments:
     def wire(self) -> Wire:
         """How gradients travel between ranks."""
         return "exact"
+
+    @property
+    def averages(self) -> bool:
+        """Whether all ranks get the average of what they exchange."""
+        return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +109,14 @@ class Bucketed(Arguments):
         bucket_size_mb: MB of 1024² bytes; "one" puts all gradients of a dtype into one bucket.
         last_bucket_size_mb: the same for the bucket that is reduced last; "same" keeps it as
             large as the others.
-        copy: with "peer-copy", the hook's ``keep_averages``.
+        copy: with "peer-copy", each bucket is packed into a flat tensor, whose copies are few.
         comm_hook: "peer-copy" is :class:`ddp_lite.peer.PeerCopyAverage`, "compress-bf16" and
             "power-sgd" are those of :mod:`ddp_lite.hooks`. "reduce-scatter" stands in rows of
-            earlier versions; it cannot be measured any more.
+            earlier versions; it cannot be measured any more. None is the group's collectives.
+        peer_parts: which parts of an exchange by "peer-copy" are carried out, to see what each
+            costs; gradients are not averaged then. "none" leaves the hooks and the packing.
+        peer_high_priority: copies, sums and signals by "peer-copy" run on a stream of high
+            priority.
         nccl_high_priority: NCCL's kernels run on a stream of high priority.
         nccl_max_ctas: at most so many thread blocks for a NCCL kernel.
     """
@@ -114,9 +127,24 @@ class Bucketed(Arguments):
     copy: bool = False
     wire_dtype: Dtype | None = None
     comm_hook: Literal["peer-copy", "compress-bf16", "power-sgd", "reduce-scatter"] | None = None
+    peer_parts: PeerParts | None = None
+    peer_high_priority: bool = False
     missing_gradients: MissingGradients = "skip-if-all"
     nccl_high_priority: bool = False
     nccl_max_ctas: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("peer_parts", "peer_high_priority"):
+            if getattr(self, name) and self.comm_hook != "peer-copy":
+                raise ValueError(
+                    f"{name} must be left out where comm_hook is {self.comm_hook!r}, but got "
+                    f'{getattr(self, name)!r}. Remove it, or set comm_hook = "peer-copy".'
+                )
+
+    @property
+    def averages(self) -> bool:
+        """Whether all ranks get the average, which nothing of an exchange left out gives."""
+        return self.peer_parts is None
 
     @property
     def wire(self) -> Wire:
@@ -375,6 +403,11 @@ class Settings:
         """Whether ranks exchange gradients."""
         reduces = isinstance(self.optimizer, Sharded) and self.optimizer.reduce_gradients
         return reduces or not isinstance(self.wrapper, NoWrapper)
+
+    @property
+    def averages(self) -> bool:
+        """Whether all ranks get averaged gradients, so that the step can be proven."""
+        return self.communicates and self.wrapper.averages
 
     @property
     def offloads(self) -> bool:

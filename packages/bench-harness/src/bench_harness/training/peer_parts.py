@@ -1,0 +1,44 @@
+"""Exchanges by copies between GPUs of which only parts are carried out, to see what each costs.
+
+They leave wrong gradients, but finite ones: the shared memory begins as zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from bench_harness.training.settings import PeerParts
+from ddp_lite.peer import PeerCopies
+from ddp_lite.peer_copies import Program
+from ddp_lite.peer_memory import SharedMemory
+from ddp_lite.peer_schedule import SLOTS, Kind, Operation
+
+#: The operations that each part is made of. What a rank has averaged for itself is copied by a
+#: kernel, like the averaging; everything else is copied by the GPUs' copy engines.
+PARTS = {
+    "barriers": (Kind.BARRIER, Kind.TURN),
+    "averaging": (Kind.REDUCE, Kind.PUBLISH, Kind.KEEP),
+    "copies": (Kind.PUSH, Kind.PULL),
+}
+
+
+class PartialCopies(PeerCopies):
+    """Carries out some operations of every exchange, and leaves out all others.
+
+    Args:
+        memory: see ``PeerCopies``.
+        parts: keys of :data:`PARTS` with "+" between, or "none".
+        wire_dtype: see ``PeerCopies``.
+    """
+
+    def __init__(
+        self, memory: SharedMemory, parts: PeerParts, *, wire_dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(memory, wire_dtype=wire_dtype)
+        self._kinds = {kind for part in parts.split("+") for kind in PARTS.get(part, ())}
+        for number in range(SLOTS):
+            memory.slot(memory.group.rank(), number, torch.uint8).zero_()
+
+    def operations(self, program: Program) -> list[Operation]:
+        """What this rank does in one window, as far as it is measured."""
+        return [each for each in super().operations(program) if each.kind in self._kinds]

@@ -1,0 +1,96 @@
+"""Exchanges of which parts are left out: which operations remain, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench_harness import presets
+from bench_harness.training import settings as of
+from bench_harness.training.peer_parts import PartialCopies
+from ddp_lite import peer_schedule
+
+
+class Rank0:
+    """The first of two ranks."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+
+class AloneMemory:
+    """Memory that two ranks would share, as the first of them sees it without the other."""
+
+    def __init__(self) -> None:
+        self.group: Any = Rank0()
+        self.device, self.stream, self.row_bytes = torch.device("cpu"), None, 256
+        self.memory = [torch.full((peer_schedule.SLOTS * 256,), 255, dtype=torch.uint8)] * 2
+
+    def next_slot(self) -> int:
+        return 0
+
+    def slot(self, rank: int, number: int, dtype: torch.dtype) -> Tensor:
+        return self.memory[rank].view(dtype).view(peer_schedule.SLOTS, 1, -1)[number]
+
+    def barrier(self) -> None:
+        raise AssertionError("the other rank never comes")
+
+    def turn(self) -> None:
+        raise AssertionError("the other rank never comes")
+
+    def queued(self, event: object) -> None:
+        assert event is None
+
+
+@pytest.mark.parametrize(
+    ("parts", "remain"),
+    [
+        ("none", []),
+        ("barriers", ["BARRIER", "BARRIER"]),
+        ("barriers+averaging", ["BARRIER", "REDUCE", "BARRIER", "KEEP"]),
+        ("barriers+copies", ["PUSH", "BARRIER", "BARRIER", "PULL"]),
+        ("averaging+copies", ["PUSH", "REDUCE", "PULL", "KEEP"]),
+    ],
+)
+def test_the_named_parts_remain(parts: of.PeerParts, remain: list[str]) -> None:
+    copies = PartialCopies(AloneMemory(), parts)
+    kinds = [each.kind.name for each in copies.operations(peer_schedule.average)]
+    assert kinds == remain
+
+
+def test_gradients_stay_finite() -> None:
+    """Memory whose old content is not a number would make every later product faster."""
+    tensor = torch.full((300,), 1 / 3)
+    PartialCopies(AloneMemory(), "averaging+copies").average([tensor]).wait()
+    assert torch.isfinite(tensor).all()
+    tensor = torch.full((300,), 1 / 3)
+    PartialCopies(AloneMemory(), "none", wire_dtype=torch.bfloat16).average([tensor]).wait()
+    assert (tensor == torch.tensor(1 / 3).bfloat16()).all(), "packing remains"
+
+
+def test_parts_belong_to_copies() -> None:
+    with pytest.raises(ValueError, match="peer_parts must be left out where comm_hook is None"):
+        of.read({"wrapper": {"name": "bucketed", "peer_parts": "barriers"}}, {})
+    table = {"name": "bucketed", "comm_hook": "peer-copy", "peer_parts": "barriers+copies"}
+    variant = of.read({"wrapper": table}, {})
+    assert variant.label() == "BucketedDDP(comm_hook=peer-copy, peer_parts=barriers+copies)"
+    assert variant.communicates
+    assert not variant.averages
+    assert of.read("bucketed", {}).averages
+    assert not of.read("none", {}).averages
+
+
+def test_the_preset_leaves_out_each_part() -> None:
+    cases = presets.load("peer-copies").cases()
+    read = [of.read(table, {}) for table in cases[0].config["variants"]]
+    parts = {each.wrapper.peer_parts for each in read if isinstance(each.wrapper, of.Bucketed)}
+    assert parts == {None, "none", "barriers", "barriers+averaging"} | {
+        "barriers+copies",
+        "averaging+copies",
+    }
