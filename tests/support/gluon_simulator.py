@@ -173,6 +173,23 @@ class Descriptor:
         self.array[outer] = tile.reshape(self.block)[inner]
 
 
+class PackedDescriptor(Descriptor):
+    """Tiles of a packed (T, H, D) tensor, which begin at (end, end, head, token, column)."""
+
+    end = 2**30
+
+    def inside(self, at: Sequence[int]) -> tuple[Any, Any]:
+        if at[0] != self.end:
+            raise SimulationError("a place of no packed sequence")
+        _, stop, head, row, column = at
+        tile_rows, tile_columns = self.block[-2:]
+        rows = min(max(self.end - row, 0), tile_rows)
+        columns = min(self.shape[2] - column, tile_columns)
+        first = stop - (self.end - row)
+        there = (slice(first, first + rows), head, slice(column, column + columns))
+        return there, (0, 0, 0, slice(0, rows), slice(0, columns))
+
+
 @dataclass
 class Pointer:
     """Addresses in global memory, in elements."""

@@ -27,7 +27,7 @@ from flashattn_triton.hopper.launch import FastLaunch, TileMap, edges
 from flashattn_triton.hopper.schedule import FIELDS, packed_tiles_kernel
 from flashattn_triton.launch import Packing
 from flashattn_triton.options import AttentionOptions, resolve_options
-from gluon_simulator import Descriptor, Machine, Pointer, SimulationError, load
+from gluon_simulator import Descriptor, Machine, PackedDescriptor, Pointer, SimulationError, load
 
 
 def run(
@@ -37,18 +37,15 @@ def run(
     seed: int,
     changes: dict[str, Any],
 ) -> None:
-    """All programs of one launch, one after another, on ``memory``: contiguous arrays.
-
-    Of tokens of packed sequences, an array begins where the descriptor's address lies.
-    """
+    """All programs of one launch, one after another, on ``memory``: contiguous arrays."""
     parameters: list[Any] = []
     for like, array in zip(launch.parameters, memory, strict=True):
         if isinstance(like, TileMap):
             dtype = "float32" if like.dtype == torch.float32 else "half"
-            if like.origin:
-                strides = [array.itemsize * stride for stride in like.strides]
-                array = np.lib.stride_tricks.as_strided(array, like.shape, strides)
-            parameters.append(Descriptor(array.reshape(like.shape), like.block, dtype))
+            if len(like.shape) == 5:
+                parameters.append(PackedDescriptor(array, like.block, dtype))
+            else:
+                parameters.append(Descriptor(array.reshape(like.shape), like.block, dtype))
         else:
             parameters.append(None if like is None else Pointer(array.reshape(-1)))
     for program in range(launch.grid[0]):
@@ -244,10 +241,7 @@ PACKED: dict[str, dict[str, Any]] = {
 
 
 class PackedProblem:
-    """Sequences in arrays of tokens, behind as many tokens as a descriptor's address lies before.
-
-    What lies there is NaN, and so are all results at first.
-    """
+    """Sequences in arrays of tokens."""
 
     def __init__(self, problems: list[Problem], seed: int) -> None:
         self.problems = problems
@@ -268,13 +262,10 @@ class PackedProblem:
         )
 
     def tokens(self, side: int, given: int | None = None) -> Any:
-        """(2 · T, H, D): the input of that number, or NaN."""
-        (heads, total) = (self.problems[0].heads[side], self.starts[side][-1])
-        memory = np.full((2 * total, heads, self.head_dim), np.nan)
+        """(T, H, D): the input of that number, or NaN."""
         if given is not None:
-            rows = [inputs[given][0].swapaxes(0, 1) for inputs in self.inputs]
-            memory[total:] = np.concatenate(rows)
-        return memory
+            return np.concatenate([inputs[given][0].swapaxes(0, 1) for inputs in self.inputs])
+        return np.full((self.starts[side][-1], self.problems[0].heads[side], self.head_dim), np.nan)
 
     def meta(self, side: int) -> torch.Tensor:
         """(1, H, T, D)."""
@@ -284,8 +275,7 @@ class PackedProblem:
 
     def of(self, sequence: int, side: int, memory: Any) -> Any:
         """(1, H, N, D): one sequence's tokens."""
-        total = self.starts[side][-1]
-        first, last = (total + self.starts[side][sequence + i] for i in (0, 1))
+        first, last = (self.starts[side][sequence + i] for i in (0, 1))
         return memory[first:last].swapaxes(0, 1)[None]
 
     def table(self, tiles: Any) -> Any:

@@ -45,7 +45,9 @@ from flashattn_triton.hopper.schedule import (
     KEYS,
     first_packed_tile,
     key_tile_of_program,
+    load_tile,
     next_query_tile,
+    store_tile,
     turn_of,
     walk,
 )
@@ -56,7 +58,6 @@ from flashattn_triton.hopper.support import (
     named_barrier_sync_at,
     reduce_add,
     tma_load,
-    tma_store,
     wait_for_turn,
 )
 
@@ -111,9 +112,8 @@ def _producer(
     )
     steps = per_head * HEADS_PER_KV
     mbarrier.expect(kv_full, KEY_BYTES)
-    key_tile = [k_at[0], kv_head, k_at[1] + first_key, 0]
-    tma_load(k_desc, key_tile, kv_full, k_smem.index(0))
-    tma_load(v_desc, key_tile, kv_full, v_smem.index(0))
+    load_tile(k_desc, k_at, kv_head, first_key, kv_full, k_smem.index(0), PACKED)
+    load_tile(v_desc, k_at, kv_head, first_key, kv_full, v_smem.index(0), PACKED)
     if PACKED:
         before = first_packed_tile(q_at, n_queries, sequence, N_KV_HEADS * HEADS_PER_KV, QUERIES)
     else:
@@ -126,17 +126,19 @@ def _producer(
             row = (before + head * n_tiles + tile) * QUERIES  # of all heads' tiles
         else:
             row = ((before + head) * n_tiles + tile) * QUERIES
-        query_tile = [q_at[0], head, q_at[1] + tile * QUERIES, 0]
+        first_query = tile * QUERIES
         if step >= STAGES:
             named_barrier_sync_at(DO_EMPTY + slot, EVERYBODY)
         if step < steps:
             mbarrier.expect(do_full.index(slot), QUERY_BYTES)
-            tma_load(do_desc, query_tile, do_full.index(slot), do_smem.index(slot))
+            do_tile = do_smem.index(slot)
+            load_tile(do_desc, q_at, head, first_query, do_full.index(slot), do_tile, PACKED)
         if step >= STAGES:
             named_barrier_sync_at(Q_EMPTY + slot, EVERYBODY)
         if step <= steps:  # consumers start one more product than they use
             mbarrier.expect(q_full.index(slot), QUERY_BYTES + QUERIES * STATISTICS * 2)
-            tma_load(q_desc, query_tile, q_full.index(slot), q_smem.index(slot))
+            q_tile = q_smem.index(slot)
+            load_tile(q_desc, q_at, head, first_query, q_full.index(slot), q_tile, PACKED)
             tma_load(statistics_desc, [row, 0], q_full.index(slot), statistics_smem.index(slot))
         if step + 1 < steps:
             tile, head = next_query_tile(tile, head, first, last, wrap)
@@ -460,7 +462,7 @@ def _consumer(
     dq = _start_dq(ds_smem.index((steps - 1) % DS_BUFFERS), k_smem.index(0), CONSUMER)
     own_v.store(dv.to(DTYPE))  # whose memory nobody else reads
     fence_async_shared()
-    tma_store(dv_desc, [k_at[0], kv_head, k_at[1] + own_key, 0], own_v)
+    store_tile(dv_desc, k_at, kv_head, own_key, own_v, PACKED)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     if ORDERED:
         end_turn(turns_own + 2 * added, added >= 0)
@@ -472,7 +474,7 @@ def _consumer(
     named_barrier_sync_at(_ds_written(1 - CONSUMER, steps + 1), CONSUMERS)
     own_k.store((dk * scale).to(DTYPE))  # of which the other was reading until then
     fence_async_shared()
-    tma_store(dk_desc, [k_at[0], kv_head, k_at[1] + own_key, 0], own_k)
+    store_tile(dk_desc, k_at, kv_head, own_key, own_k, PACKED)
     tma.store_wait(0)
 
 
@@ -519,8 +521,8 @@ def hopper_backward_kernel(
     as many tiles as programs.
     """
     DTYPE: gl.constexpr = q_desc.dtype
-    QUERIES: gl.constexpr = q_desc.block_shape[2]
-    D: gl.constexpr = q_desc.block_shape[3]
+    QUERIES: gl.constexpr = q_desc.block_shape[-2]
+    D: gl.constexpr = q_desc.block_shape[-1]
     Q_SMEM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([QUERIES, D], DTYPE)
     KV_SMEM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D], DTYPE)
     DS_SMEM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], DTYPE)

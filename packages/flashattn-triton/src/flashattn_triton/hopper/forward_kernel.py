@@ -30,13 +30,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashattn_triton.hopper.schedule import key_tiles, n_rounds, tile_of_round, whole_tiles
+from flashattn_triton.hopper.schedule import (
+    key_tiles,
+    load_tile,
+    n_rounds,
+    store_tile,
+    tile_of_round,
+    whole_tiles,
+)
 from flashattn_triton.hopper.support import (
     exp2,
     named_barrier_arrive,
     named_barrier_sync,
-    tma_load,
-    tma_store,
     to_operand,
 )
 
@@ -83,19 +88,21 @@ def _producer(
         mbarrier.wait(q_empty.index(q_slot), ((round_index // 2) & 1) ^ 1)
         mbarrier.expect(q_full.index(q_slot), QUERY_BYTES)
         for c in gl.static_range(CONSUMERS):
-            row = q_at[1] + first_row + c * ROWS
+            row = first_row + c * ROWS
             q_tile = q_smem.index(q_slot * CONSUMERS + c)
-            tma_load(q_desc, [q_at[0], head, row, 0], q_full.index(q_slot), q_tile)
+            load_tile(q_desc, q_at, head, row, q_full.index(q_slot), q_tile, PACKED)
         for j in range(stop - start):
-            key_tile = [k_at[0], kv_head, k_at[1] + (stop - 1 - j) * KEYS, 0]
+            first_key = (stop - 1 - j) * KEYS
             slot = tiles_done % STAGES
             phase = (tiles_done // STAGES) & 1
             mbarrier.wait(k_empty.index(slot), phase ^ 1)
             mbarrier.expect(k_full.index(slot), KEY_BYTES)
-            tma_load(k_desc, key_tile, k_full.index(slot), k_smem.index(slot))
+            k_tile = k_smem.index(slot)
+            load_tile(k_desc, k_at, kv_head, first_key, k_full.index(slot), k_tile, PACKED)
             mbarrier.wait(v_empty.index(slot), phase ^ 1)
             mbarrier.expect(v_full.index(slot), KEY_BYTES)
-            tma_load(v_desc, key_tile, v_full.index(slot), v_smem.index(slot))
+            v_tile = v_smem.index(slot)
+            load_tile(v_desc, k_at, kv_head, first_key, v_full.index(slot), v_tile, PACKED)
             tiles_done += 1
 
 
@@ -388,7 +395,7 @@ def _consumer(
         tma.store_wait(0)  # for the output of the tile before to have left
         o_tile.store((acc * gl.expand_dims(normaliser, 1)).to(DTYPE))
         fence_async_shared()
-        tma_store(o_desc, [q_at[0], head, q_at[1] + first_row, 0], o_tile)
+        store_tile(o_desc, q_at, head, first_row, o_tile, PACKED)
         rows = first_row + gl.arange(0, ROWS, SCORE_ROWS)
         if PACKED:
             l_row = head.to(gl.int64) * N_QUERIES + (q_at[0] - n_queries)
@@ -455,8 +462,8 @@ def hopper_forward_kernel(
     says how many tiles there are.
     """
     DTYPE: gl.constexpr = q_desc.dtype
-    KEYS: gl.constexpr = k_desc.block_shape[2]
-    D: gl.constexpr = k_desc.block_shape[3]
+    KEYS: gl.constexpr = k_desc.block_shape[-2]
+    D: gl.constexpr = k_desc.block_shape[-1]
     Q_SMEM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], DTYPE)
     KV_SMEM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D], DTYPE)
     q_smem = gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, ROWS, D], Q_SMEM)

@@ -16,25 +16,23 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashattn_triton import triton_versions
+from flashattn_triton.hopper.schedule import PACKED_END
 from flashattn_triton.launch import Number, in_order, option_numbers
 from flashattn_triton.options import AttentionOptions, diagonal_offset
 
+_ANY_TOKEN = 2**31 - 2**16  # a dimension that no index leaves
 _ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
 @dataclass(frozen=True)
 class TileMap:
-    """The tiles that one copy moves of tensors of one shape: a descriptor without its address.
-
-    ``origin``: how many bytes before the tensor the descriptor's address lies.
-    """
+    """The tiles that one copy moves of tensors of one shape: a descriptor without its address."""
 
     shape: Sequence[int]
     strides: Sequence[int]
     block: Sequence[int]
     dtype: torch.dtype
     layout: Any
-    origin: int = 0
 
     def descriptor(self) -> TensorDescriptor:
         """A descriptor of no tensor in particular, which is all that a compiler looks at."""
@@ -81,14 +79,12 @@ def packed_tile_map(
         block: as of :func:`tile_map`.
         dtype: of the tensors.
     """
-    _, heads, tokens, width = shape
-    tiles = tile_map(shape, strides, block, dtype)
-    row = tiles.strides[2]
+    _, heads, _, width = shape
+    _, head, row, element = tile_map(shape, strides, block, dtype).strides
     return replace(
-        tiles,
-        shape=[tokens + 1, heads, tokens, width],
-        strides=[row, *tiles.strides[1:]],
-        origin=tokens * row * dtype.itemsize,
+        tile_map([1, *shape], [0, *strides], [1, *block], dtype),
+        shape=[_ANY_TOKEN, _ANY_TOKEN, heads, PACKED_END, width],
+        strides=[2**34 - row, row, head, row, element],
     )
 
 
@@ -155,11 +151,6 @@ class FastLaunch:
             raise RuntimeError(
                 f"{self.kernel.__name__} must be compiled without scratch memory, but got some, as "
                 f"Triton's instrumentation adds. Switch that off, or use implementation='triton'."
-            )
-        origins = [getattr(x, "origin", 0) for x in self.parameters if x is not None]
-        if any(origins):
-            return lambda addresses: start(
-                [address - origin for address, origin in zip(addresses, origins, strict=True)]
             )
         return start
 

@@ -6,10 +6,12 @@ Of a dense batch the host knows everything. Where the sequences of a packed batc
 the device alone: :func:`packed_tiles_kernel`, which runs before the others, writes a table with one
 entry of ``FIELDS`` int32 for each tile, longest sequences first, and the number of tiles before it.
 
-The TMA sees a packed (T, H, D) tensor as (T + 1, H, T, D), whose first and third dimension are both
-tokens, with an address T tokens before the tensor's. Token i of a sequence of length n that ends
-before token e is at (e, h, T - n + i): what follows the sequence's end is outside of the tensor, so
-that it is read as zeros and not written, whatever the next sequence holds.
+The TMA sees a packed (T, H, D) tensor with two dimensions more, of which one also counts tokens.
+Token i of a sequence of length n that ends before token e is at (N, e, h, N - n + i), where N is
+PACKED_END: what follows the sequence's end is outside of the tensor, so that it is read as zeros
+and not written, whatever the next sequence holds. The first dimension's stride is 2³⁴ elements less
+one token, so that its index N takes N tokens away: 2⁶⁴ elements more are none, as addresses have 64
+bits. (Triton's ``tools.ragged_tma`` does the same.)
 
 Legend: B sequences, T tokens of all of them, H query heads, D head_dim.
 """
@@ -21,6 +23,10 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashattn_triton.hopper.support import tma_load, tma_store
+
+PACKED_END = 2**30  # where the descriptor of a packed tensor ends
+END = gl.constexpr(PACKED_END)
 FIELDS = gl.constexpr(8)  # of an entry
 KEYS = gl.constexpr(128)  # of one program of the backward kernel
 WARPS = gl.constexpr(4)  # of one of its consumers
@@ -132,6 +138,24 @@ def entry_of_tile(tiles_ptr, tile):
     )
 
 
+@gluon.jit
+def load_tile(descriptor, at, head, row, barrier, tile, PACKED: gl.constexpr):
+    """A tile from global to shared memory, from a row of a batch element or sequence ``at``."""
+    if PACKED:
+        tma_load(descriptor, [END, at[0], head, at[1] + row, 0], barrier, tile)
+    else:
+        tma_load(descriptor, [at[0], head, row, 0], barrier, tile)
+
+
+@gluon.jit
+def store_tile(descriptor, at, head, row, tile, PACKED: gl.constexpr):
+    """A tile from shared to global memory."""
+    if PACKED:
+        tma_store(descriptor, [END, at[0], head, at[1] + row, 0], tile)
+    else:
+        tma_store(descriptor, [at[0], head, row, 0], tile)
+
+
 # ---- forward: persistent programs ----------------------------------------------------------------
 
 
@@ -157,8 +181,8 @@ def n_rounds(N_TILES):
 @gluon.jit
 def _packed_tile(round_index, sizes, band, tiles_ptr, ROWS_PER_TILE: gl.constexpr):
     """:func:`tile_of_round` of a packed batch: sequence after sequence, each in groups of heads."""
-    _N_TILES, N_QUERIES, N_HEADS, _HEADS_PER_KV, _GROUP = sizes
-    N_KEYS, offset, width = band
+    _N_TILES, _N_QUERIES, N_HEADS, _HEADS_PER_KV, _GROUP = sizes
+    _N_KEYS, offset, width = band
     index = _tile_index(round_index)
     first_tile, end_q, n_queries, end_k, n_keys, group_size, groups_after, _ = entry_of_tile(
         tiles_ptr, index // N_HEADS
@@ -171,8 +195,8 @@ def _packed_tile(round_index, sizes, band, tiles_ptr, ROWS_PER_TILE: gl.constexp
     head = group * group_size + index % in_group
     tile = index // in_group
     tile = gl.where((groups_after - group) % 2 == 0, n_tiles - 1 - tile, tile)
-    q_at = (end_q, N_QUERIES - n_queries)
-    k_at = (end_k, N_KEYS - n_keys)
+    q_at = (end_q, END - n_queries)
+    k_at = (end_k, END - n_keys)
     return tile * ROWS_PER_TILE, head, n_queries, (n_keys, offset, width), q_at, k_at
 
 
@@ -206,8 +230,7 @@ def tile_of_round(
 ):
     """A tile of queries: (first row, head, rows, band, place of the rows, place of the keys).
 
-    Rows and band are those of the tile's sequence. A place is what a descriptor's first coordinate
-    is for the sequence, and what is added to its third one.
+    Rows and band are those of the tile's sequence, a place is for :func:`load_tile`.
 
     Groups of heads come one after another. Within a group, rows are outermost, so that under a
     causal mask lengths rise or fall steadily: they fall in the last group, and in each other group
@@ -291,8 +314,8 @@ def key_tile_of_program(
         index = gl.program_id(0) - first_tile * N_KV_HEADS
         head = index // n_tiles
         first_key = (index % n_tiles) * KEYS
-        q_at = (end_q, N_QUERIES - n_queries)
-        k_at = (end_k, N_KEYS - n_keys)
+        q_at = (end_q, END - n_queries)
+        k_at = (end_k, END - n_keys)
         if BOTTOM_RIGHT:
             offset += n_keys - n_queries
     else:
