@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shard_optim.checks import check_elementwise_state
+from shard_optim.gradients import in_dtype
 from shard_optim.layout import Bucket, Groups, Partition, Shard, flat_gradient
 from shard_optim.offload import OffloadedOptimizer
 from shard_optim.state import MASTER, settings_of
@@ -64,7 +65,7 @@ class FusedShard:
         """
         if self.base.ndim != 1:
             grad = grad.as_strided(self.base.size(), self.base.stride())
-        self.tensor.grad = grad.to(self.tensor.dtype)
+        self.tensor.grad = in_dtype(grad, self.tensor.dtype)
 
     def parts(self) -> list[FusedShard]:
         """One per shard, over the same memory."""

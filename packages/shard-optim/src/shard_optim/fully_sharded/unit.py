@@ -27,6 +27,7 @@ from shard_optim.communication import (
 from shard_optim.fully_sharded.gradients import GradientStore
 from shard_optim.fully_sharded.mesh import Ranks
 from shard_optim.fully_sharded.units import UnitPlan
+from shard_optim.gradients import in_dtype
 from shard_optim.layout import SHARD_GROUP, check_gradient, in_memory_order
 
 # Parameters start at multiples of this many elements: at least the 128 bytes of a cache line.
@@ -169,11 +170,8 @@ class Reduction:
             self.cross()
             assert self.across is not None
             guarded(unit.across_words, unit.replicas, self.across.wait)
-        plan, output = self.plan, self.output
-        if output.dtype != unit.dtype:  # twice as fast on CUDA as output.to(unit.dtype)
-            output = torch.empty_like(self.output, dtype=unit.dtype)
-            torch._foreach_copy_([output], [self.output])
-        received = torch.split_with_sizes(output, plan.owned)
+        plan = self.plan
+        received = torch.split_with_sizes(in_dtype(self.output, unit.dtype), plan.owned)
         unit.gradients.add(plan.positions, received[:: plan.step])
 
 
