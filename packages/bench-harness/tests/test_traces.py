@@ -11,6 +11,7 @@ import torch
 import basics_model
 from bench_harness.traces import kineto, nsight
 from bench_harness.traces.picture import draw_overlap, timeline
+from bench_harness.traces.stragglers import arrivals
 from bench_harness.traces.trace import (
     is_communication,
     kernel_totals,
@@ -91,6 +92,36 @@ def test_kernels_belong_to_the_range_that_launched_them(gpu_trace):
     trace = kineto.load(gpu_trace)
     assert time_inside(trace, "attention.softmax") == {"other": 10_000}
     assert time_inside(trace, "attention.softmax", trace.phases("backward")) == {}
+
+
+def test_an_exchange_by_copies_is_communication(tmp_path):
+    """Copies, sums and signals of the range's own thread, and nothing that others launch then."""
+    events = [
+        span("phase:step", "user_annotation", 0, 100),
+        span("ddp_lite::exchange", "user_annotation", 10, 20, thread=AUTOGRAD),
+        span("cudaLaunchKernel", "cuda_runtime", 5, 6, thread=AUTOGRAD, correlation=1),
+        span("cudaMemcpyAsync", "cuda_runtime", 12, 13, thread=AUTOGRAD, correlation=2),
+        span("cudaLaunchKernel", "cuda_runtime", 14, 15, thread=AUTOGRAD, correlation=3),
+        span("cudaLaunchKernel", "cuda_runtime", 16, 17, thread=MAIN, correlation=4),
+        span("cudaMemcpyAsync", "cuda_runtime", 20, 21, thread=AUTOGRAD, correlation=5),
+        span("nvjet_tst", "kernel", 20, 50, thread=7, correlation=1),
+        span("Memcpy DtoD", "gpu_memcpy", 30, 60, thread=8, correlation=2),
+        span("symmetric_memory::barrier_kernel", "kernel", 60, 70, thread=8, correlation=3),
+        span("elementwise_kernel", "kernel", 50, 55, thread=7, correlation=4),
+        span("Memcpy DtoD", "gpu_memcpy", 80, 85, thread=7, correlation=5),
+        span("kernel_of_a_graph", "kernel", 90, 91, thread=7),
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    trace = kineto.load(path)
+    assert [event.correlation for event in trace.communication] == [3, 2]
+    assert [event.correlation for event in trace.compute] == [1, 4, None]
+    assert [event.correlation for event in trace.copies] == [5]
+    window = trace.phases("step")[0]
+    assert trace.overlap(window).exposed_ns == 15_000
+    assert [each["name"] for each in arrivals(trace, window)] == [
+        "symmetric_memory::barrier_kernel"
+    ]
 
 
 def test_a_recording_holds_no_path_of_this_machine(tmp_path, monkeypatch):

@@ -22,6 +22,7 @@ differ from NCCL's in the last place. ``peer_schedule.py`` has the order of all 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from ddp_lite.peer_schedule import Kind, Operation, Piece
 
 _Part = tuple[int, Tensor]  # first element in the row, values
 Program = Callable[[int, int], list[Operation]]
+_NO_RANGE = nullcontext()
 
 
 class PeerCopies:
@@ -162,7 +164,7 @@ class PeerCopies:
     def _start(self, run: Callable[[], None], tensors: Sequence[Tensor]) -> Waitable:
         stream = self.memory.stream
         event = None
-        with torch.no_grad():
+        with torch.no_grad(), _traced():
             if stream is None:
                 run()
             else:
@@ -297,6 +299,13 @@ class PeerCopies:
                     "a whole must have one dimension and world_size times the elements of its "
                     f"part, but got {whole} and {part} for {self._world_size} ranks. Pad both"
                 )
+
+
+def _traced() -> AbstractContextManager[object]:
+    """A range in the trace of a running profiler: copies by themselves do not say what for."""
+    if not torch._C._autograd._profiler_enabled():  # a range costs microseconds even then
+        return _NO_RANGE
+    return torch.profiler.record_function("ddp_lite::exchange")
 
 
 class _Copying:

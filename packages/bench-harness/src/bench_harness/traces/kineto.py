@@ -1,18 +1,20 @@
 """Records and reads traces of ``torch.profiler``.
 
 On a GPU the kernels themselves are read; communication is the kernels whose names start with
-``nccl``. On a CPU there are only host spans: computation is the outermost ATen operators,
-communication the spans that gloo records around each collective.
+``nccl``, and everything that ddp-lite launches for an exchange by copies: the copies, and the
+kernels that sum and signal. On a CPU there are only host spans: computation is the outermost ATen
+operators, communication the spans that gloo records around each collective.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import gzip
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
@@ -23,6 +25,10 @@ from bench_harness.traces.trace import Event, Trace, is_communication
 
 if TYPE_CHECKING:
     import torch
+
+
+#: Names of the host's ranges around what ddp-lite launches for an exchange by copies.
+_EXCHANGE = "ddp_lite::exchange"
 
 
 @contextmanager
@@ -70,12 +76,19 @@ def load(path: Path) -> Trace:
     }
     if by_category["kernel"]:
         kernels = [_event(e) for e in by_category["kernel"]]
+        copies = [_event(e) for c in ("gpu_memcpy", "gpu_memset") for e in by_category[c]]
+        exchanges = [each for each in ranges if each.name.startswith(_EXCHANGE)]
+        moved = _launched_inside(exchanges, launches)
+
+        def moves(event: Event) -> bool:
+            return is_communication(event.name) or event.correlation in moved
+
         return Trace(
             on_device=True,
-            compute=[k for k in kernels if not is_communication(k.name)],
-            communication=[k for k in kernels if is_communication(k.name)],
+            compute=[k for k in kernels if not moves(k)],
+            communication=[event for event in [*kernels, *copies] if moves(event)],
             operators=kernels,
-            copies=[_event(e) for c in ("gpu_memcpy", "gpu_memset") for e in by_category[c]],
+            copies=[c for c in copies if not moves(c)],
             ranges=ranges,
             launches=launches,
         )
@@ -138,6 +151,22 @@ def _event(event: dict[str, Any]) -> Event:
         self_ns=end - start,
         correlation=event.get("args", {}).get("correlation"),
     )
+
+
+def _launched_inside(ranges: Sequence[Event], launches: Mapping[int, Event]) -> set[int]:
+    """Correlations of the launches inside any of the ranges, on the same thread of the host."""
+    by_thread: dict[tuple[int, int], list[Interval]] = defaultdict(list)
+    for each in ranges:
+        by_thread[each.thread].append(each.interval)
+    found = set()
+    for own in by_thread.values():
+        own.sort()
+    for correlation, launch in launches.items():
+        own = by_thread.get(launch.thread, [])
+        place = bisect.bisect_right(own, launch.start_ns, key=lambda span: span[0]) - 1
+        if place >= 0 and launch.start_ns < own[place][1]:
+            found.add(correlation)
+    return found
 
 
 def _nested(events: list[Event]) -> tuple[list[Event], list[Event]]:

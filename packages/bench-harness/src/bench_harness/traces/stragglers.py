@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from bench_harness.case import Row
 from bench_harness.traces.intervals import Interval
-from bench_harness.traces.trace import Trace, short_name
+from bench_harness.traces.trace import Event, Trace, is_communication, short_name
 
 #: How many collectives a row lists by name.
 _LISTED = 5
@@ -27,13 +27,22 @@ def arrivals(trace: Trace, window: Interval) -> list[Row]:
     """
     begin, end = window
     spans = sorted(
-        (event for event in trace.communication if begin <= event.start_ns < end),
+        (
+            event
+            for event in trace.communication
+            if begin <= event.start_ns < end and _waits(event, trace)
+        ),
         key=lambda event: event.start_ns,
     )
     return [
         {"name": short_name(event.name), "duration_ns": event.end_ns - event.start_ns}
         for event in spans
     ]
+
+
+def _waits(event: Event, trace: Trace) -> bool:
+    """Whether a span lasts until all ranks are there; copies between GPUs and sums do not."""
+    return not trace.on_device or is_communication(event.name) or "barrier" in event.name
 
 
 def stragglers(ranks: Sequence[Sequence[Row]]) -> Row:
