@@ -55,6 +55,7 @@ class Request:
     options: dict[str, Any]
     lengths: tuple[int, int] = (4096, 4096)
     direction: str = "forward"
+    sinks: bool = False
 
 
 def shipped() -> list[Request]:
@@ -96,7 +97,8 @@ def launch(request: Request) -> None:
     )
     options = resolve_options(head_dim=width, **request.options)
     if request.direction == "forward":
-        forward.hopper_forward(query, key, value, options)
+        sinks = torch.empty(4, dtype=query.dtype, device="meta") if request.sinks else None
+        forward.hopper_forward(query, key, value, options, sinks=sinks)
     else:
         lse = torch.empty(query.shape[:3], device="meta")
         backward.hopper_backward(query, key, value, query, lse, query, None, options)

@@ -47,7 +47,8 @@ assert _spec.loader is not None
 _script = importlib.util.module_from_spec(_spec)
 sys.modules[_spec.name] = _script  # where dataclasses look their module up
 _spec.loader.exec_module(_script)
-REQUESTS = [dataclasses.asdict(request) for request in _script.shipped()]
+SINKS = [_script.Request(width, "bf16", {"causal": True}, sinks=True) for width in (64, 128)]
+REQUESTS = [dataclasses.asdict(request) for request in (*_script.shipped(), *SINKS)]
 
 
 def config_of(row: dict[str, Any]) -> Any:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flashattn_triton import flash_attention, flash_attention_varlen, merge
+from flashattn_triton.logsumexp import sinks_gradient
 from flashattn_triton.options import AttentionOptions
 from flashattn_triton.reference import visibility_mask
 
@@ -129,6 +130,132 @@ def test_compiled_sinks() -> None:
     close((out,), (expected,))
     inputs = [*tensors, sinks]
     close(torch.autograd.grad(out.sum(), inputs), torch.autograd.grad(expected.sum(), inputs))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_sinks_of_minus_infinity_change_nothing(implementation: Any) -> None:
+    """Also not for queries that see no key."""
+    tensors = leaves(33, 19)
+    sinks = torch.full((4,), float("-inf"), device=DEVICE, requires_grad=True)
+    options: dict[str, Any] = {"causal": "bottom-right", "return_lse": True}
+    results = flash_attention(*tensors, sinks=sinks, implementation=implementation, **options)
+    expected = flash_attention(*tensors, implementation=implementation, **options)
+    close(results, expected)
+    weight = torch.randn_like(results[0])
+    *actual, of_sinks = torch.autograd.grad(results[0], [*tensors, sinks], weight)
+    close(actual, torch.autograd.grad(expected[0], tensors, weight))
+    assert not of_sinks.any()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_transforms_with_sinks(implementation: Any) -> None:
+    """Shared and mapped sinks, and their gradients."""
+    q, k, v = (torch.randn(3, *x.shape, device=DEVICE) for x in leaves())
+    sinks = torch.randn(3, 4, device=DEVICE)
+
+    def loss(q: Tensor, sinks: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse = flash_attention(
+            *(q, k, v), sinks=sinks, return_lse=True, implementation=implementation
+        )
+        return out.square().sum() + lse.square().sum()
+
+    differentiate = torch.func.grad(loss, (0, 1))
+    for dim in (0, None):
+        given = sinks if dim == 0 else sinks[1]
+        actual = torch.func.vmap(differentiate, in_dims=(0, dim, 0, 0))(q, given, k, v)
+        for i in range(3):
+            own = given[i] if dim == 0 else given
+            inputs = [x[i].detach().requires_grad_() for x in (q, k, v)]
+            leaf = own.clone().requires_grad_()
+            expected, expected_lse = definition(inputs, leaf)
+            total = expected.square().sum() + expected_lse.square().sum()
+            wanted = torch.autograd.grad(total, (inputs[0], leaf))
+            close([x[i] for x in actual], wanted, 5e-5)
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_kernel_of_the_gradient_of_sinks(dtype: torch.dtype, with_lse: bool) -> None:
+    """Against its formula: any strides, a last tile of two rows, a head_dim that is padded."""
+    pytest.importorskip("triton")
+    from flashattn_triton.sinks_pass import triton_sinks_backward
+
+    sinks = torch.randn(3, device=DEVICE, dtype=dtype)
+    out, grad_out = (
+        torch.randn(2, 130, 3, 40, device=DEVICE, dtype=dtype).transpose(1, 2) for _ in range(2)
+    )
+    lse = torch.randn(2, 3, 130, device=DEVICE)
+    lse[0, 1, 7] = float("-inf")
+    grad_lse = torch.randn(3, 2, 130, device=DEVICE).transpose(0, 1) if with_lse else None
+    given = (sinks, out, lse, grad_out, grad_lse)
+    first = triton_sinks_backward(*given)
+    assert first.dtype == dtype
+    wide = [None if x is None else x.double() for x in given]
+    close((first,), (sinks_gradient(*wide),), max(2e-5, torch.finfo(dtype).eps))
+    assert torch.equal(triton_sinks_backward(*given), first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("heads", "lengths", "keywords"),
+    [
+        ((4, 2), (700, 700), {"causal": "top-left"}),
+        ((4, 4), (1500, 1500), {"causal": "top-left"}),
+        ((4, 1), (300, 1100), {"causal": "bottom-right"}),
+        ((2, 2), (900, 200), {"causal": "bottom-right"}),  # 700 queries see only the sink
+        ((4, 4), (129, 1000), {"scale": -0.2}),
+        ((2, 1), (1700, 1700), {"causal": "top-left", "deterministic": True}),
+    ],
+    ids=str,
+)
+def test_sinks_on_a_gpu(
+    heads: tuple[int, int], lengths: tuple[int, int], keywords: dict[str, Any], head_dim: int
+) -> None:
+    """By the tier that is chosen, forward and backward."""
+    shapes = ((heads[0], lengths[0]), (heads[1], lengths[1]), (heads[1], lengths[1]))
+    torch.manual_seed(0)
+    inputs = [
+        torch.randn(2, n, rows, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for n, rows in shapes
+    ]
+    # Not aligned to 16 bytes, and large enough to take half of the softmax.
+    logits = torch.linspace(3, 7, heads[0] + 1, device="cuda", dtype=torch.bfloat16)
+    sinks = logits[1:].detach().requires_grad_()
+    results = flash_attention(*inputs, sinks=sinks, return_lse=True, **keywords)
+    factor = head_dim**0.5 * keywords.get("scale", head_dim**-0.5)
+    wide = [x.detach().double().requires_grad_() for x in (*inputs, sinks)]
+    expected = definition([wide[0] * factor, *wide[1:3]], wide[3], keywords.get("causal", "none"))
+    close(results[1:], expected[1:])
+    close(results[:1], expected[:1], 2 * torch.finfo(torch.bfloat16).eps)
+    weights = [torch.randn_like(x) for x in results]
+    actual = torch.autograd.grad(results, [*inputs, sinks], weights)
+    wanted = torch.autograd.grad(expected, wide, [w.double() for w in weights])
+    for a, e in zip(actual, wanted, strict=True):
+        assert (a - e).abs().max() <= 8 * torch.finfo(a.dtype).eps * max(1.0, e.abs().max().item())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["hopper", "triton"])
+def test_packed_sinks_on_a_gpu(implementation: Any) -> None:
+    if implementation == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    lengths = (300, 1, 129, 700)
+    starts = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
+    sinks = torch.randn(4, device="cuda")
+    q, k, v = (
+        torch.randn(sum(lengths), n, 64, device="cuda", dtype=torch.bfloat16) for n in (4, 2, 2)
+    )
+    out, lse = flash_attention_varlen(
+        *(q, k, v, starts, starts, 700, 700),
+        sinks=sinks, causal=True, return_lse=True, implementation=implementation,
+    )  # fmt: skip
+    for start, length in zip(starts.tolist(), lengths, strict=False):
+        rows = slice(start, start + length)
+        one = [x[rows].transpose(0, 1)[None] for x in (q, k, v)]
+        expected, expected_lse = definition(one, sinks, "top-left")
+        close((out[rows],), (expected[0].transpose(0, 1),), 2 * torch.finfo(torch.bfloat16).eps)
+        close((lse[:, rows],), (expected_lse[0],))
 
 
 BAD_SINKS = [

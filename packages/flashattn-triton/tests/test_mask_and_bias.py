@@ -244,6 +244,7 @@ def arguments_of(implementation: str) -> tuple[Any, ...]:
             alibi_slopes=torch.rand(2, 4, device=DEVICE),
             bias=torch.randn(1, 4, 20, 33, device=DEVICE, requires_grad=True),
             prefix_lengths=torch.tensor([7, 0], device=DEVICE, dtype=torch.int32),
+            sinks=torch.randn(4, device=DEVICE, requires_grad=True),
         ),
     )
 
@@ -264,6 +265,8 @@ def test_opcheck(implementation: str) -> None:
         torch.ops.flashattn_triton.bias_backward.default,
     ):
         torch.library.opcheck(operator, backward)
+    sinks = detached[ops.SINKS]
+    torch.library.opcheck(torch.ops.flashattn_triton.sinks_backward.default, (sinks, *results))
 
 
 @compiler
@@ -395,8 +398,9 @@ def test_what_is_said() -> None:
     assert "bias: its own pass" in text
     options = AttentionOptions(scale=1.0)
     kind = ((9, 0), torch.bfloat16, (64, 64), options, False)
-    refusal = eligibility.refusal(*kind, ("alibi_slopes", "bias"))
+    refusal = eligibility.refusal(*kind, ("alibi_slopes", "bias", "sinks"))
     assert refusal == "it takes no alibi_slopes or bias"
+    assert eligibility.refusal(*kind, ("sinks",)) == eligibility.refusal(*kind)
     with pytest.raises(ValueError, match="bias must be"):
         explain(q, k, v, bias=torch.zeros(3, device=DEVICE))
 
@@ -410,7 +414,7 @@ def test_a_call_without_them_is_the_call_it_was() -> None:
     starts = torch.zeros(2, dtype=torch.int32)
     packing = Packing(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=0, max_seqlen_k=0)
     arguments = ops.operator_arguments(resolve_options(head_dim=16), packing=packing)
-    assert arguments[:3] == (None, None, None)
+    assert arguments[:4] == (None,) * 4
 
 
 # ---- flash-attn's functions ----------------------------------------------------------------------

@@ -15,7 +15,6 @@ from flashattn_triton.configs import Tiling, check_tiling_type
 from flashattn_triton.dispatch import Implementation, check_implementation
 from flashattn_triton.documents import attend_to_documents, refuse_with_documents
 from flashattn_triton.launch import Packing
-from flashattn_triton.logsumexp import add_sinks, check_sinks
 from flashattn_triton.mask_and_bias import (
     MaskAndBias,
     check_prefix_options,
@@ -75,6 +74,7 @@ class _Tensors(TypedDict):
     alibi_slopes: Tensor | None
     bias: Tensor | None
     prefix_lengths: Tensor | None
+    sinks: Tensor | None
 
 
 @overload
@@ -190,8 +190,9 @@ def flash_attention(
         "alibi_slopes": alibi_slopes,
         "bias": bias,
         "prefix_lengths": prefix_lengths,
+        "sinks": sinks,
     }
-    if sinks is not None or document_ids is not None or query.dim() != 4:
+    if document_ids is not None or query.dim() != 4:
         keywords: OptionKeywords = {
             "causal": causal,
             "scale": scale,
@@ -202,16 +203,10 @@ def flash_attention(
             "tiling": tiling,
         }
         check_layout(layout)
-        if sinks is not None and query.dim() >= 3:
-            check_sinks(sinks, query, query.shape[-2 if layout == "bshd" else -3])
         if document_ids is not None:
             refuse_with_documents(bias=bias, prefix_lengths=prefix_lengths)
             out, lse = attend_to_documents(
-                query, key, value, document_ids, layout or "bhsd", alibi_slopes, keywords
-            )
-        elif sinks is not None:
-            out, lse = flash_attention(
-                query, key, value, layout=layout, return_lse=True, **tensors, **keywords
+                query, key, value, document_ids, layout or "bhsd", alibi_slopes, sinks, keywords
             )
         else:
             batch = in_one_batch(query, key, value)
@@ -224,16 +219,15 @@ def flash_attention(
                 alibi_slopes=resolved.alibi_slopes,
                 bias=resolved.bias,
                 prefix_lengths=resolved.prefix_lengths,
+                sinks=resolved.sinks,
                 **keywords,
             )
             out, lse = (x.reshape(*query.shape[:-3], *x.shape[1:]) for x in result)
-        if sinks is not None:
-            out, lse = add_sinks(out, lse, sinks, layout or "bhsd")
         return (out, lse) if return_lse else out
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = _autocast(query, key, value)
     cache_key = None
-    if alibi_slopes is None and bias is None and prefix_lengths is None:
+    if alibi_slopes is None and bias is None and prefix_lengths is None and sinks is None:
         cache_key = eager.cache_key_of(
             query, key, value,
             causal, scale, window, softcap, layout, deterministic, implementation, tiling,
@@ -389,8 +383,6 @@ def flash_attention_varlen(
     )
     check_implementation(implementation)
     check_tiling_type(tiling)
-    if sinks is not None and query.dim() == 3:
-        check_sinks(sinks, query, query.shape[1])
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = _autocast(query, key, value)
     check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -406,6 +398,7 @@ def flash_attention_varlen(
         alibi_slopes=alibi_slopes,
         bias=None,
         prefix_lengths=prefix_lengths,
+        sinks=sinks,
         leading=(cu_seqlens_q.shape[0] - 1,),
         heads=query.shape[1],
         lengths=(max_seqlen_q, max_seqlen_k),
@@ -424,8 +417,6 @@ def flash_attention_varlen(
                 query, key, value, *starts, options, mask_and_bias
             )
         out = out.to(query.dtype)
-        if sinks is not None:
-            out, lse = add_sinks(out, lse, sinks, "bshd")
         return (out, lse) if return_lse else out
     packing = Packing(
         cu_seqlens_q=cu_seqlens_q,
@@ -443,8 +434,6 @@ def flash_attention_varlen(
     views = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     out, lse = eager.attend(*views, *arguments)
     out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
-    if sinks is not None:
-        out, lse = add_sinks(out, lse, sinks, "bshd")
     return (out, lse) if return_lse else out
 
 

@@ -275,5 +275,5 @@ def triton_bias_backward(
     statistics = query.new_empty((batch * heads, 2, n_padded), dtype=torch.float32)
     gradient = bias.new_empty(bias.shape)
     preprocess(out, grad_out, grad_logsumexp, logsumexp, statistics, None)
-    launch(query, key, value, grad_out, statistics, *mask_and_bias.tensors, gradient)
+    launch(query, key, value, grad_out, statistics, *mask_and_bias.of_scores, gradient)
     return gradient

@@ -103,7 +103,7 @@ def choose(
             it supports) and the tiled PyTorch tier for all others; a name insists.
         tiling: explicit kernel shapes instead of the shipped table's, for the portable kernels.
         packed: whether the inputs are views of packed sequences.
-        tensors: which of "alibi_slopes", "bias" and "prefix_lengths" come with the call.
+        tensors: which of :data:`~flashattn_triton.mask_and_bias.NAMES` come with the call.
 
     Raises:
         ValueError: an unknown implementation, or one that cannot run these inputs.
@@ -256,6 +256,7 @@ def explain(
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     prefix_lengths: Tensor | None = None,
+    sinks: Tensor | None = None,
     layout: Layout | None = None,
     deterministic: bool = False,
     implementation: Implementation = "auto",
@@ -277,6 +278,7 @@ def explain(
         alibi_slopes=alibi_slopes,
         bias=bias,
         prefix_lengths=prefix_lengths,
+        sinks=sinks,
         leading=leading,
         heads=query.shape[1],
         lengths=(query.shape[2], key.shape[2]),

@@ -82,6 +82,7 @@ def attend_to_documents(
     document_ids: Tensor,
     layout: str,
     alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
     keywords: OptionKeywords,
 ) -> tuple[Tensor, Tensor]:
     """``flash_attention`` of (B, H, N, D) or (B, N, H, D) tensors, within documents.
@@ -117,6 +118,7 @@ def attend_to_documents(
         longest,
         longest,
         alibi_slopes=alibi_slopes,
+        sinks=sinks,
         return_lse=True,
         **keywords,
     )

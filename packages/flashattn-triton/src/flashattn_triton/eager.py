@@ -135,9 +135,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *problem: Any) -> tuple[Te
     transforms it is the only way: they do not see what is registered with an operator.
     """
     ops.refuse_forward_mode(query, key, value)
-    bias = problem[ops.BIAS - 3]
     differentiated = query.requires_grad or key.requires_grad or value.requires_grad
-    differentiated = differentiated or (bias is not None and bias.requires_grad)
+    for x in (problem[ops.BIAS - 3], problem[ops.SINKS - 3]):
+        differentiated = differentiated or (x is not None and x.requires_grad)
     compiling = torch.compiler.is_compiling()
     if not compiling and ops.is_transformed():
         out, lse = ops.Transformed.apply(ops.FORWARD, query, key, value, *problem)

@@ -184,6 +184,7 @@ def flash_forward_kernel(
     slopes_ptr,  # (B, H) fp32, or None without ALiBi
     bias_ptr,  # broadcast to (B, H, N_q, N_k), or None
     prefix_ptr,  # (B,) int32, or None without a prefix
+    sinks_ptr,  # (H,), or None without sinks
     stride_qb,
     stride_qh,
     stride_qq,
@@ -223,6 +224,7 @@ def flash_forward_kernel(
     HAS_PREFIX: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     NEGATIVE_SCALE: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -290,6 +292,9 @@ def flash_forward_kernel(
     acc = tl.zeros([Q_TILE_SIZE, E_PADDED], tl.float32)
     row_sum = tl.zeros([Q_TILE_SIZE], tl.float32)
     row_max = tl.full([Q_TILE_SIZE], float("-inf"), tl.float32)
+    if HAS_SINKS:  # as if each row had seen one key before, with the sink as score and value 0
+        row_sum += 1.0
+        row_max = row_sum * (tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E)
     if HAS_LEFT:
         acc, row_sum, row_max = _attend(
             acc, row_sum, row_max, q, K_ptr, V_ptr, batch, kv_head, stride_kk, stride_vk,
@@ -316,7 +321,7 @@ def flash_forward_kernel(
         PRECISION, INTERPRETED, USE_TMA, is_causal, True,
     )  # fmt: skip
 
-    # A row that saw no key has sum 0: output 0 / 1, logsumexp -inf + log2(1).
+    # A row that saw no key, nor a sink, has sum 0: output 0 / 1, logsumexp -inf + log2(1).
     out = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
     logsumexp = (row_max + tl.log2(tl.where(row_sum == 0.0, 1.0, row_sum))) * LN_2
     o_tile = O_ptr + query_start.to(tl.int64) * stride_oq
@@ -343,15 +348,15 @@ def triton_forward(
         options: mask, scale and soft-cap.
         tiles: the kernel's shape.
         packing: where packed sequences start; None for a dense batch.
-        mask_and_bias: ALiBi slopes, a bias and prefixes, as :func:`resolve_mask_and_bias` returns
-            them.
+        mask_and_bias: ALiBi slopes, a bias, prefixes and sinks, as :func:`resolve_mask_and_bias`
+            returns them.
 
     Returns:
         Output (B, H, N_q, E) in the inputs' dtype and logsumexp (B, H, N_q) in fp32.
     """
     query, key, value = unit_last_stride(query), unit_last_stride(key), unit_last_stride(value)
     call = forward_call(query, key, value, options, tiles, packing, mask_and_bias)
-    return call(query, key, value, problem_tensors(packing, mask_and_bias))
+    return call(query, key, value, problem_tensors(packing, mask_and_bias), mask_and_bias.sinks)
 
 
 class ForwardCall:
@@ -368,11 +373,12 @@ class ForwardCall:
         key: Tensor,
         value: Tensor,
         problem: Sequence[Tensor | None] = NO_PROBLEM_TENSORS,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Output and logsumexp of inputs whose last stride is 1, and of :func:`problem_tensors`."""
         out = query.new_empty_strided(*self.out)
         logsumexp = query.new_empty_strided(*self.logsumexp, dtype=torch.float32)
-        self.launch(query, key, value, out, logsumexp, *problem)
+        self.launch(query, key, value, out, logsumexp, *problem, sinks)
         return out, logsumexp
 
 
@@ -437,6 +443,7 @@ def _forward_call(
         "Q_TILE_SIZE": tiles.queries,
         "K_TILE_SIZE": tiles.keys,
         "PACKED": sizes is not None,
+        "HAS_SINKS": kind.sinks,
         "NEGATIVE_SCALE": options.scale < 0,
         "WIDE": is_wide(*matrices),
         "PRECISION": precision,

@@ -58,8 +58,8 @@ def problem_tensors(
 ) -> tuple[Tensor | None, ...]:
     """What kernels take behind inputs and outputs: starts of sequences, slopes, bias, prefixes."""
     if packing is None:
-        return None, None, *mask_and_bias.tensors
-    return packing.cu_seqlens_q, packing.cu_seqlens_k, *mask_and_bias.tensors
+        return None, None, *mask_and_bias.of_scores
+    return packing.cu_seqlens_q, packing.cu_seqlens_k, *mask_and_bias.of_scores
 
 
 def padded(width: int, dtype: torch.dtype) -> int:

@@ -5,7 +5,8 @@ O = Σ_j exp(S_j - L) V_j. If further terms join the sum, every weight shrinks b
 
 - :func:`merge` joins attention to several sets of keys: the output of a set with the logsumexp
   L_p has the weight exp(L_p - L), where L is the logsumexp of all L_p.
-- :func:`add_sinks` joins one logit s per head that has no value: O · sigmoid(L - s).
+- :func:`add_sinks` joins one logit s per head that has no value: O · sigmoid(L - s). The kernels
+  take sinks into their softmax; this is what they compute, written out.
 
 Both are differentiable in all their inputs, because ``flash_attention`` is differentiable through
 the logsumexp. They compute in fp32, or in fp64 if a tensor is.
@@ -81,30 +82,30 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor, layout: Layout) -> tuple[
     Args:
         out: (..., H, N, E) for layout "bhsd", (..., N, H, E) for "bshd".
         lse: (..., H, N), without the sinks.
-        sinks: (H,), checked by :func:`check_sinks`.
+        sinks: (H,), or with any leading dimensions that broadcast with those of ``lse``.
         layout: of ``out``.
     """
-    logits = _accumulated(sinks)[:, None]
+    logits = _accumulated(sinks)[..., None]
     weight = torch.sigmoid(_accumulated(lse) - logits)
     with_sinks = (out * _like_output(weight, layout)).to(out.dtype)
     return with_sinks, torch.logaddexp(_accumulated(lse), logits)
 
 
-def check_sinks(sinks: object, query: Tensor, heads: int) -> None:
-    """Checks one logit for each query head.
+def sinks_gradient(
+    sinks: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
+) -> Tensor:
+    """The gradient of sinks: -Σ exp(s - L) · (rowsum(O ∘ dO) - dL) over the rows of each head.
 
-    Raises:
-        ValueError: naming what was expected and what was given.
-        TypeError: not a tensor.
+    Args:
+        sinks: (H,).
+        out: (B, H, N, E), with the sinks; ``grad_out`` is its gradient.
+        lse: (B, H, N), with the sinks; ``grad_lse`` is its gradient, or None for zero.
     """
-    check_tensors(sinks=sinks)
-    assert isinstance(sinks, Tensor)
-    if sinks.shape != (heads,) or not sinks.is_floating_point() or sinks.device != query.device:
-        raise ValueError(
-            f"sinks must be a floating tensor of shape ({heads},), one logit for each head of "
-            f"query, on {query.device}, but got {sinks.dtype} of shape {tuple(sinks.shape)} on "
-            f"{sinks.device}. Use one parameter of {heads} numbers per layer."
-        )
+    delta = (_accumulated(out) * _accumulated(grad_out)).sum(-1)
+    if grad_lse is not None:
+        delta = delta - grad_lse
+    share = torch.exp(_accumulated(sinks)[:, None] - lse).masked_fill(lse == float("-inf"), 0.0)
+    return -(share * delta).sum((0, 2)).to(sinks.dtype)
 
 
 def _check_part(index: int, out: Tensor, first: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Tensors that hide keys or are added to scores: prefixes, ALiBi slopes and an additive bias.
+"""Tensors that change the softmax: prefixes, ALiBi slopes, an additive bias and attention sinks.
 
 For query i and key j of one head, where ``offset`` is
 :func:`~flashattn_triton.options.diagonal_offset`,
@@ -7,7 +7,8 @@ For query i and key j of one head, where ``offset`` is
 
 ALiBi (Press et al. 2021, arXiv:2108.12409) has one slope for each head and needs no memory for its
 bias. In a prefix language model (Raffel et al. 2019, arXiv:1910.10683) every query sees the keys of
-its sequence's prefix, and beyond it the mask is causal.
+its sequence's prefix, and beyond it the mask is causal. An attention sink is one more score of each
+row, without a key or a value: it takes its share of the softmax and adds nothing to the output.
 
 Legend: B batch, or sequences of a packed batch, H query heads, N_q queries, N_k keys.
 """
@@ -23,8 +24,8 @@ from torch import Tensor
 from flashattn_triton.mistakes import check_tensors
 from flashattn_triton.options import DTYPES, AttentionOptions
 
-# Keywords of the public functions, in the order in which kernels take the tensors.
-NAMES = ("alibi_slopes", "bias", "prefix_lengths")
+# Keywords of the public functions, in the order in which operators take the tensors.
+NAMES = ("alibi_slopes", "bias", "prefix_lengths", "sinks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,7 @@ class MaskAndBiasKind:
     alibi: bool
     prefix: bool
     bias_strides: tuple[int, int, int, int] | tuple[None, None, None, None]
+    sinks: bool = False
 
     @property
     def numbers(self) -> dict[str, int | None]:
@@ -43,7 +45,7 @@ class MaskAndBiasKind:
 
     @property
     def constants(self) -> dict[str, bool]:
-        """The kernels' compile-time arguments."""
+        """The kernels' compile-time arguments; of sinks only the forward kernel knows."""
         return {
             "HAS_ALIBI": self.alibi,
             "HAS_BIAS": self.bias_strides[0] is not None,
@@ -56,16 +58,23 @@ class MaskAndBias:
     """The tensors of one call, checked and brought into one shape; None where there is none.
 
     ``alibi_slopes`` is (B, H) fp32 and ``prefix_lengths`` (B,) int32, both contiguous; ``bias`` has
-    four dimensions, those of (B, H, N_q, N_k) or 1, and any strides.
+    four dimensions, those of (B, H, N_q, N_k) or 1, and any strides; ``sinks`` is (H,) and
+    contiguous.
     """
 
     alibi_slopes: Tensor | None = None
     bias: Tensor | None = None
     prefix_lengths: Tensor | None = None
+    sinks: Tensor | None = None
 
     @property
-    def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def tensors(self) -> tuple[Tensor | None, ...]:
         """In the order of :data:`NAMES`."""
+        return *self.of_scores, self.sinks
+
+    @property
+    def of_scores(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Those that every kernel needs to recompute scores: all but the sinks."""
         return self.alibi_slopes, self.bias, self.prefix_lengths
 
     @property
@@ -87,6 +96,7 @@ class MaskAndBias:
             alibi=self.alibi_slopes is not None,
             prefix=self.prefix_lengths is not None,
             bias_strides=strides,
+            sinks=self.sinks is not None,
         )
 
     def sequence(self, index: int) -> MaskAndBias:
@@ -97,6 +107,7 @@ class MaskAndBias:
             alibi_slopes=None if self.alibi_slopes is None else self.alibi_slopes[one],
             bias=bias if bias is None or bias.shape[0] == 1 else bias[one],
             prefix_lengths=None if self.prefix_lengths is None else self.prefix_lengths[one],
+            sinks=self.sinks,
         )
 
     def added(
@@ -131,6 +142,7 @@ def resolve_mask_and_bias(
     alibi_slopes: Tensor | None,
     bias: Tensor | None,
     prefix_lengths: Tensor | None,
+    sinks: Tensor | None = None,
     leading: Sequence[int],
     heads: int,
     lengths: tuple[int, int],
@@ -143,6 +155,7 @@ def resolve_mask_and_bias(
         bias: fp16, bf16 or fp32, broadcastable to (*leading, H, N_q, N_k).
         prefix_lengths: integers, of shape ``leading``. What is below 0 counts as 0, and what is
             above N_k as N_k, so that values need not be read on the host.
+        sinks: (H,), floating.
         leading: dimensions of query before its last three, or (sequences,) of a packed batch.
         heads: H.
         lengths: N_q and N_k.
@@ -152,7 +165,10 @@ def resolve_mask_and_bias(
         ValueError: naming the argument, what it must be and what was given.
         TypeError: not a tensor.
     """
-    tensors = zip(NAMES, (alibi_slopes, bias, prefix_lengths), strict=True)
+    if sinks is not None:
+        _check_sinks(sinks, heads, device)
+        sinks = sinks.contiguous()
+    tensors = zip(NAMES, (alibi_slopes, bias, prefix_lengths), strict=False)
     for name, x in tensors:
         if x is None:
             continue
@@ -176,7 +192,9 @@ def resolve_mask_and_bias(
     if prefix_lengths is not None:
         _check_prefix_lengths(prefix_lengths, leading)
         prefix_lengths = prefix_lengths.reshape(batch).int().contiguous()
-    return MaskAndBias(alibi_slopes=alibi_slopes, bias=bias, prefix_lengths=prefix_lengths)
+    return MaskAndBias(
+        alibi_slopes=alibi_slopes, bias=bias, prefix_lengths=prefix_lengths, sinks=sinks
+    )
 
 
 def check_prefix_options(options: AttentionOptions) -> None:
@@ -192,6 +210,17 @@ def check_prefix_options(options: AttentionOptions) -> None:
         raise ValueError(
             f"window must be None where prefix_lengths are given, but got {options.window}. Leave "
             f"one of them out."
+        )
+
+
+def _check_sinks(sinks: object, heads: int, device: torch.device) -> None:
+    check_tensors(sinks=sinks)
+    assert isinstance(sinks, Tensor)
+    if sinks.shape != (heads,) or not sinks.is_floating_point() or sinks.device != device:
+        raise ValueError(
+            f"sinks must be a floating tensor of shape ({heads},), one logit for each head of "
+            f"query, on {device}, but got {sinks.dtype} of shape {tuple(sinks.shape)} on "
+            f"{sinks.device}. Use one parameter of {heads} numbers per layer."
         )
 
 

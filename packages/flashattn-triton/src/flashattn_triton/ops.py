@@ -1,7 +1,8 @@
-"""The operators ``torch.ops.flashattn_triton.forward``, ``.backward`` and ``.bias_backward``.
+"""The operators ``forward``, ``backward``, ``bias_backward`` and ``sinks_backward``.
 
-They are what ``torch.compile``, autograd and ``torch.func`` see of this package: opaque to the
-compiler, each with a fake implementation (shapes and strides), a derivative and a batching rule.
+In ``torch.ops.flashattn_triton``. They are what ``torch.compile``, autograd and ``torch.func`` see
+of this package: opaque to the compiler, each with a fake implementation (shapes and strides) and a
+derivative, the first two also with a batching rule.
 
 Inputs are (B, H, N, D) views; a packed batch is (1, H, T, D) together with ``cu_seqlens``. Options
 travel as plain numbers and strings, see :func:`operator_arguments`.
@@ -20,11 +21,12 @@ from torch.autograd import forward_ad
 from flashattn_triton.configs import Tiling
 from flashattn_triton.dispatch import Plan, choose
 from flashattn_triton.launch import Packing, empty_output, empty_row_statistic
+from flashattn_triton.logsumexp import add_sinks, sinks_gradient
 from flashattn_triton.mask_and_bias import NAMES, NO_MASK_OR_BIAS, MaskAndBias
 from flashattn_triton.options import AttentionOptions, Causal
 
 _PROBLEM = (
-    "Tensor? alibi_slopes, Tensor? bias, Tensor? prefix_lengths, "
+    "Tensor? alibi_slopes, Tensor? bias, Tensor? prefix_lengths, Tensor? sinks, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
     "str causal, float scale, SymInt window_left, SymInt window_right, float softcap, "
     "bool deterministic, str implementation, int[] tiling"
@@ -36,13 +38,16 @@ _LIBRARY = torch.library.Library("flashattn_triton", "DEF")
 _LIBRARY.define(f"forward({_INPUTS}, {_PROBLEM}) -> (Tensor, Tensor)")
 _LIBRARY.define(f"backward({_INPUTS}, {_RESULTS}, {_PROBLEM}) -> (Tensor, Tensor, Tensor)")
 _LIBRARY.define(f"bias_backward({_INPUTS}, {_RESULTS}, {_PROBLEM}) -> Tensor")
+_LIBRARY.define(f"sinks_backward(Tensor sinks, {_RESULTS}) -> Tensor")
 
 FORWARD = torch.ops.flashattn_triton.forward.default
 _BACKWARD = torch.ops.flashattn_triton.backward.default
 _BIAS_BACKWARD = torch.ops.flashattn_triton.bias_backward.default
-# Tensors of a problem: slopes, bias, prefixes, and where queries and keys of sequences start.
-PROBLEM_TENSORS = 5
+_SINKS_BACKWARD = torch.ops.flashattn_triton.sinks_backward.default
+# Tensors of a problem: slopes, bias, prefixes, sinks, and starts of queries and keys of sequences.
+PROBLEM_TENSORS = 6
 BIAS = 4  # its position among the arguments of ``forward``
+SINKS = 6
 
 
 def operator_arguments(
@@ -110,6 +115,7 @@ def _problem(
     alibi_slopes: Tensor | None,
     bias: Tensor | None,
     prefix_lengths: Tensor | None,
+    sinks: Tensor | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     max_seqlen_q: int,
@@ -136,10 +142,9 @@ def _problem(
             max_seqlen_k=max_seqlen_k,
         )
     mask_and_bias = NO_MASK_OR_BIAS
-    if alibi_slopes is not None or bias is not None or prefix_lengths is not None:
-        mask_and_bias = MaskAndBias(
-            alibi_slopes=alibi_slopes, bias=bias, prefix_lengths=prefix_lengths
-        )
+    given = (alibi_slopes, bias, prefix_lengths, sinks)
+    if any(x is not None for x in given):
+        mask_and_bias = MaskAndBias(**dict(zip(NAMES, given, strict=True)))
     plan = choose(
         query,
         key,
@@ -171,7 +176,7 @@ def run_forward(
     if plan.tier == "hopper":
         from flashattn_triton.hopper.forward import hopper_forward
 
-        return hopper_forward(query, key, value, options, packing)
+        return hopper_forward(query, key, value, options, packing, mask_and_bias.sinks)
     if plan.tiling is not None:
         from flashattn_triton.forward import triton_forward
 
@@ -267,6 +272,17 @@ def bias_backward(
     return tiled_bias_backward(*tensors, options, mask_and_bias)
 
 
+def sinks_backward(
+    sinks: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
+) -> Tensor:
+    """The gradient of the sinks of :func:`forward`, in their shape and dtype."""
+    if not out.is_cuda:
+        return sinks_gradient(sinks, out, lse, grad_out, grad_lse)
+    from flashattn_triton.sinks_pass import triton_sinks_backward
+
+    return triton_sinks_backward(sinks, out, lse, grad_out, grad_lse)
+
+
 def _unbatched(x: Tensor) -> Tensor:
     """(1, H, T, D) to (T, H, D)."""
     return x[0].transpose(0, 1)
@@ -303,6 +319,10 @@ def _bias_backward_fake(
     return bias.new_empty(bias.shape)
 
 
+def _sinks_backward_fake(sinks: Tensor, *results: Tensor | None) -> Tensor:
+    return sinks.new_empty(sinks.shape)
+
+
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     tensors, ctx.problem = inputs[: 3 + PROBLEM_TENSORS], inputs[3 + PROBLEM_TENSORS :]
     ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
@@ -327,6 +347,7 @@ def gradients_of(
     needed: Sequence[bool],
     backward: Callable[..., Any] = _BACKWARD,
     bias_backward: Callable[..., Any] = _BIAS_BACKWARD,
+    sinks_backward: Callable[..., Any] = _SINKS_BACKWARD,
 ) -> list[Tensor | None]:
     """Gradients of the tensors that the operator ``forward`` takes; None where none is needed.
 
@@ -335,7 +356,7 @@ def gradients_of(
         grad_out: of the output; ``grad_lse`` of the logsumexp; None stands for zeros.
         problem: what the operator takes after those tensors.
         needed: which of its arguments need a gradient.
-        backward: and ``bias_backward``: the operators, or what calls them.
+        backward: and ``bias_backward``, ``sinks_backward``: the operators, or what replaces them.
     """
     query, key, value, out, lse, *rest = saved
     gradients: list[Tensor | None] = [None] * (3 + len(rest))
@@ -348,6 +369,8 @@ def gradients_of(
         gradients[:3] = backward(*arguments)
     if rest and needed[BIAS]:
         gradients[BIAS] = bias_backward(*arguments)
+    if rest and needed[SINKS]:
+        gradients[SINKS] = sinks_backward(rest[SINKS - 3], out, lse, grad_out, grad_lse)
     return gradients
 
 
@@ -373,11 +396,14 @@ def _fold(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
 def _vmap(operator: Any, n_tensors: int) -> Any:
     def batched(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         tensors, problem = args[:n_tensors], args[n_tensors:]
-        if problem[3] is not None:
+        sinks, sinks_dim = problem[SINKS - 3], in_dims[n_tensors + SINKS - 3]
+        if sinks_dim is not None or n_tensors > 3:  # backward knows them by the logsumexp
+            problem = (*problem[: SINKS - 3], None, *problem[SINKS - 2 :])
+        if problem[4] is not None:
             raise ValueError(
                 "vmap over packed sequences is not supported: add the sequences to cu_seqlens"
             )
-        for name, x in zip(NAMES, problem[:3], strict=True):
+        for name, x in zip(NAMES, problem[:3], strict=False):
             if x is not None:
                 raise ValueError(
                     f"{name} must be None under torch.func.vmap, but got one. Make the mapped "
@@ -386,7 +412,11 @@ def _vmap(operator: Any, n_tensors: int) -> Any:
         size = info.batch_size
         folded = (_fold(x, d, size) for x, d in zip(tensors, in_dims, strict=False))
         results = operator(*folded, *problem)
-        return tuple(x.unflatten(0, (size, -1)) for x in results), (0,) * len(results)
+        results = tuple(x.unflatten(0, (size, -1)) for x in results)
+        if sinks_dim is not None and n_tensors == 3:
+            out, lse = results
+            results = add_sinks(out, lse, sinks.movedim(sinks_dim, 0)[:, None], "bhsd")
+        return results, (0,) * len(results)
 
     return batched
 
@@ -440,6 +470,7 @@ class Transformed(torch.autograd.Function):
             needed=ctx.needs_input_grad[1:],
             backward=functools.partial(Transformed.apply, _BACKWARD),
             bias_backward=functools.partial(Transformed.apply, _BIAS_BACKWARD),
+            sinks_backward=sinks_gradient,
         )
         return (None, *gradients, *[None] * len(ctx.problem))
 
@@ -460,10 +491,12 @@ torch.library.register_fake("flashattn_triton::forward", _forward_fake, lib=_LIB
 torch.library.register_fake("flashattn_triton::backward", _backward_fake, lib=_LIBRARY)
 _LIBRARY.impl("bias_backward", bias_backward, "CompositeExplicitAutograd")
 torch.library.register_fake("flashattn_triton::bias_backward", _bias_backward_fake, lib=_LIBRARY)
+_LIBRARY.impl("sinks_backward", sinks_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("flashattn_triton::sinks_backward", _sinks_backward_fake, lib=_LIBRARY)
 torch.library.register_autograd(
     "flashattn_triton::forward", _differentiate, setup_context=_save_for_backward, lib=_LIBRARY
 )
-for _name in ("backward", "bias_backward"):
+for _name in ("backward", "bias_backward", "sinks_backward"):
     torch.library.register_autograd(
         f"flashattn_triton::{_name}",
         _refuse_second_derivative,

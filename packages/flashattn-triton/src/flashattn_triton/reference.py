@@ -68,14 +68,14 @@ def attention_reference(
     """Attention output and logsumexp with the full score matrix (Eq. 4-6, 12).
 
     Differentiable in query, key and value, through the output and through the logsumexp. A query
-    that sees no key has output 0, logsumexp -inf, and contributes no gradient.
+    that sees no key has output 0, logsumexp -inf (or the sink), and contributes no gradient.
 
     Args:
         query: (B, H, N_q, D), any floating dtype.
         key: (B, G, N_k, D); query head h reads key/value head h // (H / G).
         value: (B, G, N_k, E).
         options: mask, scale and soft-cap.
-        mask_and_bias: ALiBi slopes, a bias (differentiable too) and prefixes.
+        mask_and_bias: ALiBi slopes, prefixes, a bias and sinks, both differentiable too.
         dtype: everything is computed and returned in it. ``torch.float64`` is the oracle of
             float32 kernels; a half type gives "the same computation in PyTorch at the same
             precision", the yardstick of half-precision kernels.
@@ -102,10 +102,17 @@ def attention_reference(
     # division, or its gradients become NaN: such rows are computed as if max = 0 and sum = 1.
     # The extra column lets amax accept N_k = 0. The shift cancels, so it carries no gradient.
     row_max = F.pad(scores.detach(), (0, 1), value=float("-inf")).amax(dim=-1)
+    sinks = mask_and_bias.sinks
+    if sinks is not None:
+        sinks = sinks.to(dtype)[:, None]  # (H, 1)
+        row_max = torch.maximum(row_max, sinks.detach())
     empty = row_max == float("-inf")
     row_max = row_max.masked_fill(empty, 0.0)
     weights = torch.exp(scores - row_max[..., None])
-    row_sum = weights.sum(dim=-1).masked_fill(empty, 1.0)
+    row_sum = weights.sum(dim=-1)
+    if sinks is not None:
+        row_sum = row_sum + torch.exp(sinks - row_max)
+    row_sum = row_sum.masked_fill(empty, 1.0)
     out = weights / row_sum[..., None] @ value
     logsumexp = (row_max + torch.log(row_sum)).masked_fill(empty, float("-inf"))
     return out, logsumexp

@@ -150,6 +150,14 @@ class ScoreTiles:
         q, k = self.q[:, self.rows(*queries)], self.k[:, slice(*keys)]
         return score_tile(q, k, added, hidden, self.options.softcap)
 
+    def sinks(self, start: int, end: int) -> Tensor:
+        """(B·G, q·R): the sink of each row of queries ``start`` to ``end``, or -inf without any."""
+        sinks = self.mask_and_bias.sinks
+        if sinks is None:
+            return self.q.new_full((len(self.q), (end - start) * self.ratio), float("-inf"))
+        rows = sinks.to(self.q.dtype)[:, None].expand(self.batch, self.heads, end - start)
+        return fold(rows, self.groups)
+
     def unfold_tile(self, tile: Tensor, queries: tuple[int, int]) -> Tensor:
         """(B·G, q·R, k) to (B, H, q, k)."""
         tile = tile.unflatten(1, (queries[1] - queries[0], self.ratio))

@@ -54,7 +54,7 @@ def tiled_forward(
         value: (B, G, N_k, E).
         options: mask, scale and soft-cap. ``deterministic`` changes nothing: the order of all
             sums is fixed.
-        mask_and_bias: ALiBi slopes, a bias and prefixes.
+        mask_and_bias: ALiBi slopes, a bias, prefixes and sinks.
         query_tile: queries in a tile.
         key_tile: keys in a tile.
 
@@ -80,8 +80,8 @@ def tiled_forward(
         lse = v.new_full(score_tiles.q.shape[:2], float("-inf"))
         for start, end in tiles(query.shape[2], query_tile):
             rows = score_tiles.rows(start, end)
-            row_max = torch.full_like(lse[:, rows], float("-inf"))  # m
-            row_sum = torch.zeros_like(row_max)  # l
+            row_max = score_tiles.sinks(start, end)  # m
+            row_sum = (~torch.isneginf(row_max)).to(row_max.dtype)  # l: a sink is a key before all
             acc = torch.zeros_like(out[:, rows])
             for k_start, k_end in score_tiles.band.key_tiles(start, end, key_tile):
                 scores, _ = score_tiles.scores((start, end), (k_start, k_end))

@@ -39,7 +39,7 @@ def refusal(
         head_dims: D of query and key, E of value.
         options: mask, window, scale, soft-cap.
         packed: whether sequences are packed.
-        tensors: names of the tensors that hide keys or are added to scores.
+        tensors: names of the tensors that change the softmax.
         insisted: whether this tier was asked for by name.
     """
     if capability != CAPABILITY:
@@ -60,8 +60,9 @@ def refusal(
             )
     if packed and not insisted:
         return "packed sequences take it only by name"
-    if tensors:
-        return f"it takes no {' or '.join(tensors)}"
+    others = [name for name in tensors if name != "sinks"]
+    if others:
+        return f"it takes no {' or '.join(others)}"
     if options.softcap is not None:
         return "it takes no soft-cap"
     if abs(options.scale) < _SMALLEST_SCALE:

@@ -36,6 +36,7 @@ def hopper_forward(
     value: Tensor,
     options: AttentionOptions,
     packing: Packing | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launches the forward kernel on inputs that ``eligibility`` has not refused.
 
@@ -46,6 +47,7 @@ def hopper_forward(
         value: as ``key``.
         options: mask, window and scale.
         packing: where packed sequences start; None for a dense batch.
+        sinks: (H,), floating and contiguous, or None.
 
     Returns:
         Output (B, H, N_q, D) in the inputs' dtype and logsumexp (B, H, N_q) in fp32.
@@ -53,8 +55,10 @@ def hopper_forward(
     if packing is not None and (query.numel() == 0 or key.numel() == 0):
         # No descriptor can express these: there is nothing to compute, or no key to be seen.
         out = empty_output(query, query.shape[3]).zero_()
-        return out, empty_row_statistic(query).fill_(-float("inf"))
-    return hopper_forward_call(query, key, value, options, packing)(query, key, value, packing)
+        lse = empty_row_statistic(query).fill_(-float("inf"))
+        return out, lse if sinks is None else lse.copy_(sinks[:, None])
+    call = hopper_forward_call(query, key, value, options, packing, sinks)
+    return call(query, key, value, packing, sinks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,25 +75,31 @@ class HopperForwardCall:
     tiles: PackedTiles | None = None
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, packing: Packing | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        packing: Packing | None = None,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Output and logsumexp."""
         out = query.new_empty_strided(*self.out)
         logsumexp = query.new_empty_strided(*self.logsumexp, dtype=torch.float32)
         addresses = [x.data_ptr() for x in (query, key, value, out, logsumexp)]
         if self.device.index == current_device():
-            self._launch(addresses, packing)
+            self._launch(addresses, packing, sinks)
         else:
             with torch.cuda.device(self.device):
-                self._launch(addresses, packing)
+                self._launch(addresses, packing, sinks)
         return out, logsumexp
 
-    def _launch(self, addresses: list[int], packing: Packing | None) -> None:
-        if self.tiles is None or packing is None:
-            self.launch(addresses)
-            return
-        table = self.tiles(packing)
-        self.launch([*addresses, table.data_ptr()])
+    def _launch(self, addresses: list[int], packing: Packing | None, sinks: Tensor | None) -> None:
+        if self.tiles is not None and packing is not None:
+            table = self.tiles(packing)
+            addresses.append(table.data_ptr())
+        if sinks is not None:
+            addresses.append(sinks.data_ptr())
+        self.launch(addresses)
 
 
 def hopper_forward_call(
@@ -98,11 +108,13 @@ def hopper_forward_call(
     value: Tensor,
     options: AttentionOptions,
     packing: Packing | None = None,
+    sinks: Tensor | None = None,
 ) -> HopperForwardCall:
     """The call for inputs of these shapes, strides and types."""
     shapes, strides = (query.shape, key.shape), (query.stride(), key.stride(), value.stride())
     sizes = packed_sizes(packing)
-    return _forward_call(query.device, query.dtype, shapes, strides, options, sizes)
+    of_sinks = None if sinks is None else sinks.dtype
+    return _forward_call(query.device, query.dtype, shapes, strides, options, sizes, of_sinks)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -113,6 +125,7 @@ def _forward_call(
     strides: tuple[Strides, ...],
     options: AttentionOptions,
     sizes_and_equal: tuple[Sizes, bool] | None,
+    sinks: torch.dtype | None,
 ) -> HopperForwardCall:
     q_shape, k_shape = shapes
     sizes, equal = sizes_and_equal or (None, False)
@@ -163,6 +176,7 @@ def _forward_call(
         "is_causal": right is not None,
         "PACKED": packed,
         "BOTTOM_RIGHT": packed and options.bottom_right,
+        "HAS_SINKS": sinks is not None,
     }
     map_of = packed_tile_map if packed else tile_map
     width = tile_width(head_dim)
@@ -172,7 +186,7 @@ def _forward_call(
     launch = FastLaunch(
         hopper_forward_kernel,
         min(n_tiles, programs),
-        [q_map, k_map, v_map, o_map, torch.float32, torch.int32 if packed else None],
+        [q_map, k_map, v_map, o_map, torch.float32, torch.int32 if packed else None, sinks],
         numbers,
         constants,
     )

@@ -47,6 +47,7 @@ from flashattn_triton.hopper.support import (
 
 ROWS = gl.constexpr(64)  # of one consumer: what one warp group's wgmma computes
 LN_2 = gl.constexpr(0.6931471805599453)
+LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 # ---- producer ------------------------------------------------------------------------------------
@@ -264,6 +265,7 @@ def _consumer(
     band,
     tiles_ptr,
     L_ptr,
+    sinks_ptr,
     scale_log2,
     CONSUMER: gl.constexpr,
     CONSUMERS: gl.constexpr,
@@ -275,6 +277,7 @@ def _consumer(
     is_causal: gl.constexpr,
     PACKED: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
 ):
     """Output and logsumexp of 64 rows of each tile."""
     _q_desc, _k_desc, _v_desc, o_desc = descriptors
@@ -335,9 +338,14 @@ def _consumer(
         if is_causal or HAS_LEFT or first_key + KEYS > own_band[0]:
             s = _apply_mask(s, first_row, first_key, own_band, NEGATIVE, HAS_LEFT, is_causal)
         row_max = _largest(s, scale_log2, NEGATIVE)
+        if HAS_SINKS:  # one more score of each row, without a value
+            sink = gl.load(sinks_ptr + head).to(gl.float32) * LOG2_E
+            row_max = gl.maximum(row_max, sink)
         shift = _finite_max(row_max, BLIND_ROWS)
         exponentials = exp2(s * scale_log2 - gl.expand_dims(shift, 1))
         row_sum = gl.sum(exponentials, 1)
+        if HAS_SINKS:
+            row_sum += exp2(sink - shift)
         if FIRST_KEYS < KEYS:
             exponentials = _pad_columns(exponentials, SCORES)
             row_max = gl.convert_layout(row_max, SCORE_ROWS, assert_trivial=True)
@@ -381,7 +389,7 @@ def _consumer(
         slot = (tiles_done - 1) % STAGES
         mbarrier.wait(v_full.index(slot), ((tiles_done - 1) // STAGES) & 1)
         acc = warpgroup_mma(p, v_smem.index(slot), acc, is_async=True)
-        # A row that saw no key has sum 0: output 0 / 1, logsumexp -inf + log2(1).
+        # A row that saw no key, nor a sink, has sum 0: output 0 / 1, logsumexp -inf + log2(1).
         row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)
         logsumexp = (row_max + gl.log2(row_sum)) * LN_2
         normaliser = 1.0 / gl.convert_layout(row_sum, OUTPUT_ROWS)
@@ -421,7 +429,8 @@ def _consumer(
         "offset",
         "width",
         "scale_log2",
-    ]
+    ],
+    do_not_specialize_on_alignment=["sinks_ptr"],
 )
 def hopper_forward_kernel(
     q_desc,  # (B, H, N_q, D), tiles of (ROWS, D)
@@ -430,6 +439,7 @@ def hopper_forward_kernel(
     o_desc,
     L_ptr,  # (B, H, N_q) fp32, contiguous
     tiles_ptr,  # the table of schedule.packed_tiles_kernel if PACKED, else None
+    sinks_ptr,  # (H,) if HAS_SINKS, else None
     N_TILES,
     N_QUERIES,
     N_HEADS,
@@ -449,6 +459,7 @@ def hopper_forward_kernel(
     is_causal: gl.constexpr,
     PACKED: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
 ):
     """Tiles of CONSUMERS · 64 rows, ``N_TILES`` of them over all heads, by any number of programs.
 
@@ -502,24 +513,24 @@ def hopper_forward_kernel(
             (_producer, (descriptors, barriers, buffers, sizes, band, tiles_ptr,
                         CONSUMERS, STAGES, HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT)),
             (_consumer, (descriptors, barriers, buffers, sizes, band, tiles_ptr, L_ptr,
-                        scale_log2, 0, CONSUMERS, STAGES, NEGATIVE, SHIFTED, HALVED,
-                        HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT)),
+                        sinks_ptr, scale_log2, 0, CONSUMERS, STAGES, NEGATIVE, SHIFTED, HALVED,
+                        HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT, HAS_SINKS)),
             (_consumer, (descriptors, barriers, buffers, sizes, band, tiles_ptr, L_ptr,
-                        scale_log2, 1, CONSUMERS, STAGES, NEGATIVE, SHIFTED, HALVED,
-                        HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT)),
+                        sinks_ptr, scale_log2, 1, CONSUMERS, STAGES, NEGATIVE, SHIFTED, HALVED,
+                        HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT, HAS_SINKS)),
         ], [4, 4], [REGISTERS, REGISTERS])
     else:
         gl.warp_specialize([
             (_producer, (descriptors, barriers, buffers, sizes, band, tiles_ptr,
                         CONSUMERS, STAGES, HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT)),
             (_consumer, (descriptors, barriers, buffers, sizes, band, tiles_ptr, L_ptr,
-                        scale_log2, 0, CONSUMERS, STAGES, NEGATIVE, SHIFTED, HALVED,
-                        HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT)),
+                        sinks_ptr, scale_log2, 0, CONSUMERS, STAGES, NEGATIVE, SHIFTED, HALVED,
+                        HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT, HAS_SINKS)),
             (_consumer, (descriptors, barriers, buffers, sizes, band, tiles_ptr, L_ptr,
-                        scale_log2, 1, CONSUMERS, STAGES, NEGATIVE, SHIFTED, HALVED,
-                        HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT)),
+                        sinks_ptr, scale_log2, 1, CONSUMERS, STAGES, NEGATIVE, SHIFTED, HALVED,
+                        HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT, HAS_SINKS)),
             (_consumer, (descriptors, barriers, buffers, sizes, band, tiles_ptr, L_ptr,
-                        scale_log2, 2, CONSUMERS, STAGES, NEGATIVE, SHIFTED, HALVED,
-                        HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT)),
+                        sinks_ptr, scale_log2, 2, CONSUMERS, STAGES, NEGATIVE, SHIFTED, HALVED,
+                        HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT, HAS_SINKS)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])
     # fmt: on

@@ -1,0 +1,126 @@
+# Kernels are typed by Triton's compiler, not by annotations.
+# mypy: disable-error-code="no-untyped-def,attr-defined"
+"""The gradient of attention sinks, on every GPU tier: one pass over the output and its gradient.
+
+With the logsumexp L of a row, a sink s has the share exp(s - L) of its softmax and the value 0, so
+
+    ds = Σ exp(s - L) · (0 - delta),   delta = rowsum(O ∘ dO) - dL
+
+over the rows of a head. Each program sums the rows of a tile, and PyTorch sums the tiles, so that
+every sum has a fixed order. Legend: B batch, H query heads, N_q queries, E head_dim of value.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashattn_triton.configs import Tiles
+from flashattn_triton.launch import Launch, Strides, padded, stride_numbers, unit_last_stride
+from flashattn_triton.primitives import LOG2_E, load_rows
+
+_TILES = Tiles(64, 1, 4, 1)
+
+
+@triton.jit(do_not_specialize=["N_QUERIES", "N_HEADS"])
+def sinks_pass_kernel(
+    sinks_ptr,  # (H,)
+    O_ptr,
+    dO_ptr,
+    L_ptr,  # (B, H, N_q) fp32, contiguous
+    dL_ptr,  # (B, H, N_q) fp32, or None
+    sums_ptr,  # (B, H, tiles) fp32
+    stride_ob,
+    stride_oh,
+    stride_oq,
+    stride_dob,
+    stride_doh,
+    stride_doq,
+    stride_dlb,
+    stride_dlh,
+    stride_dlq,
+    N_QUERIES,
+    N_HEADS,
+    E: tl.constexpr,
+    E_PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_DL: tl.constexpr,
+):
+    """The sum over ROWS queries of one head. Grid: tiles · B · H."""
+    n_tiles = tl.cdiv(N_QUERIES, ROWS)
+    batch_head = (tl.program_id(0) // n_tiles).to(tl.int64)
+    h = batch_head % N_HEADS
+    b = batch_head // N_HEADS
+    query_start = ((tl.program_id(0) % n_tiles) * ROWS).to(tl.int64)
+    rows = tl.arange(0, ROWS).to(tl.int64)
+    columns = tl.arange(0, E_PADDED)
+    n_rows = N_QUERIES - query_start
+    inside = rows < n_rows
+    o_tile = O_ptr + b * stride_ob + h * stride_oh + query_start * stride_oq
+    do_tile = dO_ptr + b * stride_dob + h * stride_doh + query_start * stride_doq
+    o = load_rows(o_tile, rows, columns, stride_oq, n_rows, E, True).to(tl.float32)
+    do = load_rows(do_tile, rows, columns, stride_doq, n_rows, E, True).to(tl.float32)
+    delta = tl.sum(o * do, 1)
+    if HAS_DL:
+        dl_tile = dL_ptr + b * stride_dlb + h * stride_dlh + query_start * stride_dlq
+        delta -= tl.load(dl_tile + rows * stride_dlq, mask=inside, other=0.0)
+    lse_tile = L_ptr + batch_head * N_QUERIES + query_start
+    logsumexp = tl.load(lse_tile + rows, mask=inside, other=float("inf"))
+    # A sink of -inf takes no part, also not in a row that sees no key.
+    logsumexp = tl.where(logsumexp == float("-inf"), float("inf"), logsumexp)
+    sink = tl.load(sinks_ptr + h).to(tl.float32)
+    share = tl.exp2((sink - logsumexp) * LOG2_E)
+    tl.store(sums_ptr + tl.program_id(0), -tl.sum(share * delta, 0))
+
+
+def triton_sinks_backward(
+    sinks: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
+) -> Tensor:
+    """Launches the kernel on (B, H, N_q, E) outputs and (B, H, N_q) logsumexps with the sinks.
+
+    Returns:
+        The gradient of ``sinks``, in its shape and dtype; summed in fp32.
+    """
+    out, grad_out = unit_last_stride(out), unit_last_stride(grad_out)
+    launch = _launch(
+        out.device,
+        out.dtype,
+        out.shape,
+        (out.stride(), grad_out.stride(), None if grad_lse is None else grad_lse.stride()),
+    )
+    tiles = -(-out.shape[2] // _TILES.queries)
+    sums = out.new_empty((*out.shape[:2], tiles), dtype=torch.float32)
+    launch(sinks, out, grad_out, lse.contiguous(), grad_lse, sums)
+    return sums.sum((0, 2)).to(sinks.dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch(
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: torch.Size,
+    strides: tuple[Strides, Strides, Strides | None],
+) -> Launch:
+    batch, heads, n_queries, value_dim = shape
+    out, grad_out, grad_lse = strides
+    return Launch(
+        sinks_pass_kernel,
+        device,
+        -(-n_queries // _TILES.queries) * batch * heads,
+        {
+            **stride_numbers(o=out[:3], do=grad_out[:3], dl=grad_lse or (0, 0, 0)),
+            "N_QUERIES": n_queries,
+            "N_HEADS": heads,
+        },
+        {
+            "E": value_dim,
+            "E_PADDED": padded(value_dim, dtype),
+            "ROWS": _TILES.queries,
+            "HAS_DL": grad_lse is not None,
+        },
+        _TILES,
+    )
