@@ -485,3 +485,18 @@ def test_a_variant_that_fails_alone_makes_its_row_an_error() -> None:
     found = runner._rows(Case(experiment="toy", config={}), outcome, {})
     assert [(row["status"], row["error"]) for row in found] == [("ok", None), ("error", "off")]
     assert all("ended" not in row for row in found)
+
+
+@pytest.mark.parametrize("bucket_size_mb", [0.02, 1])
+def test_sharded_gradients_are_weighed_once_they_are_reduced(bucket_size_mb: float) -> None:
+    """However many buckets wait for the step, no gradient is missed or counted twice."""
+    from bench_harness.training.measure import weigh_alone
+
+    optimizer = {**SHARDED["optimizer"], "bucket_size_mb": bucket_size_mb}
+    config = {
+        **TINY, "size": "custom", "batch": 2, "sequence": 16, "device": "cpu", "world_size": 2,
+        "variants": [of.read({"optimizer": optimizer}, {}).table()],
+    }  # fmt: skip
+    (row,) = weigh_alone(config)
+    before = next(m for m in row["memory"] if m["moment"] == "before the optimizer step")
+    assert before["gradient_bytes"] == pytest.approx(before["predicted_gradient_bytes"], rel=0.03)

@@ -79,7 +79,9 @@ def _moment(training: Training, name: str, before: int, predicted: Row) -> Row:
     row: Row = {
         "moment": name,
         "parameter_bytes": _nbytes(training.workload.module.parameters()),
-        "gradient_bytes": _gradient_bytes(training, shards=name == MOMENTS[2]),
+        "gradient_bytes": _gradient_bytes(
+            training, shards=name == MOMENTS[2] and predicted["stage"] == 2
+        ),
         "state_bytes": 0 if away else state,
         "predicted_parameter_bytes": predicted["parameters"],
         "predicted_gradient_bytes": 0,
@@ -135,12 +137,13 @@ def _gradient_bytes(training: Training, *, shards: bool) -> int:
     """Bytes of the gradients that this rank holds in its parameters, or else in shards.
 
     Args:
-        shards: whether the optimizer has shards now; asking for them completes the reduction.
+        shards: whether the optimizer reduces gradients into shards and has them now. Asking for
+            them completes the reduction; before that, parameters may still hold a bucket's.
     """
-    module = training.workload.module
-    whole = _nbytes(p.grad for p in module.parameters() if p.grad is not None)
     local = getattr(training.optimizer, "local_gradients", None)
-    return whole if whole or local is None or not shards else _nbytes(local())
+    held = _nbytes(local()) if shards and local is not None else 0
+    parameters = training.workload.module.parameters()
+    return held + _nbytes(p.grad for p in parameters if p.grad is not None)
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
