@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ class ThreadMemory:
     def __init__(self, together: Together, rank: int) -> None:
         self.group: Any = FakeGroup(rank, len(together.memory))
         self.device = torch.device("cpu")
-        self.stream = None
+        self.stream: Any = None
         self.row_bytes = together.row_bytes
         self._together, self._rank, self._windows = together, rank, 0
 
@@ -232,6 +233,12 @@ def test_wrong_tensors_are_refused() -> None:
         copies.all_gather([two], [])
     with pytest.raises(ValueError, match="wire_dtype must be a floating-point dtype"):
         PeerCopies(memory, wire_dtype=torch.int8)
+    memory.stream = object()
+    with (
+        patch("torch.cuda.is_current_stream_capturing", return_value=True),
+        pytest.raises(RuntimeError, match="outside the recording of a CUDA graph"),
+    ):
+        copies.average([two])
 
 
 class ProcessMemory(ThreadMemory):
@@ -394,11 +401,11 @@ def test_an_exchange_that_does_not_end_is_named() -> None:
 
 
 def one_rank(rank: int, world_size: int) -> None:
-    """Also: without GPUs, "auto" is the default, and says nothing else."""
-    automatic = BucketedDDP(nn.Linear(2, 2), comm_hook="auto")
+    """Also: without GPUs, the default is the group's collectives, and says nothing else."""
+    automatic = BucketedDDP(nn.Linear(2, 2))
     automatic(torch.ones(1, 2)).sum().backward()
     assert automatic.detach().weight.grad.tolist() == [[1.0, 1.0], [1.0, 1.0]]
-    assert automatic.explain() == BucketedDDP(nn.Linear(2, 2)).explain()
+    assert automatic.explain() == BucketedDDP(nn.Linear(2, 2), comm_hook=None).explain()
     with pytest.raises(ValueError, match=r'comm_hook must be a hook, "auto" or None, but got \'x'):
         BucketedDDP(nn.Linear(2, 2), comm_hook="x")
     with pytest.raises(ValueError, match=r"need 2 to 8 CUDA ranks .* but got a group of 1"):

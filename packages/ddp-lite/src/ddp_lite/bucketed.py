@@ -42,10 +42,11 @@ class BucketedDDP(DataParallelBase):
             needs of it) and returns something with ``wait()``. It is responsible for averaging.
             Or a ``GradientHook``. If it has an attribute ``settings``, a string, ranks compare
             that too. "auto": copies between GPUs if ``ddp_lite.peer.choose_communication`` finds
-            them possible and the largest bucket worth it, else as without a hook; ``explain()``
-            says which and why.
+            them possible and the largest bucket worth it, else as with None; ``explain()`` says
+            which and why. None: the process group's own collectives, such as NCCL's. Copies
+            cannot be recorded in a CUDA graph.
         rebucket: plan again in observed order after the first step; costs one broadcast. None:
-            yes, unless there is a ``comm_hook``, whose owner may rely on the buckets.
+            yes, unless ``comm_hook`` is the caller's, who may rely on the buckets.
         process_group: see ``DataParallelBase``, like the next two.
         missing_gradients: what a parameter without a gradient means.
         auto_finish: whether every backward ends with synchronised gradients.
@@ -63,7 +64,7 @@ class BucketedDDP(DataParallelBase):
         last_bucket_size_mb: float | None = 25,
         copy: bool = False,
         wire_dtype: torch.dtype | None = None,
-        comm_hook: CommHook | Literal["auto"] | None = None,
+        comm_hook: CommHook | Literal["auto"] | None = "auto",
         rebucket: bool | None = None,
         process_group: dist.ProcessGroup | DeviceMesh | None = None,
         missing_gradients: Policy = "skip-if-all",

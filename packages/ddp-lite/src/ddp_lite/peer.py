@@ -46,7 +46,8 @@ class PeerCopyAverage:
 
     Raises:
         ValueError: on every rank, if the group's GPUs cannot reach each other.
-        torch.OutOfMemoryError: on every rank, if a GPU has not enough free memory.
+        RuntimeError: on every rank, if memory cannot be shared. A ``torch.OutOfMemoryError``, if
+            a GPU has not enough.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Communication:
 def choose_communication(group: dist.ProcessGroup, message_bytes: int) -> Communication:
     """Whether copies between GPUs are worth choosing over NCCL. Collective.
 
-    ``BucketedDDP(comm_hook="auto")`` asks this. ``print`` shows the reason.
+    ``BucketedDDP`` asks this, unless it is given a ``comm_hook``. ``print`` shows the reason.
 
     Args:
         group: the ranks.
@@ -124,14 +125,14 @@ def choose_communication(group: dist.ProcessGroup, message_bytes: int) -> Commun
     Returns:
         The same on every rank.
     """
-    if (reason := obstacle(group)) is not None:
-        return Communication(name="nccl", reason=f"the group is {reason}")
     if message_bytes < SMALLEST_MESSAGE_BYTES:
         return Communication(
             name="nccl",
             reason=f"messages of {message_bytes / MEBIBYTE:.4g} MB are below "
             f"{SMALLEST_MESSAGE_BYTES // MEBIBYTE} MB, from which copies are faster",
         )
+    if (reason := obstacle(group)) is not None:
+        return Communication(name="nccl", reason=f"the group is {reason}")
     return Communication(
         name="peer-copy",
         reason=f"{group.size()} GPUs of one host reach each other's memory, and messages of "
@@ -144,12 +145,12 @@ def chosen_hook(
 ) -> tuple[PeerCopyAverage | None, Communication]:
     """The hook that ``choose_communication`` leads to, None for NCCL, and why. Collective.
 
-    A GPU without enough free memory for the copies leads to NCCL too.
+    A GPU without enough free memory, or whose memory cannot be shared, leads to NCCL too.
     """
     choice = choose_communication(group, message_bytes)
     if choice.name != "peer-copy":
         return None, choice
     try:
         return PeerCopyAverage(group, wire_dtype=wire_dtype), choice
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:  # torch.OutOfMemoryError among them
         return None, Communication(name="nccl", reason=str(error))

@@ -164,6 +164,12 @@ class PeerCopies:
     def _start(self, run: Callable[[], None], tensors: Sequence[Tensor]) -> Waitable:
         stream = self.memory.stream
         event = None
+        if stream is not None and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "copies between GPUs must be started outside the recording of a CUDA graph, whose "
+                "replays nobody would watch for lost ranks, but got a stream that records. Use "
+                "NCCL: comm_hook=None, or no communication="
+            )
         with torch.no_grad(), _traced():
             if stream is None:
                 run()

@@ -89,6 +89,7 @@ class PeerMemory:
     Raises:
         ValueError: on every rank, if the group cannot do this; the message says why.
         torch.OutOfMemoryError: on every rank, if a GPU has not enough free memory.
+        RuntimeError: on every rank, if the processes cannot share GPU memory.
     """
 
     def __init__(
@@ -140,7 +141,17 @@ class PeerMemory:
                 f"every GPU must have {nbytes / MEBIBYTE:,.0f} MB free for buffer_mb, but "
                 f"{'; '.join(problems)}. Pass a smaller buffer_mb, or use NCCL"
             )
-        handle = _symmetric_memory.rendezvous(memory, self.group)
+        handle = None
+        try:
+            handle = _symmetric_memory.rendezvous(memory, self.group)
+        except RuntimeError as error:  # a container may forbid what processes share memory by
+            problem = f"rank {self._rank} could not: {error}"
+        problems = [each for each in all_gather_json(problem, self.group) if each]
+        if problems or handle is None:
+            raise RuntimeError(
+                "the processes of the ranks must be able to share GPU memory, but "
+                f"{'; '.join(problems)}. Use NCCL"
+            )
         return handle, [
             memory if rank == self._rank else handle.get_buffer(rank, (nbytes,), torch.uint8)
             for rank in range(self._world_size)
