@@ -20,8 +20,6 @@ def peer_hook(wrapper: of.Bucketed, group: Any, wire_dtype: torch.dtype | None) 
     from ddp_lite.peer import PeerCopyAverage
 
     memory = peer_memory(group)
-    if wrapper.peer_high_priority:
-        memory.stream = torch.cuda.Stream(memory.device, priority=-1)
     hook = PeerCopyAverage(memory, wire_dtype=wire_dtype)
     if wrapper.peer_parts is not None:
         from bench_harness.training.peer_parts import PartialCopies

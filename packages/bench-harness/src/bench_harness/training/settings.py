@@ -30,10 +30,8 @@ Loss: TypeAlias = Literal["logits", "chunked"]
 MissingGradients: TypeAlias = Literal["skip-if-all", "zeros", "error"]
 #: "exact", "rounded" to 16 bits, or "compressed" with loss.
 Wire: TypeAlias = Literal["exact", "rounded", "compressed"]
-#: Parts of an exchange by copies between GPUs; see :mod:`bench_harness.training.peer`.
-PeerParts: TypeAlias = Literal[
-    "none", "barriers", "barriers+averaging", "barriers+copies", "averaging+copies"
-]
+#: Parts of an exchange by copies between GPUs; see :mod:`bench_harness.training.peer_parts`.
+PeerParts: TypeAlias = Literal["none", "barriers", "barriers+averaging", "barriers+copies"]
 Table: TypeAlias = dict[str, Any]
 
 
@@ -115,8 +113,6 @@ class Bucketed(Arguments):
             earlier versions; it cannot be measured any more. None is the group's collectives.
         peer_parts: which parts of an exchange by "peer-copy" are carried out, to see what each
             costs; gradients are not averaged then. "none" leaves the hooks and the packing.
-        peer_high_priority: copies, sums and signals by "peer-copy" run on a stream of high
-            priority.
         nccl_high_priority: NCCL's kernels run on a stream of high priority.
         nccl_max_ctas: at most so many thread blocks for a NCCL kernel.
     """
@@ -128,18 +124,16 @@ class Bucketed(Arguments):
     wire_dtype: Dtype | None = None
     comm_hook: Literal["peer-copy", "compress-bf16", "power-sgd", "reduce-scatter"] | None = None
     peer_parts: PeerParts | None = None
-    peer_high_priority: bool = False
     missing_gradients: MissingGradients = "skip-if-all"
     nccl_high_priority: bool = False
     nccl_max_ctas: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("peer_parts", "peer_high_priority"):
-            if getattr(self, name) and self.comm_hook != "peer-copy":
-                raise ValueError(
-                    f"{name} must be left out where comm_hook is {self.comm_hook!r}, but got "
-                    f'{getattr(self, name)!r}. Remove it, or set comm_hook = "peer-copy".'
-                )
+        if self.peer_parts is not None and self.comm_hook != "peer-copy":
+            raise ValueError(
+                f"peer_parts must be left out where comm_hook is {self.comm_hook!r}, but got "
+                f'{self.peer_parts!r}. Remove it, or set comm_hook = "peer-copy".'
+            )
 
     @property
     def averages(self) -> bool:
