@@ -1,5 +1,8 @@
 """Parameters in shards where training does something unusual, and where it is asked wrongly."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch._dynamo.utils
@@ -224,6 +227,10 @@ def check_refused(rank, world_size):
                     mistake(model)
             own = [param.grad.detach().norm() for param in model.parameters()]
             assert {type(norm) for norm in own} == {torch.Tensor}
+            grad = model.head.weight.grad
+            for copied in (copy.deepcopy(grad), pickle.loads(pickle.dumps(grad))):
+                assert type(copied) is torch.Tensor
+                assert torch.equal(copied, grad)
             nn.utils.clip_grad_value_(model.parameters(), 1e6)
 
     assert_close(*both(rank, {}, work), rtol=1e-5, atol=1e-6)

@@ -11,6 +11,7 @@ is enough, because ``torch.nn.utils.clip_grad_norm_`` and ``torch.amp.GradScaler
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -61,6 +62,14 @@ class GradientShard(Tensor):
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A copy is an ordinary tensor."""
+        return copy.deepcopy(self.detach(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """So is what is saved to a file."""
+        return self.detach().__reduce_ex__(protocol)
 
 
 class GradientStore:
