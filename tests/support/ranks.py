@@ -35,8 +35,10 @@ from types import ModuleType
 from typing import Any
 
 # torch.optim imports torch._dynamo when the first optimizer is made: seconds, in every rank. Test
-# files import pytest, which takes longer than the start of a rank and most checks.
-_PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "pytest", "ranks"]
+# files import pytest and what they test, which takes longer than the start of a rank and most
+# checks.
+_PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "pytest"]
+_PRELOAD += ["ddp_lite", "shard_optim", "ranks"]
 
 # How long a rank that has reported may take to end, on a machine whose cores are busy.
 _SECONDS_TO_EXIT = 60.0
