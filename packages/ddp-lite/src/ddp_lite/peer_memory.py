@@ -80,7 +80,7 @@ class PeerMemory:
             ``torch.cuda.memory_allocated`` does not count this memory.
         timeout: how long an exchange may wait for other ranks, before a ``PeerFailureError`` that
             names the lost ones is logged, and raised by the next exchange. 10 s later the GPU
-            gives up too, with an error of CUDA.
+            gives up too, with an error of CUDA. None: the group's own timeout.
 
     Attributes:
         group, device, stream, row_bytes: see ``SharedMemory``.
@@ -97,7 +97,7 @@ class PeerMemory:
         group: dist.ProcessGroup,
         *,
         buffer_mb: float = 512,
-        timeout: timedelta = timedelta(minutes=10),
+        timeout: timedelta | None = None,
     ) -> None:
         if (reason := obstacle(group)) is not None:
             raise ValueError(
@@ -118,6 +118,8 @@ class PeerMemory:
         self.nbytes = rows * self.row_bytes
         self._windows = 0
         self._rank, self._world_size = group.rank(), group.size()
+        if timeout is None:
+            timeout = group._get_backend(self.device).options._timeout
         seconds = timeout.total_seconds()
         self._kernel_timeout_ms = int(1000 * (seconds + _SECONDS_FOR_THE_WATCH))
         self._watch = Watch(PeerProbe(group, "PeerMemory"), seconds, self.device)
