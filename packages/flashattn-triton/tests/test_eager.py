@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -28,7 +29,8 @@ def inputs(*shape: int, **keywords: Any) -> list[Tensor]:
 
 
 def calls() -> int:
-    return len(eager._calls)
+    """How many kinds of calls are remembered, without the launchers of their backward passes."""
+    return sum(isinstance(x, eager.CachedCall) for x in eager._calls.values())
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -155,7 +157,30 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eager, "_LIMIT", 4)
     for length in range(1, 12):
         flash_attention(*inputs(1, 1, length, 16))
-        assert calls() <= 4
+        assert len(eager._calls) <= 4
+    leaves = inputs(requires_grad=True)
+    out = flash_attention(*leaves)
+    for gap in range(1, 12):  # of one call, whose gradients have other strides each time
+        grad_out = torch.randn(1, 2, 20, 16 + gap)[..., :16]
+        torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
+        assert len(eager._calls) <= 4
+
+
+def test_threads_share_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of many kinds from several threads, which empty the cache while others read it."""
+    monkeypatch.setattr(eager, "_LIMIT", 3)
+    kinds = [inputs(1, 1, length, 16, requires_grad=True) for length in (3, 5, 9, 17)]
+
+    def results(leaves: list[Tensor]) -> tuple[Tensor, ...]:
+        out = flash_attention(*leaves, causal=True)
+        return out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    expected = [results(leaves) for leaves in kinds]
+    with ThreadPoolExecutor(4) as pool:
+        actual = list(pool.map(results, kinds * 25))
+    for found, wanted in zip(actual, expected * 25, strict=True):
+        for a, e in zip(found, wanted, strict=True):
+            assert torch.equal(a, e)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

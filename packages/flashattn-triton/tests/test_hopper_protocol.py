@@ -111,7 +111,7 @@ def check_forward(problem: Problem, seed: int, **changes: Any) -> None:
     p, lse = problem.probabilities(q, problem.repeated(k))
     out, rows = np.full(q.shape, np.nan), np.full(lse.shape, np.nan)
     launch = forward.hopper_forward_call(*problem.meta(), problem.options).launch
-    run(launch, forward_kernel, [q, k, v, out, rows, None], seed, changes)
+    run(launch, forward_kernel, [q, k, v, out, rows, None, None], seed, changes)
     close(rows, lse)
     close(out, p @ problem.repeated(v))
 
@@ -136,7 +136,7 @@ def check_backward(problem: Problem, seed: int, **changes: Any) -> None:
     dq_sum, dk, dv = np.zeros((*q.shape[:2], n_padded, width)), *np.full((2, *k.shape), np.nan)
     meta_q, meta_k, meta_v = problem.meta()
     tensors = [meta_q, meta_k, meta_v, meta_q, meta_q]
-    launch = backward._call_for(tensors, None, problem.options).main
+    launch = backward.hopper_backward_call(tensors, None, problem.options).main
     turns = counters(dq_sum, queries, problem.options)
     memory = [q, k, v, do, statistics, dq_sum, dk, dv, None, turns]
     run(launch, backward_kernel, memory, seed, changes)
@@ -306,7 +306,8 @@ def test_packed_forward_on_random_schedules(name: str, head_dim: int) -> None:
     call = forward.hopper_forward_call(*meta, packed.options, packed.packing)
     q, k, v, out = packed.tokens(0, 0), packed.tokens(1, 1), packed.tokens(1, 2), packed.tokens(0)
     lse = np.full((packed.problems[0].heads[0], packed.starts[0][-1]), np.nan)
-    run(call.launch, forward_kernel, [q, k, v, out, lse, packed.table(call.tiles)], seed, {})
+    memory = [q, k, v, out, lse, packed.table(call.tiles), None]
+    run(call.launch, forward_kernel, memory, seed, {})
     for i, problem in enumerate(packed.problems):
         one_q, one_k, one_v, _ = packed.inputs[i]
         p, expected = problem.probabilities(one_q, problem.repeated(one_k))
@@ -324,7 +325,7 @@ def test_packed_backward_on_random_schedules(name: str, head_dim: int) -> None:
     queries = backward_config(head_dim, packed.options).queries
     meta_q, meta_k = packed.meta(0), packed.meta(1)
     tensors = [meta_q, meta_k, meta_k, meta_q, meta_q]
-    call = backward._call_for(tensors, None, packed.options, packed.packing)
+    call = backward.hopper_backward_call(tensors, None, packed.options, packed.packing)
     tiles = packed.starts[0][-1] // queries + len(packed.problems)
     # Whatever no sequence owns is NaN.
     statistics = np.full((tiles * heads * queries, 2, 8), np.nan)

@@ -40,7 +40,6 @@ from flashattn_triton.launch import (
     Sizes,
     Strides,
     TileView,
-    alignment,
     can_use_tma,
     dot_precision,
     empty_output,
@@ -121,47 +120,6 @@ def backward_call(
         mask_and_bias.kind,
         packing is None and all(can_use_tma(x) for x in (query, key, value, grad_out)),
     )
-
-
-class RepeatedBackward:
-    """The backward pass of dense inputs of one shape and type, for which calls are remembered."""
-
-    def __init__(self, options: AttentionOptions, tiling: Tiling) -> None:
-        self.options = options
-        self.tiling = tiling
-        self.calls: dict[tuple[Any, ...], BackwardCall] = {}
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        logsumexp: Tensor,
-        grad_out: Tensor,
-        grad_logsumexp: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dQ, dK and dV, as :func:`triton_backward` gives them."""
-        if grad_out.stride(3) != 1:  # as of a sum's
-            grad_out = grad_out.contiguous()
-        tensors = (query, key, value, out, grad_out)
-        kind = (
-            *[x.stride() for x in tensors],
-            None if grad_logsumexp is None else grad_logsumexp.stride(),
-            alignment(tensors),
-            dot_precision(query.dtype),
-        )
-        call = self.calls.get(kind)
-        if call is None:
-            if any(x.stride(3) != 1 for x in tensors):
-                statistics = (logsumexp.contiguous(), grad_out, grad_logsumexp)
-                return triton_backward(
-                    query, key, value, out, *statistics, self.options, self.tiling
-                )
-            call = backward_call(*tensors, grad_logsumexp, self.options, self.tiling)
-            self.calls[kind] = call
-        logsumexp = logsumexp.contiguous()  # what was saved may come back with other strides
-        return call(query, key, value, out, logsumexp, grad_out, grad_logsumexp)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,11 @@
-"""A cache of eager calls on dense batches, by shapes, strides, types and options.
+"""The cache of eager calls on dense batches, by shapes, strides, types and options.
 
 Checking arguments, normalising options, choosing a tier and passing through PyTorch's dispatcher
 take the host longer than a small problem takes a GPU, and have the same results for all calls with
 equal shapes, strides, types and options. The first such call stores them under a key, and later
-calls look them up.
+calls look them up: one dictionary holds the launchers of forward and backward passes, down to the
+compiled kernels. It is emptied when it is full. Threads may share it: each reads or stores an entry
+by one operation, and an entry that two of them make is equal. Devices are part of the key.
 
 Tensor subclasses, transforms, compilers and dispatch modes must see the operators themselves: such
 calls are left to :mod:`flashattn_triton.ops`.
@@ -22,20 +24,27 @@ from torch import Tensor
 from flashattn_triton import ops
 from flashattn_triton.configs import Tiling
 from flashattn_triton.dispatch import choose
-from flashattn_triton.launch import alignment, dot_precision
+from flashattn_triton.launch import (
+    alignment,
+    can_use_tma,
+    dot_precision,
+    without_repetitions,
+)
 from flashattn_triton.options import AttentionOptions
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 # The cache is emptied at this many keys: lengths that never repeat would otherwise fill memory.
 _LIMIT = 4096
 
-_calls: dict[Hashable, CachedCall] = {}
+# Calls by :func:`cache_key_of`; launchers of backward passes by call, strides and alignment.
+_calls: dict[Hashable, Any] = {}
 
 
 class CachedCall:
-    """What is worked out once for all inputs with one cache key: the tier, its launchers, options.
+    """What is worked out once for all inputs with one cache key: the tier, its launcher, options.
 
-    Inputs are (B, H, N, D).
+    Inputs are (B, H, N, D). Launchers of the backward pass depend on the gradient's strides too, so
+    they have keys of their own in the cache.
     """
 
     def __init__(
@@ -48,27 +57,73 @@ class CachedCall:
         tiling: Tiling | None,
     ) -> None:
         plan = choose(query, key, value, options, implementation=implementation, tiling=tiling)
+        self.options, self.plan = options, plan
+        # The backward pass; the gradients' order may need the portable tier's.
+        self.by_hopper_kernels = plan.tier == "hopper" and (
+            plan.ordered or not options.deterministic
+        )
         self.problem = ops.operator_arguments(options, implementation=implementation, tiling=tiling)
         self.forward: Callable[..., tuple[Tensor, Tensor]] = functools.partial(
             ops.run_forward, options=options, packing=None, plan=plan
         )
-        self.backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = functools.partial(
-            ops.run_backward, options=options, packing=None, plan=plan
-        )
         if plan.tier == "hopper":
-            from flashattn_triton.hopper.backward import RepeatedHopperBackward
             from flashattn_triton.hopper.forward import hopper_forward_call
 
             self.forward = hopper_forward_call(query, key, value, options)
-            if not options.deterministic:
-                self.backward = RepeatedHopperBackward(options)
         if plan.tier == "triton" and all(x.stride(-1) == 1 for x in (query, key, value)):
-            from flashattn_triton.backward import RepeatedBackward
             from flashattn_triton.forward import forward_call
 
             assert plan.tiling is not None
             self.forward = forward_call(query, key, value, options, plan.tiling.forward)
-            self.backward = RepeatedBackward(options, plan.tiling)
+
+    def backward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dQ, dK and dV, as :func:`~flashattn_triton.ops.run_backward` gives them."""
+        if grad_out.stride(3) != 1:  # as of a sum's, which the TMA reads as one head
+            single = without_repetitions(grad_out) if self.by_hopper_kernels else grad_out
+            grad_out = single.contiguous().expand(grad_out.shape)
+        tensors = (query, key, value, out, grad_out)
+        cache_key = (
+            self,
+            *[x.stride() for x in tensors],
+            None if grad_lse is None else grad_lse.stride(),
+            alignment(tensors),
+            dot_precision(query.dtype),
+        )
+        launcher = _calls.get(cache_key)
+        if launcher is None:
+            launcher = self._backward_launcher(tensors, grad_lse)
+            store(cache_key, launcher)
+        lse = lse.contiguous()  # what was saved may come back with other strides
+        gradients: tuple[Tensor, Tensor, Tensor] = launcher(*tensors[:4], lse, grad_out, grad_lse)
+        return gradients
+
+    def _backward_launcher(
+        self, tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], grad_lse: Tensor | None
+    ) -> Callable[..., Any]:
+        """Of the tier's kernels where they can read Q, K, V, O and dO as they are, without copies.
+
+        ``grad_lse``: of the logsumexp, or None.
+        """
+        options, plan = self.options, self.plan
+        if self.by_hopper_kernels:
+            from flashattn_triton.hopper.backward import hopper_backward_call
+
+            if all(map(can_use_tma, (*tensors[:4], without_repetitions(tensors[4])))):
+                return hopper_backward_call(tensors, grad_lse, options)
+        elif plan.tiling is not None and all(x.stride(3) == 1 for x in tensors):
+            from flashattn_triton.backward import backward_call
+
+            return backward_call(*tensors, grad_lse, options, plan.tiling)
+        return functools.partial(ops.run_backward, options=options, packing=None, plan=plan)
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, return_lse: bool
@@ -197,12 +252,13 @@ def cache_key_of(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> 
 def cached(cache_key: Hashable | None) -> CachedCall | None:
     """The call that is stored under ``cache_key``, if there is one."""
     try:
-        return _calls.get(cache_key)
+        call: CachedCall | None = _calls.get(cache_key)
+        return call
     except TypeError:  # an argument that cannot be hashed, valid or not
         return None
 
 
-def store(cache_key: Hashable | None, call: CachedCall) -> None:
+def store(cache_key: Hashable | None, call: Callable[..., Any]) -> None:
     """Stores ``call`` in the cache under ``cache_key``."""
     if len(_calls) >= _LIMIT:
         _calls.clear()

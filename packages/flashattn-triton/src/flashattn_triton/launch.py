@@ -75,6 +75,11 @@ def unit_last_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def without_repetitions(x: Tensor) -> Tensor:
+    """(B, H, N, D) with one batch element, or one head, where an expanded ``x`` repeats them."""
+    return x[tuple([slice(1) if stride == 0 else slice(None) for stride in x.stride()[:2]])]
+
+
 def is_wide(*strides: Strides) -> bool:
     """Whether the rows of one tile can be more than 2^31 elements apart."""
     return any(abs(stride[2]) * _LARGEST_TILE >= 2**31 for stride in strides)

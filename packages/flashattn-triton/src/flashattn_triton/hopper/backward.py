@@ -24,11 +24,11 @@ from flashattn_triton.launch import (
     Packing,
     Sizes,
     Strides,
-    alignment,
     can_use_tma,
     current_device,
     empty_output,
     stride_numbers,
+    without_repetitions,
 )
 from flashattn_triton.options import AttentionOptions
 
@@ -62,59 +62,18 @@ def hopper_backward(
         unless ``options`` ask for deterministic gradients.
     """
     query, key, value, out = (_for_tma(x) for x in (query, key, value, out))
-    grad_out = _for_tma(_distinct(grad_out)).expand(grad_out.shape)
+    grad_out = _for_tma(without_repetitions(grad_out)).expand(grad_out.shape)
     tensors = [query, key, value, out, grad_out]
     if query.numel() == 0 or key.numel() == 0:  # which no descriptor can express
         dq, dk, dv = (empty_output(x, x.shape[3]).zero_() for x in (query, key, value))
         return dq, dk, dv
-    call = _call_for(tensors, grad_logsumexp, options, packing)
+    call = hopper_backward_call(tensors, grad_logsumexp, options, packing)
     return call(query, key, value, out, logsumexp, grad_out, grad_logsumexp, packing)
 
 
 def _for_tma(x: Tensor) -> Tensor:
     """``x``, or a copy of it that the TMA can read."""
     return x if can_use_tma(x) else x.clone(memory_format=torch.contiguous_format)
-
-
-def _distinct(x: Tensor) -> Tensor:
-    """(B, H, N, D) with one batch element, or one head, where an expanded ``x`` repeats them."""
-    return x[tuple([slice(1) if stride == 0 else slice(None) for stride in x.stride()[:2]])]
-
-
-class RepeatedHopperBackward:
-    """The backward pass of inputs of one shape and type, for which calls are remembered."""
-
-    def __init__(self, options: AttentionOptions) -> None:
-        self.options = options
-        self.calls: dict[tuple[Strides | None, ...], HopperBackwardCall] = {}
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        logsumexp: Tensor,
-        grad_out: Tensor,
-        grad_logsumexp: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dQ, dK and dV, as :func:`hopper_backward` gives them."""
-        logsumexp = logsumexp.contiguous()  # what was saved may come back with other strides
-        if grad_out.stride(3) != 1:  # as of a sum's
-            grad_out = _distinct(grad_out).contiguous().expand(grad_out.shape)
-        tensors = (query, key, value, out, grad_out)
-        kind = (
-            *[x.stride() for x in tensors],
-            None if grad_logsumexp is None else grad_logsumexp.stride(),
-        )
-        call = self.calls.get(kind)
-        if call is None or alignment(tensors):
-            read = (query, key, value, out, _distinct(grad_out))
-            if not all(can_use_tma(x) for x in read):
-                statistics = (logsumexp, grad_out, grad_logsumexp)
-                return hopper_backward(query, key, value, out, *statistics, self.options)
-            call = self.calls[kind] = _call_for(tensors, grad_logsumexp, self.options)
-        return call(query, key, value, out, logsumexp, grad_out, grad_logsumexp)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +134,7 @@ class HopperBackwardCall:
         return dq, dk, dv
 
 
-def _call_for(
+def hopper_backward_call(
     tensors: Sequence[Tensor],
     grad_logsumexp: Tensor | None,
     options: AttentionOptions,
