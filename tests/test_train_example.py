@@ -78,9 +78,10 @@ def examples() -> Iterator[Examples]:
     server.close()
 
 
-def wait_for_checkpoint(folder: Path) -> None:
+def wait_for_checkpoint(folder: Path, process: subprocess.Popen[str] | None = None) -> None:
     deadline = time.monotonic() + 100
     while not list_checkpoints(folder):
+        assert process is None or process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "no checkpoint after 100 s"
         time.sleep(0.002)
 
@@ -139,6 +140,48 @@ def test_killed_run_continues_to_the_same_weights(
     for number, state in one.optimizer["state"].items():
         for name, value in state.items():
             assert value.equal(two.optimizer["state"][number][name]), (number, name)
+
+
+#: Ctrl-C reaches the program also where the tests run with interrupts ignored, as in background.
+INTERRUPTIBLE = """
+import runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.path[0], sys.argv = sys.argv[1], sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_ctrl_c_ends_in_one_line_and_the_same_command_continues_exactly(
+    examples: Examples, text: Path, tmp_path: Path
+) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    command = arguments(data=text, checkpoint_dir=broken, steps=200)
+    with start(["-c", INTERRUPTIBLE, str(EXAMPLES), str(SCRIPT), *command]) as process:
+        try:
+            wait_for_checkpoint(broken, process)
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=100)
+        finally:
+            process.kill()
+    assert process.returncode == 130, errors
+    assert errors.splitlines() == [
+        "train_lm.py: interrupted; with --checkpoint-dir the same command continues"
+    ]
+    left = list_checkpoints(broken)
+    assert {path.name for path in broken.glob("step-*")} == {path.name for path in left}
+    reached = [load_checkpoint(path).step for path in left][-1]  # each of them is whole
+    assert 0 < reached < 200
+
+    code, resumed, errors = examples.run(command)
+    assert code == 0, errors
+    assert f"continuing from step {reached}" in resumed
+    code, _, errors = examples.run(arguments(data=text, checkpoint_dir=whole, steps=200))
+    assert code == 0, errors
+    one, two = (load_checkpoint(list_checkpoints(folder)[-1]) for folder in (whole, broken))
+    assert one.extra == two.extra
+    assert all(value.equal(two.model[name]) for name, value in one.model.items())
 
 
 def test_run_continues_under_other_wrappers_but_not_with_other_settings(
