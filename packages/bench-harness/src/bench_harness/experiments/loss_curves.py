@@ -205,8 +205,9 @@ class LossCurves(Experiment):
 
     def figures(self, rows: pd.DataFrame) -> list[Figure]:
         """The mean curve of every variant, and its difference beside the spread of seeds."""
-        from bench_harness.report import marks
-        from bench_harness.report.plots import new_figure
+        import textwrap
+
+        from bench_harness.report.plots import COLOURS, new_figure
 
         done = row_tables.finished(rows)
         if "losses" not in done or done.empty:
@@ -216,23 +217,24 @@ class LossCurves(Experiment):
         reference, *others = curves
         width = int(cell["steps"].iloc[0]) / WINDOWS
         x = [(place + 0.5) * width for place in range(WINDOWS)]
-        figure, axes = new_figure(height=4.6, rows=2, sharex=True)
-        colours = marks.colours(curves)
+        figure, axes = new_figure(height=4.8, rows=2, sharex=True)
+        colours = dict(zip(curves, COLOURS * len(curves), strict=False))
         base = curves[reference]
         half = (base.max(axis=0) - base.min(axis=0)) / 2
         for name, found in curves.items():
-            axes[0, 0].plot(x, found.mean(axis=0), "o-", color=colours[name], label=name)
+            axes[0, 0].plot(
+                x, found.mean(axis=0), "o-", color=colours[name], label=textwrap.fill(name, 70)
+            )
         for name in others:
             apart = curves[name].mean(axis=0) - base.mean(axis=0)
             axes[1, 0].plot(x, apart, "o-", color=colours[name])
         band = {"color": colours[reference], "alpha": 0.2}
         axes[0, 0].fill_between(x, base.min(axis=0), base.max(axis=0), **band)
-        axes[1, 0].fill_between(x, -half, half, label="half the spread of seeds", **band)
+        axes[1, 0].fill_between(x, -half, half, label="spread of the reference's seeds", **band)
         axes[0, 0].set_ylabel("loss (nats per byte)")
         axes[1, 0].set_ylabel("minus the reference (nats)")
         axes[1, 0].set_xlabel("step")
-        handles = [each.get_legend_handles_labels() for each in axes[:, 0]]
-        figure.legend(*map(sum, zip(*handles, strict=True), ([], [])), loc="outside upper center")
+        figure.legend(loc="outside upper center", fontsize="small")
         return [
             Figure(
                 "loss_curves",
