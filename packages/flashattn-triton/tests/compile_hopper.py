@@ -26,6 +26,7 @@ from triton.runtime.driver import driver
 
 from flashattn_triton.hopper import backward, forward
 from flashattn_triton.hopper.launch import FastLaunch
+from flashattn_triton.launch import Packing
 from flashattn_triton.options import resolve_options
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -48,7 +49,7 @@ class AbsentHopper:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One problem. ``direction``: "forward" or "backward"."""
+    """One problem. ``direction``: "forward" or "backward"; ``sequences``: packed ones, if any."""
 
     head_dim: int
     dtype: str
@@ -56,6 +57,7 @@ class Request:
     lengths: tuple[int, int] = (4096, 4096)
     direction: str = "forward"
     sinks: bool = False
+    sequences: int = 0
 
 
 def shipped() -> list[Request]:
@@ -85,23 +87,38 @@ def shipped() -> list[Request]:
         for d in (40, 120)
         for direction in both
     ]
+    # Packed sequences, and dQ added up in order: one mask, the one with most code.
+    for d in (64, 128):
+        causal = {"causal": True}
+        requests += [Request(d, "bf16", causal, direction=x, sequences=9) for x in both]
+        requests += [Request(d, "bf16", causal | {"deterministic": True}, direction="backward")]
     return requests
 
 
 def launch(request: Request) -> None:
     """Calls the launcher of one problem."""
     (n_queries, n_keys), width = request.lengths, request.head_dim
+    batch = 1 if request.sequences else 2
     query, key, value = (
-        torch.empty(2, heads, rows, width, dtype=DTYPES[request.dtype], device="meta")
+        torch.empty(batch, heads, rows, width, dtype=DTYPES[request.dtype], device="meta")
         for heads, rows in ((4, n_queries), (2, n_keys), (2, n_keys))
     )
+    packing = None
+    if request.sequences:
+        starts = torch.empty(request.sequences + 1, dtype=torch.int32, device="meta")
+        packing = Packing(
+            cu_seqlens_q=starts,
+            cu_seqlens_k=starts.clone(),
+            max_seqlen_q=n_queries,
+            max_seqlen_k=n_keys,
+        )
     options = resolve_options(head_dim=width, **request.options)
     if request.direction == "forward":
         sinks = torch.empty(4, dtype=query.dtype, device="meta") if request.sinks else None
-        forward.hopper_forward(query, key, value, options, sinks=sinks)
+        forward.hopper_forward(query, key, value, options, packing, sinks=sinks)
     else:
         lse = torch.empty(query.shape[:3], device="meta")
-        backward.hopper_backward(query, key, value, query, lse, query, None, options)
+        backward.hopper_backward(query, key, value, query, lse, query, None, options, packing)
 
 
 def compiled(work: Callable[[], None]) -> Iterator[tuple[str, Any]]:
