@@ -1,0 +1,158 @@
+"""Comparison of attention's results with the fp32 or fp64 oracle, and the tolerances of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attention_inputs import Inputs
+from flashattn_triton.options import AttentionOptions
+from flashattn_triton.reference import attention_reference, attention_reference_varlen
+
+# ---- tolerances ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tolerance:
+    """What an error may be for one dtype.
+
+    Output and gradients: max|x - oracle| <= ratio · max|same - oracle| + rounding + unstored, where
+    ``same`` is the same computation in PyTorch at the same precision; rounding is the most that
+    2 · |((x + 0.3) - 0.3) - x| can be in that dtype, one rounding of the result itself; and
+    unstored (of gradients only) is the effect of recomputing P and dS instead of storing P: see
+    :func:`off_by_rounding`.
+
+    Logsumexp: |x - oracle| <= logsumexp · max(1, |oracle|).
+    """
+
+    oracle: torch.dtype
+    ratio: float
+    logsumexp: float
+
+
+TOLERANCES = {
+    # The oracle must be more precise than the tested computation, hence fp64.
+    torch.float32: Tolerance(oracle=torch.float64, ratio=2.0, logsumexp=1e-5),
+    # Rounding P, dS and the results to 2^-11 or 2^-8 hides what fp32 accumulation adds, so the
+    # oracle is fp32. The logsumexp never leaves fp32: exact products of half inputs, summed and
+    # exponentiated in fp32, so it is as good as for fp32 inputs.
+    torch.float16: Tolerance(oracle=torch.float32, ratio=2.0, logsumexp=1e-5),
+    torch.bfloat16: Tolerance(oracle=torch.float32, ratio=2.0, logsumexp=1e-5),
+}
+# Whatever the dtype, L and D = rowsum(dO ∘ O) are kept in fp32, whose unit roundoff is 2^-24.
+# P = exp(S - L) inherits L's absolute error: a rounding of the maximum's logarithm and of the sum.
+LOGSUMEXP_ROUNDINGS = 2
+# dS = P ∘ (dP - D) cancels. In a row with one visible key both terms are equal, and what is left
+# over is the order in which E products were summed twice: of the order of √E roundings. PyTorch's
+# softmax happens to leave exactly nothing there; no formula that recomputes P does.
+D_ROUNDINGS = 16
+# The ratio compares two largest errors. PyTorch's largest over few elements is a sample
+# of almost nothing, and may be small by chance (hypothesis looks for just such cases).
+SMALL_RESULT = 1024
+SMALL_RESULT_RATIO = 4.0
+# With a soft-cap the kernels and PyTorch compute tanh and its derivative by different formulas.
+SOFTCAP_RATIO = 3.0
+
+
+def tolerance_of(dtype: torch.dtype, options: AttentionOptions) -> Tolerance:
+    tolerance = TOLERANCES[dtype]
+    return tolerance if options.softcap is None else replace(tolerance, ratio=SOFTCAP_RATIO)
+
+
+# ---- comparison ----------------------------------------------------------------------------------
+
+Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor] | Tensor]
+
+
+def differentiate(attend: Attend, inputs: Inputs, lse_gradient: bool) -> dict[str, Tensor]:
+    """Runs ``attend`` and its backward pass on the inputs."""
+    leaves = [inputs.query, inputs.key, inputs.value]
+    result = attend(*leaves)
+    leaves += [] if inputs.bias is None else [inputs.bias]
+    out, lse = result if isinstance(result, tuple) else (result, None)
+    loss = (out.double() * inputs.grad_out.double()).sum()
+    if lse is not None and lse_gradient:
+        finite = torch.isfinite(lse)  # the gradient of a constant -inf would be 0 · -inf in the sum
+        loss = loss + torch.where(finite, lse, 0.0).mul(inputs.grad_lse).sum()
+    gradients = torch.autograd.grad(loss, leaves)
+    results = dict(zip(("dq", "dk", "dv", "dbias"), gradients, strict=False))
+    results["out"] = out.detach()
+    return results if lse is None else results | {"lse": lse.detach()}
+
+
+def reference(inputs: Inputs, dtype: torch.dtype, lse_gradient: bool) -> dict[str, Tensor]:
+    """The definition's results in ``dtype``, gradients included."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        problem = (inputs.options, converted.mask_and_bias)
+        if not inputs.case.packed:
+            return attention_reference(q, k, v, *problem, dtype=dtype)
+        starts = inputs.case.cu_seqlens("cpu")
+        return attention_reference_varlen(q, k, v, *starts, *problem, dtype=dtype)
+
+    query, key, value = (
+        x.detach().to(dtype).requires_grad_() for x in (inputs.query, inputs.key, inputs.value)
+    )
+    tensors = dict(inputs.tensors)
+    if inputs.bias is not None:
+        tensors["bias"] = inputs.bias.detach().to(dtype).requires_grad_()
+    converted = replace(inputs, query=query, key=key, value=value, tensors=tensors)
+    return differentiate(attend, converted, lse_gradient)
+
+
+def off_by_rounding(inputs: Inputs, lse: Tensor) -> Inputs:
+    """Inputs whose gradients are what errors in L and in D change the true gradients by.
+
+    P = exp(S - L) is linear in exp(-L), and gradients are linear in dO and dL, so an error of L_i
+    is a factor on row i of both. D - dL is all that the backward pass knows of dL, so an error of
+    D is a dL of the same size: that of a sum of E products, ‖dO_i‖ · rms(V).
+    """
+    sign = torch.where(inputs.grad_lse < 0, -1.0, 1.0) * 2.0**-24
+    of_lse = sign * LOGSUMEXP_ROUNDINGS * lse.abs().clamp(min=1).nan_to_num(posinf=0.0)
+    terms = inputs.grad_out.float().norm(dim=-1) * inputs.value.float().square().mean().sqrt()
+    of_d = sign * D_ROUNDINGS * (terms.transpose(0, 1) if inputs.case.packed else terms)
+    per_row = of_lse.transpose(0, 1) if inputs.case.packed else of_lse  # (H, T) to (T, H)
+    return replace(
+        inputs,
+        grad_out=inputs.grad_out.double() * per_row[..., None],
+        grad_lse=(inputs.grad_lse.double() * of_lse + of_d).detach(),
+    )
+
+
+def check_results(inputs: Inputs, results: Mapping[str, Tensor], lse_gradient: bool) -> None:
+    case = inputs.case
+    tolerance = tolerance_of(case.dtype, case.options)
+    oracle = reference(inputs, tolerance.oracle, lse_gradient)
+    same = reference(inputs, case.dtype, lse_gradient)
+    unstored = reference(off_by_rounding(inputs, oracle["lse"]), torch.float64, True)
+    failures = []
+    for name, actual in results.items():
+        expected = oracle[name]
+        assert actual.shape == expected.shape, f"{name}: {actual.shape}, not {expected.shape}"
+        if name == "lse":
+            assert actual.dtype == torch.float32, f"lse is {actual.dtype}"
+            torch.testing.assert_close(  # -inf equals -inf and nothing else
+                actual.to(expected.dtype),
+                expected,
+                rtol=tolerance.logsumexp,
+                atol=tolerance.logsumexp,
+                msg=lambda text: f"lse: {text}",
+            )
+            continue
+        assert actual.dtype == case.dtype, f"{name} is {actual.dtype}, not {case.dtype}"
+        assert torch.isfinite(actual).all(), f"{name} has non-finite elements"
+        if expected.numel() == 0:
+            continue
+        rounding = torch.finfo(case.dtype).eps * (expected.abs().max().item() + 0.3)
+        error = (actual.to(expected.dtype) - expected).abs().max().item()
+        baseline = (same[name].to(expected.dtype) - expected).abs().max().item()
+        ratio = tolerance.ratio if expected.numel() >= SMALL_RESULT else SMALL_RESULT_RATIO
+        allowed = ratio * baseline + rounding
+        if name != "out":
+            allowed += unstored[name].abs().max().item()
+        if not error <= allowed:
+            failures.append(f"{name}: error {error:.3e} > {allowed:.3e} (PyTorch: {baseline:.3e})")
+    assert not failures, f"{case}: " + "; ".join(failures)
