@@ -40,6 +40,7 @@ from flashattn_triton.launch import (
     Sizes,
     Strides,
     TileView,
+    alibi_constant,
     can_use_tma,
     dot_precision,
     empty_output,
@@ -49,6 +50,7 @@ from flashattn_triton.launch import (
     outer,
     padded,
     problem_tensors,
+    register_limit,
     stride_numbers,
     unit_last_stride,
 )
@@ -240,6 +242,7 @@ def _backward_call(
         "INTERPRETED": not isinstance(key_pass_kernel, triton.JITFunction),
         **option_constants(options),
         **kind.constants,
+        **alibi_constant(options, kind),
     }
 
     q, k, v, do = (outer(stride, sizes) for stride in inputs)
@@ -293,6 +296,7 @@ def _backward_call(
             {**constants, **shape(query_tiles)},
             query_tiles,
             query_views,
+            register_limit(kind, query_tiles, dtype, max(width, value_width)),
         )
     return BackwardCall(
         preprocess=preprocess,

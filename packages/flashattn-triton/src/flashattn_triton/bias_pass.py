@@ -12,6 +12,7 @@ has a fixed order. The formulas and the legend are in :mod:`flashattn_triton.bac
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
@@ -21,6 +22,9 @@ from torch import Tensor
 from flashattn_triton.configs import Tiling
 from flashattn_triton.launch import (
     Launch,
+    TileView,
+    alibi_constant,
+    can_use_tma,
     dot_precision,
     is_wide,
     option_constants,
@@ -40,7 +44,107 @@ from flashattn_triton.primitives import (
     loop_bound,
     probabilities,
     tile_indices,
+    tma_load,
 )
+
+
+@triton.jit
+def _gradient_of_scores(
+    Q_ptr,
+    K_ptr,
+    V_ptr,
+    dO_ptr,
+    statistics_ptr,
+    slopes_ptr,
+    bias_ptr,
+    batch,
+    head,
+    query_start,
+    key_start,
+    stride_qb,
+    stride_qh,
+    stride_qq,
+    stride_kb,
+    stride_kh,
+    stride_kk,
+    stride_vb,
+    stride_vh,
+    stride_vk,
+    stride_dob,
+    stride_doh,
+    stride_doq,
+    stride_bb,
+    stride_bh,
+    stride_bq,
+    stride_bk,
+    N_PADDED,
+    N_QUERIES,
+    N_KEYS,
+    N_HEADS,
+    HEADS_PER_KV,
+    scale,
+    softcap,
+    window_left,
+    window_right,
+    prefix,
+    offset,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    E_PADDED: tl.constexpr,
+    Q_TILE_SIZE: tl.constexpr,
+    K_TILE_SIZE: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_PREFIX: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    is_causal: tl.constexpr,
+    USE_TMA: tl.constexpr,
+):
+    """dS of one tile of one head of one batch element, behind the soft-cap."""
+    b, h = batch.to(tl.int64), head.to(tl.int64)
+    kv_h = h // HEADS_PER_KV
+    first, first_key = query_start.to(tl.int64), key_start.to(tl.int64)
+    rows = tile_indices(Q_TILE_SIZE, WIDE)
+    key_rows = tile_indices(K_TILE_SIZE, WIDE)
+    columns = tl.arange(0, D_PADDED)
+    value_columns = tl.arange(0, E_PADDED)
+    if USE_TMA:  # rows and columns past the end are 0
+        kv_head = head // HEADS_PER_KV
+        q = tma_load(Q_ptr, batch, head, query_start, Q_TILE_SIZE, D_PADDED)
+        k = tma_load(K_ptr, batch, kv_head, key_start, K_TILE_SIZE, D_PADDED)
+        v = tma_load(V_ptr, batch, kv_head, key_start, K_TILE_SIZE, E_PADDED)
+        do = tma_load(dO_ptr, batch, head, query_start, Q_TILE_SIZE, E_PADDED)
+    else:
+        n_rows, n_key_rows = N_QUERIES - query_start, N_KEYS - key_start
+        q_tile = Q_ptr + b * stride_qb + h * stride_qh + first * stride_qq
+        k_tile = K_ptr + b * stride_kb + kv_h * stride_kh + first_key * stride_kk
+        v_tile = V_ptr + b * stride_vb + kv_h * stride_vh + first_key * stride_vk
+        do_tile = dO_ptr + b * stride_dob + h * stride_doh + first * stride_doq
+        q = load_rows(q_tile, rows, columns, stride_qq, n_rows, D, True)
+        k = load_rows(k_tile, key_rows, columns, stride_kk, n_key_rows, D, True)
+        v = load_rows(v_tile, key_rows, value_columns, stride_vk, n_key_rows, E, True)
+        do = load_rows(do_tile, rows, value_columns, stride_doq, n_rows, E, True)
+    queries = query_start + tl.arange(0, Q_TILE_SIZE)
+    statistics = statistics_ptr + (b * N_HEADS + h) * 2 * N_PADDED
+    logsumexp = tl.load(statistics + queries)
+    delta = tl.load(statistics + N_PADDED + queries)
+    slope = 0.0
+    if HAS_ALIBI:
+        slope = tl.load(slopes_ptr + batch * N_HEADS + head) * LOG2_E
+    s = dot(q, tl.trans(k), None, PRECISION, INTERPRETED)
+    dp = dot(do, tl.trans(v), None, PRECISION, INTERPRETED)
+    p, _scores = probabilities(
+        s, logsumexp, queries, key_start, key_rows, key_start, offset, N_QUERIES, N_KEYS,
+        window_left, window_right, prefix, slope, bias_ptr + b * stride_bb + h * stride_bh,
+        stride_bq, stride_bk, scale, softcap, HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI,
+        HAS_BIAS, is_causal, True, False,
+    )  # fmt: skip
+    return p * (dp - delta[:, None])
 
 
 @triton.jit(
@@ -50,7 +154,7 @@ from flashattn_triton.primitives import (
     ]
 )
 def bias_pass_kernel(
-    Q_ptr,
+    Q_ptr,  # or if USE_TMA a descriptor of (B, H, N_q, D), as are the next three of theirs
     K_ptr,
     V_ptr,
     dO_ptr,
@@ -104,6 +208,7 @@ def bias_pass_kernel(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    USE_TMA: tl.constexpr,
     is_causal: tl.constexpr,
 ):
     """One tile of the gradient. Grid: query tiles · key tiles · heads · batch, those of the bias.
@@ -128,61 +233,63 @@ def bias_pass_kernel(
     if BOTTOM_RIGHT:
         offset = N_KEYS - N_QUERIES
 
-    rows = tile_indices(Q_TILE_SIZE, WIDE)
-    key_rows = tile_indices(K_TILE_SIZE, WIDE)
-    columns = tl.arange(0, D_PADDED)
-    value_columns = tl.arange(0, E_PADDED)
+    n_shared = SHARING_BATCHES * SHARING_HEADS
     total = tl.zeros([Q_TILE_SIZE, K_TILE_SIZE], tl.float32)
-    for shared in range(loop_bound(SHARING_BATCHES * SHARING_HEADS, INTERPRETED)):
-        batch = own_batch + shared // SHARING_HEADS
-        head = own_head + shared % SHARING_HEADS
-        b, h = batch.to(tl.int64), head.to(tl.int64)
-        kv_h = h // HEADS_PER_KV
-        statistics = statistics_ptr + (b * N_HEADS + h) * 2 * N_PADDED
-        bias = bias_ptr + b * stride_bb + h * stride_bh
-        prefix = 0
-        if HAS_PREFIX:
-            prefix = tl.load(prefix_ptr + batch)
-        slope = 0.0
-        if HAS_ALIBI:
-            slope = tl.load(slopes_ptr + batch * N_HEADS + head) * LOG2_E
-        for query_start in range(
-            loop_bound(own_query, INTERPRETED), loop_bound(query_end, INTERPRETED), Q_TILE_SIZE
-        ):
-            query_start = query_start + 0  # a tensor under the interpreter too
-            first = query_start.to(tl.int64)
-            n_rows = N_QUERIES - query_start
-            q_tile = Q_ptr + b * stride_qb + h * stride_qh + first * stride_qq
-            q = load_rows(q_tile, rows, columns, stride_qq, n_rows, D, True)
-            do_tile = dO_ptr + b * stride_dob + h * stride_doh + first * stride_doq
-            do = load_rows(do_tile, rows, value_columns, stride_doq, n_rows, E, True)
-            queries = query_start + tl.arange(0, Q_TILE_SIZE)
-            logsumexp = tl.load(statistics + queries)
-            delta = tl.load(statistics + N_PADDED + queries)
+    if SHARED_BY_QUERIES or SHARED_BY_KEYS:
+        for shared in range(loop_bound(n_shared, INTERPRETED)):
+            batch = own_batch + shared // SHARING_HEADS
+            head = own_head + shared % SHARING_HEADS
+            prefix = 0
+            if HAS_PREFIX:
+                prefix = tl.load(prefix_ptr + batch)
+            for query_start in range(
+                loop_bound(own_query, INTERPRETED), loop_bound(query_end, INTERPRETED), Q_TILE_SIZE
+            ):
+                query_start = query_start + 0  # a tensor under the interpreter too
+                start, _full_start, _full_stop, stop = key_range(
+                    query_start, offset, N_KEYS, window_left, window_right, prefix, Q_TILE_SIZE,
+                    K_TILE_SIZE, HAS_LEFT, HAS_PREFIX, is_causal,
+                )  # fmt: skip
+                start, stop = tl.maximum(start, own_key), tl.minimum(stop, key_end)
+                for key_start in range(
+                    loop_bound(start, INTERPRETED), loop_bound(stop, INTERPRETED), K_TILE_SIZE
+                ):
+                    key_start = key_start + 0
+                    total += _gradient_of_scores(
+                        Q_ptr, K_ptr, V_ptr, dO_ptr, statistics_ptr, slopes_ptr, bias_ptr, batch,
+                        head, query_start, key_start, stride_qb, stride_qh, stride_qq, stride_kb,
+                        stride_kh, stride_kk, stride_vb, stride_vh, stride_vk, stride_dob,
+                        stride_doh, stride_doq, stride_bb, stride_bh, stride_bq, stride_bk,
+                        N_PADDED, N_QUERIES, N_KEYS, N_HEADS, HEADS_PER_KV, scale, softcap,
+                        window_left, window_right, prefix, offset, D, E, D_PADDED, E_PADDED,
+                        Q_TILE_SIZE, K_TILE_SIZE, HAS_LEFT, HAS_SOFTCAP, HAS_PREFIX, HAS_ALIBI,
+                        HAS_BIAS, WIDE, PRECISION, INTERPRETED, is_causal, USE_TMA,
+                    )  # fmt: skip
+    else:
+        # One tile for each element that shares the bias: no other loop, so that the next element's
+        # operands are loaded meanwhile.
+        if not HAS_PREFIX:
             start, _full_start, _full_stop, stop = key_range(
-                query_start, offset, N_KEYS, window_left, window_right, prefix, Q_TILE_SIZE,
+                own_query, offset, N_KEYS, window_left, window_right, 0, Q_TILE_SIZE,
                 K_TILE_SIZE, HAS_LEFT, HAS_PREFIX, is_causal,
             )  # fmt: skip
-            start, stop = tl.maximum(start, own_key), tl.minimum(stop, key_end)
-            for key_start in range(
-                loop_bound(start, INTERPRETED), loop_bound(stop, INTERPRETED), K_TILE_SIZE
-            ):
-                key_start = key_start + 0
-                n_keys = N_KEYS - key_start
-                first_key = key_start.to(tl.int64)
-                k_tile = K_ptr + b * stride_kb + kv_h * stride_kh + first_key * stride_kk
-                k = load_rows(k_tile, key_rows, columns, stride_kk, n_keys, D, True)
-                v_tile = V_ptr + b * stride_vb + kv_h * stride_vh + first_key * stride_vk
-                v = load_rows(v_tile, key_rows, value_columns, stride_vk, n_keys, E, True)
-                s = dot(q, tl.trans(k), None, PRECISION, INTERPRETED)
-                dp = dot(do, tl.trans(v), None, PRECISION, INTERPRETED)
-                p, _scores = probabilities(
-                    s, logsumexp, queries, key_start, key_rows, offset, N_QUERIES, N_KEYS,
-                    window_left, window_right, prefix, slope, bias, stride_bq, stride_bk, scale,
-                    softcap, HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI, HAS_BIAS, is_causal,
-                    True, False,
-                )  # fmt: skip
-                total += p * (dp - delta[:, None])
+            n_shared = tl.where((own_key >= start) & (own_key < stop), n_shared, 0)
+        query_start, key_start = own_query, own_key
+        for shared in range(loop_bound(n_shared, INTERPRETED)):
+            batch = own_batch + shared // SHARING_HEADS
+            head = own_head + shared % SHARING_HEADS
+            prefix = 0
+            if HAS_PREFIX:
+                prefix = tl.load(prefix_ptr + batch)
+            total += _gradient_of_scores(
+                Q_ptr, K_ptr, V_ptr, dO_ptr, statistics_ptr, slopes_ptr, bias_ptr, batch, head,
+                query_start, key_start, stride_qb, stride_qh, stride_qq, stride_kb, stride_kh,
+                stride_kk, stride_vb, stride_vh, stride_vk, stride_dob, stride_doh, stride_doq,
+                stride_bb, stride_bh, stride_bq, stride_bk, N_PADDED, N_QUERIES, N_KEYS, N_HEADS,
+                HEADS_PER_KV, scale, softcap, window_left, window_right, prefix, offset, D, E,
+                D_PADDED, E_PADDED, Q_TILE_SIZE, K_TILE_SIZE, HAS_LEFT, HAS_SOFTCAP, HAS_PREFIX,
+                HAS_ALIBI, HAS_BIAS, WIDE, PRECISION, INTERPRETED, is_causal, USE_TMA,
+            )  # fmt: skip
 
     width = 1 if SHARED_BY_KEYS else N_KEYS
     height = 1 if SHARED_BY_QUERIES else N_QUERIES
@@ -222,8 +329,14 @@ def triton_bias_backward(
     query, key, value, out, grad_out = map(unit_last_stride, (query, key, value, out, grad_out))
     batch, heads, n_queries, head_dim = query.shape
     kv_heads, n_keys, value_dim = key.shape[1], key.shape[2], value.shape[3]
-    # The tiles of dQ: operands are the same, and a tile of dS takes no more than one of dQ.
-    tiles = replace(tiling.query_pass, use_tma=False, stages=1)
+    # The tiles of dQ: operands are the same, and a tile of dS takes no more than one of dQ. By the
+    # TMA, narrow operands of the next tile are loaded ahead, and three small programs fit.
+    half = query.dtype.itemsize == 2 and tiling.query_pass.use_tma
+    use_tma = half and all(can_use_tma(x) for x in (query, key, value, grad_out))
+    stages = 2 if use_tma and max(head_dim, value_dim) <= 64 else 1
+    tiles = replace(tiling.query_pass, use_tma=use_tma, stages=stages)
+    if use_tma:
+        tiles = replace(tiles, queries=min(tiles.queries, 64), warps=min(tiles.warps, 4))
     multiple = max(tiles.queries, PREPROCESS_TILES.queries)
     n_padded = -(-n_queries // multiple) * multiple
     strides = (query.stride(), key.stride(), value.stride(), grad_out.stride())
@@ -253,7 +366,7 @@ def triton_bias_backward(
         "SHARING_HEADS": heads // own_heads,
         **option_numbers(options),
     }
-    constants = {
+    constants: dict[str, Any] = {
         "D": head_dim,
         "E": value_dim,
         "D_PADDED": padded(head_dim, query.dtype),
@@ -265,13 +378,27 @@ def triton_bias_backward(
         "WIDE": is_wide(*strides),
         "PRECISION": dot_precision(query.dtype),
         "INTERPRETED": not isinstance(bias_pass_kernel, triton.JITFunction),
+        "USE_TMA": use_tma,
         **option_constants(options),
         **kind.constants,
+        **alibi_constant(options, kind),
     }
     rows = 1 if own_queries < n_queries else -(-n_queries // tiles.queries)
     columns = 1 if own_keys < n_keys else -(-n_keys // tiles.keys)
     programs = rows * columns * own_heads * own_batch
-    launch = Launch(bias_pass_kernel, query.device, programs, numbers, constants, tiles)
+    views: list[TileView] = []
+    if use_tma:
+        width, value_width = constants["D_PADDED"], constants["E_PADDED"]
+        views = [
+            TileView(x.shape, x.stride(), [1, 1, n, w])
+            for x, n, w in (
+                (query, tiles.queries, width),
+                (key, tiles.keys, width),
+                (value, tiles.keys, value_width),
+                (grad_out, tiles.queries, value_width),
+            )
+        ]
+    launch = Launch(bias_pass_kernel, query.device, programs, numbers, constants, tiles, views)
     statistics = query.new_empty((batch * heads, 2, n_padded), dtype=torch.float32)
     gradient = bias.new_empty(bias.shape)
     preprocess(out, grad_out, grad_logsumexp, logsumexp, statistics, None)

@@ -36,6 +36,7 @@ from flashattn_triton.launch import (
     Sizes,
     Strides,
     TileView,
+    alibi_constant,
     can_use_tma,
     dot_precision,
     empty_output,
@@ -46,15 +47,18 @@ from flashattn_triton.launch import (
     outer,
     padded,
     problem_tensors,
+    register_limit,
     stride_numbers,
     unit_last_stride,
 )
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias, MaskAndBiasKind
 from flashattn_triton.options import AttentionOptions
 from flashattn_triton.primitives import (
+    CAUSAL_ALIBI,
     LN_2,
     LOG2_E,
     add_bias,
+    alibi_of_rows,
     dot,
     key_range,
     load_rows,
@@ -83,6 +87,7 @@ def _attend(
     start,
     stop,
     queries,
+    first_diagonal,  # the key on the diagonal of the tile's first query
     keys,
     columns,
     value_columns,
@@ -135,8 +140,8 @@ def _attend(
                     window_right, prefix, HAS_LEFT, is_causal, HAS_PREFIX,
                 )  # fmt: skip
             z = add_bias(
-                s * factor, queries[:, None], (key_start + keys)[None, :], offset, n_queries,
-                n_keys, slope, bias, stride_bq, stride_bk, HAS_ALIBI, HAS_BIAS, MASKED,
+                s * factor, queries[:, None], (key_start + keys)[None, :], offset, first_diagonal,
+                n_queries, n_keys, slope, bias, stride_bq, stride_bk, HAS_ALIBI, HAS_BIAS, MASKED,
             )  # fmt: skip
             if MASKED:
                 z = tl.where(seen, z, float("-inf"))
@@ -241,6 +246,11 @@ def flash_forward_kernel(
     head = (tl.program_id(0) // n_tiles) % N_HEADS
     batch = tl.program_id(0) // n_tiles // N_HEADS
     query_start = (n_tiles - 1 - tl.program_id(0) % n_tiles) * Q_TILE_SIZE
+    if HAS_BIAS:  # which the batch may share: its elements follow one another, to find it in L2
+        n_batch = tl.num_programs(0) // (n_tiles * N_HEADS)
+        batch = tl.program_id(0) % n_batch
+        head = tl.program_id(0) // n_batch // n_tiles
+        query_start = (n_tiles - 1 - tl.program_id(0) // n_batch % n_tiles) * Q_TILE_SIZE
 
     b, h = batch.to(tl.int64), head.to(tl.int64)
     kv_head = head // HEADS_PER_KV
@@ -295,11 +305,14 @@ def flash_forward_kernel(
     if HAS_SINKS:  # as if each row had seen one key before, with the sink as score and value 0
         row_sum += 1.0
         row_max = row_sum * (tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E)
+        if HAS_ALIBI == CAUSAL_ALIBI:
+            row_max += alibi_of_rows(queries, offset, query_start + offset, slope)
     if HAS_LEFT:
         acc, row_sum, row_max = _attend(
             acc, row_sum, row_max, q, K_ptr, V_ptr, batch, kv_head, stride_kk, stride_vk,
             start, tl.minimum(full_start, stop),
-            queries, keys, columns, value_columns, offset, N_KEYS, window_left, window_right,
+            queries, query_start + offset, keys, columns, value_columns, offset, N_KEYS,
+            window_left, window_right,
             prefix, slope, bias_ptr, stride_bq, stride_bk, N_QUERIES, scale_log2, softcap,
             D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI, HAS_BIAS,
         PRECISION, INTERPRETED, USE_TMA, is_causal, True,
@@ -307,7 +320,8 @@ def flash_forward_kernel(
     acc, row_sum, row_max = _attend(
         acc, row_sum, row_max, q, K_ptr, V_ptr, batch, kv_head, stride_kk, stride_vk,
         full_start, full_stop,
-        queries, keys, columns, value_columns, offset, N_KEYS, window_left, window_right,
+        queries, query_start + offset, keys, columns, value_columns, offset, N_KEYS,
+        window_left, window_right,
         prefix, slope, bias_ptr, stride_bq, stride_bk, N_QUERIES, scale_log2, softcap,
         D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI, HAS_BIAS,
         PRECISION, INTERPRETED, USE_TMA, is_causal, False,
@@ -315,7 +329,8 @@ def flash_forward_kernel(
     acc, row_sum, row_max = _attend(
         acc, row_sum, row_max, q, K_ptr, V_ptr, batch, kv_head, stride_kk, stride_vk,
         tl.maximum(full_start, full_stop), stop,
-        queries, keys, columns, value_columns, offset, N_KEYS, window_left, window_right,
+        queries, query_start + offset, keys, columns, value_columns, offset, N_KEYS,
+        window_left, window_right,
         prefix, slope, bias_ptr, stride_bq, stride_bk, N_QUERIES, scale_log2, softcap,
         D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI, HAS_BIAS,
         PRECISION, INTERPRETED, USE_TMA, is_causal, True,
@@ -323,6 +338,8 @@ def flash_forward_kernel(
 
     # A row that saw no key, nor a sink, has sum 0: output 0 / 1, logsumexp -inf + log2(1).
     out = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    if HAS_ALIBI == CAUSAL_ALIBI:
+        row_max -= alibi_of_rows(queries, offset, query_start + offset, slope)
     logsumexp = (row_max + tl.log2(tl.where(row_sum == 0.0, 1.0, row_sum))) * LN_2
     o_tile = O_ptr + query_start.to(tl.int64) * stride_oq
     store_rows(o_tile, out, rows, value_columns, stride_oq, n_rows, E)
@@ -451,6 +468,7 @@ def _forward_call(
         "USE_TMA": use_tma,
         **option_constants(options),
         **kind.constants,
+        **alibi_constant(options, kind),
     }
     programs = -(-n_queries // tiles.queries) * batch * heads
     views: list[TileView | None] = []
@@ -462,5 +480,14 @@ def _forward_call(
             TileView(shapes[2], strides[2], v_block),
         )
         views = [None, k_view, v_view]
-    launch = Launch(flash_forward_kernel, device, programs, numbers, constants, tiles, views)
+    launch = Launch(
+        flash_forward_kernel,
+        device,
+        programs,
+        numbers,
+        constants,
+        tiles,
+        views,
+        register_limit(kind, tiles, dtype, max(head_dim, value_dim)),
+    )
     return ForwardCall(launch, out, logsumexp)

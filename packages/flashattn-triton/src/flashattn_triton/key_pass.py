@@ -52,6 +52,7 @@ def _differentiate_keys(
     start,
     stop,
     keys,
+    first_key,
     rows,
     columns,
     value_columns,
@@ -114,7 +115,7 @@ def _differentiate_keys(
         s = dot(k, tl.trans(q), None, PRECISION, INTERPRETED)  # (K_TILE_SIZE, Q_TILE_SIZE)
         dp = dot(v, tl.trans(do), None, PRECISION, INTERPRETED)
         p, s = probabilities(
-            s, logsumexp, queries, 0, keys, offset, n_queries, n_keys,
+            s, logsumexp, queries, 0, keys, first_key, offset, n_queries, n_keys,
             window_left, window_right, prefix, slope, bias, stride_bq, stride_bk, scale, softcap,
             HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI, HAS_BIAS, is_causal, MASKED, True,
         )  # fmt: skip
@@ -220,6 +221,11 @@ def key_pass_kernel(
     kv_head = (tl.program_id(0) // n_tiles) % N_KV_HEADS
     batch = tl.program_id(0) // n_tiles // N_KV_HEADS
     key_start = (tl.program_id(0) % n_tiles) * K_TILE_SIZE
+    if HAS_BIAS:  # which the batch may share: its elements follow one another, to find it in L2
+        n_batch = tl.num_programs(0) // (n_tiles * N_KV_HEADS)
+        batch = tl.program_id(0) % n_batch
+        kv_head = tl.program_id(0) // n_batch // n_tiles
+        key_start = (tl.program_id(0) // n_batch % n_tiles) * K_TILE_SIZE
 
     b, kv_h = batch.to(tl.int64), kv_head.to(tl.int64)
     if not USE_TMA:
@@ -303,7 +309,7 @@ def key_pass_kernel(
         dk, dv = _differentiate_keys(
             dk, dv, k, v, q_head, do_head, dQ, head_statistics, N_PADDED, batch, head, batch_head,
             dq_head, stride_qq, stride_doq, stride_dqq, start, tl.minimum(full_start, stop),
-            keys, rows, columns, value_columns, offset, N_QUERIES, N_KEYS,
+            keys, key_start, rows, columns, value_columns, offset, N_QUERIES, N_KEYS,
             window_left, window_right, prefix, slope, bias_head, stride_bq, stride_bk, scale,
             softcap, D, E, Q_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI, HAS_BIAS,
             PRECISION, INTERPRETED, DQ_MODE, USE_TMA, STATISTICS_BY_TMA, PACKED, is_causal, True,
@@ -311,7 +317,7 @@ def key_pass_kernel(
         dk, dv = _differentiate_keys(
             dk, dv, k, v, q_head, do_head, dQ, head_statistics, N_PADDED, batch, head, batch_head,
             dq_head, stride_qq, stride_doq, stride_dqq, full_start, full_stop,
-            keys, rows, columns, value_columns, offset, N_QUERIES, N_KEYS,
+            keys, key_start, rows, columns, value_columns, offset, N_QUERIES, N_KEYS,
             window_left, window_right, prefix, slope, bias_head, stride_bq, stride_bk, scale,
             softcap, D, E, Q_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI, HAS_BIAS,
             PRECISION, INTERPRETED, DQ_MODE, USE_TMA, STATISTICS_BY_TMA, PACKED, is_causal, False,
@@ -320,10 +326,10 @@ def key_pass_kernel(
             dk, dv = _differentiate_keys(
                 dk, dv, k, v, q_head, do_head, dQ, head_statistics, N_PADDED, batch, head,
                 batch_head, dq_head, stride_qq, stride_doq, stride_dqq,
-                tl.maximum(full_start, full_stop), stop, keys, rows, columns, value_columns,
-                offset, N_QUERIES, N_KEYS, window_left, window_right, prefix, slope, bias_head,
-                stride_bq, stride_bk, scale, softcap, D, E, Q_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT,
-                HAS_PREFIX, HAS_ALIBI, HAS_BIAS, PRECISION, INTERPRETED, DQ_MODE, USE_TMA,
+                tl.maximum(full_start, full_stop), stop, keys, key_start, rows, columns,
+                value_columns, offset, N_QUERIES, N_KEYS, window_left, window_right, prefix, slope,
+                bias_head, stride_bq, stride_bk, scale, softcap, D, E, Q_TILE_SIZE, HAS_SOFTCAP,
+                HAS_LEFT, HAS_PREFIX, HAS_ALIBI, HAS_BIAS, PRECISION, INTERPRETED, DQ_MODE, USE_TMA,
                 STATISTICS_BY_TMA, PACKED, is_causal, True,
             )  # fmt: skip
     dk_tile = dK_ptr + first * stride_dkk

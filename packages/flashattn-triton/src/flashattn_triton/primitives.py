@@ -15,6 +15,8 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+# HAS_ALIBI where no query sees a key behind its diagonal: all distances have one sign.
+CAUSAL_ALIBI = tl.constexpr(2)
 
 
 @triton.jit
@@ -177,6 +179,7 @@ def add_bias(
     queries,
     keys,
     offset,
+    base,  # a key near those that count: positions are measured from there, which keeps them small
     n_queries,
     n_keys,
     slope,  # ALiBi's for this head, in units of log2
@@ -189,11 +192,16 @@ def add_bias(
 ):
     """``z``, less ``slope`` for each position from the diagonal, plus the bias of its elements.
 
-    ``queries`` and ``keys`` are broadcast to ``z``. Queries may lie past the end; keys only in a
-    MASKED tile.
+    If HAS_ALIBI is :data:`CAUSAL_ALIBI`, what :func:`alibi_of_rows` returns is left out, which is
+    the same for all keys of a row. ``queries`` and ``keys`` are broadcast to ``z``. Queries may lie
+    past the end; keys only in a MASKED tile.
     """
-    if HAS_ALIBI:
-        z -= slope * tl.abs(queries + offset - keys).to(tl.float32)
+    if HAS_ALIBI == CAUSAL_ALIBI:
+        z += slope * (keys - base).to(tl.float32)
+    elif HAS_ALIBI:
+        z -= slope * tl.abs(
+            (queries + (offset - base)).to(tl.float32) - (keys - base).to(tl.float32)
+        )
     if HAS_BIAS:
         inside = queries < n_queries
         if MASKED:
@@ -201,6 +209,12 @@ def add_bias(
         pointers = bias + queries.to(tl.int64) * stride_bq + keys.to(tl.int64) * stride_bk
         z += tl.load(pointers, mask=inside, other=0.0).to(tl.float32) * LOG2_E
     return z
+
+
+@triton.jit
+def alibi_of_rows(queries, offset, base, slope):
+    """What :func:`add_bias` leaves out of each row, where no key follows the diagonal."""
+    return slope * (queries + (offset - base)).to(tl.float32)
 
 
 @triton.jit
@@ -222,6 +236,7 @@ def probabilities(
     queries,
     key_start,  # of the tile, whose keys are counted from it
     keys,
+    base,  # the tile's first key
     offset,
     n_queries,
     n_keys,
@@ -251,11 +266,13 @@ def probabilities(
         z = s * (scale * LOG2_E)
     if HAS_ALIBI or HAS_BIAS:
         z = add_bias(
-            z, of_queries(queries, TRANSPOSED), of_keys(key_start + keys, TRANSPOSED), offset,
+            z, of_queries(queries, TRANSPOSED), of_keys(key_start + keys, TRANSPOSED), offset, base,
             n_queries, n_keys, slope, bias, stride_bq, stride_bk, HAS_ALIBI, HAS_BIAS, MASKED,
         )  # fmt: skip
         if HAS_BIAS:  # which may hide all keys of a query: -inf - -inf is NaN
             logsumexp = tl.where(logsumexp == float("-inf"), float("inf"), logsumexp)
+        if HAS_ALIBI == CAUSAL_ALIBI:
+            logsumexp += alibi_of_rows(queries, offset, base, slope)
     p = tl.exp2(z - of_queries(logsumexp, TRANSPOSED))
     if MASKED:
         seen = visible(

@@ -89,9 +89,9 @@ def _differentiate_queries(
         s = dot(q, tl.trans(k), None, PRECISION, INTERPRETED)  # (Q_TILE_SIZE, K_TILE_SIZE)
         dp = dot(do, tl.trans(v), None, PRECISION, INTERPRETED)
         p, s = probabilities(
-            s, logsumexp, queries, key_start, keys, offset, n_queries, n_keys, window_left,
-            window_right, prefix, slope, bias, stride_bq, stride_bk, scale, softcap, HAS_SOFTCAP,
-            HAS_LEFT, HAS_PREFIX, HAS_ALIBI, HAS_BIAS, is_causal, MASKED, False,
+            s, logsumexp, queries, key_start, keys, key_start, offset, n_queries, n_keys,
+            window_left, window_right, prefix, slope, bias, stride_bq, stride_bk, scale, softcap,
+            HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI, HAS_BIAS, is_causal, MASKED, False,
         )  # fmt: skip
         ds = p * (dp - delta[:, None])
         if HAS_SOFTCAP:
@@ -167,6 +167,11 @@ def query_pass_kernel(
     head = (tl.program_id(0) // n_tiles) % N_HEADS
     batch = tl.program_id(0) // n_tiles // N_HEADS
     query_start = (n_tiles - 1 - tl.program_id(0) % n_tiles) * Q_TILE_SIZE
+    if HAS_BIAS:  # which the batch may share: its elements follow one another, to find it in L2
+        n_batch = tl.num_programs(0) // (n_tiles * N_HEADS)
+        batch = tl.program_id(0) % n_batch
+        head = tl.program_id(0) // n_batch // n_tiles
+        query_start = (n_tiles - 1 - tl.program_id(0) // n_batch % n_tiles) * Q_TILE_SIZE
 
     b, h = batch.to(tl.int64), head.to(tl.int64)
     kv_head = head // HEADS_PER_KV
