@@ -304,7 +304,8 @@ def _label(
     which = " ".join(
         "+".join(dict.fromkeys(variant[name] for variant in variants)) for name in variants[0]
     )
-    ran = "" if modes == MODES else " ".join(("", *modes))
+    # One word: compare leaves the label's words out of the rows' own, as "forward" of a phase.
+    ran = "" if modes == MODES else f" modes={'+'.join(modes)}"
     return f"model {subject_label(subject)} {which}{ran} warm-up {warmup}"
 
 
