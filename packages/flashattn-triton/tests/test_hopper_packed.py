@@ -63,8 +63,7 @@ def test_the_table_of_tiles(sequences: int, of_keys: bool) -> None:
         for column in zip(*lengths, strict=True)
     ]
     side = int(of_keys)
-    tokens, longest = int(starts[side][-1]), max(x[side] for x in lengths)
-    assert len(expected) <= most_tiles(tokens, sequences, longest, 128)
+    assert len(expected) <= most_tiles(int(starts[side][-1]), sequences, 128)
     table = torch.full((1 + len(expected), FIELDS.value), -1, dtype=torch.int32, device=DEVICE)
     packed_tiles_kernel[(-(-sequences // SEQUENCES),)](
         *starts, table, sequences, 6, 4,

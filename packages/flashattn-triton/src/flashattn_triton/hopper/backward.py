@@ -178,12 +178,12 @@ def _backward_call(
     programs = (rows // ROWS, -(-n_keys // KEYS.value) * batch * kv_heads)
     query_tiles = key_tiles = None
     if sizes is not None:
-        sequences, longest_q, longest_k = sizes
+        sequences, _, _ = sizes
         query_tiles = packed_tiles(
-            (n_queries, sequences, longest_q), rows=queries, of_keys=False, heads=heads, group=1
+            n_queries, sequences, rows=queries, of_keys=False, heads=heads, group=1
         )
         key_tiles = packed_tiles(
-            (n_keys, sequences, longest_k), rows=KEYS.value, of_keys=True, heads=kv_heads, group=1
+            n_keys, sequences, rows=KEYS.value, of_keys=True, heads=kv_heads, group=1
         )
         rows = (n_queries // queries + sequences) * queries * heads
         programs = (query_tiles.most * heads * queries // ROWS, key_tiles.most * kv_heads)

@@ -143,7 +143,8 @@ def _forward_call(
     tiles = None
     if sizes is not None:
         tiles = packed_tiles(
-            (n_queries, sizes[0], sizes[1]),
+            n_queries,
+            sizes[0],
             rows=config.queries,
             of_keys=False,
             heads=heads,

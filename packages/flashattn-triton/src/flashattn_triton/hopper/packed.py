@@ -55,18 +55,18 @@ class PackedTiles:
 
 
 def packed_tiles(
-    sizes: tuple[int, int, int], *, rows: int, of_keys: bool, heads: int, group: int
+    tokens: int, sequences: int, *, rows: int, of_keys: bool, heads: int, group: int
 ) -> PackedTiles:
     """The tiles of the queries, or of the keys, of one kind of packed batch.
 
     Args:
-        sizes: tokens, sequences, and the longest sequence.
+        tokens: of all sequences.
+        sequences: how many there are.
         rows: tokens of a tile.
         of_keys: whether tiles are of keys.
         heads: how many there are.
         group: tiles that heads computed at the same time shall have together.
     """
-    tokens, sequences, longest = sizes
     launch = FastLaunch(
         packed_tiles_kernel,
         -(-sequences // SEQUENCES),
@@ -79,4 +79,4 @@ def packed_tiles(
             "SEQUENCES": SEQUENCES,
         },
     )
-    return PackedTiles(launch=launch, most=most_tiles(tokens, sequences, longest, rows))
+    return PackedTiles(launch=launch, most=most_tiles(tokens, sequences, rows))

@@ -33,9 +33,12 @@ WARPS = gl.constexpr(4)  # of one of its consumers
 SEQUENCES = 128  # whose tiles one program of packed_tiles_kernel writes
 
 
-def most_tiles(tokens: int, sequences: int, longest: int, rows: int) -> int:
-    """An upper bound of how many tiles of ``rows`` tokens the sequences of a packed batch have."""
-    return min(tokens // rows + sequences, sequences * max(1, -(-longest // rows)))
+def most_tiles(tokens: int, sequences: int, rows: int) -> int:
+    """An upper bound of how many tiles of ``rows`` tokens the sequences of a packed batch have.
+
+    It does not depend on how long the longest sequence is, which callers may understate.
+    """
+    return tokens // rows + sequences
 
 
 @triton.jit
