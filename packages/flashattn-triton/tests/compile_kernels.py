@@ -159,28 +159,11 @@ def shipped() -> list[Request]:
     ]
 
 
-def versions(lengths: list[int]) -> dict[str, list[int]]:
-    """How many versions of each kernel exist after each of ``lengths`` was asked for in turn."""
-    tiling = TABLE[220, 64, 2].pack()
-    counts: dict[str, list[int]] = {}
-    seen: dict[str, set[int]] = {}
-    for length in lengths:
-        request = Request(90, 64, "bf16", tiling, {"causal": True}, length=length)
-        for name, kernel in compiled_kernels(request):
-            seen.setdefault(name, set()).add(id(kernel))
-        for name, kernels in seen.items():
-            counts.setdefault(name, []).append(len(kernels))
-    return counts
-
-
 def main() -> None:
     """Compiles the requests on standard input.
 
-    ``--shipped`` compiles the whole table instead; ``--lengths N ...`` prints :func:`versions`.
+    ``--shipped`` compiles the whole table instead.
     """
-    if sys.argv[1:2] == ["--lengths"]:
-        print(json.dumps(versions([int(n) for n in sys.argv[2:]])))
-        return
     everything = "--shipped" in sys.argv[1:]
     requests = shipped() if everything else [Request(**r) for r in json.load(sys.stdin)]
     for request in requests:

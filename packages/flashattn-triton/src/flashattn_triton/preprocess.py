@@ -15,7 +15,7 @@ from flashattn_triton.primitives import LOG2_E, load_rows, store_rows
 PREPROCESS_TILES = Tiles(64, 1, 4, 1)
 
 
-@triton.jit(do_not_specialize=["N_QUERIES", "N_HEADS"])
+@triton.jit(do_not_specialize=["stride_dlb", "stride_dlh", "N_QUERIES", "N_HEADS"])
 def preprocess_kernel(
     O_ptr,
     dO_ptr,

@@ -56,7 +56,10 @@ def _packed_rows(
 
 
 @triton.jit(
-    do_not_specialize=["N_QUERIES", "N_PADDED", "N_HEADS", "D_DIV8", "factor"],
+    do_not_specialize=[  # lengths decide whether strides are multiples of 16, which helps nothing
+        *("stride_ob", "stride_oh", "stride_oq", "stride_dob", "stride_doh", "stride_doq"),
+        *("stride_dlb", "stride_dlh", "N_QUERIES", "N_PADDED", "N_HEADS", "D_DIV8", "factor"),
+    ],
     do_not_specialize_on_alignment=["L_ptr", "dL_ptr"],
 )
 def preprocess_kernel(
@@ -136,7 +139,11 @@ def preprocess_kernel(
     tl.store(dq_ptr + row[:, None] * WIDTH + columns[None, :], tl.zeros([ROWS, WIDTH], tl.float32))
 
 
-@triton.jit(do_not_specialize=["N_QUERIES", "N_PADDED", "N_HEADS", "D_DIV8"])
+@triton.jit(
+    do_not_specialize=[
+        *("stride_qb", "stride_qh", "stride_qq", "N_QUERIES", "N_PADDED", "N_HEADS", "D_DIV8")
+    ]
+)
 def postprocess_kernel(
     sum_ptr,  # (B, H, N_PADDED, WIDTH) fp32, each 64 rows in the order said below
     dq_ptr,

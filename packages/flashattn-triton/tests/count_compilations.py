@@ -1,0 +1,133 @@
+"""Counts the versions of each kernel that random problems of one kind would compile.
+
+Run as a program, in a process where TRITON_INTERPRET is not set: it prints a JSON object with the
+versions of each kernel, by tier. The launchers themselves are called, with tensors on the "meta"
+device, as compile_kernels.py and compile_hopper.py do; the compiler is replaced by a function that
+notes what it is asked for, so that this takes no longer than starting Triton.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton.compiler
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from flashattn_triton.backward import triton_backward
+from flashattn_triton.configs import TABLE
+from flashattn_triton.forward import triton_forward
+from flashattn_triton.hopper import backward, forward
+from flashattn_triton.hopper.launch import FastLaunch
+from flashattn_triton.options import AttentionOptions, resolve_options
+
+HEAD_DIM = 64
+TILING = TABLE[220, HEAD_DIM, 2]
+asked_for: Counter[str] = Counter()
+
+
+class AbsentHopper:
+    """What launchers ask of a driver before they compile."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> None:
+        """The index of "meta" tensors' device."""
+
+    def get_current_stream(self, device: None) -> int:
+        return 0
+
+
+def note(source: Any, *rest: Any, **options: Any) -> SimpleNamespace:
+    """Stands for the compiler, which Triton calls for every version that it has not."""
+    asked_for[source.fn.__name__] += 1
+    return SimpleNamespace()
+
+
+def portable(tensors: list[torch.Tensor], grad_lse: torch.Tensor | None, options: Any) -> None:
+    query, key, value, grad_out, lse = tensors
+    triton_forward(query, key, value, options, TILING.forward)
+    triton_backward(query, key, value, grad_out, lse, grad_out, grad_lse, options, TILING)
+
+
+def hopper(tensors: list[torch.Tensor], grad_lse: torch.Tensor | None, options: Any) -> None:
+    query, key, value, grad_out, lse = tensors
+    forward.hopper_forward(query, key, value, options)
+    backward.hopper_backward(
+        query, key, value, torch.empty_like(query), lse, grad_out, grad_lse, options
+    )
+
+
+def random_problem(
+    generator: random.Random, heads_per_kv: int, *, lse_gradient: bool
+) -> tuple[list[torch.Tensor], torch.Tensor | None, AttentionOptions]:
+    """Batch, heads, lengths, order and gaps of memory, scale and window differ, and nothing else.
+
+    Strides are multiples of 16 elements. Of Hopper's configurations, more than 2,048 queries and
+    a window with a left edge have one, whatever else there is.
+    """
+    batch, kv_heads = generator.randint(1, 4), generator.randint(1, 4)
+    gap = generator.choice([0, 16, 64])
+    heads_first = generator.random() < 0.5
+
+    def empty(heads: int, rows: int) -> torch.Tensor:
+        shape = (heads, rows) if heads_first else (rows, heads)
+        x = torch.empty(batch, *shape, HEAD_DIM + gap, dtype=torch.bfloat16, device="meta")
+        return x[..., :HEAD_DIM] if heads_first else x[..., :HEAD_DIM].transpose(1, 2)
+
+    n_queries, n_keys = generator.randint(2049, 9000), generator.randint(2, 9000)
+    n_keys += n_keys % 128 == 0  # whole tiles need no mask, which is another kernel
+    n_keys += n_keys == n_queries  # as is a diagonal that starts in the first tile's corner
+    query, grad_out = (empty(kv_heads * heads_per_kv, n_queries) for _ in range(2))
+    key, value = (empty(kv_heads, n_keys) for _ in range(2))
+    lse = torch.empty(query.shape[:3], device="meta")
+    options = resolve_options(
+        head_dim=HEAD_DIM,
+        causal="bottom-right",
+        scale=generator.choice([0.125, 1.0, generator.random() + 0.01]),
+        window=(generator.choice([0, 1, 16, generator.randint(0, 9000)]), None),
+    )
+    return [query, key, value, grad_out, lse], lse if lse_gradient else None, options
+
+
+def count(run: Callable[..., None], heads_per_kv: int, *, lse_gradient: bool) -> dict[str, int]:
+    """Versions of each kernel after forty problems."""
+    asked_for.clear()
+    generator = random.Random(0)
+    for _ in range(40):
+        run(*random_problem(generator, heads_per_kv, lse_gradient=lse_gradient))
+    return dict(asked_for)
+
+
+def main() -> None:
+    driver.set_active(AbsentHopper())
+    triton.compiler.compile = note
+    compile_and_launch = JITFunction.run
+
+    def compile_only(self: JITFunction[Any], *args: Any, **kwargs: Any) -> None:
+        compile_and_launch(self, *args, **kwargs | {"warmup": True})
+
+    JITFunction.run = compile_only
+    forward.multiprocessors = lambda device: 132
+    forward.current_device = backward.current_device = lambda: None
+    FastLaunch.__call__ = lambda self, addresses: self.compile()
+    counts = {
+        "portable, as many key heads": count(portable, 1, lse_gradient=False),
+        "portable, grouped heads": count(portable, 3, lse_gradient=False),
+        "portable, gradient of the logsumexp": count(portable, 1, lse_gradient=True),
+        "hopper": count(hopper, 2, lse_gradient=False),
+        "hopper, gradient of the logsumexp": count(hopper, 2, lse_gradient=True),
+    }
+    print(json.dumps(counts))
+
+
+if __name__ == "__main__":
+    main()
