@@ -86,7 +86,12 @@ def test_a_measured_row_says_what_where_when_and_how(store: Store) -> None:
 
 def test_timed_rows_say_what_the_timer_itself_takes(store: Store) -> None:
     sleep = experiments.get("attention").cases(
-        head_dims=(8,), sequences=(16,), rep_ms=2, variants=("naive",), device="cpu"
+        head_dims=(8,),
+        sequences=(16,),
+        rep_ms=2,
+        max_seconds=0.5,
+        variants=("naive",),
+        device="cpu",
     )
     run([*sleep, *toy_cases("ok")], store)
     rows = store.load().rows
