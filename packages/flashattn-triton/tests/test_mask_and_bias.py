@@ -68,6 +68,25 @@ def test_kernels(tensor_case: Any, make_inputs: Any, assert_close_to_oracle: Any
     assert_close_to_oracle(attend(inputs, implementation="triton", tiling=tiling), inputs)
 
 
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"bias": "hqk", "causal": "top-left"},
+        {"bias": "bhqk", "causal": "bottom-right", "alibi": "batch", "prefix": True},
+        {"bias": "hk", "alibi": "heads", "window": (20, 10)},
+    ],
+    ids=str,
+)
+def test_kernels_fed_by_the_tma(
+    keywords: dict[str, Any], dense_case: Any, make_inputs: Any, assert_close_to_oracle: Any
+) -> None:
+    case = dense_case(2, (2, 1), 35, 45, 16, "fp16", **keywords)
+    tiles = Tiles(32, 32, 4, 2, use_tma=True)
+    tiling = Tiling(forward=tiles, key_pass=tiles, query_pass=tiles)
+    inputs = make_inputs(case, DEVICE)
+    assert_close_to_oracle(attend(inputs, implementation="triton", tiling=tiling), inputs)
+
+
 def test_tiled(tensor_case: Any, make_inputs: Any, assert_close_to_oracle: Any) -> None:
     inputs = make_inputs(tensor_case, DEVICE)
     assert_close_to_oracle(attend(inputs, implementation="tiled"), inputs)
