@@ -21,7 +21,6 @@ from basics_model import (
     sdpa_attention,
     softmax_attention,
 )
-from basics_model.model import linear_maps
 
 
 def tokens(config: ModelConfig, batch: int = 2, seq: int | None = None) -> Tensor:
@@ -382,33 +381,3 @@ def test_impossible_checkpointing_is_refused(config: ModelConfig) -> None:
         TransformerLM(config, checkpoint_blocks=-1)
     with pytest.raises(ValueError, match="must be 1 beside keep_attention, but got 2"):
         TransformerLM(config, checkpoint_blocks=2, keep_attention=True)
-
-
-def test_joined_linear_maps_equal_single_ones() -> None:
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((2, 5, 8), (6, 8), (3, 8), (4, 8))
-    single, joined = (
-        [
-            torch.randn(shape, generator=generator.manual_seed(number), dtype=torch.float64)
-            for number, shape in enumerate(shapes)
-        ]
-        for _ in range(2)
-    )
-    for given in (single, joined):
-        for number, tensor in enumerate(given):
-            tensor.requires_grad_(number != 2)  # one weight is frozen
-    outputs = (
-        [torch.nn.functional.linear(single[0], weight) for weight in single[1:]],
-        linear_maps(joined[0], *joined[1:]),
-    )
-    for each in outputs:
-        torch.cat([output.square() for output in each], dim=-1).sum().backward()
-    for one, other in zip(*outputs, strict=True):
-        assert torch.equal(one, other)
-    for one, other in zip(single, joined, strict=True):
-        assert (one.grad is None) == (other.grad is None)
-        if one.grad is not None:
-            torch.testing.assert_close(other.grad, one.grad)
-    assert torch.autograd.gradcheck(
-        linear_maps, [each.detach().requires_grad_() for each in joined]
-    )

@@ -9,7 +9,7 @@ Dimensions in comments: B batch, S sequence, H heads, D head_dim, M d_model, F d
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
@@ -114,46 +114,6 @@ def shared_input(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
-def linear_maps(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    """``F.linear(x, weight)`` for each weight, with one product each for their and x's gradients.
-
-    The gradient of one weight of 1600 × 1600 is 156 tiles, two rounds of the 132 processors of an
-    H200, and the second round is nearly empty.
-
-    Args:
-        x: (..., M).
-        weights: (N_i, M) each; cast to x's dtype.
-
-    Returns:
-        (..., N_i) each.
-    """
-    outputs: tuple[Tensor, ...] = _LinearMaps.apply(x, *(weight.to(x.dtype) for weight in weights))
-    return outputs
-
-
-class _LinearMaps(torch.autograd.Function):
-    """With y_i = x W_iᵀ, W and dy joined over i: dx = dy · W, dW = dyᵀ · x."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(x, *weights)
-        return tuple(F.linear(x, weight) for weight in weights)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        grad = torch.cat(grad_outputs, dim=-1)
-        wanted, *trained = ctx.needs_input_grad
-        grad_x = grad @ torch.cat(weights) if wanted else None
-        if not any(trained):
-            return grad_x, *(None for _ in weights)
-        joined = grad.flatten(0, -2).T @ x.flatten(0, -2)
-        parts = joined.split([len(weight) for weight in weights])
-        return grad_x, *(
-            part if needed else None for part, needed in zip(parts, trained, strict=True)
-        )
-
-
 class SelfAttention(nn.Module):
     """Multi-head self-attention with rotary positions around a given attention callable."""
 
@@ -176,21 +136,14 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Maps (B, S, M) to (B, S, M); ``cos`` and ``sin`` are the rotary tables (S, D)."""
+        x = shared_input(x)
         query, key, value = (
-            projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, S, D]
-            for projected in self._projected(shared_input(x))
+            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, S, D]
+            for projection in (self.query, self.key, self.value)
         )
         query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
         mixed = self.attention(query, key, value)  # [B, H, S, D]
         return cast(Tensor, self.output(mixed.transpose(1, 2).flatten(-2)))
-
-    def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys and values, each (B, S, M)."""
-        projections = (self.query, self.key, self.value)
-        if torch.compiler.is_compiling():
-            return linear_maps(x, *(each.weight for each in projections))
-        # Called one by one, so that hooks of each see its call.
-        return tuple(projection(x) for projection in projections)
 
 
 class SwiGLU(nn.Module):
