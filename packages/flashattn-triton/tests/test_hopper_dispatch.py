@@ -22,9 +22,8 @@ def refusal(
     dtype: torch.dtype = torch.bfloat16,
     head_dims: tuple[int, int] = (64, 64),
     options: AttentionOptions = PLAIN,
-    packed: bool = False,
 ) -> str | None:
-    return eligibility.refusal(capability, dtype, head_dims, options, packed)
+    return eligibility.refusal(capability, dtype, head_dims, options)
 
 
 @pytest.fixture
@@ -71,7 +70,6 @@ def test_short_windows_of_wide_heads(window: Any) -> None:
         ({"head_dims": (32, 32)}, "takes multiples of 8 from 40 to 128 as head_dim, .* is 32"),
         ({"head_dims": (136, 136)}, "takes multiples of 8 .* as head_dim, and this is 136"),
         ({"head_dims": (128, 64)}, r"takes one head_dim .* and this is \(128, 64\)"),
-        ({"packed": True}, "packed sequences take it only by name"),
         ({"options": AttentionOptions(scale=1.0, softcap=2.0)}, "no soft-cap"),
         ({"options": AttentionOptions(scale=0.0)}, "a scale other than 0"),
     ],
@@ -97,9 +95,7 @@ def plan(
     tiling: Tiling | None = None,
 ) -> dispatch.Plan:
     device = torch.device("cuda", 0)
-    return dispatch._choose(
-        device, torch.bfloat16, head_dims, options, implementation, tiling, False
-    )
+    return dispatch._choose(device, torch.bfloat16, head_dims, options, implementation, tiling)
 
 
 @pytest.mark.usefixtures("on_sm90")

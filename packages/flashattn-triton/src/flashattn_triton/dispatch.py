@@ -90,7 +90,6 @@ def choose(
     *,
     implementation: str = "auto",
     tiling: Tiling | None = None,
-    packed: bool = False,
     tensors: tuple[str, ...] = (),
 ) -> Plan:
     """The plan for (B, H, N_q, D), (B, G, N_k, D), (B, G, N_k, E) inputs, or packed views of them.
@@ -102,7 +101,6 @@ def choose(
         implementation: "auto" takes Triton for CUDA tensors (the Hopper tier, on sm_90, for what
             it supports) and the tiled PyTorch tier for all others; a name insists.
         tiling: explicit kernel shapes instead of the shipped table's, for the portable kernels.
-        packed: whether the inputs are views of packed sequences.
         tensors: which of :data:`~flashattn_triton.mask_and_bias.NAMES` come with the call.
 
     Raises:
@@ -110,7 +108,7 @@ def choose(
     """
     head_dims = (query.shape[-1], value.shape[-1])
     kind = (query.device, query.dtype, head_dims, options)
-    plan = _choose(*kind, implementation, tiling, packed, tensors)
+    plan = _choose(*kind, implementation, tiling, tensors)
     if plan.tier != "hopper":
         return plan
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -131,7 +129,7 @@ def _portable_instead(
     options: AttentionOptions,
     refusal: str,
 ) -> Plan:
-    plan = _choose(device, dtype, head_dims, options, "triton", None, False)
+    plan = _choose(device, dtype, head_dims, options, "triton", None)
     return replace(plan, reason=f"{plan.reason}; not the Hopper tier: {refusal}")
 
 
@@ -143,7 +141,6 @@ def _choose(
     options: AttentionOptions,
     implementation: str,
     tiling: Tiling | None,
-    packed: bool,
     tensors: tuple[str, ...] = (),
 ) -> Plan:
     """The plan as far as it does not depend on memory; asking again costs less than a launch."""
@@ -179,15 +176,7 @@ def _choose(
     chosen = tiling_for(gpu.shared_memory, max(head_dims), dtype)
     if implementation == "triton":
         return Plan(tier="triton", tiling=chosen, reason=f"{reason}; shipped table")
-    refusal = eligibility.refusal(
-        gpu.capability,
-        dtype,
-        head_dims,
-        options,
-        packed,
-        tensors,
-        insisted=implementation == "hopper",
-    )
+    refusal = eligibility.refusal(gpu.capability, dtype, head_dims, options, tensors)
     if refusal is None:
         ordered = implementation == "hopper"
         return Plan(tier="hopper", tiling=chosen, reason=gpu.name, ordered=ordered)

@@ -152,7 +152,6 @@ def _problem(
         options,
         implementation=implementation,
         tiling=explicit,
-        packed=packing is not None,
         tensors=mask_and_bias.names,
     )
     return options, packing, plan, mask_and_bias

@@ -27,9 +27,7 @@ def refusal(
     dtype: torch.dtype,
     head_dims: tuple[int, int],
     options: AttentionOptions,
-    packed: bool,
     tensors: tuple[str, ...] = (),
-    insisted: bool = False,
 ) -> str | None:
     """Why not this kind of problem; None if it can be computed.
 
@@ -38,9 +36,7 @@ def refusal(
         dtype: of the inputs.
         head_dims: D of query and key, E of value.
         options: mask, window, scale, soft-cap.
-        packed: whether sequences are packed.
         tensors: names of the tensors that change the softmax.
-        insisted: whether this tier was asked for by name.
     """
     if capability != CAPABILITY:
         return f"it needs compute capability 9.0, and this is {capability[0]}.{capability[1]}"
@@ -58,8 +54,6 @@ def refusal(
                 f"up to head_dim 64 it takes windows of at least {SHORTEST_NARROW_WINDOW} keys, "
                 f"and this is {keys}"
             )
-    if packed and not insisted:
-        return "packed sequences take it only by name"
     others = [name for name in tensors if name != "sinks"]
     if others:
         return f"it takes no {' or '.join(others)}"
