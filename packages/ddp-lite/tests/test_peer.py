@@ -401,11 +401,11 @@ def test_an_exchange_that_does_not_end_is_named() -> None:
 
 
 def one_rank(rank: int, world_size: int) -> None:
-    """Also: without GPUs, the default is the group's collectives, and says nothing else."""
-    automatic = BucketedDDP(nn.Linear(2, 2))
+    """Also: without GPUs, "auto" is the default, and says nothing else."""
+    automatic = BucketedDDP(nn.Linear(2, 2), comm_hook="auto")
     automatic(torch.ones(1, 2)).sum().backward()
     assert automatic.detach().weight.grad.tolist() == [[1.0, 1.0], [1.0, 1.0]]
-    assert automatic.explain() == BucketedDDP(nn.Linear(2, 2), comm_hook=None).explain()
+    assert automatic.explain() == BucketedDDP(nn.Linear(2, 2)).explain()
     with pytest.raises(ValueError, match=r'comm_hook must be a hook, "auto" or None, but got \'x'):
         BucketedDDP(nn.Linear(2, 2), comm_hook="x")
     with pytest.raises(ValueError, match=r"need 2 to 8 CUDA ranks .* but got a group of 1"):

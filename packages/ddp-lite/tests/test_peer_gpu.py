@@ -174,10 +174,10 @@ def test_bad_input_is_refused_on_every_rank() -> None:
 def automatic(rank: int, world_size: int) -> None:
     """Large buckets are copied, small ones and too little memory lead to NCCL; ``explain``."""
     device = torch.device("cuda", rank)
-    small = BucketedDDP(layers(device))
+    small = BucketedDDP(layers(device), comm_hook="auto")
     assert "(nccl: messages of 0.3" in small.explain(), small.explain()
     large = nn.Linear(8192, 4096, device=device)  # 128 MB
-    wrapped = BucketedDDP(large)
+    wrapped = BucketedDDP(large, comm_hook="auto")
     assert "copied between GPUs (peer-copy: " in wrapped.explain(), wrapped.explain()
     wrapped(torch.full((1, 8192), rank + 1.0, device=device)).sum().backward()
     assert large.weight.grad is not None
@@ -186,12 +186,12 @@ def automatic(rank: int, world_size: int) -> None:
     # One rank's allocator refuses; filling the GPU instead would end whatever else runs on it.
     refuses = patch.object(_SymmetricMemory, "empty_strided_p2p", side_effect=RuntimeError("full"))
     with refuses if rank == 1 else nullcontext():
-        wrapped = BucketedDDP(large)
+        wrapped = BucketedDDP(large, comm_hook="auto")
     said = wrapped.explain()
     assert "(nccl: every GPU must have 512 MB free" in said, said
     assert "but rank 1 has " in said, said
     with patch("torch.distributed._symmetric_memory.rendezvous", side_effect=RuntimeError("no")):
-        wrapped = BucketedDDP(large)
+        wrapped = BucketedDDP(large, comm_hook="auto")
     assert "(nccl: the processes of the ranks must be able to share" in wrapped.explain()
 
 

@@ -64,7 +64,7 @@ class BucketedDDP(DataParallelBase):
         last_bucket_size_mb: float | None = 25,
         copy: bool = False,
         wire_dtype: torch.dtype | None = None,
-        comm_hook: CommHook | Literal["auto"] | None = "auto",
+        comm_hook: CommHook | Literal["auto"] | None = None,
         rebucket: bool | None = None,
         process_group: dist.ProcessGroup | DeviceMesh | None = None,
         missing_gradients: Policy = "skip-if-all",
