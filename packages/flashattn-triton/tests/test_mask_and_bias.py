@@ -416,7 +416,7 @@ def test_what_is_said() -> None:
     text = explain(q, k, v, bias=bias, alibi_slopes=torch.ones(4, device=DEVICE))
     assert "bias: its own pass" in text
     options = AttentionOptions(scale=1.0)
-    kind = ((9, 0), torch.bfloat16, (64, 64), options, False)
+    kind = ((9, 0), torch.bfloat16, (64, 64), options)
     refusal = eligibility.refusal(*kind, ("alibi_slopes", "bias", "sinks"))
     assert refusal == "it takes no alibi_slopes or bias"
     assert eligibility.refusal(*kind, ("sinks",)) == eligibility.refusal(*kind)

@@ -38,6 +38,12 @@ KINDS = (
 
 
 def _last_rank_dies(rank: int, world_size: int, device: Any) -> None:
+    import torch.distributed as dist
+
+    # No rank dies while another is still connecting, which would then be the first to fail.
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"connected-{rank}", "")
+    store.wait([f"connected-{other}" for other in range(world_size)])
     if rank == world_size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600)
