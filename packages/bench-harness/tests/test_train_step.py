@@ -111,6 +111,13 @@ def test_labels_say_what_differs_and_nothing_else() -> None:
             "nccl_max_ctas must be left out where replicas is 2",
         ),
         ({"wrapper": "bucketed", "cuda_graph": True}, "off unless .*; but got BucketedDDP. Remove"),
+        (
+            {
+                "wrapper": {"name": "fully-sharded", "communication": "peer-copy"},
+                "cuda_graph": True,
+            },
+            "off unless .*; but got FullyShardedDataParallel.communication=peer-copy.. Remove",
+        ),
     ],
 )
 def test_what_is_wrong_in_a_variant_is_named(variant: object, message: str) -> None:
