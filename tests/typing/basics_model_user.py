@@ -67,6 +67,20 @@ def checkpoints(folder: Path, model: TransformerLM) -> Checkpoint:
     return loaded
 
 
+def recorded(model: TransformerLM, inputs: Tensor, targets: Tensor) -> Tensor:
+    def step(tokens: Tensor, wanted: Tensor) -> Tensor:
+        return basics_model.cross_entropy(model.forward(tokens), wanted)
+
+    try:
+        captured: basics_model.CapturedStep[Tensor] = basics_model.CapturedStep(
+            step, inputs, targets
+        )
+    except basics_model.CaptureError:
+        return step(inputs, targets)
+    loss: Tensor = captured(inputs, targets)
+    return loss + captured.outputs
+
+
 def text(model: TransformerLM) -> str:
     prompt: Tensor = basics_model.encode_bytes("The ")[None]
     tokens: Tensor = basics_model.generate(
