@@ -55,6 +55,7 @@ def test_a_case_knows_the_code_behind_its_name(package: Path) -> None:
     (wider,) = cases()
     assert wider.key != first.key
     assert wider.config["user_code"]["parameters"] == 16
+    assert not list(package.glob("**/*.pyc"))  # which could outlive an edit
     (package / "model.py").write_text(FACTORY + "# only a comment\n")
     assert cases()[0].key != wider.key
 

@@ -7,6 +7,7 @@ The Transformer language model by size or by explicit dimensions, or any ``nn.Mo
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -165,6 +166,9 @@ def imported(name: str, what: str) -> Any:
         ValueError: it cannot be imported; the message starts with ``what``.
     """
     module, _, attribute = name.partition(":")
+    # Python tells bytecode apart by the source's size and whole seconds: after an edit within the
+    # second in which it was written, the old code would run under the new code's name.
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
@@ -172,6 +176,8 @@ def imported(name: str, what: str) -> Any:
             f"{what} must be an importable package.module:name, but got {name!r} ({error}). "
             "Install its package or correct the name."
         ) from error
+    finally:
+        sys.dont_write_bytecode = before
 
 
 def language_model_config(config: Mapping[str, Any]) -> ModelConfig:
