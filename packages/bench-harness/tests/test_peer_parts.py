@@ -7,12 +7,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench_harness import presets
+from bench_harness.training import build
 from bench_harness.training import settings as of
 from bench_harness.training.peer_parts import PartialCopies
 from ddp_lite import peer_schedule
+from ddp_lite.peer import PeerCopies
+
+
+CONFIG = {
+    "size": "custom", "d_model": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2,
+    "vocab_size": 32, "batch": 2, "sequence": 8,
+}  # fmt: skip
 
 
 class Rank0:
@@ -74,6 +84,36 @@ def test_gradients_stay_finite() -> None:
     tensor = torch.full((300,), 1 / 3)
     PartialCopies(AloneMemory(), "none", wire_dtype=torch.bfloat16).average([tensor]).wait()
     assert (tensor == torch.tensor(1 / 3).bfloat16()).all(), "packing remains"
+
+
+@pytest.mark.parametrize("parts", [None, "none", "barriers+copies"])
+def test_what_is_not_averaged_leaves_the_weights(
+    parts: of.PeerParts | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that each rank updates by itself would differ, and ddp-lite refuses such ranks."""
+
+    def hook(wrapper: of.Bucketed, *_: object) -> Any:
+        memory = AloneMemory()
+        memory.barrier = lambda: None  # type: ignore[method-assign]
+        copies = PeerCopies(memory) if parts is None else PartialCopies(memory, parts)
+        return lambda flat, bucket: copies.average([flat])
+
+    monkeypatch.setattr(build, "peer_hook", hook)
+    table = {"name": "bucketed", "comm_hook": "peer-copy"} | ({"peer_parts": parts} if parts else {})
+    variant = of.read({"wrapper": table}, {})
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with build.training(variant, CONFIG, torch.device("cpu")) as steps:
+            before = {name: value.clone() for name, value in steps.parameters().items()}
+            for _ in range(2):
+                steps.step()
+            after = steps.parameters()
+            gradients = [p.grad for p in steps.workload.module.parameters()]
+            kept = [torch.equal(after[name], value) for name, value in before.items()]
+    finally:
+        dist.destroy_process_group()
+    assert any(g is not None and bool(g.any()) for g in gradients), "backward has run"
+    assert all(kept) if parts else not any(kept)
 
 
 def test_parts_belong_to_copies() -> None:

@@ -238,9 +238,12 @@ def _wrapped(variant: of.Settings, workload: Workload) -> Training:
 def _optimizer(
     variant: of.Settings, module: nn.Module, device: torch.device, matrices: set[str]
 ) -> Any:
-    return make_optimizer(
-        variant.optimizer, module, device, matrices, capturable=variant.cuda_graph
-    )
+    arguments: Any = variant.optimizer
+    if not variant.wrapper.averages:
+        # Updates from gradients that differ would make the ranks' weights differ, which ddp-lite
+        # refuses. With a learning rate of 0 the same kernels leave all weights as they are.
+        arguments = dataclasses.replace(arguments, lr=0.0)
+    return make_optimizer(arguments, module, device, matrices, capturable=variant.cuda_graph)
 
 
 def _ddp_lite(wrapper: of.Arguments, module: nn.Module) -> Any:

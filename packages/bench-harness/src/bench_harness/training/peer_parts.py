@@ -1,6 +1,7 @@
 """Exchanges by copies between GPUs of which only parts are carried out, to see what each costs.
 
-They leave wrong gradients, but finite ones: the shared memory begins as zeros.
+They leave wrong gradients, but finite ones: the shared memory begins as zeros. The weights stay as
+they are (see ``build.py``), so that ranks agree on them without having exchanged anything.
 """
 
 from __future__ import annotations
