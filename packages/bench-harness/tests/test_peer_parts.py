@@ -18,7 +18,6 @@ from bench_harness.training.peer_parts import PartialCopies
 from ddp_lite import peer_schedule
 from ddp_lite.peer import PeerCopies
 
-
 CONFIG = {
     "size": "custom", "d_model": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2,
     "vocab_size": 32, "batch": 2, "sequence": 8,
@@ -99,7 +98,9 @@ def test_what_is_not_averaged_leaves_the_weights(
         return lambda flat, bucket: copies.average([flat])
 
     monkeypatch.setattr(build, "peer_hook", hook)
-    table = {"name": "bucketed", "comm_hook": "peer-copy"} | ({"peer_parts": parts} if parts else {})
+    table: dict[str, Any] = {"name": "bucketed", "comm_hook": "peer-copy"}
+    if parts is not None:
+        table["peer_parts"] = parts
     variant = of.read({"wrapper": table}, {})
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
