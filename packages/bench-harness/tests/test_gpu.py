@@ -163,7 +163,12 @@ def test_matmul_kernels_dominate_backward(run):
 def test_recorded_steps_train_alike(run):
     variants = [
         {"wrapper": wrapper, "cuda_graph": True}
-        for wrapper in ("torch-ddp", "fully-sharded", {"name": "fully-sharded", "prefetch": 2})
+        for wrapper in (
+            "torch-ddp",
+            "fully-sharded",
+            {"name": "fully-sharded", "prefetch": 2},
+            {"name": "fully-sharded", "communication": "peer-copy"},
+        )
     ]
     frame, tables = run(
         "train-step",
@@ -186,6 +191,8 @@ def test_recorded_steps_train_alike(run):
     assert (lines["host_ms"].map(min) < lines["samples_ms"].map(min)).all()
     parts = tables["Where the time of one profiled step goes"]
     assert (parts[parts["part"] == "optimizer"]["time (ms)"] > 0).all()
+    copies = lines[lines.index.str.contains("communication=peer-copy")]
+    assert (copies["communication_ms"] > 0).all(), "replayed copies and signals are found"
 
 
 @pytest.mark.multi_gpu

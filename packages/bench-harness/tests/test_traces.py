@@ -110,18 +110,20 @@ def test_an_exchange_by_copies_is_communication(tmp_path):
         span("elementwise_kernel", "kernel", 50, 55, thread=7, correlation=4),
         span("Memcpy DtoD", "gpu_memcpy", 80, 85, thread=7, correlation=5),
         span("kernel_of_a_graph", "kernel", 90, 91, thread=7),
+        span("c10d::symmetric_memory::barrier_kernel", "kernel", 91, 92, thread=8, correlation=6),
+        span("Memcpy PtoP (Device -> Device)", "gpu_memcpy", 92, 93, thread=8, correlation=6),
     ]
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": events}))
     trace = kineto.load(path)
-    assert [event.correlation for event in trace.communication] == [3, 2]
+    assert [event.correlation for event in trace.communication] == [3, 6, 2, 6]
     assert [event.correlation for event in trace.compute] == [1, 4, None]
     assert [event.correlation for event in trace.copies] == [5]
     window = trace.phases("step")[0]
-    assert trace.overlap(window).exposed_ns == 15_000
-    assert [each["name"] for each in arrivals(trace, window)] == [
-        "symmetric_memory::barrier_kernel"
-    ]
+    assert trace.overlap(window).exposed_ns == 17_000
+    names = [each["name"] for each in arrivals(trace, window)]
+    assert len(names) == 2, "copies wait for nobody"
+    assert all("symmetric_memory::barrier_kernel" in name for name in names)
 
 
 def test_a_recording_holds_no_path_of_this_machine(tmp_path, monkeypatch):
@@ -169,6 +171,7 @@ def test_a_file_without_events_is_refused(tmp_path):
     ("name", "expected"),
     [
         ("ncclDevKernel_AllReduce", "communication"),
+        ("c10d::symmetric_memory::barrier_kernel(unsigned int**, int)", "communication"),
         ("sm90_xmma_gemm_f32", "matmul"),
         ("void cutlass::Kernel2<cutlass_80>", "matmul"),
         ("ampere_sgemm_128x64_tn", "matmul"),

@@ -113,10 +113,10 @@ def test_labels_say_what_differs_and_nothing_else() -> None:
         ({"wrapper": "bucketed", "cuda_graph": True}, "off unless .*; but got BucketedDDP. Remove"),
         (
             {
-                "wrapper": {"name": "fully-sharded", "communication": "peer-copy"},
+                "wrapper": {"name": "bucketed", "comm_hook": "peer-copy"},
                 "cuda_graph": True,
             },
-            "off unless .*; but got FullyShardedDataParallel.communication=peer-copy.. Remove",
+            "off unless .*; but got BucketedDDP.comm_hook=peer-copy.. Remove",
         ),
     ],
 )

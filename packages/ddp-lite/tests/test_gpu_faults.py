@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_lite import BucketedDDP, PeerFailureError
-from ddp_lite.peer import PeerCopyAverage, PeerMemory
+from ddp_lite.peer import PeerCopies, PeerCopyAverage, PeerMemory
 from ranks import run_ranks
 
 pytestmark = pytest.mark.multi_gpu
@@ -117,3 +117,39 @@ def test_copies_name_the_lost_rank(how: signal.Signals, words: str) -> None:
     assert "an exchange between GPUs failed on rank 0" in survivor.value, survivor.value
     assert "rank 1" in survivor.value, survivor.value
     assert words in survivor.value, survivor.value
+
+
+def lose_rank_1_in_replays(rank: int, world_size: int) -> str:
+    group = dist.group.WORLD
+    assert group is not None
+    memory = PeerMemory(group, buffer_mb=1, timeout=timedelta(seconds=COPY_TIMEOUT))
+    copies, tensor = PeerCopies(memory), torch.ones(1000, device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        copies.average([tensor]).wait()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(
+            graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
+        ):
+            copies.average([tensor]).wait()
+        for _ in range(3):
+            graph.replay()
+            memory.watch()
+        torch.cuda.synchronize()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            graph.replay()
+            memory.watch()
+            time.sleep(COPY_TIMEOUT + 4)  # the watch's time, and the peer probe
+            memory.watch()
+        except PeerFailureError as error:
+            return str(error)
+    return "finished"
+
+
+def test_replays_name_the_lost_rank() -> None:
+    survivor, _ = run_ranks(lose_rank_1_in_replays, 2, backend="nccl", timeout=90.0, check=False)
+    assert survivor.error is None, survivor.error
+    assert "an exchange between GPUs failed on rank 0" in survivor.value, survivor.value
+    assert "rank 1" in survivor.value, survivor.value
+    assert "has exited" in survivor.value, survivor.value

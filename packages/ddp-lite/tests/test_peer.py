@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -233,12 +233,40 @@ def test_wrong_tensors_are_refused() -> None:
         copies.all_gather([two], [])
     with pytest.raises(ValueError, match="wire_dtype must be a floating-point dtype"):
         PeerCopies(memory, wire_dtype=torch.int8)
-    memory.stream = object()
-    with (
-        patch("torch.cuda.is_current_stream_capturing", return_value=True),
-        pytest.raises(RuntimeError, match="outside the recording of a CUDA graph"),
-    ):
-        copies.average([two])
+
+
+class Streams:
+    """The current stream and that of the copies, which joins a recording by waiting."""
+
+    def __init__(self) -> None:
+        self.recording = self.joined = False
+
+    def wait_stream(self, other: object) -> None:
+        self.joined |= self.recording
+
+
+def test_recordings_begin_with_a_barrier_and_are_not_watched_by_events() -> None:
+    """A recorded event belongs to its graph; two recordings in a row are told apart."""
+    memory = PeerMemory.__new__(PeerMemory)
+    streams, handle, watch = Streams(), Mock(), Mock()
+    memory.stream, memory._handle, memory._watch = cast("Any", streams), handle, watch
+    memory._kernel_timeout_ms, memory._recordings = 1, peer_schedule.Recordings()
+
+    def exchange() -> tuple[int, int]:
+        """How many barriers it begins with, and how many events of it are watched."""
+        before = handle.barrier.call_count, watch.add.call_count
+        with patch("torch.cuda.is_current_stream_capturing", lambda: streams.joined):
+            memory.follow(cast("Any", None))
+        with patch("torch.cuda.is_current_stream_capturing", lambda: streams.recording):
+            memory.queued(Mock())
+        return handle.barrier.call_count - before[0], watch.add.call_count - before[1]
+
+    assert [exchange(), exchange()] == [(0, 1), (0, 1)]
+    for _ in range(2):
+        streams.recording = True
+        assert [exchange(), exchange(), exchange()] == [(1, 0), (0, 0), (0, 0)]
+        streams.recording = streams.joined = False
+    assert [exchange(), exchange()] == [(1, 1), (1, 1)], "a graph may have been replayed between"
 
 
 class ProcessMemory(ThreadMemory):

@@ -140,6 +140,68 @@ def check_recorded(rank, world_size, reshard):
         torch.testing.assert_close(replayed[name], value, rtol=1e-2, atol=1e-3)
 
 
+def check_recorded_copies(rank, world_size, reshard):
+    """By copies between GPUs, replays train bit for bit as the step does, and are watched.
+
+    Messages take several windows, rank 1 is late, and there are exchanges between the replays.
+    """
+    from ddp_lite.peer import PeerCopies, PeerMemory  # which shard-optim does not require
+
+    device = torch.device("cuda", rank)
+    memory = PeerMemory(dist.group.WORLD, buffer_mb=1)
+    inputs, results = torch.empty(64, WIDTH, device=device), []
+    for recorded in (False, True):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.manual_seed(0)
+            with device:  # no embedding, whose gradient is summed in any order
+                module = nn.Sequential(*(Block(WIDTH, checkpointed=False) for _ in range(5)))
+            if rank:
+                for block in module:
+                    block.up.register_forward_pre_hook(lambda *_: torch.cuda._sleep(100_000))
+            model = FullyShardedDataParallel(
+                module,
+                compute_dtype=torch.bfloat16,
+                reshard_after_forward=reshard,
+                communication=PeerCopies(memory),
+            )
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=True)
+
+            def step(model=model, optimizer=optimizer):
+                optimizer.zero_grad()
+                loss = model(inputs.bfloat16()).float().square().mean()
+                loss.backward()
+                model.clip_grad_norm_(1.0)
+                optimizer.step()
+                return loss.detach()
+
+            losses = []
+            for number in range(9):
+                generator = torch.Generator().manual_seed(100 * number + rank)
+                inputs.copy_(torch.randn(64, WIDTH, generator=generator))
+                if recorded and number == 3:
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(
+                        graph,
+                        stream=torch.cuda.current_stream(),
+                        capture_error_mode="thread_local",
+                    ):
+                        loss = step()
+                if recorded and number >= 3:
+                    graph.replay()
+                    memory.watch()
+                else:
+                    loss = step()
+                losses.append(loss.clone())
+                if number % 3 == 2:
+                    with torch.no_grad():
+                        losses.append(model(inputs.bfloat16()).float().square().mean())
+            results.append((torch.stack(losses), model.full_parameters()))
+    (losses, weights), (again, replayed) = results
+    assert torch.equal(losses, again), (losses, again)
+    for name, value in weights.items():
+        assert torch.equal(replayed[name], value), name
+
+
 def check_slow_streams(rank, world_size):
     """Sleeps on the compute stream before and after each block change nothing: no race."""
     device = torch.device("cuda", rank)
@@ -195,6 +257,8 @@ CHECKS = {
     "compiled, kept": (check_values, ({"reshard_after_forward": False}, True, False)),
     "recorded, kept": (check_recorded, (False,)),
     "recorded, resharded": (check_recorded, (True,)),
+    "recorded copies, kept": (check_recorded_copies, (False,)),
+    "recorded copies, resharded": (check_recorded_copies, (True,)),
     "slow streams": (check_slow_streams, ()),
     "memory": (check_memory, ()),
 }

@@ -37,11 +37,14 @@ class CapturedStep(Generic[Outputs]):
 
     Collectives over NCCL are recorded too. Every rank must then replay equally often. NCCL's
     watchdog does not see collectives inside a graph: a lost rank is noticed at the next collective
-    outside, when the process group's timeout has passed.
+    outside, when the process group's timeout has passed. Communication that can be watched from
+    outside, such as ``ddp_lite``'s copies between GPUs, is given ``after_replay``.
 
     Args:
         step: a function of tensors; recording calls it once, but carries nothing out.
         inputs: tensors on the current device, of the shapes, dtypes that every call will have.
+        after_replay: called as soon as a replay has been launched, on the stream that it runs on;
+            what it raises, the call raises.
 
     Attributes:
         outputs: what the step returned when it was recorded; every replay overwrites its tensors.
@@ -52,7 +55,12 @@ class CapturedStep(Generic[Outputs]):
             the middle of the recording: end the process.
     """
 
-    def __init__(self, step: Callable[..., Outputs], *inputs: Tensor) -> None:
+    def __init__(
+        self,
+        step: Callable[..., Outputs],
+        *inputs: Tensor,
+        after_replay: Callable[[], object] | None = None,
+    ) -> None:
         if not torch.cuda.is_available():
             raise CaptureError(
                 "a step can be recorded as a CUDA graph only on a CUDA device, but torch sees "
@@ -65,6 +73,7 @@ class CapturedStep(Generic[Outputs]):
                 "be the default stream, but got the default stream. Call "
                 "torch.cuda.set_stream(torch.cuda.Stream()) before the model's first forward."
             )
+        self._after_replay = after_replay
         self._inputs = [given.clone() for given in inputs]
         self._graph = torch.cuda.CUDAGraph()
         # Other threads, such as NCCL's watchdog, may ask for events meanwhile.
@@ -88,6 +97,8 @@ class CapturedStep(Generic[Outputs]):
         for recorded, given in zip(self._inputs, inputs, strict=True):
             recorded.copy_(given, non_blocking=True)
         self._graph.replay()
+        if self._after_replay is not None:
+            self._after_replay()
         return self.outputs
 
 

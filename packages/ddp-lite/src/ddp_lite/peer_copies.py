@@ -42,7 +42,8 @@ class PeerCopies:
     """Collectives by copies. Every rank calls the same ones in the same order.
 
     Each returns at once with something to wait for, like an asynchronous collective; until then
-    the tensors must be left alone.
+    the tensors must be left alone. They can be recorded in a CUDA graph, see ``PeerMemory``: what
+    is started in a recording must be waited for in it, and what was started before, before it.
 
     Args:
         memory: what the ranks share.
@@ -162,23 +163,18 @@ class PeerCopies:
     # -- one message -------------------------------------------------------------------------
 
     def _start(self, run: Callable[[], None], tensors: Sequence[Tensor]) -> Waitable:
-        stream = self.memory.stream
+        memory, stream = self.memory, self.memory.stream
         event = None
-        if stream is not None and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "copies between GPUs must be started outside the recording of a CUDA graph, whose "
-                "replays nobody would watch for lost ranks, but got a stream that records. Use "
-                "NCCL: comm_hook=None, or no communication="
-            )
         with torch.no_grad(), _traced():
             if stream is None:
                 run()
             else:
-                stream.wait_stream(torch.cuda.current_stream(self.memory.device))
+                current = torch.cuda.current_stream(memory.device)
                 with torch.cuda.stream(stream):
+                    memory.follow(current)
                     run()
                     event = stream.record_event()
-        self.memory.queued(event)
+        memory.queued(event)
         return _Copying(event, tensors)
 
     def _exchange(

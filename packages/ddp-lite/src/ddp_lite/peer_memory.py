@@ -4,7 +4,8 @@ The memory is torch's symmetric memory. Signals are kernels of one small thread 
 for a bounded time. NVLink multicast is not used.
 
 A kernel whose time is over ends the CUDA context with an error that names nothing. So a thread of
-the host watches every exchange, and finds out first which ranks are lost.
+the host watches every exchange, and finds out first which ranks are lost. Of exchanges in a CUDA
+graph it watches the replays.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 from ddp_lite.buckets import MEBIBYTE, bytes_from_mb
 from ddp_lite.collectives import all_gather_json, backend_for
 from ddp_lite.errors import Peer, PeerProbe
-from ddp_lite.peer_schedule import ALIGNMENT_BYTES, SLOTS, rows_in_slot
+from ddp_lite.peer_schedule import ALIGNMENT_BYTES, SLOTS, Recordings, rows_in_slot
 
 LARGEST_GROUP = 8
 _BARRIER_CHANNEL, _TURN_CHANNEL = 0, 1
@@ -63,6 +64,12 @@ class SharedMemory(Protocol):
     def turn(self) -> None:
         """Signals rank - 1 and waits for the signal of rank + 1."""
 
+    def follow(self, current: torch.cuda.Stream) -> None:
+        """On CUDA, an exchange begins: ``stream`` waits for ``current``.
+
+        It waits for all ranks too, where the exchange may use a slot that peers still read.
+        """
+
     def queued(self, event: torch.cuda.Event | None) -> None:
         """Everything up to ``event`` has been queued.
 
@@ -73,6 +80,11 @@ class SharedMemory(Protocol):
 
 class PeerMemory:
     """Symmetric memory of the GPUs of one host. Collective to build.
+
+    Exchanges can be recorded in CUDA graphs, whose capture must have the error mode
+    ``"thread_local"``, because a thread asks for the events of earlier exchanges meanwhile. Every
+    rank must replay equally often, after waiting for the exchanges before. ``watch`` after each
+    replay has lost ranks named, as they are in exchanges that are not recorded.
 
     Args:
         group: 2 to 8 CUDA ranks on GPUs of one host with peer access to each other.
@@ -117,6 +129,7 @@ class PeerMemory:
         self.row_bytes = nbytes // rows // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         self.nbytes = rows * self.row_bytes
         self._windows = 0
+        self._recordings = Recordings()
         self._rank, self._world_size = group.rank(), group.size()
         if timeout is None:
             timeout = group._get_backend(self.device).options._timeout
@@ -180,10 +193,32 @@ class PeerMemory:
         self._handle.put_signal(before, _TURN_CHANNEL, self._kernel_timeout_ms)
         self._handle.wait_signal(after, _TURN_CHANNEL, self._kernel_timeout_ms)
 
+    def follow(self, current: torch.cuda.Stream) -> None:
+        """``stream``, the current one here, waits for ``current``, and for all ranks if it must."""
+        assert self.stream is not None
+        # A stream that joins a recording by waiting belongs to it until the recording ends.
+        joined = torch.cuda.is_current_stream_capturing()
+        self.stream.wait_stream(current)
+        recording = torch.cuda.is_current_stream_capturing()
+        if self._recordings.begin(recording=recording, first=not joined):
+            self.barrier()
+
     def queued(self, event: torch.cuda.Event | None) -> None:
-        """Watches ``event``; raises if an earlier one did not come in time."""
+        """Watches ``event``, unless it is recorded; raises if an earlier one did not come in time.
+
+        An event in a recording belongs to the graph, and cannot be asked for.
+        """
         assert event is not None
-        self._watch.add(event)
+        if not torch.cuda.is_current_stream_capturing():
+            self._watch.add(event)
+
+    def watch(self) -> None:
+        """Watches what has been queued on the current stream, such as the replay of a CUDA graph.
+
+        Raises:
+            PeerFailureError: an earlier exchange or replay did not finish in time.
+        """
+        self._watch.add(torch.cuda.current_stream(self.device).record_event())
 
 
 class Watch:

@@ -10,7 +10,8 @@ r + 1, which had that peer in step s - 1, has finished. Otherwise two copies mee
 each gets less than half of its bandwidth.
 
 Two *slots* of shared memory alternate from window to window. A slot is written again two windows
-later. Every window has a barrier between, so no rank can still be reading it by then.
+later. Every window has a barrier between, so no rank can still be reading it by then. Exchanges
+that a CUDA graph repeats break the alternation; ``Recordings`` says where they need a barrier more.
 """
 
 from __future__ import annotations
@@ -71,6 +72,29 @@ class Piece:
     begin: int
     end: int
     at: int
+
+
+class Recordings:
+    """Which exchanges must begin with a barrier, because some are recorded in CUDA graphs.
+
+    A recorded exchange uses the same slots at every replay, whatever was exchanged before it. So a
+    graph's first window may use the slot of the last window before the replay, which a peer may
+    still be reading. The same holds for an exchange outside after a replay, and nobody is told of
+    replays: once something has been recorded, every exchange outside begins with a barrier too.
+    """
+
+    def __init__(self) -> None:
+        self._any = False
+
+    def begin(self, *, recording: bool, first: bool) -> bool:
+        """Whether the exchange that begins now needs a barrier before its first window.
+
+        Args:
+            recording: whether it is being recorded.
+            first: whether it is the first one of its recording.
+        """
+        self._any |= recording
+        return first if recording else self._any
 
 
 def _in_turns(kind: Kind, rank: int, world_size: int) -> list[Operation]:

@@ -1,9 +1,10 @@
 """Records and reads traces of ``torch.profiler``.
 
 On a GPU the kernels themselves are read; communication is the kernels whose names start with
-``nccl``, and everything that ddp-lite launches for an exchange by copies: the copies, and the
-kernels that sum and signal. On a CPU there are only host spans: computation is the outermost ATen
-operators, communication the spans that gloo records around each collective.
+``nccl``, copies between GPUs and their signals, and everything else that ddp-lite launches for an
+exchange by copies: the kernels that sum, except those that a CUDA graph replays. On a CPU there are
+only host spans: computation is the outermost ATen operators, communication the spans that gloo
+records around each collective.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ def load(path: Path) -> Trace:
         moved = _launched_inside(exchanges, launches)
 
         def moves(event: Event) -> bool:
-            return is_communication(event.name) or event.correlation in moved
+            between_gpus = is_communication(event.name) or "PtoP" in event.name
+            return between_gpus or event.correlation in moved
 
         return Trace(
             on_device=True,

@@ -118,8 +118,8 @@ def phase(name: str, device: torch.device) -> Iterator[None]:
 
 
 def is_communication(kernel: str) -> bool:
-    """Whether a kernel's name is one of NCCL's."""
-    return kernel.lower().startswith("nccl")
+    """Whether a kernel's name is one of NCCL's, or a signal of torch's symmetric memory."""
+    return kernel.lower().startswith("nccl") or "symmetric_memory::" in kernel
 
 
 def kind(name: str) -> str:

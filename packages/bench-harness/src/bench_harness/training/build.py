@@ -37,6 +37,7 @@ class Training:
             sharded.
         finish: makes averaged gradients usable; called after backward.
         close: removes hooks and lets go of what the wrapper holds.
+        after_replay: called after each replay of a recorded step, so that lost ranks are named.
         captured: the recorded step, which :meth:`step` replays.
     """
 
@@ -48,6 +49,7 @@ class Training:
     state_bytes: int
     finish: Callable[[], object] = lambda: None
     close: Callable[[], object] = lambda: None
+    after_replay: Callable[[], object] | None = None
     captured: CapturedStep[Tensor] | None = None
 
     def forward(self) -> Tensor:
@@ -79,7 +81,7 @@ class Training:
 
     def capture(self) -> None:
         """Records the step as a CUDA graph; takes none. A step must have been taken before."""
-        self.captured = CapturedStep(self._step)
+        self.captured = CapturedStep(self._step, after_replay=self.after_replay)
 
     def wait(self) -> None:
         """Waits for what the optimizer still has under way, so that all parameters are new."""
@@ -202,7 +204,7 @@ def _wrapped(variant: of.Settings, workload: Workload) -> Training:
         optimizer = _optimizer(variant, module, device, matrices)
         return Training(workload, module, optimizer, *whole)
     if isinstance(wrapper, of.FullySharded):
-        fully_sharded = _fully_sharded(wrapper, module)
+        fully_sharded, copies = _fully_sharded(wrapper, module)
         return Training(
             workload,
             fully_sharded,
@@ -210,6 +212,7 @@ def _wrapped(variant: of.Settings, workload: Workload) -> Training:
             *whole,
             fully_sharded.finish_gradient_synchronization,
             getattr(fully_sharded, "detach", lambda: None),
+            None if copies is None else copies.memory.watch,
         )
     if isinstance(wrapper, of.TorchDDP):
         around = nn.parallel.DistributedDataParallel(
@@ -340,7 +343,8 @@ def _shard(wrapper: of.FSDP2, module: nn.Module, device: torch.device) -> None:
             block.set_modules_to_backward_prefetch(before[::-1])
 
 
-def _fully_sharded(wrapper: of.FullySharded, module: nn.Module) -> Any:
+def _fully_sharded(wrapper: of.FullySharded, module: nn.Module) -> tuple[Any, Any]:
+    """The module in shards, and the copies that it communicates by; None where that is NCCL."""
     import shard_optim
 
     cls = getattr(shard_optim, "FullyShardedDataParallel", None)
@@ -362,12 +366,14 @@ def _fully_sharded(wrapper: of.FullySharded, module: nn.Module) -> Any:
             )
         device = next(module.parameters()).device.type
         group = init_device_mesh(device, (wrapper.replicas, world_size // wrapper.replicas))
-    return cls(
+    copies = peer_copies(group) if wrapper.communication == "peer-copy" else None
+    wrapped = cls(
         module,
         process_group=group,
         reshard_after_forward=wrapper.reshard_after_forward,
         compute_dtype=dtype_of(wrapper.compute_dtype),
         reduce_dtype=dtype_of(wrapper.reduce_dtype),
         prefetch=wrapper.prefetch,
-        communication=peer_copies(group) if wrapper.communication == "peer-copy" else None,
+        communication=copies,
     )
+    return wrapped, copies

@@ -352,12 +352,11 @@ class Settings:
             )
         recordable = isinstance(wrapper, (NoWrapper, TorchDDP, FullySharded))
         recordable &= isinstance(optimizer, AdamW) and not self.offloads
-        recordable &= getattr(wrapper, "communication", None) is None
         if self.cuda_graph and not recordable:
             raise ValueError(
                 "cuda_graph must be off unless the whole step runs on the device: wrapper 'none', "
-                "'torch-ddp' or 'fully-sharded' with its own communication, optimizer 'adamw', no "
-                f"offload_state; but got {self.label()}. Remove it."
+                "'torch-ddp' or 'fully-sharded', optimizer 'adamw', no offload_state; but got "
+                f"{self.label()}. Remove it."
             )
         if self.keep_attention and self.checkpoint_blocks != 1:
             raise ValueError(
