@@ -156,7 +156,7 @@ def test_arguments_are_those_of_the_class(arguments: type, target: str) -> None:
     for base in cls.__mro__:
         known = {**inspect.signature(base).parameters, **known} if base is not object else known
     # A group's settings; the hook's; always given; another class around this one.
-    own = {"nccl_high_priority", "nccl_max_ctas", "peer_parts", "lr", "offload_state"}
+    own = {"nccl_high_priority", "nccl_max_ctas", "peer_parts", "peer_way", "lr", "offload_state"}
     for field in dataclasses.fields(arguments):
         if field.name in own or (arguments is of.Sharded and field.name == "fused"):
             continue

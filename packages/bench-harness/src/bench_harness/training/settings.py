@@ -32,6 +32,8 @@ MissingGradients: TypeAlias = Literal["skip-if-all", "zeros", "error"]
 Wire: TypeAlias = Literal["exact", "rounded", "compressed"]
 #: Parts of an exchange by copies between GPUs; see :mod:`bench_harness.training.peer_parts`.
 PeerParts: TypeAlias = Literal["none", "barriers", "barriers+averaging", "barriers+copies"]
+#: Other ways to carry out such an exchange; see :mod:`bench_harness.training.peer_ways`.
+PeerWay: TypeAlias = Literal["keep-by-memcpy", "one-kernel", "high-priority"]
 Table: TypeAlias = dict[str, Any]
 
 
@@ -113,6 +115,7 @@ class Bucketed(Arguments):
             earlier versions; it cannot be measured any more. None is the group's collectives.
         peer_parts: which parts of an exchange by "peer-copy" are carried out, to see what each
             costs; gradients are not averaged then. "none" leaves the hooks and the packing.
+        peer_way: carries out an exchange by "peer-copy" in another way, to see what it would save.
         nccl_high_priority: NCCL's kernels run on a stream of high priority.
         nccl_max_ctas: at most so many thread blocks for a NCCL kernel.
     """
@@ -124,15 +127,22 @@ class Bucketed(Arguments):
     wire_dtype: Dtype | None = None
     comm_hook: Literal["peer-copy", "compress-bf16", "power-sgd", "reduce-scatter"] | None = None
     peer_parts: PeerParts | None = None
+    peer_way: PeerWay | None = None
     missing_gradients: MissingGradients = "skip-if-all"
     nccl_high_priority: bool = False
     nccl_max_ctas: int | None = None
 
     def __post_init__(self) -> None:
-        if self.peer_parts is not None and self.comm_hook != "peer-copy":
+        for name in ("peer_parts", "peer_way"):
+            if getattr(self, name) is not None and self.comm_hook != "peer-copy":
+                raise ValueError(
+                    f"{name} must be left out where comm_hook is {self.comm_hook!r}, but got "
+                    f'{getattr(self, name)!r}. Remove it, or set comm_hook = "peer-copy".'
+                )
+        if self.peer_parts is not None and self.peer_way is not None:
             raise ValueError(
-                f"peer_parts must be left out where comm_hook is {self.comm_hook!r}, but got "
-                f'{self.peer_parts!r}. Remove it, or set comm_hook = "peer-copy".'
+                f"peer_way must be left out beside peer_parts, but got {self.peer_way!r} beside "
+                f"{self.peer_parts!r}. Measure them one at a time."
             )
 
     @property
