@@ -232,7 +232,7 @@ class Trainer:
         if settings.compile:
             for block in model.blocks:
                 block.compile()
-        self.parallel: Parallelism = make_parallelism(settings, model)
+        self.parallel: Parallelism = together(lambda: make_parallelism(settings, model))
         self.optimizer = self.parallel.optimizer
         # Forward passes without backward: of replicas each rank makes its own.
         self.model = model if isinstance(self.parallel, Replicas) else self.parallel.module
@@ -352,7 +352,8 @@ class Trainer:
             for group in self.optimizer.param_groups:  # read on the device from now on
                 group["lr"] = torch.tensor(float(group["lr"]), device=self.device)
                 group["capturable"] = True
-            self.captured = CapturedStep(self.update_with, *tensors)
+            after_replay = getattr(self.parallel, "after_replay", None)
+            self.captured = CapturedStep(self.update_with, *tensors, after_replay=after_replay)
         make = self.update_with if self.captured is None else self.captured
         loss, self.gradient_norm = make(*tensors)
         self.updates += 1

@@ -15,6 +15,7 @@ from train_settings import SHARDED_PARAMETERS, Settings
 
 from basics_model import AdamW, TransformerLM, clip_gradients
 from ddp_lite import BucketedDDP, DataParallelBase, FlatDDP, NaiveDDP, OverlapDDP
+from ddp_lite.peer import PeerCopies, PeerCopyAverage, PeerMemory, choose_communication
 from shard_optim import (
     FullyShardedDataParallel,
     ShardedOptimizer,
@@ -98,8 +99,6 @@ class Replicas:
         if settings.wrapper in classes:
             self.module = classes[settings.wrapper](model)
         elif settings.wrapper == "peer-copy":
-            from ddp_lite.peer import PeerCopyAverage
-
             group = dist.group.WORLD
             assert group is not None
             self.module = BucketedDDP(
@@ -205,8 +204,14 @@ class ShardedParameters:
     def __init__(self, settings: Settings, model: TransformerLM) -> None:
         bf16 = torch.bfloat16 if settings.precision == "bf16" else None
         self.kept = settings.wrapper == "stage-3-kept"
+        memory, self._communication = _shared_memory(settings, model)
+        #: Called after every replay of a recorded update, so that a lost rank is named.
+        self.after_replay = None if memory is None else memory.watch
         self.module = FullyShardedDataParallel(
-            model, compute_dtype=bf16, reshard_after_forward=not self.kept
+            model,
+            compute_dtype=bf16,
+            reshard_after_forward=not self.kept,
+            communication=None if memory is None else PeerCopies(memory),
         )
         update, arguments = _update_rule(settings)
         self.optimizer: torch.optim.Optimizer = update(self.module.parameters(), **arguments)
@@ -242,5 +247,27 @@ class ShardedParameters:
         gathers = "once a step" if self.kept else "for forward and again for backward"
         return (
             f"ZeRO stage 3 on {dist.get_world_size()} ranks: parameters, gradients and optimizer "
-            f"state in shards, each block gathered {gathers}"
+            f"state in shards, each block gathered {gathers}{self._communication}"
         )
+
+
+def _shared_memory(settings: Settings, model: TransformerLM) -> tuple[PeerMemory | None, str]:
+    """What copies between GPUs need, None for NCCL, and what to say of it. Collective.
+
+    Raises:
+        ValueError: on every rank, if there must be copies, but these GPUs cannot make them.
+    """
+    group = dist.group.WORLD
+    if settings.communication == "nccl" or group is None:
+        return None, ""
+    if settings.communication == "auto":
+        numel = sum(parameter.numel() for parameter in model.blocks[0].parameters())
+        choice = choose_communication(group, numel * (2 if settings.precision == "bf16" else 4))
+        if choice.name == "nccl":
+            return None, f", over NCCL ({choice.reason})"
+    try:
+        return PeerMemory(group), ", by copies between GPUs"
+    except RuntimeError as error:  # too little memory, or a container that forbids sharing it
+        if settings.communication == "auto":
+            return None, f", over NCCL ({error})"
+        raise ValueError(f"--communication peer-copy: {error}") from None

@@ -35,6 +35,7 @@ WRAPPERS = dict.fromkeys(
 )
 #: Those of stage 3, whose updates can be recorded as a CUDA graph.
 SHARDED_PARAMETERS = ("stage-3", "stage-3-kept")
+COMMUNICATION = dict.fromkeys(("nccl", "peer-copy", "auto"))
 RECOMPUTE = ("none", "block", "block-keep-attention", "every-K")
 ATTENTIONS: Mapping[str, Attention] = {
     "flash": causal_flash_attention,
@@ -55,6 +56,7 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "compile": True,
             "fused": True,
             "cuda_graph": True,
+            "communication": "auto",
         },
         # CPUs gain nothing from bf16, and compiling takes longer than a small run.
         "cpu": {"wrapper": "stage-3-kept", "fused": True},
@@ -150,8 +152,8 @@ class Settings:
     preset: Annotated[
         str,
         option(
-            "fast sets --wrapper, --precision, --compile, --fused and --cuda-graph to the fastest "
-            "known for the device; options that are given win.",
+            "fast sets --wrapper, --precision, --compile, --fused, --cuda-graph and "
+            "--communication to the fastest known for the device; options that are given win.",
             "Parallelism",
             metavar="|".join(PRESETS),
         ),
@@ -164,6 +166,15 @@ class Settings:
             metavar="|".join(WRAPPERS),
         ),
     ] = "bucketed"
+    communication: Annotated[
+        str,
+        option(
+            "What moves parameters and gradients of stage 3: NCCL (gloo on CPUs), copies between "
+            "the GPUs of one host, or copies where they are possible and worth it.",
+            "Parallelism",
+            metavar="|".join(COMMUNICATION),
+        ),
+    ] = "nccl"
     bucket_size_mb: Annotated[
         float, option("Size of a bucket (bucketed only).", "Parallelism", min=0.0)
     ] = 25.0
@@ -299,10 +310,20 @@ def with_preset(settings: Settings, given: Collection[str]) -> Settings:
         ValueError: there is no such preset, or the settings do not fit together.
     """
     preset = choose("preset", PRESETS, settings.preset)
+    choose("communication", COMMUNICATION, settings.communication)
     gpus = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
     values = preset["cuda" if gpus else "cpu"]
     chosen = replace(settings, **{name: values[name] for name in values if name not in given})
-    recordable = chosen.wrapper in SHARDED_PARAMETERS and chosen.fused and gpus
+    sharded = chosen.wrapper in SHARDED_PARAMETERS
+    if not sharded and "communication" not in given:
+        chosen = replace(chosen, communication="nccl")
+    if chosen.communication != "nccl" and not (sharded and gpus):
+        raise ValueError(
+            f"--communication {chosen.communication} needs GPUs and --wrapper "
+            f"{' or '.join(SHARDED_PARAMETERS)}, but got --wrapper {chosen.wrapper} on "
+            f"{'GPUs' if gpus else 'CPUs'}; change these, or leave --communication out"
+        )
+    recordable = sharded and chosen.fused and gpus
     if chosen.cuda_graph and not recordable and "cuda_graph" not in given:
         chosen = replace(chosen, cuda_graph=False)
     if chosen.cuda_graph and not recordable:
