@@ -43,8 +43,7 @@ class BucketedDDP(DataParallelBase):
             Or a ``GradientHook``. If it has an attribute ``settings``, a string, ranks compare
             that too. "auto": copies between GPUs if ``ddp_lite.peer.choose_communication`` finds
             them possible and the largest bucket worth it, else as with None; ``explain()`` says
-            which and why. None: the process group's own collectives, such as NCCL's. Copies
-            cannot be recorded in a CUDA graph.
+            which and why. None: the process group's own collectives, such as NCCL's.
         rebucket: plan again in observed order after the first step; costs one broadcast. None:
             yes, unless ``comm_hook`` is the caller's, who may rely on the buckets.
         process_group: see ``DataParallelBase``, like the next two.
