@@ -12,6 +12,8 @@ from shard_optim.accounting import Stage, fully_sharded_buffers, rank_memory
 GIB = 2**30
 #: Of a GPU, for its driver's context, the communicator, and what the allocator cannot use.
 RESERVED = 3 * GIB
+#: What ``ddp_lite.peer.PeerMemory`` takes for copies between GPUs.
+SHARED_MEMORY = GIB / 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,8 @@ def predict(settings: Settings, config: ModelConfig, world_size: int) -> Predict
             reduced=itemsize,
             reshard_after_forward=not kept,
         )
+        if settings.communication != "nccl":  # "auto" may need none
+            in_flight += SHARED_MEMORY
     else:
         # Under autocast, backward keeps the copies of the weights that the products used.
         copies = 0.0 if itemsize == 4 else float(itemsize * config.num_parameters)
