@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -156,3 +158,81 @@ def test_compiled() -> None:
     compiled = torch.compile(flash_attn_func, backend="eager", fullgraph=True)
     options = {"causal": True, "window_size": (4, 0)}
     assert torch.equal(compiled(*tensors, **options), flash_attn_func(*tensors, **options))
+
+
+# A program that was written for flash-attn: dense attention in one layer, packed in the next.
+TRAINING_LOOP = """
+import torch
+from flash_attn import flash_attn_func, flash_attn_varlen_func
+
+
+class Model(torch.nn.Module):
+    def __init__(self, vocabulary=31, width=32):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(vocabulary, width)
+        self.qkv = torch.nn.ModuleList(torch.nn.Linear(width, 3 * width) for _ in range(2))
+        self.head = torch.nn.Linear(width, vocabulary)
+
+    def forward(self, tokens):
+        batch, length = tokens.shape
+        x = self.embedding(tokens)
+        q, k, v = self.qkv[0](x).view(batch, length, 3, 2, -1).unbind(2)
+        x = x + flash_attn_func(q, k, v, 0.0, causal=True, window_size=(5, 0)).flatten(2)
+        starts = torch.arange(0, tokens.numel() + 1, length, dtype=torch.int32, device=x.device)
+        q, k, v = self.qkv[1](x).view(batch * length, 3, 2, -1).unbind(1)
+        packed = (starts, starts, length, length)
+        out = flash_attn_varlen_func(q, k, v, *packed, softmax_scale=0.3, causal=True)
+        return self.head(x + out.view(batch, length, -1))
+
+
+def train(device, steps=4):
+    torch.manual_seed(0)
+    model = Model().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    tokens, losses = torch.randint(31, (3, 18)).to(device), []
+    for _ in range(steps):
+        logits = model(tokens[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses), list(model.parameters())
+"""
+
+
+def flash_attn_by_its_definition() -> ModuleType:
+    """A module in flash-attn's place."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        scale = options.get("softmax_scale", q.shape[-1] ** -0.5)
+        window = options.get("window_size", (-1, -1))
+        return definition(q, k, v, scale, options["causal"], window, 0.0)[0].to(q.dtype)
+
+    def dense(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, **options: Any) -> Tensor:
+        return torch.stack([attend(*x, options) for x in zip(q, k, v, strict=True)])
+
+    def packed(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *_: Any, **options: Any) -> Tensor:
+        parts = (x.split(starts.diff().tolist()) for x in (q, k, v))
+        return torch.cat([attend(*x, options) for x in zip(*parts, strict=True)])
+
+    module: Any = ModuleType("flash_attn")
+    module.flash_attn_func, module.flash_attn_varlen_func = dense, packed
+    return module
+
+
+def test_a_training_loop_switched_by_its_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line of the program changes; losses and trained parameters do not."""
+    monkeypatch.setitem(sys.modules, "flash_attn", flash_attn_by_its_definition())
+    package = "flashattn_triton.integrations.flash_attn"
+    switched = TRAINING_LOOP.replace("from flash_attn import", f"from {package} import")
+    results = []
+    for program in (TRAINING_LOOP, switched):
+        namespace: dict[str, Any] = {}
+        exec(program, namespace)  # a file of the user's
+        results.append(namespace["train"](DEVICE))
+    assert namespace["flash_attn_func"] is flash_attn_func
+    (expected, theirs), (losses, ours) = results
+    assert losses[-1] < losses[0]
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
