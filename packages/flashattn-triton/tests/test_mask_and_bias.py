@@ -516,6 +516,26 @@ def test_shipped_tiles(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("bias", ["hqk", "bhqk"])
+def test_shipped_tiles_of_a_bias_with_aligned_rows(
+    bias: str,
+    dtype: str,
+    head_dim: int,
+    dense_case: Any,
+    make_inputs: Any,
+    assert_close_to_oracle: Any,
+) -> None:
+    """Read by the TMA; several tiles, the last of them in part, and ALiBi beside it."""
+    case = dense_case(
+        2, (4, 2), 328, 456, head_dim, dtype, bias=bias, alibi="heads", causal="bottom-right"
+    )
+    inputs = make_inputs(case, "cuda")
+    assert_close_to_oracle(attend(inputs), inputs)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(8, 1024, 1024), (2, 1, 1, 1024), (1,)], ids=str)
 def test_gradients_are_bit_identical_on_a_gpu(shape: Any) -> None:
     inputs = [
