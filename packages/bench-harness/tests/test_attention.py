@@ -204,7 +204,10 @@ def test_an_installed_package_registers_an_implementation(
         ({"variants": ()}, "variants must name an implementation"),
         ({"heads": 3, "kv_heads": 2}, "kv_heads must divide heads, but got 2 of 3"),
         ({"window": (1,)}, "window must be two numbers of keys"),
-        ({"features": ("bias",), "packed": (3, 4)}, "features must be plain for packed sequences"),
+        (
+            {"features": ("bias",), "packed": (3, 4)},
+            "features must name .* packed sequences only plain and",
+        ),
         ({"rounds": 0}, "rounds must be at least 1, but got 0"),
     ],
 )
@@ -285,7 +288,7 @@ def a_problem(**different: Any) -> Problem:
 
 def test_what_features_cost_is_measured_beside_plain_attention() -> None:
     """Every implementation that takes a feature is proven with it, gradients included."""
-    features = ("plain", "sinks", "alibi", "bias", "prefix", "documents")
+    features = ("plain", "sinks", "alibi", "bias", "prefix", "documents", "deterministic")
     variants = ("flashattn-triton", "naive", "sdpa-math", "sdpa-efficient")
     passes = ("forward", "forward+backward")
     frame, tables = run(
@@ -307,7 +310,7 @@ def test_what_features_cost_is_measured_beside_plain_attention() -> None:
     assert (timed["length"] == "s24").all()
 
     lines = tables["Attention features"].set_index(["attention", "feature"])
-    assert len(lines) == 2 * 5 + 2
+    assert len(lines) == 2 * 6 + 2
     quiet = frame.assign(timer_overhead_ms=0.0)
     quiet["samples_ms"] = [
         [3.0 if feature == "bias" else 2.0] * 5 if status == "ok" else None

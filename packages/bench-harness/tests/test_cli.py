@@ -145,11 +145,11 @@ def test_help_of_an_experiment_teaches_by_commands_that_work(
         (["toy", "--repeats", "0"], "toy: repeats must be at least 1, but got 0"),
         (["toy", "--only", "nothing"], "--only must name one of the experiments toy"),
         (["run"], "Missing argument"),
-        (["run", "quik"], "assignment, attention-features, attention-lengths, "),
+        (["run", "quik"], "assignment, attention-deterministic, attention-features, "),
         (["run", "none.toml"], "cannot read preset none.toml: No such file or directory"),
         (["report", "nowhere"], "nowhere is not a run folder: it has no results.jsonl"),
         (["compare", "a", "b"], "a is not a run folder"),
-        (["preset", "quik"], "assignment, attention-features, attention-lengths, "),
+        (["preset", "quik"], "assignment, attention-deterministic, attention-features, "),
         (["toy", "--output", "file/run"], "cannot write to file/run: Not a directory"),
     ],
 )

@@ -279,9 +279,9 @@ def test_the_host_calls_few_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         assert python_calls(lambda: flash_attention(*leaves, causal=True)) <= 27
     assert python_calls(dense) <= 60
-    monkeypatch.setattr(ops, "run_forward", lambda q, k, v, *rest: (q.clone(), lse.clone()))
+    monkeypatch.setattr(ops, "run_forward", lambda q, k, v, **rest: (q.clone(), lse.clone()))
     monkeypatch.setattr(
-        ops, "run_backward", lambda q, k, v, *rest: (q.clone(), k.clone(), v.clone())
+        ops, "run_backward", lambda q, k, v, *rest, **keywords: (q.clone(), k.clone(), v.clone())
     )
     packed = [x[0].detach().transpose(0, 1).requires_grad_() for x in leaves]
     starts = torch.tensor([0, 5, 20], dtype=torch.int32)
@@ -290,4 +290,79 @@ def test_the_host_calls_few_functions(monkeypatch: pytest.MonkeyPatch) -> None:
         out = flash_attention_varlen(*packed, starts, starts, 15, 15, causal=True)
         torch.autograd.grad(out, packed, torch.ones_like(out))
 
-    assert python_calls(documents) <= 110
+    assert python_calls(documents) <= 90
+
+
+def packed_inputs(heads: int = 2, **keywords: Any) -> list[Tensor]:
+    return [torch.randn(20, heads, 16, **keywords) for _ in range(3)]
+
+
+def starts_of(*starts: int) -> Tensor:
+    return torch.tensor(starts, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_packed_calls_are_found_and_read_their_own_starts(implementation: str) -> None:
+    leaves = packed_inputs(requires_grad=True)
+    options: dict[str, Any] = {"causal": True, "implementation": implementation}
+    for starts in (starts_of(0, 5, 20), starts_of(0, 13, 20)):
+        out, lse = flash_attention_varlen(
+            *leaves, starts, starts, 15, 15, return_lse=True, **options
+        )
+        assert calls() == 1
+        wanted, wanted_lse = flash_attention_varlen(
+            *leaves, starts, starts, 15, 15, return_lse=True, causal=True,
+            implementation="reference",
+        )  # fmt: skip
+        grads = (torch.randn_like(out), torch.randn_like(lse))
+        actual = (out, lse, *torch.autograd.grad((out, lse), leaves, grads))
+        expected = (
+            wanted,
+            wanted_lse,
+            *torch.autograd.grad((wanted, wanted_lse), leaves, grads),
+        )
+        for a, e in zip(actual, expected, strict=True):
+            assert a.shape == e.shape
+            torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
+
+
+def test_starts_of_packed_calls_tell_kinds_apart_and_are_checked_each_time() -> None:
+    q, k, v = packed_inputs()
+    starts, same = starts_of(0, 5, 20), starts_of(0, 5, 20)
+    for given in ((starts, starts), (starts, same), (starts_of(0, 20), starts_of(0, 20))):
+        flash_attention_varlen(q, k, v, *given, 20, 20)
+    flash_attention_varlen(q, k, v, starts, starts, 15, 20)
+    assert calls() == 4
+    wrong = starts_of(0, 21, 20)
+    with pytest.raises(ValueError, match="cu_seqlens_q must rise from 0"):
+        flash_attention_varlen(q, k, v, wrong, wrong, 20, 20)
+    with pytest.raises(ValueError, match="cu_seqlens_q must be a contiguous int32"):
+        flash_attention_varlen(q, k, v, starts.long(), starts.long(), 20, 20)
+
+
+def test_outputs_of_packed_calls_may_be_changed_in_place() -> None:
+    """As those of dense ones: a Function's output that is a view would refuse."""
+    leaves, starts = packed_inputs(requires_grad=True), starts_of(0, 5, 20)
+    out = flash_attention_varlen(*leaves, starts, starts, 15, 15, causal=True)
+    expected = out.detach() * 2
+    with torch.no_grad():
+        out.mul_(2)
+    assert torch.equal(out, expected)
+    out.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_packed_calls_have_no_second_derivative_and_are_seen_by_modes() -> None:
+    leaves, starts = packed_inputs(requires_grad=True), starts_of(0, 5, 20)
+    out = flash_attention_varlen(*leaves, starts, starts, 15, 15)
+    gradients = torch.autograd.grad(out.sum(), leaves, create_graph=True)
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        gradients[0].sum().backward()
+    out = flash_attention_varlen(*leaves, starts, starts, 15, 15)
+    expected = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
+    with Seen() as seen:
+        actual = torch.autograd.grad(out.sum(), leaves)
+    assert "flashattn_triton.backward.default" in seen.names
+    for a, e in zip(actual, expected, strict=True):
+        assert torch.equal(a, e)

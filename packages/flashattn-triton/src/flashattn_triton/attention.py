@@ -33,6 +33,7 @@ from flashattn_triton.options import (
     Window,
     check_dense,
     check_layout,
+    check_starts,
     check_varlen,
     in_one_batch,
     resolve_options,
@@ -381,10 +382,23 @@ def flash_attention_varlen(
     check_tensors(
         query=query, key=key, value=value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k
     )
-    check_implementation(implementation)
-    check_tiling_type(tiling)
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = _autocast(query, key, value)
+    cache_key = None
+    if alibi_slopes is None and prefix_lengths is None and sinks is None:
+        cache_key = eager.cache_key_of(
+            query, key, value,
+            max_seqlen_q, max_seqlen_k, causal, scale, window, softcap, deterministic,
+            implementation, tiling,
+            cu_seqlens=(cu_seqlens_q, cu_seqlens_k),
+        )  # fmt: skip
+    call = None if cache_key is None else eager.cached(cache_key)
+    if call is not None:
+        check_starts(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        out, maybe_lse = call(query, key, value, return_lse, cu_seqlens_q, cu_seqlens_k)
+        return out if maybe_lse is None or not return_lse else (out, maybe_lse)
+    check_implementation(implementation)
+    check_tiling_type(tiling)
     check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = resolve_options(
         head_dim=query.shape[-1],
@@ -424,6 +438,11 @@ def flash_attention_varlen(
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
     )
+    if cache_key is not None:
+        call = eager.CachedCall(query, key, value, options, implementation, tiling, packing)
+        eager.store(cache_key, call)
+        out, maybe_lse = call(query, key, value, return_lse, cu_seqlens_q, cu_seqlens_k)
+        return out if maybe_lse is None or not return_lse else (out, maybe_lse)
     arguments = ops.operator_arguments(
         options,
         implementation=implementation,

@@ -1,4 +1,4 @@
-"""The cache of eager calls on dense batches, by shapes, strides, types and options.
+"""The cache of eager calls, by shapes, strides, types and options.
 
 Checking arguments, normalising options, choosing a tier and passing through PyTorch's dispatcher
 take the host longer than a small problem takes a GPU, and have the same results for all calls with
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from flashattn_triton import ops
 from flashattn_triton.configs import Tiling
 from flashattn_triton.dispatch import choose
 from flashattn_triton.launch import (
+    Packing,
     alignment,
     can_use_tma,
     dot_precision,
@@ -43,7 +44,8 @@ _calls: dict[Hashable, Any] = {}
 class CachedCall:
     """What is worked out once for all inputs with one cache key: the tier, its launcher, options.
 
-    Inputs are (B, H, N, D). Launchers of the backward pass depend on the gradient's strides too, so
+    Inputs are (B, H, N, D), or (T, H, D) of a packed batch, whose calls also bring ``cu_seqlens``
+    of queries and keys. Launchers of the backward pass depend on the gradient's strides too, so
     they have keys of their own in the cache.
     """
 
@@ -55,26 +57,119 @@ class CachedCall:
         options: AttentionOptions,
         implementation: str,
         tiling: Tiling | None,
+        packing: Packing | None = None,
     ) -> None:
+        """Chooses the tier; ``packing``: of the packed batch that is the first one of its kind."""
+        self.longest: tuple[int, int] | None = None
+        if packing is not None:
+            self.longest = (packing.max_seqlen_q, packing.max_seqlen_k)
+            query, key, value = (_batched(x) for x in (query, key, value))
         plan = choose(query, key, value, options, implementation=implementation, tiling=tiling)
         self.options, self.plan = options, plan
         # The backward pass; the gradients' order may need the portable tier's.
         self.by_hopper_kernels = plan.tier == "hopper" and (
             plan.ordered or not options.deterministic
         )
-        self.problem = ops.operator_arguments(options, implementation=implementation, tiling=tiling)
-        self.forward: Callable[..., tuple[Tensor, Tensor]] = functools.partial(
+        self.problem = ops.operator_arguments(
+            options, implementation=implementation, tiling=tiling, packing=packing
+        )[ops.PROBLEM_TENSORS :]
+        launcher: Callable[..., tuple[Tensor, Tensor]] = functools.partial(
             ops.run_forward, options=options, packing=None, plan=plan
         )
-        if plan.tier == "hopper":
+        if plan.tier == "hopper" and query.numel() and key.numel():
             from flashattn_triton.hopper.forward import hopper_forward_call
 
-            self.forward = hopper_forward_call(query, key, value, options)
-        if plan.tier == "triton" and all(x.stride(-1) == 1 for x in (query, key, value)):
+            launcher = hopper_forward_call(query, key, value, options, packing)
+        dense = packing is None and all(x.stride(-1) == 1 for x in (query, key, value))
+        if plan.tier == "triton" and dense:
             from flashattn_triton.forward import forward_call
 
             assert plan.tiling is not None
-            self.forward = forward_call(query, key, value, options, plan.tiling.forward)
+            launcher = forward_call(query, key, value, options, plan.tiling.forward)
+        self.forward = launcher
+        if packing is not None:
+            self.forward = functools.partial(self._forward_packed, launcher)
+
+    def _forward_packed(
+        self,
+        launcher: Callable[..., tuple[Tensor, Tensor]],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *cu_seqlens: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Output (T_q, H, E) and logsumexp (H, T_q)."""
+        batch = (_batched(query), _batched(key), _batched(value))
+        out, lse = launcher(*batch, packing=self._packing(cu_seqlens))
+        # A Function refuses to have its output changed in place if that is a view.
+        return _unbatched(out).detach(), lse.squeeze(0).detach()
+
+    def _packing(self, cu_seqlens: Sequence[Tensor]) -> Packing | None:
+        if self.longest is None:
+            return None
+        return Packing(
+            cu_seqlens_q=cu_seqlens[0],
+            cu_seqlens_k=cu_seqlens[1],
+            max_seqlen_q=self.longest[0],
+            max_seqlen_k=self.longest[1],
+        )
+
+    def backward_packed(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dQ, dK and dV of a packed batch, each (T, H, D)."""
+        dq, dk, dv = self.backward(
+            _batched(query),
+            _batched(key),
+            _batched(value),
+            _batched(out),
+            lse.unsqueeze(0),
+            _batched(grad_out),
+            None if grad_lse is None else grad_lse.unsqueeze(0),
+            self._packing((cu_seqlens_q, cu_seqlens_k)),
+        )
+        return _unbatched(dq), _unbatched(dk), _unbatched(dv)
+
+    def operator_gradients(
+        self,
+        saved: Sequence[Tensor],
+        grad_out: Tensor | None,
+        grad_lse: Tensor | None,
+        needed: Sequence[bool],
+    ) -> list[Tensor | None]:
+        """dQ, dK and dV by the operators; None where none is ``needed``.
+
+        Args:
+            saved: query, key, value, output, logsumexp, and ``cu_seqlens`` of a packed batch.
+            grad_out: of the output; ``grad_lse`` of the logsumexp; None stands for zeros.
+            needed: whether Q, K and V need a gradient.
+        """
+        *tensors, lse = saved[:5]
+        # There are no slopes, bias, prefixes and sinks.
+        rest: list[Any] = [None, None, None, None, *(saved[5:] or (None, None))]
+        if self.longest is not None:
+            tensors, lse = [_batched(x) for x in tensors], lse.unsqueeze(0)
+            grad_out = None if grad_out is None else _batched(grad_out)
+            grad_lse = None if grad_lse is None else grad_lse.unsqueeze(0)
+        found = ops.gradients_of(
+            [*tensors, lse, *rest],
+            grad_out,
+            grad_lse,
+            self.problem,
+            (*needed, *[False] * ops.PROBLEM_TENSORS),
+        )[:3]
+        if self.longest is None:
+            return found
+        return [None if x is None else _unbatched(x) for x in found]
 
     def backward(
         self,
@@ -85,6 +180,7 @@ class CachedCall:
         lse: Tensor,
         grad_out: Tensor,
         grad_lse: Tensor | None,
+        packing: Packing | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK and dV, as :func:`~flashattn_triton.ops.run_backward` gives them."""
         if grad_out.stride(3) != 1:  # as of a sum's, which the TMA reads as one head
@@ -100,14 +196,21 @@ class CachedCall:
         )
         launcher = _calls.get(cache_key)
         if launcher is None:
-            launcher = self._backward_launcher(tensors, grad_lse)
+            launcher = self._backward_launcher(tensors, grad_lse, packing)
             store(cache_key, launcher)
         lse = lse.contiguous()  # what was saved may come back with other strides
-        gradients: tuple[Tensor, Tensor, Tensor] = launcher(*tensors[:4], lse, grad_out, grad_lse)
-        return gradients
+        found: tuple[Tensor, Tensor, Tensor]
+        if packing is None:
+            found = launcher(*tensors[:4], lse, grad_out, grad_lse)
+        else:
+            found = launcher(*tensors[:4], lse, grad_out, grad_lse, packing=packing)
+        return found
 
     def _backward_launcher(
-        self, tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], grad_lse: Tensor | None
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+        grad_lse: Tensor | None,
+        packing: Packing | None,
     ) -> Callable[..., Any]:
         """Of the tier's kernels where they can read Q, K, V, O and dO as they are, without copies.
 
@@ -117,34 +220,38 @@ class CachedCall:
         if self.by_hopper_kernels:
             from flashattn_triton.hopper.backward import hopper_backward_call
 
-            if all(map(can_use_tma, (*tensors[:4], without_repetitions(tensors[4])))):
-                return hopper_backward_call(tensors, grad_lse, options)
-        elif plan.tiling is not None and all(x.stride(3) == 1 for x in tensors):
+            read = (*tensors[:4], without_repetitions(tensors[4]))
+            if all(x.numel() > 0 and can_use_tma(x) for x in read):
+                return hopper_backward_call(tensors, grad_lse, options, packing)
+        elif plan.tiling is not None and packing is None and all(x.stride(3) == 1 for x in tensors):
             from flashattn_triton.backward import backward_call
 
             return backward_call(*tensors, grad_lse, options, plan.tiling)
         return functools.partial(ops.run_backward, options=options, packing=None, plan=plan)
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, return_lse: bool
+        self, query: Tensor, key: Tensor, value: Tensor, return_lse: bool, *cu_seqlens: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Output (B, H, N_q, E), and logsumexp (B, H, N_q), which may be None if not asked for."""
+        """Output (B, H, N_q, E), and logsumexp (B, H, N_q), which may be None if not asked for.
+
+        Of a packed batch, (T_q, H, E) and (H, T_q).
+        """
         ops.refuse_forward_mode(query, key, value)
         differentiated = query.requires_grad or key.requires_grad or value.requires_grad
         if not differentiated or not torch.is_grad_enabled():
-            return self.forward(query, key, value)
+            return self.forward(query, key, value, *cu_seqlens)
         if return_lse:
-            out, lse = _apply(self, True, query, key, value)
+            out, lse = _apply(self, True, query, key, value, *cu_seqlens)
             return out, lse
-        return _apply(self, False, query, key, value), None
+        return _apply(self, False, query, key, value, *cu_seqlens), None
 
 
 class _Attention(torch.autograd.Function):
     """The derivative of attention in eager mode: of a cached call, or of the operators.
 
     The bookkeeping of a derivative registered with ``torch.library`` takes the host longer than a
-    small problem takes the GPU. ``call`` is a :class:`CachedCall` of three tensors, or the
-    arguments that follow the operator's tensors.
+    small problem takes the GPU. ``call`` is a :class:`CachedCall` of Q, K, V and ``cu_seqlens``, or
+    the arguments that follow the operator's tensors.
     """
 
     @staticmethod
@@ -166,15 +273,24 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         saved, call = ctx.saved_tensors, ctx.call
         # With a graph of its own, the backward pass must say that it has no derivative.
-        if isinstance(call, tuple) or torch.is_grad_enabled() or operators_are_watched():
-            problem = call if isinstance(call, tuple) else call.problem
+        if isinstance(call, tuple):
             needed = ctx.needs_input_grad[2:]
-            return (None, None, *ops.gradients_of(saved, grad_out, grad_lse, problem, needed))
+            return (None, None, *ops.gradients_of(saved, grad_out, grad_lse, call, needed))
+        no_more = (None,) * (len(saved) - 5)  # gradients of cu_seqlens
+        if torch.is_grad_enabled() or operators_are_watched():
+            needed = ctx.needs_input_grad[2:5]
+            return (
+                None,
+                None,
+                *call.operator_gradients(saved, grad_out, grad_lse, needed),
+                *no_more,
+            )
         if grad_out is None and grad_lse is None:
-            return (None,) * 5
+            return (None,) * len(saved)
         if grad_out is None:
             grad_out = torch.zeros_like(saved[3])
-        return (None, None, *call.backward(*saved, grad_out, grad_lse))
+        backward = call.backward if call.longest is None else call.backward_packed
+        return (None, None, *backward(*saved, grad_out, grad_lse), *no_more)
 
 
 # ``_Attention.apply`` without its loop over arguments, which looks for tensor wrappers left over
@@ -213,17 +329,43 @@ def operators_are_watched() -> bool:
     )
 
 
-def cache_key_of(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> Hashable | None:
+def _batched(x: Tensor) -> Tensor:
+    """(T, H, D) as (1, H, T, D)."""
+    return x.transpose(0, 1).unsqueeze(0)
+
+
+def _unbatched(x: Tensor) -> Tensor:
+    """(1, H, T, D) as (T, H, D)."""
+    return x.squeeze(0).transpose(0, 1)
+
+
+def cache_key_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *arguments: Any,
+    cu_seqlens: tuple[Tensor, ...] = (),
+) -> Hashable | None:
     """The key of a call in the cache, or None for calls that must run the registered operators.
 
     Equal values of unequal types (True and 1) are not equally valid, so types are part of the key.
+    Two ``cu_seqlens`` at one address say that sequences have as many keys as queries.
     """
     if operators_are_watched():
         return None
     if type(query) not in _PLAIN or type(key) not in _PLAIN or type(value) not in _PLAIN:
         return None
+    starts: tuple[Any, ...] = ()
     try:
         aligned = alignment((query, key, value))
+        if cu_seqlens:
+            addresses = {x.data_ptr() for x in cu_seqlens}
+            if any(type(x) not in _PLAIN for x in cu_seqlens):
+                return None
+            starts = (
+                *[(x.shape, x.stride(), x.dtype, x.device) for x in cu_seqlens],
+                len(addresses),
+            )
     except RuntimeError:  # no memory: wrappers left over from a transform that has ended
         return None
     types: tuple[Any, ...] = tuple(map(type, arguments))
@@ -246,6 +388,7 @@ def cache_key_of(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> 
         dot_precision(query.dtype),
         arguments,
         types,
+        starts,
     )
 
 

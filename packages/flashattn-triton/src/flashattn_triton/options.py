@@ -282,11 +282,29 @@ def check_varlen(
             f"({cu_seqlens_q.shape[0] - 1}), but got {cu_seqlens_k.shape[0] - 1}. Sequences may be "
             f"empty on either side."
         )
-    if query.device.type == "cpu" and not torch.compiler.is_compiling():
-        tokens = (query.shape[0], key.shape[0])
-        longest = (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))
-        for (name, x), total, limit in zip(starts, tokens, longest, strict=True):
-            _check_starts(name, x, total, *limit)
+    check_starts(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+
+
+def check_starts(
+    query: Tensor,
+    key: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+) -> None:
+    """Checks the values of ``cu_seqlens`` of CPU tensors, which :func:`check_varlen` has accepted.
+
+    Raises:
+        ValueError: naming the argument, what it must be and what was given.
+    """
+    if query.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    starts = (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k))
+    tokens = (query.shape[0], key.shape[0])
+    longest = (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))
+    for (name, x), total, limit in zip(starts, tokens, longest, strict=True):
+        _check_starts(name, x, total, *limit)
 
 
 def _check_starts(name: str, starts: Tensor, total: int, limit_name: str, limit: int) -> None:

@@ -61,7 +61,7 @@ class Options(SamplingOptions):
     features: tuple[str, ...] = option(
         ("plain",),
         "What a call adds, one at a time, compared: sinks, ALiBi slopes, a learned bias, a prefix "
-        "that all queries see, documents that share rows.",
+        "that all queries see, documents that share rows, deterministic gradients.",
         choices=FEATURES,
     )
     deterministic: bool = option(False, "Ask for gradients that are the same from run to run.")
@@ -102,10 +102,12 @@ class Options(SamplingOptions):
             raise ValueError(
                 f"kv_heads must divide heads, but got {self.kv_heads} of {self.heads}. Correct it."
             )
-        if not self.features or (self.packed and self.features != ("plain",)):
+        of_packed = {"plain", "deterministic"}
+        if not self.features or (self.packed and not of_packed.issuperset(self.features)):
             raise ValueError(
-                f"features must be plain for packed sequences and otherwise name at least one, but "
-                f"got {', '.join(self.features) or 'none'}. Write features plain."
+                f"features must name at least one, and of packed sequences only plain and "
+                f"deterministic, but got {', '.join(self.features) or 'none'}. Write features "
+                f"plain."
             )
         if len(self.window) not in (0, 2) or any(side < -1 for side in self.window):
             raise ValueError(
@@ -256,7 +258,7 @@ def problems(config: Mapping[str, Any]) -> list[list[Problem]]:
                 causal=config["mask"] == "causal",
                 window=tuple(config["window"]) if config["window"] else None,
                 softcap=config["softcap"],
-                deterministic=config["deterministic"],
+                deterministic=config["deterministic"] or feature == "deterministic",
                 lengths=lengths,
                 feature=feature,
             )

@@ -6,7 +6,8 @@ A problem has at most one feature, which adds a keyword argument of ``flash_atte
 - "alibi": ALiBi's slopes, one per head, as constants (arXiv:2108.12409);
 - "bias": a learned bias of (1, heads, sequence, sequence), shared by the batch;
 - "prefix": the first quarter of every sequence is visible to all of its queries;
-- "documents": four documents of about the same length share every row.
+- "documents": four documents of about the same length share every row;
+- "deterministic": gradients must be the same, bit for bit, from run to run.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 #: "plain" has none; ratios of the others are to it.
-FEATURES = ("plain", "sinks", "alibi", "bias", "prefix", "documents")
+FEATURES = ("plain", "sinks", "alibi", "bias", "prefix", "documents", "deterministic")
 _DOCUMENTS = 4
 
 
@@ -39,7 +40,7 @@ class Problem:
         value_head_dim: of value and output.
         window: (left, right) visible keys beside the diagonal, None for no limit.
         lengths: of sequences packed one after another; the batch is 1 and ``sequence`` their sum.
-        feature: one of :data:`FEATURES`.
+        feature: one of :data:`FEATURES`; "deterministic" sets ``deterministic`` too.
     """
 
     batch: int

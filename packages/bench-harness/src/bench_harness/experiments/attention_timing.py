@@ -138,7 +138,8 @@ def _plan(
         softcap=problem.softcap,
         deterministic=problem.deterministic,
     )
-    asked: Any = {"portable": "triton", "tiled": "tiled"}.get(name.rpartition("-")[2], "auto")
+    named = {"portable": "triton", "hopper": "hopper", "tiled": "tiled"}
+    asked: Any = named.get(name.rpartition("-")[2], "auto")
     given = tuple(each for each in NAMES if each in settings)
     query, key, value, _ = tensors
     found = choose(query, key, value, options, implementation=asked, tensors=given)

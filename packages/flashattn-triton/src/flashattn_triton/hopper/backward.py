@@ -82,7 +82,8 @@ class HopperBackwardCall:
 
     ``gradients``: shapes and strides of dQ, dK and dV. ``shared``: elements of the memory that the
     kernels share. ``statistics``: bytes of it that come before the sum of dQ. ``turns``:
-    how many counters of an order there are. ``query_tiles``, ``key_tiles``: of a packed batch.
+    how many counters of an order there are. ``query_tiles``, ``key_tiles``: of a packed batch; one
+    object where both have the same table.
     """
 
     preprocess: FastLaunch
@@ -123,8 +124,10 @@ class HopperBackwardCall:
         of_queries: tuple[int, ...] = ()
         of_keys: tuple[int, ...] = ()
         if packing is not None and self.query_tiles is not None and self.key_tiles is not None:
-            tables = self.query_tiles(packing), self.key_tiles(packing)
-            of_queries, of_keys = (tables[0].data_ptr(),), (tables[1].data_ptr(),)
+            tables = [self.query_tiles(packing)]
+            if self.key_tiles is not self.query_tiles:
+                tables.append(self.key_tiles(packing))
+            of_queries, of_keys = (tables[0].data_ptr(),), (tables[-1].data_ptr(),)
         self.preprocess(
             (out.data_ptr(), do, logsumexp.data_ptr(), *dl, statistics, dq_sum, *of_queries)
         )
@@ -182,9 +185,12 @@ def _backward_call(
         query_tiles = packed_tiles(
             n_queries, sequences, rows=queries, of_keys=False, heads=heads, group=1
         )
-        key_tiles = packed_tiles(
-            n_keys, sequences, rows=KEYS.value, of_keys=True, heads=kv_heads, group=1
-        )
+        # These kernels take heads one by one: with equal lengths and tiles, both tables are equal.
+        key_tiles = query_tiles
+        if not equal or queries != KEYS.value:
+            key_tiles = packed_tiles(
+                n_keys, sequences, rows=KEYS.value, of_keys=True, heads=kv_heads, group=1
+            )
         rows = (n_queries // queries + sequences) * queries * heads
         programs = (query_tiles.most * heads * queries // ROWS, key_tiles.most * kv_heads)
     columns = STATISTICS.value
