@@ -184,7 +184,7 @@ class PackedDescriptor(Descriptor):
         _, stop, head, row, column = at
         tile_rows, tile_columns = self.block[-2:]
         rows = min(max(self.end - row, 0), tile_rows)
-        columns = min(self.shape[2] - column, tile_columns)
+        columns = max(0, min(self.shape[2] - column, tile_columns))
         first = stop - (self.end - row)
         there = (slice(first, first + rows), head, slice(column, column + columns))
         return there, (0, 0, 0, slice(0, rows), slice(0, columns))
@@ -506,6 +506,7 @@ def load(module: types.ModuleType, machine: Machine, **changes: Any) -> dict[str
         permute=_operation(np.transpose),
         reshape=_operation(np.reshape),
         join=lambda x, y: Tensor(np.stack((x.value, y.value), -1)),
+        split=lambda x: (Tensor(x.value[..., 0]), Tensor(x.value[..., 1])),
         max=_reduction(np.max),
         min=_reduction(np.min),
         sum=_reduction(np.sum),
@@ -555,7 +556,7 @@ def load(module: types.ModuleType, machine: Machine, **changes: Any) -> dict[str
         if name in known:
             continue
         if isinstance(getattr(value, "fn", None), types.FunctionType):
-            names[name] = types.FunctionType(value.fn.__code__, names, name)
+            names[name] = types.FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
         elif type(value).__name__ == "constexpr":
             names[name] = value.value
     names.update(changes)

@@ -49,7 +49,10 @@ class AbsentHopper:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One problem. ``direction``: "forward" or "backward"; ``sequences``: packed ones, if any."""
+    """One problem. ``direction``: "forward" or "backward"; ``sequences``: packed ones, if any.
+
+    ``value_dim``: None if it is ``head_dim``.
+    """
 
     head_dim: int
     dtype: str
@@ -58,6 +61,12 @@ class Request:
     direction: str = "forward"
     sinks: bool = False
     sequences: int = 0
+    value_dim: int | None = None
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Of query and key, and of value."""
+        return self.head_dim, self.value_dim or self.head_dim
 
 
 def shipped() -> list[Request]:
@@ -87,6 +96,10 @@ def shipped() -> list[Request]:
         for d in (40, 120)
         for direction in both
     ]
+    # Wide heads have a forward kernel only.
+    for d, e in ((256, 256), (192, 128)):
+        requests += [Request(d, *mask, value_dim=e) for mask in masks]
+        requests += [Request(d, "bf16", {"causal": True}, value_dim=e, sequences=9)]
     # Packed sequences, and dQ added up in order: one mask, the one with most code.
     for d in (64, 128):
         causal = {"causal": True}
@@ -97,11 +110,11 @@ def shipped() -> list[Request]:
 
 def launch(request: Request) -> None:
     """Calls the launcher of one problem."""
-    (n_queries, n_keys), width = request.lengths, request.head_dim
+    (n_queries, n_keys), (width, value_width) = request.lengths, request.head_dims
     batch = 1 if request.sequences else 2
     query, key, value = (
-        torch.empty(batch, heads, rows, width, dtype=DTYPES[request.dtype], device="meta")
-        for heads, rows in ((4, n_queries), (2, n_keys), (2, n_keys))
+        torch.empty(batch, *shape, dtype=DTYPES[request.dtype], device="meta")
+        for shape in ((4, n_queries, width), (2, n_keys, width), (2, n_keys, value_width))
     )
     packing = None
     if request.sequences:

@@ -19,7 +19,7 @@ import triton
 
 from background import Background
 from flashattn_triton import triton_versions
-from flashattn_triton.hopper.configs import backward_config, forward_config, tile_width
+from flashattn_triton.hopper.configs import backward_config, forward_config, forward_widths
 from flashattn_triton.options import resolve_options
 from triton_wheels import RELEASES, install
 
@@ -69,7 +69,15 @@ def config_of(row: dict[str, Any]) -> Any:
     options = resolve_options(head_dim=row["head_dim"], **row["options"])
     if row["direction"] == "backward":
         return backward_config(row["head_dim"], options)
-    return forward_config(row["head_dim"], row["lengths"][0], options)
+    return forward_config(head_dims_of(row), row["lengths"][0], options)
+
+
+def head_dims_of(row: dict[str, Any]) -> tuple[int, int]:
+    return row["head_dim"], row["value_dim"] or row["head_dim"]
+
+
+def width_of(row: dict[str, Any]) -> int:
+    return forward_widths(head_dims_of(row))[0]
 
 
 PARTS = (REQUESTS[::2], REQUESTS[1::2])
@@ -113,7 +121,7 @@ def allowed(row: dict[str, Any]) -> tuple[int, int]:
     version = row["triton"].rpartition(".")[0]
     added = ", packed" if row["sequences"] else ""
     added += ", ordered" if row["options"].get("deterministic") else ""
-    kind = (version, row["direction"], tile_width(row["head_dim"]), mask_of(row) + added)
+    kind = (version, row["direction"], width_of(row), mask_of(row) + added)
     return MORE_SPILLS.get(kind, (config_of(row).spills, 0))
 
 
@@ -147,8 +155,7 @@ def report(rows: list[dict[str, Any]]) -> str:
                 max(
                     n
                     for row in rows
-                    if row["direction"] == direction
-                    and (tile_width(row["head_dim"]), mask_of(row)) == kind
+                    if row["direction"] == direction and (width_of(row), mask_of(row)) == kind
                     for n in what(row)
                 )
                 for kind in kinds

@@ -107,6 +107,17 @@ def test_it_is_chosen(implementation: str) -> None:
 
 
 @pytest.mark.usefixtures("on_sm90")
+@pytest.mark.parametrize("head_dims", [(256, 256), (192, 128), (136, 136), (72, 136)])
+def test_wide_heads_have_a_forward_kernel_only(head_dims: tuple[int, int]) -> None:
+    chosen = plan("hopper", head_dims=head_dims)
+    assert chosen.tier == "hopper"
+    assert chosen.forward_only
+    assert not chosen.runs_hopper_backward(PLAIN)
+    assert chosen.tiling is not None
+    assert plan("hopper").runs_hopper_backward(PLAIN)
+
+
+@pytest.mark.usefixtures("on_sm90")
 def test_the_portable_tier_says_why_not() -> None:
     chosen = plan(head_dims=(84, 84))
     assert chosen.tier == "triton"

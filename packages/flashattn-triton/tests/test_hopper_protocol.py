@@ -61,23 +61,28 @@ class Problem:
     heads: tuple[int, int] = (1, 1)
     lengths: tuple[int, int]
     head_dim: int
+    value_dim: int | None = None  # as head_dim
     batch: int = 1
     options: AttentionOptions
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of Q, K, V, dO."""
+        width, value_width = self.head_dim, self.value_dim or self.head_dim
+        widths = (width, width, value_width, value_width)
+        return [
+            (self.batch, self.heads[side], self.lengths[side], x)
+            for side, x in zip((0, 1, 1, 0), widths, strict=True)
+        ]
 
     def inputs(self, seed: int) -> list[Any]:
         """Q, K, V, dO."""
         random = np.random.default_rng(seed)
-        shapes = [
-            (self.batch, *x, self.head_dim) for x in zip(self.heads, self.lengths, strict=True)
-        ]
-        return [random.standard_normal(shapes[i]) for i in (0, 1, 1, 0)]
+        return [random.standard_normal(shape) for shape in self.shapes]
 
     def meta(self) -> list[torch.Tensor]:
         """Q, K and V."""
-        shapes = [
-            (self.batch, *x, self.head_dim) for x in zip(self.heads, self.lengths, strict=True)
-        ]
-        return [torch.empty(shapes[i], dtype=torch.bfloat16, device="meta") for i in (0, 1, 1)]
+        return [torch.empty(x, dtype=torch.bfloat16, device="meta") for x in self.shapes[:3]]
 
     def seen(self) -> Any:
         """(N_q, N_k)."""
@@ -107,9 +112,9 @@ class Problem:
 
 
 def check_forward(problem: Problem, seed: int, **changes: Any) -> None:
-    q, k, v, _ = problem.inputs(seed)
+    q, k, v, do = problem.inputs(seed)
     p, lse = problem.probabilities(q, problem.repeated(k))
-    out, rows = np.full(q.shape, np.nan), np.full(lse.shape, np.nan)
+    out, rows = np.full(do.shape, np.nan), np.full(lse.shape, np.nan)
     launch = forward.hopper_forward_call(*problem.meta(), problem.options).launch
     run(launch, forward_kernel, [q, k, v, out, rows, None, None], seed, changes)
     close(rows, lse)
@@ -166,7 +171,8 @@ def close(actual: Any, expected: Any) -> None:
 
 
 def problem_of(lengths: tuple[int, int], head_dim: int, **chosen: Any) -> Problem:
-    shape = {name: chosen.pop(name) for name in ("heads", "batch") if name in chosen}
+    names = ("heads", "batch", "value_dim")
+    shape = {name: chosen.pop(name) for name in names if name in chosen}
     options = resolve_options(head_dim=head_dim, **chosen)
     return Problem(lengths=lengths, head_dim=head_dim, options=options, **shape)
 
@@ -212,6 +218,14 @@ def _few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_forward_on_random_schedules(name: str, head_dim: int) -> None:
     seed = list(PROBLEMS).index(name)
     check_forward(problem_of(head_dim=head_dim, **PROBLEMS[name]), seed)
+
+
+@pytest.mark.parametrize("head_dims", [(256, 256), (192, 128), (136, 72)], ids=str)
+@pytest.mark.parametrize("name", ["grouped, offset walks", "causal", "window, both edges"])
+def test_forward_of_wide_heads(name: str, head_dims: tuple[int, int]) -> None:
+    head_dim, value_dim = head_dims
+    problem = problem_of(head_dim=head_dim, value_dim=value_dim, **PROBLEMS[name])
+    check_forward(problem, list(PROBLEMS).index(name))
 
 
 @pytest.mark.parametrize("head_dim", [64, 72, 128])

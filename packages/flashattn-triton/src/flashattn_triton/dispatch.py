@@ -44,13 +44,20 @@ class Plan:
 
     ``tiling``: tiles, warps and stages of the portable kernels. The "hopper" tier uses those of the
     two-pass backward form, where gradients must be deterministic, unless it is ``ordered``: then
-    its own backward kernel adds to dQ in a fixed order.
+    its own backward kernel adds to dQ in a fixed order. ``forward_only``: that tier has no backward
+    kernel for these head_dims, and the portable one runs.
     """
 
     tier: Tier
     tiling: Tiling | None
     reason: str
     ordered: bool = False
+    forward_only: bool = False
+
+    def runs_hopper_backward(self, options: AttentionOptions) -> bool:
+        """Whether gradients are the Hopper tier's too."""
+        in_order = self.ordered or not options.deterministic
+        return self.tier == "hopper" and in_order and not self.forward_only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,10 +184,16 @@ def _choose(
     chosen = tiling_for(gpu.shared_memory, max(head_dims), dtype, bias="bias" in tensors)
     if implementation == "triton":
         return Plan(tier="triton", tiling=chosen, reason=f"{reason}; shipped table")
-    refusal = eligibility.refusal(gpu.capability, dtype, head_dims, options, tensors)
+    by_name = implementation == "hopper"
+    refusal = eligibility.refusal(gpu.capability, dtype, head_dims, options, tensors, by_name)
     if refusal is None:
-        ordered = implementation == "hopper"
-        return Plan(tier="hopper", tiling=chosen, reason=gpu.name, ordered=ordered)
+        return Plan(
+            tier="hopper",
+            tiling=chosen,
+            reason=gpu.name,
+            ordered=by_name,
+            forward_only=eligibility.is_wide(head_dims),
+        )
     if implementation == "hopper":
         raise ValueError(f"implementation 'hopper' cannot run this: {refusal}")
     if refusal == triton_versions.refusal():
@@ -295,8 +308,10 @@ def explain(
     )
     lines = [f"tier: {plan.tier} ({plan.reason})"]
     if plan.tier == "hopper":
-        lines.append(describe_forward(query.shape[-1], query.shape[-2], resolved))
-    if plan.tier == "hopper" and (plan.ordered or not resolved.deterministic):
+        lines.append(
+            describe_forward((query.shape[-1], value.shape[-1]), query.shape[-2], resolved)
+        )
+    if plan.runs_hopper_backward(resolved):
         lines.append(describe_backward(query.shape[-1], resolved))
     elif plan.tiling is not None:
         kernels = {} if plan.tier == "hopper" else {"forward": plan.tiling.forward}

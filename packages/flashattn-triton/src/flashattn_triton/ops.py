@@ -223,7 +223,7 @@ def run_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`backward` by the tier of ``plan``."""
     lse = lse.contiguous()  # what was saved may come back with other strides
-    if plan.tier == "hopper" and (plan.ordered or not options.deterministic):
+    if plan.runs_hopper_backward(options):
         from flashattn_triton.hopper.backward import hopper_backward
 
         tensors = (query, key, value, out, lse, grad_out, grad_lse)

@@ -16,6 +16,8 @@ class ForwardConfig:
     keys: per tile.
     stages: tiles of K and of V that are in shared memory at a time.
     registers: of a consumer's thread.
+    parts: of equal width, into which tiles of Q and K are cut; widths of parts are powers of two.
+    q_slots: 2, so that the next tile of Q is loaded ahead, or 1: then the output takes its place.
     halves: of a tile on an aligned diagonal, the first of two consumers computes the half that its
         queries see.
     rounds: of all programs on one group of heads. With few, K and V of a group stay in L2; with
@@ -28,6 +30,8 @@ class ForwardConfig:
     keys: int
     stages: int
     registers: int
+    parts: int = 1
+    q_slots: int = 2
     halves: bool = False
     rounds: int = 0
     spills: int = 0
@@ -52,6 +56,8 @@ class BackwardConfig:
 
 _TWO = ForwardConfig(consumers=2, keys=128, stages=2, registers=240)
 _THREE = ForwardConfig(consumers=3, keys=128, stages=2, registers=160)
+_NARROW_VALUES = replace(_TWO, parts=3, q_slots=1)  # 192 columns of Q and K, 128 of V
+_WIDE = replace(_TWO, keys=64, q_slots=1)
 # Keys: width of tiles, whether there is a causal mask. Rows: up to how many queries, which shape.
 # Tiles of 128 queries leave less of the last tile empty than tiles of 192.
 FORWARD: dict[tuple[int, bool], tuple[tuple[float, ForwardConfig], ...]] = {
@@ -63,6 +69,10 @@ FORWARD: dict[tuple[int, bool], tuple[tuple[float, ForwardConfig], ...]] = {
     (64, False): ((1024, _TWO), (math.inf, _THREE)),
     (128, True): ((2048, replace(_TWO, rounds=2)), (math.inf, replace(_TWO, rounds=4))),
     (128, False): ((math.inf, _TWO),),
+    (192, True): ((math.inf, replace(_NARROW_VALUES, rounds=4)),),
+    (192, False): ((math.inf, _NARROW_VALUES),),
+    (256, True): ((math.inf, replace(_WIDE, rounds=4)),),
+    (256, False): ((math.inf, _WIDE),),
 }
 # Keys: width of tiles, whether there is a causal mask.
 BACKWARD = {
@@ -72,7 +82,12 @@ BACKWARD = {
     (128, False): BackwardConfig(queries=64, spills=0),
 }
 # Where a window has a left edge, whatever the mask. Keys: width of tiles.
-FORWARD_WINDOW = {64: replace(_TWO, rounds=2, spills=40), 128: replace(_TWO, rounds=2, spills=164)}
+FORWARD_WINDOW = {
+    64: replace(_TWO, rounds=2, spills=40),
+    128: replace(_TWO, rounds=2, spills=164),
+    192: replace(_NARROW_VALUES, rounds=2),
+    256: replace(_WIDE, rounds=2),
+}
 BACKWARD_WINDOW = {
     64: BackwardConfig(queries=128, spills=936),
     128: BackwardConfig(queries=64, spills=256),
@@ -84,12 +99,24 @@ def tile_width(head_dim: int) -> int:
     return 64 if head_dim <= 64 else 128
 
 
-def forward_config(head_dim: int, n_queries: int, options: AttentionOptions) -> ForwardConfig:
+def forward_widths(head_dims: tuple[int, int]) -> tuple[int, int]:
+    """Columns of the forward kernel's tiles: of Q and K, and of V and the output."""
+    head_dim, value_dim = head_dims
+    if max(head_dims) <= 128:
+        width = tile_width(max(head_dims))
+        return width, width
+    return (192, 128) if head_dim <= 192 and value_dim <= 128 else (256, 256)
+
+
+def forward_config(
+    head_dims: tuple[int, int], n_queries: int, options: AttentionOptions
+) -> ForwardConfig:
     """The shipped table's entry."""
     left, right = options.band
+    width, _ = forward_widths(head_dims)
     if left is not None:
-        return FORWARD_WINDOW[tile_width(head_dim)]
-    rows = FORWARD[tile_width(head_dim), right is not None]
+        return FORWARD_WINDOW[width]
+    rows = FORWARD[width, right is not None]
     return next(config for limit, config in rows if n_queries <= limit)
 
 
@@ -101,9 +128,9 @@ def backward_config(head_dim: int, options: AttentionOptions) -> BackwardConfig:
     return BACKWARD[tile_width(head_dim), right is not None]
 
 
-def describe_forward(head_dim: int, n_queries: int, options: AttentionOptions) -> str:
+def describe_forward(head_dims: tuple[int, int], n_queries: int, options: AttentionOptions) -> str:
     """The forward kernel's shape in words."""
-    config = forward_config(head_dim, n_queries, options)
+    config = forward_config(head_dims, n_queries, options)
     return (
         f"forward: {config.queries} queries x {config.keys} keys, {config.consumers} consumers "
         f"of 4 warps, {config.stages} stages"

@@ -15,6 +15,8 @@ CAPABILITY = (9, 0)
 # Tiles are 64 or 128 columns wide, and the TMA fills them up with zeros. It wants rows to
 # start at multiples of 16 bytes. Up to 32, the portable tier's tiles are narrower.
 HEAD_DIMS = range(40, 129, 8)
+# Of query, key and value, where one is above 128: the forward pass alone, and only by name.
+WIDE_HEAD_DIMS = range(40, 257, 8)
 DTYPES = (torch.float16, torch.bfloat16)
 # With tiles of 64 columns, the portable tier is faster on windows of fewer keys; see LOG.md.
 SHORTEST_NARROW_WINDOW = 1024
@@ -28,6 +30,7 @@ def refusal(
     head_dims: tuple[int, int],
     options: AttentionOptions,
     tensors: tuple[str, ...] = (),
+    by_name: bool = False,
 ) -> str | None:
     """Why not this kind of problem; None if it can be computed.
 
@@ -37,11 +40,14 @@ def refusal(
         head_dims: D of query and key, E of value.
         options: mask, window, scale, soft-cap.
         tensors: names of the tensors that change the softmax.
+        by_name: whether the caller insists on this tier.
     """
     if capability != CAPABILITY:
         return f"it needs compute capability 9.0, and this is {capability[0]}.{capability[1]}"
     if dtype not in DTYPES:
         return f"it takes float16 and bfloat16, and this is {str(dtype).removeprefix('torch.')}"
+    if by_name and is_wide(head_dims):
+        return _other_refusal(options, tensors)
     if head_dims[0] != head_dims[1]:
         return f"it takes one head_dim of query, key and value, and this is {head_dims}"
     if head_dims[0] not in HEAD_DIMS:
@@ -54,6 +60,15 @@ def refusal(
                 f"up to head_dim 64 it takes windows of at least {SHORTEST_NARROW_WINDOW} keys, "
                 f"and this is {keys}"
             )
+    return _other_refusal(options, tensors)
+
+
+def is_wide(head_dims: tuple[int, int]) -> bool:
+    """Whether there is only a forward kernel: the portable tier computes gradients."""
+    return max(head_dims) > 128 and all(x in WIDE_HEAD_DIMS for x in head_dims)
+
+
+def _other_refusal(options: AttentionOptions, tensors: tuple[str, ...]) -> str | None:
     others = [name for name in tensors if name != "sinks"]
     if others:
         return f"it takes no {' or '.join(others)}"

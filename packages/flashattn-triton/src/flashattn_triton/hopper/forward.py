@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashattn_triton.hopper.configs import forward_config, tile_width
+from flashattn_triton.hopper.configs import forward_config, forward_widths
 from flashattn_triton.hopper.forward_kernel import ROWS, hopper_forward_kernel
 from flashattn_triton.hopper.launch import FastLaunch, edges, packed_tile_map, tile_map
 from flashattn_triton.hopper.packed import (
@@ -42,19 +42,19 @@ def hopper_forward(
 
     Args:
         query: (B, H, N_q, D), or (1, H, T_q, D) of a packed batch; fp16 or bf16, D a multiple of 8
-            up to 128.
+            up to 256.
         key: (B, G, N_k, D), or (1, G, T_k, D).
-        value: as ``key``.
+        value: (B, G, N_k, E), E a multiple of 8 up to 256.
         options: mask, window and scale.
         packing: where packed sequences start; None for a dense batch.
         sinks: (H,), floating and contiguous, or None.
 
     Returns:
-        Output (B, H, N_q, D) in the inputs' dtype and logsumexp (B, H, N_q) in fp32.
+        Output (B, H, N_q, E) in the inputs' dtype and logsumexp (B, H, N_q) in fp32.
     """
     if packing is not None and (query.numel() == 0 or key.numel() == 0):
         # No descriptor can express these: there is nothing to compute, or no key to be seen.
-        out = empty_output(query, query.shape[3]).zero_()
+        out = empty_output(query, value.shape[3]).zero_()
         lse = empty_row_statistic(query).fill_(-float("inf"))
         return out, lse if sinks is None else lse.copy_(sinks[:, None])
     call = hopper_forward_call(query, key, value, options, packing, sinks)
@@ -111,7 +111,8 @@ def hopper_forward_call(
     sinks: Tensor | None = None,
 ) -> HopperForwardCall:
     """The call for inputs of these shapes, strides and types."""
-    shapes, strides = (query.shape, key.shape), (query.stride(), key.stride(), value.stride())
+    shapes = (query.shape, key.shape, value.shape)
+    strides = (query.stride(), key.stride(), value.stride())
     sizes = packed_sizes(packing)
     of_sinks = None if sinks is None else sinks.dtype
     return _forward_call(query.device, query.dtype, shapes, strides, options, sizes, of_sinks)
@@ -121,23 +122,24 @@ def hopper_forward_call(
 def _forward_call(
     device: torch.device,
     dtype: torch.dtype,
-    shapes: tuple[torch.Size, torch.Size],
+    shapes: tuple[torch.Size, torch.Size, torch.Size],
     strides: tuple[Strides, ...],
     options: AttentionOptions,
     sizes_and_equal: tuple[Sizes, bool] | None,
     sinks: torch.dtype | None,
 ) -> HopperForwardCall:
-    q_shape, k_shape = shapes
+    q_shape, k_shape, v_shape = shapes
     sizes, equal = sizes_and_equal or (None, False)
     packed = sizes is not None
     options = without_offset(options, equal)
-    (batch, heads, n_queries, head_dim), (_, kv_heads, n_keys, _) = shapes
+    (batch, heads, n_queries, _), (_, kv_heads, n_keys, _) = q_shape, k_shape
+    head_dims = (q_shape[3], v_shape[3])
     like = torch.empty_strided(q_shape, strides[0], dtype=dtype, device="meta")
-    out, lse = empty_output(like, head_dim), empty_row_statistic(like)
+    out, lse = empty_output(like, head_dims[1]), empty_row_statistic(like)
     left, right = options.band
     # Of packed sequences the kernel itself adds the difference of lengths.
     offset, width = edges(0, 0, options) if packed else edges(n_queries, n_keys, options)
-    config = forward_config(head_dim, n_queries if sizes is None else sizes[1], options)
+    config = forward_config(head_dims, n_queries if sizes is None else sizes[1], options)
     programs = multiprocessors(device)
     tiles_of_head = -(-n_queries // config.queries)
     tiles = None
@@ -169,6 +171,8 @@ def _forward_call(
     constants = {
         "CONSUMERS": config.consumers,
         "STAGES": config.stages,
+        "PARTS": config.parts,
+        "Q_SLOTS": config.q_slots,
         "REGISTERS": config.registers,
         "NEGATIVE": options.scale < 0,
         "SHIFTED": offset != 0 or (packed and options.bottom_right),
@@ -180,10 +184,14 @@ def _forward_call(
         "HAS_SINKS": sinks is not None,
     }
     map_of = packed_tile_map if packed else tile_map
-    width = tile_width(head_dim)
+    width, value_width = forward_widths(head_dims)
+    width //= config.parts
     query_block, key_block = [1, 1, ROWS.value, width], [1, 1, config.keys, width]
-    q_map, o_map = (map_of(q_shape, x, query_block, dtype) for x in (strides[0], out.stride()))
-    k_map, v_map = (map_of(k_shape, x, key_block, dtype) for x in strides[1:])
+    q_map = map_of(q_shape, strides[0], query_block, dtype)
+    k_map = map_of(k_shape, strides[1], key_block, dtype)
+    v_map = map_of(v_shape, strides[2], [1, 1, config.keys, value_width], dtype)
+    # In the place of Q, if there is no other, it is as wide as a part of Q.
+    o_map = map_of(out.shape, out.stride(), query_block, dtype)
     launch = FastLaunch(
         hopper_forward_kernel,
         min(n_tiles, programs),

@@ -15,7 +15,12 @@ Keys are walked from the last visible tile to the first, so that the tiles on th
 ragged tail come first and the loop over all others is without a mask. Rows past the end of a head
 are read as zeros and not written: the descriptors know where a head ends.
 
-Legend: B batch, H query heads, G key/value heads, N_q queries, N_k keys, D head_dim, S stages.
+Tiles have powers of two as widths. A head_dim of 192 is three PARTS of 64 columns that lie one
+after another in shared memory; Q·Kᵀ is the sum of their products. Where shared memory holds only
+one tile of Q, the output takes its place, and leaves before the next Q arrives.
+
+Legend: B batch, H query heads, G key/value heads, N_q queries, N_k keys, D head_dim of query and
+key, E of value.
 """
 
 from __future__ import annotations
@@ -54,6 +59,16 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
+def _load_parts(
+    descriptor, at, head, row, barrier, smem, tile, PARTS: gl.constexpr, PACKED: gl.constexpr
+):
+    """Loads all parts of one tile of Q or K."""
+    for part in gl.static_range(PARTS):
+        there = smem.index(tile * PARTS + part)
+        load_tile(descriptor, at, head, row, barrier, there, PACKED, part * smem.shape[2])
+
+
+@gluon.jit
 def _producer(
     descriptors,
     barriers,
@@ -74,9 +89,11 @@ def _producer(
     q_smem, k_smem, v_smem, _o_smem = buffers
     N_TILES, _N_QUERIES, _N_HEADS, HEADS_PER_KV, _GROUP = sizes
     KEYS: gl.constexpr = k_smem.shape[1]
-    D: gl.constexpr = k_smem.shape[2]
-    QUERY_BYTES: gl.constexpr = CONSUMERS * ROWS * D * 2
-    KEY_BYTES: gl.constexpr = KEYS * D * 2
+    PARTS: gl.constexpr = k_smem.shape[0] // STAGES
+    Q_SLOTS: gl.constexpr = q_smem.shape[0] // (CONSUMERS * PARTS)
+    QUERY_BYTES: gl.constexpr = CONSUMERS * ROWS * PARTS * k_smem.shape[2] * 2
+    KEY_BYTES: gl.constexpr = KEYS * PARTS * k_smem.shape[2] * 2
+    VALUE_BYTES: gl.constexpr = KEYS * v_smem.shape[2] * 2
     tiles_done = 0  # tiles of keys so far
     for round_index in range(n_rounds(N_TILES)):
         first_row, head, n_queries, own_band, q_at, k_at = tile_of_round(
@@ -85,23 +102,26 @@ def _producer(
         stop_row = min(first_row + CONSUMERS * ROWS, n_queries)
         start, stop = key_tiles(first_row, stop_row, own_band, KEYS, HAS_LEFT, is_causal, PACKED)
         kv_head = head // HEADS_PER_KV
-        q_slot = round_index % 2
-        mbarrier.wait(q_empty.index(q_slot), ((round_index // 2) & 1) ^ 1)
+        q_slot = round_index % Q_SLOTS
+        mbarrier.wait(q_empty.index(q_slot), ((round_index // Q_SLOTS) & 1) ^ 1)
         mbarrier.expect(q_full.index(q_slot), QUERY_BYTES)
         for c in gl.static_range(CONSUMERS):
             row = first_row + c * ROWS
-            q_tile = q_smem.index(q_slot * CONSUMERS + c)
-            load_tile(q_desc, q_at, head, row, q_full.index(q_slot), q_tile, PACKED)
+            q_tile = q_slot * CONSUMERS + c
+            _load_parts(
+                q_desc, q_at, head, row, q_full.index(q_slot), q_smem, q_tile, PARTS, PACKED
+            )
         for j in range(stop - start):
             first_key = (stop - 1 - j) * KEYS
             slot = tiles_done % STAGES
             phase = (tiles_done // STAGES) & 1
             mbarrier.wait(k_empty.index(slot), phase ^ 1)
             mbarrier.expect(k_full.index(slot), KEY_BYTES)
-            k_tile = k_smem.index(slot)
-            load_tile(k_desc, k_at, kv_head, first_key, k_full.index(slot), k_tile, PACKED)
+            _load_parts(
+                k_desc, k_at, kv_head, first_key, k_full.index(slot), k_smem, slot, PARTS, PACKED
+            )
             mbarrier.wait(v_empty.index(slot), phase ^ 1)
-            mbarrier.expect(v_full.index(slot), KEY_BYTES)
+            mbarrier.expect(v_full.index(slot), VALUE_BYTES)
             v_tile = v_smem.index(slot)
             load_tile(v_desc, k_at, kv_head, first_key, v_full.index(slot), v_tile, PACKED)
             tiles_done += 1
@@ -186,6 +206,40 @@ def _finite_max(row_max, BLIND_ROWS: gl.constexpr):
 
 
 @gluon.jit
+def _issue_scores(
+    q_smem, k_smem, q_tile, slot, PARTS: gl.constexpr, KEYS: gl.constexpr, SCORES: gl.constexpr
+):
+    """Starts Q·Kᵀ with the first KEYS keys of a tile, one product for each part."""
+    s = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
+    for part in gl.static_range(PARTS):
+        keys = k_smem.index(slot * PARTS + part).slice(0, KEYS, dim=0).permute((1, 0))
+        queries = q_smem.index(q_tile * PARTS + part)
+        s = warpgroup_mma(queries, keys, s, use_acc=part > 0, is_async=True)
+    return s
+
+
+@gluon.jit
+def _store_output(
+    out, descriptor, at, head, row, smem, tile, PARTS: gl.constexpr, PACKED: gl.constexpr
+):
+    """Stores 64 rows through shared memory, as wide as they are or in two parts."""
+    if PARTS == 1:
+        o_tile = smem.index(tile)
+        o_tile.store(out)
+        fence_async_shared()
+        store_tile(descriptor, at, head, row, o_tile, PACKED)
+    else:
+        halves = gl.reshape(out, [ROWS, 2, out.shape[1] // 2])
+        left, right = gl.split(gl.permute(halves, (0, 2, 1)))
+        smem.index(tile).store(left)
+        smem.index(tile + 1).store(right)
+        fence_async_shared()
+        store_tile(descriptor, at, head, row, smem.index(tile), PACKED)
+        COLUMN: gl.constexpr = out.shape[1] // 2
+        store_tile(descriptor, at, head, row, smem.index(tile + 1), PACKED, COLUMN)
+
+
+@gluon.jit
 def _pad_columns(x, LAYOUT: gl.constexpr):
     """(rows, columns) to (rows, 2 · columns), padded with zeros in registers of their own."""
     NARROW: gl.constexpr = x.type.layout
@@ -196,7 +250,7 @@ def _pad_columns(x, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _step(
-    q_tile,
+    q_tile,  # which of those in shared memory
     barriers,
     buffers,
     tiles_done,  # tiles of keys before this one, over all rows of this program
@@ -204,7 +258,7 @@ def _step(
     first_key,
     band,
     scale_log2,
-    acc,  # (ROWS, D) fp32
+    acc,  # (ROWS, E) fp32
     p,  # (ROWS, KEYS), P of the tile before
     row_max,  # (ROWS,) fp32, in units of log2
     row_sum,  # (ROWS,) fp32
@@ -220,8 +274,9 @@ def _step(
 ):
     """Q·Kᵀ of this tile and P·V of the one before, and the softmax of this one meanwhile."""
     _q_full, _q_empty, k_full, k_empty, v_full, v_empty = barriers
-    _q_smem, k_smem, v_smem, _o_smem = buffers
+    q_smem, k_smem, v_smem, _o_smem = buffers
     KEYS: gl.constexpr = k_smem.shape[1]
+    PARTS: gl.constexpr = k_smem.shape[0] // STAGES
     slot = tiles_done % STAGES
     phase = (tiles_done // STAGES) & 1
     before = (tiles_done - 1) % STAGES
@@ -229,10 +284,7 @@ def _step(
 
     mbarrier.wait(k_full.index(slot), phase)
     _scheduler_barrier_wait(CONSUMER)
-    nothing = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
-    s = warpgroup_mma(
-        q_tile, k_smem.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True
-    )
+    s = _issue_scores(q_smem, k_smem, q_tile, slot, PARTS, KEYS, SCORES)
     mbarrier.wait(v_full.index(before), phase_before)
     acc = warpgroup_mma(p, v_smem.index(before), acc, is_async=True)
     _scheduler_barrier_arrive(CONSUMER, CONSUMERS)
@@ -286,18 +338,20 @@ def _consumer(
     N_TILES, N_QUERIES, N_HEADS, _HEADS_PER_KV, _GROUP = sizes
     BLIND_ROWS: gl.constexpr = SHIFTED or HAS_LEFT or PACKED
     KEYS: gl.constexpr = k_smem.shape[1]
-    D: gl.constexpr = k_smem.shape[2]
+    E: gl.constexpr = v_smem.shape[2]
+    PARTS: gl.constexpr = k_smem.shape[0] // STAGES
+    O_PARTS: gl.constexpr = E // o_smem.shape[2]
+    Q_SLOTS: gl.constexpr = q_smem.shape[0] // (CONSUMERS * PARTS)
     DTYPE: gl.constexpr = k_smem.dtype
     WARPS: gl.constexpr = [gl.num_warps(), 1]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], WARPS, [16, KEYS, 16])
-    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], WARPS, [16, D, 16])
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], WARPS, [16, E, 16])
     PROBABILITIES: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
     # Of the tile on the diagonal, the first of two consumers sees the first half at most.
     FIRST_KEYS: gl.constexpr = KEYS // 2 if HALVED and CONSUMER == 0 else KEYS
     FIRST: gl.constexpr = gl.NVMMADistributedLayout([3, 0], WARPS, [16, FIRST_KEYS, 16])
     SCORE_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     OUTPUT_ROWS: gl.constexpr = gl.SliceLayout(1, OUTPUT)
-    o_tile = o_smem.index(CONSUMER)
     tiles_done = 0
     if CONSUMER == CONSUMERS - 1:
         _scheduler_barrier_arrive(CONSUMER, CONSUMERS)  # consumer 0 is first
@@ -323,14 +377,12 @@ def _consumer(
 
         # The last visible tile: nothing to multiply meanwhile, no maximum yet.
         slot = tiles_done % STAGES
-        q_slot = round_index % 2
-        q_tile = q_smem.index(q_slot * CONSUMERS + CONSUMER)
-        mbarrier.wait(q_full.index(q_slot), (round_index // 2) & 1)
+        q_slot = round_index % Q_SLOTS
+        q_tile = q_slot * CONSUMERS + CONSUMER
+        mbarrier.wait(q_full.index(q_slot), (round_index // Q_SLOTS) & 1)
         mbarrier.wait(k_full.index(slot), (tiles_done // STAGES) & 1)
         _scheduler_barrier_wait(CONSUMER)
-        nothing = gl.zeros([ROWS, FIRST_KEYS], gl.float32, FIRST)
-        first_keys = k_smem.index(slot).slice(0, FIRST_KEYS, dim=0)
-        s = warpgroup_mma(q_tile, first_keys.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        s = _issue_scores(q_smem, k_smem, q_tile, slot, PARTS, FIRST_KEYS, FIRST)
         _scheduler_barrier_arrive(CONSUMER, CONSUMERS)
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(k_empty.index(slot), count=1)
@@ -351,7 +403,7 @@ def _consumer(
             row_max = gl.convert_layout(row_max, SCORE_ROWS, assert_trivial=True)
             row_sum = gl.convert_layout(row_sum, SCORE_ROWS, assert_trivial=True)
         p = to_operand(exponentials, DTYPE, PROBABILITIES)
-        acc = gl.zeros([ROWS, D], gl.float32, OUTPUT)
+        acc = gl.zeros([ROWS, E], gl.float32, OUTPUT)
 
         # A diagonal that is not aligned to tiles crosses two of them, a window's left edge too.
         whole = 1
@@ -384,7 +436,8 @@ def _consumer(
                     NEGATIVE, BLIND_ROWS, HAS_LEFT, is_causal, True, SCORES,
                 )  # fmt: skip
         tiles_done += n_key_tiles
-        mbarrier.arrive(q_empty.index(q_slot), count=1)
+        if Q_SLOTS > 1:
+            mbarrier.arrive(q_empty.index(q_slot), count=1)
 
         slot = (tiles_done - 1) % STAGES
         mbarrier.wait(v_full.index(slot), ((tiles_done - 1) // STAGES) & 1)
@@ -400,16 +453,20 @@ def _consumer(
                 start - tile_start, tiles_done, barriers, CONSUMER, CONSUMERS, STAGES
             )
 
-        tma.store_wait(0)  # for the output of the tile before to have left
-        o_tile.store((acc * gl.expand_dims(normaliser, 1)).to(DTYPE))
-        fence_async_shared()
-        store_tile(o_desc, q_at, head, first_row, o_tile, PACKED)
+        if Q_SLOTS > 1:
+            tma.store_wait(0)  # for the output of the tile before to have left
+        out = (acc * gl.expand_dims(normaliser, 1)).to(DTYPE)
+        o_tile = CONSUMER if Q_SLOTS > 1 else CONSUMER * PARTS
+        _store_output(out, o_desc, q_at, head, first_row, o_smem, o_tile, O_PARTS, PACKED)
         rows = first_row + gl.arange(0, ROWS, SCORE_ROWS)
         if PACKED:
             l_row = head.to(gl.int64) * N_QUERIES + (q_at[0] - n_queries)
         else:
             l_row = (q_at[0] * N_HEADS + head).to(gl.int64) * N_QUERIES
         gl.store(L_ptr + l_row + rows, logsumexp, mask=rows < n_queries)
+        if Q_SLOTS == 1:  # the output lies in the place of Q
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index(q_slot), count=1)
     tma.store_wait(0)
     if CONSUMER == 0:
         _scheduler_barrier_wait(CONSUMER)  # for the last arrival, which nobody waited for
@@ -433,10 +490,10 @@ def _consumer(
     do_not_specialize_on_alignment=["sinks_ptr"],
 )
 def hopper_forward_kernel(
-    q_desc,  # (B, H, N_q, D), tiles of (ROWS, D)
-    k_desc,  # (B, G, N_k, D), tiles of (KEYS, D)
-    v_desc,
-    o_desc,
+    q_desc,  # (B, H, N_q, D), tiles of (ROWS, D / PARTS)
+    k_desc,  # (B, G, N_k, D), tiles of (KEYS, D / PARTS)
+    v_desc,  # (B, G, N_k, E), tiles of (KEYS, E)
+    o_desc,  # (B, H, N_q, E), tiles of (ROWS, E), or of (ROWS, E / 2)
     L_ptr,  # (B, H, N_q) fp32, contiguous
     tiles_ptr,  # the table of schedule.packed_tiles_kernel if PACKED, else None
     sinks_ptr,  # (H,) if HAS_SINKS, else None
@@ -451,6 +508,8 @@ def hopper_forward_kernel(
     scale_log2,
     CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
+    PARTS: gl.constexpr,
+    Q_SLOTS: gl.constexpr,
     REGISTERS: gl.constexpr,
     NEGATIVE: gl.constexpr,
     SHIFTED: gl.constexpr,
@@ -467,6 +526,7 @@ def hopper_forward_kernel(
     ``offset``: key index minus query index of the last key that a query sees, if ``is_causal``;
     ``SHIFTED`` if not 0. ``width``: how many keys before that one a query sees, if ``HAS_LEFT``.
     ``HALVED``: no query of the first of two consumers sees more than half of its last tile of keys.
+    ``Q_SLOTS``: 2, or 1 if the output takes the place of Q.
     ``scale_log2``: scale · log2(e), not 0; ``NEGATIVE`` is its sign.
     ``PACKED``: ``N_QUERIES`` and ``N_KEYS`` are the tokens of all sequences, ``offset`` does not
     count the difference of a sequence's lengths, which ``BOTTOM_RIGHT`` adds to it, and the table
@@ -474,21 +534,26 @@ def hopper_forward_kernel(
     """
     DTYPE: gl.constexpr = q_desc.dtype
     KEYS: gl.constexpr = k_desc.block_shape[-2]
-    D: gl.constexpr = k_desc.block_shape[-1]
-    Q_SMEM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], DTYPE)
-    KV_SMEM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D], DTYPE)
-    q_smem = gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, ROWS, D], Q_SMEM)
-    k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, D], KV_SMEM)
-    v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, D], KV_SMEM)
-    o_smem = gl.allocate_shared_memory(DTYPE, [CONSUMERS, ROWS, D], Q_SMEM)
+    WIDTH: gl.constexpr = k_desc.block_shape[-1]
+    E: gl.constexpr = v_desc.block_shape[-1]
+    Q_SMEM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], DTYPE)
+    K_SMEM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, WIDTH], DTYPE)
+    V_SMEM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, E], DTYPE)
+    q_smem = gl.allocate_shared_memory(DTYPE, [Q_SLOTS * CONSUMERS * PARTS, ROWS, WIDTH], Q_SMEM)
+    k_smem = gl.allocate_shared_memory(DTYPE, [STAGES * PARTS, KEYS, WIDTH], K_SMEM)
+    v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, E], V_SMEM)
+    if Q_SLOTS == 1:
+        o_smem = q_smem
+    else:
+        o_smem = gl.allocate_shared_memory(DTYPE, [CONSUMERS, ROWS, WIDTH], Q_SMEM)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for i in gl.static_range(2):
+    for i in gl.static_range(Q_SLOTS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=CONSUMERS)
     for i in gl.static_range(STAGES):

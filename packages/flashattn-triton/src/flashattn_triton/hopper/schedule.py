@@ -142,21 +142,21 @@ def entry_of_tile(tiles_ptr, tile):
 
 
 @gluon.jit
-def load_tile(descriptor, at, head, row, barrier, tile, PACKED: gl.constexpr):
+def load_tile(descriptor, at, head, row, barrier, tile, PACKED: gl.constexpr, COLUMN=0):
     """A tile from global to shared memory, from a row of a batch element or sequence ``at``."""
     if PACKED:
-        tma_load(descriptor, [END, at[0], head, at[1] + row, 0], barrier, tile)
+        tma_load(descriptor, [END, at[0], head, at[1] + row, COLUMN], barrier, tile)
     else:
-        tma_load(descriptor, [at[0], head, row, 0], barrier, tile)
+        tma_load(descriptor, [at[0], head, row, COLUMN], barrier, tile)
 
 
 @gluon.jit
-def store_tile(descriptor, at, head, row, tile, PACKED: gl.constexpr):
+def store_tile(descriptor, at, head, row, tile, PACKED: gl.constexpr, COLUMN=0):
     """A tile from shared to global memory."""
     if PACKED:
-        tma_store(descriptor, [END, at[0], head, at[1] + row, 0], tile)
+        tma_store(descriptor, [END, at[0], head, at[1] + row, COLUMN], tile)
     else:
-        tma_store(descriptor, [at[0], head, row, 0], tile)
+        tma_store(descriptor, [at[0], head, row, COLUMN], tile)
 
 
 # ---- forward: persistent programs ----------------------------------------------------------------

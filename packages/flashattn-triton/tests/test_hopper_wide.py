@@ -1,0 +1,147 @@
+"""The Hopper tier on heads wider than 128, for which it has a forward kernel only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flashattn_triton import explain, flash_attention, flash_attention_varlen, triton_versions
+
+pytestmark = pytest.mark.gpu
+
+#: Of query and key, and of value: tiles that are full, and such that the TMA fills up.
+HEAD_DIMS = [(256, 256), (192, 128), (136, 136), (136, 72), (184, 40), (72, 200), (248, 128)]
+SHIPPED = [(256, 256), (192, 128)]
+
+
+@pytest.fixture(autouse=True)
+def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skips where there is no such GPU; outputs are full of NaN beforehand."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    refusal = triton_versions.refusal()
+    if refusal is not None:
+        pytest.skip(refusal)
+    empty = torch.Tensor.new_empty_strided
+
+    def poisoned(self: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        return empty(self, *arguments, **keywords).fill_(float("nan"))
+
+    monkeypatch.setattr(torch.Tensor, "new_empty_strided", poisoned)
+
+
+def attend(case: Any) -> Any:
+    """Output and logsumexp by the Hopper tier."""
+    return lambda *tensors: flash_attention(
+        *tensors, **case.keywords, return_lse=True, implementation="hopper"
+    )
+
+
+@pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
+@pytest.mark.parametrize("causal", ["none", "top-left", "bottom-right"])
+def test_head_dims(
+    head_dims: tuple[int, int],
+    causal: str,
+    dense_case: Any,
+    make_inputs: Any,
+    assert_close_to_oracle: Any,
+) -> None:
+    """What lies past the last column, in the inputs' memory, is NaN; the portable tier's gradients
+    start from this tier's output and logsumexp."""
+    case = dense_case(2, (4, 2), 300, 411, head_dims, "fp16", causal=causal)
+    assert_close_to_oracle(attend(case), make_inputs(case, "cuda", "padded"))
+
+
+@pytest.mark.parametrize("head_dims", SHIPPED, ids=str)
+@pytest.mark.parametrize("causal", ["none", "top-left", "bottom-right"])
+@pytest.mark.parametrize(
+    ("heads", "n_queries", "n_keys"),
+    [
+        ((5, 5), 1, 4096),
+        ((2, 1), 4096, 1),
+        ((3, 3), 1000, 300),  # bottom-right: whole tiles of queries see no key
+        ((2, 2), 129, 128),
+        ((70, 10), 1100, 700),  # many tiles for each program, which reuse the place of Q
+    ],
+    ids=str,
+)
+def test_heads_and_lengths(
+    heads: tuple[int, int],
+    n_queries: int,
+    n_keys: int,
+    head_dims: tuple[int, int],
+    causal: str,
+    dense_case: Any,
+    make_inputs: Any,
+    assert_close_to_oracle: Any,
+) -> None:
+    case = dense_case(2, heads, n_queries, n_keys, head_dims, "bf16", causal=causal)
+    assert_close_to_oracle(attend(case), make_inputs(case, "cuda"))
+
+
+@pytest.mark.parametrize("head_dims", SHIPPED, ids=str)
+@pytest.mark.parametrize("lengths", [(700, 700), (1000, 300), (129, 64), (1, 500)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": (100, None)},
+        {"window": (200, 130)},
+        {"window": (0, 0)},
+        {"window": (63, None), "causal": "bottom-right"},
+        {"scale": -0.2, "causal": "top-left"},
+    ],
+    ids=str,
+)
+def test_windows_and_scales(
+    options: dict[str, Any],
+    lengths: tuple[int, int],
+    head_dims: tuple[int, int],
+    dense_case: Any,
+    make_inputs: Any,
+    assert_close_to_oracle: Any,
+) -> None:
+    case = dense_case(2, (4, 2), *lengths, head_dims, "bf16", **options)
+    assert_close_to_oracle(attend(case), make_inputs(case, "cuda"))
+
+
+@pytest.mark.parametrize("head_dims", [*SHIPPED, (168, 96)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": "bottom-right"}, {"window": (60, 30)}], ids=str)
+def test_packed_sequences(
+    options: dict[str, Any],
+    head_dims: tuple[int, int],
+    packed_case: Any,
+    make_inputs: Any,
+    assert_close_to_oracle: Any,
+) -> None:
+    sequences = ((1, 1), (300, 411), (0, 70), (129, 128), (65, 0), (700, 500))
+    case = packed_case((4, 2), sequences, head_dims, "bf16", **options)
+    cu_q, cu_k = case.cu_seqlens("cuda")
+
+    longest = [max(lengths) for lengths in zip(*sequences, strict=True)]
+
+    def attend_packed(*tensors: Any) -> Any:
+        return flash_attention_varlen(
+            *tensors, cu_q, cu_k, *longest,
+            **case.keywords, return_lse=True, implementation="hopper",
+        )  # fmt: skip
+
+    assert_close_to_oracle(attend_packed, make_inputs(case, "cuda"))
+
+
+@pytest.mark.parametrize("head_dims", SHIPPED, ids=str)
+def test_repetitions_are_bit_identical(head_dims: tuple[int, int]) -> None:
+    d, e = head_dims
+    q, k, v = (torch.randn(2, 16, 2000, x, device="cuda").bfloat16() for x in (d, d, e))
+    first = flash_attention(q, k, v, causal=True, implementation="hopper")
+    for _ in range(20):
+        again = flash_attention(q, k, v, causal=True, implementation="hopper")
+        assert torch.equal(again, first)
+
+
+def test_gradients_are_the_portable_tiers() -> None:
+    q = torch.empty(1, 2, 64, 256, device="cuda", dtype=torch.bfloat16)
+    text = explain(q, q, q, causal=True, implementation="hopper")
+    assert "forward: 128 queries x 64 keys, 2 consumers of 4 warps, 2 stages" in text
+    assert "2 consumers" not in text.split("forward:")[1].split("\n", 1)[1]
