@@ -19,6 +19,8 @@ STEPS, SAVE_EVERY, FAULTY_STEP = 6, 2, 3
 # and the imports of the first save take longer on a machine whose cores are busy.
 COLLECTIVE_TIMEOUT, BOUND = 10, 100
 
+IN_BACKWARD = "the (all-gather of parameters|reduce-scatter of gradients)"
+
 
 def die(*_args, **_kwargs):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -78,9 +80,11 @@ def uninterrupted(tmp_path_factory):
         ("forward", "die", "the all-gather of parameters"),
         pytest.param("forward", "stop", "the all-gather of parameters", marks=pytest.mark.nightly),
         ("forward", "fail", "the all-gather of parameters"),
-        ("backward", "die", "the (all-gather of parameters|reduce-scatter of gradients)"),
+        ("backward", "die", IN_BACKWARD),
+        pytest.param("backward", "fail", IN_BACKWARD, marks=pytest.mark.nightly),
         ("step", "die", "saving a checkpoint"),
         ("save", "die", "saving a checkpoint"),
+        pytest.param("save", "fail", "saving a checkpoint", marks=pytest.mark.nightly),
     ],
 )
 def test_restart_after_a_fault(where, fault, what, tmp_path, uninterrupted):
