@@ -53,10 +53,8 @@ def test_traceback_reaches_the_test() -> None:
 
 
 def test_hang_ends_at_the_timeout() -> None:
-    start = time.monotonic()
-    with pytest.raises(RanksFailed, match=r"rank 0 .* still running"):
-        run_ranks(hang_on_rank_0, 2, timeout=2)
-    assert time.monotonic() - start < 40
+    with pytest.raises(RanksFailed, match=r"rank 0 .* still running after 2 s"):
+        run_ranks(hang_on_rank_0, 2, timeout=2)  # it would sleep longer than a test may take
 
 
 @pytest.mark.parametrize("raises", [False, True], ids=["returns", "raises"])

@@ -36,6 +36,12 @@ def fail_on_last(rank, world_size, device):
     dist.barrier()
 
 
+def exit_on_last(rank, world_size, device):
+    if rank == world_size - 1:
+        raise SystemExit(0)
+    dist.barrier()
+
+
 def hang_on_last(rank, world_size, device):
     if rank == world_size - 1:
         time.sleep(600)

@@ -112,7 +112,7 @@ def test_the_deadline_kills_everything_the_call_started(calls: ModuleType, tmp_p
         outcome = call(calls.hangs_with_children, str(pids), folder=tmp_path, timeout_s=timeout_s)
         assert outcome.status == "timeout"
         assert outcome.error == f"still running after {timeout_s:g} s; killed"
-        assert outcome.seconds < timeout_s + 20
+        assert outcome.seconds < 250  # the call would sleep for 600
         if pids.exists():
             break
     assert all_end(int(pid) for pid in pids.read_text().split())

@@ -57,5 +57,5 @@ def test_every_fault(fault: str, wrapper: str, ranks: int) -> None:
 
 def test_the_suite_sees_torch_s_wrapper_diverge() -> None:
     """What the suite is there to find: torch's wrapper does not compare weights."""
-    found = suite.inject("has another learning rate", "torch DDP", 2)
+    found = suite.inject("has another learning rate", "torch DDP", 2, timeout_s=suite.HUNG_S)
     assert found.verdict == "silently diverged"

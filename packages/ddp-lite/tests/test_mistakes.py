@@ -25,7 +25,6 @@ from ddp_lite import (
     StepMismatchError,
 )
 from ddp_lite.checks import TORCH_ARGUMENTS
-from processes import free_port
 from ranks import run_ranks
 
 ALL = (NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP)
@@ -319,16 +318,20 @@ def test_a_detached_wrapper_does_not_train_silently() -> None:
     run_ranks(detached, 2)
 
 
-def store_host_stops(rank: int, world_size: int, port: int) -> tuple[str, float]:
+def store_host_stops(rank: int, world_size: int) -> tuple[str, float]:
     """Rank 0 hosts the TCPStore of a second process group and is stopped."""
+    timeout = timedelta(seconds=60)
+    port = torch.zeros(1, dtype=torch.int64)
+    if rank == 0:
+        store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout
+        )
+        port.fill_(store.port)
+    dist.broadcast(port, 0)
+    if rank == 1:
+        store = dist.TCPStore("127.0.0.1", int(port), is_master=False, timeout=timeout)
     dist.destroy_process_group()
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=30),
-    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     wrapped = BucketedDDP(mlp())
     loss_of(wrapped, rank).backward()
     pids = [peer.pid for peer in wrapped._step.peer_probe._peers]
@@ -347,8 +350,8 @@ def store_host_stops(rank: int, world_size: int, port: int) -> tuple[str, float]
 
 
 def test_a_stopped_store_host_is_named_in_bounded_time() -> None:
-    outcomes = run_ranks(store_host_stops, 2, free_port(), check=False)
+    outcomes = run_ranks(store_host_stops, 2, check=False)
     message, seconds = outcomes[1].value
     assert "is stopped" in message, message
     assert "the store could not be reached (no answer within 3 s)" in message, message
-    assert seconds < 40
+    assert seconds < 60

@@ -16,7 +16,7 @@ PORT = 29617
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, capture_output=True, text=True, check=False, timeout=20)
+    return subprocess.run(words, capture_output=True, text=True, check=False, timeout=100)
 
 
 @pytest.fixture

@@ -20,9 +20,9 @@ STEPS, SAVE_EVERY, KILLED_STEP = 8, 2, 5
 # Another world size sums the gradients of the same batch in another order (fp32).
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
-# A survivor learns of a rank's death from the broken connection, so seconds after it, long before
-# the process group's own timeout of a minute.
-BOUND = 20
+# A survivor learns of a rank's death from the broken connection: the process group's own timeout is
+# longer than the ranks may run.
+FAULTS = {"check": False, "collective_timeout": 600}
 
 
 def die(*_args, **_kwargs):
@@ -102,10 +102,9 @@ def uninterrupted(tmp_path_factory):
     ],
 )
 def test_restart_after_a_kill(where, what, tmp_path, uninterrupted):
-    survivor, killed = run_ranks(run, 2, str(tmp_path), where, check=False)
+    survivor, killed = run_ranks(run, 2, str(tmp_path), where, **FAULTS)
     assert killed.exitcode == -signal.SIGKILL
     assert survivor.error is not None
-    assert survivor.seconds - killed.seconds < BOUND
     assert re.search(rf"CollectiveError: .*{what}", survivor.error), survivor.error
 
     for outcome in run_ranks(run, 2, str(tmp_path), None, True):
@@ -140,8 +139,7 @@ def load_and_die(rank, world_size, folder, kind):
     [("checkpoint", "loading a checkpoint"), ("full state", "distributing state|exchange")],
 )
 def test_a_rank_killed_while_loading(kind, what, tmp_path):
-    survivor, killed = run_ranks(load_and_die, 2, str(tmp_path / "saved"), kind, check=False)
+    survivor, killed = run_ranks(load_and_die, 2, str(tmp_path / "saved"), kind, **FAULTS)
     assert killed.exitcode == -signal.SIGKILL
     assert survivor.ok, survivor.error
-    assert survivor.seconds - killed.seconds < BOUND
     assert re.search(what, survivor.value), survivor.value

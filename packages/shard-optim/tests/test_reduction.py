@@ -363,11 +363,11 @@ def check_killed(rank, world_size, where):
     ],
 )
 def test_a_killed_rank_ends_in_a_named_error(where, what):
-    survivor, killed = run_ranks(check_killed, 2, where, check=False)
+    # The launcher ends ranks before the group's timeout, so only the broken connection can tell.
+    survivor, killed = run_ranks(check_killed, 2, where, check=False, collective_timeout=600)
     assert killed.exitcode == -signal.SIGKILL
     assert survivor.error is not None
     assert re.search(rf"CollectiveError: .*{what}", survivor.error), survivor.error
-    assert survivor.seconds - killed.seconds < 20
 
 
 CHECKS = [

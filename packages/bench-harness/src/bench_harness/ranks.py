@@ -20,6 +20,7 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -27,7 +28,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -250,12 +251,13 @@ def _rank_main(
                 result = everyone
             (Path(folder) / f"done-{rank}").touch()
             return result
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - whatever it is, the rank has failed
             # Before the group is destroyed: that makes the peers fail too, with errors that would
             # otherwise be older than this one.
             report = {"time_ns": time.time_ns(), "traceback": traceback.format_exc()}
             (Path(folder) / f"error-{rank}").write_text(json.dumps(report), encoding="utf-8")
-            raise
+            # Any other exception would make torch leave a file in the folder for temporary files.
+            raise SystemExit(1) from None
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -321,10 +323,14 @@ def _held_lock(path: Path) -> Iterator[None]:
 
 
 def _end_with_launcher(folder: Path) -> None:
-    """Waits for the launcher's lock; whoever gets it has lost the launcher."""
-    with (folder / _LIFELINE).open("w") as file:
+    """Waits for the launcher's lock; whoever gets it has lost the launcher, and removes its folder.
+
+    A rank that finds no lock has come too late: the folder is gone already.
+    """
+    with suppress(FileNotFoundError), (folder / _LIFELINE).open("r+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        os.kill(os.getpid(), signal.SIGKILL)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _cores() -> int:
