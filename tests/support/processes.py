@@ -18,7 +18,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def all_end(pids: Iterable[int], *, within_s: float = 30.0) -> bool:
+def all_end(pids: Iterable[int], *, within_s: float = 60.0) -> bool:
     """Waits until none of the processes runs, and says whether that came true in time."""
     left = set(pids)
     deadline = time.monotonic() + within_s

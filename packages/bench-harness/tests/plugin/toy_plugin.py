@@ -86,7 +86,7 @@ class Toy(Experiment):
                     "broken": chosen.broken_report,
                     "label": f"toy {kind} {number}",
                 },
-                timeout_s=5.0 if kind == "hangs" else 60.0,
+                timeout_s=5.0 if kind == "hangs" else 200.0,
             )
             for number in range(chosen.repeats)
             for kind in chosen.kinds
@@ -121,7 +121,7 @@ class Toy(Experiment):
         if kind == "empty":
             return []
         if kind == "rank-dies":
-            launch(_last_rank_dies, 2, timeout_s=50)
+            launch(_last_rank_dies, 2, timeout_s=150)
         if kind == "noisy":
             folder = Path.cwd().parents[1].name  # of RUN/artifacts/CASE
             return [{"variant": "plain", "samples_ms": _noisy_ms(folder)}]
