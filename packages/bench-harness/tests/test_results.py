@@ -114,6 +114,11 @@ def test_published_rows_have_their_circumstances_and_true_labels(file: Path) -> 
             assert [row["variant"] for row in rows] == of.labels(variants)
 
 
+def test_every_published_cell_of_the_attention_grid_has_ten_samples() -> None:
+    for row in published.read(RESULTS / "flash.jsonl.gz"):
+        assert len(row["samples_ms"]) >= 10, (row["label"], row["variant"], row["sequence"])
+
+
 MEMORY = [
     (row["label"], row)
     for row in published.read(RESULTS / "sharding.jsonl")
