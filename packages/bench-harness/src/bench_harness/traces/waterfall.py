@@ -8,6 +8,7 @@ are the operators' own times.
 
 from __future__ import annotations
 
+import textwrap
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -100,7 +101,7 @@ def draw(waterfalls: Mapping[str, Mapping[str, float]]) -> Figure:
     """
     from bench_harness.report.plots import COLOURS, new_figure
 
-    figure, axes = new_figure(width=9, height=1.3 + 0.55 * len(waterfalls))
+    figure, axes = new_figure(width=9, height=1.3 + 0.6 * len(waterfalls))
     plot = axes[0, 0]
     colours = dict(zip(PARTS, (*COLOURS, "#bbbbbb"), strict=True))
     for place, (variant, parts) in enumerate(waterfalls.items()):
@@ -111,10 +112,11 @@ def draw(waterfalls: Mapping[str, Mapping[str, float]]) -> Figure:
                 place, width, 0.42, left=left, color=colours[part], label=None if place else part
             )
             left += width
-        plot.annotate(
-            variant, (0, place - 0.25), (2, 0), textcoords="offset points", va="bottom",
-            fontsize="small",
+        label = plot.annotate(
+            textwrap.fill(variant, 110), (0, place - 0.25), (2, 0), textcoords="offset points",
+            va="bottom", fontsize="small",
         )  # fmt: skip
+        label.set_in_layout(False)  # a long one must not narrow the bars
     plot.set_ylim(len(waterfalls) - 0.6, -0.8)
     plot.set_yticks([])
     plot.set_xlim(left=0)
