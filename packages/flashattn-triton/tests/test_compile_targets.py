@@ -68,11 +68,24 @@ TENSORS = [
     for request in requests(kind[0])
     if kind == (request["architecture"], request["head_dim"], request["dtype"])
 ]
+# With a bias alone and the tiles that were measured for it.
+WITH_BIAS = [
+    {
+        "architecture": 90,
+        "head_dim": head_dim,
+        "dtype": "bf16",
+        "tiling": tiling_for(232448, head_dim, torch.bfloat16, bias=True).pack(),
+        "options": {"causal": True},
+        "backward": False,
+        "tensors": ["bias"],
+    }
+    for head_dim in (64, 128)
+]
 COMPILING = Background(
     SCRIPT,
     [
         [x for a in part for x in requests(a)] + more
-        for part, more in (((90, 100, 80), TENSORS[:3]), ((86, 89, 120), TENSORS[3:]))
+        for part, more in (((90, 100, 80), TENSORS[:3] + WITH_BIAS), ((86, 89, 120), TENSORS[3:]))
     ],
 )
 
@@ -126,6 +139,24 @@ def test_registers_suffice(rows: list[dict[str, Any]]) -> None:
         kind = (row["architecture"], row["head_dim"], row["dtype"], row["kernel"])
         most = MORE_STACK.get((triton_versions.installed(), *kind), most)
         assert row["stack"] <= most, row
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_bias_leaves_as_many_warps_on_a_multiprocessor(rows: list[dict[str, Any]]) -> None:
+    """By registers (65,536 of them) and by shared memory (228 KB, 1 KB of each block reserved)."""
+
+    def warps(row: dict[str, Any]) -> int:
+        registers = -(-row["registers"] // 8) * 8 * 32 * row["warps"]
+        blocks: int = min(65536 // registers, 228 * 1024 // (row["shared"] + 1024))
+        return blocks * row["warps"]
+
+    forward = [r for r in rows if r["kernel"] == "flash_forward_kernel" and r["architecture"] == 90]
+    for head_dim in (64, 128):
+        kind = [r for r in forward if (r["head_dim"], r["dtype"]) == (head_dim, "bf16")]
+        [plain], [biased] = ([r for r in kind if r["tensors"] == t] for t in ([], ["bias"]))
+        assert biased["stack"] == 0, biased
+        assert warps(biased) >= warps(plain), (biased, plain)
 
 
 def test_one_version_serves_every_size_of_a_problem() -> None:

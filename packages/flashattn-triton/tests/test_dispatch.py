@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from flashattn_triton import Plan, Tiles, Tiling, choose, explain, flash_attention
-from flashattn_triton.configs import SMALLEST, TABLE, tiling_for
+from flashattn_triton.configs import FORWARD_WITH_BIAS, SMALLEST, TABLE, tiling_for
 from flashattn_triton.dispatch import GPU, check_tiling
 from flashattn_triton.options import resolve_options
 
@@ -103,6 +105,14 @@ def test_the_table_covers_everything(kilobytes: int, head_dim: int, dtype: torch
 def test_half_types_share_their_tiles() -> None:
     bf16 = tiling_for(232448, 64, torch.bfloat16)
     assert bf16 == tiling_for(232448, 64, torch.float16)
+
+
+def test_a_bias_changes_tiles_of_the_forward_pass_where_they_were_measured() -> None:
+    for kilobytes, width, itemsize in TABLE:
+        dtype = torch.bfloat16 if itemsize == 2 else torch.float32
+        plain, biased = (tiling_for(kilobytes * 1024, width, dtype, bias=b) for b in (False, True))
+        assert replace(biased, forward=plain.forward) == plain
+        assert (biased != plain) == ((kilobytes, width, itemsize) in FORWARD_WITH_BIAS)
 
 
 def test_explicit_tiling_gives_the_same_result() -> None:

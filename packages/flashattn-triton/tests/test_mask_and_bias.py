@@ -18,11 +18,12 @@ from flashattn_triton import (
     explain,
     flash_attention,
     flash_attention_varlen,
+    forward,
     ops,
 )
 from flashattn_triton.hopper import eligibility
 from flashattn_triton.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
-from flashattn_triton.launch import Packing
+from flashattn_triton.launch import Packing, TileView
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
 from flashattn_triton.options import AttentionOptions, resolve_options
 from flashattn_triton.score_tiles import Band
@@ -85,6 +86,37 @@ def test_kernels_fed_by_the_tma(
     tiling = Tiling(forward=tiles, key_pass=tiles, query_pass=tiles)
     inputs = make_inputs(case, DEVICE)
     assert_close_to_oracle(attend(inputs, implementation="triton", tiling=tiling), inputs)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"bias": "hqk", "causal": "top-left"},
+        {"bias": "bhqk", "causal": "bottom-right", "alibi": "batch", "softcap": 5.0},
+        {"bias": "qk", "alibi": "heads", "window": (20, 10), "scale": -0.2},
+    ],
+    ids=str,
+)
+def test_a_bias_fed_by_the_tma(
+    keywords: dict[str, Any],
+    dtype: str,
+    dense_case: Any,
+    make_inputs: Any,
+    assert_close_to_oracle: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its rows are aligned; queries and keys end within a tile."""
+    built = []
+    monkeypatch.setattr(forward, "TileView", lambda *given: built.append(given) or TileView(*given))
+    forward._forward_call.cache_clear()
+    case = dense_case(2, (2, 1), 35, 72, 16, dtype, **keywords)
+    tiles = Tiles(32, 32, 4, 2, use_tma=True)
+    tiling = Tiling(forward=tiles, key_pass=tiles, query_pass=tiles)
+    inputs = make_inputs(case, DEVICE)
+    assert_close_to_oracle(attend(inputs, implementation="triton", tiling=tiling), inputs)
+    own = (*[n if d in keywords["bias"] else 1 for d, n in zip("bh", (2, 2), strict=True)], 35, 72)
+    assert own in [tuple(shape) for shape, *_ in built]
 
 
 def test_tiled(tensor_case: Any, make_inputs: Any, assert_close_to_oracle: Any) -> None:

@@ -58,7 +58,7 @@ def calls(feature: str, inputs: list[Tensor], shapes: list[str]) -> dict[str, Ca
     elif feature == "bias":
         bias = torch.randn(1, HEADS, LENGTH, LENGTH, device="cuda", dtype=query.dtype)
     memory = describe_gpu(torch.cuda.current_device()).shared_memory
-    shipped = tiling_for(memory, head_dim, query.dtype)
+    shipped = tiling_for(memory, head_dim, query.dtype, bias=feature == "bias")
 
     def attend(tiles: Tiles) -> Tensor:
         out: Tensor = flash_attention(

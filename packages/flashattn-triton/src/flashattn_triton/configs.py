@@ -7,7 +7,7 @@ finds out. ``python -m flashattn_triton.tune`` measures a table for another GPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 import torch
 
@@ -180,22 +180,35 @@ TABLE = {
     (_SMALL, 128, 4): _tiling((32, 32, 4, 2), (32, 32, 8, 1), (32, 32, 8, 1)),
     (_SMALL, 256, 4): _tiling((32, 16, 4, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
 }
+# Forward with a bias, whose tiles need registers, room in shared memory and L2's bandwidth as well:
+# shapes that leave as many warps on a multiprocessor as there are without it.
+FORWARD_WITH_BIAS = {
+    (_LARGE, 64, 2): _tiles((128, 64, 8, 2, _TMA)),
+    (_LARGE, 128, 2): _tiles((64, 64, 4, 2, _TMA)),
+}
 # What is left when less shared memory than in any row is to be had.
 SMALLEST = _tiling((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1))
 # The interpreter pays per operation, not per element; small problems still make several tiles.
 INTERPRETER = _tiling((64, 64, 4, 1), (64, 64, 4, 1), (64, 64, 4, 1))
 
 
-def tiling_for(shared_memory: int, head_dim: int, dtype: torch.dtype) -> Tiling:
+def tiling_for(
+    shared_memory: int, head_dim: int, dtype: torch.dtype, *, bias: bool = False
+) -> Tiling:
     """The shipped table's entry.
 
     Args:
         shared_memory: bytes that one block may have.
         head_dim: the larger of D and E.
         dtype: of the inputs.
+        bias: whether there is an additive bias.
     """
     for kilobytes in (_LARGE, _MEDIUM, _SMALL):
         if shared_memory >= kilobytes * 1024:
             width = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
-            return TABLE[kilobytes, width, dtype.itemsize]
+            kind = (kilobytes, width, dtype.itemsize)
+            tiling = TABLE[kind]
+            if bias and kind in FORWARD_WITH_BIAS:
+                tiling = replace(tiling, forward=FORWARD_WITH_BIAS[kind])
+            return tiling
     return SMALLEST

@@ -124,7 +124,7 @@ def choose(
         if refusal is not None and implementation == "hopper":
             raise ValueError(f"implementation 'hopper' cannot run this: {refusal}")
         if refusal is not None:
-            return _portable_instead(*kind, refusal)
+            return _portable_instead(*kind, refusal, tensors)
     return plan
 
 
@@ -135,8 +135,9 @@ def _portable_instead(
     head_dims: tuple[int, int],
     options: AttentionOptions,
     refusal: str,
+    tensors: tuple[str, ...],
 ) -> Plan:
-    plan = _choose(device, dtype, head_dims, options, "triton", None)
+    plan = _choose(device, dtype, head_dims, options, "triton", None, tensors)
     return replace(plan, reason=f"{plan.reason}; not the Hopper tier: {refusal}")
 
 
@@ -180,7 +181,7 @@ def _choose(
     if tiling is not None:
         check_tiling(tiling, gpu, dtype)
         return Plan(tier="triton", tiling=tiling, reason=f"{reason}; tiling given by the caller")
-    chosen = tiling_for(gpu.shared_memory, max(head_dims), dtype)
+    chosen = tiling_for(gpu.shared_memory, max(head_dims), dtype, bias="bias" in tensors)
     if implementation == "triton":
         return Plan(tier="triton", tiling=chosen, reason=f"{reason}; shipped table")
     by_name = implementation == "hopper"

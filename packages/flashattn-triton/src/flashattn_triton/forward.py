@@ -57,14 +57,16 @@ from flashattn_triton.primitives import (
     CAUSAL_ALIBI,
     LN_2,
     LOG2_E,
-    add_bias,
     alibi_of_rows,
     dot,
+    key_positions,
     key_range,
+    load_bias,
     load_rows,
     loop_bound,
     packed_offsets,
     store_rows,
+    subtract_distances,
     tanh,
     tile_indices,
     tma_load,
@@ -97,7 +99,9 @@ def _attend(
     window_right,
     prefix,
     slope,
-    bias,
+    bias,  # a pointer to this head's, or if BIAS_TMA a descriptor of (1 or B, 1 or H, N_q, N_k)
+    bias_batch,
+    bias_head,
     stride_bq,
     stride_bk,
     n_queries,
@@ -114,6 +118,7 @@ def _attend(
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
     USE_TMA: tl.constexpr,
+    BIAS_TMA: tl.constexpr,
     is_causal: tl.constexpr,
     MASKED: tl.constexpr,
 ):
@@ -139,16 +144,34 @@ def _attend(
                     queries[:, None], (key_start + keys)[None, :], offset, n_keys, window_left,
                     window_right, prefix, HAS_LEFT, is_causal, HAS_PREFIX,
                 )  # fmt: skip
-            z = add_bias(
-                s * factor, queries[:, None], (key_start + keys)[None, :], offset, first_diagonal,
-                n_queries, n_keys, slope, bias, stride_bq, stride_bk, HAS_ALIBI, HAS_BIAS, MASKED,
-            )  # fmt: skip
+            # Scores have the bias's own units where there is one, so that adding it is one FMA.
+            unit: tl.constexpr = LOG2_E if HAS_BIAS else 1.0
+            in_unit: tl.constexpr = LN_2 if HAS_BIAS else 1.0
+            z = s * (factor * in_unit)
+            if HAS_ALIBI == CAUSAL_ALIBI:
+                positions = key_positions(key_start - first_diagonal, slope * in_unit, K_TILE_SIZE)
+                z += positions[None, :]
+            elif HAS_ALIBI:
+                z = subtract_distances(
+                    z, queries[:, None], (key_start + keys)[None, :], offset, first_diagonal,
+                    slope * in_unit,
+                )  # fmt: skip
+            if HAS_BIAS:
+                if BIAS_TMA:
+                    rows = [bias_batch, bias_head, first_diagonal - offset, key_start]
+                    added = bias.load(rows).reshape(queries.shape[0], K_TILE_SIZE)
+                else:
+                    added = load_bias(
+                        bias, queries[:, None], (key_start + keys)[None, :], n_queries, n_keys,
+                        stride_bq, stride_bk, MASKED,
+                    )  # fmt: skip
+                z += added.to(tl.float32)
             if MASKED:
                 z = tl.where(seen, z, float("-inf"))
-            new_max = tl.maximum(row_max, tl.max(z, 1))
+            new_max = tl.maximum(row_max, tl.max(z, 1) * unit)
             # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-            p = tl.exp2(z - shift[:, None])
+            p = tl.exp2(z * unit - shift[:, None])
         else:
             # factor >= 0, so the maximum commutes with it and the scale folds into the FMA.
             new_max = tl.maximum(row_max, tl.max(s, 1) * factor)
@@ -187,7 +210,7 @@ def flash_forward_kernel(
     cu_seqlens_q_ptr,  # (B + 1,) int32, or None for a dense batch
     cu_seqlens_k_ptr,
     slopes_ptr,  # (B, H) fp32, or None without ALiBi
-    bias_ptr,  # broadcast to (B, H, N_q, N_k), or None
+    bias_ptr,  # broadcast to (B, H, N_q, N_k), if BIAS_TMA a descriptor of it, or None
     prefix_ptr,  # (B,) int32, or None without a prefix
     sinks_ptr,  # (H,), or None without sinks
     stride_qb,
@@ -235,6 +258,7 @@ def flash_forward_kernel(
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
     USE_TMA: tl.constexpr,
+    BIAS_TMA: tl.constexpr,
     is_causal: tl.constexpr,
 ):
     """One query tile of one head. ``is_causal``: no key after diagonal + window_right is visible.
@@ -280,7 +304,11 @@ def flash_forward_kernel(
     slope = 0.0
     if HAS_ALIBI:
         slope = tl.load(slopes_ptr + batch * N_HEADS + head) * LOG2_E
-    if HAS_BIAS:
+    bias_batch, bias_head = batch, head
+    if BIAS_TMA:  # of a dimension that shares the bias there is one element
+        bias_batch = tl.where(stride_bb == 0, 0, batch)
+        bias_head = tl.where(stride_bh == 0, 0, head)
+    elif HAS_BIAS:
         bias_ptr += b * stride_bb + h * stride_bh
 
     start, full_start, full_stop, stop = key_range(
@@ -313,27 +341,27 @@ def flash_forward_kernel(
             start, tl.minimum(full_start, stop),
             queries, query_start + offset, keys, columns, value_columns, offset, N_KEYS,
             window_left, window_right,
-            prefix, slope, bias_ptr, stride_bq, stride_bk, N_QUERIES, scale_log2, softcap,
-            D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI, HAS_BIAS,
-        PRECISION, INTERPRETED, USE_TMA, is_causal, True,
+            prefix, slope, bias_ptr, bias_batch, bias_head, stride_bq, stride_bk, N_QUERIES,
+            scale_log2, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI,
+            HAS_BIAS, PRECISION, INTERPRETED, USE_TMA, BIAS_TMA, is_causal, True,
         )  # fmt: skip
     acc, row_sum, row_max = _attend(
         acc, row_sum, row_max, q, K_ptr, V_ptr, batch, kv_head, stride_kk, stride_vk,
         full_start, full_stop,
         queries, query_start + offset, keys, columns, value_columns, offset, N_KEYS,
         window_left, window_right,
-        prefix, slope, bias_ptr, stride_bq, stride_bk, N_QUERIES, scale_log2, softcap,
-        D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI, HAS_BIAS,
-        PRECISION, INTERPRETED, USE_TMA, is_causal, False,
+        prefix, slope, bias_ptr, bias_batch, bias_head, stride_bq, stride_bk, N_QUERIES,
+        scale_log2, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI,
+        HAS_BIAS, PRECISION, INTERPRETED, USE_TMA, BIAS_TMA, is_causal, False,
     )  # fmt: skip
     acc, row_sum, row_max = _attend(
         acc, row_sum, row_max, q, K_ptr, V_ptr, batch, kv_head, stride_kk, stride_vk,
         tl.maximum(full_start, full_stop), stop,
         queries, query_start + offset, keys, columns, value_columns, offset, N_KEYS,
         window_left, window_right,
-        prefix, slope, bias_ptr, stride_bq, stride_bk, N_QUERIES, scale_log2, softcap,
-        D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI, HAS_BIAS,
-        PRECISION, INTERPRETED, USE_TMA, is_causal, True,
+        prefix, slope, bias_ptr, bias_batch, bias_head, stride_bq, stride_bk, N_QUERIES,
+        scale_log2, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI,
+        HAS_BIAS, PRECISION, INTERPRETED, USE_TMA, BIAS_TMA, is_causal, True,
     )  # fmt: skip
 
     # A row that saw no key, nor a sink, has sum 0: output 0 / 1, logsumexp -inf + log2(1).
@@ -409,6 +437,8 @@ def forward_call(
     mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
 ) -> ForwardCall:
     """The call for inputs of these shapes, strides and types; their last stride is 1."""
+    bias, scores = mask_and_bias.bias, (query.shape[2], key.shape[2])
+    use_tma = tiles.use_tma and packing is None and can_use_tma(key) and can_use_tma(value)
     return _forward_call(
         query.device,
         query.dtype,
@@ -419,7 +449,8 @@ def forward_call(
         dot_precision(query.dtype),
         None if packing is None else packing.sizes,
         mask_and_bias.kind,
-        tiles.use_tma and packing is None and can_use_tma(key) and can_use_tma(value),
+        use_tma,
+        use_tma and bias is not None and bias.shape[2:] == scores and can_use_tma(bias),
     )
 
 
@@ -435,6 +466,7 @@ def _forward_call(
     sizes: Sizes | None,
     kind: MaskAndBiasKind,
     use_tma: bool,
+    bias_tma: bool,
 ) -> ForwardCall:
     like = torch.empty_strided(shapes[0], strides[0], dtype=dtype, device="meta")
     out, logsumexp = empty_output(like, shapes[2][3]), empty_row_statistic(like)
@@ -466,6 +498,7 @@ def _forward_call(
         "PRECISION": precision,
         "INTERPRETED": not isinstance(flash_forward_kernel, triton.JITFunction),
         "USE_TMA": use_tma,
+        "BIAS_TMA": bias_tma,
         **option_constants(options),
         **kind.constants,
         **alibi_constant(options, kind),
@@ -480,6 +513,12 @@ def _forward_call(
             TileView(shapes[2], strides[2], v_block),
         )
         views = [None, k_view, v_view]
+    if bias_tma:
+        own_strides = [stride or 0 for stride in kind.bias_strides]
+        full = (batch, heads, n_queries, n_keys)
+        own = [n if stride else 1 for n, stride in zip(full, own_strides, strict=True)]
+        bias_view = TileView(own, own_strides, [1, 1, tiles.queries, tiles.keys])
+        views = [*views, *(None,) * 5, bias_view]
     launch = Launch(
         flash_forward_kernel,
         device,

@@ -174,16 +174,57 @@ def visible(
 
 
 @triton.jit
+def key_positions(first, slope, N: tl.constexpr):
+    """(N,) ALiBi's term of neighbouring keys, the first of them ``first`` positions from the base.
+
+    As sums of one part for each eight keys and one for the place among them: that is one
+    multiply-add for each key, where positions as integers need to be converted.
+    """
+    places = slope * (tl.arange(0, 8) + first).to(tl.float32)
+    eights = tl.arange(0, N // 8).to(tl.float32) * 8.0
+    return (slope * eights[:, None] + places[None, :]).reshape(N)
+
+
+@triton.jit
+def subtract_distances(z, queries, keys, offset, base, slope):
+    """``z``, less ``slope`` for each position from the diagonal, in either direction.
+
+    Positions are measured from ``base``, a key near those that count, which keeps them small.
+    """
+    diagonal = (queries + (offset - base)).to(tl.float32)
+    return z - slope * tl.abs(diagonal - (keys - base).to(tl.float32))
+
+
+@triton.jit
+def load_bias(
+    bias,  # a pointer to this head's, any of the dtypes of inputs
+    queries,
+    keys,
+    n_queries,
+    n_keys,
+    stride_bq,
+    stride_bk,
+    MASKED: tl.constexpr,
+):
+    """The bias of a tile. Queries may lie past the end; keys only in a MASKED tile."""
+    inside = queries < n_queries
+    if MASKED:
+        inside = inside & (keys < n_keys)
+    pointers = bias + queries.to(tl.int64) * stride_bq + keys.to(tl.int64) * stride_bk
+    return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
 def add_bias(
     z,  # scores in units of log2
     queries,
     keys,
     offset,
-    base,  # a key near those that count: positions are measured from there, which keeps them small
+    base,  # a key near those that count
     n_queries,
     n_keys,
     slope,  # ALiBi's for this head, in units of log2
-    bias,  # a pointer to this head's, any of the dtypes of inputs
+    bias,
     stride_bq,
     stride_bk,
     HAS_ALIBI: tl.constexpr,
@@ -193,21 +234,15 @@ def add_bias(
     """``z``, less ``slope`` for each position from the diagonal, plus the bias of its elements.
 
     If HAS_ALIBI is :data:`CAUSAL_ALIBI`, what :func:`alibi_of_rows` returns is left out, which is
-    the same for all keys of a row. ``queries`` and ``keys`` are broadcast to ``z``. Queries may lie
-    past the end; keys only in a MASKED tile.
+    the same for all keys of a row. ``queries`` and ``keys`` are broadcast to ``z``.
     """
     if HAS_ALIBI == CAUSAL_ALIBI:
         z += slope * (keys - base).to(tl.float32)
     elif HAS_ALIBI:
-        z -= slope * tl.abs(
-            (queries + (offset - base)).to(tl.float32) - (keys - base).to(tl.float32)
-        )
+        z = subtract_distances(z, queries, keys, offset, base, slope)
     if HAS_BIAS:
-        inside = queries < n_queries
-        if MASKED:
-            inside = inside & (keys < n_keys)
-        pointers = bias + queries.to(tl.int64) * stride_bq + keys.to(tl.int64) * stride_bk
-        z += tl.load(pointers, mask=inside, other=0.0).to(tl.float32) * LOG2_E
+        added = load_bias(bias, queries, keys, n_queries, n_keys, stride_bq, stride_bk, MASKED)
+        z += added.to(tl.float32) * LOG2_E
     return z
 
 
