@@ -1,0 +1,97 @@
+"""Why the ranks of a group cannot copy between their GPUs, on a machine without GPUs."""
+
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from ddp_lite import peer_memory
+from ddp_lite.errors import Peer
+from ddp_lite.peer import PeerCopyAverage, PeerMemory, choose_communication
+from ddp_lite.peer_memory import SharedMemory
+
+HERE, THERE = "host-a", "host-b"
+
+
+class TwoRanks:
+    """A group of which this process is rank 0."""
+
+    group_name = "two"
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
+    """Host and GPU of each rank, which a test may change; rank 0 sees the GPUs "0" and "1"."""
+    found: list[tuple[str, str | None]] = [(HERE, "0"), (HERE, "1")]
+    here = replace(Peer.here(), host=HERE)
+
+    def gathered(value: Any, group: object) -> list[Any]:
+        # The first call tells host and GPU; the second, which GPUs a rank does not reach.
+        return found if value == [HERE, "0"] else [value, []]
+
+    monkeypatch.setattr(peer_memory, "all_gather_json", gathered)
+    monkeypatch.setattr(peer_memory, "backend_for", lambda *_: "nccl")
+    monkeypatch.setattr(Peer, "here", lambda: here)
+    gpus = {
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "device_count": lambda: 2,
+        "get_device_properties": lambda index: SimpleNamespace(uuid=str(index)),
+        "can_device_access_peer": lambda mine, other: True,
+    }
+    for name, function in gpus.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    return found
+
+
+def test_large_messages_between_gpus_of_one_host_are_copied(ranks: list[Any]) -> None:
+    assert choose_communication(cast(Any, TwoRanks()), 2**30).name == "peer-copy"
+    assert choose_communication(cast(Any, TwoRanks()), 2**20).name == "nccl"
+
+
+@pytest.mark.parametrize(
+    ("second", "reason"),
+    [
+        ((THERE, "1"), r"ranks on 2 hosts \(host-a, host-b\)"),
+        ((HERE, "0"), "2 ranks on 1 GPUs"),
+        ((HERE, None), "2 ranks without a GPU for each"),
+        ((HERE, "7"), "rank 0 without access to the GPU of rank 1"),
+    ],
+)
+def test_what_keeps_ranks_from_copying(
+    ranks: list[Any], second: tuple[str, str | None], reason: str
+) -> None:
+    """The choice falls on NCCL and says why; memory that is asked for by name is refused."""
+    ranks[1] = second
+    choice = choose_communication(cast(Any, TwoRanks()), 2**30)
+    assert choice.name == "nccl"
+    assert re.search(reason, choice.reason)
+    with pytest.raises(ValueError, match=rf"with peer access, but got {reason}\. Use NCCL"):
+        PeerMemory(cast(Any, TwoRanks()))
+
+
+def test_gpus_without_access_to_each_other(
+    ranks: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda mine, other: mine == other)
+    choice = choose_communication(cast(Any, TwoRanks()), 2**30)
+    assert str(choice) == "nccl: the group is rank 0 without access to the GPU of rank 1"
+
+
+def test_a_hook_of_another_group_is_refused() -> None:
+    memory = SimpleNamespace(group=TwoRanks(), row_bytes=256)
+    hook = PeerCopyAverage(cast(SharedMemory, memory))
+    other = TwoRanks()
+    other.group_name = "other"
+    bucket: Any = SimpleNamespace(process_group=other, parameters=())
+    with pytest.raises(ValueError, match=r"it is for two \(2 ranks\) and the wrapper's is other"):
+        hook.reduce_gradients(bucket, [])
