@@ -72,7 +72,7 @@ FORWARD: dict[tuple[int, bool], tuple[tuple[float, ForwardConfig], ...]] = {
     (192, True): ((math.inf, replace(_NARROW_VALUES, rounds=4)),),
     (192, False): ((math.inf, _NARROW_VALUES),),
     (256, True): ((math.inf, replace(_WIDE, rounds=4)),),
-    (256, False): ((math.inf, _WIDE),),
+    (256, False): ((math.inf, replace(_WIDE, spills=48)),),
 }
 # Keys: width of tiles, whether there is a causal mask.
 BACKWARD = {
@@ -85,8 +85,8 @@ BACKWARD = {
 FORWARD_WINDOW = {
     64: replace(_TWO, rounds=2, spills=40),
     128: replace(_TWO, rounds=2, spills=164),
-    192: replace(_NARROW_VALUES, rounds=2),
-    256: replace(_WIDE, rounds=2),
+    192: replace(_NARROW_VALUES, rounds=2, spills=380),
+    256: replace(_WIDE, rounds=2, spills=240),
 }
 BACKWARD_WINDOW = {
     64: BackwardConfig(queries=128, spills=936),

@@ -15,7 +15,8 @@ CAPABILITY = (9, 0)
 # Tiles are 64 or 128 columns wide, and the TMA fills them up with zeros. It wants rows to
 # start at multiples of 16 bytes. Up to 32, the portable tier's tiles are narrower.
 HEAD_DIMS = range(40, 129, 8)
-# Of query, key and value, where one is above 128: the forward pass alone, and only by name.
+# Of query, key and value, where one is above 128: the forward pass alone, and only by name, because
+# it has not been timed.
 WIDE_HEAD_DIMS = range(40, 257, 8)
 DTYPES = (torch.float16, torch.bfloat16)
 # With tiles of 64 columns, the portable tier is faster on windows of fewer keys; see LOG.md.

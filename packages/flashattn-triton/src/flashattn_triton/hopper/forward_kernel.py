@@ -59,7 +59,7 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def _load_parts(
+def _load(
     descriptor, at, head, row, barrier, smem, tile, PARTS: gl.constexpr, PACKED: gl.constexpr
 ):
     """Loads all parts of one tile of Q or K."""
@@ -108,18 +108,14 @@ def _producer(
         for c in gl.static_range(CONSUMERS):
             row = first_row + c * ROWS
             q_tile = q_slot * CONSUMERS + c
-            _load_parts(
-                q_desc, q_at, head, row, q_full.index(q_slot), q_smem, q_tile, PARTS, PACKED
-            )
+            _load(q_desc, q_at, head, row, q_full.index(q_slot), q_smem, q_tile, PARTS, PACKED)
         for j in range(stop - start):
             first_key = (stop - 1 - j) * KEYS
             slot = tiles_done % STAGES
             phase = (tiles_done // STAGES) & 1
             mbarrier.wait(k_empty.index(slot), phase ^ 1)
             mbarrier.expect(k_full.index(slot), KEY_BYTES)
-            _load_parts(
-                k_desc, k_at, kv_head, first_key, k_full.index(slot), k_smem, slot, PARTS, PACKED
-            )
+            _load(k_desc, k_at, kv_head, first_key, k_full.index(slot), k_smem, slot, PARTS, PACKED)
             mbarrier.wait(v_empty.index(slot), phase ^ 1)
             mbarrier.expect(v_full.index(slot), VALUE_BYTES)
             v_tile = v_smem.index(slot)
@@ -206,15 +202,22 @@ def _finite_max(row_max, BLIND_ROWS: gl.constexpr):
 
 
 @gluon.jit
+def _parts_of(smem, tile, PARTS: gl.constexpr):
+    """The parts of one tile of Q, of which there are one or three."""
+    if PARTS == 1:
+        return (smem.index(tile),)
+    return smem.index(3 * tile), smem.index(3 * tile + 1), smem.index(3 * tile + 2)
+
+
+@gluon.jit
 def _issue_scores(
-    q_smem, k_smem, q_tile, slot, PARTS: gl.constexpr, KEYS: gl.constexpr, SCORES: gl.constexpr
+    q_parts, k_smem, slot, PARTS: gl.constexpr, KEYS: gl.constexpr, SCORES: gl.constexpr
 ):
     """Starts Q·Kᵀ with the first KEYS keys of a tile, one product for each part."""
     s = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
     for part in gl.static_range(PARTS):
         keys = k_smem.index(slot * PARTS + part).slice(0, KEYS, dim=0).permute((1, 0))
-        queries = q_smem.index(q_tile * PARTS + part)
-        s = warpgroup_mma(queries, keys, s, use_acc=part > 0, is_async=True)
+        s = warpgroup_mma(q_parts[part], keys, s, use_acc=part > 0, is_async=True)
     return s
 
 
@@ -224,19 +227,15 @@ def _store_output(
 ):
     """Stores 64 rows through shared memory, as wide as they are or in two parts."""
     if PARTS == 1:
-        o_tile = smem.index(tile)
-        o_tile.store(out)
-        fence_async_shared()
-        store_tile(descriptor, at, head, row, o_tile, PACKED)
+        parts = (out,)
     else:
-        halves = gl.reshape(out, [ROWS, 2, out.shape[1] // 2])
-        left, right = gl.split(gl.permute(halves, (0, 2, 1)))
-        smem.index(tile).store(left)
-        smem.index(tile + 1).store(right)
-        fence_async_shared()
-        store_tile(descriptor, at, head, row, smem.index(tile), PACKED)
-        COLUMN: gl.constexpr = out.shape[1] // 2
-        store_tile(descriptor, at, head, row, smem.index(tile + 1), PACKED, COLUMN)
+        halves = gl.reshape(out, [ROWS, 2, smem.shape[2]])
+        parts = gl.split(gl.permute(halves, (0, 2, 1)))
+    for part in gl.static_range(PARTS):
+        smem.index(tile + part).store(parts[part])
+    fence_async_shared()
+    for part in gl.static_range(PARTS):
+        store_tile(descriptor, at, head, row, smem.index(tile + part), PACKED, part * smem.shape[2])
 
 
 @gluon.jit
@@ -250,7 +249,7 @@ def _pad_columns(x, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _step(
-    q_tile,  # which of those in shared memory
+    q_parts,
     barriers,
     buffers,
     tiles_done,  # tiles of keys before this one, over all rows of this program
@@ -274,7 +273,7 @@ def _step(
 ):
     """Q·Kᵀ of this tile and P·V of the one before, and the softmax of this one meanwhile."""
     _q_full, _q_empty, k_full, k_empty, v_full, v_empty = barriers
-    q_smem, k_smem, v_smem, _o_smem = buffers
+    _q_smem, k_smem, v_smem, _o_smem = buffers
     KEYS: gl.constexpr = k_smem.shape[1]
     PARTS: gl.constexpr = k_smem.shape[0] // STAGES
     slot = tiles_done % STAGES
@@ -284,7 +283,7 @@ def _step(
 
     mbarrier.wait(k_full.index(slot), phase)
     _scheduler_barrier_wait(CONSUMER)
-    s = _issue_scores(q_smem, k_smem, q_tile, slot, PARTS, KEYS, SCORES)
+    s = _issue_scores(q_parts, k_smem, slot, PARTS, KEYS, SCORES)
     mbarrier.wait(v_full.index(before), phase_before)
     acc = warpgroup_mma(p, v_smem.index(before), acc, is_async=True)
     _scheduler_barrier_arrive(CONSUMER, CONSUMERS)
@@ -378,11 +377,11 @@ def _consumer(
         # The last visible tile: nothing to multiply meanwhile, no maximum yet.
         slot = tiles_done % STAGES
         q_slot = round_index % Q_SLOTS
-        q_tile = q_slot * CONSUMERS + CONSUMER
+        q_parts = _parts_of(q_smem, q_slot * CONSUMERS + CONSUMER, PARTS)
         mbarrier.wait(q_full.index(q_slot), (round_index // Q_SLOTS) & 1)
         mbarrier.wait(k_full.index(slot), (tiles_done // STAGES) & 1)
         _scheduler_barrier_wait(CONSUMER)
-        s = _issue_scores(q_smem, k_smem, q_tile, slot, PARTS, FIRST_KEYS, FIRST)
+        s = _issue_scores(q_parts, k_smem, slot, PARTS, FIRST_KEYS, FIRST)
         _scheduler_barrier_arrive(CONSUMER, CONSUMERS)
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(k_empty.index(slot), count=1)
@@ -416,7 +415,7 @@ def _consumer(
             whole = min(max(stop - last_whole, 1), n_key_tiles)
             for j in range(1, whole):
                 acc, p, row_max, row_sum = _step(
-                    q_tile, barriers, buffers, tiles_done + j, first_row, first_key - j * KEYS,
+                    q_parts, barriers, buffers, tiles_done + j, first_row, first_key - j * KEYS,
                     own_band, scale_log2, acc, p, row_max, row_sum, CONSUMER, CONSUMERS, STAGES,
                     NEGATIVE, BLIND_ROWS, HAS_LEFT, is_causal, True, SCORES,
                 )  # fmt: skip
@@ -424,14 +423,14 @@ def _consumer(
             whole_stop = min(max(stop - first_whole, whole), n_key_tiles)
         for j in range(whole, whole_stop):
             acc, p, row_max, row_sum = _step(
-                q_tile, barriers, buffers, tiles_done + j, first_row, first_key - j * KEYS,
+                q_parts, barriers, buffers, tiles_done + j, first_row, first_key - j * KEYS,
                 own_band, scale_log2, acc, p, row_max, row_sum, CONSUMER, CONSUMERS, STAGES,
                 NEGATIVE, BLIND_ROWS, HAS_LEFT, is_causal, False, SCORES,
             )  # fmt: skip
         if HAS_LEFT:
             for j in range(whole_stop, n_key_tiles):
                 acc, p, row_max, row_sum = _step(
-                    q_tile, barriers, buffers, tiles_done + j, first_row, first_key - j * KEYS,
+                    q_parts, barriers, buffers, tiles_done + j, first_row, first_key - j * KEYS,
                     own_band, scale_log2, acc, p, row_max, row_sum, CONSUMER, CONSUMERS, STAGES,
                     NEGATIVE, BLIND_ROWS, HAS_LEFT, is_causal, True, SCORES,
                 )  # fmt: skip
@@ -456,7 +455,7 @@ def _consumer(
         if Q_SLOTS > 1:
             tma.store_wait(0)  # for the output of the tile before to have left
         out = (acc * gl.expand_dims(normaliser, 1)).to(DTYPE)
-        o_tile = CONSUMER if Q_SLOTS > 1 else CONSUMER * PARTS
+        o_tile = CONSUMER * PARTS
         _store_output(out, o_desc, q_at, head, first_row, o_smem, o_tile, O_PARTS, PACKED)
         rows = first_row + gl.arange(0, ROWS, SCORE_ROWS)
         if PACKED:
@@ -542,10 +541,9 @@ def hopper_forward_kernel(
     q_smem = gl.allocate_shared_memory(DTYPE, [Q_SLOTS * CONSUMERS * PARTS, ROWS, WIDTH], Q_SMEM)
     k_smem = gl.allocate_shared_memory(DTYPE, [STAGES * PARTS, KEYS, WIDTH], K_SMEM)
     v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, E], V_SMEM)
-    if Q_SLOTS == 1:
-        o_smem = q_smem
-    else:
-        o_smem = gl.allocate_shared_memory(DTYPE, [CONSUMERS, ROWS, WIDTH], Q_SMEM)
+    o_smem = q_smem
+    if Q_SLOTS > 1:
+        o_smem = gl.allocate_shared_memory(DTYPE, [CONSUMERS * PARTS, ROWS, WIDTH], Q_SMEM)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], BARRIER)
