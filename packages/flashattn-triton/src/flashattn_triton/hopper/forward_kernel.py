@@ -596,4 +596,3 @@ def hopper_forward_kernel(
                         sinks_ptr, scale_log2, 2, CONSUMERS, STAGES, NEGATIVE, SHIFTED, HALVED,
                         HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT, HAS_SINKS)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])
-    # fmt: on
