@@ -286,7 +286,7 @@ def test_a_dry_run_lists_and_creates_nothing(bench: Bench, tmp_path: Path) -> No
     listed = bench("toy", "--kinds", "ok,raises", "--dry-run")
     assert listed.returncode == 0
     assert "toy raises 0" in listed.stdout
-    assert "2 of 2 cases to run, at most 2 min 00 s by their limits" in listed.stdout
+    assert "2 of 2 cases to run, at most 6 min 40 s by their limits" in listed.stdout
     assert list(tmp_path.iterdir()) == []
 
 
