@@ -205,8 +205,10 @@ def _finite_max(row_max, BLIND_ROWS: gl.constexpr):
 def _parts_of(smem, tile, PARTS: gl.constexpr):
     """The parts of one tile of Q, of which there are one or three."""
     if PARTS == 1:
-        return (smem.index(tile),)
-    return smem.index(3 * tile), smem.index(3 * tile + 1), smem.index(3 * tile + 2)
+        parts = (smem.index(tile),)
+    else:
+        parts = (smem.index(3 * tile), smem.index(3 * tile + 1), smem.index(3 * tile + 2))
+    return parts  # at one place: Triton 3.6 wants one type of all returns
 
 
 @gluon.jit
