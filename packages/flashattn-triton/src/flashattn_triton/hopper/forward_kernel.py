@@ -204,10 +204,10 @@ def _finite_max(row_max, BLIND_ROWS: gl.constexpr):
 @gluon.jit
 def _parts_of(smem, tile, PARTS: gl.constexpr):
     """The parts of one tile of Q, of which there are one or three."""
-    if PARTS == 1:
-        parts = (smem.index(tile),)
-    else:
+    if PARTS == 3:
         parts = (smem.index(3 * tile), smem.index(3 * tile + 1), smem.index(3 * tile + 2))
+    else:
+        parts = (smem.index(tile),)  # type: ignore[assignment]
     return parts  # at one place: Triton 3.6 wants one type of all returns
 
 
