@@ -96,6 +96,16 @@ def shipped() -> list[Request]:
         for d in (40, 120)
         for direction in both
     ]
+    # Of these tiles, 96 or 80 columns are in use.
+    requests += [
+        Request(d, "bf16", options, direction=direction)
+        for d, options in (
+            (96, {"causal": True}),
+            (96, {"causal": True, "window": (500, None)}),
+            (80, {"causal": False}),
+        )
+        for direction in both
+    ]
     # Wide heads have a forward kernel only. The window's diagonal is not aligned to tiles.
     for d, e in ((256, 256), (192, 128)):
         plain: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"window": (500, 300)})

@@ -62,7 +62,7 @@ def test_full_matrix(
     check(hopper_backward, make_inputs(hopper_case, "cuda"), assert_results_close)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("causal", ["none", "top-left", "bottom-right"])
 @pytest.mark.parametrize(
     ("heads", "n_queries", "n_keys"),
@@ -204,7 +204,7 @@ def test_no_gradient_of_the_logsumexp(
     assert_results_close(inputs, named, lse_gradient=False)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("causal", ["none", "bottom-right"])
 @pytest.mark.parametrize("tiles", range(1, 8))
 def test_every_number_of_steps(
@@ -267,7 +267,7 @@ def test_empty(n_queries: int, n_keys: int, hopper_backward: Launcher) -> None:
         assert torch.equal(gradient, torch.zeros_like(x))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("causal", [False, True])
 def test_repetitions(head_dim: int, causal: bool, hopper_backward: Launcher) -> None:
     """dK and dV have a fixed order; dQ differs by the order of fp32 sums, then by one rounding."""
@@ -286,7 +286,7 @@ def test_repetitions(head_dim: int, causal: bool, hopper_backward: Launcher) -> 
 
 
 @pytest.mark.timeout(120, method="thread")  # ends the process even if a kernel never does
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": (300, None)}])
 @pytest.mark.parametrize("lengths", [(2000, 2000), (500, 1300), (1300, 500)])
 def test_deterministic_repetitions(

@@ -44,7 +44,7 @@ def test_full_matrix(
     check(hopper_forward, make_inputs(hopper_case, "cuda"), assert_results_close)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("causal", ["none", "top-left", "bottom-right"])
 @pytest.mark.parametrize(
     ("heads", "n_queries", "n_keys"),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashattn_triton.hopper.backward_kernel import OWN, STATISTICS, hopper_backward_kernel
-from flashattn_triton.hopper.configs import backward_config, tile_width
+from flashattn_triton.hopper.configs import backward_config, columns_in_use, tile_width
 from flashattn_triton.hopper.launch import FastLaunch, edges, packed_tile_map, tile_map
 from flashattn_triton.hopper.packed import (
     PackedTiles,
@@ -270,6 +270,7 @@ def _backward_call(
             "scale_log2": options.scale * LOG2_E,
         },
         {
+            "COLUMNS": columns_in_use(head_dim, width),
             "RAGGED": packed or n_keys % KEYS.value != 0,
             "is_causal": options.band[1] is not None,
             "HAS_LEFT": options.band[0] is not None,

@@ -41,6 +41,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from flashattn_triton.hopper.products import (
+    FIRST,
+    issue_columns,
+    issue_over_columns,
+    scaled,
+    store_columns,
+    wait_for_all,
+    wait_for_columns,
+    zero_columns,
+)
 from flashattn_triton.hopper.schedule import (
     KEYS,
     first_packed_tile,
@@ -181,10 +191,13 @@ def _wrapped(tile, n_tiles):
 
 
 @gluon.jit
-def _fragment_offsets(LAYOUT: gl.constexpr):
-    """Offsets of a (64, 64) fp32 block such that a thread's elements are groups of four."""
+def _fragment_offsets(WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
+    """Offsets of the first WIDTH columns of a (64, 64) fp32 block.
+
+    A thread's elements are groups of four.
+    """
     rows = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), 1)
-    columns = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, LAYOUT)), 0)
+    columns = gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT)), 0)
     return (columns // 8) * 512 + ((rows // 16) * 32 + (rows % 8) * 4 + (columns % 8) // 2) * 4
 
 
@@ -215,31 +228,31 @@ def _ones(HALF: gl.constexpr, SCORES: gl.constexpr):
 
 
 @gluon.jit
-def _start_scores(own_k, q_tile, statistics, SCORES: gl.constexpr):
-    """Issues (OWN, QUERIES) scores, less L / scale: two groups of products, L first for speed."""
+def _start_scores(own_k, q_tile, statistics, COLUMNS: gl.constexpr, SCORES: gl.constexpr):
+    """Issues (OWN, QUERIES) scores, less L / scale: L first, for speed, then ranges of columns."""
     QUERIES: gl.constexpr = q_tile.shape[0]
     s = gl.zeros([OWN, QUERIES], gl.float32, SCORES)
     s = warpgroup_mma(_ones(0, SCORES), statistics.permute((1, 0)), s, use_acc=False, is_async=True)
-    return warpgroup_mma(own_k, q_tile.permute((1, 0)), s, is_async=True)
+    return issue_over_columns(own_k, q_tile, s, COLUMNS)
 
 
 @gluon.jit
-def _start_dp(own_v, do_tile, statistics, SCORES: gl.constexpr):
-    """Issues (OWN, QUERIES) dP, less delta: two groups of products, delta last for speed."""
+def _start_dp(own_v, do_tile, statistics, COLUMNS: gl.constexpr, SCORES: gl.constexpr):
+    """Issues (OWN, QUERIES) dP, less delta: ranges of columns, then delta, for speed."""
     QUERIES: gl.constexpr = do_tile.shape[0]
     dp = gl.zeros([OWN, QUERIES], gl.float32, SCORES)
-    dp = warpgroup_mma(own_v, do_tile.permute((1, 0)), dp, use_acc=False, is_async=True)
+    dp = issue_over_columns(own_v, do_tile, dp, COLUMNS, False)
     return warpgroup_mma(_ones(1, SCORES), statistics.permute((1, 0)), dp, is_async=True)
 
 
 @gluon.jit
-def _start_dq(ds_tile, k_tile, CONSUMER: gl.constexpr):
-    """Issues a consumer's (64, 64) part of a tile of dQ."""
+def _start_dq(ds_tile, k_tile, WIDTH: gl.constexpr, CONSUMER: gl.constexpr):
+    """Issues a consumer's (64, WIDTH) part of a tile of dQ."""
     D: gl.constexpr = k_tile.shape[1]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    nothing = gl.zeros([64, 64], gl.float32, LAYOUT)
-    if D == 128:  # of 64 queries half of the columns
-        k_tile = k_tile.slice(CONSUMER * 64, 64, dim=1)
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    nothing = gl.zeros([64, WIDTH], gl.float32, LAYOUT)
+    if D == 128:  # of 64 queries a range of columns
+        k_tile = k_tile.slice(CONSUMER * 64, WIDTH, dim=1)
     else:  # of 128 queries half
         ds_tile = ds_tile.slice(CONSUMER * 64, 64, dim=1)
     return warpgroup_mma(ds_tile.permute((1, 0)), k_tile, nothing, use_acc=False, is_async=True)
@@ -262,9 +275,11 @@ def _step(
     n_keys,
     scale_log2,
     s,  # (OWN, QUERIES) fp32, raw scores of this tile, less L / scale
-    dk,  # (OWN, D) fp32, without the scale
+    dk,  # (OWN, D) fp32, by ranges of columns, without the scale
     dv,
     CONSUMER: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    DQ_WIDTH: gl.constexpr,
     RAGGED: gl.constexpr,
     is_causal: gl.constexpr,
     HAS_LEFT: gl.constexpr,
@@ -281,7 +296,7 @@ def _step(
     D: gl.constexpr = q_smem.shape[2]
     DTYPE: gl.constexpr = q_smem.dtype
     SCORES: gl.constexpr = s.type.layout
-    SUMS: gl.constexpr = dk.type.layout
+    SUMS: gl.constexpr = dk[0].type.layout
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     DK_FIRST: gl.constexpr = D == 128  # its products run while dS is exchanged; by measurement
     slot = step % STAGES
@@ -298,38 +313,39 @@ def _step(
     ds_tile = ds_smem.index(step % DS_BUFFERS)
     ds_before = ds_smem.index((step + DS_BUFFERS - 1) % DS_BUFFERS)
 
-    dp = _start_dp(own_v, do_tile, statistics_smem.index(slot), SCORES)
+    RANGES: gl.constexpr = len(dk)
+    dp = _start_dp(own_v, do_tile, statistics_smem.index(slot), COLUMNS, SCORES)
     if ORDERED:  # late, when what was added has long arrived
         end_turn(turns_own + 2 * added, added >= 0)
     p = exp2(s * scale_log2)
     if MASKED:
         p = _apply_mask(p, diagonal, band, n_keys, RAGGED, is_causal, HAS_LEFT)
-    dv = warpgroup_mma(gl.convert_layout(p.to(DTYPE), OPERAND), do_tile, dv, is_async=True)
-    dp = warpgroup_mma_wait(1, deps=(dp,))
+    dv = issue_columns(gl.convert_layout(p.to(DTYPE), OPERAND), do_tile, dv)
+    dp = warpgroup_mma_wait(RANGES, deps=(dp,))
     ds = (p * dp).to(DTYPE)
 
     if DK_FIRST:
-        dk = warpgroup_mma(gl.convert_layout(ds, OPERAND), q_tile, dk, is_async=True)
+        dk = issue_columns(gl.convert_layout(ds, OPERAND), q_tile, dk)
     named_barrier_sync_at(_ds_written(1 - CONSUMER, step), CONSUMERS)
     ds_tile.slice(CONSUMER * OWN, OWN, dim=0).store(ds)
     fence_async_shared()
     named_barrier_arrive_at(_ds_written(CONSUMER, step + 1), CONSUMERS)
-    dq = _start_dq(ds_before, k_tile, CONSUMER)  # in step 0 of whatever is there
+    dq = _start_dq(ds_before, k_tile, DQ_WIDTH, CONSUMER)  # in step 0 of whatever is there
     if not DK_FIRST:
-        dk = warpgroup_mma(gl.convert_layout(ds, OPERAND), q_tile, dk, is_async=True)
-    dv = warpgroup_mma_wait(2, deps=(dv,))
+        dk = issue_columns(gl.convert_layout(ds, OPERAND), q_tile, dk)
+    dv = wait_for_columns(dv, RANGES + 1)
     named_barrier_arrive_at(DO_EMPTY + slot, EVERYBODY)
 
     mbarrier.wait(q_full.index(next_slot), next_phase)
     next_statistics = statistics_smem.index(next_slot)
-    s = _start_scores(own_k, q_smem.index(next_slot), next_statistics, SCORES)
-    dq = warpgroup_mma_wait(2 if DK_FIRST else 3, deps=(dq,))
+    s = _start_scores(own_k, q_smem.index(next_slot), next_statistics, COLUMNS, SCORES)
+    dq = warpgroup_mma_wait(RANGES + (1 if DK_FIRST else 2), deps=(dq,))
     if ORDERED:
         wait_for_turn(turns_own + 2 * before, turn, before >= 0)
     reduce_add(dq_own + gl.cast(before, gl.int64) * (QUERIES * D), dq, before >= 0)
     mbarrier.wait(do_full.index(next_slot), next_phase, pred=step + 1 < steps)
     # ptxas runs every product by itself unless each iteration ends with nothing in flight.
-    s, dk = warpgroup_mma_wait(0, deps=(s, dk))
+    s, dk = wait_for_all(s, dk)
     named_barrier_arrive_at(Q_EMPTY + slot, EVERYBODY)
     return s, dk, dv
 
@@ -349,6 +365,7 @@ def _consumer(
     tiles_ptr,
     band,
     CONSUMER: gl.constexpr,
+    COLUMNS: gl.constexpr,
     RAGGED: gl.constexpr,
     is_causal: gl.constexpr,
     HAS_LEFT: gl.constexpr,
@@ -361,10 +378,10 @@ def _consumer(
     k_smem, v_smem, q_smem, _, statistics_smem = buffers
     QUERIES: gl.constexpr = q_smem.shape[1]
     D: gl.constexpr = q_smem.shape[2]
-    DTYPE: gl.constexpr = q_smem.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    # Consumers share the columns of dQ if there are 128, else its rows.
+    DQ_WIDTH: gl.constexpr = COLUMNS - FIRST if D == 128 and CONSUMER == 1 else 64
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_WIDTH, 16])
     _, _, N_KV_HEADS, HEADS_PER_KV, _ = sizes
     first_key, kv_head, n_queries, n_keys, offset, q_at, k_at, sequence = key_tile_of_program(
         sizes, tiles_ptr, PACKED, BOTTOM_RIGHT, ORDERED
@@ -396,7 +413,7 @@ def _consumer(
     else:
         group = (sequence * N_KV_HEADS + kv_head) * HEADS_PER_KV * n_tiles
     dq_own = dq_ptr + gl.cast(group, gl.int64) * (QUERIES * D) + CONSUMER * 4096
-    dq_own += _fragment_offsets(DQ)
+    dq_own += _fragment_offsets(DQ_WIDTH, DQ)
     turns_own = turns_ptr
     if ORDERED:
         turns_own += group * 2 + CONSUMER
@@ -405,11 +422,11 @@ def _consumer(
     mbarrier.wait(q_full.index(0), 0)
     own_k = k_smem.index(0).slice(CONSUMER * OWN, OWN, dim=0)
     own_v = v_smem.index(0).slice(CONSUMER * OWN, OWN, dim=0)
-    s = _start_scores(own_k, q_smem.index(0), statistics_smem.index(0), SCORES)
+    s = _start_scores(own_k, q_smem.index(0), statistics_smem.index(0), COLUMNS, SCORES)
     mbarrier.wait(do_full.index(0), 0)
     s = warpgroup_mma_wait(0, deps=(s,))
-    dk = gl.zeros([OWN, D], gl.float32, SUMS)
-    dv = gl.zeros([OWN, D], gl.float32, SUMS)
+    dk = zero_columns(OWN, D, COLUMNS)
+    dv = zero_columns(OWN, D, COLUMNS)
     named_barrier_arrive_at(_ds_written(CONSUMER, 0), CONSUMERS)
     step = 0
     head = 0  # the first tile of a head, of the tiles of the group's heads
@@ -421,8 +438,8 @@ def _consumer(
             for j in range(n_masked):
                 s, dk, dv = _step(
                     full, buffers, ds_smem, dq_own, step, steps, before, turns_own, turn, added,
-                    diagonal + j * QUERIES, band, n_keys, scale_log2, s, dk, dv, CONSUMER, RAGGED,
-                    is_causal, HAS_LEFT, ORDERED, True,
+                    diagonal + j * QUERIES, band, n_keys, scale_log2, s, dk, dv, CONSUMER, COLUMNS,
+                    DQ_WIDTH, RAGGED, is_causal, HAS_LEFT, ORDERED, True,
                 )  # fmt: skip
                 step += 1
                 if ORDERED:
@@ -434,8 +451,8 @@ def _consumer(
         for j in range(n_masked, n_seen):
             s, dk, dv = _step(
                 full, buffers, ds_smem, dq_own, step, steps, before, turns_own, turn, added,
-                diagonal, band, n_keys, scale_log2, s, dk, dv, CONSUMER, RAGGED, is_causal,
-                HAS_LEFT, ORDERED, False,
+                diagonal, band, n_keys, scale_log2, s, dk, dv, CONSUMER, COLUMNS, DQ_WIDTH, RAGGED,
+                is_causal, HAS_LEFT, ORDERED, False,
             )  # fmt: skip
             step += 1
             if ORDERED:
@@ -446,8 +463,8 @@ def _consumer(
             for j in range(n_seen, per_head):
                 s, dk, dv = _step(
                     full, buffers, ds_smem, dq_own, step, steps, before, turns_own, turn, added,
-                    diagonal + j * QUERIES, band, n_keys, scale_log2, s, dk, dv, CONSUMER, RAGGED,
-                    is_causal, HAS_LEFT, ORDERED, True,
+                    diagonal + j * QUERIES, band, n_keys, scale_log2, s, dk, dv, CONSUMER, COLUMNS,
+                    DQ_WIDTH, RAGGED, is_causal, HAS_LEFT, ORDERED, True,
                 )  # fmt: skip
                 step += 1
                 if ORDERED:
@@ -459,8 +476,8 @@ def _consumer(
         head += n_tiles
 
     named_barrier_sync_at(_ds_written(1 - CONSUMER, steps), CONSUMERS)
-    dq = _start_dq(ds_smem.index((steps - 1) % DS_BUFFERS), k_smem.index(0), CONSUMER)
-    own_v.store(dv.to(DTYPE))  # whose memory nobody else reads
+    dq = _start_dq(ds_smem.index((steps - 1) % DS_BUFFERS), k_smem.index(0), DQ_WIDTH, CONSUMER)
+    store_columns(own_v, dv)  # whose memory nobody else reads
     fence_async_shared()
     store_tile(dv_desc, k_at, kv_head, own_key, own_v, PACKED)
     dq = warpgroup_mma_wait(0, deps=(dq,))
@@ -472,7 +489,7 @@ def _consumer(
         end_turn(turns_own + 2 * before, before >= 0)
     named_barrier_arrive_at(_ds_written(CONSUMER, steps + 1), CONSUMERS)
     named_barrier_sync_at(_ds_written(1 - CONSUMER, steps + 1), CONSUMERS)
-    own_k.store((dk * scale).to(DTYPE))  # of which the other was reading until then
+    store_columns(own_k, scaled(dk, scale))  # of which the other was reading until then
     fence_async_shared()
     store_tile(dk_desc, k_at, kv_head, own_key, own_k, PACKED)
     tma.store_wait(0)
@@ -506,6 +523,7 @@ def hopper_backward_kernel(
     band,
     scale,
     scale_log2,
+    COLUMNS: gl.constexpr,
     RAGGED: gl.constexpr,
     is_causal: gl.constexpr,
     HAS_LEFT: gl.constexpr,
@@ -516,9 +534,9 @@ def hopper_backward_kernel(
     """dK and dV, and dQ / scale added to ``dq_ptr``. Grid: key tiles · B · G.
 
     ``offset``: key index minus query index of the last key that a query sees, if ``is_causal``.
-    ``band``: how many keys before that one a query sees, if ``HAS_LEFT``. ``RAGGED``: the last tile
-    has keys past the end. ``PACKED``, ``BOTTOM_RIGHT``: as of the forward kernel; there are at most
-    as many tiles as programs.
+    ``COLUMNS``: of tiles, those in use. ``band``: how many keys before that one a query sees, if
+    ``HAS_LEFT``. ``RAGGED``: the last tile has keys past the end. ``PACKED``, ``BOTTOM_RIGHT``: as
+    of the forward kernel; there are at most as many tiles as programs.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     QUERIES: gl.constexpr = q_desc.block_shape[-2]
@@ -560,12 +578,12 @@ def hopper_backward_kernel(
             )),
             (_consumer, (
                 dk_desc, dv_desc, full, buffers, ds_smem, dq_ptr, turns_ptr, scale, scale_log2,
-                sizes, tiles_ptr, band, 0, RAGGED, is_causal, HAS_LEFT, PACKED, BOTTOM_RIGHT,
-                ORDERED,
+                sizes, tiles_ptr, band, 0, COLUMNS, RAGGED, is_causal, HAS_LEFT, PACKED,
+                BOTTOM_RIGHT, ORDERED,
             )),
             (_consumer, (
                 dk_desc, dv_desc, full, buffers, ds_smem, dq_ptr, turns_ptr, scale, scale_log2,
-                sizes, tiles_ptr, band, 1, RAGGED, is_causal, HAS_LEFT, PACKED, BOTTOM_RIGHT,
-                ORDERED,
+                sizes, tiles_ptr, band, 1, COLUMNS, RAGGED, is_causal, HAS_LEFT, PACKED,
+                BOTTOM_RIGHT, ORDERED,
             )),
         ], [4, 4], [240, 240])  # fmt: skip

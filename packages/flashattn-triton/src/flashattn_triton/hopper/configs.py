@@ -99,6 +99,13 @@ def tile_width(head_dim: int) -> int:
     return 64 if head_dim <= 64 else 128
 
 
+def columns_in_use(head_dim: int, width: int) -> int:
+    """Columns of a tile that are multiplied. The others are zeros, or hold no result."""
+    if width == 128 and head_dim <= 96:
+        return 80 if head_dim <= 80 else 96
+    return width
+
+
 def forward_widths(head_dims: tuple[int, int]) -> tuple[int, int]:
     """Columns of the forward kernel's tiles: of Q and K, and of V and the output."""
     head_dim, value_dim = head_dims

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashattn_triton.hopper.configs import forward_config, forward_widths
+from flashattn_triton.hopper.configs import columns_in_use, forward_config, forward_widths
 from flashattn_triton.hopper.forward_kernel import ROWS, hopper_forward_kernel
 from flashattn_triton.hopper.launch import FastLaunch, edges, packed_tile_map, tile_map
 from flashattn_triton.hopper.packed import (
@@ -157,6 +157,8 @@ def _forward_call(
     group = max(1, -(-config.rounds * programs // tiles_of_head))
     if 2 * batch * heads < 3 * group:  # too few are left for a group of their own
         group = batch * heads
+    tile_columns, value_columns = forward_widths(head_dims)
+    tile_columns //= config.parts
     numbers = {
         "N_TILES": n_tiles,
         "N_QUERIES": n_queries,
@@ -172,6 +174,7 @@ def _forward_call(
         "CONSUMERS": config.consumers,
         "STAGES": config.stages,
         "PARTS": config.parts,
+        "COLUMNS": columns_in_use(max(head_dims), tile_columns),
         "Q_SLOTS": config.q_slots,
         "REGISTERS": config.registers,
         "NEGATIVE": options.scale < 0,
@@ -184,12 +187,10 @@ def _forward_call(
         "HAS_SINKS": sinks is not None,
     }
     map_of = packed_tile_map if packed else tile_map
-    width, value_width = forward_widths(head_dims)
-    width //= config.parts
-    query_block, key_block = [1, 1, ROWS.value, width], [1, 1, config.keys, width]
+    query_block, key_block = [1, 1, ROWS.value, tile_columns], [1, 1, config.keys, tile_columns]
     q_map = map_of(q_shape, strides[0], query_block, dtype)
     k_map = map_of(k_shape, strides[1], key_block, dtype)
-    v_map = map_of(v_shape, strides[2], [1, 1, config.keys, value_width], dtype)
+    v_map = map_of(v_shape, strides[2], [1, 1, config.keys, value_columns], dtype)
     # In the place of Q, if there is no other, it is as wide as a part of Q.
     o_map = map_of(out.shape, out.stride(), query_block, dtype)
     launch = FastLaunch(

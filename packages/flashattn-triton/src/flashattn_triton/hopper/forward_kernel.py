@@ -15,9 +15,10 @@ Keys are walked from the last visible tile to the first, so that the tiles on th
 ragged tail come first and the loop over all others is without a mask. Rows past the end of a head
 are read as zeros and not written: the descriptors know where a head ends.
 
-Tiles have powers of two as widths. A head_dim of 192 is three PARTS of 64 columns that lie one
-after another in shared memory; Q·Kᵀ is the sum of their products. Where shared memory holds only
-one tile of Q, the output takes its place, and leaves before the next Q arrives.
+Tiles have powers of two as widths. Of tiles of 128 columns, products leave out those that a
+head_dim of 80 or 96 does not use (``products.py``). A head_dim of 192 is three PARTS of 64 columns
+that lie one after another in shared memory; Q·Kᵀ is the sum of their products. Where shared memory
+holds only one tile of Q, the output takes its place, and leaves before the next Q arrives.
 
 Legend: B batch, H query heads, G key/value heads, N_q queries, N_k keys, D head_dim of query and
 key, E of value.
@@ -31,10 +32,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from flashattn_triton.hopper.products import (
+    issue_columns,
+    issue_over_columns,
+    scale_rows,
+    store_columns,
+    wait_for_columns,
+    zero_columns,
+)
 from flashattn_triton.hopper.schedule import (
     key_tiles,
     load_tile,
@@ -43,6 +51,7 @@ from flashattn_triton.hopper.schedule import (
     tile_of_round,
     whole_tiles,
 )
+from flashattn_triton.hopper.scores import apply_mask, finite_max, largest, pad_columns
 from flashattn_triton.hopper.support import (
     exp2,
     named_barrier_arrive,
@@ -162,46 +171,6 @@ def _release_tiles(
 
 
 @gluon.jit
-def _apply_mask(
-    s,
-    first_row,
-    first_key,
-    band,
-    NEGATIVE: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
-    is_causal: gl.constexpr,
-):
-    """Replaces scores of keys that a row does not see by one whose exponential is 0."""
-    N_KEYS, offset, width = band
-    LAYOUT: gl.constexpr = s.type.layout
-    keys = gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, LAYOUT)), 0)
-    last = gl.full([s.shape[0]], N_KEYS - 1 - first_key, gl.int32, gl.SliceLayout(1, LAYOUT))
-    diagonal = gl.arange(0, s.shape[0], gl.SliceLayout(1, LAYOUT)) + (
-        first_row + offset - first_key
-    )
-    if is_causal:
-        last = gl.minimum(last, diagonal)
-    seen = keys <= gl.expand_dims(last, 1)
-    if HAS_LEFT:
-        seen = seen & (keys >= gl.expand_dims(diagonal - width, 1))
-    return gl.where(seen, s, float("inf") if NEGATIVE else -float("inf"))
-
-
-@gluon.jit
-def _largest(s, scale_log2, NEGATIVE: gl.constexpr):
-    """Row maxima of s · scale_log2; the scale's sign says which of the scores those are."""
-    return (gl.min(s, 1) if NEGATIVE else gl.max(s, 1)) * scale_log2
-
-
-@gluon.jit
-def _finite_max(row_max, BLIND_ROWS: gl.constexpr):
-    """``row_max``, but 0 where a row has seen no key yet, because -inf - -inf is NaN."""
-    if BLIND_ROWS:
-        return gl.where(row_max == -float("inf"), 0.0, row_max)
-    return row_max
-
-
-@gluon.jit
 def _parts_of(smem, tile, PARTS: gl.constexpr):
     """The parts of one tile of Q, of which there are one or three."""
     if PARTS == 3:
@@ -213,13 +182,19 @@ def _parts_of(smem, tile, PARTS: gl.constexpr):
 
 @gluon.jit
 def _issue_scores(
-    q_parts, k_smem, slot, PARTS: gl.constexpr, KEYS: gl.constexpr, SCORES: gl.constexpr
+    q_parts,
+    k_smem,
+    slot,
+    PARTS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    KEYS: gl.constexpr,
+    SCORES: gl.constexpr,
 ):
-    """Starts Q·Kᵀ with the first KEYS keys of a tile, one product for each part."""
+    """Starts Q·Kᵀ with the first KEYS keys of a tile, one part after another."""
     s = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
     for part in gl.static_range(PARTS):
-        keys = k_smem.index(slot * PARTS + part).slice(0, KEYS, dim=0).permute((1, 0))
-        s = warpgroup_mma(q_parts[part], keys, s, use_acc=part > 0, is_async=True)
+        keys = k_smem.index(slot * PARTS + part).slice(0, KEYS, dim=0)
+        s = issue_over_columns(q_parts[part], keys, s, COLUMNS, part > 0)
     return s
 
 
@@ -227,26 +202,17 @@ def _issue_scores(
 def _store_output(
     out, descriptor, at, head, row, smem, tile, PARTS: gl.constexpr, PACKED: gl.constexpr
 ):
-    """Stores 64 rows through shared memory, as wide as they are or in two parts."""
+    """Stores 64 rows through shared memory, in one tile or in PARTS, of which there are two."""
     if PARTS == 1:
-        parts = (out,)
+        store_columns(smem.index(tile), out)
     else:
-        halves = gl.reshape(out, [ROWS, 2, smem.shape[2]])
+        halves = gl.reshape(out[0].to(smem.dtype), [ROWS, PARTS, smem.shape[2]])
         parts = gl.split(gl.permute(halves, (0, 2, 1)))
-    for part in gl.static_range(PARTS):
-        smem.index(tile + part).store(parts[part])
+        for part in gl.static_range(PARTS):
+            store_columns(smem.index(tile + part), (parts[part],))
     fence_async_shared()
     for part in gl.static_range(PARTS):
         store_tile(descriptor, at, head, row, smem.index(tile + part), PACKED, part * smem.shape[2])
-
-
-@gluon.jit
-def _pad_columns(x, LAYOUT: gl.constexpr):
-    """(rows, columns) to (rows, 2 · columns), padded with zeros in registers of their own."""
-    NARROW: gl.constexpr = x.type.layout
-    padded = gl.join(x, gl.zeros([x.shape[0], x.shape[1]], gl.float32, NARROW))
-    padded = gl.reshape(gl.permute(padded, (0, 2, 1)), [x.shape[0], 2 * x.shape[1]])
-    return gl.convert_layout(padded, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -259,13 +225,14 @@ def _step(
     first_key,
     band,
     scale_log2,
-    acc,  # (ROWS, E) fp32
+    acc,  # (ROWS, E) fp32, by ranges of columns
     p,  # (ROWS, KEYS), P of the tile before
     row_max,  # (ROWS,) fp32, in units of log2
     row_sum,  # (ROWS,) fp32
     CONSUMER: gl.constexpr,
     CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
+    COLUMNS: gl.constexpr,
     NEGATIVE: gl.constexpr,
     BLIND_ROWS: gl.constexpr,
     HAS_LEFT: gl.constexpr,
@@ -285,25 +252,24 @@ def _step(
 
     mbarrier.wait(k_full.index(slot), phase)
     _scheduler_barrier_wait(CONSUMER)
-    s = _issue_scores(q_parts, k_smem, slot, PARTS, KEYS, SCORES)
+    s = _issue_scores(q_parts, k_smem, slot, PARTS, COLUMNS, KEYS, SCORES)
     mbarrier.wait(v_full.index(before), phase_before)
-    acc = warpgroup_mma(p, v_smem.index(before), acc, is_async=True)
+    acc = issue_columns(p, v_smem.index(before), acc)
     _scheduler_barrier_arrive(CONSUMER, CONSUMERS)
 
-    s = warpgroup_mma_wait(1, deps=(s,))
+    s = warpgroup_mma_wait(len(acc), deps=(s,))
     mbarrier.arrive(k_empty.index(slot), count=1)
     if MASKED:
-        s = _apply_mask(s, first_row, first_key, band, NEGATIVE, HAS_LEFT, is_causal)
-    new_max = gl.maximum(row_max, _largest(s, scale_log2, NEGATIVE))
-    shift = _finite_max(new_max, BLIND_ROWS and MASKED)
+        s = apply_mask(s, first_row, first_key, band, NEGATIVE, HAS_LEFT, is_causal)
+    new_max = gl.maximum(row_max, largest(s, scale_log2, NEGATIVE))
+    shift = finite_max(new_max, BLIND_ROWS and MASKED)
     exponentials = exp2(s * scale_log2 - gl.expand_dims(shift, 1))
     correction = exp2(row_max - shift)
     row_sum = row_sum * correction + gl.sum(exponentials, 1)
 
-    acc = warpgroup_mma_wait(0, deps=(acc,))
+    acc = wait_for_columns(acc, 0)
     mbarrier.arrive(v_empty.index(before), count=1)
-    OUTPUT: gl.constexpr = acc.type.layout
-    acc *= gl.expand_dims(gl.convert_layout(correction, gl.SliceLayout(1, OUTPUT)), 1)
+    acc = scale_rows(acc, correction)
     PROBABILITIES: gl.constexpr = p.type.layout
     p = to_operand(exponentials, p.dtype, PROBABILITIES)
     return acc, p, new_max, row_sum
@@ -323,6 +289,7 @@ def _consumer(
     CONSUMER: gl.constexpr,
     CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
+    COLUMNS: gl.constexpr,
     NEGATIVE: gl.constexpr,
     SHIFTED: gl.constexpr,
     HALVED: gl.constexpr,
@@ -352,7 +319,6 @@ def _consumer(
     FIRST_KEYS: gl.constexpr = KEYS // 2 if HALVED and CONSUMER == 0 else KEYS
     FIRST: gl.constexpr = gl.NVMMADistributedLayout([3, 0], WARPS, [16, FIRST_KEYS, 16])
     SCORE_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    OUTPUT_ROWS: gl.constexpr = gl.SliceLayout(1, OUTPUT)
     tiles_done = 0
     if CONSUMER == CONSUMERS - 1:
         _scheduler_barrier_arrive(CONSUMER, CONSUMERS)  # consumer 0 is first
@@ -383,28 +349,28 @@ def _consumer(
         mbarrier.wait(q_full.index(q_slot), (round_index // Q_SLOTS) & 1)
         mbarrier.wait(k_full.index(slot), (tiles_done // STAGES) & 1)
         _scheduler_barrier_wait(CONSUMER)
-        s = _issue_scores(q_parts, k_smem, slot, PARTS, FIRST_KEYS, FIRST)
+        s = _issue_scores(q_parts, k_smem, slot, PARTS, COLUMNS, FIRST_KEYS, FIRST)
         _scheduler_barrier_arrive(CONSUMER, CONSUMERS)
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(k_empty.index(slot), count=1)
         first_key = (stop - 1) * KEYS
         if is_causal or HAS_LEFT or first_key + KEYS > own_band[0]:
-            s = _apply_mask(s, first_row, first_key, own_band, NEGATIVE, HAS_LEFT, is_causal)
-        row_max = _largest(s, scale_log2, NEGATIVE)
+            s = apply_mask(s, first_row, first_key, own_band, NEGATIVE, HAS_LEFT, is_causal)
+        row_max = largest(s, scale_log2, NEGATIVE)
         if HAS_SINKS:  # one more score of each row, without a value
             sink = gl.load(sinks_ptr + head).to(gl.float32) * LOG2_E
             row_max = gl.maximum(row_max, sink)
-        shift = _finite_max(row_max, BLIND_ROWS)
+        shift = finite_max(row_max, BLIND_ROWS)
         exponentials = exp2(s * scale_log2 - gl.expand_dims(shift, 1))
         row_sum = gl.sum(exponentials, 1)
         if HAS_SINKS:
             row_sum += exp2(sink - shift)
         if FIRST_KEYS < KEYS:
-            exponentials = _pad_columns(exponentials, SCORES)
+            exponentials = pad_columns(exponentials, SCORES)
             row_max = gl.convert_layout(row_max, SCORE_ROWS, assert_trivial=True)
             row_sum = gl.convert_layout(row_sum, SCORE_ROWS, assert_trivial=True)
         p = to_operand(exponentials, DTYPE, PROBABILITIES)
-        acc = gl.zeros([ROWS, E], gl.float32, OUTPUT)
+        acc = zero_columns(ROWS, E, E - (k_smem.shape[2] - COLUMNS))
 
         # A diagonal that is not aligned to tiles crosses two of them, a window's left edge too.
         whole = 1
@@ -419,7 +385,7 @@ def _consumer(
                 acc, p, row_max, row_sum = _step(
                     q_parts, barriers, buffers, tiles_done + j, first_row, first_key - j * KEYS,
                     own_band, scale_log2, acc, p, row_max, row_sum, CONSUMER, CONSUMERS, STAGES,
-                    NEGATIVE, BLIND_ROWS, HAS_LEFT, is_causal, True, SCORES,
+                    COLUMNS, NEGATIVE, BLIND_ROWS, HAS_LEFT, is_causal, True, SCORES,
                 )  # fmt: skip
         if HAS_LEFT:
             whole_stop = min(max(stop - first_whole, whole), n_key_tiles)
@@ -427,14 +393,14 @@ def _consumer(
             acc, p, row_max, row_sum = _step(
                 q_parts, barriers, buffers, tiles_done + j, first_row, first_key - j * KEYS,
                 own_band, scale_log2, acc, p, row_max, row_sum, CONSUMER, CONSUMERS, STAGES,
-                NEGATIVE, BLIND_ROWS, HAS_LEFT, is_causal, False, SCORES,
+                COLUMNS, NEGATIVE, BLIND_ROWS, HAS_LEFT, is_causal, False, SCORES,
             )  # fmt: skip
         if HAS_LEFT:
             for j in range(whole_stop, n_key_tiles):
                 acc, p, row_max, row_sum = _step(
                     q_parts, barriers, buffers, tiles_done + j, first_row, first_key - j * KEYS,
                     own_band, scale_log2, acc, p, row_max, row_sum, CONSUMER, CONSUMERS, STAGES,
-                    NEGATIVE, BLIND_ROWS, HAS_LEFT, is_causal, True, SCORES,
+                    COLUMNS, NEGATIVE, BLIND_ROWS, HAS_LEFT, is_causal, True, SCORES,
                 )  # fmt: skip
         tiles_done += n_key_tiles
         if Q_SLOTS > 1:
@@ -442,12 +408,12 @@ def _consumer(
 
         slot = (tiles_done - 1) % STAGES
         mbarrier.wait(v_full.index(slot), ((tiles_done - 1) // STAGES) & 1)
-        acc = warpgroup_mma(p, v_smem.index(slot), acc, is_async=True)
+        acc = issue_columns(p, v_smem.index(slot), acc)
         # A row that saw no key, nor a sink, has sum 0: output 0 / 1, logsumexp -inf + log2(1).
         row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)
         logsumexp = (row_max + gl.log2(row_sum)) * LN_2
-        normaliser = 1.0 / gl.convert_layout(row_sum, OUTPUT_ROWS)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
+        normaliser = 1.0 / row_sum
+        acc = wait_for_columns(acc, 0)
         mbarrier.arrive(v_empty.index(slot), count=1)
         if HAS_LEFT:
             tiles_done = _release_tiles(
@@ -456,9 +422,9 @@ def _consumer(
 
         if Q_SLOTS > 1:
             tma.store_wait(0)  # for the output of the tile before to have left
-        out = (acc * gl.expand_dims(normaliser, 1)).to(DTYPE)
+        acc = scale_rows(acc, normaliser)
         o_tile = CONSUMER * PARTS
-        _store_output(out, o_desc, q_at, head, first_row, o_smem, o_tile, O_PARTS, PACKED)
+        _store_output(acc, o_desc, q_at, head, first_row, o_smem, o_tile, O_PARTS, PACKED)
         rows = first_row + gl.arange(0, ROWS, SCORE_ROWS)
         if PACKED:
             l_row = head.to(gl.int64) * N_QUERIES + (q_at[0] - n_queries)
@@ -510,6 +476,7 @@ def hopper_forward_kernel(
     CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
     PARTS: gl.constexpr,
+    COLUMNS: gl.constexpr,
     Q_SLOTS: gl.constexpr,
     REGISTERS: gl.constexpr,
     NEGATIVE: gl.constexpr,
@@ -527,6 +494,7 @@ def hopper_forward_kernel(
     ``offset``: key index minus query index of the last key that a query sees, if ``is_causal``;
     ``SHIFTED`` if not 0. ``width``: how many keys before that one a query sees, if ``HAS_LEFT``.
     ``HALVED``: no query of the first of two consumers sees more than half of its last tile of keys.
+    ``COLUMNS``: of each part of Q and K, those that are in use; of V, as many others are not.
     ``Q_SLOTS``: 2, or 1 if the output takes the place of Q.
     ``scale_log2``: scale · log2(e), not 0; ``NEGATIVE`` is its sign.
     ``PACKED``: ``N_QUERIES`` and ``N_KEYS`` are the tokens of all sequences, ``offset`` does not
@@ -578,23 +546,23 @@ def hopper_forward_kernel(
             (_producer, (descriptors, barriers, buffers, sizes, band, tiles_ptr,
                         CONSUMERS, STAGES, HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT)),
             (_consumer, (descriptors, barriers, buffers, sizes, band, tiles_ptr, L_ptr,
-                        sinks_ptr, scale_log2, 0, CONSUMERS, STAGES, NEGATIVE, SHIFTED, HALVED,
-                        HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT, HAS_SINKS)),
+                        sinks_ptr, scale_log2, 0, CONSUMERS, STAGES, COLUMNS, NEGATIVE, SHIFTED,
+                        HALVED, HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT, HAS_SINKS)),
             (_consumer, (descriptors, barriers, buffers, sizes, band, tiles_ptr, L_ptr,
-                        sinks_ptr, scale_log2, 1, CONSUMERS, STAGES, NEGATIVE, SHIFTED, HALVED,
-                        HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT, HAS_SINKS)),
+                        sinks_ptr, scale_log2, 1, CONSUMERS, STAGES, COLUMNS, NEGATIVE, SHIFTED,
+                        HALVED, HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT, HAS_SINKS)),
         ], [4, 4], [REGISTERS, REGISTERS])
     else:
         gl.warp_specialize([
             (_producer, (descriptors, barriers, buffers, sizes, band, tiles_ptr,
                         CONSUMERS, STAGES, HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT)),
             (_consumer, (descriptors, barriers, buffers, sizes, band, tiles_ptr, L_ptr,
-                        sinks_ptr, scale_log2, 0, CONSUMERS, STAGES, NEGATIVE, SHIFTED, HALVED,
-                        HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT, HAS_SINKS)),
+                        sinks_ptr, scale_log2, 0, CONSUMERS, STAGES, COLUMNS, NEGATIVE, SHIFTED,
+                        HALVED, HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT, HAS_SINKS)),
             (_consumer, (descriptors, barriers, buffers, sizes, band, tiles_ptr, L_ptr,
-                        sinks_ptr, scale_log2, 1, CONSUMERS, STAGES, NEGATIVE, SHIFTED, HALVED,
-                        HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT, HAS_SINKS)),
+                        sinks_ptr, scale_log2, 1, CONSUMERS, STAGES, COLUMNS, NEGATIVE, SHIFTED,
+                        HALVED, HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT, HAS_SINKS)),
             (_consumer, (descriptors, barriers, buffers, sizes, band, tiles_ptr, L_ptr,
-                        sinks_ptr, scale_log2, 2, CONSUMERS, STAGES, NEGATIVE, SHIFTED, HALVED,
-                        HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT, HAS_SINKS)),
+                        sinks_ptr, scale_log2, 2, CONSUMERS, STAGES, COLUMNS, NEGATIVE, SHIFTED,
+                        HALVED, HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT, HAS_SINKS)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])

@@ -1,0 +1,57 @@
+# Kernels are typed by Triton's compiler, not by annotations.
+# mypy: disable-error-code="no-untyped-def,attr-defined"
+"""Scores of one tile in registers, between the forward kernel's two products on sm_90."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def apply_mask(
+    s,
+    first_row,
+    first_key,
+    band,
+    NEGATIVE: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+    is_causal: gl.constexpr,
+):
+    """Replaces scores of keys that a row does not see by one whose exponential is 0."""
+    N_KEYS, offset, width = band
+    LAYOUT: gl.constexpr = s.type.layout
+    keys = gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, LAYOUT)), 0)
+    last = gl.full([s.shape[0]], N_KEYS - 1 - first_key, gl.int32, gl.SliceLayout(1, LAYOUT))
+    diagonal = gl.arange(0, s.shape[0], gl.SliceLayout(1, LAYOUT)) + (
+        first_row + offset - first_key
+    )
+    if is_causal:
+        last = gl.minimum(last, diagonal)
+    seen = keys <= gl.expand_dims(last, 1)
+    if HAS_LEFT:
+        seen = seen & (keys >= gl.expand_dims(diagonal - width, 1))
+    return gl.where(seen, s, float("inf") if NEGATIVE else -float("inf"))
+
+
+@gluon.jit
+def largest(s, scale_log2, NEGATIVE: gl.constexpr):
+    """Row maxima of s · scale_log2; the scale's sign says which of the scores those are."""
+    return (gl.min(s, 1) if NEGATIVE else gl.max(s, 1)) * scale_log2
+
+
+@gluon.jit
+def finite_max(row_max, BLIND_ROWS: gl.constexpr):
+    """``row_max``, but 0 where a row has seen no key yet, because -inf - -inf is NaN."""
+    if BLIND_ROWS:
+        return gl.where(row_max == -float("inf"), 0.0, row_max)
+    return row_max
+
+
+@gluon.jit
+def pad_columns(x, LAYOUT: gl.constexpr):
+    """(rows, columns) to (rows, 2 · columns), padded with zeros in registers of their own."""
+    NARROW: gl.constexpr = x.type.layout
+    padded = gl.join(x, gl.zeros([x.shape[0], x.shape[1]], gl.float32, NARROW))
+    padded = gl.reshape(gl.permute(padded, (0, 2, 1)), [x.shape[0], 2 * x.shape[1]])
+    return gl.convert_layout(padded, LAYOUT, assert_trivial=True)
