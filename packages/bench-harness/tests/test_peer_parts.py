@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench_harness import presets
+from bench_harness.experiments.base import CaseSkipped
 from bench_harness.training import build
 from bench_harness.training import settings as of
 from bench_harness.training.peer_parts import PartialCopies
-from bench_harness.training.peer_ways import OtherCopies
+from bench_harness.training.peer_ways import copies_without
 from ddp_lite import peer_schedule
 from ddp_lite.peer import PeerCopies
 
@@ -64,7 +65,7 @@ class AloneMemory:
     [
         ("none", []),
         ("barriers", ["BARRIER", "BARRIER"]),
-        ("barriers+averaging", ["BARRIER", "REDUCE", "BARRIER", "KEEP"]),
+        ("barriers+averaging", ["BARRIER", "REDUCE", "BARRIER"]),
         ("barriers+copies", ["PUSH", "BARRIER", "BARRIER", "PULL"]),
     ],
 )
@@ -118,30 +119,25 @@ def test_what_is_not_averaged_leaves_the_weights(
     assert all(kept) if parts else not any(kept)
 
 
-def test_another_way_leaves_the_same_bits() -> None:
-    given = torch.randn(300, generator=torch.Generator().manual_seed(0))
-    found = []
-    for way in (None, "keep-by-memcpy"):
-        memory = AloneMemory()
-        memory.memory = [torch.zeros(peer_schedule.SLOTS * 256, dtype=torch.uint8)] * 2
-        memory.barrier = lambda: None  # type: ignore[method-assign]
-        copies = PeerCopies(memory) if way is None else OtherCopies(memory, "keep-by-memcpy")
-        found.append(given.clone())
-        copies.average([found[-1]]).wait()
-    assert torch.equal(*found)
-    assert not torch.equal(found[0], given)
-
-
-def test_one_kernel_keeps_nothing_apart() -> None:
-    copies = OtherCopies(AloneMemory(), "one-kernel")
-    kinds = [each.kind.name for each in copies.operations(peer_schedule.average)]
-    assert kinds == ["PUSH", "BARRIER", "REDUCE", "BARRIER", "PULL"]
+def test_each_way_lacks_one_improvement(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams: list[tuple[object, ...]] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *given: streams.append(given))
+    ways: tuple[of.PeerWay, ...] = ("torch-sums", "default-priority")
+    for way in ways:
+        memory: Any = AloneMemory()
+        memory.device = torch.device("cuda", 0)
+        assert PeerCopies(memory).fused, "what is left out is there"
+        copies = copies_without(memory, way, None)
+        assert copies.fused == (way != "torch-sums")
+    assert streams == [(torch.device("cuda", 0),)], "of default priority"
+    with pytest.raises(CaseSkipped, match="but got one-kernel"):
+        copies_without(memory, "one-kernel", None)
 
 
 def test_parts_belong_to_copies() -> None:
     with pytest.raises(ValueError, match="peer_parts must be left out where comm_hook is None"):
         of.read({"wrapper": {"name": "bucketed", "peer_parts": "barriers"}}, {})
-    both = {"peer_parts": "barriers", "peer_way": "high-priority"}
+    both = {"peer_parts": "barriers", "peer_way": "torch-sums"}
     with pytest.raises(ValueError, match="peer_way must be left out beside peer_parts"):
         of.read({"wrapper": {"name": "bucketed", "comm_hook": "peer-copy", **both}}, {})
     table = {"name": "bucketed", "comm_hook": "peer-copy", "peer_parts": "barriers+copies"}
@@ -159,4 +155,4 @@ def test_the_preset_leaves_out_each_part() -> None:
     parts = {each.wrapper.peer_parts for each in read if isinstance(each.wrapper, of.Bucketed)}
     assert parts == {None, *typing.get_args(of.PeerParts)}
     ways = {each.wrapper.peer_way for each in read if isinstance(each.wrapper, of.Bucketed)}
-    assert ways == {None, *typing.get_args(of.PeerWay)}
+    assert ways == {None, "torch-sums", "default-priority"}

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_lite import BucketedDDP, PeerFailureError, peer_schedule
+from ddp_lite import BucketedDDP, PeerFailureError, peer_copies, peer_schedule
 from ddp_lite.errors import PeerProbe
 from ddp_lite.hooks import HierarchicalAverage
 from ddp_lite.peer import PeerCopies, PeerCopyAverage, PeerMemory, choose_communication
@@ -166,6 +166,71 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
             exact = torch.stack(each).mean(0).to(dtype)
             torch.testing.assert_close(results[0][place], exact)
             assert all(torch.equal(result[place], results[0][place]) for result in results)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Has the kernel average on CPUs; holds how many elements it did each time."""
+    if torch.cuda.is_available():
+        pytest.skip("Triton's interpreter must be chosen before any kernel is imported")
+    peer_kernel = pytest.importorskip("ddp_lite.peer_kernel", reason="needs Triton")
+    launched: list[int] = []
+    lock, average = threading.Lock(), peer_kernel.average
+
+    def one_at_a_time(own: Tensor, *arguments: Any) -> None:
+        with lock:  # the interpreter keeps state that threads share
+            launched.append(own.numel())
+            average(own, *arguments)
+
+    monkeypatch.setattr(peer_kernel, "average", one_at_a_time)
+    monkeypatch.setattr(peer_copies, "_FUSED_NUMEL", 30)
+    return launched
+
+
+def fused(memory: ThreadMemory) -> PeerCopies:
+    copies = PeerCopies(memory)
+    assert not copies.fused, "not chosen on CPUs"
+    copies.fused = True
+    return copies
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_the_kernel_averages(world_size: int, launches: list[int]) -> None:
+    """Small and large tensors in one message, several windows, rows that begin anywhere."""
+    shapes = [(7, 33), (5,), (1,), (400,), (0,), (13,)]
+
+    def work(memory: ThreadMemory, rank: int) -> list[Tensor]:
+        tensors = values(rank, shapes, torch.float32)
+        fused(memory).average(tensors).wait()
+        return tensors
+
+    results = on_threads(world_size, work, row_bytes=512)
+    numel = 7 * 33 + 5 + 1 + 400 + 13
+    assert 400 < sum(launches) < numel if world_size == 2 else sum(launches) == numel
+    for place in range(len(shapes)):
+        each = [values(r, shapes, torch.float32)[place].double() for r in range(world_size)]
+        inputs = torch.stack(each)
+        exact = inputs.mean(0)
+        error = (results[0][place] - exact).abs()
+        assert (error <= bound(inputs, exact, None)).all()
+        for result in results:
+            assert torch.equal(result[place], results[0][place]), "ranks have different bits"
+
+
+def test_the_kernel_leaves_some_to_torch(launches: list[int]) -> None:
+    """Between two ranks small tensors, and other dtypes always."""
+
+    def work(memory: ThreadMemory, rank: int) -> list[Tensor]:
+        small = torch.full((29,), float(rank))
+        tensors = [small, *(small.repeat(3).to(d) for d in (torch.float64, torch.bfloat16))]
+        copies = fused(memory)
+        for tensor in tensors:
+            copies.average([tensor]).wait()
+        return tensors
+
+    for tensors in on_threads(2, work):
+        assert all((tensor == 0.5).all() for tensor in tensors)
+    assert launches == []
 
 
 @pytest.mark.parametrize("world_size", range(2, 9))

@@ -88,7 +88,7 @@ def test_gpus_without_access_to_each_other(
 
 
 def test_a_hook_of_another_group_is_refused() -> None:
-    memory = SimpleNamespace(group=TwoRanks(), row_bytes=256)
+    memory = SimpleNamespace(group=TwoRanks(), device=torch.device("cpu"), row_bytes=256)
     hook = PeerCopyAverage(cast(SharedMemory, memory))
     other = TwoRanks()
     other.group_name = "other"

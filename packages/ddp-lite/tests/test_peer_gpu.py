@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _SymmetricMemory
 
-from ddp_lite import BucketedDDP
+from ddp_lite import BucketedDDP, peer_kernel
 from ddp_lite.hooks import HierarchicalAverage
 from ddp_lite.peer import PeerCopies, PeerCopyAverage, PeerMemory, choose_communication
 from ranks import run_ranks
@@ -94,6 +94,41 @@ def collectives(rank: int, world_size: int) -> None:
 
 def test_collectives() -> None:
     run_ranks(collectives, gpus(), backend="nccl", timeout=120)
+
+
+def by_one_kernel(rank: int, world_size: int) -> None:
+    """Large float32 tensors, of which rows begin anywhere: the bits of exact sums, twice."""
+    device = torch.device("cuda", rank)
+    group = dist.group.WORLD
+    assert group is not None
+    numels = [5, 3 * 2**20 + 1, 2**20, 4 * 2**20, 7]
+    copies = PeerCopies(PeerMemory(group, buffer_mb=16, timeout=timedelta(seconds=60)))
+    assert copies.fused
+    torch_alone = PeerCopies(copies.memory)
+    torch_alone.fused = False
+    launched = []
+    count = patch.object(peer_kernel, "average", side_effect=peer_kernel.average)
+    for step in range(2):
+        tensors = values(rank, step, numels, device)
+        again = [tensor.clone() for tensor in tensors]
+        with count as average:
+            copies.average(tensors).wait()
+            launched.append(average.call_count)
+        torch_alone.average(again).wait()
+        each = [values(r, step, numels, device) for r in range(world_size)]
+        for place in range(len(numels)):
+            inputs = torch.stack([v[place].double() for v in each])
+            error = (tensors[place] - inputs.mean(0)).abs()
+            assert (error <= bound(inputs, None)).all(), (step, place)
+            torch.testing.assert_close(tensors[place], again[place], rtol=1e-5, atol=1e-6)
+            from_rank_0 = tensors[place].clone()
+            dist.broadcast(from_rank_0, 0)
+            assert torch.equal(from_rank_0, tensors[place]), "ranks have different bits"
+    assert launched[0] == launched[1] > 1
+
+
+def test_the_kernel_averages() -> None:
+    run_ranks(by_one_kernel, gpus(), backend="nccl", timeout=120)
 
 
 def recorded(rank: int, world_size: int) -> None:

@@ -3,24 +3,27 @@
 NCCL's thread blocks hold SMs for as long as a collective runs, waiting for the slower rank
 included, and matrix products that were tuned for all SMs become slower by much more than their
 share. Here the transfers are plain copies between GPUs with peer access, which need no SM. Sums
-are one kernel per message, and signals are kernels of one small thread block.
+are short kernels, and signals are kernels of one small thread block.
 
 An average over N ranks, of which rank r averages row r of each message::
 
     push      my values of row q go to rank q's memory, for every other q      (copy engine)
     barrier   all values of my row have arrived
-    reduce    my row: what arrived and my own values                           (one kernel)
+    reduce    my row: what arrived and my own values, into my memory and my tensors
     barrier   all rows are averaged
     pull      row q comes from rank q's memory into my tensors                 (copy engine)
 
 Values are sent from the tensors and received into them: nothing is packed, unless they travel in
 another dtype. Each row is averaged once and copied, so all ranks end with the same bits; they may
-differ from NCCL's in the last place. ``peer_schedule.py`` has the order of all operations,
+differ from NCCL's in the last place. Of large float32 tensors one kernel reads all ranks' values,
+and writes their average both to the shared memory and to the tensor (``peer_kernel.py``). It needs
+Triton; torch's operations do the rest. ``peer_schedule.py`` has the order of all operations,
 ``peer_memory.py`` the memory that the ranks share.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -35,6 +38,9 @@ from ddp_lite.peer_schedule import Kind, Operation, Piece
 
 _Part = tuple[int, Tensor]  # first element in the row, values
 Program = Callable[[int, int], list[Operation]]
+# Between two ranks one call of torch averages many small tensors, which launches less. More ranks
+# need a launch for each tensor in any case.
+_FUSED_NUMEL = 2**20
 _NO_RANGE = nullcontext()
 
 
@@ -52,6 +58,8 @@ class PeerCopies:
 
     Attributes:
         memory: as given.
+        fused: whether ``average`` uses a Triton kernel for large float32 tensors: on CUDA, where
+            Triton is installed.
 
     Raises:
         ValueError: a ``wire_dtype`` that is not floating-point.
@@ -66,6 +74,7 @@ class PeerCopies:
         self.memory = memory
         self._wire_dtype = wire_dtype
         self._rank, self._world_size = memory.group.rank(), memory.group.size()
+        self.fused = memory.device.type == "cuda" and importlib.util.find_spec("triton") is not None
         self._plans: dict[tuple[object, ...], list[list[list[Piece]]]] = {}
 
     @property
@@ -146,8 +155,6 @@ class PeerCopies:
                 received = [_parts(row, wholes) for row in rows]
                 mine = [_range_of(parts[p.tensor], p, self._rank) for p in rows[self._rank]]
                 sent = [(p.at, t) for p, t in zip(rows[self._rank], mine, strict=True)]
-                if all(map(_same_memory, sent, received[self._rank])):
-                    received[self._rank] = []
                 self._exchange(schedule.all_gather, dtype, [sent], received)
 
         return self._start(run, [*wholes, *parts])
@@ -208,32 +215,45 @@ class PeerCopies:
                 case Kind.PUSH:
                     _into(slots[peer][schedule.landing_row(rank, peer, world_size)], sent[peer])
                 case Kind.REDUCE if program is schedule.average:
-                    self._reduce_in_place(slots[rank], own_sent)
+                    self._average(slots[rank], own_sent)
                 case Kind.REDUCE:
                     self._reduce_into(own_received, slots[rank], own_sent)
                 case Kind.PUBLISH:
                     _into(slots[rank][result], own_sent)
+                    if not all(map(_same_memory, own_sent, own_received)):
+                        # One kernel for all; the copies above are one by one for the copy engine.
+                        _copy([whole for _, whole in own_received], [part for _, part in own_sent])
                 case Kind.PULL:
                     _out_of(slots[peer][result], received[peer])
-                case Kind.KEEP:
-                    # One kernel for all, where the copies of PULL are one by one for their engine.
-                    row = slots[rank][result]
-                    views = [row[at : at + target.numel()] for at, target in own_received]
-                    _copy([target for _, target in own_received], views)
 
-    def _reduce_in_place(self, rows: Tensor, own: Sequence[_Part]) -> None:
-        """Averages this rank's row into its result row; ``own`` has the dtype of ``rows``."""
+    def _average(self, rows: Tensor, own: Sequence[_Part]) -> None:
+        """Averages this rank's row, into its result row and into ``own``, which it is read from.
+
+        Args:
+            rows: this rank's slot, shape (rows in a slot, elements in a row).
+            own: this rank's values, of the same dtype.
+        """
+        result = rows[schedule.result_row(self._world_size)]
+        if self.fused and rows.dtype == torch.float32:
+            from ddp_lite.peer_kernel import average
+
+            least = _FUSED_NUMEL if self._world_size == 2 else 0
+            for at, value in own:
+                if value.numel() >= least:
+                    average(value, rows, result, at, self._world_size)
+            own = [part for part in own if part[1].numel() < least]
         if not own:
             return
+        values = [value for _, value in own]
+        averages = [result[at : at + value.numel()] for at, value in own]
         if self._world_size == 2:
-            # a + (b - a)/2, computed in float32 and rounded once
-            landed = [rows[0][at : at + value.numel()] for at, value in own]
-            torch._foreach_lerp_(landed, [value for _, value in own], 0.5)
-            return
-        _into(rows[self._world_size - 1], own)
-        length = max(at + value.numel() for at, value in own)
-        values = rows[: self._world_size, :length]
-        torch.mean(values, 0, out=rows[schedule.result_row(self._world_size), :length])
+            # a + (b - a)/2, computed in float32 and rounded once; the result is where a landed
+            torch._foreach_lerp_(averages, values, 0.5)
+        else:
+            _into(rows[self._world_size - 1], own)
+            length = max(at + value.numel() for at, value in own)
+            torch.mean(rows[: self._world_size, :length], 0, out=result[:length])
+        _copy(values, averages)
 
     def _reduce_into(self, targets: Sequence[_Part], rows: Tensor, own: Sequence[_Part]) -> None:
         """Averages this rank's row into ``targets``, which divide it as ``own`` does."""

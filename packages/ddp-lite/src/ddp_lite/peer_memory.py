@@ -125,7 +125,8 @@ class PeerMemory:
             )
         self.group = group
         self.device = torch.device("cuda", torch.cuda.current_device())
-        self.stream: torch.cuda.Stream | None = torch.cuda.Stream(self.device)
+        # Its few kernels come first where they wait for SMs: peers wait for what they produce.
+        self.stream: torch.cuda.Stream | None = torch.cuda.Stream(self.device, priority=-1)
         self.row_bytes = nbytes // rows // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         self.nbytes = rows * self.row_bytes
         self._windows = 0

@@ -31,13 +31,14 @@ class Kind(Enum):
     PUSH = auto()
     """Copy this rank's values of the peer's row into the peer's memory."""
     REDUCE = auto()
-    """Average this rank's row over what the others have pushed and this rank's own values."""
+    """Average this rank's row over what the others have pushed and this rank's own values.
+
+    The averages go to this rank's tensors, and for ``average`` also to where the others pull them.
+    """
     PUBLISH = auto()
-    """Copy this rank's values into its own memory, for the others to pull."""
+    """Copy this rank's values to where the others pull them, and to where they belong here."""
     PULL = auto()
     """Copy the peer's result from the peer's memory."""
-    KEEP = auto()
-    """Copy this rank's own result from its memory."""
     BARRIER = auto()
     """Wait until all ranks are here."""
     TURN = auto()
@@ -126,11 +127,7 @@ def average(rank: int, world_size: int) -> list[Operation]:
 
 
 def _gather(rank: int, world_size: int) -> list[Operation]:
-    return [
-        Operation(Kind.BARRIER),
-        *_in_turns(Kind.PULL, rank, world_size),
-        Operation(Kind.KEEP),
-    ]
+    return [Operation(Kind.BARRIER), *_in_turns(Kind.PULL, rank, world_size)]
 
 
 # --- where the rows of a slot lie ------------------------------------------------------------

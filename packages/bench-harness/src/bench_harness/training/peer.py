@@ -26,9 +26,9 @@ def peer_hook(wrapper: of.Bucketed, group: Any, wire_dtype: torch.dtype | None) 
 
         hook.copies = PartialCopies(memory, wrapper.peer_parts, wire_dtype=wire_dtype)
     if wrapper.peer_way is not None:
-        from bench_harness.training.peer_ways import OtherCopies
+        from bench_harness.training.peer_ways import copies_without
 
-        hook.copies = OtherCopies(memory, wrapper.peer_way, wire_dtype=wire_dtype)
+        hook.copies = copies_without(memory, wrapper.peer_way, wire_dtype)
     if wrapper.copy:
         return lambda flat, bucket: hook.copies.average([flat])
     return hook

@@ -14,11 +14,10 @@ from ddp_lite.peer_copies import Program
 from ddp_lite.peer_memory import SharedMemory
 from ddp_lite.peer_schedule import SLOTS, Kind, Operation
 
-#: The operations that each part is made of. What a rank has averaged for itself is copied by a
-#: kernel, like the averaging; everything else is copied by the GPUs' copy engines.
+#: The operations that each part is made of.
 PARTS = {
     "barriers": (Kind.BARRIER, Kind.TURN),
-    "averaging": (Kind.REDUCE, Kind.PUBLISH, Kind.KEEP),
+    "averaging": (Kind.REDUCE, Kind.PUBLISH),
     "copies": (Kind.PUSH, Kind.PULL),
 }
 

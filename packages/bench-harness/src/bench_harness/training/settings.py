@@ -33,7 +33,10 @@ Wire: TypeAlias = Literal["exact", "rounded", "compressed"]
 #: Parts of an exchange by copies between GPUs; see :mod:`bench_harness.training.peer_parts`.
 PeerParts: TypeAlias = Literal["none", "barriers", "barriers+averaging", "barriers+copies"]
 #: Other ways to carry out such an exchange; see :mod:`bench_harness.training.peer_ways`.
-PeerWay: TypeAlias = Literal["keep-by-memcpy", "one-kernel", "high-priority"]
+#: The last three are those of earlier rows, which are read but cannot be measured again.
+PeerWay: TypeAlias = Literal[
+    "torch-sums", "default-priority", "one-kernel", "keep-by-memcpy", "high-priority"
+]
 Table: TypeAlias = dict[str, Any]
 
 
@@ -115,7 +118,7 @@ class Bucketed(Arguments):
             earlier versions; it cannot be measured any more. None is the group's collectives.
         peer_parts: which parts of an exchange by "peer-copy" are carried out, to see what each
             costs; gradients are not averaged then. "none" leaves the hooks and the packing.
-        peer_way: carries out an exchange by "peer-copy" in another way, to see what it would save.
+        peer_way: carries out an exchange by "peer-copy" without an improvement, to see its gain.
         nccl_high_priority: NCCL's kernels run on a stream of high priority.
         nccl_max_ctas: at most so many thread blocks for a NCCL kernel.
     """
