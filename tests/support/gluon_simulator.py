@@ -536,6 +536,7 @@ def load(module: types.ModuleType, machine: Machine, **changes: Any) -> dict[str
         "warpgroup_mma_wait": machine.product_wait,
         "fence_async_shared": machine.fence,
         "exp2": _operation(np.exp2),
+        "reciprocal": _operation(np.reciprocal),
         "to_operand": lambda x, dtype, layout: x,
         "reduce_add": machine.reduce_add,
         "wait_for_turn": machine.wait_for_turn,

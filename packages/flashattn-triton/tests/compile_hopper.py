@@ -111,6 +111,10 @@ def shipped() -> list[Request]:
         plain: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"window": (500, 300)})
         requests += [Request(d, "bf16", {"causal": False} | x, value_dim=e) for x in plain]
         requests += [Request(d, "bf16", {"causal": True}, value_dim=e, sequences=9)]
+    # A soft-cap, forward alone.
+    capped: dict[str, Any] = {"causal": True, "softcap": 30.0}
+    requests += [Request(d, "bf16", capped) for d in (64, 128)]
+    requests.append(Request(128, "bf16", capped | {"window": (500, None)}))
     # Packed sequences, and dQ added up in order: one mask, the one with most code.
     for d in (64, 128):
         causal = {"causal": True}

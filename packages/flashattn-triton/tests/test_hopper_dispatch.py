@@ -118,6 +118,16 @@ def test_wide_heads_have_a_forward_kernel_only(head_dims: tuple[int, int]) -> No
 
 
 @pytest.mark.usefixtures("on_sm90")
+def test_soft_caps_have_a_forward_kernel_only_by_name() -> None:
+    capped = AttentionOptions(scale=0.125, softcap=20.0)
+    chosen = plan("hopper", options=capped)
+    assert chosen.tier == "hopper"
+    assert not chosen.runs_hopper_backward(capped)
+    assert chosen.tiling is not None
+    assert plan(options=capped).tier == "triton"
+
+
+@pytest.mark.usefixtures("on_sm90")
 def test_the_portable_tier_says_why_not() -> None:
     chosen = plan(head_dims=(84, 84))
     assert chosen.tier == "triton"

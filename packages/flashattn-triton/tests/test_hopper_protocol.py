@@ -21,13 +21,21 @@ pytest.importorskip("triton")
 if triton_versions.refusal() is not None:
     pytest.skip(str(triton_versions.refusal()), allow_module_level=True)
 
-from flashattn_triton.hopper import backward, backward_kernel, forward, forward_kernel
+from flashattn_triton.hopper import backward, backward_kernel, forward, forward_kernel, scores
 from flashattn_triton.hopper.configs import backward_config, tile_width
 from flashattn_triton.hopper.launch import FastLaunch, TileMap, edges
 from flashattn_triton.hopper.schedule import FIELDS, packed_tiles_kernel
 from flashattn_triton.launch import Packing
 from flashattn_triton.options import AttentionOptions, resolve_options
-from gluon_simulator import Descriptor, Machine, PackedDescriptor, Pointer, SimulationError, load
+from gluon_simulator import (
+    Descriptor,
+    Machine,
+    PackedDescriptor,
+    Pointer,
+    SimulationError,
+    Tensor,
+    load,
+)
 
 
 def run(
@@ -96,7 +104,10 @@ class Problem:
 
     def probabilities(self, q: Any, k: Any) -> tuple[Any, Any]:
         """P and L, for keys that are repeated already."""
-        s = np.where(self.seen(), q @ k.swapaxes(2, 3) * self.options.scale, -np.inf)
+        s = q @ k.swapaxes(2, 3) * self.options.scale
+        if self.options.softcap is not None:
+            s = self.options.softcap * np.tanh(s / self.options.softcap)
+        s = np.where(self.seen(), s, -np.inf)
         with np.errstate(divide="ignore"):
             lse = np.log(np.exp(s).sum(3))
         return np.exp(s - np.where(np.isneginf(lse), 0.0, lse)[..., None]), lse
@@ -236,6 +247,21 @@ def test_columns_that_are_not_in_use(name: str, head_dim: int) -> None:
     seed = list(PROBLEMS).index(name)
     check_forward(problem, seed)
     check_backward(problem, seed)
+
+
+@pytest.mark.parametrize("name", ["grouped, offset walks", "causal", "window, both edges"])
+def test_forward_with_a_soft_cap(name: str) -> None:
+    """The scale's sign is the tanh's, not the exponentials'."""
+    problem = problem_of(head_dim=128, softcap=3.0, scale=-0.2, **PROBLEMS[name])
+    exact = {"tanh": lambda x: Tensor(np.tanh(x.value), x.type.layout)}
+    check_forward(problem, list(PROBLEMS).index(name), **exact)
+
+
+def test_tanh() -> None:
+    x = np.concatenate((np.linspace(-0.3, 0.3, 1001), np.linspace(-50, 50, 1001), [-1e5, 1e5]))
+    with np.errstate(over="ignore"):
+        found = load(scores, Machine(0, 0))["tanh"](Tensor(x)).value
+    np.testing.assert_allclose(found, np.tanh(x), rtol=1e-8, atol=0)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

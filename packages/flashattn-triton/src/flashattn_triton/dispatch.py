@@ -45,7 +45,7 @@ class Plan:
     ``tiling``: tiles, warps and stages of the portable kernels. The "hopper" tier uses those of the
     two-pass backward form, where gradients must be deterministic, unless it is ``ordered``: then
     its own backward kernel adds to dQ in a fixed order. ``forward_only``: that tier has no backward
-    kernel for these head_dims, and the portable one runs.
+    kernel for this problem, and the portable one runs.
     """
 
     tier: Tier
@@ -192,7 +192,7 @@ def _choose(
             tiling=chosen,
             reason=gpu.name,
             ordered=by_name,
-            forward_only=eligibility.is_wide(head_dims),
+            forward_only=eligibility.forward_only(head_dims, options),
         )
     if implementation == "hopper":
         raise ValueError(f"implementation 'hopper' cannot run this: {refusal}")

@@ -47,6 +47,8 @@ def refusal(
         return f"it needs compute capability 9.0, and this is {capability[0]}.{capability[1]}"
     if dtype not in DTYPES:
         return f"it takes float16 and bfloat16, and this is {str(dtype).removeprefix('torch.')}"
+    if options.softcap is not None and not by_name:
+        return "it takes no soft-cap, unless asked for by name"
     if by_name and is_wide(head_dims):
         return _other_refusal(options, tensors)
     if head_dims[0] != head_dims[1]:
@@ -65,16 +67,19 @@ def refusal(
 
 
 def is_wide(head_dims: tuple[int, int]) -> bool:
-    """Whether there is only a forward kernel: the portable tier computes gradients."""
+    """Whether there are head_dims above 128, and the tier has tiles for them."""
     return max(head_dims) > 128 and all(x in WIDE_HEAD_DIMS for x in head_dims)
+
+
+def forward_only(head_dims: tuple[int, int], options: AttentionOptions) -> bool:
+    """Whether there is only a forward kernel: the portable tier computes gradients."""
+    return is_wide(head_dims) or options.softcap is not None
 
 
 def _other_refusal(options: AttentionOptions, tensors: tuple[str, ...]) -> str | None:
     others = [name for name in tensors if name != "sinks"]
     if others:
         return f"it takes no {' or '.join(others)}"
-    if options.softcap is not None:
-        return "it takes no soft-cap"
     if abs(options.scale) < _SMALLEST_SCALE:
         return "it needs a scale other than 0"
     return triton_versions.refusal()

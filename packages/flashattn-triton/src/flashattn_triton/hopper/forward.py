@@ -137,6 +137,7 @@ def _forward_call(
     like = torch.empty_strided(q_shape, strides[0], dtype=dtype, device="meta")
     out, lse = empty_output(like, head_dims[1]), empty_row_statistic(like)
     left, right = options.band
+    softcap = options.softcap
     # Of packed sequences the kernel itself adds the difference of lengths.
     offset, width = edges(0, 0, options) if packed else edges(n_queries, n_keys, options)
     config = forward_config(head_dims, n_queries if sizes is None else sizes[1], options)
@@ -168,7 +169,8 @@ def _forward_call(
         "N_KEYS": n_keys,
         "offset": offset,
         "width": width,
-        "scale_log2": options.scale * LOG2_E,
+        "scale_log2": (options.scale if softcap is None else softcap) * LOG2_E,
+        "tanh_scale": None if softcap is None else options.scale / softcap,
     }
     constants = {
         "CONSUMERS": config.consumers,
@@ -177,7 +179,7 @@ def _forward_call(
         "COLUMNS": columns_in_use(max(head_dims), tile_columns),
         "Q_SLOTS": config.q_slots,
         "REGISTERS": config.registers,
-        "NEGATIVE": options.scale < 0,
+        "NEGATIVE": softcap is None and options.scale < 0,
         "SHIFTED": offset != 0 or (packed and options.bottom_right),
         "HALVED": config.halves and offset == 0 and (equal if packed else n_keys >= n_queries),
         "HAS_LEFT": left is not None,

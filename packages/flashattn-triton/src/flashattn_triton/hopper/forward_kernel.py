@@ -51,7 +51,7 @@ from flashattn_triton.hopper.schedule import (
     tile_of_round,
     whole_tiles,
 )
-from flashattn_triton.hopper.scores import apply_mask, finite_max, largest, pad_columns
+from flashattn_triton.hopper.scores import apply_mask, finite_max, largest, pad_columns, tanh
 from flashattn_triton.hopper.support import (
     exp2,
     named_barrier_arrive,
@@ -225,6 +225,7 @@ def _step(
     first_key,
     band,
     scale_log2,
+    tanh_scale,
     acc,  # (ROWS, E) fp32, by ranges of columns
     p,  # (ROWS, KEYS), P of the tile before
     row_max,  # (ROWS,) fp32, in units of log2
@@ -259,6 +260,8 @@ def _step(
 
     s = warpgroup_mma_wait(len(acc), deps=(s,))
     mbarrier.arrive(k_empty.index(slot), count=1)
+    if tanh_scale is not None:
+        s = tanh(s * tanh_scale)
     if MASKED:
         s = apply_mask(s, first_row, first_key, band, NEGATIVE, HAS_LEFT, is_causal)
     new_max = gl.maximum(row_max, largest(s, scale_log2, NEGATIVE))
@@ -286,6 +289,7 @@ def _consumer(
     L_ptr,
     sinks_ptr,
     scale_log2,
+    tanh_scale,
     CONSUMER: gl.constexpr,
     CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -354,6 +358,8 @@ def _consumer(
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(k_empty.index(slot), count=1)
         first_key = (stop - 1) * KEYS
+        if tanh_scale is not None:
+            s = tanh(s * tanh_scale)
         if is_causal or HAS_LEFT or first_key + KEYS > own_band[0]:
             s = apply_mask(s, first_row, first_key, own_band, NEGATIVE, HAS_LEFT, is_causal)
         row_max = largest(s, scale_log2, NEGATIVE)
@@ -384,23 +390,23 @@ def _consumer(
             for j in range(1, whole):
                 acc, p, row_max, row_sum = _step(
                     q_parts, barriers, buffers, tiles_done + j, first_row, first_key - j * KEYS,
-                    own_band, scale_log2, acc, p, row_max, row_sum, CONSUMER, CONSUMERS, STAGES,
-                    COLUMNS, NEGATIVE, BLIND_ROWS, HAS_LEFT, is_causal, True, SCORES,
+                    own_band, scale_log2, tanh_scale, acc, p, row_max, row_sum, CONSUMER, CONSUMERS,
+                    STAGES, COLUMNS, NEGATIVE, BLIND_ROWS, HAS_LEFT, is_causal, True, SCORES,
                 )  # fmt: skip
         if HAS_LEFT:
             whole_stop = min(max(stop - first_whole, whole), n_key_tiles)
         for j in range(whole, whole_stop):
             acc, p, row_max, row_sum = _step(
                 q_parts, barriers, buffers, tiles_done + j, first_row, first_key - j * KEYS,
-                own_band, scale_log2, acc, p, row_max, row_sum, CONSUMER, CONSUMERS, STAGES,
-                COLUMNS, NEGATIVE, BLIND_ROWS, HAS_LEFT, is_causal, False, SCORES,
+                own_band, scale_log2, tanh_scale, acc, p, row_max, row_sum, CONSUMER, CONSUMERS,
+                STAGES, COLUMNS, NEGATIVE, BLIND_ROWS, HAS_LEFT, is_causal, False, SCORES,
             )  # fmt: skip
         if HAS_LEFT:
             for j in range(whole_stop, n_key_tiles):
                 acc, p, row_max, row_sum = _step(
                     q_parts, barriers, buffers, tiles_done + j, first_row, first_key - j * KEYS,
-                    own_band, scale_log2, acc, p, row_max, row_sum, CONSUMER, CONSUMERS, STAGES,
-                    COLUMNS, NEGATIVE, BLIND_ROWS, HAS_LEFT, is_causal, True, SCORES,
+                    own_band, scale_log2, tanh_scale, acc, p, row_max, row_sum, CONSUMER, CONSUMERS,
+                    STAGES, COLUMNS, NEGATIVE, BLIND_ROWS, HAS_LEFT, is_causal, True, SCORES,
                 )  # fmt: skip
         tiles_done += n_key_tiles
         if Q_SLOTS > 1:
@@ -453,6 +459,7 @@ def _consumer(
         "offset",
         "width",
         "scale_log2",
+        "tanh_scale",
     ],
     do_not_specialize_on_alignment=["sinks_ptr"],
 )
@@ -473,6 +480,7 @@ def hopper_forward_kernel(
     offset,
     width,
     scale_log2,
+    tanh_scale,
     CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
     PARTS: gl.constexpr,
@@ -496,7 +504,9 @@ def hopper_forward_kernel(
     ``HALVED``: no query of the first of two consumers sees more than half of its last tile of keys.
     ``COLUMNS``: of each part of Q and K, those that are in use; of V, as many others are not.
     ``Q_SLOTS``: 2, or 1 if the output takes the place of Q.
-    ``scale_log2``: scale · log2(e), not 0; ``NEGATIVE`` is its sign.
+    ``scale_log2``: scale · log2(e), not 0; ``NEGATIVE`` is its sign. With a
+    soft-cap it is softcap · log2(e), and ``tanh_scale``, else None, is scale / softcap: the tanh of
+    scores times this factor takes their place.
     ``PACKED``: ``N_QUERIES`` and ``N_KEYS`` are the tokens of all sequences, ``offset`` does not
     count the difference of a sequence's lengths, which ``BOTTOM_RIGHT`` adds to it, and the table
     says how many tiles there are.
@@ -546,23 +556,23 @@ def hopper_forward_kernel(
             (_producer, (descriptors, barriers, buffers, sizes, band, tiles_ptr,
                         CONSUMERS, STAGES, HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT)),
             (_consumer, (descriptors, barriers, buffers, sizes, band, tiles_ptr, L_ptr,
-                        sinks_ptr, scale_log2, 0, CONSUMERS, STAGES, COLUMNS, NEGATIVE, SHIFTED,
-                        HALVED, HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT, HAS_SINKS)),
+                        sinks_ptr, scale_log2, tanh_scale, 0, CONSUMERS, STAGES, COLUMNS, NEGATIVE,
+                        SHIFTED, HALVED, HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT, HAS_SINKS)),
             (_consumer, (descriptors, barriers, buffers, sizes, band, tiles_ptr, L_ptr,
-                        sinks_ptr, scale_log2, 1, CONSUMERS, STAGES, COLUMNS, NEGATIVE, SHIFTED,
-                        HALVED, HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT, HAS_SINKS)),
+                        sinks_ptr, scale_log2, tanh_scale, 1, CONSUMERS, STAGES, COLUMNS, NEGATIVE,
+                        SHIFTED, HALVED, HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT, HAS_SINKS)),
         ], [4, 4], [REGISTERS, REGISTERS])
     else:
         gl.warp_specialize([
             (_producer, (descriptors, barriers, buffers, sizes, band, tiles_ptr,
                         CONSUMERS, STAGES, HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT)),
             (_consumer, (descriptors, barriers, buffers, sizes, band, tiles_ptr, L_ptr,
-                        sinks_ptr, scale_log2, 0, CONSUMERS, STAGES, COLUMNS, NEGATIVE, SHIFTED,
-                        HALVED, HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT, HAS_SINKS)),
+                        sinks_ptr, scale_log2, tanh_scale, 0, CONSUMERS, STAGES, COLUMNS, NEGATIVE,
+                        SHIFTED, HALVED, HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT, HAS_SINKS)),
             (_consumer, (descriptors, barriers, buffers, sizes, band, tiles_ptr, L_ptr,
-                        sinks_ptr, scale_log2, 1, CONSUMERS, STAGES, COLUMNS, NEGATIVE, SHIFTED,
-                        HALVED, HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT, HAS_SINKS)),
+                        sinks_ptr, scale_log2, tanh_scale, 1, CONSUMERS, STAGES, COLUMNS, NEGATIVE,
+                        SHIFTED, HALVED, HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT, HAS_SINKS)),
             (_consumer, (descriptors, barriers, buffers, sizes, band, tiles_ptr, L_ptr,
-                        sinks_ptr, scale_log2, 2, CONSUMERS, STAGES, COLUMNS, NEGATIVE, SHIFTED,
-                        HALVED, HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT, HAS_SINKS)),
+                        sinks_ptr, scale_log2, tanh_scale, 2, CONSUMERS, STAGES, COLUMNS, NEGATIVE,
+                        SHIFTED, HALVED, HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT, HAS_SINKS)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])

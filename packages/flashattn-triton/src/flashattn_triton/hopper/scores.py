@@ -7,6 +7,19 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashattn_triton.hopper.support import exp2, reciprocal
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def tanh(x):
+    """By one exp2, as ``primitives.tanh``; near 0, where that cancels, by its series."""
+    far = 1.0 - 2.0 * reciprocal(1.0 + exp2(x * (2.0 * LOG2_E)))
+    y = x * x
+    near = x + x * y * (-1.0 / 3.0 + y * (2.0 / 15.0 + y * (-17.0 / 315.0 + y * (62.0 / 2835.0))))
+    return gl.where(y < 0.0625, near, far)
+
 
 @gluon.jit
 def apply_mask(

@@ -96,6 +96,14 @@ def exp2(x):
     )
 
 
+@gluon.jit
+def reciprocal(x):
+    """1 / x by the special function unit alone, to one unit in the last place; 0 of infinity."""
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
 @gluon.constexpr_function
 def _rounding_instruction(is_bfloat16):
     return f"cvt.rn.{'bf16x2' if is_bfloat16 else 'f16x2'}.f32 $0, $2, $1;"
