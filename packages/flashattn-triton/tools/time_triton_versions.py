@@ -1,6 +1,7 @@
 """Times flashattn-triton under several versions of Triton, in turns on one GPU.
 
-    python scripts/bench_triton_versions.py rows.jsonl installed /tmp/triton-3.9.0
+    cd packages/flashattn-triton
+    python tools/time_triton_versions.py rows.jsonl installed /tmp/triton-3.9.0
 
 Each argument after the first is a folder with another version of Triton, as ``pip install
 --target`` makes it, or ``installed``. Every version has a process of its own; one case after

@@ -1,11 +1,12 @@
 """Times what the always-on checks of ddp-lite and shard-optim take of a training step on two GPUs.
 
-    torchrun --standalone --nproc-per-node 2 scripts/bench_checks.py checks.jsonl
+    python packages/bench-harness/tools/time_checks.py checks.jsonl
 
 Blocks of steps with the checks and without them take turns on the same model, so both see the same
 memory and the same clocks; which of the two begins a round changes from round to round. A round
 gives one ratio, and a package's row holds all of them, their median and its 95 % interval. The
-checks are taken out by replacing private methods: there is no option to switch them off.
+checks are taken out by replacing private methods, which only developers of the two packages should
+do: there is no option to switch them off.
 
 The model is a stack of linear layers with as many parameters as a 48-block Transformer has, wide
 enough for the GPU to limit the step (about 100 ms on an H200). The whole takes about a minute.
@@ -23,10 +24,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from bench_harness.environment import git_state
+from bench_harness.environment import describe, git_state, gpu_count
+from bench_harness.ranks import launch
+from bench_harness.report.published import measured_on
 from bench_harness.stats import summarize
 from ddp_lite import BucketedDDP
 from ddp_lite.consistency import SameStep
@@ -123,8 +125,33 @@ def ratios(
     return found, checked_ms
 
 
+def measure_rank(
+    rank: int, world_size: int, device: torch.device, given: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """One row per package, with this rank's times."""
+    rows = []
+    for build in (ddp_lite, shard_optim):
+        net, optimizer, unchecked = build(model(given.layers, given.width, device))
+        x = torch.randn(given.tokens, given.width, device=device)
+        x = x.to(next(net.parameters()).dtype)
+        found, checked_ms = ratios(net, optimizer, unchecked, x, given.rounds, given.steps)
+        summary = summarize(found)
+        rows.append(
+            {
+                "package": build.__name__.replace("_", "-"),
+                "parameters": 2 * given.layers,
+                "step_ms": round(summarize(checked_ms)["median"], 2),
+                "cost_percent": round(100 * (summary["median"] - 1), 3),
+                "low_percent": round(100 * ((summary["ci_low"] or 0) - 1), 3),
+                "high_percent": round(100 * ((summary["ci_high"] or 0) - 1), 3),
+                "ratios": [round(ratio, 6) for ratio in found],
+            }
+        )
+    return rows
+
+
 def main() -> None:
-    """Measures on every rank; rank 0 writes the rows."""
+    """Measures on two ranks, and writes the rows of the first."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("rows", type=Path, help="file to write, in the layout of published rows")
     parser.add_argument("--layers", type=int, default=216)
@@ -133,46 +160,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--steps", type=int, default=3, help="steps of a block")
     given = parser.parse_args()
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    device = torch.device("cuda", dist.get_rank()) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    rows = []
-    try:
-        for build in (ddp_lite, shard_optim):
-            net, optimizer, unchecked = build(model(given.layers, given.width, device))
-            x = torch.randn(given.tokens, given.width, device=device)
-            x = x.to(next(net.parameters()).dtype)
-            found, checked_ms = ratios(net, optimizer, unchecked, x, given.rounds, given.steps)
-            summary = summarize(found)
-            rows.append(
-                {
-                    "package": build.__name__.replace("_", "-"),
-                    "parameters": 2 * given.layers,
-                    "step_ms": round(summarize(checked_ms)["median"], 2),
-                    "cost_percent": round(100 * (summary["median"] - 1), 3),
-                    "low_percent": round(100 * ((summary["ci_low"] or 0) - 1), 3),
-                    "high_percent": round(100 * ((summary["ci_high"] or 0) - 1), 3),
-                    "ratios": [round(ratio, 6) for ratio in found],
-                }
-            )
-            del net, optimizer, unchecked
-        if dist.get_rank() == 0:
-            where = torch.cuda.get_device_name() if cuda else "CPU"
-            line = {
-                "experiment": "always-on-checks",
-                "case_key": "always-on checks",
-                "label": "always-on checks",
-                "commit": (git_state(Path(__file__).parent) or {}).get("commit"),
-                "measured_on": f"{dist.get_world_size()} × {where}, torch {torch.__version__}",
-                "config": {"layers": given.layers, "width": given.width, "tokens": given.tokens},
-                "rows": rows,
-            }
-            given.rows.write_text(json.dumps(line, ensure_ascii=False) + "\n", encoding="utf-8")
-            print(json.dumps(rows, indent=1))
-    finally:
-        dist.destroy_process_group()
+    rows, _ = launch(measure_rank, 2, given, backend="nccl" if gpu_count() >= 2 else "gloo")
+    line = {
+        "experiment": "always-on-checks",
+        "case_key": "always-on checks",
+        "label": "always-on checks",
+        "commit": (git_state(Path(__file__).parent) or {}).get("commit"),
+        "measured_on": measured_on(describe()),
+        "config": {"layers": given.layers, "width": given.width, "tokens": given.tokens},
+        "rows": rows,
+    }
+    given.rows.write_text(json.dumps(line, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":
