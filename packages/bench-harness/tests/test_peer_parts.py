@@ -154,5 +154,7 @@ def test_the_preset_leaves_out_each_part() -> None:
     read = [of.read(table, {}) for table in cases[0].config["variants"]]
     parts = {each.wrapper.peer_parts for each in read if isinstance(each.wrapper, of.Bucketed)}
     assert parts == {None, *typing.get_args(of.PeerParts)}
+    unmoved = [each.label() for each in read if not each.communicates]
+    assert "no communication + AdamW(lr=0)" in unmoved, "what the parts are compared with"
     ways = {each.wrapper.peer_way for each in read if isinstance(each.wrapper, of.Bucketed)}
     assert ways == {None, "torch-sums", "default-priority"}

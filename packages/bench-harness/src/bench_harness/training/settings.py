@@ -46,7 +46,7 @@ class Arguments:
 
     Attributes:
         title: how a label names it.
-        unlabelled: arguments that labels leave out, because they change no cost.
+        unlabelled: arguments that labels leave out unless they are 0, because they change no cost.
         steps_before_recording: how many steps must be taken before one can be recorded.
     """
 
@@ -56,11 +56,15 @@ class Arguments:
 
     @property
     def label(self) -> str:
-        """The title, and every argument that is not the default, except those left out."""
+        """The title, and every argument that is not the default, except those left out.
+
+        A learning rate of 0 is shown: weights and gradients then keep their values, on which the
+        power that a GPU needs depends, and so its clock.
+        """
         given = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value != field.default and field.name not in self.unlabelled:
+            if value != field.default and (field.name not in self.unlabelled or value == 0):
                 given.append(field.name if value is True else f"{field.name}={_written(value)}")
         return self.title + (f"({', '.join(given)})" if given else "")
 
