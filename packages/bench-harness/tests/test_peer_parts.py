@@ -17,8 +17,8 @@ from bench_harness.training import build
 from bench_harness.training import settings as of
 from bench_harness.training.peer_parts import PartialCopies
 from bench_harness.training.peer_ways import copies_without
-from ddp_lite import peer_schedule
 from ddp_lite.peer import PeerCopies
+from ddp_lite.peer import schedule as peer_schedule
 
 CONFIG = {
     "size": "custom", "d_model": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2,

@@ -16,11 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_lite import BucketedDDP, PeerFailureError, peer_copies, peer_schedule
+from ddp_lite import BucketedDDP, PeerFailureError
 from ddp_lite.errors import PeerProbe
 from ddp_lite.hooks import HierarchicalAverage
 from ddp_lite.peer import PeerCopies, PeerCopyAverage, PeerMemory, choose_communication
-from ddp_lite.peer_memory import Watch
+from ddp_lite.peer import copies as peer_copies
+from ddp_lite.peer import schedule as peer_schedule
+from ddp_lite.peer.memory import Watch
 from ranks import run_ranks
 
 SECONDS = 60.0
@@ -173,7 +175,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Has the kernel average on CPUs; holds how many elements it did each time."""
     if torch.cuda.is_available():
         pytest.skip("Triton's interpreter must be chosen before any kernel is imported")
-    peer_kernel = pytest.importorskip("ddp_lite.peer_kernel", reason="needs Triton")
+    peer_kernel = pytest.importorskip("ddp_lite.peer.kernel", reason="needs Triton")
     launched: list[int] = []
     lock, average = threading.Lock(), peer_kernel.average
 
@@ -469,7 +471,7 @@ def test_a_dropped_watch_ends_its_thread() -> None:
 
 ENDS_AT_ONCE = """
 import torch
-from ddp_lite.peer_memory import Watch
+from ddp_lite.peer.memory import Watch
 
 watch = Watch(None, 600.0, torch.device("cuda", 0))
 torch.cuda._sleep(2_000_000_000)  # about a second

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _SymmetricMemory
 
-from ddp_lite import BucketedDDP, peer_kernel
+from ddp_lite import BucketedDDP
 from ddp_lite.hooks import HierarchicalAverage
 from ddp_lite.peer import PeerCopies, PeerCopyAverage, PeerMemory, choose_communication
+from ddp_lite.peer import kernel as peer_kernel
 from ranks import run_ranks
 
 pytestmark = pytest.mark.multi_gpu

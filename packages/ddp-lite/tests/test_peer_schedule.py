@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from ddp_lite import peer_schedule as schedule
-from ddp_lite.peer_schedule import Kind, Operation, Piece
+from ddp_lite.peer import schedule
+from ddp_lite.peer.schedule import Kind, Operation, Piece
 
 WORLD_SIZES = range(2, 9)
 PROGRAMS = (schedule.reduce_scatter, schedule.all_gather, schedule.average)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_lite.buckets import Bucket
 from ddp_lite.collectives import Averager, Chain, SideStream, Waitable
-from ddp_lite.peer_copies import PeerCopies
+from ddp_lite.peer.copies import PeerCopies
 
 
 class CompressTo:

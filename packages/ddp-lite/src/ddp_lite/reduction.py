@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ddp_lite.buckets import Bucket, ParameterSpec
 from ddp_lite.collectives import Averager, Both, Chain, SideStream, Waitable
-from ddp_lite.peer import Communication, chosen_hook
+from ddp_lite.peer.hook import Communication, chosen_hook
 
 
 class Reduction(Protocol):

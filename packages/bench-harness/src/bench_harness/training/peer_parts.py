@@ -10,9 +10,9 @@ import torch
 
 from bench_harness.training.settings import PeerParts
 from ddp_lite.peer import PeerCopies
-from ddp_lite.peer_copies import Program
-from ddp_lite.peer_memory import SharedMemory
-from ddp_lite.peer_schedule import SLOTS, Kind, Operation
+from ddp_lite.peer.copies import Program
+from ddp_lite.peer.memory import SharedMemory
+from ddp_lite.peer.schedule import SLOTS, Kind, Operation
 
 #: The operations that each part is made of.
 PARTS = {

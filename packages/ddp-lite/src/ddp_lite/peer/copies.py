@@ -16,9 +16,9 @@ An average over N ranks, of which rank r averages row r of each message::
 Values are sent from the tensors and received into them: nothing is packed, unless they travel in
 another dtype. Each row is averaged once and copied, so all ranks end with the same bits; they may
 differ from NCCL's in the last place. Of large float32 tensors one kernel reads all ranks' values,
-and writes their average both to the shared memory and to the tensor (``peer_kernel.py``). It needs
-Triton; torch's operations do the rest. ``peer_schedule.py`` has the order of all operations,
-``peer_memory.py`` the memory that the ranks share.
+and writes their average both to the shared memory and to the tensor (``kernel.py``). It needs
+Triton; torch's operations do the rest. ``schedule.py`` has the order of all operations,
+``memory.py`` the memory that the ranks share.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_lite import peer_schedule as schedule
 from ddp_lite.collectives import Waitable
-from ddp_lite.peer_memory import SharedMemory
-from ddp_lite.peer_schedule import Kind, Operation, Piece
+from ddp_lite.peer import schedule
+from ddp_lite.peer.memory import SharedMemory
+from ddp_lite.peer.schedule import Kind, Operation, Piece
 
 _Part = tuple[int, Tensor]  # first element in the row, values
 Program = Callable[[int, int], list[Operation]]
@@ -163,7 +163,7 @@ class PeerCopies:
         """What this rank does in one window. A subclass that leaves operations out measures them.
 
         Args:
-            program: ``average``, ``reduce_scatter`` or ``all_gather`` of ``peer_schedule``.
+            program: ``average``, ``reduce_scatter`` or ``all_gather`` of ``schedule``.
         """
         return program(self._rank, self._world_size)
 
@@ -235,7 +235,7 @@ class PeerCopies:
         """
         result = rows[schedule.result_row(self._world_size)]
         if self.fused and rows.dtype == torch.float32:
-            from ddp_lite.peer_kernel import average
+            from ddp_lite.peer.kernel import average
 
             least = _FUSED_NUMEL if self._world_size == 2 else 0
             for at, value in own:

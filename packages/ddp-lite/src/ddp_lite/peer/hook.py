@@ -1,8 +1,4 @@
-"""Gradients averaged by copies between the GPUs of one host, and when that is worth choosing.
-
-``PeerCopyAverage`` is the comm hook, ``PeerCopies`` the collectives that it and other packages use
-(``peer_copies.py``), ``PeerMemory`` the memory that the GPUs share (``peer_memory.py``).
-"""
+"""The comm hook that averages gradients by copies between GPUs, and when it is worth choosing."""
 
 from __future__ import annotations
 
@@ -15,16 +11,8 @@ from torch import Tensor
 
 from ddp_lite.buckets import MEBIBYTE, Bucket
 from ddp_lite.collectives import Waitable
-from ddp_lite.peer_copies import PeerCopies
-from ddp_lite.peer_memory import PeerMemory, SharedMemory, obstacle
-
-__all__ = [
-    "Communication",
-    "PeerCopies",
-    "PeerCopyAverage",
-    "PeerMemory",
-    "choose_communication",
-]
+from ddp_lite.peer.copies import PeerCopies
+from ddp_lite.peer.memory import PeerMemory, SharedMemory, obstacle
 
 #: Smaller messages are faster over NCCL: bus bandwidth on 4 H200s crosses at about this size.
 SMALLEST_MESSAGE_BYTES = 100 * MEBIBYTE

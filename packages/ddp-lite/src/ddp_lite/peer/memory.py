@@ -25,7 +25,7 @@ from torch import Tensor
 from ddp_lite.buckets import MEBIBYTE, bytes_from_mb
 from ddp_lite.collectives import all_gather_json, backend_for
 from ddp_lite.errors import Peer, PeerProbe
-from ddp_lite.peer_schedule import ALIGNMENT_BYTES, SLOTS, Recordings, rows_in_slot
+from ddp_lite.peer.schedule import ALIGNMENT_BYTES, SLOTS, Recordings, rows_in_slot
 
 LARGEST_GROUP = 8
 _BARRIER_CHANNEL, _TURN_CHANNEL = 0, 1
