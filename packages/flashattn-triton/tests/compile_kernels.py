@@ -24,13 +24,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from flashattn_triton.backward import triton_backward
-from flashattn_triton.bias_pass import triton_bias_backward
 from flashattn_triton.configs import TABLE, Tiling
-from flashattn_triton.forward import triton_forward
 from flashattn_triton.launch import Packing
 from flashattn_triton.mask_and_bias import MaskAndBias
 from flashattn_triton.options import resolve_options
+from flashattn_triton.portable.backward import triton_backward
+from flashattn_triton.portable.bias_pass import triton_bias_backward
+from flashattn_triton.portable.forward import triton_forward
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}

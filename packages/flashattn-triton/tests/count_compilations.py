@@ -21,12 +21,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from flashattn_triton.backward import triton_backward
 from flashattn_triton.configs import TABLE
-from flashattn_triton.forward import triton_forward
 from flashattn_triton.hopper import backward, forward
 from flashattn_triton.hopper.launch import FastLaunch
 from flashattn_triton.options import AttentionOptions, resolve_options
+from flashattn_triton.portable.backward import triton_backward
+from flashattn_triton.portable.forward import triton_forward
 
 HEAD_DIM = 64
 TILING = TABLE[220, HEAD_DIM, 2]

@@ -43,7 +43,7 @@ def hopper_backward() -> Launcher:
 
 def forward(inputs: Any) -> tuple[Tensor, ...]:
     """The arguments of the backward pass up to the logsumexp, by the portable tier."""
-    from flashattn_triton.forward import triton_forward
+    from flashattn_triton.portable.forward import triton_forward
 
     tensors = [x.detach() for x in (inputs.query, inputs.key, inputs.value)]
     width = inputs.query.shape[-1]
@@ -271,7 +271,7 @@ def test_empty(n_queries: int, n_keys: int, hopper_backward: Launcher) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_repetitions(head_dim: int, causal: bool, hopper_backward: Launcher) -> None:
     """dK and dV have a fixed order; dQ differs by the order of fp32 sums, then by one rounding."""
-    from flashattn_triton.forward import triton_forward
+    from flashattn_triton.portable.forward import triton_forward
 
     q, k, v, do = (torch.randn(2, 8, 2000, head_dim, device="cuda").bfloat16() for _ in range(4))
     options = resolve_options(head_dim=head_dim, causal=causal)
@@ -293,7 +293,7 @@ def test_deterministic_repetitions(
     lengths: tuple[int, int], options: dict[str, Any], head_dim: int, hopper_backward: Launcher
 ) -> None:
     """More programs than run at a time; grouped heads."""
-    from flashattn_triton.forward import triton_forward
+    from flashattn_triton.portable.forward import triton_forward
 
     q, do = (torch.randn(4, 8, lengths[0], head_dim, device="cuda").bfloat16() for _ in range(2))
     k, v = (torch.randn(4, 4, lengths[1], head_dim, device="cuda").bfloat16() for _ in range(2))

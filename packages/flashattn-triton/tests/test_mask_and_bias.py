@@ -18,7 +18,6 @@ from flashattn_triton import (
     explain,
     flash_attention,
     flash_attention_varlen,
-    forward,
     ops,
 )
 from flashattn_triton.hopper import eligibility
@@ -26,6 +25,7 @@ from flashattn_triton.integrations.flash_attn import flash_attn_func, flash_attn
 from flashattn_triton.launch import Packing, TileView
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
 from flashattn_triton.options import AttentionOptions, resolve_options
+from flashattn_triton.portable import forward
 from flashattn_triton.score_tiles import Band
 from flashattn_triton.tiled import tiled_backward, tiled_bias_backward, tiled_forward
 

@@ -17,12 +17,10 @@ from flashattn_triton import (
     Tiling,
     flash_attention,
     flash_attention_varlen,
-    forward,
-    key_pass,
     primitives,
-    query_pass,
 )
 from flashattn_triton.launch import can_use_tma, tma_refusal
+from flashattn_triton.portable import forward, key_pass, query_pass
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = Tiles(16, 32, 4, 1)

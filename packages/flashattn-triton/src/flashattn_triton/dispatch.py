@@ -241,7 +241,7 @@ def interpreting() -> bool:
     try:
         import triton
 
-        from flashattn_triton.forward import flash_forward_kernel
+        from flashattn_triton.portable.forward import flash_forward_kernel
     except ImportError:  # no Triton on this platform
         return False
     return not isinstance(flash_forward_kernel, triton.JITFunction)

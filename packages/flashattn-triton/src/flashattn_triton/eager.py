@@ -80,7 +80,7 @@ class CachedCall:
             launcher = hopper_forward_call(query, key, value, options, packing)
         dense = packing is None and all(x.stride(-1) == 1 for x in (query, key, value))
         if plan.tier == "triton" and dense:
-            from flashattn_triton.forward import forward_call
+            from flashattn_triton.portable.forward import forward_call
 
             assert plan.tiling is not None
             launcher = forward_call(query, key, value, options, plan.tiling.forward)
@@ -222,7 +222,7 @@ class CachedCall:
             if all(x.numel() > 0 and can_use_tma(x) for x in read):
                 return hopper_backward_call(tensors, grad_lse, options, packing)
         elif plan.tiling is not None and packing is None and all(x.stride(3) == 1 for x in tensors):
-            from flashattn_triton.backward import backward_call
+            from flashattn_triton.portable.backward import backward_call
 
             return backward_call(*tensors, grad_lse, options, plan.tiling)
         return functools.partial(ops.run_backward, options=options, packing=None, plan=plan)

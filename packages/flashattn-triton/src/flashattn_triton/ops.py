@@ -177,7 +177,7 @@ def run_forward(
 
         return hopper_forward(query, key, value, options, packing, mask_and_bias.sinks)
     if plan.tiling is not None:
-        from flashattn_triton.forward import triton_forward
+        from flashattn_triton.portable.forward import triton_forward
 
         tiles = plan.tiling.forward
         return triton_forward(query, key, value, options, tiles, packing, mask_and_bias)
@@ -229,7 +229,7 @@ def run_backward(
         tensors = (query, key, value, out, lse, grad_out, grad_lse)
         return hopper_backward(*tensors, options, packing)
     if plan.tiling is not None:
-        from flashattn_triton.backward import triton_backward
+        from flashattn_triton.portable.backward import triton_backward
 
         tensors = (query, key, value, out, lse, grad_out, grad_lse)
         return triton_backward(*tensors, options, plan.tiling, packing, mask_and_bias)
@@ -263,7 +263,7 @@ def bias_backward(
     tensors = (query, key, value, out, lse.contiguous(), grad_out, grad_lse)
     options, _, plan, mask_and_bias = _problem(query, key, value, *problem)
     if plan.tiling is not None:
-        from flashattn_triton.bias_pass import triton_bias_backward
+        from flashattn_triton.portable.bias_pass import triton_bias_backward
 
         return triton_bias_backward(*tensors, options, plan.tiling, mask_and_bias)
     from flashattn_triton.tiled import tiled_bias_backward
@@ -277,7 +277,7 @@ def sinks_backward(
     """The gradient of the sinks of :func:`forward`, in their shape and dtype."""
     if not out.is_cuda:
         return sinks_gradient(sinks, out, lse, grad_out, grad_lse)
-    from flashattn_triton.sinks_pass import triton_sinks_backward
+    from flashattn_triton.portable.sinks_pass import triton_sinks_backward
 
     return triton_sinks_backward(sinks, out, lse, grad_out, grad_lse)
 

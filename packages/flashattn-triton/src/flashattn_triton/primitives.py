@@ -4,7 +4,7 @@
 
 Products of fp32 operands are sums of bf16 products (:func:`dot_fp32`), and Triton's interpreter,
 which has no bf16 arithmetic and no loops over its own scalars, is served by :func:`dot` and
-:func:`loop_bound`. The algorithms are in :mod:`flashattn_triton.forward`, ``key_pass`` and
+:func:`loop_bound`. The algorithms are in :mod:`flashattn_triton.portable.forward`, ``key_pass`` and
 ``query_pass``.
 """
 

@@ -29,11 +29,11 @@ import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from flashattn_triton.backward import triton_backward
 from flashattn_triton.configs import Tiles, Tiling, tiling_for
 from flashattn_triton.dispatch import describe_gpu
-from flashattn_triton.forward import triton_forward
 from flashattn_triton.options import AttentionOptions, resolve_options
+from flashattn_triton.portable.backward import triton_backward
+from flashattn_triton.portable.forward import triton_forward
 from flashattn_triton.reference import attention_reference
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}

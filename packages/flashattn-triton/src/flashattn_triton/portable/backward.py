@@ -32,7 +32,6 @@ import triton
 from torch import Tensor
 
 from flashattn_triton.configs import Tiles, Tiling
-from flashattn_triton.key_pass import ATOMIC, NONE, TMA_REDUCE, key_pass_kernel
 from flashattn_triton.launch import (
     NO_PROBLEM_TENSORS,
     Launch,
@@ -56,8 +55,9 @@ from flashattn_triton.launch import (
 )
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias, MaskAndBiasKind
 from flashattn_triton.options import AttentionOptions
-from flashattn_triton.preprocess import PREPROCESS_TILES, preprocess_launch
-from flashattn_triton.query_pass import query_pass_kernel
+from flashattn_triton.portable.key_pass import ATOMIC, NONE, TMA_REDUCE, key_pass_kernel
+from flashattn_triton.portable.preprocess import PREPROCESS_TILES, preprocess_launch
+from flashattn_triton.portable.query_pass import query_pass_kernel
 
 
 def triton_backward(

@@ -2,7 +2,7 @@
 # mypy: disable-error-code="no-untyped-def,attr-defined"
 """dQ where it is not added up by the key pass: the kernel whose programs own queries.
 
-The formulas are in :mod:`flashattn_triton.backward`.
+The formulas are in :mod:`flashattn_triton.portable.backward`.
 """
 
 from __future__ import annotations

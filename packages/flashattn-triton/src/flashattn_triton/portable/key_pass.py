@@ -2,7 +2,7 @@
 # mypy: disable-error-code="no-untyped-def,attr-defined"
 """dK and dV, and in the fused form dQ: the kernel whose programs own keys.
 
-The formulas and both forms are in :mod:`flashattn_triton.backward`.
+The formulas and both forms are in :mod:`flashattn_triton.portable.backward`.
 """
 
 from __future__ import annotations

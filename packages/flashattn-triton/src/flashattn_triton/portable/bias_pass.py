@@ -6,7 +6,7 @@
 
 summed over the batch elements, heads, queries and keys that share an element of the bias. P and dS
 are computed once more, so that neither exists in memory, nothing is added atomically, and every sum
-has a fixed order. The formulas and the legend are in :mod:`flashattn_triton.backward`.
+has a fixed order. The formulas and the legend are in :mod:`flashattn_triton.portable.backward`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from flashattn_triton.launch import (
 )
 from flashattn_triton.mask_and_bias import MaskAndBias
 from flashattn_triton.options import AttentionOptions
-from flashattn_triton.preprocess import PREPROCESS_TILES, preprocess_launch
+from flashattn_triton.portable.preprocess import PREPROCESS_TILES, preprocess_launch
 from flashattn_triton.primitives import (
     LOG2_E,
     dot,
@@ -319,7 +319,7 @@ def triton_bias_backward(
     tiling: Tiling,
     mask_and_bias: MaskAndBias,
 ) -> Tensor:
-    """Launches the kernels on the arguments of :func:`~flashattn_triton.backward.triton_backward`.
+    """Launches the kernels on the arguments of :func:`.backward.triton_backward`.
 
     Returns:
         The gradient of ``mask_and_bias.bias``, contiguous, in its shape and dtype; summed in fp32.
