@@ -31,8 +31,8 @@ from bench_harness.ranks import launch
 from bench_harness.report.published import measured_on
 from bench_harness.stats import summarize
 from ddp_lite import BucketedDDP
-from ddp_lite.consistency import SameStep
-from ddp_lite.parameters import TrainableParameters
+from ddp_lite.arrivals import TrainableParameters
+from ddp_lite.observers import SameStep
 from shard_optim import ShardedOptimizer
 from shard_optim.layout import Bucket
 

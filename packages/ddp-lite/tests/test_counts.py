@@ -15,10 +15,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ddp_lite import BucketedDDP, DataParallelBase, FlatDDP, NaiveDDP, OverlapDDP
-from ddp_lite.arrivals import EndOfBackward
+from ddp_lite.arrivals import EndOfBackward, TrainableParameters
 from ddp_lite.buckets import MEBIBYTE, ParameterSpec, automatic_bucket_bytes, plan_buckets
-from ddp_lite.consistency import SameStep, StepCheck
-from ddp_lite.parameters import ModuleWatch, TrainableParameters
+from ddp_lite.checks import ModuleWatch
+from ddp_lite.observers import SameStep, StepCheck
 
 LAYERS, WIDTH, INNER, VOCABULARY = 48, 1600, 6400, 10_000
 PARAMETERS = 435

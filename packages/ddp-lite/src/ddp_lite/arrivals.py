@@ -1,15 +1,17 @@
 """What autograd tells a wrapper: which gradients have arrived, and that a backward has ended.
 
-``Arrivals.arrived`` is the hook on every parameter, so it runs once per parameter in every
-backward. It is an object of its own because attributes of a ``torch.nn.Module`` are slow to write,
-and because autograd's nodes hold it: a wrapper that they held would never be freed.
+``TrainableParameters`` puts a hook on every parameter, and looks at each forward whether they are
+still the same. The hook is ``Arrivals.arrived``, so it runs once per parameter in every backward.
+It is an object of its own because attributes of a ``torch.nn.Module`` are slow to write, and
+because autograd's nodes hold it: a wrapper that they held would never be freed.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +19,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from ddp_lite.errors import overlapping_backwards
+from ddp_lite.buckets import ParameterSpec
+from ddp_lite.checks import ModuleWatch, shortened, verify_same_model
+from ddp_lite.errors import ModelMismatchError, name_ranks, overlapping_backwards
 
 if TYPE_CHECKING:
     from ddp_lite.base import DataParallelBase
+    from ddp_lite.step import Step
 
 ABSENT, ACCUMULATED, COUNTED = 0, 1, 2
 
@@ -213,7 +218,123 @@ class EndOfBackward:
             raise overlapping_backwards(step.wrapper, step.group.rank(), step.number + 1)
 
 
-def owner_of(parameter: nn.Parameter) -> nn.Module | None:
+class TrainableParameters:
+    """The parameters whose gradients a wrapper synchronises, and its hooks on them.
+
+    Args:
+        module: what is wrapped.
+        owner: the wrapper. When its user drops it, it takes the hooks along.
+
+    Attributes:
+        specs: the parameters, described.
+        parameters: the same ones, themselves.
+    """
+
+    def __init__(self, module: nn.Module, owner: DataParallelBase) -> None:
+        self._module = module
+        self._hooks: list[ParameterHooks] = []  # one, or none once released
+        weakref.finalize(owner, _remove_all, self._hooks).atexit = False
+        self.specs: list[ParameterSpec] = []
+        self.parameters: list[nn.Parameter] = []
+
+    def adopt(self, owner: DataParallelBase) -> Arrivals:
+        """Finds the parameters and hooks onto them; ``owner`` hears of their gradients."""
+        self.release()
+        self._watch = ModuleWatch(self._module)
+        # Zero-size parameters have nothing to average.
+        named = [
+            (n, p) for n, p in self._module.named_parameters() if p.requires_grad and p.numel()
+        ]
+        self.parameters = [p for _, p in named]
+        self.specs = [
+            ParameterSpec(index=index, name=name, numel=p.numel(), dtype=p.dtype, device=p.device)
+            for index, (name, p) in enumerate(named)
+        ]
+        arrivals = Arrivals(len(named), owner)
+        self._hooks.append(ParameterHooks(self.parameters, arrivals))
+        return arrivals
+
+    def release(self) -> None:
+        """Takes the hooks from the parameters."""
+        _remove_all(self._hooks)
+
+    def have_changed(self, step: Step, settings: Callable[[], Mapping[str, str]]) -> bool:
+        """Whether ``requires_grad`` changed since the last forward; then they must be adopted.
+
+        Args:
+            step: the step that is being made.
+            settings: returns those of the wrapper, in words.
+
+        Raises:
+            ModelMismatchError: a parameter was added, replaced or removed, or not all ranks made
+                the same change.
+            RuntimeError: the hooks were removed.
+        """
+        if not self._hooks:
+            raise RuntimeError(
+                f"a {step.wrapper} must not be called after detach(), because gradients are not "
+                "synchronised any more. Call the module itself, or wrap it again"
+            )
+        self._hooks[0].run_last()
+        if self._watch.has_new_structure():
+            if change := self._watch.describe_change():
+                report = f"{change} since {step.wrapper} wrapped the module"
+                step.peer_probe.leave_report(report, step.number + 1)
+                raise ModelMismatchError(
+                    f"a wrapped module must keep its parameters, but before step {step.number + 1} "
+                    f"on rank {step.group.rank()} {report}. Change the module first and "
+                    f"wrap it then: {step.wrapper}(wrapped.detach()) after the change"
+                )
+            self._watch = ModuleWatch(self._module)
+        if not self._watch.has_new_requirements():
+            return False
+        with step.naming_failures_of("the comparison of models after requires_grad changed"):
+            _await_change_everywhere(self._watch.changed_requirements(), step)
+            verify_same_model(self._module, step.group, settings())
+        return True
+
+
+def _await_change_everywhere(names: Sequence[str], step: Step) -> None:
+    """Waits until all ranks have changed ``requires_grad``, for as long as a collective would.
+
+    Args:
+        names: parameters for which this rank changed it.
+        step: the step that is being made.
+
+    Raises:
+        ModelMismatchError: not all ranks did.
+    """
+    changed = ", ".join(shortened(names))
+    number = step.number + 1
+    report = (
+        f"requires_grad of {changed} changed on this rank before step {number}, which waits for "
+        "all ranks to change it"
+    )
+    timeout: timedelta = step.group._get_backend(step.device).options._timeout
+    if absent := step.peer_probe.absentees(report, number, timeout):
+        raise ModelMismatchError(
+            "requires_grad must be changed on all ranks before the same step, but that of "
+            f"{changed} changed on rank {step.group.rank()} before step {number} and not on "
+            f"{name_ranks(absent)} within the process group's timeout; change it on every rank"
+        )
+
+
+def refuse_parameters_of_others(module: nn.Module) -> None:
+    """Refuses a module whose gradients another wrapper synchronises.
+
+    Raises:
+        TypeError: a parameter has the hook of a wrapper that is in use.
+    """
+    for name, parameter in module.named_parameters():
+        if (owner := _owner_of(parameter)) is not None:
+            raise TypeError(
+                f"module must not share parameters with a wrapped module, but {name} is "
+                f"synchronised by a {type(owner).__name__}. Call detach() on that wrapper first, "
+                "or put modules that share parameters into one module and wrap that"
+            )
+
+
+def _owner_of(parameter: nn.Parameter) -> nn.Module | None:
     """The wrapper, if there is one in use, that synchronises a parameter's gradient."""
     for hook in _hooks_of(parameter).values():
         target = getattr(getattr(hook, "func", None), "__self__", None)
@@ -225,3 +346,8 @@ def owner_of(parameter: nn.Parameter) -> nn.Module | None:
 def _hooks_of(parameter: nn.Parameter) -> dict[int, Any]:
     hooks: dict[int, Any] | None = parameter._post_accumulate_grad_hooks
     return {} if hooks is None else hooks
+
+
+def _remove_all(hooks: list[ParameterHooks]) -> None:
+    while hooks:
+        hooks.pop().remove()

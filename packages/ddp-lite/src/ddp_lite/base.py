@@ -22,18 +22,18 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_lite import checks
+from ddp_lite.arrivals import TrainableParameters, refuse_parameters_of_others
 from ddp_lite.buckets import Bucket, ParameterSpec
 from ddp_lite.collectives import Averager, broadcast_coalesced
-from ddp_lite.consistency import SameStep
 from ddp_lite.observers import (
     AverageOver,
     Join,
     MissingGradients,
     Policy,
+    SameStep,
     StepStats,
     SynchronizationStats,
 )
-from ddp_lite.parameters import TrainableParameters, verify_same_model
 from ddp_lite.step import Step
 from ddp_lite.transparent import TransparentWrapper
 
@@ -78,6 +78,7 @@ class DataParallelBase(TransparentWrapper, ABC):
         checks.refuse_arguments(type(self), unknown)
         missing = MissingGradients(missing_gradients)
         checks.check_module(module, DataParallelBase)
+        refuse_parameters_of_others(module)
         super().__init__(module)
         self.process_group, self.device = checks.where_to_run(module, process_group)
         self._policy = missing_gradients
@@ -87,7 +88,7 @@ class DataParallelBase(TransparentWrapper, ABC):
         observers = [*same_step, self._stats, missing]
         self._step = Step(type(self), self.process_group, self.device, auto_finish, observers)
         with self._step.naming_failures_of("the comparison and broadcast of models"):
-            verify_same_model(module, self.process_group, self._settings())
+            checks.verify_same_model(module, self.process_group, self._settings())
             broadcast_coalesced([*module.parameters(), *module.buffers()], self.process_group)
         self._step.number = 0
         self._trainable = TrainableParameters(module, self)

@@ -29,10 +29,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_lite.arrivals import Arrivals, EndOfBackward
+from ddp_lite.arrivals import Arrivals, EndOfBackward, TrainableParameters
 from ddp_lite.buckets import Bucket, ParameterSpec, make_buckets
 from ddp_lite.errors import MissingGradientError, PeerProbe, SynchronizationError, unfinished
-from ddp_lite.parameters import TrainableParameters
 from ddp_lite.reduction import Reduction
 
 if TYPE_CHECKING:
