@@ -174,11 +174,6 @@ def test_model_and_input_go_together():
         experiments.get("model").cases(model="a:b")
 
 
-def test_isolated_variants_are_cases_of_their_own():
-    cases = experiments.get("model").cases(attentions=("naive", "flash"), isolate=True)
-    assert [len(case.config["variants"]) for case in cases] == [1, 1]
-
-
 def test_precision(run):
     _, tables, figures = run("precision")
     sums = tables["Accumulating 0.01"].frame.set_index("accumulator += term")["sum (1)"]

@@ -294,23 +294,3 @@ def workload_of(
 
         return imported_module(config, device, precision, batch_seed=batch_seed)
     return language_model(config, device, precision=precision, batch_seed=batch_seed or 0, **how)
-
-
-def optimizer_class(name: str, device: torch.device) -> Callable[..., torch.optim.Optimizer]:
-    """An optimizer by name; ``adamw`` is torch's, fused on CUDA.
-
-    Raises:
-        ValueError: unknown name.
-    """
-    import torch
-
-    import basics_model
-
-    table: dict[str, Callable[..., torch.optim.Optimizer]] = {
-        "adamw": partial(torch.optim.AdamW, fused=device.type == "cuda"),
-        "adamw-basics": basics_model.AdamW,
-        "sgd": torch.optim.SGD,
-    }
-    if name not in table:
-        raise ValueError(f"optimizer must be one of {', '.join(table)}, but got {name!r}")
-    return table[name]

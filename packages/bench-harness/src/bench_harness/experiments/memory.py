@@ -6,11 +6,9 @@ PyTorch's own viewer; on a CPU the profiler's memory events serve instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,10 +21,7 @@ from bench_harness.workload import ATTENTIONS, OPTIMIZERS, PRECISIONS, SIZES
 
 if TYPE_CHECKING:
     import pandas as pd
-    import torch
     from matplotlib.figure import Figure as MatplotlibFigure
-
-    from bench_harness.traces.allocations import MemoryEvent
 
 MODES = ("forward", "step")
 #: The whole first step, where the second one is recorded.
@@ -108,17 +103,11 @@ class Memory(Experiment):
             for precision in chosen.precisions
             for mode in chosen.modes
         ]
-        return [
-            Case(
-                experiment=self.name,
-                config=config,
-                timeout_s=600,
-            )
-            for config in configs
-        ]
+        return [Case(experiment=self.name, config=config, timeout_s=600) for config in configs]
 
     def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
         """Records one pass, from the building of the model on."""
+        from bench_harness.experiments.memory_recording import record
         from bench_harness.traces import allocations
         from bench_harness.workload import device_of
 
@@ -336,49 +325,6 @@ def _column(part: str) -> str:
     return f"kept as {part}"
 
 
-def record(config: Mapping[str, Any], device: torch.device, snapshot: Path) -> list[MemoryEvent]:
-    """Builds the model and runs one pass under the recorder of the device.
-
-    Args:
-        snapshot: where the GPU allocator's history is dumped.
-    """
-    recorder = _CudaRecorder(device, snapshot) if device.type == "cuda" else _CpuRecorder(device)
-    with recorder:
-        _pass(config, device, recorder)
-    return recorder.events
-
-
-def _pass(config: Mapping[str, Any], device: torch.device, recorder: Any) -> None:
-    import torch
-
-    from bench_harness.workload import attention_by_name, optimizer_class, workload_of
-
-    with recorder.phase("model"):
-        workload = workload_of(
-            config,
-            device,
-            precision=config["precision"],
-            attention=attention_by_name(config["attention"]),
-        )
-        make = optimizer_class(config["optimizer"], device)
-        optimizer = make(workload.module.parameters(), lr=1e-4)
-    if config["mode"] == "forward":
-        with recorder.phase("forward"), torch.no_grad():
-            workload.loss()
-        return
-    if config["second_step"]:
-        with recorder.phase(FIRST):
-            workload.backward(workload.loss())
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-    with recorder.phase("forward"):
-        loss = workload.loss()
-    with recorder.phase("backward"):
-        workload.backward(loss)
-    with recorder.phase("optimizer"):
-        optimizer.step()
-
-
 def _facts(config: Mapping[str, Any]) -> Row:
     """The language model's shape, and its residual stream; nothing of a user's model."""
     from bench_harness.workload import language_model_config, shape_row
@@ -388,88 +334,6 @@ def _facts(config: Mapping[str, Any]) -> Row:
     shape = language_model_config(config)
     residual = config["batch"] * config["sequence"] * shape.d_model * 4
     return {**shape_row(shape), "residual_bytes": residual}
-
-
-class _CudaRecorder:
-    """The caching allocator's history; also dumped for PyTorch's viewer."""
-
-    def __init__(self, device: torch.device, snapshot: Path) -> None:
-        self.events: list[MemoryEvent] = []
-        self._device, self._snapshot = device, snapshot
-        self._boundaries: list[tuple[str, int]] = []
-
-    def __enter__(self) -> _CudaRecorder:
-        import torch
-
-        torch.cuda.memory._record_memory_history(max_entries=1_000_000, stacks="python")
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        import torch
-
-        from bench_harness.traces.allocations import from_cuda_history
-
-        try:
-            if exception[0] is None:
-                torch.cuda.synchronize(self._device)
-                self.events = from_cuda_history(
-                    self._entries(), self._boundaries, outermost=_pass.__name__
-                )
-                torch.cuda.memory._dump_snapshot(str(self._snapshot))
-        finally:
-            torch.cuda.memory._record_memory_history(enabled=None)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Everything allocated inside belongs to the phase."""
-        from bench_harness.traces.allocations import NO_PHASE
-
-        # By the history's length: it needs no clock to agree with the allocator's.
-        self._boundaries.append((name, len(self._entries())))
-        yield
-        self._boundaries.append((NO_PHASE, len(self._entries())))
-
-    def _entries(self) -> list[dict[str, Any]]:
-        import torch
-
-        traces = torch.cuda.memory._snapshot()["device_traces"]
-        entries: list[dict[str, Any]] = traces[self._device.index or 0]
-        return entries
-
-
-class _CpuRecorder:
-    """The profiler's memory events."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.events: list[MemoryEvent] = []
-        self._device = device
-        self._stack = ExitStack()
-        self._path = Path()
-
-    def __enter__(self) -> _CpuRecorder:
-        from bench_harness.traces.kineto import recording
-
-        self._path = Path(self._stack.enter_context(TemporaryDirectory())) / "memory.json"
-        self._stack.callback(self._read)
-        self._stack.enter_context(recording(self._path, self._device, memory=True))
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._stack.__exit__(*exception)
-
-    def _read(self) -> None:
-        from bench_harness.traces.allocations import from_profile
-
-        if self._path.exists():
-            self.events = from_profile(self._path)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Everything allocated inside belongs to the phase."""
-        from bench_harness.traces.trace import phase
-
-        with phase(name, self._device):
-            yield
 
 
 def _residual_derivation(cases: pd.DataFrame) -> str:

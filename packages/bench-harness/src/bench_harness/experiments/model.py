@@ -54,9 +54,6 @@ class Options(SubjectOptions, SamplingOptions):
     optimizer: str = option("adamw", "Optimizer of the step.", choices=OPTIMIZERS)
     warmups: tuple[int, ...] = option((5,), "Warm-up steps; each count is a case of its own.")
     samples: int = option(10, "Measured steps of a turn.")
-    isolate: bool = option(
-        False, "One case per variant, so that one without enough memory takes no other along."
-    )
     device: str = option("auto", "Where to run.", choices=("auto", "cpu", "cuda"))
 
 
@@ -90,7 +87,6 @@ class Model(Experiment):
                 chosen.executions,
             )
         ]
-        groups = [[variant] for variant in variants] if chosen.isolate else [variants]
         common: Row = {
             "modes": list(chosen.modes),
             "optimizer": chosen.optimizer,
@@ -104,16 +100,15 @@ class Model(Experiment):
                 experiment=self.name,
                 config={
                     **subject,
-                    "variants": group,
+                    "variants": variants,
                     "warmup": warmup,
                     **common,
-                    "label": _label(subject, group, chosen.modes, warmup),
+                    "label": _label(subject, variants, chosen.modes, warmup),
                 },
                 timeout_s=900,
             )
             for subject in subjects
             for warmup in chosen.warmups
-            for group in groups
         ]
 
     def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:

@@ -91,14 +91,7 @@ class Profile(Experiment):
             }
             for subject in chosen.subjects(chosen.sizes, [chosen.batch], chosen.sequences)
         ]
-        return [
-            Case(
-                experiment=self.name,
-                config=config,
-                timeout_s=600,
-            )
-            for config in configs
-        ]
+        return [Case(experiment=self.name, config=config, timeout_s=600) for config in configs]
 
     def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
         """Profiles inference and a training step, and reads the trace."""
@@ -318,7 +311,8 @@ def prepare(config: Mapping[str, Any], device: torch.device) -> Callable[[], Non
     import torch
 
     from bench_harness.traces.trace import phase
-    from bench_harness.workload import attention_by_name, optimizer_class, workload_of
+    from bench_harness.training.optimizers import optimizer_by_name
+    from bench_harness.workload import attention_by_name, workload_of
 
     workload = workload_of(
         config,
@@ -326,7 +320,7 @@ def prepare(config: Mapping[str, Any], device: torch.device) -> Callable[[], Non
         precision=config["precision"],
         attention=attention_by_name(config["attention"]),
     )
-    optimizer = optimizer_class(config["optimizer"], device)(workload.module.parameters(), lr=1e-4)
+    optimizer = optimizer_by_name(config["optimizer"], workload.module, device)
 
     def step() -> None:
         with phase("inference", device), torch.no_grad():

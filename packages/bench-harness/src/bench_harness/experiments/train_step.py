@@ -193,9 +193,9 @@ class TrainStep(Experiment):
 
     def figures(self, rows: pd.DataFrame) -> list[Figure]:
         """Step times, memory at its moments, overlap on one time axis, bucket sweeps."""
-        from bench_harness.experiments import train_step_tables
+        from bench_harness.experiments import train_step_figures
 
-        return train_step_tables.figures(rows)
+        return train_step_figures.figures(rows)
 
 
 def _label(subject: Row, variants: list[settings.Settings], world_size: int) -> str:

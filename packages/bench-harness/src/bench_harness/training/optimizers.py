@@ -99,6 +99,11 @@ def make_optimizer(
     return cls(parameters, **shared)
 
 
+def optimizer_by_name(name: str, module: nn.Module, device: torch.device) -> Any:
+    """An unsharded optimizer with its default arguments, of :data:`workload.OPTIMIZERS`."""
+    return make_optimizer(of.OPTIMIZERS[name](), module, device, set())
+
+
 class MuonAndAdamW:
     """Muon for the matrices of a model's blocks, and AdamW for everything else.
 
