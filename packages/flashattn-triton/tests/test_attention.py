@@ -7,13 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flashattn_triton import (
     FlashAttention2PyTorch,
     FlashAttention2Triton,
     FlashAttention2TritonCompiledBackward,
+    Tiles,
+    Tiling,
     flash_attention,
     flash_attention_varlen,
+    mistakes,
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -140,14 +144,17 @@ def starts(*values: int, **keywords: Any) -> torch.Tensor:
     return torch.tensor(values, **{"dtype": torch.int32, "device": "cpu", **keywords})
 
 
-BAD_PACKED: list[tuple[tuple[torch.Tensor, torch.Tensor, int, int], str]] = [
+BAD_PACKED: list[tuple[tuple[torch.Tensor | int | None, ...], str]] = [
     ((starts(0, 30), starts(0, 10, 20), 30, 20), "as many sequences as cu_seqlens_q"),
     ((starts(0, 30, dtype=torch.int64), starts(0, 20), 30, 20), "contiguous int32 tensor"),
     ((starts(30), starts(0, 20), 30, 20), "at least one sequence"),
     ((starts(0, 29), starts(0, 20), 30, 20), "rise from 0 to the number of tokens, 30"),
     ((starts(0, 20, 10, 30), starts(0, 5, 5, 20), 30, 20), "never fall"),
     ((starts(0, 30), starts(0, 20), 29, 20), "max_seqlen_q must be at least the longest"),
-    ((starts(0, 30), starts(0, 20), 30, -1), "max_seqlen_k must be an integer >= 0"),
+    ((starts(0, 30), starts(0, 20), 30, -1), "max_seqlen_k must be an integer >= 0 or None"),
+    ((starts(0, 30), starts(0, 20), None, True), "max_seqlen_k must be an integer .* got True"),
+    ((starts(0, 29), starts(0, 20)), "rise from 0 to the number of tokens, 30"),
+    ((starts(0, 30), starts(0, 20), None, 19), "max_seqlen_k must be at least the longest"),
 ]
 
 
@@ -156,6 +163,48 @@ def test_bad_packing(arguments: tuple[Any, ...], message: str) -> None:
     q, k = torch.zeros(30, 2, 16), torch.zeros(20, 2, 16)
     with pytest.raises(ValueError, match=message):
         flash_attention_varlen(q, k, k, *arguments)
+
+
+@pytest.mark.parametrize("given", [(), (20,), (None, 9)], ids=str)
+@pytest.mark.parametrize("implementation", ["tiled", "triton", "reference"])
+def test_longest_lengths_may_be_left_out(
+    implementation: str, given: tuple[int | None, ...]
+) -> None:
+    """Ragged lengths, empty sequences on either side, more programs than any sequence needs."""
+    cu_q, cu_k = starts(0, 3, 3, 23, 25, device=DEVICE), starts(0, 9, 13, 13, 20, device=DEVICE)
+    leaves = [torch.randn(n, 2, 16, device=DEVICE, requires_grad=True) for n in (25, 20, 20)]
+    small = Tiles(16, 16, 1, 1)
+    keywords: dict[str, Any] = {"causal": "bottom-right", "implementation": implementation}
+    if implementation == "triton":
+        keywords["tiling"] = Tiling(forward=small, key_pass=small, query_pass=small)
+    results = []
+    for longest in ((20, 9), given):
+        out, lse = flash_attention_varlen(
+            *leaves, cu_q, cu_k, *longest, return_lse=True, **keywords
+        )
+        loss = out.square().sum() + lse.masked_fill(lse.isinf(), 0.0).sum()
+        results.append((out, lse, *torch.autograd.grad(loss, leaves)))
+    for actual, expected in zip(*results, strict=True):
+        assert torch.equal(actual, expected)
+
+
+def test_unequal_totals_without_lengths_warn_of_the_alignment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mistakes, "_given", set())
+    q, k = torch.zeros(30, 2, 16), torch.zeros(20, 2, 16)
+    with pytest.warns(UserWarning, match="True for 30 queries and 20 keys"):
+        flash_attention_varlen(q, k, k, starts(0, 30), starts(0, 20), causal=True)
+
+
+def test_no_value_of_the_starts_is_read_from_fake_tensors() -> None:
+    """A fake tensor raises where the host would wait for a device's value."""
+    with FakeTensorMode():
+        leaf = torch.zeros(20, 2, 16, requires_grad=True)
+        cu = torch.zeros(3, dtype=torch.int32)
+        flash_attention_varlen(leaf, leaf, leaf, cu, cu, causal=True).sum().backward()
+        assert leaf.grad is not None
+        assert leaf.grad.shape == leaf.shape
 
 
 def test_packed_results_are_those_of_each_sequence() -> None:

@@ -81,6 +81,7 @@ def test_packed(options: dict[str, Any]) -> None:
         q, k, v, *starts, 11, 11, return_attn_probs=True, **options
     )
     assert nothing is None
+    assert torch.equal(out, flash_attn_varlen_func(q, k, v, *starts, **options))
     rows = [n for n, _ in lengths]
     check(sequences, out.split(rows), lse.split(rows, dim=1), options)
 

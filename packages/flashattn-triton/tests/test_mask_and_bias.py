@@ -343,7 +343,8 @@ def test_compiled_without_breaks() -> None:
 
 
 @compiler
-def test_compiled_packed_for_any_total() -> None:
+@pytest.mark.parametrize("lengths_given", [True, False])
+def test_compiled_packed_for_any_total(lengths_given: bool) -> None:
     compiled = torch.compile(
         flash_attention_varlen, backend="aot_eager", fullgraph=True, dynamic=True
     )
@@ -352,7 +353,8 @@ def test_compiled_packed_for_any_total() -> None:
         inputs = [
             torch.randn(sum(lengths), 2, 16, device=DEVICE, requires_grad=True) for _ in range(3)
         ]
-        arguments = (*inputs, starts, starts, max(lengths), max(lengths))
+        longest = (max(lengths), max(lengths)) if lengths_given else ()
+        arguments = (*inputs, starts, starts, *longest)
         keywords = {
             "causal": "top-left",
             "alibi_slopes": torch.rand(3, 2, device=DEVICE),

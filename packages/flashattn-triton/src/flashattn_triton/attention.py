@@ -284,8 +284,8 @@ def flash_attention_varlen(
     value: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     *,
     return_lse: Literal[False] = False,
     **keywords: Unpack[PackedKeywords],
@@ -299,8 +299,8 @@ def flash_attention_varlen(
     value: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     *,
     return_lse: Literal[True],
     **keywords: Unpack[PackedKeywords],
@@ -314,8 +314,8 @@ def flash_attention_varlen(
     value: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     *,
     return_lse: bool,
     **keywords: Unpack[PackedKeywords],
@@ -328,8 +328,8 @@ def flash_attention_varlen(
     value: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     *,
     causal: CausalArgument = False,
     scale: float | None = None,
@@ -347,8 +347,8 @@ def flash_attention_varlen(
     """:func:`flash_attention` of each sequence of a packed batch, without padding.
 
     The host never waits for the device, so on a GPU the values in ``cu_seqlens`` are not checked:
-    they must rise from 0 to the number of tokens, in steps of at most ``max_seqlen``. Sequences may
-    be empty, on either side.
+    they must rise from 0 to the number of tokens, in steps of at most ``max_seqlen``, if that is
+    given. Sequences may be empty, on either side.
 
     Args:
         query: (T_q, H, D), the sequences' tokens one after another.
@@ -356,9 +356,12 @@ def flash_attention_varlen(
         value: (T_k, G, E).
         cu_seqlens_q: (sequences + 1,) int32, where each sequence starts in ``query``, and T_q.
         cu_seqlens_k: the same for ``key`` and ``value``.
-        max_seqlen_q: at least the length of the longest query sequence.
-        max_seqlen_k: at least the length of the longest key sequence.
-
+        max_seqlen_q: at least the length of the longest query sequence. None stands for T_q, with
+            the same results and still without waiting for the device. The portable kernels then
+            launch as many programs for every sequence as one of T_q tokens would need, most of
+            which return at once, so pass the length if there are many sequences. The Hopper tier's
+            launches depend on it only in the shape of their tiles.
+        max_seqlen_k: the same for keys; None stands for T_k.
         alibi_slopes: (H,) or (sequences, H) fp32 constants.
         prefix_lengths: (sequences,) integers.
 
@@ -415,13 +418,18 @@ def flash_attention_varlen(
         sinks=sinks,
         leading=(cu_seqlens_q.shape[0] - 1,),
         heads=query.shape[1],
-        lengths=(max_seqlen_q, max_seqlen_k),
+        lengths=(query.shape[0], key.shape[0]),
         device=query.device,
     )
     if prefix_lengths is not None:
         check_prefix_options(options)
-    if max_seqlen_q != max_seqlen_k:
-        warn_of_alignment(causal, max_seqlen_q, max_seqlen_k, stacklevel=2)
+    if max_seqlen_q is None or max_seqlen_k is None:
+        lengths = (query.shape[0], key.shape[0])
+        max_seqlen_q = lengths[0] if max_seqlen_q is None else max_seqlen_q
+        max_seqlen_k = lengths[1] if max_seqlen_k is None else max_seqlen_k
+    else:
+        lengths = (max_seqlen_q, max_seqlen_k)
+    warn_of_alignment(causal, *lengths, stacklevel=2)
     if implementation == "reference":
         from flashattn_triton.reference import attention_reference_varlen
 

@@ -34,7 +34,7 @@ def warn_once(kind: str, message: str, stacklevel: int) -> None:
 
 def warn_of_alignment(causal: object, n_queries: int, n_keys: int, stacklevel: int) -> None:
     """Warns if ``causal`` is True and the lengths differ: flash-attn aligns the mask otherwise."""
-    if causal is True and n_queries != n_keys and not torch.compiler.is_compiling():
+    if causal is True and not torch.compiler.is_compiling() and n_queries != n_keys:
         warn_once(
             "alignment",
             f"causal must say where the mask is aligned if there are not as many queries as keys, "

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 Causal = Literal["none", "top-left", "bottom-right", "bottom-right-window"]
 Layout = Literal["bhsd", "bshd"]
@@ -231,8 +232,8 @@ def check_varlen(
     value: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
 ) -> None:
     """Checks packed (T_q, H, D), (T_k, G, D), (T_k, G, E) and where their sequences start.
 
@@ -257,10 +258,12 @@ def check_varlen(
             f"positions of both."
         )
     for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if not isinstance(length, int | torch.SymInt) or length < 0:
+        if length is None:
+            continue
+        if isinstance(length, bool) or not isinstance(length, int | torch.SymInt) or length < 0:
             raise ValueError(
-                f"{name} must be an integer >= 0, but got {length!r}. Pass the longest length as a "
-                f"Python int."
+                f"{name} must be an integer >= 0 or None, but got {length!r}. Pass the longest "
+                f"length as a Python int, or leave it out."
             )
     starts = (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k))
     for name, x in starts:
@@ -290,8 +293,8 @@ def check_starts(
     key: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
 ) -> None:
     """Checks the values of ``cu_seqlens`` of CPU tensors, which :func:`check_varlen` has accepted.
 
@@ -300,6 +303,8 @@ def check_starts(
     """
     if query.device.type != "cpu" or torch.compiler.is_compiling():
         return
+    if isinstance(cu_seqlens_q, FakeTensor) or isinstance(cu_seqlens_k, FakeTensor):
+        return  # which have no values
     starts = (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k))
     tokens = (query.shape[0], key.shape[0])
     longest = (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))
@@ -307,7 +312,9 @@ def check_starts(
         _check_starts(name, x, total, *limit)
 
 
-def _check_starts(name: str, starts: Tensor, total: int, limit_name: str, limit: int) -> None:
+def _check_starts(
+    name: str, starts: Tensor, total: int, limit_name: str, limit: int | None
+) -> None:
     values = starts.tolist()
     lengths = [end - start for start, end in itertools.pairwise(values)]
     if values[0] != 0 or values[-1] != total or min(lengths) < 0:
@@ -315,10 +322,10 @@ def _check_starts(name: str, starts: Tensor, total: int, limit_name: str, limit:
             f"{name} must rise from 0 to the number of tokens, {total}, and never fall, but got "
             f"{values}. Use the cumulative sum of the lengths, with 0 before it."
         )
-    if max(lengths) > limit:
+    if limit is not None and max(lengths) > limit:
         raise ValueError(
             f"{limit_name} must be at least the longest sequence, {max(lengths)}, but got {limit}. "
-            f"Pass that length."
+            f"Pass that length, or leave it out."
         )
 
 

@@ -104,8 +104,8 @@ def flash_attn_varlen_func(
     v: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -125,8 +125,9 @@ def flash_attn_varlen_func(
         v: (T_k, G, E).
         cu_seqlens_q: (sequences + 1,) int32, where each sequence starts in ``q``, and T_q.
         cu_seqlens_k: the same for ``k`` and ``v``.
-        max_seqlen_q: at least the length of the longest query sequence.
-        max_seqlen_k: at least the length of the longest key sequence.
+        max_seqlen_q: at least the length of the longest query sequence. flash-attn needs it; here
+            it may be None, as :func:`~flashattn_triton.flash_attention_varlen` says.
+        max_seqlen_k: at least the length of the longest key sequence, or None.
         block_table: must be None.
 
     The other arguments are those of :func:`flash_attn_func`.

@@ -214,13 +214,11 @@ def _attend_packed(
             f"cu_seq_lens_q must come with one row of packed sequences, but got a batch of "
             f"{query.shape[0]}. Flatten the batch into one row."
         )
-    lengths = [
-        int(cu_seqlens.diff().max()) if limit is None else int(limit)
-        for cu_seqlens, limit in zip(starts, longest, strict=True)
-    ]
+    # Without them the kernels launch for the longest sequence that is possible.
+    longest_q, longest_k = (None if limit is None else int(limit) for limit in longest)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     cu_q, cu_k = (x.int() for x in starts)
-    out = flash_attention_varlen(q, k, v, cu_q, cu_k, lengths[0], lengths[1], **options)
+    out = flash_attention_varlen(q, k, v, cu_q, cu_k, longest_q, longest_k, **options)
     assert isinstance(out, Tensor)
     return out[None]
 
