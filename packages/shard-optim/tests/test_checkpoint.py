@@ -98,7 +98,7 @@ def check_refusals(rank, world_size, folder):
 def check_wrong_length(folder):
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-    from shard_optim.storage import Range, RangeLoadPlanner
+    from shard_optim.checkpoint.storage import Range, RangeLoadPlanner
 
     key = "state.1.elements.exp_avg"
     planner = RangeLoadPlanner({key: Range(values=torch.empty(1), offset=0, total=1)})
@@ -123,7 +123,7 @@ class Malicious:
 
 def replace_values(folder, target):
     """Puts code into a stored dictionary and makes all checksums fit."""
-    from shard_optim import storage
+    from shard_optim.checkpoint import storage
 
     metadata = storage.CheckedReader(folder).read_metadata()
     [index] = [index for index in metadata.storage_data if index.fqn == "header"]

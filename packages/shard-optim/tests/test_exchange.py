@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from shard_optim import ShardedOptimizer, exchange
+from shard_optim.checkpoint.full_state import Entry
 from shard_optim.exchange import all_gather_values, broadcast_value, decode, encode
-from shard_optim.state import Entry
 
 VALUES = [
     None,

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shard_optim import ShardedOptimizer, reduction
 from shard_optim.accounting import rank_memory, step_traffic
 from shard_optim.communication import GroupCollectives
+from shard_optim.gradients import gradient_of
 from shard_optim.layout import Placement
-from shard_optim.reduction import gradient_of
 
 WORLD_SIZES = [2, 8, 64, 1024]
 

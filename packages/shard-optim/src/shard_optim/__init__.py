@@ -1,6 +1,6 @@
 """Optimizer state, gradients and parameters sharded over the data-parallel ranks."""
 
-from shard_optim.checkpoint import load_checkpoint, save_checkpoint
+from shard_optim.checkpoint.sharded import load_checkpoint, save_checkpoint
 from shard_optim.communication import CollectiveError
 from shard_optim.fully_sharded import (
     FullyShardedDataParallel,

@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -31,13 +31,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shard_optim.communication import Communication, Waitable, guarded
+from shard_optim.wrapped import Groups, all_params, name_of
 
 Partition = Literal["flat", "whole"]
 """Whether each rank owns an equal range of every bucket's elements, or whole parameters."""
 
 PARTITIONS: tuple[Partition, ...] = ("flat", "whole")
-
-Groups = Sequence[dict[str, Any]]
 
 MIB = 1024**2
 
@@ -476,23 +475,6 @@ def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 # --- all of them -----------------------------------------------------------------------------
-
-
-def all_params(groups: Groups) -> list[Tensor]:
-    """Every parameter over all groups, in order: position is its number."""
-    return [param for group in groups for param in group["params"]]
-
-
-def name_of(groups: Groups, index: int) -> str:
-    """The parameter's name if groups carry names, else its number, group and shape."""
-    for number, group in enumerate(groups):
-        if index < len(group["params"]):
-            if "param_names" in group:
-                return str(group["param_names"][index])
-            shape = tuple(group["params"][index].shape)
-            return f"parameter {index} of group {number} with shape {shape}"
-        index -= len(group["params"])
-    raise IndexError(f"no parameter has number {index}")
 
 
 class Placement:

@@ -23,11 +23,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shard_optim.checks import check_elementwise_state
 from shard_optim.gradients import in_dtype
-from shard_optim.layout import Bucket, Groups, Partition, Shard, flat_gradient
+from shard_optim.layout import Bucket, Partition, Shard, flat_gradient
 from shard_optim.offload import OffloadedOptimizer
-from shard_optim.state import MASTER, settings_of
+from shard_optim.wrapped import Groups, check_elementwise_state, settings_of
+
+# Key of a master copy among a parameter's state.
+MASTER = "master_param"
 
 # More groups hide more of the all-gather under the update; each costs the host one optimizer call.
 MAX_STEP_GROUPS = 8

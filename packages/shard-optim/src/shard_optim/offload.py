@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shard_optim.checks import check_supported
-from shard_optim.state import as_groups, default_settings, settings_of
+from shard_optim.wrapped import as_groups, check_supported, default_settings, settings_of
 
 MIB = 1024**2
 

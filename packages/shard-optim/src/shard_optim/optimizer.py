@@ -16,11 +16,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shard_optim.checks import check_elementwise_update, check_first_step, check_supported
+from shard_optim.checkpoint.full_state import (
+    check_full_state,
+    gather_full_state,
+    scatter_full_state,
+)
 from shard_optim.communication import (
     Communication,
     check_agreement,
-    describe_groups,
+    check_first_step,
     guarded,
     resolve_communication,
     resolve_group,
@@ -33,22 +37,23 @@ from shard_optim.layout import (
     Bucket,
     Partition,
     Placement,
-    all_params,
+    check_gradient,
     check_layout,
-    name_of,
 )
 from shard_optim.local import LocalOptimizer
 from shard_optim.offload import check_offload
 from shard_optim.overlap import ForwardWaits
 from shard_optim.reduction import GradientReducer
-from shard_optim.state import (
+from shard_optim.wrapped import (
+    all_params,
     as_groups,
     by_number,
-    check_full_state,
+    check_elementwise_update,
+    check_supported,
     default_settings,
-    gather_full_state,
+    describe_groups,
+    name_of,
     pack_groups,
-    scatter_full_state,
     settings_of,
 )
 
@@ -329,6 +334,9 @@ class ShardedOptimizer(Optimizer):
 
     def _check_first_step(self) -> None:
         self.wait()
+        if self._reducer is None:
+            for index, param in enumerate(self.all_params()):
+                check_gradient(param.grad, self.name_of(index))
         check_first_step(
             self.all_params(),
             gradients=self._reducer is None,

@@ -20,16 +20,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shard_optim.checkpoint import _names_by_parameter
+from shard_optim.checkpoint.sharded import _names_by_parameter
 from shard_optim.fully_sharded.state import places
 from shard_optim.fully_sharded.whole import WholeMatrixOptimizer
 from shard_optim.fully_sharded.wrapper import FullyShardedDataParallel
 from shard_optim.layout import in_memory_order
-from shard_optim.state import pack_groups, settings_of
+from shard_optim.wrapped import pack_groups, settings_of
 
 if TYPE_CHECKING:
     # Importing torch.distributed.checkpoint changes warning filters, so it waits for its first use.
-    from shard_optim.storage import Range
+    from shard_optim.checkpoint.storage import Range
 
 
 def save_fully_sharded(
@@ -62,7 +62,7 @@ def save_fully_sharded(
             group with a two-dimensional mesh.
         CollectiveError: if a peer died or timed out, or could not write.
     """
-    from shard_optim.storage import write_folder
+    from shard_optim.checkpoint.storage import write_folder
 
     if model.ranks.replicas is not None and background_group is not None:
         raise ValueError(
@@ -102,7 +102,7 @@ def save_fully_sharded(
 
 
 def _check_new(folder: str | Path) -> None:
-    from shard_optim.storage import METADATA
+    from shard_optim.checkpoint.storage import METADATA
 
     if (Path(folder) / METADATA).exists():
         raise FileExistsError(
@@ -129,7 +129,7 @@ def load_fully_sharded(
             Nothing has changed then.
         CollectiveError: if a peer died or timed out, or could not read.
     """
-    from shard_optim.storage import read_folder, read_metadata
+    from shard_optim.checkpoint.storage import read_folder, read_metadata
 
     group = model.process_group
     stored = read_metadata(folder, group).state_dict_metadata
@@ -251,7 +251,7 @@ def _state_place(optimizer: Optimizer, param: Tensor, place_of: dict[int, _Place
 
 
 def _add_range(ranges: dict[str, Range], key: str, values: Tensor, place: _Place) -> None:
-    from shard_optim.storage import Range
+    from shard_optim.checkpoint.storage import Range
 
     if place.saves:
         ranges[key] = Range(
@@ -260,7 +260,7 @@ def _add_range(ranges: dict[str, Range], key: str, values: Tensor, place: _Place
 
 
 def _want_range(ranges: dict[str, Range], stored: dict[str, Any], key: str, place: _Place) -> None:
-    from shard_optim.storage import Range
+    from shard_optim.checkpoint.storage import Range
 
     if key not in stored:
         raise ValueError(

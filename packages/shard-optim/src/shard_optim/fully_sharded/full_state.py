@@ -18,7 +18,7 @@ from shard_optim.fully_sharded.checkpoint import _optimizer_params
 from shard_optim.fully_sharded.state import flat_slice, places
 from shard_optim.fully_sharded.unit import Unit
 from shard_optim.fully_sharded.wrapper import FullyShardedDataParallel
-from shard_optim.state import pack_groups
+from shard_optim.wrapped import pack_groups
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from shard_optim.communication import guarded
 from shard_optim.fully_sharded.state import places
 from shard_optim.fully_sharded.unit import Cut, Unit
 from shard_optim.fully_sharded.wrapper import FullyShardedDataParallel
-from shard_optim.state import as_groups, default_settings, settings_of
+from shard_optim.wrapped import as_groups, default_settings, settings_of
 
 
 def orthogonalization_cost(shape: torch.Size) -> float:

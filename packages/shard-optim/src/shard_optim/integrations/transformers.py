@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shard_optim.checkpoint import load_checkpoint, save_checkpoint
+from shard_optim.checkpoint.sharded import load_checkpoint, save_checkpoint
 from shard_optim.optimizer import ShardedOptimizer
 
 try:

@@ -1,7 +1,5 @@
 """Optimizer state between shards and the plain optimizer's state dict, one tensor at a time.
 
-Parameter groups, too, are turned into plain data here, and checked when they come back.
-
 The full form is exactly what ``optimizer_cls(...).state_dict()`` would hold, so it does not depend
 on the world size or the partition. No rank ever holds more than one full state tensor, except
 rank 0, which collects them on its CPU.
@@ -20,55 +18,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shard_optim.checks import foreign_hyperparameters, state_keys
 from shard_optim.communication import guarded, point_to_point_device
 from shard_optim.exchange import all_gather_values, broadcast_value
-from shard_optim.layout import Bucket, Groups, in_memory_order
-
-MASTER = "master_param"
+from shard_optim.layout import Bucket, in_memory_order
+from shard_optim.local import MASTER
+from shard_optim.wrapped import (
+    Groups,
+    by_number,
+    foreign_hyperparameters,
+    settings_of,
+    state_keys,
+)
 
 ShardState = Mapping[str, Any]
-
-
-def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """Normalises the constructor's argument to a list of groups, without copying parameters."""
-    if isinstance(params, Tensor):
-        raise TypeError(
-            "params must be an iterable of parameters or groups, but got one tensor. Pass [tensor]."
-        )
-    items = list(params)
-    if not items:
-        raise ValueError(
-            "params must hold at least one parameter, but got an empty list. "
-            "Pass model.parameters()."
-        )
-    if not isinstance(items[0], dict):
-        return [{"params": items}]
-    return [dict(group) for group in items]
-
-
-def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's hyperparameters, without its parameters."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def default_settings(
-    optimizer_cls: type[Optimizer], groups: Groups, kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """The class's hyperparameters with their defaults, from an instance over one element."""
-    placeholder = torch.nn.Parameter(torch.zeros(1, 1))
-    return optimizer_cls([settings_of(groups[0]) | {"params": [placeholder]}], **kwargs).defaults
-
-
-def pack_groups(groups: Groups) -> list[dict[str, Any]]:
-    """Groups as a plain state dict has them: parameters replaced by their numbers."""
-    packed, number = [], 0
-    for group in groups:
-        size = len(group["params"])
-        names = {"param_names": group["param_names"]} if "param_names" in group else {}
-        packed.append(settings_of(group) | names | {"params": list(range(number, number + size))})
-        number += size
-    return packed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,13 +310,6 @@ def _other_class(
                     f"{optimizer_cls.__name__} holds {sorted(expected)}"
                 )
     return None
-
-
-def by_number(state_dict: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
-    """State by the parameter's position over all groups, whatever keys it was saved under."""
-    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-    states = state_dict["state"]
-    return {number: states[key] for number, key in enumerate(keys) if key in states}
 
 
 def _mismatches(

@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from shard_optim.checkpoint.full_state import check_full_state, placements
 from shard_optim.layout import in_memory_order
 from shard_optim.optimizer import ShardedOptimizer
-from shard_optim.state import check_full_state, pack_groups, placements
+from shard_optim.wrapped import pack_groups
 
 if TYPE_CHECKING:
     # Importing torch.distributed.checkpoint changes warning filters, so it waits for its first use.
-    from shard_optim.storage import Range
+    from shard_optim.checkpoint.storage import Range
 
 
 def save_checkpoint(optimizer: ShardedOptimizer, folder: str | Path) -> None:
@@ -39,7 +40,7 @@ def save_checkpoint(optimizer: ShardedOptimizer, folder: str | Path) -> None:
         FileExistsError: if the folder holds a checkpoint already.
         CollectiveError: if a peer died or timed out, or could not write.
     """
-    from shard_optim.storage import METADATA, Range, write_folder
+    from shard_optim.checkpoint.storage import METADATA, Range, write_folder
 
     if (Path(folder) / METADATA).exists():
         raise FileExistsError(
@@ -86,7 +87,7 @@ def load_checkpoint(optimizer: ShardedOptimizer, folder: str | Path) -> None:
     """
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    from shard_optim.storage import Range, read_folder, read_metadata
+    from shard_optim.checkpoint.storage import Range, read_folder, read_metadata
 
     group = optimizer.process_group
     stored = read_metadata(folder, group).state_dict_metadata

@@ -1,35 +1,29 @@
-"""What users can do wrong, found before it trains on without an error.
+"""The wrapped optimizer: what its class can do, and its parameter groups as plain data.
 
-- Which optimizer classes work under which partition: known before anything is allocated, by a
-  trial at construction, or by the state that the first step makes.
-- Whether all ranks start from the same weights, and step with the same gradients. Asked once, when
-  the first step collects its gradients, by one all-reduce of a few numbers for each parameter.
-  Otherwise ranks would update shards of different models, or each its shard with its own gradients.
+Which classes work under which partition is known before anything is allocated, by a trial at
+construction, or by the state that the first step makes.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shard_optim.communication import guarded, maximum
-from shard_optim.layout import Partition, check_gradient
+if TYPE_CHECKING:
+    from shard_optim.layout import Partition
+
+Groups = Sequence[dict[str, Any]]
 
 # Updates that depend on a parameter's shape: factored moments, orthogonalised matrices.
 SHAPE_DEPENDENT: tuple[type[Optimizer], ...] = (torch.optim.Adafactor, torch.optim.Muon)
 
 # LBFGS takes inner products over all parameters; SparseAdam needs sparse gradients.
 UNSUPPORTED: tuple[type[Optimizer], ...] = (torch.optim.LBFGS, torch.optim.SparseAdam)
-
-# Norms of equal tensors differ only where ranks run different hardware; those of gradients of
-# different batches differ in the first digits.
-_WEIGHTS_TOLERANCE, _GRADIENTS_TOLERANCE = 1e-5, 1e-3
 
 
 def check_supported(
@@ -173,83 +167,89 @@ def check_elementwise_state(optimizer: Optimizer, updated: Tensor) -> None:
             )
 
 
-def check_first_step(
-    params: Sequence[Tensor],
-    *,
-    gradients: bool,
-    name_of: Callable[[int], str],
-    group: dist.ProcessGroup,
-) -> None:
-    """Compares norms over the ranks. Collective.
+# --- parameter groups as plain data ---------------------------------------------------------
+
+
+def all_params(groups: Groups) -> list[Tensor]:
+    """Every parameter over all groups, in order: position is its number."""
+    return [param for group in groups for param in group["params"]]
+
+
+def name_of(groups: Groups, index: int) -> str:
+    """The parameter's name if groups carry names, else its number, group and shape."""
+    for number, group in enumerate(groups):
+        if index < len(group["params"]):
+            if "param_names" in group:
+                return str(group["param_names"][index])
+            shape = tuple(group["params"][index].shape)
+            return f"parameter {index} of group {number} with shape {shape}"
+        index -= len(group["params"])
+    raise IndexError(f"no parameter has number {index}")
+
+
+def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+    """Normalises the constructor's argument to a list of groups, without copying parameters."""
+    if isinstance(params, Tensor):
+        raise TypeError(
+            "params must be an iterable of parameters or groups, but got one tensor. Pass [tensor]."
+        )
+    items = list(params)
+    if not items:
+        raise ValueError(
+            "params must hold at least one parameter, but got an empty list. "
+            "Pass model.parameters()."
+        )
+    if not isinstance(items[0], dict):
+        return [{"params": items}]
+    return [dict(group) for group in items]
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's hyperparameters, without its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def default_settings(
+    optimizer_cls: type[Optimizer], groups: Groups, kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The class's hyperparameters with their defaults, from an instance over one element."""
+    placeholder = torch.nn.Parameter(torch.zeros(1, 1))
+    return optimizer_cls([settings_of(groups[0]) | {"params": [placeholder]}], **kwargs).defaults
+
+
+def pack_groups(groups: Groups) -> list[dict[str, Any]]:
+    """Groups as a plain state dict has them: parameters replaced by their numbers."""
+    packed, number = [], 0
+    for group in groups:
+        size = len(group["params"])
+        names = {"param_names": group["param_names"]} if "param_names" in group else {}
+        packed.append(settings_of(group) | names | {"params": list(range(number, number + size))})
+        number += size
+    return packed
+
+
+def by_number(state_dict: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+    """State by the parameter's position over all groups, whatever keys it was saved under."""
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    states = state_dict["state"]
+    return {number: states[key] for number, key in enumerate(keys) if key in states}
+
+
+def describe_groups(groups: Sequence[Mapping[str, Any]], *, first: int) -> list[str]:
+    """One line per hyperparameter and per parameter.
 
     Args:
-        params: all parameters, the same on every rank.
-        gradients: whether their gradients must have been averaged already.
-        name_of: a parameter's name by its number.
-        group: the ranks to compare.
-
-    Raises:
-        RuntimeError: on every rank, naming the first parameter that differs.
-        ValueError: a gradient is sparse.
+        groups: parameter groups.
+        first: number of the first of them.
     """
-    if group.size() == 1:
-        return
-    numbers = [index for index, param in enumerate(params) if param.numel()]
-    if not numbers:
-        return
-    device = params[0].device
-    weights = [params[index].detach() for index in numbers]
-    found = [_norms(weights, device)]
-    if gradients:
-        for index in numbers:
-            check_gradient(params[index].grad, name_of(index))
-        found.append(_norms([params[index].grad for index in numbers], device))
-    own = torch.stack(found)
-    bounds = torch.stack([own, -own])  # the largest of -x is minus the smallest of x
-    work = guarded("the comparison of the first step", group, maximum, bounds, group)
-    guarded("the comparison of the first step", group, work.wait)
-    largest, smallest = bounds[0], -bounds[1]
-    spread, scale = largest - smallest, largest.abs()
-    for row, (tolerance, describe) in enumerate(
-        [(_WEIGHTS_TOLERANCE, _weights), (_GRADIENTS_TOLERANCE, _gradients)][: len(own)]
-    ):
-        differs = (spread[row] > tolerance * scale[row]).nonzero()
-        if differs.numel():
-            place = int(differs[0])
-            low, high = float(smallest[row, place]), float(largest[row, place])
-            raise RuntimeError(describe(name_of(numbers[place]), low, high))
-
-
-def _norms(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """Shape (tensors,), fp64: -1 for None, -2 where the norm is not finite."""
-    norms = [
-        torch.tensor(-1.0, device=device)
-        if tensor is None
-        else torch.linalg.vector_norm(tensor, dtype=_wide(tensor)).to(device)
-        for tensor in tensors
-    ]
-    return torch.stack([norm.double() for norm in norms]).nan_to_num(-2, -2, -2)
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    narrow = torch.complex64 if tensor.is_complex() else torch.float32
-    return torch.promote_types(tensor.dtype, narrow)
-
-
-def _weights(name: str, low: float, high: float) -> str:
-    return (
-        "every rank must start from the same weights, but at the first step the norm of "
-        f"{name} is between {low:.6g} and {high:.6g} over the ranks. Initialise with the same seed "
-        "on every rank, or broadcast rank 0's weights before the optimizer is constructed"
-    )
-
-
-def _gradients(name: str, low: float, high: float) -> str:
-    span = f"its norm is between {low:.6g} and {high:.6g} over the ranks"
-    if low == -1:
-        span = "it has none on some ranks"
-    return (
-        "gradients must have been averaged over the ranks before the step, but at the first step "
-        f"that of {name} differs: {span}. Put the model into a data-parallel wrapper that averages "
-        "gradients, or let this optimizer average them with reduce_gradients=True"
-    )
+    lines = []
+    for number, group in enumerate(groups, start=first):
+        settings = {key: value for key, value in group.items() if key != "params"}
+        names = settings.pop("param_names", [""] * len(group["params"]))
+        lines += [f"group {number}: {key} = {value}" for key, value in sorted(settings.items())]
+        lines += [
+            f"group {number}: parameter {position} {name} {tuple(param.shape)} {param.dtype} "
+            f"{param.device.type} {'trainable' if param.requires_grad else 'frozen'}"
+            for position, (param, name) in enumerate(zip(group["params"], names, strict=True))
+        ]
+    return lines
