@@ -66,10 +66,12 @@ def test_short_windows_of_wide_heads(window: Any) -> None:
         ({"capability": (8, 0)}, "needs compute capability 9.0, and this is 8.0"),
         ({"capability": (10, 0)}, "needs compute capability 9.0, and this is 10.0"),
         ({"dtype": torch.float32}, "takes float16 and bfloat16, and this is float32"),
-        ({"head_dims": (36, 36)}, "takes multiples of 8 from 40 to 128 as head_dim, .* is 36"),
-        ({"head_dims": (32, 32)}, "takes multiples of 8 from 40 to 128 as head_dim, .* is 32"),
-        ({"head_dims": (136, 136)}, "takes multiples of 8 .* as head_dim, and this is 136"),
-        ({"head_dims": (128, 64)}, r"takes one head_dim .* and this is \(128, 64\)"),
+        ({"head_dims": (36, 36)}, "takes multiples of 8 from 40 to 256 as head_dim, .* is 36"),
+        ({"head_dims": (32, 32)}, "takes multiples of 8 from 40 to 256 as head_dim, .* is 32"),
+        ({"head_dims": (132, 132)}, "takes multiples of 8 .* as head_dim, and this is 132"),
+        ({"head_dims": (264, 264)}, "takes multiples of 8 .* as head_dim, and this is 264"),
+        ({"head_dims": (128, 64)}, r"two head_dims where .* and this is \(128, 64\)"),
+        ({"head_dims": (192, 32)}, r"two head_dims where .* and this is \(192, 32\)"),
         ({"options": AttentionOptions(scale=1.0, softcap=2.0)}, "no soft-cap"),
         ({"options": AttentionOptions(scale=0.0)}, "a scale other than 0"),
     ],
@@ -108,8 +110,11 @@ def test_it_is_chosen(implementation: str) -> None:
 
 @pytest.mark.usefixtures("on_sm90")
 @pytest.mark.parametrize("head_dims", [(256, 256), (192, 128), (136, 136), (72, 136)])
-def test_wide_heads_have_a_forward_kernel_only(head_dims: tuple[int, int]) -> None:
-    chosen = plan("hopper", head_dims=head_dims)
+@pytest.mark.parametrize("implementation", ["auto", "hopper"])
+def test_wide_heads_have_a_forward_kernel_only(
+    head_dims: tuple[int, int], implementation: str
+) -> None:
+    chosen = plan(implementation, head_dims=head_dims)
     assert chosen.tier == "hopper"
     assert chosen.forward_only
     assert not chosen.runs_hopper_backward(PLAIN)
@@ -131,7 +136,7 @@ def test_soft_caps_have_a_forward_kernel_only_by_name() -> None:
 def test_the_portable_tier_says_why_not() -> None:
     chosen = plan(head_dims=(84, 84))
     assert chosen.tier == "triton"
-    assert "not the Hopper tier: it takes multiples of 8 from 40 to 128" in chosen.reason
+    assert "not the Hopper tier: it takes multiples of 8 from 40 to 256" in chosen.reason
     assert "Hopper" not in plan("triton").reason
     assert plan("triton").tier == "triton"
 

@@ -142,6 +142,6 @@ def test_repetitions_are_bit_identical(head_dims: tuple[int, int]) -> None:
 
 def test_gradients_are_the_portable_tiers() -> None:
     q = torch.empty(1, 2, 64, 256, device="cuda", dtype=torch.bfloat16)
-    text = explain(q, q, q, causal=True, implementation="hopper")
+    text = explain(q, q, q, causal=True)
     assert "forward: 128 queries x 64 keys, 2 consumers of 4 warps, 2 stages" in text
     assert "2 consumers" not in text.split("forward:")[1].split("\n", 1)[1]

@@ -15,8 +15,7 @@ CAPABILITY = (9, 0)
 # Tiles are 64 or 128 columns wide, and the TMA fills them up with zeros. It wants rows to
 # start at multiples of 16 bytes. Up to 32, the portable tier's tiles are narrower.
 HEAD_DIMS = range(40, 129, 8)
-# Of query, key and value, where one is above 128: the forward pass alone, and only by name, because
-# it has not been timed.
+# Of query and key, and of value, where one is above 128: the forward pass alone.
 WIDE_HEAD_DIMS = range(40, 257, 8)
 DTYPES = (torch.float16, torch.bfloat16)
 # With tiles of 64 columns, the portable tier is faster on windows of fewer keys; see LOG.md.
@@ -49,12 +48,15 @@ def refusal(
         return f"it takes float16 and bfloat16, and this is {str(dtype).removeprefix('torch.')}"
     if options.softcap is not None and not by_name:
         return "it takes no soft-cap, unless asked for by name"
-    if by_name and is_wide(head_dims):
+    if is_wide(head_dims):
         return _other_refusal(options, tensors)
     if head_dims[0] != head_dims[1]:
-        return f"it takes one head_dim of query, key and value, and this is {head_dims}"
+        return (
+            f"it takes two head_dims where one of them is above 128 and both are multiples of 8 "
+            f"from 40 to 256, and this is {head_dims}"
+        )
     if head_dims[0] not in HEAD_DIMS:
-        return f"it takes multiples of 8 from 40 to 128 as head_dim, and this is {head_dims[0]}"
+        return f"it takes multiples of 8 from 40 to 256 as head_dim, and this is {head_dims[0]}"
     left, right = options.band
     if head_dims[0] <= 64 and left is not None and right is not None:
         keys = left + right + 1
