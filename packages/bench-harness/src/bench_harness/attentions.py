@@ -65,7 +65,7 @@ def stores_scores(name: str) -> bool:
 
 
 def find(name: str) -> Attend:
-    """A fresh callable for an implementation; compiled ones have compiled nothing yet.
+    """Makes a new callable for an implementation. A compiled one compiles at its first call.
 
     Raises:
         CaseSkipped: it cannot be imported here.

@@ -1,4 +1,4 @@
-"""The command line: thin. One command per experiment, whose options mirror its ``Options``.
+"""The command line: one command per experiment, whose options are the fields of its ``Options``.
 
 What measures and shows is imported by the command that needs it, so ``--help`` answers at once.
 """
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _complain(message: str) -> int:
-    """One line on standard error, however the message was laid out."""
+    """Prints an error as one line on standard error, even if its message has several."""
     typer.echo("bench-harness: " + " ".join(message.split()), err=True)
     return BAD_INPUT
 

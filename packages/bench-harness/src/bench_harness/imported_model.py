@@ -1,4 +1,4 @@
-"""Anyone's module as a workload: a factory, its arguments, an input, a target and a loss by name.
+"""A user's module as a workload: a factory, its arguments, an input, a target and a loss by name.
 
 All of it is data in a case's configuration, the *subject*: ``model`` and ``input``, and where given
 ``model_args``, ``target`` and ``loss``.

@@ -1,4 +1,4 @@
-"""One function call in a process of its own: with a deadline, and nothing left behind.
+"""Calls a function in a process of its own, with a deadline, and ends all that it started.
 
 Processes are forked from a server that has torch imported, so each starts in about a tenth of a
 second. The server never initialises CUDA, so a process may.

@@ -144,7 +144,7 @@ def run_case(case: Case, progress: process.Progress) -> JsonValue:
 
 
 def _add_timer_overhead(rows: list[Row], case: Case) -> None:
-    """Says of every timed row how long a step that does nothing seems to take on its device."""
+    """Adds to every timed row the time that is measured for a step that does nothing."""
     timed = [row for row in rows if row.get("samples_ms") and "timer_overhead_ms" not in row]
     if timed and case.config.get("device") in ("cpu", "cuda"):
         import torch
@@ -176,7 +176,7 @@ def _rows(case: Case, outcome: Outcome, about: Row) -> list[Row]:
 
 
 def _identified(identified: Row, row: Row) -> Row:
-    """A row of a case; one that carries :data:`ENDED` did not end as its case did."""
+    """A row with its case's identity; :data:`ENDED` in a row overrides the status of the case."""
     measured = {name: value for name, value in row.items() if name != ENDED}
     return {**identified, **row.get(ENDED, {}), **measured}
 

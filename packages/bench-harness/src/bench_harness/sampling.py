@@ -31,7 +31,7 @@ class SamplingOptions:
 
 
 class Enough:
-    """Says whether to stop, from the moment of its making on.
+    """Says whether enough samples were taken; its time limit begins when it is constructed.
 
     Args:
         config: of a case, with :meth:`SamplingOptions.sampling`; without it the least is enough.

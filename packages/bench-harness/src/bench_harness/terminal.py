@@ -122,7 +122,7 @@ def _fitting(table: Table, console: Console, stem: str) -> Grid:
 
 
 def plain_tables(found: Mapping[str, Sequence[Row]], console: Console) -> None:
-    """Tables by title, whole: long cells are folded."""
+    """Prints tables by title with all columns; long cells are folded."""
     from bench_harness.report.cells import cell
 
     for title, rows in found.items():

@@ -153,7 +153,7 @@ def _look_at(names: list[str], subject: Row, device: str, progress: Any) -> Json
 
 
 def _refuse_processes(worker: int, names: Sequence[str]) -> None:
-    """Ranks that hold processes of a factory would not end.
+    """Refuses a factory that starts processes: ranks that hold them would not end.
 
     Raises:
         ValueError: code of the user's has started processes that are still there.

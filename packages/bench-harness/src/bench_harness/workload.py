@@ -112,7 +112,7 @@ def precision_context(precision: str, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _products_in(precision: str) -> Iterator[None]:
-    """Computes fp32 products in TF32 or not: a setting of the process, in force when they run."""
+    """Sets for the process whether fp32 products use TF32; it counts when a product runs."""
     import torch
 
     previous = torch.get_float32_matmul_precision()

@@ -178,7 +178,7 @@ class Attention(Experiment):
         ]
 
     def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
-        """Proves every variant on each problem, then times its passes."""
+        """Compares every variant with the reference on each problem, then times its passes."""
         import torch._dynamo.config
         import torch._functorch.config
 
@@ -305,7 +305,7 @@ def measured(
     device: torch.device,
     progress: Callable[[str], None],
 ) -> list[Row]:
-    """The rows of problems in turns: a variant and pass each, and one for each that is out."""
+    """Measures problems in turns: a row per variant and pass, and one per excluded variant."""
     import torch
 
     everyone = [Attempts(config["variants"], problem, device) for problem in group]

@@ -176,7 +176,7 @@ class Problem:
 
     @property
     def name(self) -> str:
-        """What tells it from the others of its case."""
+        """The problem's name within its case: its length, and its feature if it has one."""
         return f"length {self.sequence}" + f", {self.feature}" * (self.feature != "plain")
 
     @property
@@ -187,7 +187,7 @@ class Problem:
 
 
 def of_pass(name: str, forward: int, backward: int) -> int:
-    """What a pass has of something that forward and backward have so much of."""
+    """Operations or bytes of a pass, from those of forward and of backward."""
     alone = {"forward": forward, "training forward": forward, "backward": backward}
     return alone.get(name, forward + backward)
 

@@ -48,7 +48,7 @@ _ERRORS = {
 
 
 def tables(rows: pd.DataFrame) -> list[Table]:
-    """The grid, medians by pass and by variant, and the smallest cell without memory."""
+    """The grid, medians by pass and by variant, and the smallest problem that ran out of memory."""
     frame = _frame(rows)
     if "flops" in frame:
         # A case's first variant is the reference of its speedups.
@@ -133,7 +133,8 @@ def _frame(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _feature_of(frame: pd.DataFrame) -> list[str]:
-    """The feature of each row; a case that failed has all of its own, an old row none."""
+    """The feature of each row. The row of a failed case names all features of the case, and rows
+    that were written before features existed are "plain"."""
     own = frame["feature"] if "feature" in frame else [None] * len(frame)
     held = frame["features"] if "features" in frame else [None] * len(frame)
     return [
@@ -147,7 +148,7 @@ def _pair(window: Any) -> str:
 
 
 def _medians(done: pd.DataFrame) -> list[Table]:
-    """A line per problem and variant with a column per pass, and the other way round."""
+    """Two tables of medians: a column for each pass, and a column for each implementation."""
     if "phase" not in done or done.empty:
         return []
     done = done.sort_values(["dtype", "head_dim", "mask", "longest"], kind="stable")
@@ -215,7 +216,7 @@ def _features(done: pd.DataFrame) -> list[Table]:
 
 
 def _out_of_memory(frame: pd.DataFrame) -> list[Table]:
-    """Every tensor of the smallest naive cell that ran out of memory."""
+    """Every tensor of the smallest problem on which naive attention ran out of memory."""
     import pandas as pd
 
     failed = frame[(frame["status"] == "oom") & frame["variant"].str.contains("naive")]

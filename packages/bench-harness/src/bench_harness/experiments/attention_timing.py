@@ -1,4 +1,4 @@
-"""Implementations on attention problems: those that are still in, and the timing of passes."""
+"""Compares implementations of attention with the reference, and times their passes in turns."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _HOST_CALLS = 50
 
 
 class Attempts:
-    """Implementations on one problem: those that are still in, and why the others are out."""
+    """Implementations on one problem: those that can be timed, and why the others were excluded."""
 
     def __init__(self, names: Sequence[str], problem: Problem, device: torch.device) -> None:
         self.problem, self.device = problem, device
@@ -49,7 +49,7 @@ class Attempts:
 
     @contextmanager
     def ending(self, name: str) -> Iterator[None]:
-        """Takes an implementation out that fails inside; lack of memory ends the whole case."""
+        """Excludes an implementation that fails inside; lack of memory ends the whole case."""
         import torch
 
         try:
@@ -121,7 +121,7 @@ def _call(
 def _plan(
     name: str, problem: Problem, tensors: Sequence[Tensor], settings: Mapping[str, Any]
 ) -> Row:
-    """Which tier of flashattn-triton runs, and why, by the package's own account.
+    """Which tier of flashattn-triton runs, and why, as ``flashattn_triton.choose`` says.
 
     Nothing for packed sequences and for documents, which the package packs.
     """

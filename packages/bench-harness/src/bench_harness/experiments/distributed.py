@@ -103,7 +103,7 @@ def require_gpus(config: Mapping[str, Any], nnodes: int = 1) -> None:
 
 
 def on_rank_0(decision: bool) -> bool:
-    """What rank 0 decided, on every rank: clocks differ, and all must go on or stop together."""
+    """Broadcasts rank 0's decision: clocks of ranks differ, and all must go on or stop together."""
     import torch.distributed as dist
 
     said = [decision]

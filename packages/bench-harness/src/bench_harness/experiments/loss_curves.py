@@ -89,7 +89,7 @@ class Options(NodeOptions):
 
 
 class LossCurves(Experiment):
-    """Whether faster ways to train train as well."""
+    """Compares the losses of faster ways to train with those of a reference."""
 
     name: ClassVar[str] = "loss-curves"
     summary: ClassVar[str] = "Losses on real text against a reference, over several seeds"

@@ -1,4 +1,4 @@
-"""Memory over a forward pass and a training step: timeline, peaks, and who holds the most.
+"""Memory over a forward pass and a training step: timeline, peaks, and the largest allocations.
 
 On a GPU the allocator's history is recorded and also dumped as ``memory_snapshot.pickle`` for
 PyTorch's own viewer; on a CPU the profiler's memory events serve instead.
@@ -266,7 +266,7 @@ class Memory(Experiment):
 
 
 def _with_predictions(rows: pd.DataFrame) -> pd.DataFrame:
-    """A copy with what the shapes of every measured case predict, and what is off."""
+    """A copy with the prediction from each case's shapes, and whether the measurement misses it."""
     import pandas as pd
 
     frame = rows.copy()

@@ -65,7 +65,7 @@ def _pass(config: Mapping[str, Any], device: torch.device, recorder: Any) -> Non
 
 
 class _CudaRecorder:
-    """The caching allocator's history; also dumped for PyTorch's viewer."""
+    """Records the caching allocator's history, and also dumps it for PyTorch's viewer."""
 
     def __init__(self, device: torch.device, snapshot: Path) -> None:
         self.events: list[MemoryEvent] = []
@@ -102,7 +102,7 @@ class _CudaRecorder:
 
 
 class _CpuRecorder:
-    """The profiler's memory events."""
+    """Records the memory events of torch.profiler."""
 
     def __init__(self, device: torch.device) -> None:
         self.events: list[MemoryEvent] = []

@@ -1,4 +1,4 @@
-"""What every experiment with a model measures: the language model by size, or anyone's module."""
+"""Options of every experiment with a model: the language model by size, or a user's module."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench_harness.workload import DIMENSIONS
 
 @dataclass(frozen=True, kw_only=True)
 class SubjectOptions:
-    """A user's model with all that it takes; or the built-in language model's dimensions.
+    """Options that say what is trained: a user's model, or the dimensions of the language model.
 
     Dimensions that are not given come from the model's size.
     """

@@ -209,7 +209,7 @@ def _label(subject: Row, variants: list[settings.Settings], world_size: int) -> 
 
 
 def merged(ranks: list[Row]) -> Row:
-    """One variant's row from those of all ranks: the slowest and the fullest of them count."""
+    """One variant's row from those of all ranks: times of the slowest, memory of the fullest."""
     row = slowest_rank(ranks)
     if not row["samples_ms"]:  # skipped, or it did not agree
         return {name: value for name, value in row.items() if value not in ([], None)}

@@ -84,7 +84,7 @@ def tables(rows: pd.DataFrame) -> list[Table]:
 
 
 def compared(frame: pd.DataFrame) -> pd.DataFrame:
-    """Adds to each row its settings as columns, and what relates it to others of its case."""
+    """Adds to each row its settings as columns, and how it compares with others of its case."""
     known = frame["settings"].map(lambda table: isinstance(table, Mapping))
     for name in of.SHARED:
         frame[name] = [_setting(table, name) for table in frame["settings"]]

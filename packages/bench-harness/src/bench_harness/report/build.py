@@ -172,7 +172,7 @@ def _section(name: str, rows: list[Row], folder: Path) -> Section:
 
 
 def _show(experiment: Experiment, rows: list[Row]) -> tuple[list[Table], list[Figure], list[str]]:
-    """Tables and pictures; one that fails is reported and takes no other along."""
+    """Tables and pictures. One that fails is reported, and the others are still shown."""
     problems: list[str] = []
     tables = _made(experiment.tables, rows, "tables", problems)
     figures = _made(experiment.figures, rows, "pictures", problems)
@@ -182,7 +182,7 @@ def _show(experiment: Experiment, rows: list[Row]) -> tuple[list[Table], list[Fi
 def _made(
     make: Callable[[pd.DataFrame], list[_Shown]], rows: list[Row], what: str, problems: list[str]
 ) -> list[_Shown]:
-    """What ``make`` makes of the rows, or of the rows of those cases of which it makes something.
+    """Calls ``make`` with all rows; if that fails, with those of the cases for which it succeeds.
 
     Args:
         problems: gets a text for what was left out.

@@ -92,7 +92,7 @@ def case_line(rows: Sequence[Row], environments: Mapping[str, Any]) -> Row:
 
 
 def _shared_once(rows: Sequence[Row]) -> Row:
-    """The rows of a case, with what all of them say taken out and said once."""
+    """The rows of a case, with values that all rows share moved into one place."""
     shared = {
         name: value
         for name, value in rows[0].items()

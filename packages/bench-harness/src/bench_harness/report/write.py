@@ -137,7 +137,7 @@ def as_json(report: Report, page: Path) -> Row:
 
 
 def csv(frame: pd.DataFrame) -> str:
-    """A data frame as CSV whose texts no spreadsheet takes for a formula."""
+    """A data frame as CSV, with texts escaped that a spreadsheet would run as formulas."""
 
     def safe(value: Any) -> Any:
         return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value

@@ -1,4 +1,4 @@
-"""Recordings that others made: read without running anything, by what is in the file.
+"""Reads recordings of any program, whose kind is told by the content of the file.
 
 torch.profiler's Chrome-format traces, Nsight Systems' reports and their SQLite exports, and the
 trees that Triton's Proton writes, which hold sums of kernels and no times.

@@ -1,4 +1,4 @@
-"""What is used of a profiler's trace, whoever recorded it, and the questions asked of it.
+"""A profiler's trace, whichever tool recorded it, and what can be computed from it.
 
 Phases are host windows with the device synchronised at both ends, so every kernel that a phase
 caused lies inside it in time. That attributes backward rightly: autograd launches its kernels from
@@ -66,7 +66,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Trace:
-    """What is used of a trace.
+    """Kernels, ranges and launches of one rank's trace.
 
     Attributes:
         on_device: whether ``compute`` and ``communication`` are GPU kernels or host spans.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Training:
-    """One variant in memory.
+    """A variant that has been built and can take steps.
 
     Attributes:
         workload: the model, this rank's batch and its precision.
@@ -84,7 +84,7 @@ class Training:
         self.captured = CapturedStep(self._step, after_replay=self.after_replay)
 
     def wait(self) -> None:
-        """Waits for what the optimizer still has under way, so that all parameters are new."""
+        """Waits until the optimizer has updated all parameters."""
         wait = getattr(self.optimizer, "wait", None)
         if wait is not None:
             wait()
@@ -122,7 +122,7 @@ def _whole(tensor: Tensor) -> Tensor:
 def training(
     variant: of.Settings, config: Mapping[str, Any], device: torch.device
 ) -> Iterator[Training]:
-    """A variant, built from the same initial weights on every call, and let go of afterwards.
+    """Builds a variant, from the same initial weights on every call, and frees it afterwards.
 
     Args:
         config: of the case: ``size`` and dimensions, ``batch`` and ``sequence``, or ``model`` and
@@ -277,7 +277,7 @@ def _ddp_lite(wrapper: of.Arguments, module: nn.Module) -> Any:
 
 
 def _comm_hook(wrapper: of.Bucketed, group: Any) -> Any:
-    """A fresh hook: some keep state that belongs to one wrapper."""
+    """A new hook for each wrapper, because some hooks keep state of one wrapper."""
     name = wrapper.comm_hook
     if name is None:
         return None
@@ -344,7 +344,7 @@ def _shard(wrapper: of.FSDP2, module: nn.Module, device: torch.device) -> None:
 
 
 def _fully_sharded(wrapper: of.FullySharded, module: nn.Module) -> tuple[Any, Any]:
-    """The module in shards, and the copies that it communicates by; None where that is NCCL."""
+    """The sharded module, and its collectives by copies between GPUs; None where it uses NCCL."""
     import shard_optim
 
     cls = getattr(shard_optim, "FullyShardedDataParallel", None)

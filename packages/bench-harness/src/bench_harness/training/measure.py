@@ -108,7 +108,7 @@ def weigh_alone(config: Mapping[str, Any]) -> list[Row]:
 
 
 def _compiling() -> AbstractContextManager[Any]:
-    """Past the compiler's limit a module would quietly run uncompiled; inside this it fails."""
+    """Makes torch.compile fail where it would run a module uncompiled, beyond its limit."""
     limits: AbstractContextManager[Any]
     limits = torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True)
     return limits
@@ -203,7 +203,7 @@ def _turn(
 
 
 def facts(steps: Training) -> Row:
-    """What a reader must know of the model and its batch."""
+    """Shape, parameters and operations of the model and its batch."""
     shape = steps.workload.model_config
     known: Row = {} if shape is None else dict(shape_row(shape))
     if shape is not None:
@@ -281,7 +281,7 @@ def _optimizer_alone(steps: Training, row: Row) -> None:
 
 
 def _compare_losses(variants: list[of.Settings], rows: list[Row]) -> None:
-    """Ends the variants whose first losses are not those of the first one with their optimizer.
+    """Excludes variants whose first losses differ from those of the first one with their optimizer.
 
     At full size and in their own precision; the small model has proven them before.
     """
@@ -329,7 +329,7 @@ def _profile(steps: Training, path: Path) -> Row:
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """No garbage collection inside: it would hit some blocks and not others."""
+    """Pauses Python's garbage collector, which would slow some blocks of steps and not others."""
     gc.disable()
     try:
         yield

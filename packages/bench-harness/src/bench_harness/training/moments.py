@@ -25,7 +25,7 @@ MOMENTS = (
 
 
 def held_before(device: torch.device) -> int:
-    """Bytes that are allocated before a variant is built, after everything else was let go of."""
+    """Bytes that are allocated before a variant is built, after all else has been freed."""
     if device.type != "cuda":
         return 0
     held, before = -1, 0
@@ -41,7 +41,7 @@ def held_before(device: torch.device) -> int:
 
 
 def weigh(training: Training, variant: Settings, before: int) -> tuple[list[Row], list[float]]:
-    """Two steps, with what is held at each moment of the second, and before the first.
+    """Takes two steps, and weighs what is held before the first and at each moment of the second.
 
     Args:
         training: just built, no step taken.
