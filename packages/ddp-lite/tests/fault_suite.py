@@ -6,7 +6,7 @@ and with torch's ``DistributedDataParallel``, on gloo with a collective timeout 
 
 ``python packages/ddp-lite/tests/fault_suite.py docs/results/fault-suite.jsonl`` runs all of them
 and writes the rows that the package's documentation shows. ``test_fault_suite.py`` runs a sample,
-and all of them nightly.
+and all of them nightly, there also with ``BY_COPIES``, which the rows do not have.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ from ddp_lite import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP
 WRAPPERS: dict[str, type[nn.Module]] = {
     wrapper.__name__: wrapper for wrapper in (NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP)
 } | {"torch DDP": nn.parallel.DistributedDataParallel}
+#: ``BucketedDDP`` whose ranks exchange gradients as GPUs do that copy to each other.
+BY_COPIES = "BucketedDDP by copies"
 WORLD_SIZES = (2, 4)
 STEPS, FAULTY_STEP = 6, 2
 TIMEOUT_S = 3.0
@@ -315,9 +317,23 @@ CONSTRUCTED_BY_ALL: dict[str, Construct] = {
 NAMES = (*ON_ONE_RANK, *ON_ALL_RANKS, *CONSTRUCTED, *CONSTRUCTED_BY_ALL)
 
 
+def by_copies(folder: str) -> Any:
+    """Wraps modules in ``BucketedDDP`` with a hook of its own each, whose memory lies in files."""
+    from ddp_lite.peer import PeerCopyAverage
+    from process_memory import ProcessMemory
+
+    numbers = itertools.count()
+
+    def wrap(module: nn.Module) -> BucketedDDP:
+        memory = ProcessMemory(Path(folder) / f".memory-{next(numbers)}", row_bytes=256)
+        return BucketedDDP(module, 0.0001, comm_hook=PeerCopyAverage(memory))
+
+    return wrap
+
+
 def train(rank: int, world_size: int, name: str, fault: str, folder: str, timeout_s: float) -> None:
     """Trains with a fault. Appends a line per event to ``folder/RANK``: a hash, or an error."""
-    wrapper = WRAPPERS[name]
+    wrapper = by_copies(folder) if name == BY_COPIES else WRAPPERS[name]
     odd = rank == world_size - 1
     begin = time.monotonic()
     with (Path(folder) / str(rank)).open("w", buffering=1) as log:

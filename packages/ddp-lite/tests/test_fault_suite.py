@@ -33,6 +33,8 @@ SAMPLE = [
     ("all run two backwards in two threads", "BucketedDDP", 2),
     ("all wrap two models that share a trunk", "OverlapDDP", 2),
     ("leaves with exit code 1", "BucketedDDP", 4),
+    ("is killed in backward", suite.BY_COPIES, 4),
+    ("runs one backward more", suite.BY_COPIES, 2),
 ]
 
 
@@ -53,6 +55,12 @@ def test_a_sample_of_faults(fault: str, wrapper: str, ranks: int) -> None:
 @pytest.mark.parametrize("fault", suite.NAMES)
 def test_every_fault(fault: str, wrapper: str, ranks: int) -> None:
     check(fault, wrapper, ranks)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("fault", suite.NAMES)
+def test_every_fault_of_ranks_that_copy(fault: str) -> None:
+    check(fault, suite.BY_COPIES, 2)
 
 
 def test_the_suite_sees_torch_s_wrapper_diverge() -> None:

@@ -23,6 +23,7 @@ from ddp_lite.peer import PeerCopies, PeerCopyAverage, PeerMemory, choose_commun
 from ddp_lite.peer import copies as peer_copies
 from ddp_lite.peer import schedule as peer_schedule
 from ddp_lite.peer.memory import Watch
+from process_memory import ProcessMemory
 from ranks import run_ranks
 
 SECONDS = 60.0
@@ -334,29 +335,6 @@ def test_recordings_begin_with_a_barrier_and_are_not_watched_by_events() -> None
         assert [exchange(), exchange(), exchange()] == [(1, 0), (0, 0), (0, 0)]
         streams.recording = streams.joined = False
     assert [exchange(), exchange()] == [(1, 1), (1, 1)], "a graph may have been replayed between"
-
-
-class ProcessMemory(ThreadMemory):
-    """``PeerMemory`` for processes, in memory-mapped files."""
-
-    def __init__(self, folder: Path, row_bytes: int, group: Any = None) -> None:
-        group = self.group = group or dist.group.WORLD
-        folder.mkdir(exist_ok=True)
-        self.device, self.stream, self.row_bytes = torch.device("cpu"), None, row_bytes
-        self._windows = 0
-        size = peer_schedule.SLOTS * peer_schedule.rows_in_slot(group.size()) * row_bytes
-        self._mapped = [
-            torch.from_file(str(folder / str(r)), shared=True, size=size, dtype=torch.uint8)
-            for r in range(group.size())
-        ]
-        self.barrier()
-
-    def slot(self, rank: int, number: int, dtype: torch.dtype) -> Tensor:
-        memory = self._mapped[rank].view(dtype)
-        return memory.view(peer_schedule.SLOTS, -1, self.row_bytes // dtype.itemsize)[number]
-
-    def barrier(self) -> None:
-        dist.barrier(self.group)
 
 
 class Uneven(nn.Module):
