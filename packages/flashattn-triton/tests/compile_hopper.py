@@ -111,10 +111,11 @@ def shipped() -> list[Request]:
         plain: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"window": (500, 300)})
         requests += [Request(d, "bf16", {"causal": False} | x, value_dim=e) for x in plain]
         requests += [Request(d, "bf16", {"causal": True}, value_dim=e, sequences=9)]
-    # A soft-cap, forward alone.
+    # A soft-cap, up to head_dim 64 forward alone.
     capped: dict[str, Any] = {"causal": True, "softcap": 30.0}
-    requests += [Request(d, "bf16", capped) for d in (64, 128)]
-    requests.append(Request(128, "bf16", capped | {"window": (500, None)}))
+    requests += [Request(64, "bf16", capped)]
+    for options in (capped, capped | {"window": (500, None)}):
+        requests += [Request(128, "bf16", options, direction=direction) for direction in both]
     # Packed sequences, and dQ added up in order: one mask, the one with most code.
     for d in (64, 128):
         causal = {"causal": True}

@@ -45,6 +45,7 @@ MORE_SPILLS = {
     ("3.9", "backward", 64, "causal, packed"): (108, 2),
     ("3.9", "backward", 128, "causal, packed"): (256, 0),
     ("3.8", "forward", 192, "causal, packed"): (40, 0),
+    ("3.9", "backward", 128, "causal, soft-cap"): (276, 6),
     # Additions in order need four more registers than there are.
     ("3.6", "backward", 64, "causal, ordered"): (232, 0),
     ("3.6", "backward", 128, "causal, ordered"): (228, 0),
@@ -122,6 +123,7 @@ def allowed(row: dict[str, Any]) -> tuple[int, int]:
     version = row["triton"].rpartition(".")[0]
     added = ", packed" if row["sequences"] else ""
     added += ", ordered" if row["options"].get("deterministic") else ""
+    added += ", soft-cap" if row["options"].get("softcap") else ""
     kind = (version, row["direction"], width_of(row), mask_of(row) + added)
     return MORE_SPILLS.get(kind, (config_of(row).spills, 0))
 

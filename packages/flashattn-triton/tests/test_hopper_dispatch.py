@@ -123,13 +123,14 @@ def test_wide_heads_have_a_forward_kernel_only(
 
 
 @pytest.mark.usefixtures("on_sm90")
-def test_soft_caps_have_a_forward_kernel_only_by_name() -> None:
+@pytest.mark.parametrize("head_dim", [64, 72, 128])
+def test_soft_caps_by_name(head_dim: int) -> None:
     capped = AttentionOptions(scale=0.125, softcap=20.0)
-    chosen = plan("hopper", options=capped)
+    chosen = plan("hopper", head_dims=(head_dim, head_dim), options=capped)
     assert chosen.tier == "hopper"
-    assert not chosen.runs_hopper_backward(capped)
+    assert chosen.runs_hopper_backward(capped) == (head_dim > 64)
     assert chosen.tiling is not None
-    assert plan(options=capped).tier == "triton"
+    assert plan(head_dims=(head_dim, head_dim), options=capped).tier == "triton"
 
 
 @pytest.mark.usefixtures("on_sm90")

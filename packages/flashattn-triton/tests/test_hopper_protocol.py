@@ -102,11 +102,18 @@ class Problem:
             keys >= (0 if left is None else last - band)
         )
 
+    def scores(self, q: Any, k: Any) -> tuple[Any, Any]:
+        """Scores before the mask, and their derivatives by the products of Q and K."""
+        scale, cap = self.options.scale, self.options.softcap
+        s = q @ k.swapaxes(2, 3) * scale
+        if cap is None:
+            return s, scale
+        t = np.tanh(s / cap)
+        return cap * t, scale * (1 - t * t)
+
     def probabilities(self, q: Any, k: Any) -> tuple[Any, Any]:
         """P and L, for keys that are repeated already."""
-        s = q @ k.swapaxes(2, 3) * self.options.scale
-        if self.options.softcap is not None:
-            s = self.options.softcap * np.tanh(s / self.options.softcap)
+        s, _ = self.scores(q, k)
         s = np.where(self.seen(), s, -np.inf)
         with np.errstate(divide="ignore"):
             lse = np.log(np.exp(s).sum(3))
@@ -138,14 +145,15 @@ def check_backward(problem: Problem, seed: int, **changes: Any) -> None:
     keys, values = map(problem.repeated, (k, v))
     p, lse = problem.probabilities(q, keys)
     delta = (p @ values * do).sum(3)
-    ds = p * (do @ values.swapaxes(2, 3) - delta[..., None]) * scale
+    ds = p * (do @ values.swapaxes(2, 3) - delta[..., None]) * problem.scores(q, keys)[1]
 
     queries, n_queries = backward_config(problem.head_dim, problem.options).queries, q.shape[2]
     n_padded = -(-n_queries // queries) * queries
     # In parts, as the kernel that comes before has it; far where P is to be 0.
     added = np.zeros((*q.shape[:2], n_padded, 2))
-    added[..., 0] = far = -np.sign(scale) * 2.0**120
-    added[:, :, :n_queries, 0] = np.where(np.isneginf(lse), far, -lse / scale)
+    factor = problem.options.softcap or scale
+    added[..., 0] = far = -np.sign(factor) * 2.0**120
+    added[:, :, :n_queries, 0] = np.where(np.isneginf(lse), far, -lse / factor)
     added[:, :, :n_queries, 1] = -delta
     parts = np.array((0.5, 0.25, 0.25, 0, 0, 0, 0, 0))
     statistics = added[..., None] * parts
@@ -249,12 +257,15 @@ def test_columns_that_are_not_in_use(name: str, head_dim: int) -> None:
     check_backward(problem, seed)
 
 
+@pytest.mark.parametrize("head_dim", [96, 128])
 @pytest.mark.parametrize("name", ["grouped, offset walks", "causal", "window, both edges"])
-def test_forward_with_a_soft_cap(name: str) -> None:
+def test_soft_caps(name: str, head_dim: int) -> None:
     """The scale's sign is the tanh's, not the exponentials'."""
-    problem = problem_of(head_dim=128, softcap=3.0, scale=-0.2, **PROBLEMS[name])
+    problem = problem_of(head_dim=head_dim, softcap=3.0, scale=-0.2, **PROBLEMS[name])
     exact = {"tanh": lambda x: Tensor(np.tanh(x.value), x.type.layout)}
-    check_forward(problem, list(PROBLEMS).index(name), **exact)
+    seed = list(PROBLEMS).index(name)
+    check_forward(problem, seed, **exact)
+    check_backward(problem, seed, **exact)
 
 
 def test_tanh() -> None:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashattn_triton.hopper.backward_kernel import OWN, STATISTICS, hopper_backward_kernel
+from flashattn_triton.hopper.backward_kernel import hopper_backward_kernel
+from flashattn_triton.hopper.backward_products import OWN, STATISTICS
 from flashattn_triton.hopper.configs import backward_config, columns_in_use, tile_width
 from flashattn_triton.hopper.launch import FastLaunch, edges, packed_tile_map, tile_map
 from flashattn_triton.hopper.packed import (
@@ -193,7 +194,7 @@ def _backward_call(
             )
         rows = (n_queries // queries + sequences) * queries * heads
         programs = (query_tiles.most * heads * queries // ROWS, key_tiles.most * kv_heads)
-    columns = STATISTICS.value
+    columns, softcap = STATISTICS.value, options.softcap
     numbers = {
         "N_QUERIES": n_queries,
         "N_PADDED": rows // (batch * heads),
@@ -231,7 +232,7 @@ def _backward_call(
                 dl=grad_logsumexp_stride or (0, 0, 0),
             ),
             **numbers,
-            "factor": -1.0 / options.scale,
+            "factor": -1.0 / (options.scale if softcap is None else softcap),
         },
         shape | {"HAS_DL": has_dl},
     )
@@ -267,7 +268,8 @@ def _backward_call(
             "offset": offset,
             "band": band,
             "scale": options.scale,
-            "scale_log2": options.scale * LOG2_E,
+            "scale_log2": (options.scale if softcap is None else softcap) * LOG2_E,
+            "tanh_scale": None if softcap is None else options.scale / softcap,
         },
         {
             "COLUMNS": columns_in_use(head_dim, width),

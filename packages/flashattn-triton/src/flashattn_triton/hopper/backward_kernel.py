@@ -21,6 +21,9 @@ The tensor cores subtract L and delta: three bf16 numbers that add up to each tr
 bytes per query, and are multiplied by ones. If every thread loaded them for its columns of scores,
 that would be a fifth (D = 64) or a tenth (128) of the traffic of shared memory, which is the limit.
 
+With a soft-cap c the tanh T of S · scale / c takes the place of S. L / c is subtracted from T, and
+dS has a factor 1 - T².
+
 The order in which programs add to dQ is not fixed unless ORDERED. Then each consumer's part of a
 tile of dQ has a counter, and tiles of keys add to it from the last to the first: under a causal
 mask each program begins at its diagonal, which no program before it has yet to reach. A program
@@ -37,14 +40,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from flashattn_triton.hopper.backward_products import (
+    OWN,
+    STATISTICS,
+    start_dp,
+    start_dq,
+    start_scores,
+    subtract,
+)
 from flashattn_triton.hopper.products import (
     FIRST,
     issue_columns,
-    issue_over_columns,
     scaled,
     store_columns,
     wait_for_all,
@@ -61,6 +70,7 @@ from flashattn_triton.hopper.schedule import (
     turn_of,
     walk,
 )
+from flashattn_triton.hopper.scores import tanh
 from flashattn_triton.hopper.support import (
     end_turn,
     exp2,
@@ -71,8 +81,6 @@ from flashattn_triton.hopper.support import (
     wait_for_turn,
 )
 
-OWN = gl.constexpr(64)  # keys of one consumer: the rows that one warp group's wgmma computes
-STATISTICS = gl.constexpr(16)  # columns of a query: a half adds up to -L / scale, one to -delta
 STAGES = gl.constexpr(2)  # tiles of Q and of dO that are in shared memory at a time
 DS_BUFFERS = gl.constexpr(3)  # tiles of dS: written, read, and still read by the slower consumer
 
@@ -219,46 +227,6 @@ def _ds_written(CONSUMER: gl.constexpr, steps):
 
 
 @gluon.jit
-def _ones(HALF: gl.constexpr, SCORES: gl.constexpr):
-    """(OWN, STATISTICS) in registers, by which a product adds up one half of the statistics."""
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
-    halves = gl.arange(0, STATISTICS, gl.SliceLayout(0, OPERAND)) // (STATISTICS // 2)
-    zeros = gl.zeros([OWN, STATISTICS], gl.bfloat16, OPERAND)
-    return gl.where(gl.expand_dims(halves == HALF, 0), zeros + 1.0, zeros)
-
-
-@gluon.jit
-def _start_scores(own_k, q_tile, statistics, COLUMNS: gl.constexpr, SCORES: gl.constexpr):
-    """Issues (OWN, QUERIES) scores, less L / scale: L first, for speed, then ranges of columns."""
-    QUERIES: gl.constexpr = q_tile.shape[0]
-    s = gl.zeros([OWN, QUERIES], gl.float32, SCORES)
-    s = warpgroup_mma(_ones(0, SCORES), statistics.permute((1, 0)), s, use_acc=False, is_async=True)
-    return issue_over_columns(own_k, q_tile, s, COLUMNS)
-
-
-@gluon.jit
-def _start_dp(own_v, do_tile, statistics, COLUMNS: gl.constexpr, SCORES: gl.constexpr):
-    """Issues (OWN, QUERIES) dP, less delta: ranges of columns, then delta, for speed."""
-    QUERIES: gl.constexpr = do_tile.shape[0]
-    dp = gl.zeros([OWN, QUERIES], gl.float32, SCORES)
-    dp = issue_over_columns(own_v, do_tile, dp, COLUMNS, False)
-    return warpgroup_mma(_ones(1, SCORES), statistics.permute((1, 0)), dp, is_async=True)
-
-
-@gluon.jit
-def _start_dq(ds_tile, k_tile, WIDTH: gl.constexpr, CONSUMER: gl.constexpr):
-    """Issues a consumer's (64, WIDTH) part of a tile of dQ."""
-    D: gl.constexpr = k_tile.shape[1]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    nothing = gl.zeros([64, WIDTH], gl.float32, LAYOUT)
-    if D == 128:  # of 64 queries a range of columns
-        k_tile = k_tile.slice(CONSUMER * 64, WIDTH, dim=1)
-    else:  # of 128 queries half
-        ds_tile = ds_tile.slice(CONSUMER * 64, 64, dim=1)
-    return warpgroup_mma(ds_tile.permute((1, 0)), k_tile, nothing, use_acc=False, is_async=True)
-
-
-@gluon.jit
 def _step(
     full,
     buffers,
@@ -274,6 +242,7 @@ def _step(
     band,
     n_keys,
     scale_log2,
+    tanh_scale,
     s,  # (OWN, QUERIES) fp32, raw scores of this tile, less L / scale
     dk,  # (OWN, D) fp32, by ranges of columns, without the scale
     dv,
@@ -314,14 +283,24 @@ def _step(
     ds_before = ds_smem.index((step + DS_BUFFERS - 1) % DS_BUFFERS)
 
     RANGES: gl.constexpr = len(dk)
-    dp = _start_dp(own_v, do_tile, statistics_smem.index(slot), COLUMNS, SCORES)
+    HAS_SOFTCAP: gl.constexpr = tanh_scale is not None
+    statistics = statistics_smem.index(slot)
+    if HAS_SOFTCAP:
+        s = tanh(s * tanh_scale)
+        slope = (1.0 - s * s).to(DTYPE)  # in half the registers
+        s = warpgroup_mma_wait(0, deps=(subtract(0, statistics, s, True, SCORES),))
+    else:
+        dp = start_dp(own_v, do_tile, statistics, COLUMNS, SCORES)
     if ORDERED:  # late, when what was added has long arrived
         end_turn(turns_own + 2 * added, added >= 0)
     p = exp2(s * scale_log2)
     if MASKED:
         p = _apply_mask(p, diagonal, band, n_keys, RAGGED, is_causal, HAS_LEFT)
     dv = issue_columns(gl.convert_layout(p.to(DTYPE), OPERAND), do_tile, dv)
-    dp = warpgroup_mma_wait(RANGES, deps=(dp,))
+    if HAS_SOFTCAP:  # dP as late as this, for want of registers
+        p *= slope.to(gl.float32)
+        dp = start_dp(own_v, do_tile, statistics, COLUMNS, SCORES)
+    dp = warpgroup_mma_wait(0 if HAS_SOFTCAP else RANGES, deps=(dp,))
     ds = (p * dp).to(DTYPE)
 
     if DK_FIRST:
@@ -330,7 +309,7 @@ def _step(
     ds_tile.slice(CONSUMER * OWN, OWN, dim=0).store(ds)
     fence_async_shared()
     named_barrier_arrive_at(_ds_written(CONSUMER, step + 1), CONSUMERS)
-    dq = _start_dq(ds_before, k_tile, DQ_WIDTH, CONSUMER)  # in step 0 of whatever is there
+    dq = start_dq(ds_before, k_tile, DQ_WIDTH, CONSUMER)  # in step 0 of whatever is there
     if not DK_FIRST:
         dk = issue_columns(gl.convert_layout(ds, OPERAND), q_tile, dk)
     dv = wait_for_columns(dv, RANGES + 1)
@@ -338,8 +317,9 @@ def _step(
 
     mbarrier.wait(q_full.index(next_slot), next_phase)
     next_statistics = statistics_smem.index(next_slot)
-    s = _start_scores(own_k, q_smem.index(next_slot), next_statistics, COLUMNS, SCORES)
-    dq = warpgroup_mma_wait(RANGES + (1 if DK_FIRST else 2), deps=(dq,))
+    s = start_scores(own_k, q_smem.index(next_slot), next_statistics, COLUMNS, HAS_SOFTCAP, SCORES)
+    AFTER_DQ: gl.constexpr = 1 if DK_FIRST else 2
+    dq = warpgroup_mma_wait(RANGES + AFTER_DQ - (1 if HAS_SOFTCAP else 0), deps=(dq,))
     if ORDERED:
         wait_for_turn(turns_own + 2 * before, turn, before >= 0)
     reduce_add(dq_own + gl.cast(before, gl.int64) * (QUERIES * D), dq, before >= 0)
@@ -361,6 +341,7 @@ def _consumer(
     turns_ptr,
     scale,
     scale_log2,
+    tanh_scale,
     sizes,
     tiles_ptr,
     band,
@@ -379,6 +360,7 @@ def _consumer(
     QUERIES: gl.constexpr = q_smem.shape[1]
     D: gl.constexpr = q_smem.shape[2]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    HAS_SOFTCAP: gl.constexpr = tanh_scale is not None
     # Consumers share the columns of dQ if there are 128, else its rows.
     DQ_WIDTH: gl.constexpr = COLUMNS - FIRST if D == 128 and CONSUMER == 1 else 64
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_WIDTH, 16])
@@ -422,7 +404,7 @@ def _consumer(
     mbarrier.wait(q_full.index(0), 0)
     own_k = k_smem.index(0).slice(CONSUMER * OWN, OWN, dim=0)
     own_v = v_smem.index(0).slice(CONSUMER * OWN, OWN, dim=0)
-    s = _start_scores(own_k, q_smem.index(0), statistics_smem.index(0), COLUMNS, SCORES)
+    s = start_scores(own_k, q_smem.index(0), statistics_smem.index(0), COLUMNS, HAS_SOFTCAP, SCORES)
     mbarrier.wait(do_full.index(0), 0)
     s = warpgroup_mma_wait(0, deps=(s,))
     dk = zero_columns(OWN, D, COLUMNS)
@@ -438,8 +420,8 @@ def _consumer(
             for j in range(n_masked):
                 s, dk, dv = _step(
                     full, buffers, ds_smem, dq_own, step, steps, before, turns_own, turn, added,
-                    diagonal + j * QUERIES, band, n_keys, scale_log2, s, dk, dv, CONSUMER, COLUMNS,
-                    DQ_WIDTH, RAGGED, is_causal, HAS_LEFT, ORDERED, True,
+                    diagonal + j * QUERIES, band, n_keys, scale_log2, tanh_scale, s, dk, dv,
+                    CONSUMER, COLUMNS, DQ_WIDTH, RAGGED, is_causal, HAS_LEFT, ORDERED, True,
                 )  # fmt: skip
                 step += 1
                 if ORDERED:
@@ -451,8 +433,8 @@ def _consumer(
         for j in range(n_masked, n_seen):
             s, dk, dv = _step(
                 full, buffers, ds_smem, dq_own, step, steps, before, turns_own, turn, added,
-                diagonal, band, n_keys, scale_log2, s, dk, dv, CONSUMER, COLUMNS, DQ_WIDTH, RAGGED,
-                is_causal, HAS_LEFT, ORDERED, False,
+                diagonal, band, n_keys, scale_log2, tanh_scale, s, dk, dv, CONSUMER, COLUMNS,
+                DQ_WIDTH, RAGGED, is_causal, HAS_LEFT, ORDERED, False,
             )  # fmt: skip
             step += 1
             if ORDERED:
@@ -463,8 +445,8 @@ def _consumer(
             for j in range(n_seen, per_head):
                 s, dk, dv = _step(
                     full, buffers, ds_smem, dq_own, step, steps, before, turns_own, turn, added,
-                    diagonal + j * QUERIES, band, n_keys, scale_log2, s, dk, dv, CONSUMER, COLUMNS,
-                    DQ_WIDTH, RAGGED, is_causal, HAS_LEFT, ORDERED, True,
+                    diagonal + j * QUERIES, band, n_keys, scale_log2, tanh_scale, s, dk, dv,
+                    CONSUMER, COLUMNS, DQ_WIDTH, RAGGED, is_causal, HAS_LEFT, ORDERED, True,
                 )  # fmt: skip
                 step += 1
                 if ORDERED:
@@ -476,7 +458,7 @@ def _consumer(
         head += n_tiles
 
     named_barrier_sync_at(_ds_written(1 - CONSUMER, steps), CONSUMERS)
-    dq = _start_dq(ds_smem.index((steps - 1) % DS_BUFFERS), k_smem.index(0), DQ_WIDTH, CONSUMER)
+    dq = start_dq(ds_smem.index((steps - 1) % DS_BUFFERS), k_smem.index(0), DQ_WIDTH, CONSUMER)
     store_columns(own_v, dv)  # whose memory nobody else reads
     fence_async_shared()
     store_tile(dv_desc, k_at, kv_head, own_key, own_v, PACKED)
@@ -501,7 +483,7 @@ def _consumer(
 @gluon.jit(
     do_not_specialize=[
         *("N_QUERIES", "N_KEYS", "N_KV_HEADS", "HEADS_PER_KV", "offset", "band"),
-        *("scale", "scale_log2"),
+        *("scale", "scale_log2", "tanh_scale"),
     ]
 )
 def hopper_backward_kernel(
@@ -523,6 +505,7 @@ def hopper_backward_kernel(
     band,
     scale,
     scale_log2,
+    tanh_scale,
     COLUMNS: gl.constexpr,
     RAGGED: gl.constexpr,
     is_causal: gl.constexpr,
@@ -578,12 +561,12 @@ def hopper_backward_kernel(
             )),
             (_consumer, (
                 dk_desc, dv_desc, full, buffers, ds_smem, dq_ptr, turns_ptr, scale, scale_log2,
-                sizes, tiles_ptr, band, 0, COLUMNS, RAGGED, is_causal, HAS_LEFT, PACKED,
+                tanh_scale, sizes, tiles_ptr, band, 0, COLUMNS, RAGGED, is_causal, HAS_LEFT, PACKED,
                 BOTTOM_RIGHT, ORDERED,
             )),
             (_consumer, (
                 dk_desc, dv_desc, full, buffers, ds_smem, dq_ptr, turns_ptr, scale, scale_log2,
-                sizes, tiles_ptr, band, 1, COLUMNS, RAGGED, is_causal, HAS_LEFT, PACKED,
+                tanh_scale, sizes, tiles_ptr, band, 1, COLUMNS, RAGGED, is_causal, HAS_LEFT, PACKED,
                 BOTTOM_RIGHT, ORDERED,
             )),
         ], [4, 4], [240, 240])  # fmt: skip

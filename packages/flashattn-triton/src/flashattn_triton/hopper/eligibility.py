@@ -75,7 +75,7 @@ def is_wide(head_dims: tuple[int, int]) -> bool:
 
 def forward_only(head_dims: tuple[int, int], options: AttentionOptions) -> bool:
     """Whether there is only a forward kernel: the portable tier computes gradients."""
-    return is_wide(head_dims) or options.softcap is not None
+    return is_wide(head_dims) or (options.softcap is not None and head_dims[0] <= 64)
 
 
 def _other_refusal(options: AttentionOptions, tensors: tuple[str, ...]) -> str | None:

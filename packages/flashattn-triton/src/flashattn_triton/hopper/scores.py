@@ -1,6 +1,6 @@
 # Kernels are typed by Triton's compiler, not by annotations.
 # mypy: disable-error-code="no-untyped-def,attr-defined"
-"""Scores of one tile in registers, between the forward kernel's two products on sm_90."""
+"""Scores of one tile in registers, on sm_90: masks, maxima, and the tanh of soft-caps."""
 
 from __future__ import annotations
 

@@ -1,0 +1,75 @@
+# Kernels are typed by Triton's compiler, not by annotations.
+# mypy: disable-error-code="no-untyped-def,attr-defined"
+"""What starts those products of the backward kernel on sm_90 that give scores, dP or dQ.
+
+Legend as in ``backward_kernel``.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+
+from flashattn_triton.hopper.products import issue_over_columns
+
+OWN = gl.constexpr(64)  # keys of one consumer: the rows that one warp group's wgmma computes
+STATISTICS = gl.constexpr(16)  # columns of a query: a half adds up to -L / scale, one to -delta
+
+
+@gluon.jit
+def _ones(HALF: gl.constexpr, SCORES: gl.constexpr):
+    """(OWN, STATISTICS) in registers, by which a product adds up one half of the statistics."""
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
+    halves = gl.arange(0, STATISTICS, gl.SliceLayout(0, OPERAND)) // (STATISTICS // 2)
+    zeros = gl.zeros([OWN, STATISTICS], gl.bfloat16, OPERAND)
+    return gl.where(gl.expand_dims(halves == HALF, 0), zeros + 1.0, zeros)
+
+
+@gluon.jit
+def subtract(HALF: gl.constexpr, statistics, s, USE_ACC: gl.constexpr, SCORES: gl.constexpr):
+    """Issues the subtraction of one half of the statistics: 0 is L / scale, 1 is delta."""
+    ones = _ones(HALF, SCORES)
+    return warpgroup_mma(ones, statistics.permute((1, 0)), s, use_acc=USE_ACC, is_async=True)
+
+
+@gluon.jit
+def start_scores(
+    own_k,
+    q_tile,
+    statistics,
+    COLUMNS: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr,
+    SCORES: gl.constexpr,
+):
+    """Issues (OWN, QUERIES) scores, less L / scale: L first, for speed, then ranges of columns.
+
+    With a soft-cap L is subtracted later, from their tanh.
+    """
+    QUERIES: gl.constexpr = q_tile.shape[0]
+    s = gl.zeros([OWN, QUERIES], gl.float32, SCORES)
+    if not HAS_SOFTCAP:
+        s = subtract(0, statistics, s, False, SCORES)
+    return issue_over_columns(own_k, q_tile, s, COLUMNS, not HAS_SOFTCAP)
+
+
+@gluon.jit
+def start_dp(own_v, do_tile, statistics, COLUMNS: gl.constexpr, SCORES: gl.constexpr):
+    """Issues (OWN, QUERIES) dP, less delta: ranges of columns, then delta, for speed."""
+    QUERIES: gl.constexpr = do_tile.shape[0]
+    dp = gl.zeros([OWN, QUERIES], gl.float32, SCORES)
+    dp = issue_over_columns(own_v, do_tile, dp, COLUMNS, False)
+    return subtract(1, statistics, dp, True, SCORES)
+
+
+@gluon.jit
+def start_dq(ds_tile, k_tile, WIDTH: gl.constexpr, CONSUMER: gl.constexpr):
+    """Issues a consumer's (64, WIDTH) part of a tile of dQ."""
+    D: gl.constexpr = k_tile.shape[1]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    nothing = gl.zeros([64, WIDTH], gl.float32, LAYOUT)
+    if D == 128:  # of 64 queries a range of columns
+        k_tile = k_tile.slice(CONSUMER * 64, WIDTH, dim=1)
+    else:  # of 128 queries half
+        ds_tile = ds_tile.slice(CONSUMER * 64, 64, dim=1)
+    return warpgroup_mma(ds_tile.permute((1, 0)), k_tile, nothing, use_acc=False, is_async=True)
