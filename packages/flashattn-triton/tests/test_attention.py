@@ -122,7 +122,7 @@ def test_mixed_dtypes_and_devices() -> None:
 
 
 BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
-    ({"causal": "lower"}, "causal must be False, True, 'top-left' or 'bottom-right'"),
+    ({"causal": "lower"}, "causal must be False, True, 'top-left', 'bottom-right' or"),
     ({"scale": math.nan}, "scale must be a finite number"),
     ({"scale": "1"}, "scale must be a finite number"),
     ({"window": 5}, r"window must be None or a pair \(left, right\)"),
@@ -195,6 +195,19 @@ def test_unequal_totals_without_lengths_warn_of_the_alignment(
     q, k = torch.zeros(30, 2, 16), torch.zeros(20, 2, 16)
     with pytest.warns(UserWarning, match="True for 30 queries and 20 keys"):
         flash_attention_varlen(q, k, k, starts(0, 30), starts(0, 20), causal=True)
+
+
+def test_meta_tensors_give_shapes() -> None:
+    meta: dict[str, Any] = {"device": "meta", "requires_grad": True}
+    leaf, packed = torch.zeros(2, 4, 20, 16, **meta), torch.zeros(20, 4, 16, **meta)
+    cu = torch.zeros(3, dtype=torch.int32, device="meta")
+    out, lse = flash_attention(leaf, leaf, leaf, causal=True, return_lse=True)
+    of_packed = flash_attention_varlen(packed, packed, packed, cu, cu)
+    (out.sum() + lse.sum() + of_packed.sum()).backward()
+    assert (out.shape, lse.shape, of_packed.shape) == (leaf.shape, (2, 4, 20), packed.shape)
+    for x in (leaf, packed):
+        assert x.grad is not None
+        assert x.grad.shape == x.shape
 
 
 def test_no_value_of_the_starts_is_read_from_fake_tensors() -> None:

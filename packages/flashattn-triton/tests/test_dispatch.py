@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 
 import pytest
@@ -82,6 +83,16 @@ def test_deterministic_means_two_passes() -> None:
     assert "fused" not in text
     assert "backward, keys (dK, dV): 32 queries x 16 keys" in text
     assert "backward, queries (dQ): 32 queries x 32 keys" in text
+
+
+def test_explain_takes_every_argument_of_attention() -> None:
+    attention, explained = (inspect.signature(f).parameters for f in (flash_attention, explain))
+    assert set(attention) == set(explained)
+    ids = torch.zeros(1, 40, dtype=torch.int64)
+    text = explain(*inputs(), causal=True)
+    assert explain(*inputs(), causal=True, document_ids=ids, return_lse=True) == text
+    with pytest.raises(ValueError, match="bias must be None where document_ids are given"):
+        explain(*inputs(), document_ids=ids, bias=torch.zeros(40, 40))
 
 
 def test_explain_names_the_tier() -> None:

@@ -344,7 +344,7 @@ def part(*shape: int, **keywords: Any) -> tuple[Tensor, Tensor]:
 
 
 BAD_PARTS: list[tuple[list[Any], list[Any], str]] = [
-    ([], [], "must have one tensor for each of outputs, .* got 0 outputs and 0"),
+    ([], [], "must have equally many tensors, at least one each, but got 0 outputs and 0"),
     ([part(2, 5, 4)[0]], [], "got 1 outputs and 0 logsumexps"),
     ([part(2, 5, 4)[0]] * 2, [part(2, 5, 4)[1], part(5, 2, 4)[1]], r"logsumexps\[1\] must be .*"),
     ([part(2, 5, 4)[0], part(2, 6, 4)[0]], [part(2, 5, 4)[1]] * 2, r"outputs\[1\] must be like"),

@@ -185,7 +185,7 @@ def flash_attention(
         TypeError: an input is not a tensor, or an argument has another library's name.
     """
     if unknown:
-        refuse_keywords("flash_attention", [*Keywords.__annotations__], unknown)
+        refuse_keywords("flash_attention", [*Keywords.__annotations__, "return_lse"], unknown)
     check_tensors(query=query, key=key, value=value)
     tensors: _Tensors = {
         "alibi_slopes": alibi_slopes,
@@ -225,7 +225,7 @@ def flash_attention(
             )
             out, lse = (x.reshape(*query.shape[:-3], *x.shape[1:]) for x in result)
         return (out, lse) if return_lse else out
-    if torch.is_autocast_enabled(query.device.type):
+    if not query.is_meta and torch.is_autocast_enabled(query.device.type):
         query, key, value = _autocast(query, key, value)
     cache_key = None
     if alibi_slopes is None and bias is None and prefix_lengths is None and sinks is None:
@@ -381,11 +381,12 @@ def flash_attention_varlen(
             "padded, with flash_attention."
         )
     if unknown:
-        refuse_keywords("flash_attention_varlen", [*PackedKeywords.__annotations__], unknown)
+        allowed = [*PackedKeywords.__annotations__, "return_lse"]
+        refuse_keywords("flash_attention_varlen", allowed, unknown)
     check_tensors(
         query=query, key=key, value=value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k
     )
-    if torch.is_autocast_enabled(query.device.type):
+    if not query.is_meta and torch.is_autocast_enabled(query.device.type):
         query, key, value = _autocast(query, key, value)
     cache_key = None
     if alibi_slopes is None and prefix_lengths is None and sinks is None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flashattn_triton import triton_versions
 from flashattn_triton.configs import INTERPRETER, Tiling, check_tiling_type, tiling_for
+from flashattn_triton.documents import refuse_with_documents
 from flashattn_triton.hopper import eligibility
 from flashattn_triton.hopper.configs import describe_backward, describe_forward
 from flashattn_triton.launch import tma_refusal
@@ -161,19 +162,21 @@ def _choose(
         return Plan(tier="tiled", tiling=None, reason=reason)
     if implementation == "hopper" and device.type != "cuda":
         raise ValueError(
-            f"implementation 'hopper' must have CUDA tensors, but got {device.type}. Move them "
-            f"to a "
-            f"GPU or use implementation='tiled'."
+            f"implementation 'hopper' must have CUDA tensors, but got {device.type}. Move them to "
+            f"a GPU or use implementation='tiled'."
         )
     if implementation == "hopper" and tiling is not None:
-        raise ValueError("tiling shapes the portable kernels; use it with implementation='triton'")
+        raise ValueError(
+            f"tiling must be None with implementation 'hopper', but got {tiling}. It shapes the "
+            f"portable kernels: use implementation='triton'."
+        )
     if device.type != "cuda":
         if not interpreting():
             raise ValueError(
-                f"implementation 'triton' must have CUDA tensors, but got {device.type}. Move "
-                f"them to "
-                f"a GPU, use implementation='tiled', or set TRITON_INTERPRET=1 before the first "
-                f"import of flashattn_triton to run the kernels in Triton's interpreter"
+                f"implementation 'triton' must have CUDA tensors, but got {device.type}. Move them "
+                f"to a GPU, use implementation='tiled' (or FlashAttention2PyTorch instead of "
+                f"FlashAttention2Triton), or set TRITON_INTERPRET=1 before the first import of "
+                f"flashattn_triton to run the kernels in Triton's interpreter."
             )
         return Plan(tier="triton", tiling=tiling or INTERPRETER, reason="Triton's interpreter")
     gpu = describe_gpu(device.index)
@@ -226,8 +229,7 @@ def check_tiling(tiling: Tiling, gpu: GPU, dtype: torch.dtype) -> None:
         if 64 <= rows < 16 * tiles.warps:
             raise ValueError(
                 f"tiling.{name} must have at least 16 rows per warp on {gpu.name}, or fewer than "
-                f"64 "
-                f"rows, but got {rows} rows and {tiles.warps} warps. Use fewer warps."
+                f"64 rows, but got {rows} rows and {tiles.warps} warps. Use fewer warps."
             )
         if rows >= 64 and dtype == torch.float32:
             raise ValueError(
@@ -260,7 +262,9 @@ def explain(
     bias: Tensor | None = None,
     prefix_lengths: Tensor | None = None,
     sinks: Tensor | None = None,
+    document_ids: Tensor | None = None,
     layout: Layout | None = None,
+    return_lse: bool = False,
     deterministic: bool = False,
     implementation: Implementation = "auto",
     tiling: Tiling | None = None,
@@ -268,7 +272,9 @@ def explain(
 ) -> str:
     """In words: which implementation and which tiles ``flash_attention`` would run, and why.
 
-    Takes ``flash_attention``'s arguments and raises its errors. Launches nothing.
+    Takes ``flash_attention``'s arguments and raises its errors. Launches nothing. The answer does
+    not depend on ``document_ids`` and ``return_lse``, which are taken so that a call can be
+    explained as it is written.
     """
     if unknown:
         refuse_keywords("explain", list(signature(explain).parameters)[3:-1], unknown)
@@ -297,6 +303,8 @@ def explain(
     )
     if prefix_lengths is not None:
         check_prefix_options(resolved)
+    if document_ids is not None:
+        refuse_with_documents(bias=bias, prefix_lengths=prefix_lengths)
     plan = choose(
         query,
         key,

@@ -353,6 +353,8 @@ def cache_key_of(
         return None
     if type(query) not in _PLAIN or type(key) not in _PLAIN or type(value) not in _PLAIN:
         return None
+    if query.is_meta:  # whose results are the shapes that the operators promise
+        return None
     starts: tuple[Any, ...] = ()
     try:
         aligned = alignment((query, key, value))

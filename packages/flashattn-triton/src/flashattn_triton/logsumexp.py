@@ -44,9 +44,15 @@ def merge(
         TypeError: not all are tensors.
     """
     check_layout(layout)
+    for name, parts in (("outputs", outputs), ("logsumexps", logsumexps)):
+        if not isinstance(parts, list | tuple):
+            raise TypeError(
+                f"{name} must be a list or tuple of tensors, one for each set of keys, but got "
+                f"{type(parts).__name__}. Pass list({name})."
+            )
     if not outputs or len(outputs) != len(logsumexps):
         raise ValueError(
-            f"logsumexps must have one tensor for each of outputs, and there must be one, but got "
+            f"outputs and logsumexps must have equally many tensors, at least one each, but got "
             f"{len(outputs)} outputs and {len(logsumexps)} logsumexps. Pass one of each per set of "
             f"keys."
         )

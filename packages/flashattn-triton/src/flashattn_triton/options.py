@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -112,8 +112,9 @@ def _normalise_causal(causal: bool | str) -> Causal:
     if causal == "bottom-right-window":
         return "bottom-right-window"
     raise ValueError(
-        f"causal must be False, True, 'top-left' or 'bottom-right', or 'bottom-right-window', but "
-        f"got {causal!r}. In PyTorch's is_causal True is 'top-left', in flash-attn 'bottom-right'."
+        f"causal must be False, True, 'top-left', 'bottom-right' or 'bottom-right-window', but got "
+        f"{causal!r}. Use 'top-left' for PyTorch's is_causal=True, 'bottom-right' for flash-attn's "
+        f"causal=True."
     )
 
 
@@ -132,15 +133,14 @@ def _normalise_scale(scale: float | None, head_dim: int) -> float:
     return float(scale)
 
 
-def _normalise_window(
-    window: tuple[int | None, int | None] | None,
-) -> tuple[int | None, int | None]:
+def _normalise_window(window: Any) -> tuple[int | None, int | None]:
     if window is None:
         return (None, None)
     if not isinstance(window, tuple | list) or len(window) != 2:
+        size = window if isinstance(window, int) and window > 1 else 128
         raise ValueError(
             f"window must be None or a pair (left, right) of integers >= 0 or None, but got "
-            f"{window!r}. Use ({window!r}, 0) for that many keys before a query's own."
+            f"{window!r}. Use ({size}, 0) for {size} keys before a query's own."
         )
     for side, size in zip(("left", "right"), window, strict=True):
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
@@ -330,6 +330,13 @@ def _check_starts(
 
 
 def _check_kind(query: Tensor, key: Tensor, value: Tensor) -> None:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.layout != torch.strided:
+            raise ValueError(
+                f"{name} must be a strided tensor, but got one of layout {x.layout}. Use "
+                f"flash_attention_varlen for sequences of different lengths, with the values() and "
+                f"offsets() of jagged tensors."
+            )
     if query.dtype not in DTYPES:
         raise ValueError(
             f"query must be float16, bfloat16 or float32, but got {query.dtype}. Convert it."
