@@ -34,8 +34,18 @@ def test_bad_arguments_are_named():
         accounting.rank_memory(1, world_size=1, stage=4)
     with pytest.raises(ValueError, match="world_size must be at least 1, but got 0"):
         accounting.rank_memory(1, world_size=0, stage=1)
-    with pytest.raises(ValueError, match="must be at least 0"):
-        accounting.DtypePolicy(state=-1)
+    for bad in (-1, float("nan")):
+        with pytest.raises(ValueError, match="state must be a number that is at least 0, but got"):
+            accounting.DtypePolicy(state=bad)
+        with pytest.raises(ValueError, match="numel must be a number that is at least 0, but got"):
+            accounting.rank_memory(bad, world_size=1, stage=1)
+        with pytest.raises(ValueError, match="in_flight must be a number that is at least 0"):
+            accounting.rank_memory(1, world_size=1, stage=2, in_flight=bad)
+        with pytest.raises(ValueError, match="offloaded_chunk must be a number that is at least 0"):
+            accounting.rank_memory(1, world_size=1, stage=2, offloaded_chunk=bad)
+        with pytest.raises(ValueError, match="gathered_once must be between 0 and numel=1, but"):
+            accounting.step_traffic(1, world_size=2, stage=3, gathered_once=bad)
+    assert accounting.step_traffic(0, world_size=2, stage=3) == 0
 
 
 def test_buffers_are_bounded_by_the_model():
@@ -58,3 +68,11 @@ def test_memory_on_the_command_line(capsys):
     assert stage_1_of_4[:2] == ["1", "4"]
     assert float(stage_1_of_4[-2]) == pytest.approx(20, rel=1e-3)
     assert float(stage_1_of_4[-1]) == pytest.approx(3 * 4 * XL * 3 / 4 / 1e9, abs=1e-3)
+
+
+@pytest.mark.parametrize("parameters", ["0", "-5", "nan", "inf"])
+def test_bad_numbers_on_the_command_line(parameters):
+    with pytest.raises(SystemExit, match="--parameters must be at least 1, but got"):
+        command.main(["memory", "--parameters", parameters])
+    with pytest.raises(SystemExit, match="in_flight must be a number that is at least 0"):
+        command.main(["memory", "--parameters", "10", "--in-flight-gb", "-1"])

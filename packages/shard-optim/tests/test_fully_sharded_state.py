@@ -247,6 +247,8 @@ def check_bad_input(rank, world_size):
         model.half()
     with pytest.raises(TypeError, match="must not be pickled or copied"):
         copy.deepcopy(model)
+    with pytest.raises(ValueError, match="max_norm must be at least 0, but got -1"):
+        model.clip_grad_norm_(-1.0)
     with pytest.raises(ValueError, match="norm_type must be positive"):
         model.clip_grad_norm_(1.0, 0.0)
     model.module.blocks[1].compile(backend="eager")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ranks import run_ranks
-from shard_optim import ShardedOptimizer
+from shard_optim import ShardedOptimizer, load_checkpoint, save_checkpoint
 from shard_optim.wrapped import SHAPE_DEPENDENT, UNSUPPORTED
 
 
@@ -319,8 +319,17 @@ def check_refusals(rank, world_size):
         ShardedOptimizer([weight], torch.optim.SGD, differentiable=True)
     with pytest.raises(ValueError, match="'flat', 'whole'"):
         ShardedOptimizer([weight], torch.optim.SGD, partition="rows")
-    with pytest.raises(ValueError, match="bucket_size_mb must be positive"):
-        ShardedOptimizer([weight], torch.optim.SGD, bucket_size_mb=0)
+    for size in (0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="bucket_size_mb must be positive and finite, but got"):
+            ShardedOptimizer([weight], torch.optim.SGD, bucket_size_mb=size)
+    for dtype in ("fp32", torch.int32):
+        with pytest.raises(ValueError, match=r"master_dtype must be None or a floating-point"):
+            ShardedOptimizer([weight], torch.optim.SGD, master_dtype=dtype)
+    with pytest.raises(TypeError, match=r"communication must have the methods .*, but got int"):
+        ShardedOptimizer([weight], torch.optim.SGD, communication=3)
+    for params in (nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1)), None):
+        with pytest.raises(TypeError, match=rf"but got one {type(params).__name__}\. Pass model"):
+            ShardedOptimizer(params, torch.optim.SGD)
     with pytest.raises(TypeError, match=r"subclass of torch\.optim\.Optimizer"):
         ShardedOptimizer([weight], "AdamW")
     with pytest.raises(TypeError, match="learning_rate"):
@@ -332,6 +341,21 @@ def check_refusals(rank, world_size):
     gaps = nn.Parameter(torch.zeros(4, 8)[:, ::2])
     with pytest.raises(ValueError, match="one dense block"):
         ShardedOptimizer([gaps], torch.optim.SGD)
+    optimizer = ShardedOptimizer([weight], torch.optim.SGD, overlap="next-forward")
+    with pytest.raises(TypeError, match=r"module must be a torch\.nn\.Module, but got str"):
+        optimizer.attach("model")
+    for max_norm in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match="max_norm must be at least 0, but got"):
+            optimizer.clip_grad_norm_(max_norm)
+    with pytest.raises(TypeError, match=r"state_dict must be what .*, but got NoneType"):
+        optimizer.load_state_dict(None)
+    for number in (-1, 1):
+        with pytest.raises(IndexError, match=rf"index must be .*, but got {number}\."):
+            optimizer.name_of(number)
+    plain = torch.optim.SGD([weight])
+    for call in (save_checkpoint, load_checkpoint):
+        with pytest.raises(TypeError, match="optimizer must be a ShardedOptimizer, but got SGD"):
+            call(plain, "folder")
     optimizer = ShardedOptimizer([weight], RowNorm)
     weight.grad = torch.ones_like(weight)
     with pytest.raises(ValueError, match="RowNorm keeps 'rows'"):

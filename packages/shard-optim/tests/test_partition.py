@@ -99,9 +99,10 @@ def test_the_first_flat_buckets_can_be_smaller():
         ({"bucket_numel": 0}, "bucket_numel=0"),
         ({"first_numel": 0}, "first_numel=0"),
         ({"alignment": 0}, "alignment=0"),
+        ({"numels": [3, -1]}, "numels must be at least 0, but got -1"),
     ],
 )
 def test_bad_arguments_are_named(overrides, message):
-    arguments = {"world_size": 2, "partition": "flat", "bucket_numel": 8} | overrides
+    arguments = {"numels": [1], "world_size": 2, "partition": "flat", "bucket_numel": 8}
     with pytest.raises(ValueError, match=message):
-        plan_buckets([1], **arguments)
+        plan_buckets(**arguments | overrides)

@@ -6,6 +6,7 @@ python -m shard_optim memory --parameters 2e9 --ranks 2 4
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 
@@ -45,7 +46,10 @@ def memory_lines(parameters: int, ranks: Sequence[int], policy: str, in_flight_g
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m shard_optim", description="Accounting.")
+    parser = argparse.ArgumentParser(
+        prog="python -m shard_optim",
+        description="Memory and traffic of sharded training, as arithmetic.",
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     memory = commands.add_parser("memory", help="bytes per rank under ZeRO stages 0 to 3")
     memory.add_argument("--parameters", type=float, required=True, help="trainable ones")
@@ -53,6 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     memory.add_argument("--policy", choices=POLICIES, default="fp32")
     memory.add_argument("--in-flight-gb", type=float, default=0.0, help="bound on buffers")
     args = parser.parse_args(arguments)
+    if not 1 <= args.parameters < math.inf:
+        sys.exit(
+            f"--parameters must be at least 1, but got {args.parameters}. Pass the number of "
+            "trainable parameters, such as 2e9."
+        )
     try:
         print(memory_lines(int(args.parameters), args.ranks, args.policy, args.in_flight_gb))
     except ValueError as error:

@@ -6,6 +6,7 @@ Stages are ZeRO's (Rajbhandari et al. 2020): 0 replicates everything, 1 shards o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -34,10 +35,13 @@ class DtypePolicy:
     state: float = 8
 
     def __post_init__(self) -> None:
-        if min(self.parameter, self.gradient, self.master, self.state) < 0:
-            raise ValueError(
-                f"bytes per element must be at least 0, but got {self}. Use 0 for what is not kept."
-            )
+        for name in ("parameter", "gradient", "master", "state"):
+            _check_amount(name, getattr(self, name), "Use 0 for what is not kept.")
+
+
+def _check_amount(name: str, amount: float, remedy: str) -> None:
+    if not 0 <= amount < math.inf:
+        raise ValueError(f"{name} must be a number that is at least 0, but got {amount}. {remedy}")
 
 
 FP32 = DtypePolicy()
@@ -95,7 +99,7 @@ def rank_memory(
             device.
 
     Raises:
-        ValueError: for an unknown stage or a world size below 1.
+        ValueError: for an unknown stage, a world size below 1, or a negative number.
     """
     if stage not in STAGES:
         raise ValueError(f"stage must be 0, 1, 2 or 3, but got {stage}. Use one of them.")
@@ -103,6 +107,10 @@ def rank_memory(
         raise ValueError(
             f"world_size must be at least 1, but got {world_size}. Pass the number of ranks."
         )
+    _check_amount("numel", numel, "Pass the number of trainable parameters.")
+    _check_amount("in_flight", in_flight, "Pass a number of bytes.")
+    if offloaded_chunk is not None:
+        _check_amount("offloaded_chunk", offloaded_chunk, "Pass a number of elements.")
     share = numel / world_size
     state = policy.state * (share if stage >= 1 else numel)
     return RankMemory(
@@ -175,11 +183,17 @@ def step_traffic(
             and all that are not repeated.
 
     Raises:
-        ValueError: for an unknown stage or a world size below 1.
+        ValueError: for an unknown stage, a world size below 1, a negative number, or more
+            parameters gathered once than there are.
     """
     rank_memory(numel, world_size=world_size, stage=stage, policy=policy)
+    if not 0 <= gathered_once <= numel:
+        raise ValueError(
+            f"gathered_once must be between 0 and numel={numel}, but got {gathered_once}. Pass how "
+            "many of the parameters stay gathered."
+        )
     ring = (world_size - 1) / world_size * numel
     reductions = {0: 2, 1: 2, 2: 1, 3: 1}[stage]
     gathers = {0: 0, 1: 1, 2: 1, 3: 2}[stage]
-    saved = gathered_once / numel if stage == 3 else 0
+    saved = gathered_once / numel if stage == 3 and numel else 0
     return ring * (reductions * policy.gradient + (gathers - saved) * policy.parameter)

@@ -177,10 +177,17 @@ def resolve_communication(
     """The given communication, or the collectives of the group.
 
     Raises:
+        TypeError: if it has no group.
         ValueError: if it is for other ranks.
     """
     if communication is None:
         return GroupCollectives(group)
+    if not isinstance(getattr(communication, "group", None), dist.ProcessGroup):
+        raise TypeError(
+            "communication must have the methods of a Communication and the group that they serve, "
+            f"but got {type(communication).__name__}. Pass ddp_lite.peer.PeerCopies(...), or leave "
+            "it out."
+        )
     if communication.group.group_name != group.group_name:
         raise ValueError(
             f"communication must be for the group of {group.size()} ranks that hold the shards "

@@ -103,6 +103,21 @@ def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return result
 
 
+def check_clipping(max_norm: float, norm_type: float) -> None:
+    """Refuses what gradients cannot be clipped by, before any rank communicates.
+
+    Raises:
+        ValueError: for a negative ``max_norm``, or a norm type that is not positive.
+    """
+    if not max_norm >= 0:  # neither is NaN
+        raise ValueError(
+            f"max_norm must be at least 0, but got {max_norm}. Pass math.inf to measure the norm "
+            "only."
+        )
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be positive, but got {norm_type}. Use 2.0 or math.inf.")
+
+
 @torch.no_grad()
 def clip_sharded_(
     grads: Sequence[Tensor],

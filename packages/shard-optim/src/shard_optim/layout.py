@@ -19,6 +19,7 @@ The file reads from the plan (``plan_buckets``: no tensors, no communication) ov
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -153,18 +154,20 @@ def plan_buckets(
             are slower on misaligned operands.
 
     Raises:
-        ValueError: for an unknown partition, or a size or world size below 1.
+        ValueError: for an unknown partition, a negative number of elements, or a size or world size
+            below 1.
     """
-    if partition not in PARTITIONS:
-        raise ValueError(
-            f"partition must be one of {PARTITIONS}, but got {partition!r}. Use one of them."
-        )
+    _check_partition(partition)
     first = bucket_numel if first_numel is None else first_numel
     if min(world_size, bucket_numel, first, alignment) < 1:
         raise ValueError(
             "world_size, bucket_numel, first_numel and alignment must be at least 1, but got "
             f"world_size={world_size}, bucket_numel={bucket_numel}, first_numel={first_numel}, "
             f"alignment={alignment}. Leave out what has a default."
+        )
+    if negative := [numel for numel in numels if numel < 0]:
+        raise ValueError(
+            f"numels must be at least 0, but got {negative[0]}. Pass each parameter's numel()."
         )
     if partition == "flat":
         return [
@@ -176,6 +179,14 @@ def plan_buckets(
         _whole_bucket(members, numels, totals, alignment)
         for members in _split_by_padding(numels, bucket_numel, world_size)
     ]
+
+
+def _check_partition(partition: Partition) -> None:
+    if partition not in PARTITIONS:
+        raise ValueError(
+            f"partition must be one of {PARTITIONS}, but got {partition!r}. Use 'flat' unless the "
+            "optimizer looks at shapes."
+        )
 
 
 def _split_by_size(numels: Sequence[int], bucket_numel: int, first_numel: int) -> list[list[int]]:
@@ -486,6 +497,9 @@ class Placement:
         bucket_size_mb: size of a bucket in MB (1024² bytes); None chooses by the model's size,
             and begins with smaller ones.
 
+    Raises:
+        ValueError: for an unknown partition, or a size that is not positive and finite.
+
     Attributes:
         bucket_size_mb: as given.
         buckets: all buckets, in the order in which they were made.
@@ -495,6 +509,12 @@ class Placement:
     def __init__(
         self, communication: Communication, partition: Partition, bucket_size_mb: float | None
     ) -> None:
+        _check_partition(partition)
+        if bucket_size_mb is not None and not 0 < bucket_size_mb < math.inf:
+            raise ValueError(
+                f"bucket_size_mb must be positive and finite, but got {bucket_size_mb}. Leave it "
+                "out for an eighth of the parameters."
+            )
         self.bucket_size_mb = bucket_size_mb
         self.buckets: list[Bucket] = []
         self.frozen: list[int] = []

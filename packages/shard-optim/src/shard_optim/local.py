@@ -248,6 +248,9 @@ class LocalOptimizer:
         master_dtype: dtype of the copies that are updated in place of lower-precision parameters.
         offload_state: whether state rests in host memory.
         kwargs: for the class.
+
+    Raises:
+        ValueError: if ``master_dtype`` is no floating-point dtype.
     """
 
     def __init__(
@@ -260,6 +263,13 @@ class LocalOptimizer:
         offload_state: bool,
         kwargs: dict[str, Any],
     ) -> None:
+        if master_dtype is not None and not (
+            isinstance(master_dtype, torch.dtype) and master_dtype.is_floating_point
+        ):
+            raise ValueError(
+                "master_dtype must be None or a floating-point torch.dtype, but got "
+                f"{master_dtype!r}. Pass torch.float32."
+            )
         self.shards: list[Shard] = []
         self.step_groups: list[StepGroup] = []
         self._make: Callable[..., Optimizer] = optimizer_cls

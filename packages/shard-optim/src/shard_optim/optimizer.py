@@ -30,9 +30,8 @@ from shard_optim.communication import (
     resolve_group,
 )
 from shard_optim.exchange import broadcast_value
-from shard_optim.gradients import clip_sharded_
+from shard_optim.gradients import check_clipping, clip_sharded_
 from shard_optim.layout import (
-    PARTITIONS,
     SHARD_GROUP,
     Bucket,
     Partition,
@@ -127,16 +126,6 @@ class ShardedOptimizer(Optimizer):
         communication: Communication | None = None,
         **kwargs: Any,
     ) -> None:
-        if partition not in PARTITIONS:
-            raise ValueError(
-                f"partition must be one of {PARTITIONS}, but got {partition!r}. Use 'flat' unless "
-                "the optimizer looks at shapes."
-            )
-        if bucket_size_mb is not None and bucket_size_mb <= 0:
-            raise ValueError(
-                f"bucket_size_mb must be positive, but got {bucket_size_mb}. Leave it out "
-                "for an eighth of the parameters."
-            )
         if overlap not in (None, "next-forward"):
             raise ValueError(
                 f"overlap must be None or 'next-forward', but got {overlap!r}. Use one of them."
@@ -368,6 +357,7 @@ class ShardedOptimizer(Optimizer):
 
         Raises:
             RuntimeError: without ``overlap="next-forward"``, or if called twice.
+            TypeError: if ``module`` is no module.
             ValueError: if a parameter is not in ``module``.
         """
         if self._overlap is None or self._waits is not None:
@@ -375,6 +365,11 @@ class ShardedOptimizer(Optimizer):
             raise RuntimeError(
                 'attach() is for overlap="next-forward" and happens once, but '
                 f"{state}. Construct a new optimizer for another module."
+            )
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"module must be a torch.nn.Module, but got {type(module).__name__}. Pass "
+                "the model."
             )
         inside = {id(param) for param in module.parameters()}
         for index, param in enumerate(self.all_params()):
@@ -423,12 +418,9 @@ class ShardedOptimizer(Optimizer):
             The norm before clipping, fp32, shape (), equal on all ranks.
 
         Raises:
-            ValueError: for a norm type that is not positive.
+            ValueError: for a negative ``max_norm``, or a norm type that is not positive.
         """
-        if not norm_type > 0:
-            raise ValueError(
-                f"norm_type must be positive, but got {norm_type}. Use 2.0 or math.inf."
-            )
+        check_clipping(max_norm, norm_type)
         return clip_sharded_(
             self.local_gradients(),
             max_norm,
@@ -471,9 +463,15 @@ class ShardedOptimizer(Optimizer):
         """Loads what ``state_dict`` returned on this rank of a group of the same size.
 
         Raises:
+            TypeError: if it is no dictionary.
             ValueError: if it is of another rank, partition, model or optimizer class; nothing has
                 changed then.
         """
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(
+                "state_dict must be what state_dict() returned on this rank, but got "
+                f"{type(state_dict).__name__}. Load this rank's own file."
+            )
         given = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = before(self, given)

@@ -177,21 +177,28 @@ def all_params(groups: Groups) -> list[Tensor]:
 
 def name_of(groups: Groups, index: int) -> str:
     """The parameter's name if groups carry names, else its number, group and shape."""
+    position = index
     for number, group in enumerate(groups):
-        if index < len(group["params"]):
+        if 0 <= position < len(group["params"]):
             if "param_names" in group:
-                return str(group["param_names"][index])
-            shape = tuple(group["params"][index].shape)
-            return f"parameter {index} of group {number} with shape {shape}"
-        index -= len(group["params"])
-    raise IndexError(f"no parameter has number {index}")
+                return str(group["param_names"][position])
+            shape = tuple(group["params"][position].shape)
+            return f"parameter {position} of group {number} with shape {shape}"
+        position -= len(group["params"])
+    raise IndexError(
+        f"index must be a parameter's number, but got {index}. Numbers begin at 0 and go on over "
+        "all groups."
+    )
 
 
 def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     """Normalises the constructor's argument to a list of groups, without copying parameters."""
-    if isinstance(params, Tensor):
+    if isinstance(params, (Tensor, torch.nn.Module)) or not isinstance(params, Iterable):
+        got, remedy = f"one {type(params).__name__}", "model.parameters()"
+        if isinstance(params, Tensor):
+            got, remedy = "one tensor", "[tensor]"
         raise TypeError(
-            "params must be an iterable of parameters or groups, but got one tensor. Pass [tensor]."
+            f"params must be an iterable of parameters or groups, but got {got}. Pass {remedy}."
         )
     items = list(params)
     if not items:

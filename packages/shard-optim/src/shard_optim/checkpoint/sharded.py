@@ -37,11 +37,13 @@ def save_checkpoint(optimizer: ShardedOptimizer, folder: str | Path) -> None:
     incomplete folder and every earlier checkpoint as it was.
 
     Raises:
+        TypeError: if ``optimizer`` is no ShardedOptimizer.
         FileExistsError: if the folder holds a checkpoint already.
         CollectiveError: if a peer died or timed out, or could not write.
     """
     from shard_optim.checkpoint.storage import METADATA, Range, write_folder
 
+    _check_optimizer(optimizer)
     if (Path(folder) / METADATA).exists():
         raise FileExistsError(
             f"a checkpoint is never overwritten, but {folder} holds one. Save to a new folder."
@@ -80,6 +82,7 @@ def load_checkpoint(optimizer: ShardedOptimizer, folder: str | Path) -> None:
     Hyperparameters are loaded too. No code from the checkpoint runs, whoever wrote it.
 
     Raises:
+        TypeError: if ``optimizer`` is no ShardedOptimizer.
         FileNotFoundError: if the folder holds no complete checkpoint.
         ValueError: if a file is damaged, or the checkpoint is of another model or optimizer class.
             Nothing has changed then.
@@ -89,6 +92,7 @@ def load_checkpoint(optimizer: ShardedOptimizer, folder: str | Path) -> None:
 
     from shard_optim.checkpoint.storage import Range, read_folder, read_metadata
 
+    _check_optimizer(optimizer)
     group = optimizer.process_group
     stored = read_metadata(folder, group).state_dict_metadata
     first: dict[str, Any] = {"header": None}
@@ -135,6 +139,14 @@ def load_checkpoint(optimizer: ShardedOptimizer, folder: str | Path) -> None:
             if state:
                 states[shard.index] = state
     optimizer.install(states, header["param_groups"])
+
+
+def _check_optimizer(optimizer: object) -> None:
+    if not isinstance(optimizer, ShardedOptimizer):
+        raise TypeError(
+            f"optimizer must be a ShardedOptimizer, but got {type(optimizer).__name__}. Over a "
+            "FullyShardedDataParallel use save_fully_sharded and load_fully_sharded."
+        )
 
 
 def _names_by_parameter(stored: Iterable[str]) -> dict[int, list[tuple[str, str, str]]]:

@@ -23,7 +23,7 @@ from shard_optim.fully_sharded.schedule import Schedule, UnitCall
 from shard_optim.fully_sharded.state import load_full, shards_of, whole_parameters
 from shard_optim.fully_sharded.unit import Slot, Unit
 from shard_optim.fully_sharded.units import UnitPlan, Units, plan_units
-from shard_optim.gradients import clip_sharded_
+from shard_optim.gradients import check_clipping, clip_sharded_
 from shard_optim.layout import check_layout
 
 _REDUCE_DTYPES = (None, torch.float32, torch.bfloat16, torch.float64)
@@ -205,10 +205,9 @@ class FullyShardedDataParallel(nn.Module):
             The norm before clipping, fp32, shape (), equal on all ranks.
 
         Raises:
-            ValueError: for a norm type that is not positive.
+            ValueError: for a negative ``max_norm``, or a norm type that is not positive.
         """
-        if not norm_type > 0:
-            raise ValueError(f"norm_type must be positive, but got {norm_type}. Pass 2.0 or inf.")
+        check_clipping(max_norm, norm_type)
         self.schedule.finish()
         sharded = [param for unit in self.units for param in unit.params]
         return clip_sharded_(
