@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ddp_lite import BucketedDDP, PeerFailureError
 from ddp_lite.errors import PeerProbe
-from ddp_lite.hooks import HierarchicalAverage
+from ddp_lite.hooks import CompressTo, HierarchicalAverage, PowerSGD
 from ddp_lite.peer import PeerCopies, PeerCopyAverage, PeerMemory, choose_communication
 from ddp_lite.peer import copies as peer_copies
 from ddp_lite.peer import schedule as peer_schedule
@@ -299,8 +299,20 @@ def test_wrong_tensors_are_refused() -> None:
         copies.reduce_scatter([two], [two])
     with pytest.raises(ValueError, match="one part for each whole, but got 0 parts and 1"):
         copies.all_gather([two], [])
-    with pytest.raises(ValueError, match="wire_dtype must be a floating-point dtype"):
-        PeerCopies(memory, wire_dtype=torch.int8)
+    for dtype in (torch.int8, "bf16"):
+        with pytest.raises(ValueError, match="wire_dtype must be a floating-point dtype, but got"):
+            PeerCopies(memory, wire_dtype=cast("torch.dtype", dtype))
+    with pytest.raises(TypeError, match=r"must be what the ranks share, but got FakeGroup\. Build"):
+        PeerCopies(cast("Any", memory.group))
+
+
+@pytest.mark.parametrize(
+    "build", [PeerMemory, PeerCopyAverage, lambda group: choose_communication(group, 2**30)]
+)
+def test_a_group_that_does_not_exist_yet_is_explained(build: Callable[[Any], object]) -> None:
+    assert dist.group.WORLD is None
+    with pytest.raises(ValueError, match=r"must be a process group, but got None, .*Call that fir"):
+        build(dist.group.WORLD)
 
 
 class Streams:
@@ -481,6 +493,14 @@ def one_rank(rank: int, world_size: int) -> None:
     assert automatic.explain() == BucketedDDP(nn.Linear(2, 2)).explain()
     with pytest.raises(ValueError, match=r'comm_hook must be a hook, "auto" or None, but got \'x'):
         BucketedDDP(nn.Linear(2, 2), comm_hook="x")
+    with pytest.raises(ValueError, match=r'a hook, "auto" or None, but got int\. A hook can be'):
+        BucketedDDP(nn.Linear(2, 2), comm_hook=3)
+    with pytest.raises(ValueError, match=r"wire_dtype must be a floating-point .* got 'bf16'\."):
+        BucketedDDP(nn.Linear(2, 2), wire_dtype="bf16")
+    with pytest.raises(ValueError, match=r"dtype must be a floating-point .* got torch\.int32\."):
+        CompressTo(torch.int32)
+    with pytest.raises(ValueError, match=r"rank must be an integer of at least 1, but got 1\.5\."):
+        PowerSGD(1.5)
     with pytest.raises(ValueError, match=r"need 2 to 8 CUDA ranks .* but got a group of 1"):
         PeerCopyAverage(dist.group.WORLD)
 

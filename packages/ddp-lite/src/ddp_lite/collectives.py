@@ -46,6 +46,23 @@ def backend_for(group: dist.ProcessGroup, device: torch.device) -> str | None:
     return None
 
 
+def require_floating(dtype: object, argument: str) -> None:
+    """Refuses what is no dtype that gradients can travel in.
+
+    Args:
+        dtype: what a user gave.
+        argument: its name.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(
+            f"{argument} must be a floating-point dtype, but got {dtype!r}. Use one such as "
+            "torch.bfloat16"
+        )
+
+
 class Averager:
     """Averages tensors over a group, in place, in one collective per call.
 

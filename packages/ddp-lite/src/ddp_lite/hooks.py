@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_lite.buckets import Bucket
-from ddp_lite.collectives import Averager, Chain, SideStream, Waitable
+from ddp_lite.collectives import Averager, Chain, SideStream, Waitable, require_floating
 from ddp_lite.peer.copies import PeerCopies
 
 
@@ -25,9 +25,13 @@ class CompressTo:
     Args:
         dtype: what travels, such as ``torch.bfloat16``. Unlike ``wire_dtype`` this keeps the
             flat gradients in their own dtype and sums in the backend's way.
+
+    Raises:
+        ValueError: ``dtype`` is not floating-point.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
+        require_floating(dtype, "dtype")
         self._dtype = dtype
         self._side = SideStream()
         self.settings = str(dtype)
@@ -131,11 +135,14 @@ class PowerSGD:
     Args:
         rank: number of columns r.
         seed: of the first Q, the same on all ranks.
+
+    Raises:
+        ValueError: ``rank`` is not a positive integer.
     """
 
     def __init__(self, rank: int = 2, *, seed: int = 0) -> None:
-        if rank < 1:
-            raise ValueError(f"rank must be at least 1, but got {rank}. Use 2 or 4")
+        if not isinstance(rank, int) or rank < 1:
+            raise ValueError(f"rank must be an integer of at least 1, but got {rank!r}. Use 2 or 4")
         self._rank = rank
         self._seed = seed
         self.settings = f"rank {rank}, seed {seed}"

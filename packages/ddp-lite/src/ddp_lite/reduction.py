@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_lite.buckets import Bucket, ParameterSpec
-from ddp_lite.collectives import Averager, Both, Chain, SideStream, Waitable
+from ddp_lite.collectives import Averager, Both, Chain, SideStream, Waitable, require_floating
 from ddp_lite.peer.hook import Communication, chosen_hook
 
 
@@ -161,8 +161,8 @@ class Transport:
         comm_hook: as this function averages them, or "auto".
 
     Raises:
-        ValueError: a ``wire_dtype`` that is not floating-point, or a hook besides it; a text that
-            is not "auto".
+        ValueError: a ``wire_dtype`` that is not floating-point, or a hook besides it; something
+            else than a hook or "auto".
     """
 
     def __init__(
@@ -179,11 +179,14 @@ class Transport:
                     "ddp_lite.hooks and ddp_lite.peer"
                 )
             comm_hook = None
-        if wire_dtype is not None and not wire_dtype.is_floating_point:
+        if not (comm_hook is None or callable(comm_hook) or isinstance(comm_hook, GradientHook)):
             raise ValueError(
-                f"wire_dtype must be a floating-point dtype, but got {wire_dtype}. Use one such as "
-                "torch.bfloat16"
+                'comm_hook must be a hook, "auto" or None, but got '
+                f"{type(comm_hook).__name__}. A hook can be called with (flat, bucket), or has "
+                "reduce_gradients(bucket, gradients); see ddp_lite.hooks"
             )
+        if wire_dtype is not None:
+            require_floating(wire_dtype, "wire_dtype")
         if wire_dtype is not None and comm_hook is not None:
             raise ValueError(
                 "wire_dtype and comm_hook exclude each other, but got both. Convert inside the "

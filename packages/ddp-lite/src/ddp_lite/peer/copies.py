@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_lite.collectives import Waitable
+from ddp_lite.collectives import Waitable, require_floating
 from ddp_lite.peer import schedule
 from ddp_lite.peer.memory import SharedMemory
 from ddp_lite.peer.schedule import Kind, Operation, Piece
@@ -62,15 +62,18 @@ class PeerCopies:
             Triton is installed.
 
     Raises:
+        TypeError: ``memory`` is something else, such as a process group.
         ValueError: a ``wire_dtype`` that is not floating-point.
     """
 
     def __init__(self, memory: SharedMemory, *, wire_dtype: torch.dtype | None = None) -> None:
-        if wire_dtype is not None and not wire_dtype.is_floating_point:
-            raise ValueError(
-                f"wire_dtype must be a floating-point dtype, but got {wire_dtype}. Use "
-                "torch.bfloat16, or leave it out"
+        if not hasattr(memory, "row_bytes"):
+            raise TypeError(
+                f"memory must be what the ranks share, but got {type(memory).__name__}. Build "
+                "PeerMemory(group) first"
             )
+        if wire_dtype is not None:
+            require_floating(wire_dtype, "wire_dtype")
         self.memory = memory
         self._wire_dtype = wire_dtype
         self._rank, self._world_size = memory.group.rank(), memory.group.size()

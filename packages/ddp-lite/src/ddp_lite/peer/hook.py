@@ -44,7 +44,10 @@ class PeerCopyAverage:
         *,
         wire_dtype: torch.dtype | None = None,
     ) -> None:
-        memory = PeerMemory(group) if isinstance(group, dist.ProcessGroup) else group
+        if group is None or isinstance(group, dist.ProcessGroup):
+            memory: SharedMemory = PeerMemory(group)  # explains why a group may be None
+        else:
+            memory = group
         self.copies = PeerCopies(memory, wire_dtype=wire_dtype)
         self.settings = f"wire_dtype {wire_dtype}, rows of {memory.row_bytes} bytes"
 

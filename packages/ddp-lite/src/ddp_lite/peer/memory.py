@@ -99,7 +99,7 @@ class PeerMemory:
         nbytes: symmetric memory on this GPU, in bytes.
 
     Raises:
-        ValueError: on every rank, if the group cannot do this; the message says why.
+        ValueError: on every rank, if there is no group, or it cannot do this; the message says why.
         torch.OutOfMemoryError: on every rank, if a GPU has not enough free memory.
         RuntimeError: on every rank, if the processes cannot share GPU memory.
     """
@@ -302,7 +302,15 @@ def obstacle(group: dist.ProcessGroup) -> str | None:
 
     Returns:
         The same on every rank; None if nothing does.
+
+    Raises:
+        ValueError: ``group`` is None, as ``dist.group.WORLD`` is before it exists.
     """
+    if group is None:
+        raise ValueError(
+            "group must be a process group, but got None, which dist.group.WORLD is before "
+            "torch.distributed.init_process_group(). Call that first"
+        )
     world_size = group.size()
     if not 2 <= world_size <= LARGEST_GROUP:
         return f"a group of {world_size}"
