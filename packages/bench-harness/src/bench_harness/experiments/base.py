@@ -7,6 +7,7 @@ every experiment to list it. Import them inside ``run``, ``tables`` and ``figure
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -60,6 +61,13 @@ class Figure:
     def wide(self) -> bool:
         """Whether the picture needs the whole width of a page."""
         return self.figure.get_figwidth() > 6.5
+
+    @functools.cached_property
+    def svg(self) -> bytes:
+        """The picture as SVG, which is drawn once for its file and the page."""
+        from bench_harness.report.plots import svg_bytes
+
+        return svg_bytes(self.figure)
 
 
 def option(

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     import numpy as np
     from matplotlib.figure import Figure
 
+    from bench_harness.experiments.base import Figure as Picture
+
 #: Colours that stay apart for colour-blind readers and in grey print (Okabe and Ito, 2008).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 
@@ -74,12 +76,11 @@ def svg_bytes(figure: Figure) -> bytes:
     return _render(figure, "svg", transparent=True)
 
 
-def data_uri(figure: Figure) -> str:
-    """The figure as a ``data:`` address for an offline page: SVG, or PNG where that is smaller."""
-    svg = svg_bytes(figure)
-    if len(svg) <= _SVG_LIMIT_BYTES:
-        return "data:image/svg+xml;base64," + base64.b64encode(svg).decode()
-    return "data:image/png;base64," + base64.b64encode(png_bytes(figure)).decode()
+def data_uri(picture: Picture) -> str:
+    """A picture as a ``data:`` address for an offline page: SVG, or PNG where that is smaller."""
+    if len(picture.svg) <= _SVG_LIMIT_BYTES:
+        return "data:image/svg+xml;base64," + base64.b64encode(picture.svg).decode()
+    return "data:image/png;base64," + base64.b64encode(png_bytes(picture.figure)).decode()
 
 
 def _render(figure: Figure, file_format: str, *, transparent: bool = False) -> bytes:
