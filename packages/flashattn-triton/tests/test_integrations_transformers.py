@@ -140,6 +140,8 @@ def test_packed_sequences_by_cumulative_lengths():
         out = model(ids, cu_seq_lens_q=starts, cu_seq_lens_k=starts, **longest, **keywords).logits
         torch.testing.assert_close(out, expected)
     tensors = torch.randn(3, 2, 1, 19, 8, device=DEVICE)
+    with pytest.raises(ValueError, match="cu_seq_lens_k must be a tensor where the other one is"):
+        integration.attention_forward(torch.nn.Module(), *tensors, None, cu_seq_lens_q=starts)
     with pytest.raises(ValueError, match="one row of packed sequences, but got a batch of 2"):
         integration.attention_forward(
             torch.nn.Module(), *tensors, None, cu_seq_lens_q=starts, cu_seq_lens_k=starts

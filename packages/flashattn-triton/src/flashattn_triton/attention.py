@@ -14,7 +14,7 @@ from flashattn_triton.compiled_backward import compiled_flash_backward
 from flashattn_triton.configs import Tiling, check_tiling_type
 from flashattn_triton.dispatch import Implementation, check_implementation
 from flashattn_triton.documents import attend_to_documents, refuse_with_documents
-from flashattn_triton.launch import Packing
+from flashattn_triton.launch import Packing, as_batch, as_tokens
 from flashattn_triton.mask_and_bias import (
     MaskAndBias,
     check_prefix_options,
@@ -459,9 +459,9 @@ def flash_attention_varlen(
         packing=packing,
         mask_and_bias=mask_and_bias,
     )
-    views = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    views = (as_batch(x) for x in (query, key, value))
     out, lse = eager.attend(*views, *arguments)
-    out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
+    out, lse = as_tokens(out), lse.squeeze(0)
     return (out, lse) if return_lse else out
 
 

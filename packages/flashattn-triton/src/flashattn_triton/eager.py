@@ -27,6 +27,8 @@ from flashattn_triton.dispatch import choose
 from flashattn_triton.launch import (
     Packing,
     alignment,
+    as_batch,
+    as_tokens,
     can_use_tma,
     dot_precision,
     without_repetitions,
@@ -63,7 +65,7 @@ class CachedCall:
         self.longest: tuple[int, int] | None = None
         if packing is not None:
             self.longest = (packing.max_seqlen_q, packing.max_seqlen_k)
-            query, key, value = (_batched(x) for x in (query, key, value))
+            query, key, value = (as_batch(x) for x in (query, key, value))
         plan = choose(query, key, value, options, implementation=implementation, tiling=tiling)
         self.options, self.plan = options, plan
         # The backward pass; the gradients' order may need the portable tier's.
@@ -97,10 +99,10 @@ class CachedCall:
         *cu_seqlens: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Output (T_q, H, E) and logsumexp (H, T_q)."""
-        batch = (_batched(query), _batched(key), _batched(value))
+        batch = (as_batch(query), as_batch(key), as_batch(value))
         out, lse = launcher(*batch, packing=self._packing(cu_seqlens))
         # A Function refuses to have its output changed in place if that is a view.
-        return _unbatched(out).detach(), lse.squeeze(0).detach()
+        return as_tokens(out).detach(), lse.squeeze(0).detach()
 
     def _packing(self, cu_seqlens: Sequence[Tensor]) -> Packing | None:
         if self.longest is None:
@@ -126,16 +128,16 @@ class CachedCall:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK and dV of a packed batch, each (T, H, D)."""
         dq, dk, dv = self.backward(
-            _batched(query),
-            _batched(key),
-            _batched(value),
-            _batched(out),
+            as_batch(query),
+            as_batch(key),
+            as_batch(value),
+            as_batch(out),
             lse.unsqueeze(0),
-            _batched(grad_out),
+            as_batch(grad_out),
             None if grad_lse is None else grad_lse.unsqueeze(0),
             self._packing((cu_seqlens_q, cu_seqlens_k)),
         )
-        return _unbatched(dq), _unbatched(dk), _unbatched(dv)
+        return as_tokens(dq), as_tokens(dk), as_tokens(dv)
 
     def operator_gradients(
         self,
@@ -155,8 +157,8 @@ class CachedCall:
         # There are no slopes, bias, prefixes and sinks.
         rest: list[Any] = [None, None, None, None, *(saved[5:] or (None, None))]
         if self.longest is not None:
-            tensors, lse = [_batched(x) for x in tensors], lse.unsqueeze(0)
-            grad_out = None if grad_out is None else _batched(grad_out)
+            tensors, lse = [as_batch(x) for x in tensors], lse.unsqueeze(0)
+            grad_out = None if grad_out is None else as_batch(grad_out)
             grad_lse = None if grad_lse is None else grad_lse.unsqueeze(0)
         found = ops.gradients_of(
             [*tensors, lse, *rest],
@@ -167,7 +169,7 @@ class CachedCall:
         )[:3]
         if self.longest is None:
             return found
-        return [None if x is None else _unbatched(x) for x in found]
+        return [None if x is None else as_tokens(x) for x in found]
 
     def backward(
         self,
@@ -325,16 +327,6 @@ def operators_are_watched() -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or ops.is_transformed()
     )
-
-
-def _batched(x: Tensor) -> Tensor:
-    """(T, H, D) as (1, H, T, D)."""
-    return x.transpose(0, 1).unsqueeze(0)
-
-
-def _unbatched(x: Tensor) -> Tensor:
-    """(1, H, T, D) as (T, H, D)."""
-    return x.squeeze(0).transpose(0, 1)
 
 
 def cache_key_of(

@@ -49,6 +49,16 @@ class Packing:
         return self.cu_seqlens_q.shape[0] - 1, self.max_seqlen_q, self.max_seqlen_k
 
 
+def as_batch(x: Tensor) -> Tensor:
+    """(T, H, D) of a packed batch as (1, H, T, D)."""
+    return x.transpose(0, 1).unsqueeze(0)
+
+
+def as_tokens(x: Tensor) -> Tensor:
+    """(1, H, T, D) of a packed batch as (T, H, D)."""
+    return x.squeeze(0).transpose(0, 1)
+
+
 # What kernels take behind inputs and outputs, where there is none of it.
 NO_PROBLEM_TENSORS: tuple[Tensor | None, ...] = (None,) * 5
 

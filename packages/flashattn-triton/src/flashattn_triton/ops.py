@@ -20,7 +20,13 @@ from torch.autograd import forward_ad
 
 from flashattn_triton.configs import Tiling
 from flashattn_triton.dispatch import Plan, choose
-from flashattn_triton.launch import Packing, empty_output, empty_row_statistic
+from flashattn_triton.launch import (
+    Packing,
+    as_batch,
+    as_tokens,
+    empty_output,
+    empty_row_statistic,
+)
 from flashattn_triton.logsumexp import add_sinks, sinks_gradient
 from flashattn_triton.mask_and_bias import NAMES, NO_MASK_OR_BIAS, MaskAndBias
 from flashattn_triton.options import AttentionOptions, Causal
@@ -187,9 +193,9 @@ def run_forward(
         out, lse = tiled_forward(query, key, value, options, mask_and_bias)
     else:
         starts = (packing.cu_seqlens_q, packing.cu_seqlens_k)
-        q, k, v = (_unbatched(x) for x in (query, key, value))
+        q, k, v = (as_tokens(x) for x in (query, key, value))
         out, lse = tiled_forward_varlen(q, k, v, *starts, options, mask_and_bias)
-        out, lse = _batched(out), lse.unsqueeze(0)
+        out, lse = as_batch(out), lse.unsqueeze(0)
     return _laid_out(out, query), lse
 
 
@@ -239,13 +245,13 @@ def run_backward(
         tensors = (query, key, value, out, lse, grad_out, grad_lse)
         dq, dk, dv = tiled_backward(*tensors, options, mask_and_bias)
     else:
-        q, k, v, o, do = (_unbatched(x) for x in (query, key, value, out, grad_out))
+        q, k, v, o, do = (as_tokens(x) for x in (query, key, value, out, grad_out))
         dl = None if grad_lse is None else grad_lse[0]
         starts = (packing.cu_seqlens_q, packing.cu_seqlens_k)
         gradients = tiled_backward_varlen(
             q, k, v, o, lse[0], do, dl, *starts, options, mask_and_bias
         )
-        dq, dk, dv = (_batched(x) for x in gradients)
+        dq, dk, dv = (as_batch(x) for x in gradients)
     return _laid_out(dq, query), _laid_out(dk, key), _laid_out(dv, value)
 
 
@@ -280,16 +286,6 @@ def sinks_backward(
     from flashattn_triton.portable.sinks_pass import triton_sinks_backward
 
     return triton_sinks_backward(sinks, out, lse, grad_out, grad_lse)
-
-
-def _unbatched(x: Tensor) -> Tensor:
-    """(1, H, T, D) to (T, H, D)."""
-    return x[0].transpose(0, 1)
-
-
-def _batched(x: Tensor) -> Tensor:
-    """(T, H, D) to (1, H, T, D)."""
-    return x.transpose(0, 1).unsqueeze(0)
 
 
 def _laid_out(x: Tensor, like: Tensor) -> Tensor:

@@ -192,12 +192,12 @@ def main(arguments: list[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m flashattn_triton.tune", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128], help="1 to 256")
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=["bf16"])
     parser.add_argument("--mask", choices=("causal", "full"), nargs="+", default=["causal", "full"])
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--batch", type=int, default=1, help="sequences of the timed problem")
+    parser.add_argument("--heads", type=int, default=16, help="of query, key and value alike")
+    parser.add_argument("--length", type=int, default=8192, help="tokens of a sequence")
     parser.add_argument("--jobs", type=int, default=4, help="processes that compile")
     parser.add_argument("--output", type=Path, help="JSON file for the table and all rows")
     options = parser.parse_args(arguments)

@@ -105,8 +105,11 @@ class _Switch:
 
     def attend(self, *args: Any, **kwargs: Any) -> Tensor:
         """Has the signature of ``scaled_dot_product_attention``."""
-        call = _Call(*args, **kwargs)
-        reason = call.obstacle()
+        try:
+            call: _Call | None = _Call(*args, **kwargs)
+        except TypeError:  # those of a later PyTorch, or mistakes that PyTorch's own error names
+            call = None
+        reason = "arguments that are not known" if call is None else call.obstacle()
         with self.lock:
             routing = self.open[-1] if self.open else None
             if routing is not None and reason is None:
@@ -115,7 +118,7 @@ class _Switch:
                 routing.passed_on[str(reason)] += 1
         if routing is None:
             return self.original(*args, **kwargs)
-        if reason is None:
+        if call is not None and reason is None:
             return call.run()
         if routing.strict:
             raise ValueError(

@@ -162,6 +162,12 @@ def attention_forward(
             f"position_bias must be None for packed sequences with {NAME}, but got one. Pad the "
             f"sequences instead, or choose another attn_implementation."
         )
+    if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
+        missing = "cu_seq_lens_q" if cu_seq_lens_q is None else "cu_seq_lens_k"
+        raise ValueError(
+            f"{missing} must be a tensor where the other one is, but got None. Pass where the "
+            f"sequences of queries and of keys start, which may be one tensor."
+        )
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         return _attend_packed(
             query,
