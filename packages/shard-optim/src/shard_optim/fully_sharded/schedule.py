@@ -2,12 +2,10 @@
 
     forward     each unit: its gather has been launched before -> wait -> launch the next unit's
                 gather -> compute -> its buffer may be overwritten
-    the turn    all buffers are freed, unless units are kept: activations and the loss need most
-                memory now
     backward    the same in reverse order; as soon as the last gradient of a unit has been
                 accumulated, launch its reduce-scatter
-    the end     reduce what is left, average the small parameters' gradients, wait, put the shards
-                and their gradients back into the parameters, and free all buffers
+    the end     reduce what is left, average the small parameters' gradients, wait, and put the
+                shards and their gradients back into the parameters
 
 A collective waits for all kernels that were enqueued before it. So a gather launched just before
 unit i's kernels may overwrite what unit i-1 read, and needs no further synchronisation. The host
@@ -66,27 +64,20 @@ class Schedule:
     """The state of one training step of one model.
 
     Args:
-        units: all units, in registration order, which know their slots.
+        units: all units, in registration order.
         replicated: the small parameters.
         prefetch: how many units ahead of the present one are gathered.
-        reshard: whether no unit stays gathered between forward and backward.
 
     Attributes:
         paused: whether backward passes keep whole gradients instead of reducing them.
     """
 
     def __init__(
-        self,
-        units: Sequence[Unit],
-        replicated: ReplicatedParameters,
-        *,
-        prefetch: int,
-        reshard: bool,
+        self, units: Sequence[Unit], replicated: ReplicatedParameters, *, prefetch: int
     ) -> None:
         self.units, self.replicated = list(units), replicated
         self.paused = False
-        self._prefetch, self._reshard = prefetch, reshard
-        self._slots = list(dict.fromkeys(unit.slot for unit in units))
+        self._prefetch = prefetch
         self._generation = 0
         self._number = {unit: number for number, unit in enumerate(units)}
         self._order_digest = 0  # of all gathers and reductions since the last exchange
@@ -97,7 +88,6 @@ class Schedule:
         self._end_is_queued = False
         self._queue: list[Unit] = []  # units to reduce, in order
         self._next = 0
-        self._freed = 0  # of those before _next, how many were freed if they could be
         self._reductions: deque[Reduction] = deque()
         self._present: dict[Unit, set[int]] = {}
 
@@ -110,9 +100,6 @@ class Schedule:
         if self._in_forward or _in_backward():
             return call(*args, **kwargs)
         self._recover()
-        # What a forward without a backward has left; while a CUDA graph is recorded, memory from
-        # before must not be freed later than here, where the graph does not use it yet.
-        self._free()
         self._generation += 1
         self._called.clear()
         self._in_forward = True
@@ -134,9 +121,9 @@ class Schedule:
                     [*self._called, *(u for u in self.units if u not in self._called)]
                 )
         if torch.is_grad_enabled():
-            _hook(outputs, self._on_output_gradient)
-        if self._reshard:
-            self._free()
+            for tensor in tensors_in(outputs):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._on_output_gradient)
         return outputs
 
     def call_unit(self, call: UnitCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -158,7 +145,7 @@ class Schedule:
             for unit in call.units:
                 unit.slot.wait()
                 unit.materialize()
-            self._gather_ahead(self._place[call.units[-1]], 1)
+            self._gather_ahead(call.units[-1], 1)
             try:
                 outputs = call.call(*args, **kwargs)
             finally:
@@ -167,9 +154,10 @@ class Schedule:
                     if unit.uses <= 0:
                         unit.rest()
         if torch.is_grad_enabled():
-            found = _hook(outputs, self._before_backward(call))
-            for unit in call.units:
-                unit.gathered_again = found
+            hook = self._before_backward(call)
+            for tensor in tensors_in(outputs):
+                if tensor.requires_grad:
+                    tensor.register_hook(hook)
         return outputs
 
     def _expect_order(self, units: Sequence[Unit]) -> None:
@@ -193,18 +181,17 @@ class Schedule:
         self._order_digest = hash((self._order_digest, self._number[unit]))
         unit.launch_gather(self._generation)
 
-    def _gather_ahead(self, place: int, direction: int) -> None:
-        """Launches the gathers of the units after a place, but never over one being used."""
-        present = self._order[place] if place < len(self._order) else None
+    def _gather_ahead(self, unit: Unit, direction: int) -> None:
+        """Launches the gathers of the next units, but never over one that is being used."""
+        place = self._place[unit]
         for distance in range(1, self._prefetch + 1):
             ahead = place + direction * distance
             if not 0 <= ahead < len(self._order):
                 return
             following = self._order[ahead]
             owner = following.slot.owner
-            free = owner is None or (owner is not present and owner.uses == 0)
-            reduced = following in self._present  # backward has computed with it
-            if free and not reduced and not following.gathered(self._generation):
+            free = owner is None or (owner is not unit and owner.uses == 0)
+            if free and not following.gathered(self._generation):
                 self._launch_gather(following)
 
     # --- backward ----------------------------------------------------------------------------
@@ -232,8 +219,7 @@ class Schedule:
         def on_output_gradient(_grad: Tensor) -> None:
             for unit in call.units:
                 self._prepare_backward(unit)
-            self._gather_ahead(self._place[call.units[0]], -1)
-            self._free_reduced(call.units)
+            self._gather_ahead(call.units[0], -1)
 
         return on_output_gradient
 
@@ -241,7 +227,6 @@ class Schedule:
         """The gradient of the model's output is made in the outermost backward, and first."""
         self._begin_backward()
         if not self._end_is_queued:
-            self._gather_ahead(len(self._called), -1)
             self._end_is_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
@@ -252,7 +237,7 @@ class Schedule:
         self.replicated.gradients.begin()
         self.replicated.materialize()
         self._queue = [unit for unit in self._reduction_order() if unit.trainable]
-        self._next = self._freed = 0
+        self._next = 0
         for unit in self._queue:
             unit.gradients.begin()
 
@@ -302,7 +287,6 @@ class Schedule:
         """Ends the backward pass: afterwards gradients are averaged, and all is at rest."""
         if not self._backward:
             return
-        self._free()  # before what is left of the gradients needs memory
         trainable = [unit for unit in self.units if unit.gradients.begun]
         if self.paused:
             for unit in trainable:
@@ -330,24 +314,12 @@ class Schedule:
     def _end(self, trainable: Sequence[Unit]) -> None:
         self._backward = self._end_is_queued = False
         self._queue, self._present = [], {}
+        for unit in self.units:
+            unit.slot.wait()  # a gather that nobody used must not read what the optimizer writes
         self._rest()
-        self._free()
         for unit in trainable:
             unit.gradients.end()
         self.replicated.gradients.end()
-
-    def _free_reduced(self, but: Sequence[Unit]) -> None:
-        """Frees units with all of whose parameters backward has computed, when it goes on."""
-        for unit in self._queue[self._freed : self._next]:
-            complete = len(unit.reduce_plan.positions) == len(unit.params)
-            if complete and unit.slot.owner is unit and unit not in but:
-                unit.slot.free()
-        self._freed = self._next
-
-    def _free(self) -> None:
-        """Waits for gathers that nobody used, whose shards may be written next, too."""
-        for slot in self._slots:
-            slot.free()
 
     def _rest(self) -> None:
         self.replicated.rest()
@@ -381,16 +353,6 @@ class Schedule:
 def _in_backward() -> bool:
     """Whether autograd is running on this thread: a forward then is a recomputation."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _hook(outputs: Any, on_gradient: Callable[[Tensor], None]) -> bool:
-    """Hooks the gradients of a module's outputs; whether there are any."""
-    found = False
-    for tensor in tensors_in(outputs):
-        if tensor.requires_grad:
-            found = True
-            tensor.register_hook(on_gradient)
-    return found
 
 
 def tensors_in(outputs: Any) -> Iterator[Tensor]:

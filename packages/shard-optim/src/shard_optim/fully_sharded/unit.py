@@ -114,51 +114,23 @@ def plan_reduction(positions: list[int], cuts: Sequence[Cut], rank: int) -> Redu
 
 
 class Slot:
-    """A buffer into which units are gathered, one after the other.
+    """A persistent buffer into which units are gathered, one after the other.
 
-    Views of it are made once and stay valid: only the memory behind them comes and goes. A unit's
-    parameters are valid while the unit owns the slot and the generation is the present one; a new
-    forward begins a new generation, because the shards may have been updated.
+    Its address never changes. A unit's parameters are valid while the unit owns the slot and the
+    generation is the present one; a new forward begins a new generation, because the shards may
+    have been updated.
 
     Args:
         numel: elements of the largest unit that uses it.
         dtype: of gathered parameters.
         device: where it lies.
-
-    Attributes:
-        whole: the buffer.
-        held: whether it has memory.
-        owner: the unit that was gathered into it last, if its values are still there.
-        generation: of these values.
-        work: their gather, until it has been waited for.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.whole = torch.empty(numel, dtype=dtype, device=device)
-        self._memory, self._nbytes = self.whole.untyped_storage(), self.whole.nbytes
-        self.held = True  # until the units that use it have made their views
+        self.whole = torch.zeros(numel, dtype=dtype, device=device)
         self.owner: Unit | None = None
         self.generation = -1
         self.work: Waitable | None = None
-
-    def take(self, unit: Unit, generation: int) -> None:
-        """Makes ``unit`` the owner, whatever was gathered before, and sees to the memory."""
-        self.wait()
-        if not self.held:
-            self.held = True
-            self._memory.resize_(self._nbytes)
-        self.owner, self.generation = unit, generation
-
-    def free(self) -> None:
-        """Gives the memory back to the allocator, unless backward would not gather the unit again.
-
-        On CUDA the memory is of the current stream's pool, and this stream has waited for the
-        gather and reads the values: what the memory is used for next comes after that.
-        """
-        self.wait()
-        if self.held and (self.owner is None or self.owner.gathered_again):
-            self.held, self.owner = False, None
-            self._memory.resize_(0)
 
     def wait(self) -> None:
         """Waits for the gather into this slot. On CUDA the current stream waits, not the host."""
@@ -198,7 +170,6 @@ class Reduction:
             self.cross()
             assert self.across is not None
             guarded(unit.across_words, unit.replicas, self.across.wait)
-        self.inputs.clear()  # before the averages take more memory
         plan = self.plan
         received = torch.split_with_sizes(in_dtype(self.output, unit.dtype), plan.owned)
         unit.gradients.add(plan.positions, received[:: plan.step])
@@ -221,7 +192,6 @@ class Unit:
         uses: calls under way that read the parameters.
         arrived: positions whose gradients are complete in this backward pass.
         expected: how many will be.
-        gathered_again: whether backward gathers the unit if need be: its outputs were found.
         hooked: positions whose parameters report their gradients.
         reduce_plan: of the last reduction: that of the trainable parameters.
     """
@@ -267,7 +237,6 @@ class Unit:
         self.uses = 0
         self.arrived: set[int] = set()
         self.expected = 0
-        self.gathered_again = True
         self.hooked: set[int] = set()
         self.reduce_plan = plan_reduction([], self.cuts, group.rank())
 
@@ -302,7 +271,8 @@ class Unit:
     def launch_gather(self, generation: int) -> None:
         """Starts gathering. Work enqueued before on the current stream may still read the slot."""
         slot = self.slot
-        slot.take(self, generation)
+        slot.wait()
+        slot.owner, slot.generation = self, generation
         with traced("all_gather", self.name):
             if self.casts:
                 torch._foreach_copy_(self._sources, self._ranges)
