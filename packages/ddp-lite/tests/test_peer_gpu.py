@@ -277,6 +277,7 @@ def automatic(rank: int, world_size: int) -> None:
     said = wrapped.explain()
     assert "(nccl: every GPU must have 512 MB free" in said, said
     assert "but rank 1 has " in said, said
+    wrapped.detach()
     with patch("torch.distributed._symmetric_memory.rendezvous", side_effect=RuntimeError("no")):
         wrapped = BucketedDDP(large, comm_hook="auto")
     assert "(nccl: the processes of the ranks must be able to share" in wrapped.explain()
