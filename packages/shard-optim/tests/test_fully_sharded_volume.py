@@ -168,6 +168,37 @@ def test_memory(fake_group, reshard):
     assert abs(held - buffers) < 0.03 * buffers
 
 
+class Made(TorchDispatchMode):
+    """The most bytes behind living tensors that operators of this thread have made."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.most = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        known = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
+        new = isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in known
+        if new and result.device.type != "meta":
+            self.alive.append(weakref.ref(result))
+        tensors = [tensor for each in self.alive if (tensor := each()) is not None]
+        self.alive = [weakref.ref(tensor) for tensor in tensors]
+        self.most = max(self.most, sum(tensor.nbytes for tensor in tensors))
+        return result
+
+
+@pytest.mark.parametrize("fake_group", [1], indirect=True)
+def test_a_full_checkpoint_is_streamed(fake_group):
+    """Loading it needs memory for one whole tensor at a time."""
+    full = Model().state_dict()
+    model = FullyShardedDataParallel(Model())
+    largest = max(value.nbytes for value in full.values())
+    with Made() as made:
+        model.load_full_state_dict(full)
+    assert largest <= made.most <= 1.1 * largest
+    assert all(torch.equal(a, full[name]) for name, a in model.full_parameters().items())
+
+
 @pytest.mark.parametrize("fake_group", [2], indirect=True)
 @pytest.mark.parametrize("reshard", [True, False])
 def test_a_dropped_model_leaves_no_memory(fake_group, reshard):

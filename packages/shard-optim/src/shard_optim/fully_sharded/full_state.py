@@ -125,6 +125,7 @@ def load_full_optimizer_state(
                 size, stride = unit.layouts[position]
                 first, count = unit.cuts[position].owned(ranks.shards.rank())
                 state[key] = flat_slice(whole, size, stride, first, count).clone()
+            del whole  # before the next one takes memory
         states[index] = state
     optimizer.load_state_dict({"state": states, "param_groups": plan["param_groups"]})
 

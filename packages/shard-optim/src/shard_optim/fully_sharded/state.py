@@ -124,6 +124,7 @@ def load_full(
             size, stride = unit.layouts[position]
             start, count = unit.cuts[position].owned(ranks.shards.rank())
             target.copy_(flat_slice(whole, size, stride, start, count))
+        del whole  # before the next one takes memory
 
 
 def _difference(state_dict: Any, shapes: Mapping[str, torch.Size]) -> str | None:

@@ -266,6 +266,7 @@ class FullyShardedDataParallel(nn.Module):
         for name, whole in whole_parameters(self.module, self.units, self.process_group):
             if first:
                 found[id(owners[name])] = whole.cpu()
+            del whole  # before the next one takes memory
         if not first:
             return None
         return {
