@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+import warnings
 
 import pytest
 import torch
@@ -43,6 +44,11 @@ def die_on_rank_1(rank: int, world_size: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def warn(rank: int, world_size: int) -> str:
+    warnings.warn(f"planted on rank {rank}", UserWarning, stacklevel=1)
+    return "not an error"
+
+
 def test_values_come_back_in_rank_order() -> None:
     assert [outcome.value for outcome in run_ranks(total, 3, 10)] == [33.0, 33.0, 33.0]
 
@@ -50,6 +56,16 @@ def test_values_come_back_in_rank_order() -> None:
 def test_traceback_reaches_the_test() -> None:
     with pytest.raises(RanksFailed, match=r"rank 1 (.|\n)*ValueError: planted"):
         run_ranks(raise_on_rank_1, 2)
+
+
+def test_a_warning_in_a_rank_is_an_error() -> None:
+    with pytest.raises(RanksFailed, match=r"rank 1 (.|\n)*UserWarning: planted on rank 1"):
+        run_ranks(warn, 2)
+
+
+@pytest.mark.filterwarnings("ignore:planted")
+def test_a_mark_of_the_test_excepts_a_warning_in_its_ranks_too() -> None:
+    assert [outcome.value for outcome in run_ranks(warn, 2)] == ["not an error"] * 2
 
 
 def test_hang_ends_at_the_timeout() -> None:

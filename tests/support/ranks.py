@@ -8,6 +8,9 @@ or died. On a busy machine one rank may still be connecting when another is done
 a rank that leaves meanwhile as a broken connection. A rank whose function raised leaves at once, as
 a failing training script does.
 
+Ranks treat warnings as the test does that launches them: as errors, but for those that
+``pyproject.toml`` or a mark of the test excepts.
+
 Ranks on CPU are forked from a server process that has torch imported already, which makes a
 two-rank test start in about a tenth of a second. Ranks on GPUs are started afresh: CUDA cannot be
 used in a process whose parent has asked for it.
@@ -27,6 +30,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -109,6 +113,7 @@ def run_ranks(
         context = multiprocessing.get_context("forkserver")
         start_server()
     source = (Path(inspect.getfile(function)).resolve(), function.__qualname__)
+    filters = [tuple(getattr(part, "pattern", part) for part in each) for each in warnings.filters]
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         processes: list[Any] = []
@@ -116,8 +121,10 @@ def run_ranks(
         try:
             for rank in range(world_size):
                 ours, theirs = context.Pipe()
-                about = (theirs, source, rank, world_size, folder, backend, collective_timeout)
-                process = context.Process(target=_rank_main, args=(*about, args), daemon=True)
+                about = (theirs, filters, source, rank, world_size, folder, backend)
+                process = context.Process(
+                    target=_rank_main, args=(*about, collective_timeout, args), daemon=True
+                )
                 process.start()
                 theirs.close()
                 processes.append(process)
@@ -137,7 +144,9 @@ def set_collective_timeout(seconds: float) -> None:
     """Changes the default process group's own timeout, on the rank that calls it."""
     import torch.distributed as dist
 
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)
+    # torch 2.15 gave it a public name.
+    set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
+    set_timeout(timedelta(seconds=seconds), dist.group.WORLD)
 
 
 def _describe(outcome: RankOutcome) -> str:
@@ -197,6 +206,7 @@ def _load(path: Path) -> ModuleType:
 
 def _rank_main(
     pipe: multiprocessing.connection.Connection,
+    filters: Sequence[tuple[Any, ...]],
     source: tuple[Path, str],
     rank: int,
     world_size: int,
@@ -205,6 +215,8 @@ def _rank_main(
     collective_timeout: float,
     args: tuple[Any, ...],
 ) -> None:
+    _set_warning_filters(filters)
+
     import torch
     import torch.distributed as dist
 
@@ -231,3 +243,10 @@ def _rank_main(
         pipe.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _set_warning_filters(filters: Sequence[tuple[Any, ...]]) -> None:
+    """Makes these the filters of this process, the first one first."""
+    warnings.resetwarnings()
+    for action, message, category, module, line in reversed(filters):
+        warnings.filterwarnings(action, message or "", category, module or "", line)

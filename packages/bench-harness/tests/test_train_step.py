@@ -506,3 +506,33 @@ def test_sharded_gradients_are_weighed_once_they_are_reduced(bucket_size_mb: flo
     (row,) = weigh_alone(config)
     before = next(m for m in row["memory"] if m["moment"] == "before the optimizer step")
     assert before["gradient_bytes"] == pytest.approx(before["predicted_gradient_bytes"], rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("variant", "stage"),
+    [
+        ({}, 0),
+        ({"optimizer": {"name": "sharded"}}, 1),
+        (SHARDED, 2),
+        ({"wrapper": "fully-sharded"}, 3),
+        ({"wrapper": {"name": "fully-sharded", "reshard_after_forward": False}}, 3),
+    ],
+    ids=["replicas", "state", "gradients", "parameters", "parameters kept"],
+)
+def test_what_one_of_two_ranks_holds_at_each_moment_is_predicted(variant, stage) -> None:
+    """Weighed on rank 0 alone, in a group whose collectives move nothing."""
+    from bench_harness.training.measure import weigh_alone
+
+    settings = of.read(variant, {})
+    assert settings.zero_stage == stage
+    config = {
+        **TINY, "d_model": 64, "d_ff": 256, "size": "custom", "batch": 2, "sequence": 16,
+        "device": "cpu", "world_size": 2, "variants": [settings.table()],
+    }  # fmt: skip
+    (row,) = weigh_alone(config)
+    for moment in row["memory"]:
+        for part in ("parameter", "gradient", "state"):
+            held, predicted = moment[f"{part}_bytes"], moment[f"predicted_{part}_bytes"]
+            assert held == pytest.approx(predicted, rel=0.03), (moment["moment"], part)
+    kept = row["memory"][-1]["gradient_bytes"]
+    assert (kept == 0) == (stage == 2)

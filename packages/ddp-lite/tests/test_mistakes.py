@@ -25,7 +25,7 @@ from ddp_lite import (
     StepMismatchError,
 )
 from ddp_lite.checks import TORCH_ARGUMENTS
-from ranks import run_ranks
+from ranks import run_ranks, set_collective_timeout
 
 ALL = (NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP)
 
@@ -335,7 +335,7 @@ def store_host_stops(rank: int, world_size: int) -> tuple[str, float]:
     wrapped = BucketedDDP(mlp())
     loss_of(wrapped, rank).backward()
     pids = [peer.pid for peer in wrapped._step.peer_probe._peers]
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)
+    set_collective_timeout(3)
     if rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
     begin = time.monotonic()

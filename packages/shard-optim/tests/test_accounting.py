@@ -23,6 +23,12 @@ def test_mixed_precision_bytes_per_parameter(stage, per_parameter):
     assert memory.total == 1000 * per_parameter
 
 
+@pytest.mark.parametrize(("stage", "freed"), [(0, 0), (1, 0), (2, 2 / 8), (3, 0)])
+def test_only_stage_2_frees_gradients_in_the_step(stage, freed):
+    memory = accounting.rank_memory(1000, world_size=8, stage=stage, policy=accounting.MIXED_BF16)
+    assert memory.total - memory.total_after_step == 1000 * freed
+
+
 @pytest.mark.parametrize(("stage", "elements"), [(0, 2), (1, 3), (2, 2), (3, 3)])
 def test_traffic_in_units_of_the_model(stage, elements):
     sent = accounting.step_traffic(1000, world_size=4, stage=stage)

@@ -140,20 +140,28 @@ def test_collectives_of_one_step(fake_group, settings, gathers):
 @pytest.mark.parametrize("fake_group", [2, 8], indirect=True)
 @pytest.mark.parametrize("reshard", [True, False])
 def test_memory(fake_group, reshard):
-    """Shards, gradients, optimizer state and buffers as predicted."""
+    """Shards, gradients, optimizer state and buffers as predicted, at each moment of a step."""
     world_size, module = fake_group, Model(width=256)
     numel = sum(param.numel() for param in module.parameters())
     model = FullyShardedDataParallel(
         module, compute_dtype=torch.bfloat16, reshard_after_forward=reshard
     )
     optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2, 256)).sum().backward()
-    optimizer.step()
     predicted = rank_memory(numel, world_size=world_size, stage=3)
+
+    def gradients():
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        held = [grad.untyped_storage() for grad in grads]  # of several, each counts once
+        return sum({memory.data_ptr(): memory.nbytes() for memory in held}.values())
+
+    model(torch.ones(2, 256)).sum().backward()
+    assert abs(gradients() - predicted.gradients) < 0.03 * predicted.gradients
+    optimizer.step()
+    assert abs(gradients() - predicted.kept_gradients) < 0.03 * predicted.kept_gradients
+    optimizer.zero_grad()
+    assert gradients() == 0
     shards = sum(unit.shard.nbytes for unit in model.units)
     assert abs(shards - predicted.parameters) < 0.03 * predicted.parameters
-    gradients = sum(param.grad.nbytes for param in model.parameters())
-    assert abs(gradients - predicted.gradients) < 0.03 * predicted.gradients
     moments = sum(
         state[key].nbytes for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")
     )

@@ -54,7 +54,8 @@ class RankMemory:
 
     Attributes:
         parameters: the parameters that the model computes with.
-        gradients: accumulated gradients.
+        gradients: accumulated gradients, from the end of backward to the optimizer step.
+        kept_gradients: of them, those that are held after the step too, until ``zero_grad()``.
         master_copies: higher-precision copies of the parameters.
         optimizer_state: what the optimizer keeps on the device.
         buffers: at most this much more while collectives are under way.
@@ -63,6 +64,7 @@ class RankMemory:
 
     parameters: float
     gradients: float
+    kept_gradients: float
     master_copies: float
     optimizer_state: float
     buffers: float
@@ -70,9 +72,14 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        """The sum of what is on the device, in bytes."""
+        """The sum of what is on the device before the optimizer step, in bytes."""
         kept = self.parameters + self.gradients + self.master_copies + self.optimizer_state
         return kept + self.buffers
+
+    @property
+    def total_after_step(self) -> float:
+        """The sum of what is on the device between the step and ``zero_grad()``, in bytes."""
+        return self.total - self.gradients + self.kept_gradients
 
 
 def rank_memory(
@@ -84,7 +91,10 @@ def rank_memory(
     in_flight: float = 0,
     offloaded_chunk: float | None = None,
 ) -> RankMemory:
-    """Bytes per rank after the first optimizer step, with gradients present.
+    """Bytes per rank from the second step on, when there is optimizer state.
+
+    Stage 2 is ``ShardedOptimizer(reduce_gradients=True)``, which frees reduced gradients in its
+    step. In the other stages gradients belong to the parameters until ``zero_grad()``.
 
     Args:
         numel: trainable parameters of the whole model.
@@ -113,9 +123,11 @@ def rank_memory(
         _check_amount("offloaded_chunk", offloaded_chunk, "Pass a number of elements.")
     share = numel / world_size
     state = policy.state * (share if stage >= 1 else numel)
+    gradients = policy.gradient * (share if stage >= 2 else numel)
     return RankMemory(
         parameters=policy.parameter * (share if stage >= 3 else numel),
-        gradients=policy.gradient * (share if stage >= 2 else numel),
+        gradients=gradients,
+        kept_gradients=0.0 if stage == 2 else gradients,
         master_copies=policy.master * (share if stage >= 1 else numel),
         optimizer_state=(
             state if offloaded_chunk is None else min(state, 2 * policy.state * offloaded_chunk)

@@ -91,9 +91,9 @@ def _moment(training: Training, name: str, before: int, predicted: Row) -> Row:
     }
     if away:
         row |= {"host_state_bytes": state, "predicted_host_state_bytes": expected}
-    freed = predicted["stage"] >= 2  # a sharded gradient is gone once it is used
-    if name == MOMENTS[2] or (name == MOMENTS[3] and not freed):
-        row["predicted_gradient_bytes"] = predicted["gradients"]
+    if name in MOMENTS[2:]:
+        kind = "gradients" if name == MOMENTS[2] else "kept_gradients"
+        row["predicted_gradient_bytes"] = predicted[kind]
     if device.type == "cuda":
         synchronize(device)
         row["allocated_bytes"] = torch.cuda.memory_allocated(device) - before
@@ -118,6 +118,7 @@ def _predicted(training: Training, variant: Settings) -> Row:
         "stage": variant.zero_stage,
         "parameters": round(memory.parameters),
         "gradients": round(memory.gradients),
+        "kept_gradients": round(memory.kept_gradients),
         "optimizer_state": round(memory.optimizer_state),
         "offloads": variant.offloads,
     }
