@@ -14,6 +14,8 @@ from shard_optim import (
     FullyShardedDataParallel,
     ShardedOptimizer,
     WholeMatrixOptimizer,
+    full_optimizer_state,
+    load_full_optimizer_state,
     load_fully_sharded,
     save_fully_sharded,
 )
@@ -99,6 +101,42 @@ def check_training(rank, world_size, folder):
         WholeMatrixOptimizer(model, model.parameters(), torch.optim.Muon)
     with pytest.raises(ValueError, match="WholeMatrixOptimizer"):
         ShardedOptimizer(matrices_of(model), torch.optim.AdamW)
+
+
+def check_full_state(rank, world_size):
+    """The owners' state becomes that of a plain optimizer, and plain state goes to the owners."""
+    expected, plain = trained_replicas(rank, 2), net()
+    reference = MUON(matrices_of(plain))
+    model, muon, adamw = sharded()
+    train(model, (muon, adamw), rank, range(2))
+    full, weights = full_optimizer_state(model, muon), model.full_parameters()
+    assert (full is None) == (rank > 0)
+    plain.load_state_dict(expected.state_dict())
+    if full is not None:
+        assert set(full["state"]) == set(range(len(matrices_of(plain))))
+        reference.load_state_dict(full)
+    model, fresh, _ = sharded()
+    model.load_state_dict(weights)
+    load_full_optimizer_state(model, fresh, full)
+    owned = [param for param in matrices_of(model) if fresh.whole_of(param) is not None]
+    assert set(fresh.state) == set(owned)
+    gradients = [torch.full_like(param, 0.5) for param in matrices_of(plain)]
+    for param, gradient in zip(matrices_of(plain), gradients, strict=True):
+        param.grad = gradient
+    for param in matrices_of(model):
+        param.grad = torch.full_like(param, 0.5)
+    fresh.step()
+    if rank == 0:
+        reference.step()
+    found = model.full_parameters()
+    if rank == 0:
+        for name, param in plain.named_parameters():
+            if name.endswith(("up.weight", "down.weight")):
+                assert torch.equal(found[name], param), name
+
+
+def test_full_optimizer_state():
+    run_ranks(check_full_state, 2)
 
 
 def test_two_ranks_then_three(tmp_path):

@@ -8,6 +8,7 @@ refuses to be computed with. The next gradient replaces it.
 from __future__ import annotations
 
 import math
+import numbers
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -103,12 +104,16 @@ def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return result
 
 
-def check_clipping(max_norm: float, norm_type: float) -> None:
+def check_clipping(max_norm: Any, norm_type: Any) -> None:
     """Refuses what gradients cannot be clipped by, before any rank communicates.
 
     Raises:
+        TypeError: for what is not a number.
         ValueError: for a negative ``max_norm``, or a norm type that is not positive.
     """
+    for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+        if not isinstance(value, (numbers.Real, Tensor)):
+            raise TypeError(f"{name} must be a number, but got {value!r}. Pass 1.0 and 2.0.")
     if not max_norm >= 0:  # neither is NaN
         raise ValueError(
             f"max_norm must be at least 0, but got {max_norm}. Pass math.inf to measure the norm "

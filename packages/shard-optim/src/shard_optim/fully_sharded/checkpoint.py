@@ -21,6 +21,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shard_optim.checkpoint.sharded import _names_by_parameter
+from shard_optim.fully_sharded.checks import (
+    check_background_group,
+    check_folder,
+    check_optimizer,
+    check_wrapper,
+)
 from shard_optim.fully_sharded.state import places
 from shard_optim.fully_sharded.whole import WholeMatrixOptimizer
 from shard_optim.fully_sharded.wrapper import FullyShardedDataParallel
@@ -57,18 +63,24 @@ def save_fully_sharded(
         or raises what saving raised.
 
     Raises:
+        TypeError: if an argument is of another type.
         FileExistsError: if the folder holds a checkpoint already.
         ValueError: if the optimizer holds other parameters than the model's, or for a background
-            group with a two-dimensional mesh.
+            group of other ranks, or with a two-dimensional mesh.
         CollectiveError: if a peer died or timed out, or could not write.
     """
     from shard_optim.checkpoint.storage import write_folder
 
+    check_wrapper(model, FullyShardedDataParallel)
+    check_folder(folder)
+    params = [] if optimizer is None else _optimizer_params(model, optimizer)
     if model.ranks.replicas is not None and background_group is not None:
         raise ValueError(
             "background_group must be None with a two-dimensional mesh, but got a group. Save in "
             "the foreground."
         )
+    if background_group is not None:
+        check_background_group(background_group, model.process_group)
     items: dict[str, Any] = {}
     ranges: dict[str, Range] = {}
     for name, buffer in model.module.named_buffers():
@@ -78,7 +90,6 @@ def save_fully_sharded(
     for name, weight in model.module.named_parameters():
         _add_range(ranges, f"model.{name}", weight, place_of[id(weight)])
     if optimizer is not None:
-        params = _optimizer_params(model, optimizer)
         items["header"] = _header(optimizer, params, place_of)
         for index, param in enumerate(params):
             state = optimizer.state.get(param, {})
@@ -124,6 +135,7 @@ def load_fully_sharded(
         folder: the same on every rank.
 
     Raises:
+        TypeError: if an argument is of another type.
         FileNotFoundError: if the folder holds no complete checkpoint.
         ValueError: if a file is damaged, or the checkpoint is of another model or optimizer.
             Nothing has changed then.
@@ -131,6 +143,9 @@ def load_fully_sharded(
     """
     from shard_optim.checkpoint.storage import read_folder, read_metadata
 
+    check_wrapper(model, FullyShardedDataParallel)
+    check_folder(folder)
+    params = [] if optimizer is None else _optimizer_params(model, optimizer)
     group = model.process_group
     stored = read_metadata(folder, group).state_dict_metadata
     items: dict[str, Any] = {}
@@ -151,7 +166,6 @@ def load_fully_sharded(
             for name, buffer in model.module.named_buffers()
             if f"buffer.{name}" in stored
         }
-    params = [] if optimizer is None else _optimizer_params(model, optimizer)
     named = _names_by_parameter(stored)
     if optimizer is not None:
         first: dict[str, Any] = {"header": None}
@@ -331,6 +345,7 @@ def _install(
 
 
 def _optimizer_params(model: FullyShardedDataParallel, optimizer: Optimizer) -> list[Tensor]:
+    check_optimizer(optimizer)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     known = {id(param) for param in model.module.parameters()}
     foreign = [param for param in params if id(param) not in known]

@@ -1,15 +1,117 @@
-"""What a module must be to be wrapped, found out before anything is changed."""
+"""What arguments must be, found out before anything is changed or communicated."""
 
 from __future__ import annotations
 
 import gc
+import os
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from shard_optim.fully_sharded.meta import is_on_meta
 from shard_optim.fully_sharded.schedule import UnitCall
+
+_REDUCE_DTYPES = (None, torch.float32, torch.bfloat16, torch.float64)
+
+
+def check_settings(
+    compute_dtype: Any, reduce_dtype: Any, reshard_after_forward: Any, prefetch: Any
+) -> None:
+    """Refuses arguments of the wrapper.
+
+    Raises:
+        TypeError: if one is of another type.
+        ValueError: if one has a value that does not work.
+    """
+    for name, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype)):
+        if not isinstance(dtype, (torch.dtype, type(None))):
+            raise TypeError(
+                f"{name} must be a torch.dtype or None, but got {dtype!r}. Pass torch.bfloat16."
+            )
+    if compute_dtype is not None and not compute_dtype.is_floating_point:
+        raise ValueError(
+            f"compute_dtype must be a floating-point dtype, but got {compute_dtype}. Pass "
+            "torch.bfloat16."
+        )
+    if reduce_dtype not in _REDUCE_DTYPES:
+        raise ValueError(
+            "reduce_dtype must be None, torch.float32, torch.bfloat16 or torch.float64, but "
+            f"got {reduce_dtype}. Sums of fp16 gradients overflow. Pass torch.float32."
+        )
+    if not isinstance(reshard_after_forward, bool):
+        raise TypeError(
+            "reshard_after_forward must be True or False, but got "
+            f"{reshard_after_forward!r}. Pass False to keep weights until backward."
+        )
+    if prefetch is True or prefetch not in (1, 2):
+        raise ValueError(f"prefetch must be 1 or 2, but got {prefetch!r}. Pass prefetch=1.")
+
+
+def check_wrapper(model: Any, wrapper: type[nn.Module]) -> None:
+    """Refuses what is not a sharded model.
+
+    Raises:
+        TypeError: naming the remedy.
+    """
+    if not isinstance(model, wrapper):
+        raise TypeError(
+            f"model must be a {wrapper.__name__}, but got {type(model).__name__}. Pass the wrapper "
+            "itself: not the module in it, and not the optimizer."
+        )
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Refuses what is not an optimizer.
+
+    Raises:
+        TypeError: naming the remedy.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer, but got {type(optimizer).__name__}. Pass "
+            "the one made from the wrapper's parameters()."
+        )
+
+
+def check_folder(folder: Any) -> None:
+    """Refuses what is not a path.
+
+    Raises:
+        TypeError: naming the remedy.
+    """
+    if not isinstance(folder, (str, os.PathLike)):
+        raise TypeError(
+            f"folder must be a path, but got {folder!r}. Pass the same one on every rank."
+        )
+
+
+def check_background_group(group: Any, ranks: dist.ProcessGroup) -> None:
+    """Refuses a group that shards cannot be saved over in the background.
+
+    Raises:
+        TypeError: if it is no process group.
+        ValueError: if it has other ranks.
+    """
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"background_group must be a process group, but got {group!r}. Pass "
+            'torch.distributed.new_group(backend="gloo"), called on every rank.'
+        )
+    if dist.get_process_group_ranks(group) != dist.get_process_group_ranks(ranks):
+        raise ValueError(
+            "background_group must hold the ranks of the model's group, in their order "
+            f"({dist.get_process_group_ranks(ranks)}), but got "
+            f"{dist.get_process_group_ranks(group)}. Make a new gloo group of those ranks."
+        )
+    if group is ranks:
+        raise ValueError(
+            "background_group must be a group that nothing else uses, but got the model's own. "
+            'Pass torch.distributed.new_group(backend="gloo").'
+        )
 
 
 def check_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
@@ -21,8 +123,8 @@ def check_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
 
     Raises:
         TypeError: if it is not a module.
-        ValueError: if it is wrapped already, an optimizer holds its parameters, or one of these is
-            not floating-point.
+        ValueError: if it is wrapped already, an optimizer holds its parameters, or one of these has
+            no shape yet or is not floating-point.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(
@@ -35,6 +137,11 @@ def check_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
                 "Wrap the outermost module only, and once."
             )
     for name, param in module.named_parameters():
+        if is_lazy(param):
+            raise ValueError(
+                f"parameters must have their shapes, but {name} has none yet. Call the module once "
+                "before it is wrapped."
+            )
         if not param.is_floating_point():
             raise ValueError(
                 f"parameters must be floating-point, but got {name} of {param.dtype}. Register it "
@@ -53,16 +160,41 @@ def check_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
 
 
 def device_of(module: nn.Module, device: torch.device | str | None) -> torch.device:
-    """Where the module is, or, if it is on the meta device, where it is to be made."""
+    """Where the module is, or, if it is on the meta device, where it is to be made.
+
+    Raises:
+        TypeError: if ``device`` is something else.
+        ValueError: if the module is on several devices, or on another one than ``device``.
+    """
+    if not isinstance(device, (torch.device, str, type(None))):
+        raise TypeError(
+            f"device must be a torch.device or a string, but got {device!r}. Pass the device that "
+            'this rank computes on, such as "cuda:0".'
+        )
+    wanted = None if device is None else torch.device(device)
+    found = {
+        tensor.device: name for name, tensor in module.named_parameters() if not tensor.is_meta
+    }
+    if len(found) > 1:
+        (one, first), (other, second), *_ = found.items()
+        raise ValueError(
+            f"parameters must be on one device, but {first} is on {one} and {second} on {other}. "
+            "Call the module's to()."
+        )
     if is_on_meta(module):
-        if device is None:
+        if wanted is None:
             raise ValueError(
                 "device must be given for a module on the meta device, but got None. Pass the "
                 "device that this rank computes on."
             )
-        return torch.device(device)
-    first = next(module.parameters(), None)
-    return torch.device("cpu") if first is None else first.device
+        return wanted
+    here = next(iter(found), torch.device("cpu") if wanted is None else wanted)
+    if wanted is not None and (wanted.type != here.type or wanted.index not in (None, here.index)):
+        raise ValueError(
+            f"device must be where the module is, which is {here}, but got {wanted}. Move the "
+            "module before it is wrapped, and leave device out."
+        )
+    return here
 
 
 def _optimizers_of(params: set[int]) -> list[str]:

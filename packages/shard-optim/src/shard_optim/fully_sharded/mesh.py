@@ -107,9 +107,16 @@ def resolve_ranks(process_group: dist.ProcessGroup | DeviceMesh | None) -> Ranks
     """The ranks of a group, of a mesh of one or two dimensions, or of the default group.
 
     Raises:
+        TypeError: if it is something else.
         ValueError: for a mesh of more dimensions.
         RuntimeError: if there is neither.
     """
+    if not isinstance(process_group, (dist.ProcessGroup, DeviceMesh, type(None))):
+        raise TypeError(
+            "process_group must be a process group that this rank belongs to, or a device mesh, "
+            f"but got {process_group!r}. Pass what torch.distributed.new_group() returned on the "
+            "ranks of the group, or leave it out for the default group."
+        )
     if not isinstance(process_group, DeviceMesh) or process_group.ndim == 1:
         return Ranks(resolve_group(process_group))
     if process_group.ndim > 2:

@@ -97,8 +97,12 @@ class Schedule:
         self, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """A whole forward. Afterwards all parameters are at rest, whatever happened."""
-        if self._in_forward or _in_backward():
+        if self._in_forward:
             return call(*args, **kwargs)
+        if _in_backward():  # recomputation of a checkpoint around the whole model
+            outputs = call(*args, **kwargs)
+            self._hook_outermost(outputs)
+            return outputs
         self._recover()
         self._generation += 1
         self._called.clear()
@@ -120,11 +124,14 @@ class Schedule:
                 self._expect_order(
                     [*self._called, *(u for u in self.units if u not in self._called)]
                 )
+        self._hook_outermost(outputs)
+        return outputs
+
+    def _hook_outermost(self, outputs: Any) -> None:
         if torch.is_grad_enabled():
             for tensor in tensors_in(outputs):
                 if tensor.requires_grad:
                     tensor.register_hook(self._on_output_gradient)
-        return outputs
 
     def call_unit(self, call: UnitCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """One call of a module that reads units."""
@@ -217,6 +224,7 @@ class Schedule:
 
     def _before_backward(self, call: UnitCall) -> Callable[[Tensor], None]:
         def on_output_gradient(_grad: Tensor) -> None:
+            self._check_first_order()
             for unit in call.units:
                 self._prepare_backward(unit)
             self._gather_ahead(call.units[0], -1)
@@ -225,10 +233,22 @@ class Schedule:
 
     def _on_output_gradient(self, _grad: Tensor) -> None:
         """The gradient of the model's output is made in the outermost backward, and first."""
+        self._check_first_order()
         self._begin_backward()
         if not self._end_is_queued:
             self._end_is_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+
+    def _check_first_order(self) -> None:
+        """In a hook, autograd records what it does if its graph is to be differentiated again.
+
+        That second backward would read weights through buffers that other units have then.
+        """
+        if torch.is_grad_enabled() and len({unit.slot for unit in self.units}) < len(self.units):
+            raise RuntimeError(
+                "gradients of gradients need all weights at once, but got create_graph=True where "
+                "units take turns in a few buffers. Pass reshard_after_forward=False."
+            )
 
     def _begin_backward(self) -> None:
         if self._backward:

@@ -134,6 +134,9 @@ def _difference(state_dict: Any, shapes: Mapping[str, torch.Size]) -> str | None
     for name, shape in shapes.items():
         if name not in state_dict:
             return f"{name} is missing"
+        if not isinstance(state_dict[name], Tensor) or state_dict[name].is_meta:
+            kind = type(state_dict[name]).__name__
+            return f"{name} is no tensor with values, but {kind}"
         if state_dict[name].shape != shape:
             return f"{name} has shape {tuple(state_dict[name].shape)} where {tuple(shape)} is due"
     extra = next((name for name in state_dict if name not in shapes), None)

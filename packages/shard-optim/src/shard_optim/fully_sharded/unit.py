@@ -285,11 +285,26 @@ class Unit:
             )
 
     def materialize(self) -> None:
-        """Makes the whole values, which have been gathered, the parameters' data."""
+        """Makes the whole values, which have been gathered, the parameters' data.
+
+        Raises:
+            RuntimeError: if a parameter's data were no longer its shard.
+        """
         if self.resting:
+            self._check_shards()
             self.resting = False
             for param, whole in zip(self.params, self.whole_views, strict=True):
                 param.data = whole
+
+    def _check_shards(self) -> None:
+        for param, shard, name in zip(self.params, self.shard_views, self.names, strict=True):
+            if param.data_ptr() != shard.data_ptr():
+                raise RuntimeError(
+                    "a sharded parameter must stay in the memory that it was given by "
+                    f"FullyShardedDataParallel, but {name} was moved, cast, or assigned other "
+                    "data. Move and cast the module before it is wrapped; later, copy into the "
+                    "parameter with copy_() or load_state_dict()."
+                )
 
     def rest(self) -> None:
         """Makes the shards the parameters' data."""

@@ -103,13 +103,13 @@ def _chosen_blocks(root: nn.Module, units: Units) -> list[nn.Module]:
         return list(_repeated_blocks(root))
     if callable(units) and not isinstance(units, nn.Module):
         chosen = [module for module in root.modules() if units(module)]
-    elif isinstance(units, Iterable):
+    elif isinstance(units, Iterable) and not isinstance(units, nn.Module):
         chosen = list(units)
     else:
-        raise TypeError(
-            "units must be modules or a predicate over modules, but got "
-            f"{type(units).__name__}. Pass a list such as list(model.blocks)."
-        )
+        raise _not_modules(units)
+    for module in chosen:
+        if not isinstance(module, nn.Module):
+            raise _not_modules(module)
     names = {module: name for name, module in root.named_modules()}
     for module, count in Counter(chosen).items():
         if module not in names:
@@ -130,6 +130,13 @@ def _chosen_blocks(root: nn.Module, units: Units) -> list[nn.Module]:
                 "the module around it."
             )
     return chosen
+
+
+def _not_modules(given: object) -> TypeError:
+    return TypeError(
+        f"units must be a list of modules or a predicate over modules, but got {given!r}. Pass a "
+        "list such as list(model.blocks)."
+    )
 
 
 def _ancestors(root: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shard_optim.communication import guarded
+from shard_optim.fully_sharded.checks import check_wrapper
 from shard_optim.fully_sharded.state import places
 from shard_optim.fully_sharded.unit import Cut, Unit
 from shard_optim.fully_sharded.wrapper import FullyShardedDataParallel
@@ -69,6 +70,7 @@ class _Matrix:
         cut: how the parameter is divided.
         size: of the whole parameter.
         stride: of the whole parameter.
+        owner: the rank that updates it.
         whole: on its owner the parameter that is updated, without memory between steps.
     """
 
@@ -77,6 +79,7 @@ class _Matrix:
     cut: Cut
     size: torch.Size
     stride: tuple[int, ...]
+    owner: int = 0
     whole: nn.Parameter | None = None
 
     def padded(self, values: Tensor) -> Tensor:
@@ -116,6 +119,7 @@ class WholeMatrixOptimizer(Optimizer):
         kwargs: for the class.
 
     Raises:
+        TypeError: if ``model`` is not wrapped, or ``optimizer_cls`` is no optimizer class.
         ValueError: for a parameter that is not a sharded one of ``model``.
     """
 
@@ -128,6 +132,12 @@ class WholeMatrixOptimizer(Optimizer):
         cost: Callable[[torch.Size], float] = orthogonalization_cost,
         **kwargs: Any,
     ) -> None:
+        check_wrapper(model, FullyShardedDataParallel)
+        if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
+            raise TypeError(
+                "optimizer_cls must be a subclass of torch.optim.Optimizer, but got "
+                f"{optimizer_cls!r}. Pass the class and its arguments apart."
+            )
         groups = as_groups(params)
         self.optimizer_cls = optimizer_cls
         self._group = model.process_group
@@ -138,6 +148,9 @@ class WholeMatrixOptimizer(Optimizer):
             [cost(matrix.size) for matrix in self._matrices.values()], self._group.size()
         )
         matrices = list(self._matrices.values())
+        for rank, positions in enumerate(self._owned):
+            for position in positions:
+                matrices[position].owner = rank
         for position in self._owned[self._group.rank()]:
             matrix = matrices[position]
             one = torch.zeros((), dtype=matrix.param.dtype, device=matrix.param.device)
@@ -177,6 +190,10 @@ class WholeMatrixOptimizer(Optimizer):
     def whole_of(self, param: Tensor) -> nn.Parameter | None:
         """What stands for a whole parameter in its owner's optimizer; None on other ranks."""
         return self._matrices[param].whole
+
+    def owner_of(self, param: Tensor) -> int:
+        """The rank that updates a parameter and keeps its state."""
+        return self._matrices[param].owner
 
     def layout_of(self, param: Tensor) -> tuple[torch.Size, tuple[int, ...]]:
         """Size and stride of a whole parameter."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shard_optim.communication import Communication, resolve_communication
-from shard_optim.fully_sharded.checks import check_module, device_of
+from shard_optim.fully_sharded.checks import check_module, check_settings, device_of
 from shard_optim.fully_sharded.mesh import resolve_ranks
 from shard_optim.fully_sharded.meta import materialize, owners_of_parameters
 from shard_optim.fully_sharded.replicated import ReplicatedParameters
@@ -25,8 +25,6 @@ from shard_optim.fully_sharded.unit import Slot, Unit
 from shard_optim.fully_sharded.units import UnitPlan, Units, plan_units
 from shard_optim.gradients import check_clipping, clip_sharded_
 from shard_optim.layout import check_layout
-
-_REDUCE_DTYPES = (None, torch.float32, torch.bfloat16, torch.float64)
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -73,9 +71,10 @@ class FullyShardedDataParallel(nn.Module):
             of one host. Made for the group of the ranks that hold a shard each.
 
     Raises:
-        TypeError: if ``module`` or ``units`` is something else.
+        TypeError: if an argument is of another type.
         ValueError: if the module cannot be wrapped: it is already, an optimizer holds its
-            parameters, ``units`` are not in it, or a parameter has no dense memory.
+            parameters, ``units`` are not in it, or a parameter has no dense memory; or for other
+            values that do not work.
         RuntimeError: without a process group; on every rank, if the ranks' models differ.
     """
 
@@ -93,13 +92,7 @@ class FullyShardedDataParallel(nn.Module):
         communication: Communication | None = None,
     ) -> None:
         super().__init__()
-        if prefetch not in (1, 2):
-            raise ValueError(f"prefetch must be 1 or 2, but got {prefetch!r}. Pass prefetch=1.")
-        if reduce_dtype not in _REDUCE_DTYPES:
-            raise ValueError(
-                "reduce_dtype must be None, torch.float32, torch.bfloat16 or torch.float64, but "
-                f"got {reduce_dtype}. Sums of fp16 gradients overflow. Pass torch.float32."
-            )
+        check_settings(compute_dtype, reduce_dtype, reshard_after_forward, prefetch)
         check_module(module, FullyShardedDataParallel)
         self.module = module
         self.ranks = resolve_ranks(process_group)
@@ -151,8 +144,8 @@ class FullyShardedDataParallel(nn.Module):
         """Calls the module; gathers its units in turn.
 
         Raises:
-            RuntimeError: if a unit was compiled after wrapping, or the last backward was not
-                finished.
+            RuntimeError: if a unit was compiled after wrapping, a parameter was moved, or the last
+                backward was not finished.
             CollectiveError: if a peer died or timed out.
         """
         for unit_module, call in self._calls.items():
@@ -296,16 +289,29 @@ class FullyShardedDataParallel(nn.Module):
         """
         return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
         """Loads whole parameters, of which this rank takes its shards, or a rank's own shards.
 
         No communication: every rank passes its own dictionary. Only slices are copied to the
         device, so a file opened with ``torch.load(path, mmap=True)`` is read one tensor at a time.
 
+        Args:
+            state_dict: the same on every rank, or each rank's own.
+            strict: as for ``torch.nn.Module``.
+            assign: must be False.
+
         Raises:
-            ValueError: if a sharded parameter has another shape; nothing has changed then.
+            ValueError: if a sharded parameter has another shape, or for ``assign=True``; nothing
+                has changed then.
         """
-        return self.module.load_state_dict(state_dict, *args, **kwargs)
+        if assign:
+            raise ValueError(
+                "assign must be False, because parameters must stay in the memory that is "
+                "gathered, but got True. Leave it out: values are copied."
+            )
+        return self.module.load_state_dict(state_dict, strict)
 
     def _take_shards(
         self, _module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
@@ -348,6 +354,17 @@ class FullyShardedDataParallel(nn.Module):
                     reader.__dict__["_compiled_call_impl"] = calls[reader]
                 calls[reader].units.append(unit)
         return calls
+
+    def compile(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuses: compile units, before they are wrapped.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "units must be compiled, and before the model is wrapped, but got compile() of the "
+            "FullyShardedDataParallel. Call compile() of each block, then wrap the model."
+        )
 
     def _apply(self, *_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(
