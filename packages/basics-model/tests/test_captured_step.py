@@ -77,6 +77,7 @@ def test_replays_train_as_the_step_does() -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         losses, weights = train(captured=False)
         again, replayed = train(captured=True)
+    torch.cuda.synchronize()  # the stream of the comparison does not wait for that of training
     assert again == pytest.approx(losses, rel=1e-5)
     for one, other in zip(weights, replayed, strict=True):
         # Gradients of the embedding are summed with atomic additions, in any order.

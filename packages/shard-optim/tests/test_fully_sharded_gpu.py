@@ -134,6 +134,8 @@ def check_recorded(rank, world_size, reshard):
                     loss = step()
                 losses.append(float(loss))
             results.append((losses, model.full_parameters()))
+        # Other streams, such as that of the comparison, do not wait for this one.
+        torch.cuda.synchronize()
     (losses, weights), (again, replayed) = results
     assert again == pytest.approx(losses, rel=1e-3)
     for name, value in weights.items():
@@ -196,6 +198,8 @@ def check_recorded_copies(rank, world_size, reshard):
                     with torch.no_grad():
                         losses.append(model(inputs.bfloat16()).float().square().mean())
             results.append((torch.stack(losses), model.full_parameters()))
+        # Other streams, such as that of the comparison, do not wait for this one.
+        torch.cuda.synchronize()
     (losses, weights), (again, replayed) = results
     assert torch.equal(losses, again), (losses, again)
     for name, value in weights.items():
