@@ -39,6 +39,12 @@ def peer_has_ended(rank: int, world_size: int, raises: bool) -> bool:
     return rank == 0 and all_end([int(pids[1])], within_s=30 if raises else 1)
 
 
+def stop_on_rank_1(rank: int, world_size: int) -> int:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return rank
+
+
 def die_on_rank_1(rank: int, world_size: int) -> None:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -66,6 +72,13 @@ def test_a_warning_in_a_rank_is_an_error() -> None:
 @pytest.mark.filterwarnings("ignore:planted")
 def test_a_mark_of_the_test_excepts_a_warning_in_its_ranks_too() -> None:
     assert [outcome.value for outcome in run_ranks(warn, 2)] == ["not an error"] * 2
+
+
+def test_a_stopped_rank_ends_when_the_others_have() -> None:
+    healthy, stopped = run_ranks(stop_on_rank_1, 2, check=False)
+    assert (healthy.value, healthy.ok) == (0, True)
+    assert stopped.error == "stopped by SIGSTOP; killed"
+    assert stopped.seconds < 30
 
 
 def test_hang_ends_at_the_timeout() -> None:

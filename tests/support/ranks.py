@@ -1,7 +1,8 @@
 """Runs a function on several ranks, each in its own process: the one launcher of all tests.
 
 Ranks meet through a file store, so no port can be taken; every wait has a deadline; a rank's
-traceback reaches the test; the process group is destroyed whatever happened.
+traceback reaches the test; the process group is destroyed whatever happened. A rank that has
+stopped itself is killed as soon as every other rank has ended.
 
 A rank whose function returned keeps its process group until every other rank has returned, raised
 or died. On a busy machine one rank may still be connecting when another is done, and gloo reports
@@ -162,8 +163,10 @@ def _collect(
 ) -> list[RankOutcome]:
     messages: dict[int, tuple[Any, str | None, float]] = {}
     while len(messages) < len(pipes) and time.monotonic() - start < timeout:
-        silent = [pipe for rank, pipe in enumerate(pipes) if rank not in messages]
-        ready = multiprocessing.connection.wait(silent, timeout=0.2)
+        waited_for = [rank for rank in range(len(pipes)) if rank not in messages]
+        if all(_is_stopped(processes[rank].pid) for rank in waited_for):
+            break
+        ready = multiprocessing.connection.wait([pipes[rank] for rank in waited_for], timeout=0.2)
         for rank, pipe in enumerate(pipes):
             if pipe not in ready:
                 continue
@@ -179,16 +182,28 @@ def _collect(
         late = rank not in messages
         process.join(0 if late else _SECONDS_TO_EXIT)
         late = late or process.is_alive()
+        stopped = late and _is_stopped(process.pid)
         if late:
             process.kill()
             process.join()
         value, error, seconds = messages.get(rank, (None, None, time.monotonic() - start))
         if late and error is None:
             error = f"still running after {timeout:.0f} s; killed"
+            if stopped:
+                error = "stopped by SIGSTOP; killed"
         if error == "died without a report":
             error = f"died without a report (exit code {process.exitcode})"
         outcomes.append(RankOutcome(rank, value, error, process.exitcode, seconds))
     return outcomes
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process waits for SIGCONT; always False where there is no /proc."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] == "T"
 
 
 def _load(path: Path) -> ModuleType:

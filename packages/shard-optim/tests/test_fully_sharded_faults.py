@@ -1,17 +1,21 @@
 """A rank of a sharded model dies, stops or raises: a named error in bounded time on the others, and
 a restart from the last checkpoint that ends where an uninterrupted run does."""
 
+import functools
 import os
 import re
 import signal
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fully_sharded_models import OPTIMIZERS, loss_of, net
 from ranks import run_ranks, set_collective_timeout
 from shard_optim import FullyShardedDataParallel, load_fully_sharded, save_fully_sharded
+from shard_optim.communication import GroupCollectives
 
 STEPS, SAVE_EVERY, FAULTY_STEP = 6, 2, 3
 
@@ -36,30 +40,43 @@ def fail(*_args, **_kwargs):
 
 def arm(model, where, fault):
     """Makes this rank fail when it gets there."""
-    if where == "forward":
+    if where == "gather":
+        GroupCollectives.all_gather = fault
+    elif where == "forward":
         model.module.blocks[2].register_forward_hook(fault)
     elif where == "backward":
         model.module.blocks[2].down.register_full_backward_hook(fault)
     elif where == "step":
         torch.optim.AdamW.step = fault
-    else:
+    elif where == "save":
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
         FileSystemWriter.write_data = fault
+    else:
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+        FileSystemReader.read_data = fault
 
 
 def run(rank, world_size, folder, where=None, fault=None, start_again=False):
+    """Trains; the last rank fails. With ``start_again``, from the newest checkpoint."""
     model = FullyShardedDataParallel(net(seed=rank))
     optimizer = OPTIMIZERS["adamw"](model.parameters())
+
+    def arm_the_last():
+        set_collective_timeout(COLLECTIVE_TIMEOUT)
+        if rank == world_size - 1:
+            arm(model, where, {"die": die, "stop": stop, "fail": fail}[fault])
+
     first = 0
     if start_again:
+        if where == "load":
+            arm_the_last()
         first = max(int(path.parent.name) for path in Path(folder).glob("*/.metadata"))
         load_fully_sharded(model, optimizer, f"{folder}/{first}")
     for step in range(first, STEPS):
         if step == FAULTY_STEP and where:
-            set_collective_timeout(COLLECTIVE_TIMEOUT)
-            if rank == 1:
-                arm(model, where, {"die": die, "stop": stop, "fail": fail}[fault])
+            arm_the_last()
         optimizer.zero_grad()
         loss_of(model, step, rank).backward()
         optimizer.step()
@@ -70,40 +87,98 @@ def run(rank, world_size, folder, where=None, fault=None, start_again=False):
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    return run_ranks(run, 2, str(tmp_path_factory.mktemp("whole")))[0].value
+    """The weights, by the number of ranks; each number is trained once."""
+
+    @functools.cache
+    def trained(world_size):
+        folder = tmp_path_factory.mktemp("whole")
+        return run_ranks(run, world_size, str(folder))[0].value
+
+    return trained
+
+
+GATHER = "the all-gather of parameters"
+FAULTS = [
+    ("gather", GATHER),
+    ("forward", GATHER),
+    ("backward", IN_BACKWARD),
+    ("step", "saving a checkpoint"),  # the next thing that needs all ranks
+    ("save", "saving a checkpoint"),
+    ("load", "loading a checkpoint"),
+]
+
+
+def cases():
+    for where, what in FAULTS:
+        for fault in ("die", "fail", "stop"):
+            marks = pytest.mark.nightly if fault == "stop" else ()  # waits for the timeout
+            yield pytest.param(where, fault, what, 2, marks=marks, id=f"{where}-{fault}-2")
+    yield pytest.param("backward", "die", IN_BACKWARD, 3, id="backward-die-3")
+    for where, what in FAULTS[3:5]:
+        yield pytest.param(where, "stop", what, 3, marks=pytest.mark.nightly, id=f"{where}-stop-3")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("where", "fault", "what"),
-    [
-        ("forward", "die", "the all-gather of parameters"),
-        pytest.param("forward", "stop", "the all-gather of parameters", marks=pytest.mark.nightly),
-        ("forward", "fail", "the all-gather of parameters"),
-        ("backward", "die", IN_BACKWARD),
-        pytest.param("backward", "fail", IN_BACKWARD, marks=pytest.mark.nightly),
-        ("step", "die", "saving a checkpoint"),
-        ("save", "die", "saving a checkpoint"),
-        pytest.param("save", "fail", "saving a checkpoint", marks=pytest.mark.nightly),
-    ],
-)
-def test_restart_after_a_fault(where, fault, what, tmp_path, uninterrupted):
-    survivor, faulty = run_ranks(
+@pytest.mark.parametrize(("where", "fault", "what", "world_size"), list(cases()))
+def test_restart_after_a_fault(where, fault, what, world_size, tmp_path, uninterrupted):
+    """Every other rank raises a named error in bounded time; the next start loses no bit."""
+    folder = str(tmp_path)
+    if where == "load":  # of what a run that was interrupted before has left
+        run_ranks(run, world_size, folder, "step", "fail", check=False, timeout=BOUND)
+    *survivors, faulty = run_ranks(
         run,
-        2,
-        str(tmp_path),
+        world_size,
+        folder,
         where,
         fault,
+        where == "load",
         check=False,
         timeout=BOUND,
     )
-    assert survivor.error is not None
-    assert survivor.seconds < BOUND
-    assert re.search(rf"CollectiveError: .*{what}", survivor.error), survivor.error
+    for survivor in survivors:
+        assert survivor.error is not None
+        assert survivor.seconds < BOUND
+        assert re.search(rf"CollectiveError: .*{what}", survivor.error), survivor.error
     if fault == "fail":
         assert "ArithmeticError: only this rank fails" in faulty.error
-    for outcome in run_ranks(run, 2, str(tmp_path), None, None, True):
-        assert outcome.value == uninterrupted
+    else:
+        assert faulty.exitcode == -signal.SIGKILL
+    for outcome in run_ranks(run, world_size, folder, None, None, True):
+        assert outcome.value == uninterrupted(world_size)
+
+
+def save_in_the_background(rank, world_size, folder, dies):
+    model = FullyShardedDataParallel(net(seed=rank))
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT))
+    for step in range(2):
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if dies and step == 1 and rank == 1:
+            arm(model, "save", die)
+        save_fully_sharded(model, optimizer, f"{folder}/{step}", background_group=group).result()
+    return
+
+
+def test_a_rank_that_dies_while_it_saves_in_the_background(tmp_path):
+    """``result()`` says so on the other one; the checkpoint before is whole, this one is none."""
+    healthy, dead = run_ranks(
+        save_in_the_background, 2, str(tmp_path), True, check=False, timeout=BOUND
+    )
+    assert dead.exitcode == -signal.SIGKILL
+    assert re.search("CollectiveError: .*saving a checkpoint", healthy.error), healthy.error
+    assert [path.parent.name for path in tmp_path.glob("*/.metadata")] == ["0"]
+    run_ranks(load_the_first, 2, str(tmp_path))
+
+
+def load_the_first(rank, world_size, folder):
+    model = FullyShardedDataParallel(net(seed=rank))
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    load_fully_sharded(model, optimizer, f"{folder}/0")
+    assert next(iter(optimizer.state.values()))["step"] == 1
+    with pytest.raises(FileNotFoundError, match="saved completely"):
+        load_fully_sharded(model, optimizer, f"{folder}/1")
 
 
 def leave_out_a_block(rank, _world_size):
@@ -121,40 +196,3 @@ def test_a_rank_that_calls_fewer_units_ends_all():
     for outcome in outcomes:
         assert "CollectiveError" in outcome.error
         assert "must take part in the" in outcome.error
-
-
-def die_while_loading(rank, _world_size, folder, dying):
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-    model = FullyShardedDataParallel(net(seed=rank))
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
-    if dying:
-        if rank == 1:
-            FileSystemReader.read_data = die
-    else:
-        loss_of(model, 0, rank).backward()
-        optimizer.step()
-        save_fully_sharded(model, optimizer, folder)
-        model = FullyShardedDataParallel(net(seed=rank + 2))
-        optimizer = OPTIMIZERS["adamw"](model.parameters())
-    load_fully_sharded(model, optimizer, folder)
-    return [value.tolist() for value in model.full_parameters().values()]
-
-
-def test_a_rank_that_dies_while_loading(tmp_path):
-    """The other one says so at once; the checkpoint is whole, and the next start loads it."""
-    folder = str(tmp_path / "checkpoint")
-    saved = run_ranks(die_while_loading, 2, folder, False)
-    healthy, dead = run_ranks(
-        die_while_loading,
-        2,
-        folder,
-        True,
-        check=False,
-        timeout=BOUND,
-        collective_timeout=6 * BOUND,  # what ends the other one is its broken connection
-    )
-    assert dead.exitcode == -signal.SIGKILL
-    assert "CollectiveError" in healthy.error
-    assert "loading a checkpoint" in healthy.error
-    assert saved[0].value == saved[1].value
