@@ -146,11 +146,20 @@ def test_help_of_an_experiment_teaches_by_commands_that_work(
         (["toy", "--only", "nothing"], "--only must name one of the experiments toy"),
         (["run"], "Missing argument"),
         (["run", "quik"], "assignment, attention-deterministic, attention-features, "),
-        (["run", "none.toml"], "cannot read preset none.toml: No such file or directory"),
-        (["report", "nowhere"], "nowhere is not a run folder: it has no results.jsonl"),
-        (["compare", "a", "b"], "a is not a run folder"),
+        (
+            ["run", "none.toml"],
+            "preset none.toml must be a readable file, but got an error: No such",
+        ),
+        (
+            ["report", "nowhere"],
+            "must be a run folder, but got nowhere, which has no results.jsonl",
+        ),
+        (["compare", "a", "b"], "RUN must be a run folder, but got a,"),
         (["preset", "quik"], "assignment, attention-deterministic, attention-features, "),
-        (["toy", "--output", "file/run"], "cannot write to file/run: Not a directory"),
+        (
+            ["toy", "--output", "file/run"],
+            "must be a folder to write to, but got file/run (Not a directory)",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import json
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,10 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"{program}:12:13: DistributedDataParallel: use ddp_lite.")
     assert lines[-1] == f"see {PAGES}packages/ddp-lite/docs/from-torch-ddp.md"
+    assert main(["migrate", str(program), "--json"]) == 1
+    first = json.loads(capsys.readouterr().out)[0]
+    assert {"file": str(program), "line": 12, "column": 13}.items() <= first.items()
+    assert set(first) == {"file", "line", "column", "what", "advice", "page"}
     program.write_text("print(1)\n")
     assert main(["migrate", str(program)]) == 0
 

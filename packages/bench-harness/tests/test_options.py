@@ -26,7 +26,10 @@ def test_a_plug_in_that_does_not_import_is_named(
     installed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(experiments._BUILT_IN, "lost", "no_such_module:Lost")
-    with pytest.raises(ValueError, match=r"experiment lost \(no_such_module:Lost\) cannot be"):
+    with pytest.raises(
+        ValueError,
+        match=r"experiment lost must be importable as no_such_module:Lost, but got an error",
+    ):
         experiments.get("lost")
 
 

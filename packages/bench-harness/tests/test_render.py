@@ -120,12 +120,16 @@ def test_an_outdated_page_fails_the_check_and_is_left_alone(bench: Bench, page: 
     ("old", "new", "message"),
     [
         ('"rows.jsonl"', '"gone.jsonl"', "rows must be a readable file, but got .*gone.jsonl"),
-        ('["toy ok"]', '["toy oak"]', "must hold cases named .'toy oak'., but got none"),
+        ('["toy ok"]', '["toy oak"]', "must hold rows of toy of cases named toy oak, but got none"),
         ('"Toy <times>"', '"Toy"', "table must be one of Toy <times>, but got 'Toy'"),
         ('["variant", ["median', '["variants", ["median', "column must be one of .*'variants'"),
         ("digits = 1", "digit = 1", "show key must be one of .*, but got 'digit'"),
         ('sort = "median', 'sort = "medium', "column must be one of .*'medium"),
-        ("| figure }} ms", "| figures }} ms", "text cannot be filled in: No filter named 'figures"),
+        (
+            "| figure }} ms",
+            "| figures }} ms",
+            "its values fill in, but got: No filter named 'figures",
+        ),
         ("(double / plain)", "(twice / plain)", "'twice' is undefined"),
         ('{ variant = "plain" }]', '{ variant = "plane" }]', "must be one cell, but got 0"),
         ('name = "line"', 'name = "lines"', "figure must be one of line, but got 'lines'"),
@@ -173,11 +177,17 @@ def test_a_block_in_a_code_block_is_an_example(page: Path) -> None:
     assert made.text.startswith(example)
 
 
-def test_a_block_that_is_not_closed_is_named(bench: Bench, page: Path) -> None:
-    page.write_text("<!-- bench-harness\n[show]\n-->\n")
+@pytest.mark.parametrize("after", ["", "<!-- bench-harness\n-->\n<!-- /bench-harness -->\n"])
+def test_a_block_that_is_not_closed_is_named_and_the_page_kept(
+    bench: Bench, page: Path, after: str
+) -> None:
+    text = "# Title\n\n<!-- bench-harness\n[show]\n-->\n" + after
+    page.write_text(text)
     done = bench("render", str(page))
-    assert done.returncode == 2
-    assert "every block must end with <!-- /bench-harness -->" in done.stderr
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert f"{page}:3: a block must end with <!-- /bench-harness -->, but got none. Add it." in line
+    assert page.read_text() == text
 
 
 PLAIN = """<!-- bench-harness

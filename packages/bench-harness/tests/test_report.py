@@ -152,11 +152,11 @@ def test_damage_and_mixed_environments_are_said(store: Store) -> None:
 
 
 def test_a_folder_without_rows_is_one_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="is not a run folder"):
+    with pytest.raises(StoreError, match="RUN must be a run folder"):
         report.build(Store(tmp_path))
     with Store(tmp_path).open_for_writing():
         pass
-    with pytest.raises(StoreError, match="no complete case yet"):
+    with pytest.raises(StoreError, match="must hold a complete case"):
         report.build(Store(tmp_path))
 
 
@@ -295,6 +295,22 @@ def test_a_picture_that_cannot_be_drawn_costs_itself_only(
     assert "Could not be shown: picture bad: ValueError" in page
     assert (store.folder / "figures" / "toy-good.png").is_file()
     assert "Toy &lt;times&gt;" in page
+
+
+@pytest.mark.parametrize(("ended", "case"), [("skipped", "ok"), ("error", "error")])
+def test_a_variant_that_was_not_measured_is_named_with_its_case(
+    store: Store, ended: str, case: str
+) -> None:
+    measured = row("ok", variant="plain", samples_ms=[1, 2, 3, 4], started="t1")
+    without = row("ok", ended, variant="lost", error="lost must be installed", started="t1")
+    with store.open_for_writing() as writer:
+        writer.append([measured, without])
+    built = report.build(store)
+    (line,) = [each for each in built.sections[0].cases if each.label == "toy ok"]
+    assert (line.status, line.error) == (case, f"lost {ended}: lost must be installed")
+    file = io.StringIO()
+    terminal.summary(built, Path("report.html"), Console(file=file, width=200))
+    assert f"toy ok: lost {ended}: lost must be installed" in file.getvalue()
 
 
 def test_a_case_of_which_no_table_can_be_made_is_left_out_by_name(store: Store) -> None:

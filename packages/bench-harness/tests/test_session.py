@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -89,6 +90,17 @@ def test_lines_are_cut_on_a_terminal_and_whole_in_a_file(terminal: bool) -> None
     assert ("x" * 100 in file.getvalue()) is not terminal
 
 
+def test_a_variant_that_was_not_measured_is_named_below_its_case() -> None:
+    file = io.StringIO()
+    skipped = {"variant": "b", "ended": {"status": "skipped", "error": "b must be installed"}}
+    value: Any = {"rows": [{"variant": "a", "samples_ms": [1.0]}, skipped]}
+    with ConsoleReporter(Console(file=file, width=80), [Planned(case("x"), False, None)]) as shown:
+        shown.case_finished(case("x"), Outcome(status="ok", value=value, seconds=1.0))
+    first, second = file.getvalue().splitlines()
+    assert first.split()[:2] == ["[1/1]", "ok"]
+    assert second.strip() == "b skipped: b must be installed"
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_each_rank_has_a_line_on_a_terminal_and_none_in_a_log(terminal: bool) -> None:
     file = io.StringIO()
@@ -102,7 +114,7 @@ def test_each_rank_has_a_line_on_a_terminal_and_none_in_a_log(terminal: bool) ->
         reporter._live.refresh()
         shown = [line.strip() for line in file.getvalue().splitlines()]
         at_once = [line for line in shown if "rank" in line][-2:]
-        reporter.case_finished(case("a"), Outcome(status="ok", seconds=1.0))
+        reporter.case_finished(case("a"), Outcome(status="ok", value={"rows": []}, seconds=1.0))
     if terminal:
         first, second = at_once
         assert first.endswith("rank 0: turn 1")

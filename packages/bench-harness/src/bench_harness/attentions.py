@@ -79,7 +79,10 @@ def find(name: str) -> Attend:
     try:
         found: Attend = operator.attrgetter(attribute)(importlib.import_module(module))
     except (ImportError, AttributeError, ValueError) as error:
-        raise CaseSkipped(f"{name} cannot be imported: {error}") from error
+        raise CaseSkipped(
+            f"{name} must be importable, but got an error: {error}. Install its package, or leave "
+            "it out of variants."
+        ) from error
     return found
 
 
@@ -174,7 +177,10 @@ def _flashattn_triton(implementation: str) -> Attend:
         **settings: Any,
     ) -> Tensor:
         if implementation in ("triton", "hopper") and query.device.type != "cuda":
-            raise CaseSkipped("the Triton tiers need a CUDA device")
+            raise CaseSkipped(
+                "the Triton tiers must get CUDA tensors, but got others. Use "
+                "flashattn-triton-tiled."
+            )
         settings["implementation"] = implementation
         if cu_seqlens is None:
             return dense(query, key, value, layout="bhsd", **settings)
@@ -194,9 +200,14 @@ def _flashattn_triton_compiled() -> Attend:
 
     def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
         if query.device.type != "cuda":
-            raise CaseSkipped("FlashAttention2Triton needs a CUDA device")
+            raise CaseSkipped(
+                "FlashAttention2Triton must get CUDA tensors, but got others. Use flashattn-triton."
+            )
         if query.shape[1] != key.shape[1]:
-            raise CaseSkipped("FlashAttention2Triton.apply takes as many key as query heads")
+            raise CaseSkipped(
+                "FlashAttention2Triton.apply must get as many key heads as query heads, but got "
+                f"{key.shape[1]} and {query.shape[1]}. Use flashattn-triton."
+            )
         out = apply(*(x.flatten(0, 1) for x in (query, key, value)), causal)
         return out.view(*query.shape[:-1], -1)
 
@@ -248,7 +259,10 @@ def _sdpa(backend: str) -> Attend:
         except RuntimeError as error:
             if "No available kernel" not in str(error):
                 raise
-            raise CaseSkipped(f"PyTorch's {backend} kernel does not take this problem") from error
+            raise CaseSkipped(
+                f"the problem must be one that PyTorch's {backend} kernel takes, but got another. "
+                "Use sdpa, which chooses a kernel itself."
+            ) from error
 
     return attend
 
@@ -301,7 +315,9 @@ def _flex() -> Attend:
 
 def _refuse_cpu(query: Tensor) -> None:
     if query.device.type != "cuda":
-        raise CaseSkipped("compiled FlexAttention needs a CUDA device")
+        raise CaseSkipped(
+            "compiled FlexAttention must get CUDA tensors, but got others. Use naive-compiled."
+        )
 
 
 #: Longest sequence whose block mask is made without compiling: its pairs take 64 MiB.
@@ -376,7 +392,10 @@ def _flash_attn_4() -> Attend:
     try:
         cute = importlib.import_module("flash_attn.cute")
     except ImportError as error:
-        raise CaseSkipped(f"the package flash-attn-4 is not installed: {error}") from error
+        raise CaseSkipped(
+            f"flash-attn-4 must be importable, but got an error: {error}. Install the package "
+            "flash-attn-4, or leave it out of variants."
+        ) from error
 
     def attend(
         query: Tensor,
@@ -392,7 +411,10 @@ def _flash_attn_4() -> Attend:
                 settings[theirs] = settings.pop(ours)
         for name in ("alibi_slopes", "bias", "prefix_lengths", "document_ids"):
             if name in settings:
-                raise CaseSkipped(f"flash-attn-4 has no argument {name}")
+                raise CaseSkipped(
+                    f"the problem must have no {name} for flash-attn-4, but got one. Leave it out "
+                    "of variants."
+                )
         try:
             if cu_seqlens is not None:
                 starts = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
@@ -404,7 +426,10 @@ def _flash_attn_4() -> Attend:
             heads_last = (x.transpose(1, 2) for x in (query, key, value))
             return _first(cute.flash_attn_func(*heads_last, **settings)).transpose(1, 2)
         except AssertionError as error:  # how it refuses what it does not support
-            raise CaseSkipped(f"flash-attn-4 does not take this problem: {error}") from error
+            raise CaseSkipped(
+                f"the problem must be one that flash-attn-4 takes, but got an error: {error}. "
+                "Leave it out of variants."
+            ) from error
 
     return attend
 

@@ -521,6 +521,7 @@ def _preset(
 
 def _migrate(
     files: Annotated[list[Path], typer.Argument(help="Python files.", show_default=False)],
+    as_json: AsJson = False,
 ) -> int:
     """Say what programs change to use these packages instead of torch's or flash-attn.
 
@@ -529,6 +530,10 @@ def _migrate(
     from bench_harness import migrate
 
     found = [(file, change) for file in files for change in migrate.read(file)]
+    if as_json:
+        listed = [{"file": str(file), **dataclasses.asdict(change)} for file, change in found]
+        typer.echo(json.dumps(listed))
+        return FAILED if found else 0
     for file, each in found:
         typer.echo(f"{file}:{each.line}:{each.column}: {each.what}: {each.advice}")
     for page in sorted({each.page for _, each in found}):

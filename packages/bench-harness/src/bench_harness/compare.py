@@ -124,14 +124,15 @@ def compare(
     if not shared:
         damaged = sum(len(run.load().damaged) for run in (run_a, run_b))
         raise ComparisonError(
-            f"{run_a.folder} and {run_b.folder} hold no case in common: run both with the same "
-            f"options{f' ({damaged} damaged lines were left out)' * (damaged > 0)}"
+            f"{run_a.folder} and {run_b.folder} must have a case in common, but got none"
+            f"{f' ({damaged} damaged lines were left out)' * (damaged > 0)}. Run both with the "
+            "same options."
         )
     different = [i for i in shared if rows_a[i]["environment"] != rows_b[i]["environment"]]
     if different and not across_hardware:
         raise ComparisonError(
-            f"{len(different)} of {len(shared)} rows were measured on different hardware or "
-            "libraries; --across-hardware compares them all the same, and marks them"
+            "rows must come from the same hardware and libraries, but got different ones for "
+            f"{len(different)} of {len(shared)}. Add --across-hardware to compare and mark them."
         )
     return [
         _comparison(rows_a[identity], rows_b[identity], identity[1], tolerance)

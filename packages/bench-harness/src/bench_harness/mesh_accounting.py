@@ -143,8 +143,8 @@ def fsdp_ranks(model: FeedForwardStack = XXL, *, device_gb: float, tokens: int =
     room = device_gb - saved / 2
     if room <= 0:
         raise ValueError(
-            f"half of the activations must fit one device, but they take {saved / 2:.1f} GB of "
-            f"{device_gb:g} GB. Use fewer than {tokens} tokens per device."
+            f"half of the activations must fit one device of {device_gb:g} GB, but got "
+            f"{saved / 2:.1f} GB. Use fewer than {tokens} tokens per device."
         )
     weights = rank_memory(model.numel, world_size=1, stage=3).total / GB
     needed = (weights + saved / 2) / room

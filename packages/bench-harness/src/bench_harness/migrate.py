@@ -73,7 +73,9 @@ def changes(source: str, known: Sequence[Rule]) -> list[Change]:
     try:
         program = MetadataWrapper(cst.parse_module(source))
     except cst.ParserSyntaxError as error:
-        raise ValueError(f"the file must be Python, but line {error.raw_line} is not") from None
+        raise ValueError(
+            f"the file must be Python, but got something else in line {error.raw_line}. Correct it."
+        ) from None
     reader = _Reader()
     program.visit(reader)
     found: set[Change] = set()

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from bench_harness.case import Case
 from bench_harness.process import Outcome
-from bench_harness.runner import Planned
+from bench_harness.runner import Planned, ended_variants
 
 #: How :func:`bench_harness.ranks.launch` begins the words of a rank.
 _RANK = re.compile(r"rank (\d+): ")
@@ -126,7 +126,8 @@ class ConsoleReporter:
         self._live.update(self._task, description="\n".join(map(self._fit, lines)))
 
     def case_finished(self, case: Case, outcome: Outcome) -> None:
-        """Prints the case's line: place, status, time and name, and the error if there is one."""
+        """Prints the case's line: place, status, time and name; below it why it, or a variant of
+        it, was not measured."""
         self._done += 1
         self._remaining.finished(case, outcome.seconds)
         place = f"[{self._done:>{len(str(self._total))}}/{self._total}]"
@@ -134,8 +135,8 @@ class ConsoleReporter:
         line.append(f"{outcome.status:<7}", style=STYLES[outcome.status])
         line.append(f" {duration(outcome.seconds):>10}  {case.label}")
         self._print(line)
-        if outcome.error is not None:
-            self._print(Text(f"{'':{len(place)}} {outcome.error}", style="dim"))
+        for text in [outcome.error] if outcome.error is not None else ended_variants(outcome):
+            self._print(Text(f"{'':{len(place)}} {text}", style="dim"))
         self._live.update(self._task, completed=self._done, left=self._left())
 
     def _print(self, line: Text) -> None:

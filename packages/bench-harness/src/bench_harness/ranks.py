@@ -180,8 +180,8 @@ def launch(
         except RendezvousError as error:
             raise RankError(
                 f"{nodes.nnodes} machines must meet at {nodes.rdzv_endpoint} within "
-                f"{timeout_s:g} s: {error or type(error).__name__}. Was the same command given on "
-                "each, and can they reach that address?"
+                f"{timeout_s:g} s, but got {error or type(error).__name__}. Give the same command "
+                "on each, and check that they can reach that address."
             ) from None
         except ChildFailedError as error:
             message = _describe(error, Path(folder), world_size, timeout_s)

@@ -105,6 +105,17 @@ def run(
     return counts
 
 
+def ended_variants(outcome: Outcome) -> list[str]:
+    """Which variants of a case that went on were skipped or failed, and why: one line for each."""
+    if outcome.status != "ok":
+        return []
+    return [
+        f"{row['variant']} {row[ENDED]['status']}: {row[ENDED]['error']}"
+        for row in outcome.value["rows"]
+        if ENDED in row
+    ]
+
+
 def _measure(case: Case, store: Store, reporter: Reporter, timeout_s: float | None) -> Outcome:
     folder = (store.folder / ARTIFACTS / case.key).absolute()
     folder.mkdir(parents=True, exist_ok=True)

@@ -84,7 +84,10 @@ class Store:
             StoreError: it does not.
         """
         if not self.results.is_file():
-            raise StoreError(f"{self.folder} is not a run folder: it has no {RESULTS}")
+            raise StoreError(
+                f"RUN must be a run folder, but got {self.folder}, which has no {RESULTS}. Name "
+                "another."
+            )
 
     def load(self) -> Loaded:
         """Reads every row; a case measured twice counts with its last complete attempt.
@@ -96,7 +99,9 @@ class Store:
         try:
             lines = self.results.read_bytes().splitlines() if self.results.exists() else []
         except OSError as error:
-            raise StoreError(f"cannot read {self.results}: {error.strerror}") from None
+            raise StoreError(
+                f"{self.results} must be readable, but got an error: {error.strerror}. Correct it."
+            ) from None
         attempts: dict[tuple[str, str], list[Row]] = {}
         damaged: dict[int, str] = {}
         for number, line in enumerate(lines, start=1):
@@ -106,8 +111,8 @@ class Store:
             schema = None if row is None else row.get("schema")
             if isinstance(schema, int) and schema > SCHEMA_VERSION:
                 raise StoreError(
-                    f"{self.results} line {number} has schema {schema}, this version reads up to "
-                    f"{SCHEMA_VERSION}: upgrade bench-harness"
+                    f"{self.results} line {number} must have schema {SCHEMA_VERSION} or less, but "
+                    f"got {schema}. Upgrade bench-harness."
                 )
             wrong = "it is not a JSON object" if row is None else row_checks.problem(row)
             if row is None or wrong is not None:
@@ -133,7 +138,7 @@ class Store:
     def _require_file(self, path: Path) -> None:
         """Refuses what cannot be read like a file: a named pipe would be waited for."""
         if path.exists() and not path.is_file():
-            raise StoreError(f"{path} must be a regular file, but is not one. Remove it")
+            raise StoreError(f"{path} must be a regular file, but got something else. Remove it.")
 
     @contextlib.contextmanager
     def open_for_writing(self) -> Iterator[Writer]:
@@ -147,13 +152,17 @@ class Store:
             self.folder.mkdir(parents=True, exist_ok=True)
             file = self.results.open("ab+", buffering=0)
         except OSError as error:
-            raise StoreError(f"cannot write to {self.folder}: {error.strerror}") from None
+            raise StoreError(
+                f"--output must be a folder to write to, but got {self.folder} ({error.strerror}). "
+                "Choose another."
+            ) from None
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise StoreError(
-                    f"{self.folder} is in use by another run: wait, or choose another --output"
+                    f"{self.folder} must be used by one run at a time, but got a second one. Wait, "
+                    "or choose another --output."
                 ) from None
             yield Writer(self, file)
 
@@ -168,8 +177,8 @@ class Store:
             return []
         if not isinstance(found, list) or not all(map(_is_invocation, found)):
             raise StoreError(
-                f"{self.folder / RUN} must be a list of invocations, but is not one. Remove it: "
-                "the rows do not need it"
+                f"{self.folder / RUN} must be a list of invocations, but got something else. "
+                "Remove it: the rows do not need it."
             )
         return found
 
@@ -184,8 +193,8 @@ class Store:
             return {}
         if not isinstance(found, dict) or not all(map(_is_environment, found.values())):
             raise StoreError(
-                f"{self.folder / ENVIRONMENTS} must be a table of machines, but is not one. "
-                "Remove it: the rows do not need it"
+                f"{self.folder / ENVIRONMENTS} must be a table of machines, but got something "
+                "else. Remove it: the rows do not need it."
             )
         return found
 
@@ -195,7 +204,10 @@ class Store:
         try:
             return json.loads(path.read_text()) if path.exists() else None
         except (OSError, ValueError, RecursionError) as error:
-            raise StoreError(f"cannot read {path}: {error}") from None
+            raise StoreError(
+                f"{path} must be readable JSON, but got an error: {error}. Remove it: the rows do "
+                "not need it."
+            ) from None
 
 
 def _is_invocation(value: JsonValue) -> bool:
@@ -254,8 +266,8 @@ class Writer:
             os.fsync(self._file.fileno())
         except OSError as error:
             raise StoreError(
-                f"cannot write {self._store.results}: {error.strerror}; what was measured before "
-                "is kept, and the same command goes on from there"
+                f"{self._store.results} must be writable, but got an error: {error.strerror}. What "
+                "was measured before is kept, and the same command goes on from there."
             ) from None
 
 
@@ -271,4 +283,7 @@ def replace_file(path: Path, content: bytes) -> None:
         partial.write_bytes(content)
         partial.replace(path)
     except OSError as error:
-        raise StoreError(f"cannot write {path}: {error.strerror}") from None
+        raise StoreError(
+            f"{path} must be writable, but got an error: {error.strerror}. Free space or name "
+            "another."
+        ) from None

@@ -75,7 +75,7 @@ def summary(report: Report, page: Path, console: Console) -> None:
         line(console, note, style="yellow")
     for section in report.sections:
         for case in section.cases:
-            if case.status != "ok":
+            if case.error is not None:
                 text = Text(f"{case.status:<7} ", style=STYLES[case.status])
                 text.append(f"{case.label}: {case.error}", style="default")
                 console.print(text, no_wrap=True, overflow="ellipsis")

@@ -83,7 +83,9 @@ def device_of(name: str) -> torch.device:
 
     if name == "cuda":
         if not torch.cuda.is_available():
-            raise CaseSkipped("needs a CUDA device; torch sees none here")
+            raise CaseSkipped(
+                "device must be a CUDA device that torch sees, but got none here. Use --device cpu."
+            )
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(name)
 
@@ -105,7 +107,7 @@ def precision_context(precision: str, device: torch.device) -> Iterator[None]:
             yield
         return
     if precision == "tf32" and device.type != "cuda":
-        raise CaseSkipped("TF32 is a format of NVIDIA tensor cores; this case runs on a CPU")
+        raise CaseSkipped("precision must be another than tf32 on a CPU, but got tf32. Use fp32.")
     with _products_in(precision):
         yield
 

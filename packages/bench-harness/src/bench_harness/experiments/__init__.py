@@ -68,5 +68,8 @@ def _load(name: str, target: str) -> Experiment:
     try:
         experiment: Experiment = getattr(importlib.import_module(module), attribute)()
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"experiment {name} ({target}) cannot be imported: {error}") from error
+        raise ValueError(
+            f"experiment {name} must be importable as {target}, but got an error: {error}. "
+            "Reinstall the package that registers it."
+        ) from error
     return experiment

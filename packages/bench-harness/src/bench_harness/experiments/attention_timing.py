@@ -114,7 +114,10 @@ def _call(
     try:
         inspect.signature(attend).bind(*tensors[:3], **settings)
     except TypeError as error:
-        raise CaseSkipped(f"{name} does not take this problem: {error}") from error
+        raise CaseSkipped(
+            f"the problem must be one that {name} takes, but got an error: {error}. Leave it out "
+            "of variants."
+        ) from error
     return lambda: attend(*tensors[:3], **settings)
 
 

@@ -99,7 +99,10 @@ def require_gpus(config: Mapping[str, Any], nnodes: int = 1) -> None:
     """
     wanted = config["world_size"] // nnodes
     if config["device"] == "cuda" and gpu_count() < wanted:
-        raise CaseSkipped(f"needs {wanted} CUDA devices; found {gpu_count()}")
+        raise CaseSkipped(
+            f"this machine must have {wanted} CUDA devices, but got {gpu_count()}. Ask for "
+            "fewer ranks, or use --device cpu."
+        )
 
 
 def on_rank_0(decision: bool) -> bool:

@@ -137,8 +137,8 @@ class LossCurves(Experiment):
         least = case.config["sequence"] + 2
         if len(tokens) < least:
             raise CaseSkipped(
-                f"text must hold at least {least} bytes, but {case.config['text']} holds "
-                f"{len(tokens)}"
+                f"text must hold at least {least} bytes, but got {len(tokens)} in "
+                f"{case.config['text']}. Name a longer file, or a shorter sequence."
             )
         rows: list[Row] = run_on_ranks(case, progress, train_rank, tokens)[0]
         return rows

@@ -56,7 +56,9 @@ def text(name: str) -> str:
         ValueError: no such preset.
     """
     if name not in shipped():
-        raise ValueError(f"preset must be one of {', '.join(shipped())}, but got {name!r}")
+        raise ValueError(
+            f"preset must be one of {', '.join(shipped())}, but got {name!r}. Correct the name."
+        )
     return (importlib.resources.files(__name__) / f"{name}.toml").read_text(encoding="utf-8")
 
 
@@ -70,21 +72,29 @@ def load(name: str) -> Preset:
         return _parse(name, name, text(name))
     if not name.endswith(".toml"):
         raise ValueError(
-            f"preset must be one of {', '.join(shipped())}, or a file NAME.toml, but got {name!r}"
+            f"preset must be one of {', '.join(shipped())}, or a file NAME.toml, but got {name!r}. "
+            "Correct the name."
         )
     try:
         return _parse(Path(name).stem, name, Path(name).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"cannot read preset {name}: {error.strerror}") from None
+        raise ValueError(
+            f"preset {name} must be a readable file, but got an error: {error.strerror}. Correct "
+            "the path."
+        ) from None
     except UnicodeDecodeError:
-        raise ValueError(f"preset {name} must be text in UTF-8") from None
+        raise ValueError(
+            f"preset {name} must be text in UTF-8, but got other bytes. Save it as UTF-8."
+        ) from None
 
 
 def _parse(name: str, source: str, toml: str) -> Preset:
     try:
         content = tomllib.loads(toml)
     except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"preset {source} must be TOML: {error}") from None
+        raise ValueError(
+            f"preset {source} must be TOML, but got an error: {error}. Correct it."
+        ) from None
     description = content.pop("description", "")
     runs = []
     for experiment_name, tables in content.items():
@@ -93,7 +103,8 @@ def _parse(name: str, source: str, toml: str) -> Preset:
             for table in tables if isinstance(tables, list) else [tables]:
                 if not isinstance(table, Mapping):
                     raise ValueError(
-                        f"{experiment_name} must be a table of options, but got {table!r}"
+                        f"{experiment_name} must be a table of options, but got {table!r}. Write "
+                        f"[{experiment_name}]."
                     )
                 values = options.build(experiment, table)
                 user_code.refuse_ignored(values, table)
@@ -101,7 +112,10 @@ def _parse(name: str, source: str, toml: str) -> Preset:
         except ValueError as error:
             raise ValueError(f"preset {source}: {error}") from None
     if not runs:
-        raise ValueError(f"preset {source} must name at least one experiment; it names none")
+        raise ValueError(
+            f"preset {source} must name at least one experiment, but got none. Add a table, such "
+            "as [model]."
+        )
     order = experiments.names()
     runs.sort(key=lambda run: order.index(run[0]))
     return Preset(name, str(description), runs)

@@ -32,6 +32,8 @@ class CaseLine:
     """How one case ended.
 
     Attributes:
+        status: of the case; "error" or "timeout" if one of its variants ended so.
+        error: why the case, or which variant of it and why, was not measured.
         warnings: what makes its figures doubtful, as a throttled GPU.
         artifacts: files that it left, relative to the run folder.
     """
@@ -114,7 +116,9 @@ def build(store: Store) -> Report:
     store.check_is_run()
     loaded = store.load()
     if not loaded.rows:
-        raise StoreError(f"{store.results} holds no complete case yet: nothing to report")
+        raise StoreError(
+            f"{store.results} must hold a complete case, but got none. Let a case of the run end."
+        )
     by_name: dict[str, list[Row]] = {}
     for row in loaded.rows:
         by_name.setdefault(row["experiment"], []).append(row)
@@ -160,11 +164,13 @@ def _section(name: str, rows: list[Row], folder: Path) -> Section:
     else:
         summary = experiment.summary
         tables, figures, problems = _show(experiment, rows)
-    first_rows = {row["case_key"]: row for row in reversed(rows)}
+    by_case: dict[str, list[Row]] = {}
+    for row in rows:
+        by_case.setdefault(row["case_key"], []).append(row)
     return Section(
         name=name,
         summary=summary,
-        cases=[_line(row, folder) for row in reversed(first_rows.values())],
+        cases=[_line(own, folder) for own in by_case.values()],
         tables=tables,
         figures=figures,
         problems=problems,
@@ -219,14 +225,25 @@ def where(error: Exception) -> str:
     return f"{text} ({frame.name}, line {frame.lineno})"
 
 
-def _line(row: Row, folder: Path) -> CaseLine:
+def _line(rows: list[Row], folder: Path) -> CaseLine:
+    row = rows[0]
+    statuses = [each["status"] for each in rows]
+    worst = next((each for each in ("error", "timeout", "ok") if each in statuses), statuses[0])
+    # Without a variant the error is the case's own, and its only row.
+    errors = [
+        f"{each['variant']} {each['status']}: {each['error']}"
+        if "variant" in each
+        else each["error"]
+        for each in rows
+        if each["error"] is not None
+    ]
     left = sorted((folder / ARTIFACTS / row["case_key"]).glob("*"))
     return CaseLine(
         experiment=row["experiment"],
         label=row["label"],
-        status=row["status"],
+        status=worst,
         seconds=row["seconds"],
-        error=row["error"],
+        error="; ".join(errors) or None,
         detail=row["detail"],
         environment=row["environment"],
         warnings=_warnings(row.get("machine_before"), row.get("machine_after")),

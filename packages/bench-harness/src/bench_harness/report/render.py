@@ -39,6 +39,7 @@ which lists hardware, versions and commits.
 
 from __future__ import annotations
 
+import itertools
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -60,6 +61,7 @@ _BLOCK = re.compile(
     r"(?P<body>.*?)(?P<close><!-- /bench-harness -->)",
     re.DOTALL,
 )
+_CLOSING = "<!-- /bench-harness -->"
 _OPENING = re.compile(r"<!-- bench-harness\n")
 #: Code that a page shows; a block in it is an example.
 _FENCED = re.compile(r"^(?P<fence>```+)[^`\n]*\n.*?^(?P=fence)$", re.DOTALL | re.MULTILINE)
@@ -109,7 +111,6 @@ def render(file: Path) -> Rendered:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: a block is not closed.
     """
     text = file.read_text(encoding="utf-8")
     page = _Page(file.parent)
@@ -131,13 +132,15 @@ def render(file: Path) -> Rendered:
             return match[0]
         return match["open"] + body + match["close"]
 
-    opened = [match for match in _OPENING.finditer(text) if not shown_as_code(match)]
-    closed = [match for match in _BLOCK.finditer(text) if not shown_as_code(match)]
-    if len(opened) != len(closed):
-        raise ValueError(
-            f"{file}: every block must end with <!-- /bench-harness -->, but got one that does "
-            "not. Add the closing mark."
-        )
+    opened = [match.start() for match in _OPENING.finditer(text) if not shown_as_code(match)]
+    for start, end in itertools.pairwise([*opened, len(text)]):
+        if _CLOSING not in text[start:end]:
+            problems.append(
+                f"{file}:{text.count(chr(10), 0, start) + 1}: a block must end with {_CLOSING}, "
+                "but got none. Add it."
+            )
+    if problems:
+        return Rendered(text=text, pictures={}, problems=problems)
     return Rendered(text=_BLOCK.sub(filled, text), pictures=page.pictures, problems=problems)
 
 
@@ -179,9 +182,10 @@ def _source(wanted: Mapping[str, Any], page: _Page) -> _Source:
         rows = [row for row in rows if row["experiment"] == name]
     rows = _of_cases(rows, wanted.get("cases", []))
     if not rows:
+        named = f" of cases named {', '.join(wanted['cases'])}" if "cases" in wanted else ""
         raise ValueError(
-            f"rows of {given} must hold cases named {wanted.get('cases', 'anything')}, but got "
-            "none. Measure them again, or correct cases."
+            f"rows of {given} must hold {'rows' if name is None else f'rows of {name}'}{named}, "
+            "but got none. Measure them again, or correct the source."
         )
     if name is None:
         frame = _fields(rows, wanted)
@@ -263,7 +267,10 @@ def _picture(wanted: Mapping[str, Any], page: _Page) -> str:
     _check_keys(wanted, _FIGURE, "figure")
     source = _named(page, wanted.get("source"))
     if source.experiment is None:
-        raise ValueError("a figure must be of an experiment, but got a source of plain rows.")
+        raise ValueError(
+            "a figure must be of an experiment, but got a source of plain rows. Name an "
+            "experiment in the source."
+        )
     name, file, rows = wanted["name"], wanted["file"], source.rows
     target = page.folder / file
     if not target.resolve().is_relative_to(page.folder.resolve()) or target.suffix != ".png":
@@ -301,7 +308,9 @@ def _text(block: Mapping[str, Any], page: _Page) -> str:
     try:
         return templates.from_string(block["text"]).render(values).strip()
     except (jinja2.TemplateError, TypeError, ZeroDivisionError) as error:
-        raise ValueError(f"text cannot be filled in: {error}. Correct it.") from None
+        raise ValueError(
+            f"text must be a template that its values fill in, but got: {error}. Correct it."
+        ) from None
 
 
 def figure(value: Any, digits: int = 3) -> str:
@@ -322,7 +331,8 @@ def _cell(frame: pd.DataFrame, column: str, where: Mapping[str, Any] | None = No
         )
     if found[0] is None or is_missing(found[0]):
         raise ValueError(
-            f"value of {column!r} where {dict(where or {})} must be there, but got an empty cell."
+            f"value of {column!r} where {dict(where or {})} must be there, but got an empty cell. "
+            "Choose another."
         )
     return found[0]
 

@@ -63,7 +63,9 @@ def load(path: Path) -> Trace:
     content = _content(path)
     events = content.get("traceEvents") if isinstance(content, dict) else None
     if not events:
-        raise ValueError(f"a trace must hold traceEvents; {path} holds none")
+        raise ValueError(
+            f"a trace must hold traceEvents, but got none in {path}. Export it with torch.profiler."
+        )
     by_category: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for event in events:
         if event.get("ph") == "X" and "dur" in event:

@@ -60,16 +60,16 @@ def nsys() -> str:
     path = shutil.which("nsys")
     if path is None:
         raise NsightMissingError(
-            "nsys must be on the PATH for a real Nsight Systems report; found none. Install "
-            "NVIDIA Nsight Systems, or profile without it"
+            "nsys must be on the PATH for a real Nsight Systems report, but got none. Install "
+            "NVIDIA Nsight Systems, or profile without it."
         )
     answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
     match = re.search(r"(\d{4})\.(\d+)", answer.stdout)
     version = (int(match[1]), int(match[2])) if match else (0, 0)
     if version < MINIMUM_VERSION:
         raise NsightMissingError(
-            f"nsys must be at least {'.'.join(map(str, MINIMUM_VERSION))}; "
-            f"{path} says {answer.stdout.strip()!r}"
+            f"nsys must be at least {'.'.join(map(str, MINIMUM_VERSION))}, but got "
+            f"{answer.stdout.strip()!r} from {path}. Upgrade NVIDIA Nsight Systems."
         )
     return path
 
@@ -107,9 +107,9 @@ def record(command: Sequence[str], report: Path, *, finished: Path, timeout_s: f
         importer = shutil.which(_IMPORTER)
         if importer is None:
             raise NsightError(
-                f"nsys left {raw.name} without importing it: {_IMPORTER} of the same version must "
-                "be on the PATH; found none. Install the whole of NVIDIA Nsight Systems, or add "
-                "the importer's folder to the PATH"
+                f"{_IMPORTER} of the same version must be on the PATH to import {raw.name}, but "
+                "got none. Install the whole of NVIDIA Nsight Systems, or add the importer's "
+                "folder to the PATH."
             )
         done = _run([importer, "-i", str(raw), "-o", str(imported)], timeout_s)
         if done.returncode or not imported.exists():
@@ -175,8 +175,8 @@ def load(path: Path, device: int | None = None) -> Trace:
         if not kernels:
             where = "" if device is None else f" of GPU {device}"
             raise NsightError(
-                f"a report counts only with kernels{where} in it; {path} has none. Was the program "
-                "traced with -t cuda, and did it use the GPU?"
+                f"a report must hold kernels{where}, but got none in {path}. Trace a program that "
+                "uses the GPU, with -t cuda."
             )
         launches = _launches(database, processes) if _RUNTIME in columns else {}
         copies = [c for table in _COPIES if table in columns for c in _copies(database, table)]

@@ -134,7 +134,9 @@ def training(
     # What the variant before held is out of reach only now that its function has returned.
     gc.collect()
     if variant.cuda_graph and device.type != "cuda":
-        raise CaseSkipped(f"cuda_graph needs a CUDA device, but this case runs on {device.type}")
+        raise CaseSkipped(
+            f"cuda_graph must run on a CUDA device, but got {device.type}. Remove cuda_graph."
+        )
     # A CUDA graph cannot be recorded on the default stream.
     with torch.cuda.stream(torch.cuda.Stream()) if variant.cuda_graph else nullcontext():
         workload = _workload(variant, config, device)
@@ -285,8 +287,8 @@ def _comm_hook(wrapper: of.Bucketed, group: Any) -> Any:
         return peer_hook(wrapper, group, dtype_of(wrapper.wire_dtype))
     if name == "reduce-scatter":
         raise CaseSkipped(
-            "buckets are not handed over to an optimizer any more; use the optimizer 'sharded' "
-            "with reduce_gradients = true and without a wrapper"
+            "comm_hook must be measurable, but got 'reduce-scatter', which only earlier rows have. "
+            "Use the optimizer 'sharded' with reduce_gradients = true and without a wrapper."
         )
     from ddp_lite import hooks
 
@@ -301,7 +303,10 @@ def _nccl_group(high_priority: bool, max_ctas: int | None) -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     if dist.get_backend(world) != "nccl":
-        raise CaseSkipped(f"NCCL settings need NCCL; this group uses {dist.get_backend(world)}")
+        raise CaseSkipped(
+            f"NCCL settings must have a group of NCCL, but got {dist.get_backend(world)}. Remove "
+            "them."
+        )
     key = (world, high_priority, max_ctas)
     if key not in _NCCL_GROUPS:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
@@ -345,14 +350,8 @@ def _shard(wrapper: of.FSDP2, module: nn.Module, device: torch.device) -> None:
 
 def _fully_sharded(wrapper: of.FullySharded, module: nn.Module) -> tuple[Any, Any]:
     """The sharded module, and its collectives by copies between GPUs; None where it uses NCCL."""
-    import shard_optim
+    from shard_optim import FullyShardedDataParallel
 
-    cls = getattr(shard_optim, "FullyShardedDataParallel", None)
-    if cls is None:
-        raise CaseSkipped(
-            "fully-sharded needs a shard-optim that has FullyShardedDataParallel; upgrade "
-            "shard-optim"
-        )
     group: Any = None
     if wrapper.nccl_max_ctas is not None:
         group = _nccl_group(high_priority=False, max_ctas=wrapper.nccl_max_ctas)
@@ -362,12 +361,13 @@ def _fully_sharded(wrapper: of.FullySharded, module: nn.Module) -> tuple[Any, An
         world_size = dist.get_world_size()
         if world_size % wrapper.replicas:
             raise CaseSkipped(
-                f"replicas must divide the world size {world_size}, but got {wrapper.replicas}"
+                f"replicas must divide the world size {world_size}, but got {wrapper.replicas}. "
+                "Correct the number."
             )
         device = next(module.parameters()).device.type
         group = init_device_mesh(device, (wrapper.replicas, world_size // wrapper.replicas))
     copies = peer_copies(group) if wrapper.communication == "peer-copy" else None
-    wrapped = cls(
+    wrapped = FullyShardedDataParallel(
         module,
         process_group=group,
         reshard_after_forward=wrapper.reshard_after_forward,

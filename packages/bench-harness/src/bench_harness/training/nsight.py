@@ -65,8 +65,8 @@ def read(export: Path, world_size: int) -> Row:
     found_on = nsight.devices(export)
     if len(found_on) != world_size:
         raise nsight.NsightError(
-            f"a report of {world_size} ranks must hold kernels of as many GPUs; {export.name} "
-            f"holds those of {len(found_on)}"
+            f"a report of {world_size} ranks must hold kernels of as many GPUs, but got those of "
+            f"{len(found_on)} in {export.name}. Record it again."
         )
     ranks = []
     for device in found_on:

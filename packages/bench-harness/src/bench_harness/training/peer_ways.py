@@ -28,7 +28,9 @@ def copies_without(memory: PeerMemory, way: PeerWay, wire_dtype: torch.dtype | N
         CaseSkipped: a way of earlier rows, which ddp-lite goes itself by now, or never will.
     """
     if way not in ("torch-sums", "default-priority"):
-        raise CaseSkipped(f"peer_way must be torch-sums or default-priority, but got {way}")
+        raise CaseSkipped(
+            f"peer_way must be torch-sums or default-priority, but got {way}. Correct it."
+        )
     copies = PeerCopies(memory, wire_dtype=wire_dtype)
     if way == "torch-sums":
         copies.fused = False
