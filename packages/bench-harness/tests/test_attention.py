@@ -108,7 +108,9 @@ def test_the_grid() -> None:
     assert sorted(lines["backward (ms)"]) == sorted(
         grid[grid["pass"] == "backward"]["median (ms)"].dropna()
     )
-    assert len(tables["Attention side by side"]) == 2 * 2 * 4  # dtypes × lengths × passes
+    beside = tables["Attention side by side"]
+    assert len(beside) == 2 * 2 * 4  # dtypes × lengths × passes
+    assert beside["fewest samples (count)"].min() == grid["samples (count)"].min()
     pictures = {each.name: each.figure for each in experiments.get("attention").figures(frame)}
     assert {f"attention_{name}" for name in (*passes, "throughput", "memory")} <= pictures.keys()
     assert png_bytes(pictures["attention_throughput"])

@@ -167,14 +167,15 @@ def _medians(done: pd.DataFrame) -> list[Table]:
             **({"variant": "attention"} if across == "phase" else {"phase": "pass"}),
         }
         keys = [name for name in lines if name in done and done[name].notna().any()]
-        wide = done.pivot_table(
-            index=keys, columns=across, values="median_ms", sort=False, dropna=False
+        fewest = done.groupby(keys, dropna=False)["n"].transform("min")
+        wide = done.assign(fewest=fewest).pivot_table(
+            index=[*keys, "fewest"], columns=across, values="median_ms", sort=False, dropna=False
         )
         wide = wide.dropna(how="all").reset_index()
         lines.pop("case_key")
         found = list(done[across].unique())
         ordered = [name for name in PASSES if name in found] if across == "phase" else found
-        named = {name: f"{name} (ms)" for name in ordered}
+        named = {name: f"{name} (ms)" for name in ordered} | {"fewest": "fewest samples (count)"}
         made.append(Table(title, row_tables.columns(wide, lines | named, digits=_DIGITS), note))
     return made
 
