@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shard_optim import FullyShardedDataParallel
+
 VOCAB, WIDTH = 11, 8
 
 
@@ -124,6 +126,17 @@ def batch(step: int, rank: int) -> Tensor:
 def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
     """A scalar in fp32."""
     return cast(Tensor, model(batch(step, rank)).float().square().mean())
+
+
+def poison(model: FullyShardedDataParallel) -> None:
+    """From now on every buffer is filled with NaN just before a unit is gathered into it."""
+    for slot in model.slots:
+
+        def take(unit: Any, generation: int, slot: Any = slot, take: Any = slot.take) -> None:
+            take(unit, generation)
+            slot.whole.fill_(float("nan"))
+
+        slot.take = take  # type: ignore[method-assign]
 
 
 def average_gradients(model: nn.Module) -> None:

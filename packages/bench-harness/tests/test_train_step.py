@@ -291,7 +291,7 @@ def test_profiled_steps_say_which_gathers_were_late(case) -> None:
     frame = frame_of(case, rows)
     tables = {table.title: table.frame for table in experiments.get("train-step").tables(frame)}
     counts = tables["Gathers in one profiled step"].set_index("variant")["gathers (count)"]
-    # Two blocks, embedding and head; the two blocks are there when backward begins.
+    # Two blocks, embedding and head, in forward at least.
     assert counts["FullyShardedDataParallel"] >= 4
     assert counts["FSDP2, compile=blocks"] >= 4
     assert len(counts) == 3, "nothing else gathers parameters"

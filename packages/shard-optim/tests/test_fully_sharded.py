@@ -3,15 +3,9 @@
 import pytest
 import torch
 
-from fully_sharded_models import MODELS, OPTIMIZERS, loss_of, net, replicas
+from fully_sharded_models import MODELS, OPTIMIZERS, loss_of, net, poison, replicas
 from ranks import run_ranks
 from shard_optim import FullyShardedDataParallel
-
-
-def poison(model):
-    """Fills every buffer that a later gather must overwrite."""
-    for slot in model.slots:
-        slot.whole.fill_(float("nan"))
 
 
 def assert_resting(model):
@@ -26,9 +20,9 @@ def assert_resting(model):
 
 
 def train(model, steps, rank, optimizer="adamw"):
+    poison(model)
     optimizer = OPTIMIZERS[optimizer](model.parameters())
     for step in range(steps):
-        poison(model)
         optimizer.zero_grad()
         loss_of(model, step, rank).backward()
         assert_resting(model)

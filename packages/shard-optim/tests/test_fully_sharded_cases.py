@@ -15,6 +15,7 @@ from fully_sharded_models import (
     batch,
     loss_of,
     net,
+    poison,
     replicas,
 )
 from shard_optim import FullyShardedDataParallel, ShardedGradScaler
@@ -289,10 +290,9 @@ def check_compiled(rank, world_size, how):
             module.blocks[number] = torch.compile(block, backend="aot_eager", fullgraph=True)
     model = FullyShardedDataParallel(module)
     assert [unit.repeated for unit in model.units] == [False, *[True] * 5, False]
+    poison(model)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     for step in range(3):
-        for slot in model.slots:
-            slot.whole.fill_(float("nan"))
         optimizer.zero_grad()
         loss_of(model, step, rank).backward()
         optimizer.step()

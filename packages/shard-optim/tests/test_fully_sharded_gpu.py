@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fully_sharded_models import poison
 from ranks import run_ranks
 from shard_optim import FullyShardedDataParallel
 from shard_optim.accounting import fully_sharded_buffers, rank_memory
@@ -67,7 +68,7 @@ def loss_of(model, tokens):
 
 
 def check_values(rank, world_size, settings, compiled, checkpointed):
-    """fp32: equal to averaged replicas. Every buffer is poisoned before each step."""
+    """fp32: equal to averaged replicas. Every buffer is poisoned before each gather."""
     device = torch.device("cuda", rank)
     plain, module = (build(device, checkpointed=checkpointed) for _ in range(2))
     if compiled:
@@ -77,9 +78,8 @@ def check_values(rank, world_size, settings, compiled, checkpointed):
     optimizers = [
         torch.optim.AdamW(each.parameters(), lr=1e-3, fused=True) for each in (plain, model)
     ]
+    poison(model)
     for step in range(4):
-        for slot in model.slots:
-            slot.whole.fill_(float("nan"))
         tokens = batch(rank, step, device)
         for each, optimizer in zip((plain, model), optimizers, strict=True):
             optimizer.zero_grad()
@@ -228,6 +228,39 @@ def check_slow_streams(rank, world_size):
         torch.testing.assert_close(results[1][name], expected, rtol=1e-4, atol=1e-5)
 
 
+def check_two_streams(rank, world_size):
+    """Forward on a stream of its own, backward called on another, and memory is reused at once."""
+    device = torch.device("cuda", rank)
+    results = []
+    for apart in (False, True):
+        model = FullyShardedDataParallel(build(device), compute_dtype=torch.bfloat16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        main = torch.cuda.current_stream(device)
+        stream = torch.cuda.Stream(device) if apart else main
+        for step in range(6):
+            optimizer.zero_grad()
+            tokens = batch(rank, step, device)
+            stream.wait_stream(main)
+            with torch.cuda.stream(stream):
+                loss = loss_of(model, tokens)
+                # What the freed buffers are reused for, while slow work may still read them.
+                sizes = [slot.whole.numel() for slot in model.slots]
+                spoiled = [
+                    torch.full((size,), float("nan"), dtype=torch.bfloat16, device=device)
+                    for size in sizes
+                ]
+                torch.cuda._sleep(1_000_000)
+            main.wait_stream(stream)
+            loss.backward()
+            spoiled += [torch.full((8 * WIDTH**2,), float("nan"), device=device) for _ in range(4)]
+            optimizer.step()
+            del spoiled, loss
+        torch.cuda.synchronize()
+        results.append(model.full_parameters())
+    for name, expected in results[0].items():
+        torch.testing.assert_close(results[1][name], expected, rtol=1e-4, atol=1e-5)
+
+
 def check_memory(rank, world_size):
     """What the device holds besides activations is what ``accounting`` predicts, within 3 %."""
     device, width, depth = torch.device("cuda", rank), 1024, 8
@@ -238,18 +271,24 @@ def check_memory(rank, world_size):
     before = torch.cuda.memory_allocated() - 4 * numel
     model = FullyShardedDataParallel(module, compute_dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    # No gradient is on its way when a backward pass has ended.
     buffers = fully_sharded_buffers([8 * width**2] * depth, [VOCAB * width] * 2, reduced=0)
-    predicted = rank_memory(numel, world_size=world_size, stage=3, in_flight=buffers)
+    predicted = rank_memory(numel, world_size=world_size, stage=3)
+    with torch.no_grad():  # activations and gathered parameters, all of which are gone afterwards
+        torch.cuda.reset_peak_memory_stats()
+        model(batch(rank, 0, device))
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before > predicted.parameters + buffers
+    assert torch.cuda.memory_allocated() - before < 1.03 * predicted.parameters
     loss_of(model, batch(rank, 0, device)).backward()
     torch.cuda.synchronize()
-    expected = predicted.parameters + predicted.gradients + predicted.buffers
+    # Nothing is gathered, and no gradient on its way, when a backward pass has ended.
+    expected = predicted.parameters + predicted.gradients
     measured = torch.cuda.memory_allocated() - before
     assert abs(measured - expected) < 0.03 * expected, (measured, expected)
     optimizer.step()
     optimizer.zero_grad()
     torch.cuda.synchronize()
-    expected = predicted.parameters + predicted.optimizer_state + predicted.buffers
+    expected = predicted.parameters + predicted.optimizer_state
     measured = torch.cuda.memory_allocated() - before
     assert abs(measured - expected) < 0.03 * expected, (measured, expected)
 
@@ -266,6 +305,7 @@ CHECKS = {
     "recorded copies, kept": (check_recorded_copies, (False,)),
     "recorded copies, resharded": (check_recorded_copies, (True,)),
     "slow streams": (check_slow_streams, ()),
+    "two streams": (check_two_streams, ()),
     "memory": (check_memory, ()),
 }
 

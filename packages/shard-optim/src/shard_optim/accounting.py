@@ -191,8 +191,7 @@ def step_traffic(
         stage: 0, 1, 2 or 3.
         policy: bytes per element.
         gathered_once: of them, how many stay gathered between forward and backward (stage 3):
-            all with ``reshard_after_forward=False``, else the last ``prefetch + 1`` repeated units
-            and all that are not repeated.
+            all with ``reshard_after_forward=False``, else none.
 
     Raises:
         ValueError: for an unknown stage, a world size below 1, a negative number, or more

@@ -2,10 +2,12 @@
 
     forward     each unit: its gather has been launched before -> wait -> launch the next unit's
                 gather -> compute -> its buffer may be overwritten
+    the turn    if units are resharded, all buffers are freed: activations and the loss need most
+                memory now
     backward    the same in reverse order; as soon as the last gradient of a unit has been
                 accumulated, launch its reduce-scatter
     the end     reduce what is left, average the small parameters' gradients, wait, and put the
-                shards and their gradients back into the parameters
+                shards and their gradients back into the parameters; free the buffers again
 
 A collective waits for all kernels that were enqueued before it. So a gather launched just before
 unit i's kernels may overwrite what unit i-1 read, and needs no further synchronisation. The host
@@ -64,20 +66,27 @@ class Schedule:
     """The state of one training step of one model.
 
     Args:
-        units: all units, in registration order.
+        units: all units, in registration order, which know their slots.
         replicated: the small parameters.
         prefetch: how many units ahead of the present one are gathered.
+        reshard: whether no unit stays gathered between forward and backward.
 
     Attributes:
         paused: whether backward passes keep whole gradients instead of reducing them.
     """
 
     def __init__(
-        self, units: Sequence[Unit], replicated: ReplicatedParameters, *, prefetch: int
+        self,
+        units: Sequence[Unit],
+        replicated: ReplicatedParameters,
+        *,
+        prefetch: int,
+        reshard: bool,
     ) -> None:
         self.units, self.replicated = list(units), replicated
         self.paused = False
-        self._prefetch = prefetch
+        self._prefetch, self._reshard = prefetch, reshard
+        self._slots = list(dict.fromkeys(unit.slot for unit in units))
         self._generation = 0
         self._number = {unit: number for number, unit in enumerate(units)}
         self._order_digest = 0  # of all gathers and reductions since the last exchange
@@ -125,13 +134,12 @@ class Schedule:
                     [*self._called, *(u for u in self.units if u not in self._called)]
                 )
         self._hook_outermost(outputs)
+        self._let_go()
         return outputs
 
     def _hook_outermost(self, outputs: Any) -> None:
         if torch.is_grad_enabled():
-            for tensor in tensors_in(outputs):
-                if tensor.requires_grad:
-                    tensor.register_hook(self._on_output_gradient)
+            _hook(outputs, self._on_output_gradient)
 
     def call_unit(self, call: UnitCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """One call of a module that reads units."""
@@ -152,7 +160,7 @@ class Schedule:
             for unit in call.units:
                 unit.slot.wait()
                 unit.materialize()
-            self._gather_ahead(call.units[-1], 1)
+            self._gather_ahead(self._place[call.units[-1]], 1)
             try:
                 outputs = call.call(*args, **kwargs)
             finally:
@@ -161,10 +169,9 @@ class Schedule:
                     if unit.uses <= 0:
                         unit.rest()
         if torch.is_grad_enabled():
-            hook = self._before_backward(call)
-            for tensor in tensors_in(outputs):
-                if tensor.requires_grad:
-                    tensor.register_hook(hook)
+            found = _hook(outputs, self._before_backward(call))
+            for unit in call.units:
+                unit.gathered_again = found
         return outputs
 
     def _expect_order(self, units: Sequence[Unit]) -> None:
@@ -188,16 +195,16 @@ class Schedule:
         self._order_digest = hash((self._order_digest, self._number[unit]))
         unit.launch_gather(self._generation)
 
-    def _gather_ahead(self, unit: Unit, direction: int) -> None:
-        """Launches the gathers of the next units, but never over one that is being used."""
-        place = self._place[unit]
+    def _gather_ahead(self, place: int, direction: int) -> None:
+        """Launches the gathers of the units after a place, but never over one that is used."""
+        present = self._order[place] if place < len(self._order) else None
         for distance in range(1, self._prefetch + 1):
             ahead = place + direction * distance
             if not 0 <= ahead < len(self._order):
                 return
             following = self._order[ahead]
             owner = following.slot.owner
-            free = owner is None or (owner is not unit and owner.uses == 0)
+            free = owner is None or (owner is not present and owner.uses == 0)
             if free and not following.gathered(self._generation):
                 self._launch_gather(following)
 
@@ -227,7 +234,7 @@ class Schedule:
             self._check_first_order()
             for unit in call.units:
                 self._prepare_backward(unit)
-            self._gather_ahead(call.units[0], -1)
+            self._gather_ahead(self._place[call.units[0]], -1)
 
         return on_output_gradient
 
@@ -236,6 +243,7 @@ class Schedule:
         self._check_first_order()
         self._begin_backward()
         if not self._end_is_queued:
+            self._gather_ahead(len(self._called), -1)
             self._end_is_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
@@ -244,7 +252,7 @@ class Schedule:
 
         That second backward would read weights through buffers that other units have then.
         """
-        if torch.is_grad_enabled() and len({unit.slot for unit in self.units}) < len(self.units):
+        if torch.is_grad_enabled() and self._reshard:
             raise RuntimeError(
                 "gradients of gradients need all weights at once, but got create_graph=True where "
                 "units take turns in a few buffers. Pass reshard_after_forward=False."
@@ -334,12 +342,18 @@ class Schedule:
     def _end(self, trainable: Sequence[Unit]) -> None:
         self._backward = self._end_is_queued = False
         self._queue, self._present = [], {}
-        for unit in self.units:
-            unit.slot.wait()  # a gather that nobody used must not read what the optimizer writes
         self._rest()
+        self._let_go()
         for unit in trainable:
             unit.gradients.end()
         self.replicated.gradients.end()
+
+    def _let_go(self) -> None:
+        """Waits for gathers that nobody used, whose shards may be written next; frees buffers."""
+        for slot in self._slots:
+            slot.wait()
+            if self._reshard:
+                slot.free()
 
     def _rest(self) -> None:
         self.replicated.rest()
@@ -373,6 +387,16 @@ class Schedule:
 def _in_backward() -> bool:
     """Whether autograd is running on this thread: a forward then is a recomputation."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _hook(outputs: Any, on_gradient: Callable[[Tensor], None]) -> bool:
+    """Hooks the gradients of a module's outputs; whether there are any."""
+    found = False
+    for tensor in tensors_in(outputs):
+        if tensor.requires_grad:
+            found = True
+            tensor.register_hook(on_gradient)
+    return found
 
 
 def tensors_in(outputs: Any) -> Iterator[Tensor]:

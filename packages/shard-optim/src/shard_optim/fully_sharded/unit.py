@@ -114,23 +114,60 @@ def plan_reduction(positions: list[int], cuts: Sequence[Cut], rank: int) -> Redu
 
 
 class Slot:
-    """A persistent buffer into which units are gathered, one after the other.
+    """A buffer into which units are gathered, one after the other.
 
-    Its address never changes. A unit's parameters are valid while the unit owns the slot and the
-    generation is the present one; a new forward begins a new generation, because the shards may
-    have been updated.
+    Views of it are made once and stay valid: only the memory behind them comes and goes. A unit's
+    parameters are valid while the unit owns the slot and the generation is the present one; a new
+    forward begins a new generation, because the shards may have been updated.
 
     Args:
         numel: elements of the largest unit that uses it.
         dtype: of gathered parameters.
         device: where it lies.
+
+    Attributes:
+        whole: the buffer.
+        owner: the unit that was gathered into it last, if its values are still there.
+        generation: of these values.
+        work: their gather, until it has been waited for.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.whole = torch.zeros(numel, dtype=dtype, device=device)
+        self._memory, self._nbytes = self.whole.untyped_storage(), self.whole.nbytes
+        self._held = True
+        self._stream = self._current_stream()  # whose work the memory may be reused after
         self.owner: Unit | None = None
         self.generation = -1
         self.work: Waitable | None = None
+
+    def take(self, unit: Unit, generation: int) -> None:
+        """Makes ``unit`` the owner, whatever was gathered before, and sees to the memory."""
+        self.wait()
+        if not self._held:
+            self._held = True
+            self._stream = self._current_stream()
+            self._memory.resize_(self._nbytes)
+        self.owner, self.generation = unit, generation
+
+    def free(self) -> None:
+        """Gives the memory back to the allocator, unless backward would not gather the unit again.
+
+        The current stream has waited for the gather, and what it has been given to do may still
+        read the values. The allocator reuses the memory after work of the stream that it was taken
+        on; so it has to know if that is another one.
+        """
+        if self._held and (self.owner is None or self.owner.gathered_again):
+            stream = self._current_stream()
+            if stream is not None and stream != self._stream:
+                self.whole.record_stream(stream)
+            self._held, self.owner = False, None
+            self._memory.resize_(0)
+
+    def _current_stream(self) -> torch.Stream | None:
+        if self.whole.device.type != "cuda":
+            return None
+        return torch.cuda.current_stream(self.whole.device)
 
     def wait(self) -> None:
         """Waits for the gather into this slot. On CUDA the current stream waits, not the host."""
@@ -170,6 +207,7 @@ class Reduction:
             self.cross()
             assert self.across is not None
             guarded(unit.across_words, unit.replicas, self.across.wait)
+        self.inputs.clear()  # before the averages take more memory
         plan = self.plan
         received = torch.split_with_sizes(in_dtype(self.output, unit.dtype), plan.owned)
         unit.gradients.add(plan.positions, received[:: plan.step])
@@ -192,6 +230,7 @@ class Unit:
         uses: calls under way that read the parameters.
         arrived: positions whose gradients are complete in this backward pass.
         expected: how many will be.
+        gathered_again: whether backward gathers the unit if need be: its outputs were found.
         hooked: positions whose parameters report their gradients.
         reduce_plan: of the last reduction: that of the trainable parameters.
     """
@@ -237,6 +276,7 @@ class Unit:
         self.uses = 0
         self.arrived: set[int] = set()
         self.expected = 0
+        self.gathered_again = True
         self.hooked: set[int] = set()
         self.reduce_plan = plan_reduction([], self.cuts, group.rank())
 
@@ -271,8 +311,7 @@ class Unit:
     def launch_gather(self, generation: int) -> None:
         """Starts gathering. Work enqueued before on the current stream may still read the slot."""
         slot = self.slot
-        slot.wait()
-        slot.owner, slot.generation = self, generation
+        slot.take(self, generation)
         with traced("all_gather", self.name):
             if self.casts:
                 torch._foreach_copy_(self._sources, self._ranges)

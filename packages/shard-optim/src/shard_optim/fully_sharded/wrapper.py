@@ -56,13 +56,14 @@ class FullyShardedDataParallel(nn.Module):
         units: the modules to gather as one each, as a list or a predicate; None finds the repeated
             blocks: children of one container that have the same type. What these do not hold, such
             as an embedding and a head, forms units of its own, one for each child of the root,
-            which stay gathered from the start of a forward to the end of backward.
+            which are gathered throughout forward, and throughout backward.
         compute_dtype: dtype that parameters are cast to before they are gathered, and that the
             model's floating-point inputs are cast to; None for the parameters' own.
         reduce_dtype: dtype in which gradients are averaged: fp32, bf16, or None for the gradients'
             own (fp32 for fp16 gradients, which would overflow).
-        reshard_after_forward: whether units take turns in ``prefetch + 1`` buffers. With False,
-            every unit has a buffer, and is gathered once per step.
+        reshard_after_forward: whether repeated units take turns in ``prefetch + 1`` buffers, and no
+            unit is held between forward and backward. With False, every unit has a buffer, and is
+            gathered once per step.
         prefetch: how many units are gathered ahead, 1 or 2.
         device: where to make parameters that are on the meta device, one unit at a time, by each
             module's ``reset_parameters()``; such a model is never whole on any rank.
@@ -134,7 +135,9 @@ class FullyShardedDataParallel(nn.Module):
             compute_dtype=compute_dtype,
             device=self.device,
         )
-        self.schedule = Schedule(self.units, self.replicated, prefetch=prefetch)
+        self.schedule = Schedule(
+            self.units, self.replicated, prefetch=prefetch, reshard=reshard_after_forward
+        )
         self._calls = self._replace_calls(plans)
         module.register_load_state_dict_pre_hook(self._take_shards)
 
@@ -398,10 +401,12 @@ def _assign_slots(
 def _buffers_for(ring: list[Unit], *, prefetch: int, reshard: bool) -> list[Slot]:
     count = min(prefetch + 1, len(ring)) if reshard else len(ring)
     dtype, device = ring[0].gather_dtype, ring[0].device
-    slots = [
-        Slot(max(unit.whole_numel for unit in ring[first::count]), dtype, device)
-        for first in range(count)
-    ]
-    for number, unit in enumerate(ring):
-        unit.use(slots[number % count])
+    slots = []
+    for first in range(count):
+        takers = ring[first::count]
+        slots.append(Slot(max(unit.whole_numel for unit in takers), dtype, device))
+        for unit in takers:
+            unit.use(slots[-1])
+        if reshard:
+            slots[-1].free()
     return slots
