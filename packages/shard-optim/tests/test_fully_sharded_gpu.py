@@ -1,4 +1,4 @@
-"""Parameters in shards over NCCL: values, slow streams, memory."""
+"""Parameters in shards over NCCL: values, slow streams, memory; on one GPU as a group of one."""
 
 import gc
 import traceback
@@ -14,8 +14,6 @@ from fully_sharded_models import poison
 from ranks import run_ranks
 from shard_optim import FullyShardedDataParallel
 from shard_optim.accounting import fully_sharded_buffers, rank_memory
-
-pytestmark = pytest.mark.multi_gpu
 
 WIDTH, VOCAB = 256, 512
 
@@ -310,10 +308,11 @@ CHECKS = {
 }
 
 
-def run_all(rank, world_size):
+def run_all(rank, world_size, names):
     """What each check raised: one start of the ranks serves them all."""
     errors = {}
-    for name, (check, arguments) in CHECKS.items():
+    for name in names:
+        check, arguments = CHECKS[name]
         try:
             check(rank, world_size, *arguments)
         except Exception:  # noqa: BLE001 - reported under the check's own name
@@ -322,12 +321,31 @@ def run_all(rank, world_size):
     return errors
 
 
+def errors_of(world_size, names):
+    outcomes = run_ranks(run_all, world_size, list(names), backend="nccl", timeout=240)
+    return {name: "\n".join(o.value[name] for o in outcomes if name in o.value) for name in names}
+
+
 @pytest.fixture(scope="module")
 def errors():
-    outcomes = run_ranks(run_all, 2, backend="nccl", timeout=240)
-    return {name: "\n".join(o.value[name] for o in outcomes if name in o.value) for name in CHECKS}
+    return errors_of(2, CHECKS)
 
 
+@pytest.mark.multi_gpu
 @pytest.mark.parametrize("name", CHECKS)
 def test_over_nccl(errors, name):
     assert not errors[name], errors[name]
+
+
+ALONE = [name for name in CHECKS if "copies" not in name]
+
+
+@pytest.fixture(scope="module")
+def errors_alone():
+    return errors_of(1, ALONE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ALONE)
+def test_on_one_gpu(errors_alone, name):
+    assert not errors_alone[name], errors_alone[name]
