@@ -145,6 +145,23 @@ def read_tokens(settings: Settings) -> npt.NDArray[Any]:
     return np.concatenate([np.frombuffer(path.read_bytes(), dtype=np.uint8) for path in paths])
 
 
+def check_prompt(settings: Settings) -> None:
+    """Refuses a prompt that the model could not continue, before it has learned anything.
+
+    Raises:
+        ValueError: it is empty, or holds bytes that the model has no embedding for.
+    """
+    if not settings.sample_length:
+        return
+    prompt = encode_bytes(settings.prompt)
+    if not len(prompt) or int(prompt.max()) >= settings.vocab_size:
+        raise ValueError(
+            f"--prompt must be at least one byte, all of them below --vocab-size "
+            f"{settings.vocab_size}, but got {settings.prompt!r}; use --sample-length 0 for tokens "
+            "that are not bytes"
+        )
+
+
 def split_tokens(
     tokens: npt.NDArray[Any], settings: Settings
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
@@ -168,6 +185,7 @@ class Inputs:
         choose("wrapper", WRAPPERS, settings.wrapper)
         self.dtype = choose("precision", PRECISIONS, settings.precision)
         recomputation(settings.recompute)
+        check_prompt(settings)
         self.memory = check_memory(settings, self.config, dist.get_world_size(), device)
         if settings.tensorboard is not None:
             check_tensorboard()
@@ -306,8 +324,7 @@ class Trainer:
                     if last or self.step % settings.validate_every == 0:
                         held_out = self.validate()
                         report.line(f"step {self.step}: validation loss {held_out:.3f}")
-                        for logger in self.loggers:
-                            logger.log({"validation_loss": held_out}, step=self.step)
+                        self.log({"validation_loss": held_out})
                     if last or self.step % settings.checkpoint_every == 0:
                         self.save()
 
@@ -315,14 +332,22 @@ class Trainer:
         for logger in self.loggers:
             logger.finish()
 
+    def log(self, values: dict[str, float]) -> None:
+        """Hands values to rank 0's loggers; if they cannot be written, all ranks say so and end."""
+        settings = self.settings
+        if settings.metrics or settings.tensorboard or settings.logger:
+            together(lambda: self._log_here(values))
+
+    def _log_here(self, values: dict[str, float]) -> None:
+        for logger in self.loggers:
+            logger.log(values, step=self.step)
+
     def log_metrics(self, loss: float, tokens_per_second: float) -> None:
-        """Writes what the updates since the last report came to, on rank 0.
+        """Writes what the updates since the last report came to.
 
         A trained token costs three times a forward pass's matrix products, which ``model_flops``
         counts (recomputation is not counted: it is a cost, not progress).
         """
-        if not self.loggers:
-            return
         context = self.settings.context
         flops = 3 * model_flops(self.inputs.config, batch=1, seq=context) / context
         tflops = tokens_per_second * flops / dist.get_world_size() / 1e12
@@ -337,8 +362,7 @@ class Trainer:
             values["mfu"] = tflops / self.settings.peak_tflops
         if self.device.type == "cuda":
             values["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        for logger in self.loggers:
-            logger.log(values, step=self.step)
+        self.log(values)
 
     def update(self) -> Tensor:
         """One update of the weights; returns this rank's loss, a scalar on its device."""

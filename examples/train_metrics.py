@@ -54,36 +54,76 @@ def open_logger(name: str) -> MetricsLogger:
 class JsonLines:
     """One JSON object per line: the update's number and its values.
 
+    A run that begins anew moves an earlier file to ``NAME.old``. One that continues drops lines of
+    updates after ``first_step``, which a run that was killed left behind its last checkpoint, and a
+    last line that was cut off.
+
     Args:
-        path: the file. Lines of updates after ``first_step``, which a run that was killed left
-            behind its last checkpoint, are dropped, and so is a line that was cut off.
+        path: the file.
         first_step: the update that the run continues from.
 
     Raises:
         OSError: the file cannot be read or written.
+        ValueError: it holds something else than metrics; it is left as it is.
     """
 
     def __init__(self, path: Path, first_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = []
-        for line in path.read_text().splitlines() if path.exists() else ():
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if isinstance(record, dict) and record.get("step", 0) <= first_step:
-                kept.append(line + "\n")
-        path.write_text("".join(kept))
-        self._file = path.open("a")
+        found = _records(path)
+        if found and first_step == 0:
+            path.replace(path.with_name(path.name + ".old"))
+        elif found:
+            rewritten = path.with_name(f".{path.name}.tmp")
+            rewritten.write_text("".join(line for step, line in found if step <= first_step))
+            rewritten.replace(path)
+        elif path.is_file():  # a first line that was cut off
+            path.write_text("")
+        self._path, self._file = path, path.open("a")
 
     def log(self, data: dict[str, float], step: int) -> None:
-        """Appends a line and hands it to the operating system at once."""
-        self._file.write(json.dumps({"step": step, **data}) + "\n")
-        self._file.flush()
+        """Appends a line and hands it to the operating system at once.
+
+        Raises:
+            OSError: it cannot be written; the message names the file.
+        """
+        try:
+            self._file.write(json.dumps({"step": step, **data}) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def finish(self) -> None:
         """Closes the file."""
         self._file.close()
+
+
+_BEGIN = '{"step": '
+
+
+def _records(path: Path) -> list[tuple[int, str]]:
+    """The updates and lines of a file of :class:`JsonLines`, without a last line that was cut off.
+
+    Raises:
+        ValueError: a line is something else.
+    """
+    lines = path.read_bytes().decode(errors="replace").splitlines(True) if path.is_file() else []
+    last = lines[-1] if lines else "\n"
+    if not last.endswith("\n") and last[: len(_BEGIN)] == _BEGIN[: len(last)]:
+        lines.pop()
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            record = None
+        step = record.get("step") if isinstance(record, dict) else None
+        if not isinstance(step, int):
+            raise ValueError(
+                f"--metrics must name a new file, or one with metrics of a run, but line {number} "
+                f"of {path} is no JSON object with a step. Use another file"
+            )
+        found.append((step, line))
+    return found
 
 
 def check_tensorboard() -> None:

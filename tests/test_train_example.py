@@ -260,12 +260,40 @@ def test_metrics_are_written_and_continued(examples: Examples, text: Path, tmp_p
         assert record.get("validation_loss") == first.get("validation_loss")
 
 
+def test_a_new_run_keeps_earlier_metrics_and_touches_no_other_file(
+    examples: Examples, text: Path, tmp_path: Path
+) -> None:
+    path, notes = tmp_path / "metrics.jsonl", tmp_path / "notes.txt"
+    earlier = '{"step": 1, "loss": 5.0}\n{"step": 30, "loss": 2.0}\n'
+    path.write_text(earlier + '{"st')
+    code, _, errors = examples.run(arguments(data=text, metrics=path, steps=2))
+    assert code == 0, errors
+    assert path.with_name("metrics.jsonl.old").read_text() == earlier + '{"st'
+    assert {json.loads(line)["step"] for line in path.read_text().splitlines()} == {1, 2}
+    for content in (b"precious", b"precious\n", b'{"step": "x"}\n', b"\xff\xfe", b"[1]\n"):
+        notes.write_bytes(content)
+        refused = f"or one with metrics of a run, but line 1 of {notes} is no JSON object"
+        assert_refused(examples.run(arguments(data=text, metrics=notes)), refused)
+        assert notes.read_bytes() == content
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's device that is full")
+def test_metrics_that_cannot_be_written_end_all_ranks(examples: Examples, text: Path) -> None:
+    code, output, errors = examples.run(arguments(data=text, metrics="/dev/full"), 2)
+    assert code == 2, errors
+    assert errors == "train_lm.py: [Errno 28] No space left on device: '/dev/full'\n"
+    assert "step 1/40" in output
+
+
 def test_bad_input_is_one_line(examples: Examples, text: Path, tmp_path: Path) -> None:
     short, missing = tmp_path / "short.txt", tmp_path / "missing.txt"
     short.write_text("far too short")
     wide, floats, damaged = tmp_path / "wide.npy", tmp_path / "floats.npy", tmp_path / "damaged"
     np.save(wide, np.arange(300, dtype=np.uint16))
     np.save(floats, np.zeros(300, dtype=np.float32))
+    empty, few = tmp_path / "empty.npy", tmp_path / "few.npy"
+    empty.touch()
+    np.save(few, np.arange(300) % 100)
     damaged.mkdir()
     (damaged / "step-000000005.pt").write_bytes(b"torn")
     folder = tmp_path / "checkpoints"
@@ -280,7 +308,13 @@ def test_bad_input_is_one_line(examples: Examples, text: Path, tmp_path: Path) -
         "recompute must be one of none, block, block-keep-attention, every-K with a number for K, "
         "got 'every-0'": {"recompute": "every-0"},
         "token ids must be from 0 to --vocab-size - 1 = 255, but": {"data": wide},
-        "tokens must be a one-dimensional array of integers, but got float32": {"data": floats},
+        "array of at least one integer, but got float32": {"data": floats},
+        f"{empty} must be a whole .npy file": {"data": empty},
+        "--prompt must be at least one byte, all of them below --vocab-size 256": {"prompt": ""},
+        "below --vocab-size 104, but got 'The '; use --sample-length 0": {
+            "data": few,
+            "vocab_size": 104,
+        },
         "must be a checkpoint of save_checkpoint, but got a damaged": {"checkpoint_dir": damaged},
         "attention must be one of flash, sdpa, softmax, got 'fast'": {"attention": "fast"},
         "precision must be one of fp32, bf16, got 'fp8'": {"precision": "fp8"},

@@ -1,7 +1,7 @@
 """Checkpoints: content, and survival of every way in which a save can end early."""
 
-import errno
 import io
+import errno
 import os
 import pickle
 import random
@@ -186,6 +186,35 @@ def test_failed_save_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
         save_checkpoint(path, small(2))
     assert load_checkpoint(path).step == 1
     assert [entry.name for entry in tmp_path.iterdir()] == ["latest.pt"]
+
+
+# As if the disk became full after so many bytes; prints what each save raised.
+FULL_DISK = """
+import resource, sys, torch
+from basics_model import Checkpoint, save_checkpoint
+
+weights = {name: torch.zeros(2500) for name in "abc"}
+for limit in range(0, 32_000, 500):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try:
+        save_checkpoint(sys.argv[1], Checkpoint(step=2, model=weights))
+    except Exception as error:
+        result = f"{type(error).__name__} {error}"
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    print(result)
+"""
+
+
+def test_a_full_disk_is_an_os_error_with_the_files_name(tmp_path: Path) -> None:
+    """Wherever it becomes full: after some bytes ``torch.save`` complains of other things."""
+    path = checkpoint_path(tmp_path, 1)
+    save_checkpoint(path, Checkpoint(step=1, model={}))
+    content = path.read_bytes()
+    with start_child(FULL_DISK, str(path)) as child:
+        output, _ = child.communicate(timeout=60)
+    assert output.splitlines() == [f"OSError [Errno 27] File too large: '{path}'"] * 64
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.read_bytes() == content
 
 
 def test_file_and_folder_reach_the_disk_around_the_rename(

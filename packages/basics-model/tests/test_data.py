@@ -1,5 +1,6 @@
 """Byte encoding, token files and window sampling."""
 
+import io
 from pathlib import Path
 
 import numpy as np
@@ -67,8 +68,39 @@ def test_unusable_files_are_refused(tmp_path: Path) -> None:
     np.save(square, np.zeros((2, 2), np.int64))
     np.save(real, np.zeros(4))
     for path in (square, real):
-        with pytest.raises(ValueError, match="one-dimensional array of integers, but got"):
+        with pytest.raises(ValueError, match="array of at least one integer, but got"):
             open_tokens(path)
+
+
+def test_damaged_arrays_are_refused_with_their_name(tmp_path: Path) -> None:
+    """Cut anywhere, one bit changed in the header, or another kind of file."""
+    whole, path = tmp_path / "whole.npy", tmp_path / "damaged.npy"
+    np.save(whole, np.arange(100, dtype=np.uint16))
+    content = whole.read_bytes()
+    damaged = [content[:size] for size in range(0, len(content), 7)]
+    for bit in range(0, 8 * (len(content) - 200), 5):
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        damaged.append(bytes(changed))
+    archive = io.BytesIO()
+    np.savez(archive, tokens=np.arange(9))
+    pickled = io.BytesIO()
+    np.save(pickled, np.array([1, None], dtype=object), allow_pickle=True)
+    empty = io.BytesIO()
+    np.save(empty, np.zeros(0, np.uint16))
+    damaged += [archive.getvalue(), pickled.getvalue(), empty.getvalue(), b"text"]
+    refused = []
+    for each in damaged:
+        path.write_bytes(each)
+        try:
+            tokens = open_tokens(path)
+        except ValueError as error:
+            refused.append(str(error))
+        else:  # such as another length that still fits
+            assert tokens.ndim == 1
+            assert np.issubdtype(tokens.dtype, np.integer)
+    assert all(str(path) in message for message in refused)
+    assert len(refused) > 0.8 * len(damaged)
 
 
 def test_targets_are_the_next_tokens() -> None:

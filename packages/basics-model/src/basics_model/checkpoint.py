@@ -73,7 +73,8 @@ def save_checkpoint(path: Path | str, checkpoint: Checkpoint) -> None:
     ``.NAME.tmp`` beside it, which the next save of that name replaces. One process writes a path.
 
     Raises:
-        OSError: the folder is missing or cannot be written, or the disk is full.
+        OSError: the folder is missing or cannot be written, or the disk is full. The message names
+            the file.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp")
@@ -91,8 +92,11 @@ def save_checkpoint(path: Path | str, checkpoint: Checkpoint) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        failed = _os_error(error)
+        if failed is not None:
+            raise OSError(failed.errno, failed.strerror, str(path)) from error
         raise
     _flush_folder(path.parent)
 
@@ -182,6 +186,17 @@ def _checksums() -> Iterator[None]:
         yield
     finally:
         torch.serialization.set_crc32_options(before)
+
+
+def _os_error(error: BaseException) -> OSError | None:
+    """The failure to write behind an error of ``torch.save``, which ends its archive even then.
+
+    On a disk that is full it complains of a position in the archive instead.
+    """
+    if isinstance(error, OSError):
+        return error
+    context = error.__context__ if isinstance(error, RuntimeError) else None
+    return None if context is None else _os_error(context)
 
 
 def _flush_folder(folder: Path) -> None:

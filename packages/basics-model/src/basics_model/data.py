@@ -51,11 +51,12 @@ def open_tokens(path: Path | str, dtype: npt.DTypeLike = np.uint8) -> npt.NDArra
 
     Raises:
         OSError: the file is missing or cannot be read.
-        ValueError: it is empty, not one-dimensional, or not a whole number of integers.
+        ValueError: it is empty, damaged, not one-dimensional, or not a whole number of integers.
+            The message names the file.
     """
     path = Path(path)
     if path.suffix == ".npy":
-        tokens: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+        tokens = _load_array(path)
     else:
         kind = np.dtype(dtype).newbyteorder("<")
         size = path.stat().st_size
@@ -65,12 +66,28 @@ def open_tokens(path: Path | str, dtype: npt.DTypeLike = np.uint8) -> npt.NDArra
                 f"but got {size} bytes in {path}."
             )
         tokens = np.memmap(path, dtype=kind, mode="r")
-    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer) or not len(tokens):
         raise ValueError(
-            f"tokens must be a one-dimensional array of integers, but got {tokens.dtype} of shape "
-            f"{tokens.shape} in {path}."
+            "tokens must be a one-dimensional array of at least one integer, but got "
+            f"{tokens.dtype} of shape {tokens.shape} in {path}."
         )
     return tokens
+
+
+def _load_array(path: Path) -> npt.NDArray[Any]:
+    with path.open("rb") as file:
+        magic = file.read(len(np.lib.format.MAGIC_PREFIX))
+    try:
+        if magic != np.lib.format.MAGIC_PREFIX:
+            raise ValueError(f"it begins with {magic!r}")
+        return np.lib.format.open_memmap(path, mode="r")
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # what numpy raises for arbitrary bytes has no common base
+        raise ValueError(
+            f"{path} must be a whole .npy file, but got a damaged or other one: {error}. Write it "
+            "with numpy.save."
+        ) from error
 
 
 class TokenDataset:
