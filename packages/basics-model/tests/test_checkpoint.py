@@ -1,7 +1,7 @@
 """Checkpoints: content, and survival of every way in which a save can end early."""
 
-import io
 import errno
+import io
 import os
 import pickle
 import random
