@@ -309,6 +309,23 @@ def test_deterministic_repetitions(
         torch.testing.assert_close(a, b, rtol=2**-6, atol=1e-4)
 
 
+@pytest.mark.timeout(60, method="thread")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_warps_of_one_group_may_end_their_turns_before_others_see_it(
+    head_dim: int, hopper_backward: Launcher
+) -> None:
+    """Each of 256 tiles of queries is a race between four warps; a warp that waited for a number
+    that had been passed never ended: with head_dim 128 in about one of 50 calls."""
+    shape = (1, 16, 16384, head_dim)
+    q, k, v, do, out = (torch.randn(shape, device="cuda").bfloat16() for _ in range(5))
+    lse = torch.randn(shape[:3], device="cuda") + 10
+    options = resolve_options(head_dim=head_dim, causal=True, deterministic=True)
+    first, *_ = hopper_backward(q, k, v, out, lse, do, None, options)
+    for _ in range(400):
+        again, *_ = hopper_backward(q, k, v, out, lse, do, None, options)
+    assert torch.equal(again, first)
+
+
 def test_rows_past_two_billion_elements(hopper_backward: Launcher) -> None:
     rows, gap = 4096, 2**31 // 4096 + 64
     storage = torch.empty(rows * gap, device="cuda", dtype=torch.bfloat16)

@@ -40,9 +40,10 @@ def reduce_add(pointers, x, condition):
 
 @gluon.jit
 def wait_for_turn(counter, turn, condition):
-    """Waits until the number at ``counter`` in global memory is ``turn``, if ``condition`` holds.
+    """Waits until the number at ``counter`` in memory is at least ``turn``, if ``condition`` holds.
 
-    What was added before others ended their turns is then seen.
+    What was added before others ended their turns is then seen. A warp may find a larger number:
+    other warps of its own group, which waited for the same turn, may have ended theirs by then.
     """
     gl.inline_asm_elementwise(
         """{
@@ -53,7 +54,7 @@ def wait_for_turn(counter, turn, condition):
         @!holds bra done;
         again:
         ld.acquire.gpu.global.b32 now, [$1];
-        setp.ne.s32 waits, now, $2;
+        setp.lt.s32 waits, now, $2;
         @waits bra again;
         done:
         mov.b32 $0, 0;
