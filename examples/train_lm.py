@@ -12,8 +12,8 @@ import hashlib
 import itertools
 import math
 import os
-from collections.abc import Callable, Collection
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -63,11 +63,15 @@ from basics_model import (
     restore_rng_state,
     rng_state,
 )
+from ddp_lite import PeerFailureError
+from shard_optim import CollectiveError
 
 T = TypeVar("T")
 
 #: For compilation and for the optimizer's state.
 UPDATES_BEFORE_RECORDING = 3
+
+CONTINUE = "with --checkpoint-dir the same command continues"
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCUMENTATION = ("*.md", "docs/**/*.md", "examples/*.md", "packages/*/*.md")
@@ -75,6 +79,22 @@ DOCUMENTATION = ("*.md", "docs/**/*.md", "examples/*.md", "packages/*/*.md")
 
 class InputError(Exception):
     """What the user has to change, in one line."""
+
+
+class LostRankError(Exception):
+    """Another rank has ended, or did not come in time."""
+
+
+@contextmanager
+def collective(what: str) -> Iterator[None]:
+    """Names what the ranks did together where the backend's error does not."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostRankError(
+            f"every rank must take part in {what}, but it failed on rank {dist.get_rank()} of "
+            f"{dist.get_world_size()}: {error}"
+        ) from error
 
 
 def join_ranks(device_name: str) -> torch.device:
@@ -108,7 +128,8 @@ def together(action: Callable[[], T]) -> T:
     except (OSError, ValueError) as error:
         problem = " ".join(str(error).split())
     problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
+    with collective("the exchange of problems"):
+        dist.all_gather_object(problems, problem)
     for found in problems:
         if found is not None:
             raise InputError(found)
@@ -118,7 +139,8 @@ def together(action: Callable[[], T]) -> T:
 def on_first_rank(action: Callable[[], T]) -> T:
     """Does something on rank 0 and gives every rank the result."""
     results = [together(lambda: action() if dist.get_rank() == 0 else None)]
-    dist.broadcast_object_list(results, src=0)
+    with collective("the broadcast of what rank 0 has read or written"):
+        dist.broadcast_object_list(results, src=0)
     return results[0]  # type: ignore[return-value]
 
 
@@ -433,8 +455,9 @@ class Trainer:
     def average(self, total: Tensor, count: int) -> float:
         """Mean over all ranks, from each one's sum and count."""
         both = torch.stack([total, torch.tensor(float(count), device=self.device)])
-        dist.all_reduce(both)
-        return float(both[0] / both[1])
+        with collective("the average of the losses"):
+            dist.all_reduce(both)
+            return float(both[0] / both[1])
 
     def save(self) -> None:
         """Copies the state to rank 0's CPU, whose thread writes it while training goes on."""
@@ -513,7 +536,8 @@ def run(settings: Settings, given: Collection[str]) -> None:
     # Of sharded parameters all ranks have to make the forward passes.
     if settings.sample_length and (first or not isinstance(trainer.parallel, Replicas)):
         say(console, f"sample: {trainer.sample()}")
-    dist.barrier()  # no rank leaves while rank 0 still samples
+    with collective("the end of the run"):
+        dist.barrier()  # no rank leaves while rank 0 still samples
 
 
 def complain(text: str) -> None:
@@ -523,7 +547,7 @@ def complain(text: str) -> None:
 
 
 def main(settings: Settings, given: Collection[str]) -> None:
-    """Runs, and turns what the user can change into one line and exit code 2."""
+    """Runs; what the user can change, an interruption and a lost rank are one line each."""
     code = 0
     try:
         run(settings, given)
@@ -531,8 +555,15 @@ def main(settings: Settings, given: Collection[str]) -> None:
         code = 2
         complain(str(error))
     except KeyboardInterrupt:
-        complain("interrupted; with --checkpoint-dir the same command continues")
+        complain(f"interrupted; {CONTINUE}")
         raise typer.Exit(130) from None  # the other ranks may be anywhere: do not wait for them
+    except (
+        LostRankError,
+        PeerFailureError,
+        CollectiveError,
+    ) as error:  # on each rank left
+        typer.echo(f"train_lm.py: {' '.join(str(error).split())}; {CONTINUE}", err=True)
+        raise typer.Exit(1) from None
     if dist.is_initialized():
         dist.destroy_process_group()
     raise typer.Exit(code)

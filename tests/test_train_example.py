@@ -184,6 +184,25 @@ def test_ctrl_c_ends_in_one_line_and_the_same_command_continues_exactly(
     assert all(value.equal(two.model[name]) for name, value in one.model.items())
 
 
+@pytest.mark.parametrize("wrapper", ["bucketed", "stage-3-kept"])
+def test_a_rank_that_is_killed_is_named_in_one_line(
+    examples: Examples, text: Path, tmp_path: Path, wrapper: str
+) -> None:
+    """The rank that is left ends, and checkpoints are whole."""
+    folder = tmp_path / "run"
+    options = {"checkpoint_dir": folder, "wrapper": wrapper, "steps": 4000, "log_every": 1}
+    _, second = examples.start(arguments(data=text, **options), 2)
+    wait_for_checkpoint(folder)
+    os.kill(second, signal.SIGKILL)
+    _, _, errors = examples.finish()
+    assert errors.startswith("train_lm.py: every rank ")
+    assert "rank 0" in errors
+    assert errors.endswith("with --checkpoint-dir the same command continues\n")
+    assert len(errors.splitlines()) == 1, errors
+    for path in list_checkpoints(folder):
+        load_checkpoint(path)
+
+
 def test_run_continues_under_other_wrappers_but_not_with_other_settings(
     examples: Examples, text: Path, tmp_path: Path
 ) -> None:
