@@ -21,8 +21,8 @@ _TERM = 0.01
 _EXPLANATIONS = {
     "fp32 += fp32": "0.01 is rounded once to fp32; the 1000 additions lose little.",
     "fp16 += fp16": (
-        "near 10 fp16 values lie 2⁻⁷ = 0.0078 apart, so every 0.01 is rounded to a multiple of "
-        "that, always the same way"
+        "every sum is rounded to a multiple of 2⁻⁹ from 2 on, 2⁻⁸ from 4 on and 2⁻⁷ from 8 on: "
+        "down, then up, then down again. These errors nearly cancel."
     ),
     "fp32 += fp16": "the term is rounded once to fp16 (0.0100021); the sum itself is accurate.",
     "fp32 += fp32(fp16)": "the same: converting up first cannot restore the term's lost digits.",
