@@ -429,6 +429,55 @@ def check_hooks_that_raise(rank, world_size):
     trained_alike(rank, train)
 
 
+class Box:
+    """Hides a tensor from torch's pytree utilities."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+class Boxed(Returns):
+    make = Box
+    take = staticmethod(lambda box: box.value)
+
+
+def check_hidden_outputs(rank, world_size):
+    """A unit's must be found, whether its weights or its inputs get the gradient; others may."""
+    with pytest.raises(TypeError, match=r"'0' returned a Box. Return a tuple, a dictionary or"):
+        FullyShardedDataParallel(blocks(Boxed))(batch(0, rank))
+    frozen = blocks(Boxed).requires_grad_(False)
+    with pytest.raises(TypeError, match="'0' returned a Box"):
+        FullyShardedDataParallel(frozen)(batch(0, rank).requires_grad_())
+    frozen = FullyShardedDataParallel(blocks(Boxed).requires_grad_(False))
+    assert frozen(batch(0, rank)).value.shape == (3, 5, WIDTH)
+
+    class Around(nn.Module):
+        """Holds no parameters of its own, and hides what its blocks return."""
+
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.blocks = blocks()
+
+        def forward(self, x):
+            return Box(self.blocks(x))
+
+    expected, model = Around(), FullyShardedDataParallel(Around())
+    for each in (expected, model):
+        optimizer = torch.optim.SGD(each.parameters(), 0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            each(batch(step, rank)).value.square().mean().backward()
+            if each is expected:
+                average_gradients(expected)
+            else:
+                model.finish_gradient_synchronization()
+            optimizer.step()
+    found = model.full_parameters()
+    for name, param in expected.named_parameters():
+        assert torch.equal(found[name], param), name
+
+
 KEPT = ("repeats", "two outputs", "input passed on", "checkpointed", "shared inside")
 
 CHECKS = [
@@ -441,6 +490,7 @@ CHECKS = [
     ("gradient of inputs", check_gradient_of_inputs, ()),
     ("gradients of gradients", check_gradients_of_gradients, ()),
     ("hooks that raise", check_hooks_that_raise, ()),
+    ("hidden outputs", check_hidden_outputs, ()),
 ]
 
 

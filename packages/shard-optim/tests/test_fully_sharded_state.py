@@ -12,6 +12,7 @@ from fully_sharded_models import OPTIMIZERS, batch, loss_of, net
 from ranks import run_ranks
 from shard_optim import (
     FullyShardedDataParallel,
+    OffloadedOptimizer,
     ShardedOptimizer,
     full_optimizer_state,
     load_checkpoint,
@@ -177,6 +178,14 @@ def check_optimizer_state(rank, world_size):
     update(model, fresh, [2])
     update(expected, plain, [2])
     assert_same(model, expected)
+
+    offloaded = OffloadedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.7)
+    load_full_optimizer_state(model, offloaded, plain.state_dict() if rank == 0 else None)
+    full = full_optimizer_state(model, offloaded)
+    if full is not None:
+        for index, state in plain.state_dict()["state"].items():
+            for key, value in state.items():
+                assert torch.equal(full["state"][index][key], value), (index, key)
 
     wrong = plain.state_dict()
     wrong["state"][0] = wrong["state"][0] | {"exp_avg": torch.zeros(2, 3)}

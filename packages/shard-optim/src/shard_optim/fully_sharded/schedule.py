@@ -21,6 +21,7 @@ zeros for what a rank has no gradient for.
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -169,9 +170,8 @@ class Schedule:
                     if unit.uses <= 0:
                         unit.rest()
         if torch.is_grad_enabled():
-            found = _hook(outputs, self._before_backward(call))
-            for unit in call.units:
-                unit.gathered_again = found
+            if not _hook(outputs, self._before_backward(call)):
+                _check_visible(outputs, call, (args, kwargs))
         return outputs
 
     def _expect_order(self, units: Sequence[Unit]) -> None:
@@ -387,6 +387,26 @@ class Schedule:
 def _in_backward() -> bool:
     """Whether autograd is running on this thread: a forward then is a recomputation."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _check_visible(outputs: Any, call: UnitCall, inputs: Any) -> None:
+    """Refuses outputs in which no gradient was found, but could be hidden.
+
+    Raises:
+        TypeError: naming the remedy.
+    """
+    known = (Tensor, str, bytes, numbers.Number, torch.dtype, torch.device, type(None))
+    leaves = pytree.tree_leaves(outputs)
+    hidden = [x for x in leaves if not isinstance(x, known) and not dataclasses.is_dataclass(x)]
+    needs_weights = any(unit.trainable for unit in call.units) or any(
+        tensor.requires_grad for tensor in tensors_in(inputs)
+    )
+    if hidden and needs_weights:
+        raise TypeError(
+            "a unit must return tensors, or containers or data classes of them, whose gradients "
+            f"tell when to gather it again, but {call.units[0].name!r} returned a "
+            f"{type(hidden[0]).__name__}. Return a tuple, a dictionary or a data class."
+        )
 
 
 def _hook(outputs: Any, on_gradient: Callable[[Tensor], None]) -> bool:

@@ -151,13 +151,13 @@ class Slot:
         self.owner, self.generation = unit, generation
 
     def free(self) -> None:
-        """Gives the memory back to the allocator, unless backward would not gather the unit again.
+        """Gives the memory back to the allocator.
 
         The current stream has waited for the gather, and what it has been given to do may still
         read the values. The allocator reuses the memory after work of the stream that it was taken
         on; so it has to know if that is another one.
         """
-        if self._held and (self.owner is None or self.owner.gathered_again):
+        if self._held:
             stream = self._current_stream()
             if stream is not None and stream != self._stream:
                 self.whole.record_stream(stream)
@@ -230,7 +230,6 @@ class Unit:
         uses: calls under way that read the parameters.
         arrived: positions whose gradients are complete in this backward pass.
         expected: how many will be.
-        gathered_again: whether backward gathers the unit if need be: its outputs were found.
         hooked: positions whose parameters report their gradients.
         reduce_plan: of the last reduction: that of the trainable parameters.
     """
@@ -276,7 +275,6 @@ class Unit:
         self.uses = 0
         self.arrived: set[int] = set()
         self.expected = 0
-        self.gathered_again = True
         self.hooked: set[int] = set()
         self.reduce_plan = plan_reduction([], self.cuts, group.rank())
 
