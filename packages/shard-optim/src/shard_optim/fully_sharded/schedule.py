@@ -169,9 +169,8 @@ class Schedule:
                     unit.uses -= 1
                     if unit.uses <= 0:
                         unit.rest()
-        if torch.is_grad_enabled():
-            if not _hook(outputs, self._before_backward(call)):
-                _check_visible(outputs, call, (args, kwargs))
+        if torch.is_grad_enabled() and not _hook(outputs, self._before_backward(call)):
+            _check_visible(outputs, call, (args, kwargs))
         return outputs
 
     def _expect_order(self, units: Sequence[Unit]) -> None:
