@@ -10,6 +10,7 @@ language:
     ```python ranks=2             runs under ``torchrun --nproc-per-node 2``
     ```python file=train.py       is saved under that name; a later block runs or imports it
     ```python gpu                 needs a GPU; without one, it is compiled and its imports run
+    ```python gpu ranks=2         needs a GPU for each rank, and does the same with fewer
     ```python extra=NAME          needs the package's extra NAME; runs with ``--extra NAME`` only
     ```console                    runs as a shell script that stops at the first failure
     ```console extra=NAME         the same, with ``--extra NAME`` only
@@ -131,7 +132,7 @@ def _prepare(block: Block, folder: Path, python: Path) -> list[str]:
         return []
     program = folder / f"block_of_line_{block.line}.py"
     program.write_text(block.text)
-    if "gpu" in block.words and not _has_gpu(python):
+    if "gpu" in block.words and _count_gpus(python) < int(block.words.get("ranks", 1)):
         program.write_text(imports_of(block.text))
     ranks = block.words.get("ranks")
     if ranks is None:
@@ -147,9 +148,10 @@ def imports_of(text: str) -> str:
     return ast.unparse(ast.Module(body=kept, type_ignores=[]))
 
 
-def _has_gpu(python: Path) -> bool:
-    question = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-    return subprocess.run([python, "-c", question], capture_output=True).returncode == 0
+def _count_gpus(python: Path) -> int:
+    question = "import torch; print(torch.cuda.device_count())"
+    answer = subprocess.run([python, "-c", question], capture_output=True, text=True)
+    return int(answer.stdout) if answer.returncode == 0 else 0
 
 
 def _run(

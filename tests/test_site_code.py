@@ -35,13 +35,14 @@ GROUPS: list[dist.ProcessGroup | None] = []
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
 def test_blocks_run(page: Path, tmp_path: Path) -> None:
+    gpus = torch.cuda.device_count()
     for blocks in programs(run_readme.blocks(page)):
         first = blocks[0]
         launched = TORCHRUN.fullmatch(first.text)
         if first.language == "console" and launched:
             file = tmp_path / launched["file"]
             run_forked(file.read_text(), file, int(launched["ranks"]), tmp_path)
-        elif "gpu" in first.words and not torch.cuda.is_available():
+        elif "gpu" in first.words and gpus < int(first.words.get("ranks", 1)):
             run_forked(run_readme.imports_of(first.text), page, 1, tmp_path)
         elif first.language == "python" and not set(first.words) & {"file", "gpu"}:
             program = ""
@@ -94,3 +95,16 @@ def run_program(rank: int, world_size: int, text: str, file: str, folder: str, p
 def test_most_pages_show_code() -> None:
     with_code = [page for page in PAGES if run_readme.blocks(page)]
     assert len(with_code) >= 0.8 * len(PAGES)
+
+
+@pytest.mark.parametrize(("gpus", "runs"), [(0, False), (1, False), (2, True)])
+def test_a_block_for_two_gpus_needs_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, runs: bool
+) -> None:
+    """With fewer, its imports run and nothing else."""
+    page = tmp_path / "page.md"
+    page.write_text("```python gpu ranks=2\nimport math\nprint(math.pi)\n```\n")
+    monkeypatch.setattr(run_readme, "_count_gpus", lambda python: gpus)
+    [block] = run_readme.blocks(page)
+    command = run_readme._prepare(block, tmp_path, Path(sys.executable))
+    assert ("print" in (tmp_path / command[-1]).read_text()) == runs
