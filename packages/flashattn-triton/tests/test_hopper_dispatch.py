@@ -12,7 +12,7 @@ import torch
 from flashattn_triton import dispatch, explain, mistakes, triton_versions
 from flashattn_triton.configs import Tiles, Tiling
 from flashattn_triton.hopper import eligibility
-from flashattn_triton.options import AttentionOptions
+from flashattn_triton.options import AttentionOptions, resolve_options
 
 PLAIN = AttentionOptions(scale=0.125)
 
@@ -105,7 +105,25 @@ def plan(
 def test_it_is_chosen(implementation: str) -> None:
     chosen = plan(implementation)
     assert chosen.tier == "hopper"
-    assert chosen.ordered == (implementation == "hopper")
+    assert chosen.runs_hopper_backward(PLAIN)
+
+
+@pytest.mark.usefixtures("on_sm90")
+@pytest.mark.parametrize(
+    ("options", "by_auto"),
+    [
+        ({"causal": True}, True),
+        ({"causal": "bottom-right"}, True),
+        ({}, False),
+        ({"causal": True, "window": (2000, None)}, False),
+        ({"window": (2000, None)}, False),
+    ],
+)
+def test_deterministic_gradients(options: dict[str, Any], by_auto: bool) -> None:
+    """By "auto" where they are faster than the portable tier's, by name with every mask."""
+    resolved = resolve_options(head_dim=64, deterministic=True, **options)
+    assert plan("auto", options=resolved).runs_hopper_backward(resolved) == by_auto
+    assert plan("hopper", options=resolved).runs_hopper_backward(resolved)
 
 
 @pytest.mark.usefixtures("on_sm90")

@@ -78,6 +78,16 @@ def forward_only(head_dims: tuple[int, int], options: AttentionOptions) -> bool:
     return is_wide(head_dims) or (options.softcap is not None and head_dims[0] <= 64)
 
 
+def orders_gradients(options: AttentionOptions) -> bool:
+    """Whether deterministic gradients are faster here than by the portable tier's separate pass.
+
+    Under a causal mask each program begins at its own diagonal, so few programs wait for others.
+    Without a mask all begin at the first queries, and with a window each works on few tiles: see
+    docs/measured.md.
+    """
+    return options.band == (None, 0)
+
+
 def _other_refusal(options: AttentionOptions, tensors: tuple[str, ...]) -> str | None:
     others = [name for name in tensors if name != "sinks"]
     if others:
