@@ -42,7 +42,7 @@ Window: TypeAlias = tuple[int | None, int | None]
 
 
 def names() -> list[str]:
-    """Every name that can stand for an implementation, built-in ones first."""
+    """Names of all implementations: the built-in ones first, then those of entry points."""
     return list(dict.fromkeys([*BUILT_IN, *(entry.name for entry in _plug_ins())]))
 
 

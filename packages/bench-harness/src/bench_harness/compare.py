@@ -191,7 +191,7 @@ def limit(text: str) -> float:
 
 
 def slower(found: Sequence[Comparison], beyond: float) -> list[Comparison]:
-    """Those whose whole interval says that B is slower by more than ``beyond``, a share of A."""
+    """The rows of which B is surely slower than A by more than ``beyond``, a share of A's time."""
     return [
         each
         for each in found

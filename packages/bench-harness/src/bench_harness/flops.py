@@ -20,23 +20,23 @@ class Shape(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """V."""
+        """Entries of the vocabulary, V."""
 
     @property
     def d_model(self) -> int:
-        """D."""
+        """Width of the residual stream, D."""
 
     @property
     def d_ff(self) -> int:
-        """F."""
+        """Width of the feed-forward part, F."""
 
     @property
     def num_layers(self) -> int:
-        """L."""
+        """Number of blocks, L."""
 
     @property
     def num_heads(self) -> int:
-        """H."""
+        """Number of attention heads, H."""
 
 
 def forward_flops(

@@ -47,7 +47,7 @@ class RemainingTime:
         self._measured: dict[str, list[float]] = {}
 
     def finished(self, case: Case, seconds: float) -> None:
-        """A case is done and took so long."""
+        """Takes a finished case out of what is left, and learns from its seconds."""
         self._left.pop(case.key, None)
         self._measured.setdefault(case.experiment, []).append(seconds)
 

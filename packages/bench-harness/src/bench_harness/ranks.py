@@ -81,7 +81,7 @@ class Nodes:
 
     @property
     def on_loopback(self) -> bool:
-        """Whether several of them are this machine."""
+        """Whether the machines meet on the loopback address, so that all of them are this one."""
         return self.rdzv_endpoint.rpartition(":")[0] in ("localhost", "127.0.0.1")
 
 
@@ -284,7 +284,7 @@ def _one_machine(parameters: Any) -> Any:
     )
 
     class OneMachine(RendezvousHandler):
-        """Each answer is that of a rendezvous of one participant."""
+        """Answers the launcher like a rendezvous in which this machine is the only participant."""
 
         closed = False
 
@@ -323,7 +323,7 @@ def _held_lock(path: Path) -> Iterator[None]:
 
 
 def _end_with_launcher(folder: Path) -> None:
-    """Waits for the launcher's lock; whoever gets it has lost the launcher, and removes its folder.
+    """Waits for the launcher's lock. A rank gets it once the launcher is gone; removes its folder.
 
     A rank that finds no lock has come too late: the folder is gone already.
     """

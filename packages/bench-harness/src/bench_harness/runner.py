@@ -20,7 +20,7 @@ ENDED = "ended"
 
 
 class Reporter(Protocol):
-    """What a run tells whoever watches it."""
+    """Receives the events of a run, for example to show them."""
 
     def case_started(self, case: Case) -> None:
         """A case begins."""
@@ -109,11 +109,12 @@ def ended_variants(outcome: Outcome) -> list[str]:
     """Which variants of a case that went on were skipped or failed, and why: one line for each."""
     if outcome.status != "ok":
         return []
-    return [
+    texts = (
         f"{row['variant']} {row[ENDED]['status']}: {row[ENDED]['error']}"
         for row in outcome.value["rows"]
         if ENDED in row
-    ]
+    )
+    return list(dict.fromkeys(texts))  # of several lengths, each reason once
 
 
 def _measure(case: Case, store: Store, reporter: Reporter, timeout_s: float | None) -> Outcome:

@@ -26,7 +26,7 @@ class SamplingOptions:
     max_seconds: float = option(10.0, "Seconds that a case may go on sampling for that.")
 
     def sampling(self) -> dict[str, float]:
-        """As it stands in a case's configuration."""
+        """The options by the names under which a case's configuration stores them."""
         return {"interval": self.interval, "max_seconds": self.max_seconds}
 
 

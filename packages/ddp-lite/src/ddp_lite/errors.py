@@ -72,7 +72,7 @@ class Peer:
 
     @classmethod
     def here(cls) -> Peer:
-        """This process."""
+        """Describes the process that calls it."""
         namespace = Path("/proc/self/ns/pid")
         inode = str(namespace.stat().st_ino) if namespace.exists() else ""
         return cls(socket.gethostname(), os.getpid(), inode)

@@ -89,7 +89,7 @@ class Tiling:
 
     @classmethod
     def unpack(cls, numbers: Sequence[int]) -> Tiling:
-        """The inverse of :meth:`pack`."""
+        """The tiling that :meth:`pack` wrote as numbers."""
         forward, key_pass, query_pass, fused = (
             _tiles(numbers[start : start + 5]) for start in range(0, 20, 5)
         )
@@ -195,7 +195,7 @@ INTERPRETER = _tiling((64, 64, 4, 1), (64, 64, 4, 1), (64, 64, 4, 1))
 def tiling_for(
     shared_memory: int, head_dim: int, dtype: torch.dtype, *, bias: bool = False
 ) -> Tiling:
-    """The shipped table's entry.
+    """The tiles that the package ships for a problem and a GPU's shared memory.
 
     Args:
         shared_memory: bytes that one block may have.

@@ -69,7 +69,7 @@ class MaskAndBias:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """In the order of :data:`NAMES`."""
+        """The tensors, in the order of :data:`NAMES`; None where one is not given."""
         return *self.of_scores, self.sinks
 
     @property
@@ -84,7 +84,7 @@ class MaskAndBias:
 
     @property
     def kind(self) -> MaskAndBiasKind:
-        """What kernels are compiled for."""
+        """What kernels are compiled for: see :class:`MaskAndBiasKind`."""
         strides: tuple[int, int, int, int] | tuple[None, None, None, None] = (None,) * 4
         if self.bias is not None:
             batch, head, query, key = (

@@ -365,7 +365,7 @@ class FlashAttention2PyTorch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False) -> Tensor:
-        """Algorithm 1."""
+        """Computes the output tile by tile (Algorithm 1)."""
         check_assignment_inputs(Q, K, V)
         ctx.options = AttentionOptions(
             causal="top-left" if is_causal else "none", scale=1 / math.sqrt(Q.shape[-1])
@@ -378,7 +378,7 @@ class FlashAttention2PyTorch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dO: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        """Algorithm 2."""
+        """Computes the gradients tile by tile, from recomputed probabilities (Algorithm 2)."""
         L, Q, K, V, out = ctx.saved_tensors
         dQ, dK, dV = tiled_backward(
             as_batch(Q),

@@ -46,7 +46,7 @@ CHECK_LENGTH = 333
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What is tuned for."""
+    """The attention problem that tiles are tuned for."""
 
     batch: int
     heads: int
@@ -189,7 +189,7 @@ def tune(problem: Problem, jobs: int) -> tuple[Tiling, list[dict[str, Any]]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command."""
+    """Runs the command ``python -m flashattn_triton.tune``; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m flashattn_triton.tune", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128], help="1 to 256")

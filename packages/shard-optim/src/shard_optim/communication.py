@@ -139,7 +139,7 @@ class Communication(Protocol):
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks."""
+        """The process group of the ranks that exchange."""
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], /) -> Waitable:
         """Starts averaging each input, shape (world_size * n,); its output gets this rank's n."""

@@ -81,7 +81,7 @@ def broadcast_value(value: Any, group: dist.ProcessGroup, *, classes: Sequence[t
 
 
 def encode(value: Any, classes: Sequence[type] = ()) -> Any:
-    """A value as JSON can hold it.
+    """Converts a value to what JSON can hold.
 
     Args:
         value: None, a bool, number or string; a tensor; a dtype, layout or memory format; or a

@@ -374,12 +374,12 @@ class LocalOptimizer:
                         fused.give_gradient(grad)
 
     def drop_gradients(self) -> None:
-        """Lets go of all gradients."""
+        """Sets the gradients of all shards to None, which frees them."""
         for fused in self._all_fused():
             fused.tensor.grad = None
 
     def gradients(self) -> list[Tensor]:
-        """The gradients that there are."""
+        """The gradients of the shards that have one."""
         grads = (fused.tensor.grad for fused in self._all_fused())
         return [grad for grad in grads if grad is not None]
 

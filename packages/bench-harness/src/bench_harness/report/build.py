@@ -243,7 +243,7 @@ def _line(rows: list[Row], folder: Path) -> CaseLine:
         label=row["label"],
         status=worst,
         seconds=row["seconds"],
-        error="; ".join(errors) or None,
+        error="; ".join(dict.fromkeys(errors)) or None,
         detail=row["detail"],
         environment=row["environment"],
         warnings=_warnings(row.get("machine_before"), row.get("machine_after")),

@@ -297,7 +297,7 @@ def _text(block: Mapping[str, Any], page: _Page) -> str:
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    # A template comes with a page, and whoever renders somebody else's page must not run its code.
+    # A template comes with a page, and rendering somebody else's page must not run its code.
     # Markdown, not HTML: there is nothing to escape.
     templates = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, autoescape=False)
     templates.filters["figure"] = figure

@@ -39,7 +39,7 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this rank is the first of all."""
+        """Whether this rank is the first one of every group it belongs to."""
         return all(group.rank() == 0 for group in self.levels)
 
     def broadcast(self, what: str, values: Tensor) -> None:
