@@ -4,6 +4,7 @@ a restart from the last checkpoint that ends where an uninterrupted run does."""
 import functools
 import os
 import re
+import resource
 import signal
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from fully_sharded_models import OPTIMIZERS, loss_of, net
 from ranks import run_ranks, set_collective_timeout
 from shard_optim import FullyShardedDataParallel, load_fully_sharded, save_fully_sharded
-from shard_optim.communication import GroupCollectives
+from shard_optim.communication import CollectiveError, GroupCollectives
 
 STEPS, SAVE_EVERY, FAULTY_STEP = 6, 2, 3
 
@@ -170,6 +171,30 @@ def test_a_rank_that_dies_while_it_saves_in_the_background(tmp_path):
     assert re.search("CollectiveError: .*saving a checkpoint", healthy.error), healthy.error
     assert [path.parent.name for path in tmp_path.glob("*/.metadata")] == ["0"]
     run_ranks(load_the_first, 2, str(tmp_path))
+
+
+def save_on_a_full_disk(rank, world_size, folder):
+    model = FullyShardedDataParallel(net(seed=rank))
+    save_fully_sharded(model, None, f"{folder}/0")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
+    with pytest.raises(
+        CollectiveError, match=r"saving a checkpoint, but some failed: rank 1: OSError: .*too large"
+    ):
+        save_fully_sharded(model, None, f"{folder}/1")
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    before = model.full_parameters()
+    load_fully_sharded(model, None, f"{folder}/0")
+    save_fully_sharded(model, None, f"{folder}/2")
+    for name, value in model.full_parameters().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_a_full_disk_is_named_on_every_rank(tmp_path):
+    """Every rank goes on afterwards; the checkpoint before is whole."""
+    run_ranks(save_on_a_full_disk, 2, str(tmp_path))
+    assert sorted(path.parent.name for path in tmp_path.glob("*/.metadata")) == ["0", "2"]
 
 
 def load_the_first(rank, world_size, folder):

@@ -290,13 +290,24 @@ def read_folder(
     _together("loading a checkpoint", group, read)
 
 
+def _failure_to_write(error: BaseException | None) -> OSError | None:
+    """The operating system's error behind one of ``torch.save``'s, which ends its file even then.
+
+    On a full disk that complains of a position in the file.
+    """
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
 def _together(what: str, group: dist.ProcessGroup, call: Callable[[], Any]) -> list[Any]:
     """Runs ``call`` on every rank and returns all results, or raises on every rank."""
     kind, problem, value = "", None, None
     try:
         value = call()
     except Exception as error:  # noqa: BLE001 - raised below, on every rank
-        kind, problem = type(error).__name__, str(error)
+        cause = _failure_to_write(error) or error
+        kind, problem = type(cause).__name__, str(cause)
     everyone = guarded(
         what, group, lambda: all_gather_values((kind, problem, value), group, classes=_EXCHANGED)
     )
