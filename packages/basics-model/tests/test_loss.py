@@ -176,7 +176,12 @@ def test_compiles_without_a_graph_break() -> None:
         ({"weight": torch.zeros(37, 15)}, r"weight must be .* got weight \(37, 15\) and hidden"),
         ({"targets": torch.zeros(12, dtype=torch.long)}, r"hidden \(13, 16\) and targets \(12,\)"),
         ({"targets": torch.zeros(13)}, "targets must be int64"),
-        ({"chunk_tokens": 0}, "chunk_tokens must be at least 1, but got 0"),
+        ({"chunk_tokens": 0}, "chunk_tokens must be an integer of at least 1, but got 0"),
+        ({"chunk_tokens": 2.5}, "chunk_tokens must be an integer of at least 1, but got 2.5"),
+        (
+            {"hidden": torch.zeros(13, 16, dtype=torch.long)},
+            "hidden and weight must be floating point, but got torch.int64 and torch.float",
+        ),
     ],
 )
 def test_misfits_are_refused(change: dict[str, Any], message: str) -> None:

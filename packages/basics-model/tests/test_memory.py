@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from basics_model import ModelConfig, TransformerLM, activation_memory
+from basics_model import ModelConfig, TransformerLM, activation_memory, model_config
 
 
 def kept_bytes(
@@ -76,3 +76,13 @@ def test_the_leaderboards_step_in_gib() -> None:
     assert found.recomputed / 2**30 == pytest.approx((8 * 4096 + 3 * 11_008) * 2 / 2**15)
     assert found.logits / 2**30 == pytest.approx(2048 * 151_936 * 10 / 2**30)
     assert found.total < 34 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "wrong"),
+    [("batch", 1, 0), ("seq", 1, -3), ("itemsize", 1, 0), ("checkpoint_blocks", 0, -1)],
+)
+def test_impossible_counts_are_refused(name: str, least: int, wrong: int) -> None:
+    counts = {"batch": 1, "seq": 128, name: wrong}
+    with pytest.raises(ValueError, match=f"{name} must be an integer of at least {least}, but got"):
+        activation_memory(model_config("small"), **counts)

@@ -377,7 +377,9 @@ class ProfiledOperators(torch.autograd.profiler.profile):
 
 
 def test_impossible_checkpointing_is_refused(config: ModelConfig) -> None:
-    with pytest.raises(ValueError, match="checkpoint_blocks must be at least 0, but got -1"):
-        TransformerLM(config, checkpoint_blocks=-1)
+    for wrong in (-1, 1.5, "1", True):
+        message = f"checkpoint_blocks must be an integer of at least 0, but got {wrong!r}"
+        with pytest.raises(ValueError, match=message):
+            TransformerLM(config, checkpoint_blocks=wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="must be 1 beside keep_attention, but got 2"):
         TransformerLM(config, checkpoint_blocks=2, keep_attention=True)

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 
+from basics_model.sizes import require_integer
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -61,17 +63,20 @@ def linear_cross_entropy(
         once, with respect to ``hidden`` and ``weight``.
 
     Raises:
-        ValueError: shapes do not match, there are no targets, targets are not int64, or
-            ``chunk_tokens`` is below 1.
+        ValueError: shapes do not match, there are no targets, targets are not int64, inputs are not
+            floating point, or ``chunk_tokens`` is no integer of at least 1.
     """
     _check_targets("hidden", hidden, targets)
+    if not (hidden.is_floating_point() and weight.is_floating_point()):
+        raise ValueError(
+            f"hidden and weight must be floating point, but got {hidden.dtype} and {weight.dtype}."
+        )
     if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
             f"weight must be (vocab_size, d_model) with the d_model of hidden, but got weight "
             f"{tuple(weight.shape)} and hidden {tuple(hidden.shape)}."
         )
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens must be at least 1, but got {chunk_tokens}.")
+    require_integer("chunk_tokens", chunk_tokens, least=1)
     kind = hidden.device.type
     autocast = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
     dtype = torch.get_autocast_dtype(kind) if autocast else hidden.dtype

@@ -15,6 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from basics_model.sizes import require_integer
+
 if TYPE_CHECKING:
     from basics_model.sizes import ModelConfig
 
@@ -64,7 +66,13 @@ def activation_memory(
         checkpoint_blocks: as given to :class:`basics_model.TransformerLM`.
         keep_attention: as given to :class:`basics_model.TransformerLM`.
         compiled: whether ``torch.compile`` compiles the blocks.
+
+    Raises:
+        ValueError: a count is no integer, or too small.
     """
+    for name, value in (("batch", batch), ("seq", seq), ("itemsize", itemsize)):
+        require_integer(name, value, least=1)
+    require_integer("checkpoint_blocks", checkpoint_blocks, least=0)
     tokens, width = batch * seq, config.d_model
     block = tokens * (
         (8 * width + 3 * config.d_ff) * itemsize

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from basics_model.attention import Attention, apply_rotary, rotary_tables, sdpa_attention
 from basics_model.checkpointing import attention_kept
 from basics_model.loss import linear_cross_entropy
+from basics_model.sizes import require_integer
 
 if TYPE_CHECKING:
     from basics_model.sizes import ModelConfig
@@ -215,8 +216,9 @@ class TransformerLM(nn.Module):
         checkpoint_blocks: how many consecutive blocks are recomputed together in the backward pass
             instead of keeping what they computed (activation checkpointing, Chen et al.,
             arXiv:1604.06174); 0 keeps everything. With n of N blocks, the input of every n-th block
-            is kept, and the backward pass holds the activations of n blocks at a time, so that
-            n = √N needs the least memory of these. A step takes about a third longer.
+            is kept, and the backward pass holds the activations of n blocks at a time. A block
+            keeps many times its input, so n = 1 needs the least memory. A step takes a quarter to
+            a third longer.
         keep_attention: with ``checkpoint_blocks=1``, keep the outputs of fused attention beside the
             blocks' inputs, so that backward recomputes everything but the attention kernel. It
             doubles what is kept, and saves much time where sequences are long. Without effect on
@@ -225,7 +227,8 @@ class TransformerLM(nn.Module):
         dtype: of the parameters.
 
     Raises:
-        ValueError: ``checkpoint_blocks`` is negative, or not 1 beside ``keep_attention``.
+        ValueError: ``checkpoint_blocks`` is no integer of at least 0, or not 1 beside
+            ``keep_attention``.
 
     The state dict holds parameters only: rotary tables are computed in each forward, once for all
     blocks, so a model accepts any sequence length and can be moved or cast without harming them.
@@ -242,8 +245,7 @@ class TransformerLM(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if checkpoint_blocks < 0:
-            raise ValueError(f"checkpoint_blocks must be at least 0, but got {checkpoint_blocks}.")
+        require_integer("checkpoint_blocks", checkpoint_blocks, least=0)
         if keep_attention and checkpoint_blocks != 1:
             raise ValueError(
                 f"checkpoint_blocks must be 1 beside keep_attention, but got {checkpoint_blocks}. "

@@ -8,6 +8,12 @@ from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 
+def require_integer(name: str, value: object, *, least: int) -> None:
+    """Raises ValueError, naming the argument, unless it is an integer of at least ``least``."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, but got {value!r}.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
     """Width and depth of a model: the part of a configuration that a size's name stands for."""
@@ -50,10 +56,7 @@ class ModelConfig:
             value = getattr(self, field.name)
             if field.name == "rope_theta":
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(
-                    f"{field.name} must be an integer of at least 1, but got {value!r}."
-                )
+            require_integer(field.name, value, least=1)
         if not self.rope_theta > 0:
             raise ValueError(f"rope_theta must be above 0, but got {self.rope_theta!r}.")
         if self.d_model % self.num_heads:
