@@ -91,7 +91,7 @@ def newest(folder: Path | None) -> Path | None:
     """The last complete checkpoint of a folder."""
     if folder is None:
         return None
-    steps = [path.parent for path in folder.glob("*/.metadata")]
+    steps = [each.parent for each in folder.glob("*/.metadata") if each.parent.name.isdecimal()]
     return max(steps, key=lambda path: int(path.name), default=None)
 
 
@@ -131,6 +131,14 @@ def main(
             predicted(config, ranks, compute_bytes=2, keep=keep, offload_state=offload_state)
         )
         return
+    if not data.is_file():
+        raise typer.BadParameter(f"--data must be a text file, but got {data}.")
+    tokens = np.frombuffer(data.read_bytes(), dtype=np.uint8)
+    if len(tokens) <= context:
+        raise typer.BadParameter(
+            f"--data must hold more bytes than --context {context}, but {data} has {len(tokens)}. "
+            "Use a longer text or a shorter --context."
+        )
     device = join_ranks()
     first, world_size = dist.get_rank() == 0, dist.get_world_size()
     compute_dtype = torch.bfloat16 if device.type == "cuda" else None
@@ -165,7 +173,6 @@ def main(
     if checkpoint is not None:
         load_fully_sharded(model, optimizer, checkpoint)
         done = int(checkpoint.name)
-    tokens = np.frombuffer(data.read_bytes(), dtype=np.uint8)
     dataset = TokenDataset(tokens, context, seed=done, rank=dist.get_rank(), world_size=world_size)
 
     for step in range(done, done + steps):

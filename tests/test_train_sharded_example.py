@@ -37,16 +37,25 @@ def test_predicts_trains_and_continues(examples: Examples, tmp_path: Path) -> No
     assert "optimizer state 4.64," in output
     assert "in host memory 30.27" in output
 
-    command = [*SMALL, "--checkpoint-dir", str(tmp_path)]
+    folder = tmp_path / "run"
+    (folder / "notes").mkdir(parents=True)  # not a checkpoint
+    (folder / "notes" / ".metadata").touch()
+    command = [*SMALL, "--checkpoint-dir", str(folder)]
     losses = []
     for world_size, options in ((2, []), (1, ["--offload-state"])):
         code, output, errors = examples.run([*command, *options], world_size, SCRIPT)
         assert code == 0, errors
         losses += [(int(a), float(b)) for a, b in re.findall(r"step (\d+): loss ([\d.]+)", output)]
     assert [step for step, _ in losses] == [1, 2, 3, 4]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4"]
+    assert sorted(path.name for path in folder.iterdir()) == ["2", "4", "notes"]
     assert losses[0][1] == pytest.approx(5.55, abs=0.3)  # ln 256, as an untrained model has
 
+    short = tmp_path / "short.txt"
+    short.write_text("far too short")
+    for text, message in ((short, "has 13"), (tmp_path / "missing.txt", "must be a text file")):
+        code, _, errors = examples.run([*SMALL, "--data", str(text)], script=SCRIPT)
+        assert code == 2
+        assert message in " ".join(errors.replace("│", " ").split())  # a box wraps it
     code, _, errors = examples.run(["--size", "9B"], script=SCRIPT)
     assert code == 2
     assert "must be one of" in errors
