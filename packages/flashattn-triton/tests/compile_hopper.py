@@ -147,7 +147,8 @@ def launch(request: Request) -> None:
         forward.hopper_forward(query, key, value, options, packing, sinks=sinks)
     else:
         lse = torch.empty(query.shape[:3], device="meta")
-        backward.hopper_backward(query, key, value, query, lse, query, None, options, packing)
+        out = query.new_empty(*query.shape[:3], value_width)
+        backward.hopper_backward(query, key, value, out, lse, out, None, options, packing)
 
 
 def compiled(work: Callable[[], None]) -> Iterator[tuple[str, Any]]:

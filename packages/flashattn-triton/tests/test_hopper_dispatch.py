@@ -127,8 +127,13 @@ def test_deterministic_gradients(options: dict[str, Any], by_auto: bool) -> None
 
 
 @pytest.mark.usefixtures("on_sm90")
-@pytest.mark.parametrize("head_dims", [(256, 256), (192, 128), (136, 136), (72, 136)])
-@pytest.mark.parametrize("implementation", ["auto", "hopper"])
+@pytest.mark.parametrize(
+    ("implementation", "head_dims"),
+    [
+        *(("hopper", head_dims) for head_dims in [(256, 256), (136, 136), (72, 136), (200, 128)]),
+        *(("auto", head_dims) for head_dims in [(256, 256), (192, 128), (136, 72)]),
+    ],
+)
 def test_wide_heads_have_a_forward_kernel_only(
     head_dims: tuple[int, int], implementation: str
 ) -> None:
@@ -138,6 +143,24 @@ def test_wide_heads_have_a_forward_kernel_only(
     assert not chosen.runs_hopper_backward(PLAIN)
     assert chosen.tiling is not None
     assert plan("hopper").runs_hopper_backward(PLAIN)
+
+
+@pytest.mark.usefixtures("on_sm90")
+@pytest.mark.parametrize("head_dims", [(192, 128), (136, 72), (160, 40)])
+def test_gradients_of_wide_heads_by_name(head_dims: tuple[int, int]) -> None:
+    for causal in ("none", "top-left", "bottom-right"):
+        options = AttentionOptions(scale=-0.1, causal=causal)
+        chosen = plan("hopper", head_dims, options)
+        assert chosen.runs_hopper_backward(options)
+        assert not chosen.runs_hopper_backward(options, packed=True)
+    for other in (
+        AttentionOptions(scale=0.1, window=(100, None)),
+        AttentionOptions(scale=0.1, softcap=20.0),
+        AttentionOptions(scale=0.1, deterministic=True),
+    ):
+        chosen = plan("hopper", head_dims, other)
+        assert chosen.tier == "hopper"
+        assert not chosen.runs_hopper_backward(other)
 
 
 @pytest.mark.usefixtures("on_sm90")

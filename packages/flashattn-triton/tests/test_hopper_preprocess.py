@@ -21,18 +21,25 @@ def strides_div8(x: Tensor) -> list[int]:
     return [s // 8 for s in x.stride()[:3]]
 
 
-@pytest.mark.parametrize(("n_queries", "head_dim"), [(64, 64), (130, 40), (100, 128), (200, 72)])
+@pytest.mark.parametrize(
+    ("n_queries", "head_dim"), [(64, 64), (130, 40), (100, 128), (200, 72), (130, 192), (70, 136)]
+)
 def test_the_sum_of_dq_is_put_in_order(n_queries: int, head_dim: int) -> None:
     width = 64 if head_dim <= 64 else 128
+    parts = 1
+    if head_dim > 128:
+        width, parts = 64, 3
     n_padded = -(-n_queries // 128) * 128
-    dq = torch.randn(BATCH, HEADS, n_padded, width)
+    dq = torch.randn(BATCH, HEADS, n_padded, parts * width)
     # As wgmma leaves (64, 64) blocks: of row r and column c, c // 8, r // 16, r % 8, c % 8 // 2,
     # r % 16 // 8, c % 2; before those, blocks of rows and of columns.
-    parts = dq.reshape(BATCH * HEADS, n_padded // 64, 4, 2, 8, width // 64, 8, 4, 2)
-    lying = parts.permute(0, 1, 5, 6, 2, 4, 7, 3, 8).contiguous().to(DEVICE)
+    blocks = dq.reshape(BATCH * HEADS, n_padded // 64, 4, 2, 8, parts * width // 64, 8, 4, 2)
+    lying = blocks.permute(0, 1, 5, 6, 2, 4, 7, 3, 8).contiguous().to(DEVICE)
     wide = torch.full((BATCH, n_queries + 1, HEADS, head_dim + 8), math.nan, dtype=torch.float16)
     found = wide.to(DEVICE)[:, :n_queries, :, :head_dim].transpose(1, 2)
-    shape = {"WIDTH": width, "NARROW": head_dim < width, "ROWS": ROWS}
+    shape = {
+        "WIDTH": width, "NARROW": head_dim < parts * width, "SUM_PARTS": parts, "ROWS": ROWS
+    }  # fmt: skip
     sizes = (n_queries, n_padded, HEADS, head_dim // 8)
     programs = BATCH * HEADS * n_padded // ROWS
     strides = strides_div8(found)
@@ -46,8 +53,12 @@ def test_the_sum_of_dq_is_put_in_order(n_queries: int, head_dim: int) -> None:
 
 @pytest.mark.parametrize("has_dl", [False, True])
 @pytest.mark.parametrize("scale", [0.125, -0.3, 1e-30])
-@pytest.mark.parametrize(("n_queries", "head_dim"), [(64, 64), (130, 40), (100, 72)])
-def test_statistics_and_zeros(n_queries: int, head_dim: int, scale: float, has_dl: bool) -> None:
+@pytest.mark.parametrize(
+    ("n_queries", "head_dim", "sum_parts"), [(64, 64, 1), (130, 40, 1), (100, 72, 1), (70, 128, 3)]
+)
+def test_statistics_and_zeros(
+    n_queries: int, head_dim: int, sum_parts: int, scale: float, has_dl: bool
+) -> None:
     width = 64 if head_dim <= 64 else 128
     n_padded = -(-n_queries // 128) * 128
     shape = (BATCH, HEADS, n_queries)
@@ -55,11 +66,13 @@ def test_statistics_and_zeros(n_queries: int, head_dim: int, scale: float, has_d
     lse, dl = 100 * torch.randn(2, *shape)
     lse[..., 3] = -math.inf  # a row that sees no key
     parts = torch.full((BATCH, HEADS, n_padded, 16), math.nan, dtype=torch.bfloat16, device=DEVICE)
-    dq = torch.full((BATCH, HEADS, n_padded, width), math.nan, device=DEVICE)
+    sum_width = width if sum_parts == 1 else 64
+    dq = torch.full((BATCH, HEADS, n_padded, sum_parts * sum_width), math.nan, device=DEVICE)
     tensors = [x.to(DEVICE) for x in (out, grad_out, lse, dl)]
     strides = [*strides_div8(out), *strides_div8(grad_out), *(dl.stride() if has_dl else (0, 0, 0))]
     numbers = (n_queries, n_padded, HEADS, head_dim // 8, -1 / scale)
     flags = {"WIDTH": width, "NARROW": head_dim < width, "ROWS": ROWS, "HAS_DL": has_dl}
+    flags |= {"SUM_PARTS": sum_parts, "SUM_WIDTH": sum_width}
     preprocess_kernel[(BATCH * HEADS * n_padded // ROWS,)](
         *tensors[:3], tensors[3] if has_dl else None, parts, dq, None, *strides, *numbers,
         **flags, **DENSE,

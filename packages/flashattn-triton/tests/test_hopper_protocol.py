@@ -21,7 +21,14 @@ pytest.importorskip("triton")
 if triton_versions.refusal() is not None:
     pytest.skip(str(triton_versions.refusal()), allow_module_level=True)
 
-from flashattn_triton.hopper import backward, backward_kernel, forward, forward_kernel, scores
+from flashattn_triton.hopper import (
+    backward,
+    backward_kernel,
+    backward_wide,
+    forward,
+    forward_kernel,
+    scores,
+)
 from flashattn_triton.hopper.configs import backward_config, tile_width
 from flashattn_triton.hopper.launch import FastLaunch, TileMap, edges
 from flashattn_triton.hopper.schedule import FIELDS, packed_tiles_kernel
@@ -157,13 +164,17 @@ def check_backward(problem: Problem, seed: int, **changes: Any) -> None:
     added[:, :, :n_queries, 1] = -delta
     parts = np.array((0.5, 0.25, 0.25, 0, 0, 0, 0, 0))
     statistics = added[..., None] * parts
-    dq_sum, dk, dv = np.zeros((*q.shape[:2], n_padded, width)), *np.full((2, *k.shape), np.nan)
-    meta_q, meta_k, meta_v = problem.meta()
-    tensors = [meta_q, meta_k, meta_v, meta_q, meta_q]
+    dq_sum = np.zeros((*q.shape[:2], n_padded, width))
+    dk, dv = np.full(k.shape, np.nan), np.full(v.shape, np.nan)
+    meta_do = torch.empty(do.shape, dtype=torch.bfloat16, device="meta")
+    tensors = [*problem.meta(), meta_do, meta_do]
     launch = backward.hopper_backward_call(tensors, None, problem.options).main
     turns = counters(dq_sum, queries, problem.options)
-    memory = [q, k, v, do, statistics, dq_sum, dk, dv, None, turns]
-    run(launch, backward_kernel, memory, seed, changes)
+    memory = [q, k, v, do, statistics, dq_sum, dk, dv]
+    if width > 128:
+        run(launch, backward_wide, memory, seed, changes)
+    else:
+        run(launch, backward_kernel, [*memory, None, turns], seed, changes)
     dq = in_order(dq_sum)[:, :, :n_queries, : problem.head_dim]
     close(dq * scale, ds @ keys)
     close(dk, problem.summed(ds.swapaxes(2, 3) @ q))
@@ -280,6 +291,15 @@ def test_tanh() -> None:
 def test_backward_on_random_schedules(name: str, head_dim: int) -> None:
     seed = list(PROBLEMS).index(name)
     check_backward(problem_of(head_dim=head_dim, **PROBLEMS[name]), seed)
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "value_dim"),
+    [(name, 192, 128) for name in PROBLEMS if "window" not in name] + [("causal", 136, 72)],
+)
+def test_backward_of_wide_heads(name: str, head_dim: int, value_dim: int) -> None:
+    problem = problem_of(head_dim=head_dim, value_dim=value_dim, **PROBLEMS[name])
+    check_backward(problem, list(PROBLEMS).index(name))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -433,7 +453,7 @@ NOTHING: Any = lambda *arguments: None  # noqa: E731
     [
         (check_backward, {"DS_BUFFERS": 2}),  # what the slower consumer reads is written
         (check_backward, {"DS_WRITTEN": 0}),  # dS and dO have the same barriers
-        (check_backward, {"_ds_written": lambda consumer, steps: 4 + consumer}),
+        (check_backward, {"ds_written": lambda consumer, steps: 4 + consumer}),
         (check_backward, {"fence_async_shared": NOTHING}),
         (check_forward, {"fence_async_shared": NOTHING}),
         (check_forward, {"_scheduler_barrier_wait": NOTHING}),

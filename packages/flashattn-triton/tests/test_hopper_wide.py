@@ -1,4 +1,4 @@
-"""The Hopper tier on heads wider than 128, for which it has a forward kernel only."""
+"""The Hopper tier on heads wider than 128; its backward kernel takes head_dim 192, value 128."""
 
 from __future__ import annotations
 
@@ -138,6 +138,47 @@ def test_repetitions_are_bit_identical(head_dims: tuple[int, int]) -> None:
     for _ in range(20):
         again = flash_attention(q, k, v, causal=True, implementation="hopper")
         assert torch.equal(again, first)
+
+
+BACKWARD = [(192, 128), (160, 128), (144, 96), (136, 40)]
+
+
+@pytest.mark.parametrize("head_dims", BACKWARD, ids=str)
+@pytest.mark.parametrize("causal", ["none", "top-left", "bottom-right"])
+@pytest.mark.parametrize(
+    ("heads", "n_queries", "n_keys"),
+    [
+        ((2, 2), 64, 128),
+        ((2, 2), 256, 256),
+        ((4, 2), 300, 411),
+        ((6, 1), 333, 1000),  # top-left: whole tiles of keys that no query sees
+        ((5, 5), 1, 4096),
+        ((2, 1), 4096, 1),
+        ((3, 3), 1000, 300),  # bottom-right: whole tiles of queries see no key
+        ((32, 8), 500, 500),
+    ],
+    ids=str,
+)
+def test_gradients(
+    heads: tuple[int, int],
+    n_queries: int,
+    n_keys: int,
+    causal: str,
+    head_dims: tuple[int, int],
+    dense_case: Any,
+    make_inputs: Any,
+    assert_close_to_oracle: Any,
+) -> None:
+    dtype, layout = ("fp16", "padded") if n_queries == 300 else ("bf16", "bhsd")
+    case = dense_case(2, heads, n_queries, n_keys, head_dims, dtype, causal=causal)
+    inputs = make_inputs(case, "cuda", layout)
+    text = explain(
+        *(x.detach() for x in (inputs.query, inputs.key, inputs.value)),
+        **case.keywords,
+        implementation="hopper",
+    )
+    assert "backward, fused (dQ by fp32 addition): 64 queries x 128 keys, 2 consumers" in text
+    assert_close_to_oracle(attend(case), inputs)
 
 
 def test_gradients_are_the_portable_tiers() -> None:

@@ -69,7 +69,7 @@ class CachedCall:
         plan = choose(query, key, value, options, implementation=implementation, tiling=tiling)
         self.options, self.plan = options, plan
         # The backward pass; the gradients' order may need the portable tier's.
-        self.by_hopper_kernels = plan.runs_hopper_backward(options)
+        self.by_hopper_kernels = plan.runs_hopper_backward(options, packing is not None)
         self.problem = ops.operator_arguments(
             options, implementation=implementation, tiling=tiling, packing=packing
         )[ops.PROBLEM_TENSORS :]

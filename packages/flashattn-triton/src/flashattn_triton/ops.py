@@ -229,7 +229,7 @@ def run_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`backward` by the tier of ``plan``."""
     lse = lse.contiguous()  # what was saved may come back with other strides
-    if plan.runs_hopper_backward(options):
+    if plan.runs_hopper_backward(options, packing is not None):
         from flashattn_triton.hopper.backward import hopper_backward
 
         tensors = (query, key, value, out, lse, grad_out, grad_lse)

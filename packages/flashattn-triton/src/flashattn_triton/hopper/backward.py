@@ -11,7 +11,9 @@ from torch import Tensor
 
 from flashattn_triton.hopper.backward_kernel import hopper_backward_kernel
 from flashattn_triton.hopper.backward_products import OWN, STATISTICS
+from flashattn_triton.hopper.backward_wide import wide_launches
 from flashattn_triton.hopper.configs import backward_config, columns_in_use, tile_width
+from flashattn_triton.hopper.eligibility import is_wide
 from flashattn_triton.hopper.launch import FastLaunch, edges, packed_tile_map, tile_map
 from flashattn_triton.hopper.packed import (
     PackedTiles,
@@ -145,11 +147,11 @@ def hopper_backward_call(
     packing: Packing | None = None,
 ) -> HopperBackwardCall:
     """The call for Q, K, V, O and dO of these shapes, strides and types."""
-    query, key, *_ = tensors
+    query, key, value, *_ = tensors
     return _backward_call(
         query.device,
         query.dtype,
-        (query.shape, key.shape),
+        (query.shape, key.shape, value.shape),
         tuple([x.stride() for x in tensors]),
         None if grad_logsumexp is None else grad_logsumexp.stride(),
         options,
@@ -161,22 +163,41 @@ def hopper_backward_call(
 def _backward_call(
     device: torch.device,
     dtype: torch.dtype,
-    shapes: tuple[torch.Size, torch.Size],
+    shapes: tuple[torch.Size, torch.Size, torch.Size],
     strides: tuple[Strides, ...],
     grad_logsumexp_stride: Strides | None,
     options: AttentionOptions,
     sizes_and_equal: tuple[Sizes, bool] | None,
 ) -> HopperBackwardCall:
-    """``strides``: of Q, K, V, O and dO. ``sizes_and_equal``: of :func:`packed_sizes`."""
+    """``shapes``: of Q, K and V. ``strides``: of Q, K, V, O and dO. ``sizes_and_equal``: of
+    :func:`packed_sizes`."""
     sizes, equal = sizes_and_equal or (None, False)
     options = without_offset(options, equal)
-    (batch, heads, n_queries, head_dim), (_, kv_heads, n_keys, _) = shapes
+    (batch, heads, n_queries, head_dim), (_, kv_heads, n_keys, _), (*_, value_dim) = shapes
     q_stride, k_stride, v_stride, o_stride, do_stride = strides
     gradients = [
-        empty_output(torch.empty_strided(shape, stride, dtype=dtype, device="meta"), head_dim)
-        for shape, stride in ((shapes[0], q_stride), (shapes[1], k_stride), (shapes[1], v_stride))
+        empty_output(torch.empty_strided(shape, stride, dtype=dtype, device="meta"), shape[3])
+        for shape, stride in zip(shapes, strides, strict=False)
     ]
     dq_stride, dk_stride, dv_stride = (x.stride() for x in gradients)
+    if is_wide((head_dim, value_dim)):
+        wide = wide_launches(
+            dtype,
+            shapes,
+            strides,
+            [dq_stride, dk_stride, dv_stride],
+            grad_logsumexp_stride,
+            options,
+        )
+        return HopperBackwardCall(
+            preprocess=wide.preprocess,
+            main=wide.main,
+            postprocess=wide.postprocess,
+            device=device,
+            gradients=[(x.shape, x.stride()) for x in gradients],
+            statistics=wide.statistics,
+            shared=wide.shared,
+        )
     queries, width = backward_config(head_dim, options).queries, tile_width(head_dim)
     rows = -(-n_queries // queries) * queries * batch * heads
     programs = (rows // ROWS, -(-n_keys // KEYS.value) * batch * kv_heads)
@@ -210,6 +231,7 @@ def _backward_call(
         "PACKED": packed,
         "FIELDS": FIELDS.value,
         "QUERIES": queries,
+        "SUM_PARTS": 1,
     }
     has_dl = grad_logsumexp_stride is not None
 
@@ -234,7 +256,7 @@ def _backward_call(
             **numbers,
             "factor": -1.0 / (options.scale if softcap is None else softcap),
         },
-        shape | {"HAS_DL": has_dl},
+        shape | {"SUM_WIDTH": width, "HAS_DL": has_dl},
     )
     postprocess = FastLaunch(
         postprocess_kernel,

@@ -166,7 +166,7 @@ def _producer(
 
 
 @gluon.jit
-def _apply_mask(
+def apply_mask(
     p,
     diagonal,
     band,
@@ -193,13 +193,13 @@ def _apply_mask(
 
 
 @gluon.jit
-def _wrapped(tile, n_tiles):
+def wrapped(tile, n_tiles):
     """A walk over all tiles that began in the middle goes on with the first."""
     return gl.where(tile < n_tiles, tile, tile - n_tiles)
 
 
 @gluon.jit
-def _fragment_offsets(WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
+def fragment_offsets(WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
     """Offsets of the first WIDTH columns of a (64, 64) fp32 block.
 
     A thread's elements are groups of four.
@@ -210,7 +210,7 @@ def _fragment_offsets(WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _ds_written(CONSUMER: gl.constexpr, steps):
+def ds_written(CONSUMER: gl.constexpr, steps):
     """The barrier at which ``CONSUMER`` says that it has written dS of so many steps.
 
     In step n a consumer waits for what the other says after n steps, writes dS, says so, which is
@@ -295,7 +295,7 @@ def _step(
         end_turn(turns_own + 2 * added, added >= 0)
     p = exp2(s * scale_log2)
     if MASKED:
-        p = _apply_mask(p, diagonal, band, n_keys, RAGGED, is_causal, HAS_LEFT)
+        p = apply_mask(p, diagonal, band, n_keys, RAGGED, is_causal, HAS_LEFT)
     dv = issue_columns(gl.convert_layout(p.to(DTYPE), OPERAND), do_tile, dv)
     if HAS_SOFTCAP:  # dP as late as this, for want of registers
         p *= slope.to(gl.float32)
@@ -305,10 +305,10 @@ def _step(
 
     if DK_FIRST:
         dk = issue_columns(gl.convert_layout(ds, OPERAND), q_tile, dk)
-    named_barrier_sync_at(_ds_written(1 - CONSUMER, step), CONSUMERS)
+    named_barrier_sync_at(ds_written(1 - CONSUMER, step), CONSUMERS)
     ds_tile.slice(CONSUMER * OWN, OWN, dim=0).store(ds)
     fence_async_shared()
-    named_barrier_arrive_at(_ds_written(CONSUMER, step + 1), CONSUMERS)
+    named_barrier_arrive_at(ds_written(CONSUMER, step + 1), CONSUMERS)
     dq = start_dq(ds_before, k_tile, DQ_WIDTH, CONSUMER)  # in step 0 of whatever is there
     if not DK_FIRST:
         dk = issue_columns(gl.convert_layout(ds, OPERAND), q_tile, dk)
@@ -395,7 +395,7 @@ def _consumer(
     else:
         group = (sequence * N_KV_HEADS + kv_head) * HEADS_PER_KV * n_tiles
     dq_own = dq_ptr + gl.cast(group, gl.int64) * (QUERIES * D) + CONSUMER * 4096
-    dq_own += _fragment_offsets(DQ_WIDTH, DQ)
+    dq_own += fragment_offsets(DQ_WIDTH, DQ)
     turns_own = turns_ptr
     if ORDERED:
         turns_own += group * 2 + CONSUMER
@@ -409,7 +409,7 @@ def _consumer(
     s = warpgroup_mma_wait(0, deps=(s,))
     dk = zero_columns(OWN, D, COLUMNS)
     dv = zero_columns(OWN, D, COLUMNS)
-    named_barrier_arrive_at(_ds_written(CONSUMER, 0), CONSUMERS)
+    named_barrier_arrive_at(ds_written(CONSUMER, 0), CONSUMERS)
     step = 0
     head = 0  # the first tile of a head, of the tiles of the group's heads
     before = -1
@@ -429,7 +429,7 @@ def _consumer(
                     turn = turn_of(
                         first + j, first_key, all_keys, offset, n_tiles, QUERIES, is_causal
                     )
-                before = head + _wrapped(first + j, n_tiles)
+                before = head + wrapped(first + j, n_tiles)
         for j in range(n_masked, n_seen):
             s, dk, dv = _step(
                 full, buffers, ds_smem, dq_own, step, steps, before, turns_own, turn, added,
@@ -440,7 +440,7 @@ def _consumer(
             if ORDERED:
                 added = before
                 turn = turn_of(first + j, first_key, all_keys, offset, n_tiles, QUERIES, is_causal)
-            before = head + _wrapped(first + j, n_tiles)
+            before = head + wrapped(first + j, n_tiles)
         if HAS_LEFT:
             for j in range(n_seen, per_head):
                 s, dk, dv = _step(
@@ -457,7 +457,7 @@ def _consumer(
                 before = head + first + j
         head += n_tiles
 
-    named_barrier_sync_at(_ds_written(1 - CONSUMER, steps), CONSUMERS)
+    named_barrier_sync_at(ds_written(1 - CONSUMER, steps), CONSUMERS)
     dq = start_dq(ds_smem.index((steps - 1) % DS_BUFFERS), k_smem.index(0), DQ_WIDTH, CONSUMER)
     store_columns(own_v, dv)  # whose memory nobody else reads
     fence_async_shared()
@@ -469,8 +469,8 @@ def _consumer(
     reduce_add(dq_own + gl.cast(before, gl.int64) * (QUERIES * D), dq, before >= 0)
     if ORDERED:
         end_turn(turns_own + 2 * before, before >= 0)
-    named_barrier_arrive_at(_ds_written(CONSUMER, steps + 1), CONSUMERS)
-    named_barrier_sync_at(_ds_written(1 - CONSUMER, steps + 1), CONSUMERS)
+    named_barrier_arrive_at(ds_written(CONSUMER, steps + 1), CONSUMERS)
+    named_barrier_sync_at(ds_written(1 - CONSUMER, steps + 1), CONSUMERS)
     store_columns(own_k, scaled(dk, scale))  # of which the other was reading until then
     fence_async_shared()
     store_tile(dk_desc, k_at, kv_head, own_key, own_k, PACKED)
@@ -492,7 +492,7 @@ def hopper_backward_kernel(
     v_desc,
     do_desc,  # as q_desc
     statistics_desc,  # (B · H · tiles · QUERIES, STATISTICS) bf16, tiles of (QUERIES, STATISTICS)
-    dq_ptr,  # (B · H · tiles · QUERIES, D) fp32, each 64 rows in the order of _fragment_offsets
+    dq_ptr,  # (B · H · tiles · QUERIES, D) fp32, each 64 rows in the order of fragment_offsets
     dk_desc,  # (B, G, N_k, D), tiles of (OWN, D)
     dv_desc,
     tiles_ptr,  # the table of schedule.packed_tiles_kernel, of keys, if PACKED, else None

@@ -15,8 +15,10 @@ CAPABILITY = (9, 0)
 # Tiles are 64 or 128 columns wide, and the TMA fills them up with zeros. It wants rows to
 # start at multiples of 16 bytes. Up to 32, the portable tier's tiles are narrower.
 HEAD_DIMS = range(40, 129, 8)
-# Of query and key, and of value, where one is above 128: the forward pass alone.
+# Of query and key, and of value, where one is above 128.
 WIDE_HEAD_DIMS = range(40, 257, 8)
+# Of query and key, and of value, for the backward kernel of wide heads, by name.
+WIDE_BACKWARD = (range(136, 193, 8), range(40, 129, 8))
 DTYPES = (torch.float16, torch.bfloat16)
 # With tiles of 64 columns, the portable tier is faster on windows of fewer keys; see LOG.md.
 SHORTEST_NARROW_WINDOW = 1024
@@ -73,9 +75,15 @@ def is_wide(head_dims: tuple[int, int]) -> bool:
     return max(head_dims) > 128 and all(x in WIDE_HEAD_DIMS for x in head_dims)
 
 
-def forward_only(head_dims: tuple[int, int], options: AttentionOptions) -> bool:
+def forward_only(
+    head_dims: tuple[int, int], options: AttentionOptions, by_name: bool = False
+) -> bool:
     """Whether there is only a forward kernel: the portable tier computes gradients."""
-    return is_wide(head_dims) or (options.softcap is not None and head_dims[0] <= 64)
+    if not is_wide(head_dims):
+        return options.softcap is not None and head_dims[0] <= 64
+    fits = all(x in taken for x, taken in zip(head_dims, WIDE_BACKWARD, strict=True))
+    plain = options.softcap is None and options.band[0] is None and not options.deterministic
+    return not (by_name and fits and plain)
 
 
 def orders_gradients(options: AttentionOptions) -> bool:

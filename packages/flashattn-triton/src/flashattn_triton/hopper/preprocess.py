@@ -5,7 +5,7 @@
 Rows are padded to whole tiles (N_PADDED of a head), so that the main kernel's copies need no mask.
 Rows past the end have an L that makes P zero. Of packed sequences, each is padded to whole tiles of
 QUERIES rows; N_QUERIES then counts the tokens of all. Legend as in ``backward_kernel``; WIDTH is
-that of tiles.
+that of tiles. The sum of dQ has SUM_PARTS of columns; only of wide heads is that more than one.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def preprocess_kernel(
     L_ptr,  # (B, H, N_q) fp32, contiguous
     dL_ptr,  # (B, H, N_q) fp32, or None
     statistics_ptr,  # (B, H, N_PADDED, 2, 8) bf16: parts of -L / scale, and of -delta
-    dq_ptr,  # (B, H, N_PADDED, WIDTH) fp32
+    dq_ptr,  # (B, H, N_PADDED, SUM_PARTS · SUM_WIDTH) fp32
     tiles_ptr,  # the table of schedule.packed_tiles_kernel, of queries, if PACKED, else None
     stride_ob,  # of O, dO and dQ in units of 8 elements, so that rows are known to be aligned
     stride_oh,
@@ -86,6 +86,8 @@ def preprocess_kernel(
     factor,  # -1 / scale
     WIDTH: tl.constexpr,
     NARROW: tl.constexpr,  # D < WIDTH
+    SUM_PARTS: tl.constexpr,
+    SUM_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_DL: tl.constexpr,
     PACKED: tl.constexpr,
@@ -136,7 +138,10 @@ def preprocess_kernel(
     parts = statistics_ptr + row * 16
     _store_parts(parts, tl.where(nothing, far, logsumexp * factor))
     _store_parts(parts + 8, tl.where(nothing, 0.0, -delta))
-    tl.store(dq_ptr + row[:, None] * WIDTH + columns[None, :], tl.zeros([ROWS, WIDTH], tl.float32))
+    sum_rows = dq_ptr + row[:, None] * (SUM_PARTS * SUM_WIDTH)
+    for part in tl.static_range(SUM_PARTS):
+        sum_columns = part * SUM_WIDTH + tl.arange(0, SUM_WIDTH)[None, :]
+        tl.store(sum_rows + sum_columns, tl.zeros([ROWS, SUM_WIDTH], tl.float32))
 
 
 @triton.jit(
@@ -145,7 +150,7 @@ def preprocess_kernel(
     ]
 )
 def postprocess_kernel(
-    sum_ptr,  # (B, H, N_PADDED, WIDTH) fp32, each 64 rows in the order said below
+    sum_ptr,  # (B, H, N_PADDED, SUM_PARTS · WIDTH) fp32, each 64 rows in the order said below
     dq_ptr,
     tiles_ptr,  # as of preprocess_kernel
     stride_qb,
@@ -157,7 +162,8 @@ def postprocess_kernel(
     D_DIV8,  # D / 8
     scale,
     WIDTH: tl.constexpr,
-    NARROW: tl.constexpr,  # D < WIDTH
+    NARROW: tl.constexpr,  # D < SUM_PARTS · WIDTH
+    SUM_PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     PACKED: tl.constexpr,
     FIELDS: tl.constexpr,
@@ -166,7 +172,7 @@ def postprocess_kernel(
     """dQ = scale · sum, in the inputs' dtype. Grid: tiles · B · H.
 
     Each (64, 64) block of the sum lies as wgmma leaves it in registers, in the order of
-    ``backward_kernel._fragment_offsets``, and after it the block of the next 64 columns.
+    ``backward_kernel.fragment_offsets``, and after it the block of the next 64 columns.
     """
     if PACKED:
         if tl.program_id(0) >= tl.load(tiles_ptr) * N_HEADS * (QUERIES // ROWS):
@@ -185,21 +191,22 @@ def postprocess_kernel(
         n_rows = N_QUERIES
         first_padded = head * N_PADDED
     rows = tl.arange(0, ROWS)[:, None]
-    columns = tl.arange(0, WIDTH)[None, :]
-    block = sum_ptr + (first_padded + first_row) * WIDTH
-    total = tl.load(block + tl.arange(0, ROWS * WIDTH))
-    # c // 8, r // 16, r % 8, c % 8 // 2, r % 16 // 8 and c % 2, for row r and column c.
-    total = tl.permute(tl.reshape(total, (WIDTH // 8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
-    total = tl.reshape(total, (ROWS, WIDTH))
-    present = first_row + rows < n_rows
-    if NARROW:
-        present = present & (columns // 8 < D_DIV8)
+    block = sum_ptr + (first_padded + first_row) * (SUM_PARTS * WIDTH)
     wide = (first_row + rows).to(tl.int64)
     if PACKED:
         wide += first_token
     dq_rows = dq_ptr + (b * stride_qb + h * stride_qh + wide * stride_qq) * 8
-    tl.store(
-        dq_rows + columns,
-        (total * scale).to(dq_ptr.dtype.element_ty),
-        mask=present,
-    )
+    for part in tl.static_range(SUM_PARTS):
+        columns = part * WIDTH + tl.arange(0, WIDTH)[None, :]
+        total = tl.load(block + part * ROWS * WIDTH + tl.arange(0, ROWS * WIDTH))
+        # c // 8, r // 16, r % 8, c % 8 // 2, r % 16 // 8 and c % 2, for row r and column c.
+        total = tl.permute(tl.reshape(total, (WIDTH // 8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
+        total = tl.reshape(total, (ROWS, WIDTH))
+        present = first_row + rows < n_rows
+        if NARROW:
+            present = present & (columns // 8 < D_DIV8)
+        tl.store(
+            dq_rows + columns,
+            (total * scale).to(dq_ptr.dtype.element_ty),
+            mask=present,
+        )

@@ -1,0 +1,600 @@
+# Kernels are typed by Triton's compiler, not by annotations.
+# mypy: disable-error-code="no-untyped-def,attr-defined,assignment"
+"""The backward pass on sm_90 of heads up to 192 wide, with values up to 128: kernel and launcher.
+
+The division of labour, the formulas and the barriers are those of ``backward_kernel``: a program
+owns 128 keys, two consumers 64 each, and dQ is one step late. What differs comes from registers. dK
+(64 x 192) and dV (64 x 128) of a consumer take 160 of a thread's 240, so that each tile of 64
+queries is computed in two halves of 32, of which scores and dP take 16 each:
+
+    Sᵀ, Pᵀ, dPᵀ, dSᵀ of 32 queries; dV += Pᵀ dO, dK += dSᵀ Q; then the other 32
+    dQ of all 64 queries, whose dS of both halves meets in shared memory
+
+Q and K are three PARTS of 64 columns, which lie one after another in shared memory, as in the
+forward kernel. Of the tile of dQ, each consumer computes one part of columns during the first half,
+and half of the third one during the second.
+
+Legend: B batch, H query heads, G key/value heads, N_q queries, N_k keys, D head_dim of query and
+key, E of value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from flashattn_triton.hopper.backward_kernel import (
+    CONSUMERS,
+    DO_EMPTY,
+    DS_BUFFERS,
+    EVERYBODY,
+    Q_EMPTY,
+    STAGES,
+    apply_mask,
+    ds_written,
+    fragment_offsets,
+    wrapped,
+)
+from flashattn_triton.hopper.backward_products import OWN, STATISTICS, subtract
+from flashattn_triton.hopper.launch import FastLaunch, edges, tile_map
+from flashattn_triton.hopper.preprocess import ROWS, postprocess_kernel, preprocess_kernel
+from flashattn_triton.hopper.schedule import (
+    FIELDS,
+    KEYS,
+    key_tile_of_program,
+    load_tile,
+    next_query_tile,
+    store_tile,
+    walk,
+)
+from flashattn_triton.hopper.scores import LOG2_E
+from flashattn_triton.hopper.support import (
+    exp2,
+    named_barrier_arrive_at,
+    named_barrier_sync_at,
+    reduce_add,
+    tma_load,
+)
+from flashattn_triton.launch import Strides, stride_numbers
+from flashattn_triton.options import AttentionOptions
+
+QUERIES = gl.constexpr(64)  # of a step
+HALF = gl.constexpr(32)  # queries whose scores a consumer holds at a time
+PARTS = gl.constexpr(3)  # of the columns of Q, K and their gradients
+PART = gl.constexpr(64)  # columns of one
+VALUES = gl.constexpr(128)  # columns of V and dO
+
+# ---- producer ------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _producer(loads, full, buffers, sizes, is_causal: gl.constexpr):
+    """Fetches K and V once, then each step's Q with L and delta, and dO."""
+    q_desc, k_desc, v_desc, do_desc, statistics_desc = loads
+    kv_full, q_full, do_full = full
+    k_smem, v_smem, q_smem, do_smem, statistics_smem = buffers
+    KEY_BYTES: gl.constexpr = KEYS * (PARTS * PART + VALUES) * 2
+    QUERY_BYTES: gl.constexpr = QUERIES * (PARTS * PART + STATISTICS) * 2
+    _, _, N_KV_HEADS, HEADS_PER_KV, _ = sizes
+    first_key, kv_head, n_queries, _, offset, q_at, k_at, batch = key_tile_of_program(
+        sizes, None, False, False, False
+    )
+    n_tiles = gl.cdiv(n_queries, QUERIES)
+    first, last, wrap, per_head = walk(
+        first_key, offset, 0, n_tiles, QUERIES, is_causal, False, False
+    )
+    steps = per_head * HEADS_PER_KV
+    mbarrier.expect(kv_full, KEY_BYTES)
+    for part in gl.static_range(PARTS):
+        k_part = k_smem.index(part)
+        load_tile(k_desc, k_at, kv_head, first_key, kv_full, k_part, False, part * PART)
+    load_tile(v_desc, k_at, kv_head, first_key, kv_full, v_smem.index(0), False)
+    before = batch * N_KV_HEADS * HEADS_PER_KV  # heads of other batch elements
+    tile = first
+    head = kv_head * HEADS_PER_KV
+    for step in range(steps + STAGES):
+        slot = step % STAGES
+        row = ((before + head) * n_tiles + tile) * QUERIES  # of all heads' tiles
+        first_query = tile * QUERIES
+        if step >= STAGES:
+            named_barrier_sync_at(DO_EMPTY + slot, EVERYBODY)
+        if step < steps:
+            mbarrier.expect(do_full.index(slot), QUERIES * VALUES * 2)
+            do_tile = do_smem.index(slot)
+            load_tile(do_desc, q_at, head, first_query, do_full.index(slot), do_tile, False)
+        if step >= STAGES:
+            named_barrier_sync_at(Q_EMPTY + slot, EVERYBODY)
+        if step <= steps:  # consumers start one more product than they use
+            arrived = q_full.index(slot)
+            mbarrier.expect(arrived, QUERY_BYTES)
+            for part in gl.static_range(PARTS):
+                q_part = q_smem.index(slot * PARTS + part)
+                load_tile(q_desc, q_at, head, first_query, arrived, q_part, False, part * PART)
+            tma_load(statistics_desc, [row, 0], arrived, statistics_smem.index(slot))
+        if step + 1 < steps:
+            tile, head = next_query_tile(tile, head, first, last, wrap)
+
+
+# ---- consumer ------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _start_scores(
+    k_smem, q_smem, statistics_smem, again, slot, SECOND: gl.constexpr, CONSUMER: gl.constexpr
+):
+    """Issues (OWN, HALF) scores of one half of the queries, less L / scale."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    statistics = statistics_smem.index(slot).slice(SECOND * HALF, HALF, dim=0)
+    s = gl.zeros([OWN, HALF], gl.float32, SCORES)
+    s = subtract(0, statistics, s, False, SCORES)
+    for part in gl.static_range(PARTS):
+        own_k = k_smem.index(again + part).slice(CONSUMER * OWN, OWN, dim=0)
+        q_half = q_smem.index(slot * PARTS + part).slice(SECOND * HALF, HALF, dim=0)
+        s = warpgroup_mma(own_k, q_half.permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def _start_dp(own_v, do_half, statistics):
+    """Issues (OWN, HALF) dP, less delta."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    dp = gl.zeros([OWN, HALF], gl.float32, SCORES)
+    dp = warpgroup_mma(own_v, do_half.permute((1, 0)), dp, use_acc=False, is_async=True)
+    return subtract(1, statistics, dp, True, SCORES)
+
+
+@gluon.jit
+def _start_dk(ds, q_smem, slot, dk, SECOND: gl.constexpr):
+    """Issues dSᵀ Q of one half of the queries, by parts of columns."""
+    q_0 = q_smem.index(slot * PARTS).slice(SECOND * HALF, HALF, dim=0)
+    q_1 = q_smem.index(slot * PARTS + 1).slice(SECOND * HALF, HALF, dim=0)
+    q_2 = q_smem.index(slot * PARTS + 2).slice(SECOND * HALF, HALF, dim=0)
+    return (
+        warpgroup_mma(ds, q_0, dk[0], is_async=True),
+        warpgroup_mma(ds, q_1, dk[1], is_async=True),
+        warpgroup_mma(ds, q_2, dk[2], is_async=True),
+    )
+
+
+@gluon.jit
+def _start_dq(ds_tile, k_smem, again, SECOND: gl.constexpr, CONSUMER: gl.constexpr):
+    """Issues this consumer's columns of a tile of dQ: its own part, or half of the third one."""
+    WIDTH: gl.constexpr = PART // 2 if SECOND else PART
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    nothing = gl.zeros([QUERIES, WIDTH], gl.float32, LAYOUT)
+    if SECOND:
+        columns = k_smem.index(again + 2).slice(CONSUMER * WIDTH, WIDTH, dim=1)
+    else:
+        columns = k_smem.index(again + CONSUMER)
+    return warpgroup_mma(ds_tile.permute((1, 0)), columns, nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add_dq(dq_group, tile, dq, SECOND: gl.constexpr, CONSUMER: gl.constexpr):
+    """Adds what :func:`_start_dq` computed to a tile of the sum; to none if ``tile`` is -1."""
+    FIRST: gl.constexpr = 2 * 4096 + CONSUMER * 2048 if SECOND else CONSUMER * 4096
+    WIDTH: gl.constexpr = dq.shape[1]
+    LAYOUT: gl.constexpr = dq.type.layout
+    there = dq_group + gl.cast(tile, gl.int64) * (QUERIES * PARTS * PART) + FIRST
+    reduce_add(there + fragment_offsets(WIDTH, LAYOUT), dq, tile >= 0)
+
+
+@gluon.jit
+def _side_by_side(left, right):
+    """(OWN, HALF) twice to (OWN, QUERIES), without moving anything between threads."""
+    WHOLE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    both = gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), [OWN, QUERIES])
+    return gl.convert_layout(both, WHOLE, assert_trivial=True)
+
+
+@gluon.jit
+def _half_step(
+    full,
+    buffers,
+    ds_smem,
+    dq_group,  # the sum of dQ from the group's first tile on
+    step,
+    steps,  # in all
+    before,  # the tile before, of the tiles of the group's heads; -1 if there is none
+    diagonal,
+    n_keys,
+    scale_log2,
+    s,  # (OWN, HALF) fp32, raw scores of this half, less L / scale
+    ds_first,  # (OWN, HALF), dS of the first half
+    dk,  # (OWN, D) fp32, by parts of columns, without the scale
+    dv,  # (OWN, E) fp32
+    SECOND: gl.constexpr,
+    CONSUMER: gl.constexpr,
+    RAGGED: gl.constexpr,
+    is_causal: gl.constexpr,
+    MASKED: gl.constexpr,
+):
+    """Adds what half a tile of queries contributes to dK and dV, and the tile before to dQ.
+
+    Returns the next half's scores, dS, dK and dV.
+    """
+    _, q_full, do_full = full
+    k_smem, v_smem, q_smem, do_smem, statistics_smem = buffers
+    DTYPE: gl.constexpr = q_smem.dtype
+    DK_OPERAND: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
+    DV_OPERAND: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
+    slot = step % STAGES
+    next_slot = (step + 1) % STAGES
+    next_phase = ((step + 1) // STAGES) & 1
+    # Always 0, which the compiler cannot know: it would otherwise keep all addresses within K and V
+    # in registers, of which there are too few.
+    again = step >> 30
+    own_v = v_smem.index(again).slice(CONSUMER * OWN, OWN, dim=0)
+    do_half = do_smem.index(slot).slice(SECOND * HALF, HALF, dim=0)
+    statistics = statistics_smem.index(slot).slice(SECOND * HALF, HALF, dim=0)
+    ds_before = ds_smem.index((step + DS_BUFFERS - 1) % DS_BUFFERS)
+
+    dp = _start_dp(own_v, do_half, statistics)
+    p = exp2(s * scale_log2)
+    if MASKED:
+        first = diagonal + SECOND * HALF
+        p = apply_mask(p, first, 0, n_keys, RAGGED, is_causal, False)
+    dv = warpgroup_mma(gl.convert_layout(p.to(DTYPE), DV_OPERAND), do_half, dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=(dp,))
+    ds = (p * dp).to(DTYPE)
+    dk = _start_dk(gl.convert_layout(ds, DK_OPERAND), q_smem, slot, dk, SECOND)
+    if SECOND:
+        ds_tile = ds_smem.index(step % DS_BUFFERS).slice(CONSUMER * OWN, OWN, dim=0)
+        ds_tile.store(_side_by_side(ds_first, ds))
+        fence_async_shared()
+        named_barrier_arrive_at(ds_written(CONSUMER, step + 1), CONSUMERS)
+    else:
+        named_barrier_sync_at(ds_written(1 - CONSUMER, step), CONSUMERS)
+    # In step 0 of whatever is there.
+    dq = _start_dq(ds_before, k_smem, again, SECOND, CONSUMER)
+    if SECOND:
+        dv = warpgroup_mma_wait(PARTS + 1, deps=(dv,))
+        named_barrier_arrive_at(DO_EMPTY + slot, EVERYBODY)
+        mbarrier.wait(q_full.index(next_slot), next_phase)
+    dq, dk_0, dk_1, dk_2, dv = warpgroup_mma_wait(0, deps=(dq, dk[0], dk[1], dk[2], dv))
+    dk = (dk_0, dk_1, dk_2)
+    _add_dq(dq_group, before, dq, SECOND, CONSUMER)
+    if SECOND:
+        s = _start_scores(k_smem, q_smem, statistics_smem, again, next_slot, False, CONSUMER)
+    else:
+        s = _start_scores(k_smem, q_smem, statistics_smem, again, slot, True, CONSUMER)
+    if SECOND:
+        mbarrier.wait(do_full.index(next_slot), next_phase, pred=step + 1 < steps)
+    # ptxas runs every product by itself unless each iteration ends with nothing in flight.
+    s, dk_0, dk_1, dk_2, dv = warpgroup_mma_wait(0, deps=(s, dk[0], dk[1], dk[2], dv))
+    if SECOND:
+        named_barrier_arrive_at(Q_EMPTY + slot, EVERYBODY)
+    return s, ds, (dk_0, dk_1, dk_2), dv
+
+
+@gluon.jit
+def _step(
+    full,
+    buffers,
+    ds_smem,
+    dq_group,
+    step,
+    steps,
+    before,
+    diagonal,
+    n_keys,
+    scale_log2,
+    s,
+    dk,
+    dv,
+    CONSUMER: gl.constexpr,
+    RAGGED: gl.constexpr,
+    is_causal: gl.constexpr,
+    MASKED: gl.constexpr,
+):
+    """Both halves of a tile of queries: the next tile's scores, dK and dV."""
+    s, ds, dk, dv = _half_step(
+        full, buffers, ds_smem, dq_group, step, steps, before, diagonal, n_keys, scale_log2, s,
+        None, dk, dv, False, CONSUMER, RAGGED, is_causal, MASKED,
+    )  # fmt: skip
+    s, _, dk, dv = _half_step(
+        full, buffers, ds_smem, dq_group, step, steps, before, diagonal, n_keys, scale_log2, s,
+        ds, dk, dv, True, CONSUMER, RAGGED, is_causal, MASKED,
+    )  # fmt: skip
+    return s, dk, dv
+
+
+@gluon.jit
+def _consumer(
+    dk_desc,
+    dv_desc,
+    full,
+    buffers,
+    ds_smem,
+    dq_ptr,
+    scale,
+    scale_log2,
+    sizes,
+    CONSUMER: gl.constexpr,
+    RAGGED: gl.constexpr,
+    is_causal: gl.constexpr,
+):
+    """dK and dV of 64 keys, and half of each tile of dQ."""
+    kv_full, q_full, do_full = full
+    k_smem, v_smem, q_smem, _, statistics_smem = buffers
+    _, _, N_KV_HEADS, HEADS_PER_KV, _ = sizes
+    first_key, kv_head, n_queries, n_keys, offset, _, k_at, batch = key_tile_of_program(
+        sizes, None, False, False, False
+    )
+    own_key = first_key + CONSUMER * OWN
+    n_keys -= own_key
+    n_tiles = gl.cdiv(n_queries, QUERIES)
+    first, _, _, per_head = walk(first_key, offset, 0, n_tiles, QUERIES, is_causal, False, False)
+    steps = per_head * HEADS_PER_KV
+    # A tile of queries sees all keys here if its first query does.
+    diagonal = first * QUERIES + offset - own_key
+    n_masked = 0
+    if is_causal:
+        n_masked = min(max(gl.cdiv(OWN - 1 - diagonal, QUERIES), 0), per_head)
+    if RAGGED:
+        n_masked = gl.where(n_keys < OWN, per_head, n_masked)
+    group = (batch * N_KV_HEADS + kv_head) * HEADS_PER_KV * n_tiles
+    dq_group = dq_ptr + gl.cast(group, gl.int64) * (QUERIES * PARTS * PART)
+
+    mbarrier.wait(kv_full, 0)
+    mbarrier.wait(q_full.index(0), 0)
+    s = _start_scores(k_smem, q_smem, statistics_smem, 0, 0, False, CONSUMER)
+    mbarrier.wait(do_full.index(0), 0)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VALUES, 16])
+    dk = (
+        gl.zeros([OWN, PART], gl.float32, DK),
+        gl.zeros([OWN, PART], gl.float32, DK),
+        gl.zeros([OWN, PART], gl.float32, DK),
+    )
+    dv = gl.zeros([OWN, VALUES], gl.float32, DV)
+    named_barrier_arrive_at(ds_written(CONSUMER, 0), CONSUMERS)
+    step = 0
+    head = 0  # the first tile of a head, of the tiles of the group's heads
+    before = -1
+    for _ in range(HEADS_PER_KV):
+        if is_causal or RAGGED:
+            for j in range(n_masked):
+                s, dk, dv = _step(
+                    full, buffers, ds_smem, dq_group, step, steps, before, diagonal + j * QUERIES,
+                    n_keys, scale_log2, s, dk, dv, CONSUMER, RAGGED, is_causal, True,
+                )  # fmt: skip
+                step += 1
+                before = head + wrapped(first + j, n_tiles)
+        for j in range(n_masked, per_head):
+            s, dk, dv = _step(
+                full, buffers, ds_smem, dq_group, step, steps, before, diagonal, n_keys, scale_log2,
+                s, dk, dv, CONSUMER, RAGGED, is_causal, False,
+            )  # fmt: skip
+            step += 1
+            before = head + wrapped(first + j, n_tiles)
+        head += n_tiles
+
+    named_barrier_sync_at(ds_written(1 - CONSUMER, steps), CONSUMERS)
+    ds_tile = ds_smem.index((steps - 1) % DS_BUFFERS)
+    dq = _start_dq(ds_tile, k_smem, 0, False, CONSUMER)
+    own_v = v_smem.index(0).slice(CONSUMER * OWN, OWN, dim=0)
+    own_v.store(dv.to(own_v.dtype))  # whose memory nobody else reads
+    fence_async_shared()
+    store_tile(dv_desc, k_at, kv_head, own_key, own_v, False)
+    dq = warpgroup_mma_wait(0, deps=(dq,))
+    _add_dq(dq_group, before, dq, False, CONSUMER)
+    dq_third = _start_dq(ds_tile, k_smem, 0, True, CONSUMER)
+    dq_third = warpgroup_mma_wait(0, deps=(dq_third,))
+    _add_dq(dq_group, before, dq_third, True, CONSUMER)
+    named_barrier_arrive_at(ds_written(CONSUMER, steps + 1), CONSUMERS)
+    named_barrier_sync_at(ds_written(1 - CONSUMER, steps + 1), CONSUMERS)
+    for part in gl.static_range(PARTS):
+        own_k = k_smem.index(part).slice(CONSUMER * OWN, OWN, dim=0)
+        own_k.store((dk[part] * scale).to(own_k.dtype))  # the other was reading until then
+        fence_async_shared()
+        store_tile(dk_desc, k_at, kv_head, own_key, own_k, False, part * PART)
+    tma.store_wait(0)
+
+
+# ---- kernel --------------------------------------------------------------------------------------
+
+
+@gluon.jit(
+    do_not_specialize=[
+        *("N_QUERIES", "N_KEYS", "N_KV_HEADS", "HEADS_PER_KV", "offset", "scale", "scale_log2")
+    ]
+)
+def wide_backward_kernel(
+    q_desc,  # (B, H, N_q, D), tiles of (QUERIES, PART)
+    k_desc,  # (B, G, N_k, D), tiles of (KEYS, PART)
+    v_desc,  # (B, G, N_k, E), tiles of (KEYS, VALUES)
+    do_desc,  # (B, H, N_q, E), tiles of (QUERIES, VALUES)
+    statistics_desc,  # (B · H · tiles · QUERIES, STATISTICS) bf16, tiles of (QUERIES, STATISTICS)
+    dq_ptr,  # (B · H · tiles, PARTS, QUERIES · PART) fp32, blocks in the order of fragment_offsets
+    dk_desc,  # (B, G, N_k, D), tiles of (OWN, PART)
+    dv_desc,  # (B, G, N_k, E), tiles of (OWN, VALUES)
+    N_QUERIES,
+    N_KEYS,
+    N_KV_HEADS,
+    HEADS_PER_KV,
+    offset,
+    scale,
+    scale_log2,
+    RAGGED: gl.constexpr,
+    is_causal: gl.constexpr,
+):
+    """dK and dV, and dQ / scale added to ``dq_ptr``. Grid: key tiles · B · G.
+
+    ``offset``: key index minus query index of the last key that a query sees, if ``is_causal``.
+    ``RAGGED``: the last tile has keys past the end.
+    """
+    DTYPE: gl.constexpr = q_desc.dtype
+    Q_SMEM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([QUERIES, PART], DTYPE)
+    K_SMEM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, PART], DTYPE)
+    DO_SMEM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([QUERIES, VALUES], DTYPE)
+    V_SMEM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, VALUES], DTYPE)
+    DS_SMEM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], DTYPE)
+    k_smem = gl.allocate_shared_memory(DTYPE, [PARTS, KEYS, PART], K_SMEM)
+    v_smem = gl.allocate_shared_memory(DTYPE, [1, KEYS, VALUES], V_SMEM)
+    q_smem = gl.allocate_shared_memory(DTYPE, [STAGES * PARTS, QUERIES, PART], Q_SMEM)
+    do_smem = gl.allocate_shared_memory(DTYPE, [STAGES, QUERIES, VALUES], DO_SMEM)
+    statistics_smem = gl.allocate_shared_memory(
+        gl.bfloat16, [STAGES, QUERIES, STATISTICS], statistics_desc.layout
+    )
+    ds_smem = gl.allocate_shared_memory(DTYPE, [DS_BUFFERS, KEYS, QUERIES], DS_SMEM)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    mbarrier.init(kv_full, count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(do_full.index(i), count=1)
+    loads = (q_desc, k_desc, v_desc, do_desc, statistics_desc)
+    full = (kv_full, q_full, do_full)
+    buffers = (k_smem, v_smem, q_smem, do_smem, statistics_smem)
+    sizes = (N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_PER_KV, offset)
+
+    # Written in place, because a tuple bound to a variable loses its compile-time members.
+    gl.warp_specialize([
+        (_producer, (loads, full, buffers, sizes, is_causal)),
+        (_consumer, (
+            dk_desc, dv_desc, full, buffers, ds_smem, dq_ptr, scale, scale_log2, sizes, 0, RAGGED,
+            is_causal,
+        )),
+        (_consumer, (
+            dk_desc, dv_desc, full, buffers, ds_smem, dq_ptr, scale, scale_log2, sizes, 1, RAGGED,
+            is_causal,
+        )),
+    ], [4, 4], [240, 240])  # fmt: skip
+
+
+# ---- launcher ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class WideLaunches:
+    """The three kernels; ``statistics``: bytes before the sum of dQ in the memory that they share,
+    ``shared``: its fp32 elements."""
+
+    preprocess: FastLaunch
+    main: FastLaunch
+    postprocess: FastLaunch
+    statistics: int
+    shared: int
+
+
+def wide_launches(
+    dtype: torch.dtype,
+    shapes: Sequence[torch.Size],
+    strides: Sequence[Strides],
+    gradient_strides: Sequence[Strides],
+    grad_logsumexp_stride: Strides | None,
+    options: AttentionOptions,
+) -> WideLaunches:
+    """The launches for one kind of input.
+
+    Args:
+        dtype: of all tensors.
+        shapes: of Q, K and V.
+        strides: of Q, K, V, O and dO.
+        gradient_strides: of dQ, dK and dV.
+        grad_logsumexp_stride: of dL, or None for zero.
+        options: without a window's left edge, soft-cap, and order.
+    """
+    (batch, heads, n_queries, head_dim), (_, kv_heads, n_keys, _), (*_, value_dim) = shapes
+    q_stride, k_stride, v_stride, o_stride, do_stride = strides
+    dq_stride, dk_stride, dv_stride = gradient_strides
+    do_shape = (batch, heads, n_queries, value_dim)
+    queries, part, values = QUERIES.value, PART.value, VALUES.value
+    padded = -(-n_queries // queries) * queries
+    rows = padded * batch * heads
+    columns = STATISTICS.value
+    fp32 = torch.float32
+    numbers = {"N_QUERIES": n_queries, "N_PADDED": padded, "N_HEADS": heads}
+    dense = {"ROWS": ROWS, "PACKED": False, "FIELDS": FIELDS.value, "QUERIES": queries}
+
+    def stride_div8(stride: Strides) -> list[int]:
+        return [s // 8 for s in stride[:3]]
+
+    has_dl = grad_logsumexp_stride is not None
+    preprocess = FastLaunch(
+        preprocess_kernel,
+        rows // ROWS,
+        [dtype, dtype, fp32, fp32 if has_dl else None, torch.bfloat16, fp32, None],
+        {
+            **stride_numbers(
+                o=stride_div8(o_stride),
+                do=stride_div8(do_stride),
+                dl=grad_logsumexp_stride or (0, 0, 0),
+            ),
+            **numbers,
+            "D_DIV8": value_dim // 8,
+            "factor": -1.0 / options.scale,
+        },
+        {
+            **dense,
+            "WIDTH": values,
+            "NARROW": value_dim < values,
+            "SUM_PARTS": PARTS.value,
+            "SUM_WIDTH": part,
+            "HAS_DL": has_dl,
+        },
+    )
+    postprocess = FastLaunch(
+        postprocess_kernel,
+        rows // ROWS,
+        [fp32, dtype, None],
+        {
+            **stride_numbers(q=stride_div8(dq_stride)),
+            **numbers,
+            "D_DIV8": head_dim // 8,
+            "scale": options.scale,
+        },
+        {
+            **dense,
+            "WIDTH": part,
+            "NARROW": head_dim < PARTS.value * part,
+            "SUM_PARTS": PARTS.value,
+        },
+    )
+    offset, _ = edges(n_queries, n_keys, options)
+    main = FastLaunch(
+        wide_backward_kernel,
+        -(-n_keys // KEYS.value) * batch * kv_heads,
+        [
+            tile_map(shapes[0], q_stride, [1, 1, queries, part], dtype),
+            tile_map(shapes[1], k_stride, [1, 1, KEYS.value, part], dtype),
+            tile_map(shapes[2], v_stride, [1, 1, KEYS.value, values], dtype),
+            tile_map(do_shape, do_stride, [1, 1, queries, values], dtype),
+            tile_map([rows, columns], [columns, 1], [queries, columns], torch.bfloat16),
+            fp32,
+            tile_map(shapes[1], dk_stride, [1, 1, OWN.value, part], dtype),
+            tile_map(shapes[2], dv_stride, [1, 1, OWN.value, values], dtype),
+        ],
+        {
+            "N_QUERIES": n_queries,
+            "N_KEYS": n_keys,
+            "N_KV_HEADS": kv_heads,
+            "HEADS_PER_KV": heads // kv_heads,
+            "offset": offset,
+            "scale": options.scale,
+            "scale_log2": options.scale * LOG2_E.value,
+        },
+        {"RAGGED": n_keys % KEYS.value != 0, "is_causal": options.band[1] is not None},
+    )
+    return WideLaunches(
+        preprocess=preprocess,
+        main=main,
+        postprocess=postprocess,
+        statistics=rows * columns * 2,
+        shared=rows * (columns // 2 + PARTS.value * part),
+    )
