@@ -106,11 +106,15 @@ def shipped() -> list[Request]:
         )
         for direction in both
     ]
-    # Wide heads have a forward kernel only. The window's diagonal is not aligned to tiles.
+    # Wide heads. The window's diagonal is not aligned to tiles.
     for d, e in ((256, 256), (192, 128)):
         plain: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"window": (500, 300)})
         requests += [Request(d, "bf16", {"causal": False} | x, value_dim=e) for x in plain]
         requests += [Request(d, "bf16", {"causal": True}, value_dim=e, sequences=9)]
+    requests += [
+        Request(192, "bf16", {"causal": causal}, lengths, "backward", value_dim=128)
+        for causal, lengths in ((False, (4096, 4096)), (True, (4096, 4096)), (True, (4096, 4000)))
+    ]
     # A soft-cap, up to head_dim 64 forward alone.
     capped: dict[str, Any] = {"causal": True, "softcap": 30.0}
     requests += [Request(64, "bf16", capped)]

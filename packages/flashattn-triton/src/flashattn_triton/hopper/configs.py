@@ -81,7 +81,7 @@ BACKWARD = {
     (128, True): BackwardConfig(queries=64, spills=180),
     (128, False): BackwardConfig(queries=64, spills=0),
     # Queries are computed in halves, dK and dV take two thirds of the registers.
-    (192, True): BackwardConfig(queries=64, spills=1040),
+    (192, True): BackwardConfig(queries=64, spills=2312),
     (192, False): BackwardConfig(queries=64, spills=992),
 }
 # Where a window has a left edge, whatever the mask. Keys: width of tiles.

@@ -191,20 +191,20 @@ def postprocess_kernel(
         n_rows = N_QUERIES
         first_padded = head * N_PADDED
     rows = tl.arange(0, ROWS)[:, None]
-    block = sum_ptr + (first_padded + first_row) * (SUM_PARTS * WIDTH)
-    wide = (first_row + rows).to(tl.int64)
-    if PACKED:
-        wide += first_token
-    dq_rows = dq_ptr + (b * stride_qb + h * stride_qh + wide * stride_qq) * 8
     for part in tl.static_range(SUM_PARTS):
         columns = part * WIDTH + tl.arange(0, WIDTH)[None, :]
-        total = tl.load(block + part * ROWS * WIDTH + tl.arange(0, ROWS * WIDTH))
+        block = sum_ptr + (first_padded + first_row) * (SUM_PARTS * WIDTH) + part * (ROWS * WIDTH)
+        total = tl.load(block + tl.arange(0, ROWS * WIDTH))
         # c // 8, r // 16, r % 8, c % 8 // 2, r % 16 // 8 and c % 2, for row r and column c.
         total = tl.permute(tl.reshape(total, (WIDTH // 8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
         total = tl.reshape(total, (ROWS, WIDTH))
         present = first_row + rows < n_rows
         if NARROW:
             present = present & (columns // 8 < D_DIV8)
+        wide = (first_row + rows).to(tl.int64)
+        if PACKED:
+            wide += first_token
+        dq_rows = dq_ptr + (b * stride_qb + h * stride_qh + wide * stride_qq) * 8
         tl.store(
             dq_rows + columns,
             (total * scale).to(dq_ptr.dtype.element_ty),
