@@ -400,13 +400,13 @@ def test_tables_that_had_nothing_to_hold_are_simply_absent(export):
 def test_a_report_without_kernels_does_not_count(export, statement):
     with closing(sqlite3.connect(export)) as database, database:
         database.execute(f"{statement} CUPTI_ACTIVITY_KIND_KERNEL")
-    with pytest.raises(nsight.NsightError, match="has none"):
+    with pytest.raises(nsight.NsightError, match="must hold kernels, but got none"):
         nsight.load(export)
 
 
 def test_a_missing_nsys_is_said_plainly(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(nsight.NsightError, match="found none"):
+    with pytest.raises(nsight.NsightError, match="must be on the PATH .* but got none"):
         nsight.nsys()
 
 

@@ -45,8 +45,8 @@ def peer_memory(group: Any) -> Any:
     choice = choose_communication(group, 2**30)
     if choice.name != "peer-copy":
         raise CaseSkipped(
-            "peer-copy must have GPUs of one host with peer access, but got another group: "
-            f"{choice.reason}. Leave peer-copy out."
+            f"peer-copy must have GPUs of one host with peer access, but {choice.reason}. "
+            f"Leave peer-copy out."
         )
     return PeerMemory(group)
 
