@@ -406,7 +406,7 @@ def test_a_report_without_kernels_does_not_count(export, statement):
 
 def test_a_missing_nsys_is_said_plainly(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(nsight.NsightError, match="must be on the PATH .* but got none"):
+    with pytest.raises(nsight.NsightError, match="must be on the PATH"):
         nsight.nsys()
 
 

@@ -107,7 +107,7 @@ def attention_flops(
     Causal attention counts half of the S×S scores; with a window only visible scores count.
 
     Args:
-        value_head_dim: of the value, if it is another than that of query and key.
+        value_head_dim: of the value, if it is other than that of query and key.
         window: (left, right) visible keys beside the diagonal; None means no limit.
     """
     scores = sequence * sequence / (2 if causal else 1)

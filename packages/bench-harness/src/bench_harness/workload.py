@@ -107,7 +107,7 @@ def precision_context(precision: str, device: torch.device) -> Iterator[None]:
             yield
         return
     if precision == "tf32" and device.type != "cuda":
-        raise CaseSkipped("precision must be another than tf32 on a CPU, but got tf32. Use fp32.")
+        raise CaseSkipped("precision must be other than tf32 on a CPU, but got tf32. Use fp32.")
     with _products_in(precision):
         yield
 
