@@ -487,6 +487,29 @@ def test_an_exchange_that_does_not_end_is_named() -> None:
     assert "rank 1 did not answer" in message or "rank 1 (pid" in message, message
 
 
+def one_rank_cannot_map(rank: int, world_size: int) -> None:
+    """Everything but the mapping of a peer's memory works, and that on all ranks but the last."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    memory: Any = object.__new__(PeerMemory)
+    memory.group, memory.device, memory.nbytes = dist.group.WORLD, torch.device("cpu"), 64
+    memory._rank, memory._world_size = rank, world_size
+    refusal = RuntimeError("no mapping") if rank == world_size - 1 else None
+    handle = Mock(get_buffer=Mock(side_effect=refusal))
+    with (
+        patch("torch.cuda.mem_get_info", return_value=(64, 64)),
+        patch.object(_SymmetricMemory, "empty_strided_p2p", return_value=torch.empty(64)),
+        patch("torch.distributed._symmetric_memory.rendezvous", return_value=handle),
+        pytest.raises(RuntimeError, match=f"but rank {world_size - 1} could not: no mapping. Use"),
+    ):
+        memory._allocate()
+
+
+def test_ranks_agree_that_one_cannot_map_its_peers_memory() -> None:
+    """If one alone fell back to NCCL, its collectives would not meet the others' copies."""
+    run_ranks(one_rank_cannot_map, 2)
+
+
 def one_rank(rank: int, world_size: int) -> None:
     """Also: without GPUs, "auto" is the default, and says nothing else."""
     automatic = BucketedDDP(nn.Linear(2, 2), comm_hook="auto")

@@ -106,7 +106,7 @@ class Communication:
 def choose_communication(group: dist.ProcessGroup, message_bytes: int) -> Communication:
     """Whether copies between GPUs are worth choosing over NCCL. Collective.
 
-    ``BucketedDDP`` asks this, unless it is given a ``comm_hook``. ``print`` shows the reason.
+    ``BucketedDDP`` asks this where ``comm_hook`` is "auto". ``print`` shows the reason.
 
     Args:
         group: the ranks.

@@ -136,8 +136,8 @@ class PeerMemory:
             timeout = group._get_backend(self.device).options._timeout
         seconds = timeout.total_seconds()
         self._kernel_timeout_ms = int(1000 * (seconds + _SECONDS_FOR_THE_WATCH))
-        self._watch = Watch(PeerProbe(group, "PeerMemory"), seconds, self.device)
         self._handle, self._peers = self._allocate()
+        self._watch = Watch(PeerProbe(group, "PeerMemory"), seconds, self.device)
 
     def _allocate(self) -> tuple[Any, list[Tensor]]:
         """Torch's handle of the memory, which has the signals; each rank's memory, mapped here."""
@@ -157,9 +157,13 @@ class PeerMemory:
                 f"every GPU must have {nbytes / MEBIBYTE:,.0f} MB free for buffer_mb, but "
                 f"{'; '.join(problems)}. Pass a smaller buffer_mb, or use NCCL"
             )
-        handle = None
+        handle, mapped = None, []
         try:
             handle = _symmetric_memory.rendezvous(memory, self.group)
+            mapped = [
+                memory if rank == self._rank else handle.get_buffer(rank, (nbytes,), torch.uint8)
+                for rank in range(self._world_size)
+            ]
         except RuntimeError as error:  # a container may forbid what processes share memory by
             problem = f"rank {self._rank} could not: {error}"
         problems = [each for each in all_gather_json(problem, self.group) if each]
@@ -168,10 +172,7 @@ class PeerMemory:
                 "the processes of the ranks must be able to share GPU memory, but "
                 f"{'; '.join(problems)}. Use NCCL"
             )
-        return handle, [
-            memory if rank == self._rank else handle.get_buffer(rank, (nbytes,), torch.uint8)
-            for rank in range(self._world_size)
-        ]
+        return handle, mapped
 
     def next_slot(self) -> int:
         """The number of the slot that the next window uses."""
