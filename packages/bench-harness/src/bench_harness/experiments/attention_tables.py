@@ -167,11 +167,11 @@ def _medians(done: pd.DataFrame) -> list[Table]:
             **({"variant": "attention"} if across == "phase" else {"phase": "pass"}),
         }
         keys = [name for name in lines if name in done and done[name].notna().any()]
-        fewest = done.groupby(keys, dropna=False)["n"].transform("min")
-        wide = done.assign(fewest=fewest).pivot_table(
-            index=[*keys, "fewest"], columns=across, values="median_ms", sort=False, dropna=False
-        )
-        wide = wide.dropna(how="all").reset_index()
+        by_line = done.groupby([*keys, across], dropna=False, sort=False)["median_ms"].mean()
+        wide = by_line.reset_index().pivot(index=keys, columns=across, values="median_ms")
+        wide = wide.reset_index()
+        fewest = done.groupby(keys, dropna=False, sort=False)["n"].min().rename("fewest")
+        wide = fewest.reset_index().merge(wide, on=keys)
         lines.pop("case_key")
         found = list(done[across].unique())
         ordered = [name for name in PASSES if name in found] if across == "phase" else found
