@@ -15,7 +15,12 @@ from ranks import run_ranks
 BATCHES, BATCH_SIZE, WORLD_SIZE = 6, 4, 2
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}  # the same terms, summed in another order
 # Importing Lightning for the first time compiles it, in every rank, on cores that may be busy.
-pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.slow,
+    pytest.mark.timeout(500),
+    pytest.mark.filterwarnings("ignore::Warning:lightning"),  # what Lightning's own modules advise
+]
 
 
 def dataset() -> torch.utils.data.TensorDataset:

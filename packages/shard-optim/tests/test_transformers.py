@@ -14,7 +14,14 @@ from ranks import run_ranks
 BATCHES, BATCH_SIZE, WORLD_SIZE = 6, 4, 2
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}  # the same terms, summed in another order
 # Importing transformers for the first time compiles it, in every rank, on cores that may be busy.
-pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.slow,
+    pytest.mark.timeout(500),
+    pytest.mark.filterwarnings(
+        "ignore::Warning:accelerate", "ignore::Warning:transformers"
+    ),  # theirs
+]
 
 
 class Regression(nn.Module):
