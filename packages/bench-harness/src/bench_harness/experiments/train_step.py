@@ -55,6 +55,12 @@ class Options(SubjectOptions, NodeOptions, SamplingOptions):
         "How the built-in model's loss is made: logits, or chunked; beside --model "
         "package.module:function of output and target.",
     )
+    elementwise: str = option(
+        "torch",
+        "Norms, rotary positions and SwiGLU of the built-in model: torch, or the kernels of the "
+        "package liger-kernel.",
+        choices=("torch", "liger"),
+    )
     cuda_graph: bool = option(False, "Record each variant's step once, and replay it.")
     lower_bound: bool = option(
         True, "Also measure each step without communication; the whole model must fit a device."

@@ -16,6 +16,7 @@ from torch import nn
 from basics_model import CapturedStep
 from bench_harness.experiments.base import CaseSkipped
 from bench_harness.training import settings as of
+from bench_harness.training.elementwise import use_liger
 from bench_harness.training.optimizers import dtype_of, make_optimizer, matrix_names, state_bytes
 from bench_harness.training.peer import peer_copies, peer_hook
 from bench_harness.workload import attention_by_name, workload_of
@@ -162,6 +163,8 @@ def _workload(variant: of.Settings, config: Mapping[str, Any], device: torch.dev
         keep_attention=variant.keep_attention,
         chunked_loss=variant.loss == "chunked",
     )
+    if variant.elementwise == "liger":
+        use_liger(workload.module)
     if variant.compile != "off":
         # Without a GPU nothing is worth generating code for.
         backend = config.get("backend") or ("inductor" if device.type == "cuda" else "aot_eager")

@@ -27,6 +27,7 @@ Dtype: TypeAlias = Literal["fp32", "bf16", "fp16"]
 Precision: TypeAlias = Literal["fp32", "tf32", "bf16"]
 Compile: TypeAlias = Literal["off", "blocks", "model"]
 Loss: TypeAlias = Literal["logits", "chunked"]
+Elementwise: TypeAlias = Literal["torch", "liger"]
 MissingGradients: TypeAlias = Literal["skip-if-all", "zeros", "error"]
 #: "exact", "rounded" to 16 bits, or "compressed" with loss.
 Wire: TypeAlias = Literal["exact", "rounded", "compressed"]
@@ -329,7 +330,7 @@ OPTIMIZERS: dict[str, type[Arguments]] = {
 #: Settings besides wrapper and optimizer that a variant may override.
 SHARED = (
     *("precision", "compile", "attention", "checkpoint_blocks", "keep_attention", "loss"),
-    "cuda_graph",
+    *("elementwise", "cuda_graph"),
 )
 
 
@@ -343,10 +344,12 @@ class Settings:
         checkpoint_blocks: blocks that are recomputed together in backward; 0 keeps everything.
         keep_attention: of recomputed blocks, keep the output of fused attention.
         loss: "logits" makes all logits first; "chunked" never has all of them in memory at once.
+        elementwise: norms, rotary positions and SwiGLU by torch, or by the kernels of the package
+            liger-kernel (:mod:`bench_harness.training.elementwise`).
         cuda_graph: the whole step is recorded once, and replayed by one launch.
 
-    Attention, ``checkpoint_blocks``, ``keep_attention`` and ``loss`` are those of the language
-    model; another model has its own.
+    Attention, ``checkpoint_blocks``, ``keep_attention``, ``loss`` and ``elementwise`` are those of
+    the language model; another model has its own.
     """
 
     wrapper: Arguments = dataclasses.field(default_factory=NoWrapper)
@@ -357,6 +360,7 @@ class Settings:
     checkpoint_blocks: int = 0
     keep_attention: bool = False
     loss: Loss = "logits"
+    elementwise: Elementwise = "torch"
     cuda_graph: bool = False
 
     def __post_init__(self) -> None:
