@@ -131,6 +131,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"softcap": 0.0}, "softcap must be a finite number > 0"),
     ({"layout": "sbhd"}, "layout must be one of bhsd, bshd"),
     ({"implementation": "fast"}, "implementation must be one of auto, tiled, triton, hopper"),
+    ({"return_lse": 1}, "return_lse must be True or False, but got 1. Pass a bool"),
 ]
 
 

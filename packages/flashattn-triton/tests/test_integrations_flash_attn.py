@@ -125,6 +125,7 @@ UNSUPPORTED = [
     ({"k_descale": torch.ones(4)}, "k_descale must be None, .* fp8"),
     ({"attention_chunk": 64}, "attention_chunk must be 0"),
     ({"seqused_k": torch.ones(4)}, "seqused_k must be None"),
+    ({"return_attn_probs": "lse"}, "return_attn_probs must be True or False, but got 'lse'"),
     ({"causal": "top-left"}, "causal must be True or False, but got 'top-left'"),
     ({"window_size": 128}, r"window_size must be a pair \(left, right\) of integers, but got 128"),
     ({"window_size": (-2, 0)}, "window left must be an integer >= 0, or None, but got -2"),
@@ -140,6 +141,11 @@ def test_what_is_refused(change: dict[str, Any], message: str) -> None:
         flash_attn_func(*(x[None] for x in (q, k, v)), **change)
     with pytest.raises(ValueError, match=message):
         flash_attn_varlen_func(q, k, v, starts, starts, 5, 5, **change)
+
+
+def test_packed_tensors_are_sent_to_the_packed_function() -> None:
+    with pytest.raises(ValueError, match=r"q must be \(batch, .* Use flash_attn_varlen_func"):
+        flash_attn_func(*leaves(5, 5))
 
 
 def test_unknown_and_harmless_arguments() -> None:

@@ -36,6 +36,7 @@ from flashattn_triton.options import (
     check_starts,
     check_varlen,
     in_one_batch,
+    normalise_flag,
     resolve_options,
     to_heads_first,
 )
@@ -186,6 +187,7 @@ def flash_attention(
     """
     if unknown:
         refuse_keywords("flash_attention", [*Keywords.__annotations__, "return_lse"], unknown)
+    normalise_flag("return_lse", return_lse)
     check_tensors(query=query, key=key, value=value)
     tensors: _Tensors = {
         "alibi_slopes": alibi_slopes,
@@ -383,6 +385,7 @@ def flash_attention_varlen(
     if unknown:
         allowed = [*PackedKeywords.__annotations__, "return_lse"]
         refuse_keywords("flash_attention_varlen", allowed, unknown)
+    normalise_flag("return_lse", return_lse)
     check_tensors(
         query=query, key=key, value=value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k
     )

@@ -92,11 +92,12 @@ def resolve_options(
         scale=_normalise_scale(scale, head_dim),
         window=_normalise_window(window),
         softcap=_normalise_softcap(softcap),
-        deterministic=_normalise_flag("deterministic", deterministic),
+        deterministic=normalise_flag("deterministic", deterministic),
     )
 
 
-def _normalise_flag(name: str, flag: object) -> bool:
+def normalise_flag(name: str, flag: object) -> bool:
+    """``flag``; raises ``ValueError`` with its name unless it is a bool."""
     if not isinstance(flag, bool):
         raise ValueError(f"{name} must be True or False, but got {flag!r}. Pass a bool.")
     return flag

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from flashattn_triton.attention import flash_attention, flash_attention_varlen
-from flashattn_triton.options import CausalArgument, Window
+from flashattn_triton.options import CausalArgument, Window, normalise_flag
 
 # flash-attn returns a third value, the probabilities, for tests of its dropout.
 Result = Tensor | tuple[Tensor, Tensor, None]
@@ -82,6 +82,12 @@ def flash_attn_func(
         TypeError: an input is not a tensor, or an argument does not exist.
     """
     _refuse("flash_attn_func", flash_attn_3, dropout_p=dropout_p)
+    flag = normalise_flag("return_attn_probs", return_attn_probs)
+    if isinstance(q, Tensor) and q.dim() != 4:
+        raise ValueError(
+            f"q must be (batch, sequence, heads, head_dim), but got {q.dim()} dimensions: "
+            f"{tuple(q.shape)}. Use flash_attn_varlen_func for packed sequences."
+        )
     result = flash_attention(
         q,
         k,
@@ -93,7 +99,7 @@ def flash_attn_func(
         alibi_slopes=alibi_slopes,
         deterministic=deterministic,
         layout="bshd",
-        return_lse=return_attn_probs,
+        return_lse=flag,
     )
     return result if isinstance(result, Tensor) else (*result, None)
 
@@ -145,6 +151,7 @@ def flash_attn_varlen_func(
         dropout_p=dropout_p,
         block_table=block_table,
     )
+    flag = normalise_flag("return_attn_probs", return_attn_probs)
     result = flash_attention_varlen(
         q,
         k,
@@ -159,7 +166,7 @@ def flash_attn_varlen_func(
         softcap=_softcap(softcap),
         alibi_slopes=alibi_slopes,
         deterministic=deterministic,
-        return_lse=return_attn_probs,
+        return_lse=flag,
     )
     return result if isinstance(result, Tensor) else (*result, None)
 
