@@ -80,6 +80,9 @@ def predict(settings: Settings, config: ModelConfig, world_size: int) -> Predict
         copies = 0.0 if itemsize == 4 else float(itemsize * config.num_parameters)
         if stage == 2:
             in_flight = float(GIB)
+        large = settings.wrapper == "bucketed" and settings.bucket_size_mb >= 100
+        if large or settings.wrapper == "peer-copy":  # large buckets may need none
+            in_flight += SHARED_MEMORY
     memory = rank_memory(
         config.num_parameters, world_size=world_size, stage=stage, in_flight=in_flight
     )

@@ -263,7 +263,7 @@ def _shared_memory(settings: Settings, model: TransformerLM) -> tuple[PeerMemory
     if settings.communication == "auto":
         numel = sum(parameter.numel() for parameter in model.blocks[0].parameters())
         choice = choose_communication(group, numel * (2 if settings.precision == "bf16" else 4))
-        if choice.name == "nccl":
+        if choice.name != "peer-copy":
             return None, f", over NCCL ({choice.reason})"
     try:
         return PeerMemory(group), ", by copies between GPUs"

@@ -11,6 +11,7 @@ def mistakes(module: nn.Module) -> None:
     BucketedDDP(module, "automatic")  # refused
     BucketedDDP(module, missing_gradients="ignore")  # refused
     BucketedDDP(module, wire_dtype="bfloat16")  # refused
+    BucketedDDP(module, comm_hook="nccl")  # refused
     NaiveDDP(module, find_unused_parameters=True)  # refused
     NaiveDDP(module, missing_gradients=None)  # refused
     BucketedDDP(module).join()  # refused

@@ -36,6 +36,7 @@ def wrappers(module: nn.Module, group: dist.ProcessGroup, mesh: DeviceMesh) -> l
         BucketedDDP(module, comm_hook=PowerSGD(2, seed=1)),
         BucketedDDP(module, comm_hook=HierarchicalAverage(mesh)),
         BucketedDDP(module, comm_hook=PeerCopyAverage(group)),
+        BucketedDDP(module, comm_hook="collectives"),
     ]
     return [wrapper.explain() for wrapper in made]
 

@@ -18,7 +18,7 @@ from bench_harness.experiments.train_step import merged, over_ranks
 from bench_harness.report.frame import to_frame
 from bench_harness.report.plots import png_bytes
 from bench_harness.training import settings as of
-from bench_harness.training.build import training
+from bench_harness.training.build import _ddp_lite, training
 from ranks import run_ranks
 
 TINY = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 64}
@@ -216,6 +216,7 @@ def case(tmp_path_factory):
                 *("naive", "flat", "overlap"),
                 *({"wrapper": {"name": "bucketed", "bucket_size_mb": s}} for s in (0.01, 0.02, 1)),
                 {"wrapper": {"name": "bucketed", "comm_hook": "peer-copy"}},
+                {"wrapper": {"name": "bucketed", "comm_hook": "auto"}},
                 {"wrapper": "torch-ddp", "optimizer": "zero-redundancy"},
                 {"wrapper": "bucketed", "optimizer": "sharded"},
                 SHARDED,
@@ -536,3 +537,21 @@ def test_what_one_of_two_ranks_holds_at_each_moment_is_predicted(variant, stage)
             assert held == pytest.approx(predicted, rel=0.03), (moment["moment"], part)
     kept = row["memory"][-1]["gradient_bytes"]
     assert (kept == 0) == (stage == 2)
+
+
+def averages_with(rank: int, world_size: int) -> dict[str, str]:
+    """What bucketed wrappers say of themselves."""
+    said = {}
+    for name in (None, "auto"):
+        variant = of.read({"wrapper": {"name": "bucketed", "comm_hook": name}}, {})
+        wrapped = _ddp_lite(variant.wrapper, torch.nn.Linear(2, 2))
+        said[str(name)] = wrapped.explain()
+    return said
+
+
+@pytest.mark.processes
+def test_without_a_comm_hook_the_collectives_of_published_rows_are_measured() -> None:
+    """By name, because ddp-lite's own default takes copies where they are possible."""
+    for outcome in run_ranks(averages_with, 2):
+        assert "coalesced in place (collectives: as comm_hook asks)" in outcome.value["None"]
+        assert "(collectives: copies are between GPUs" in outcome.value["auto"]

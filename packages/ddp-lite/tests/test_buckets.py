@@ -12,6 +12,7 @@ from ddp_lite.buckets import (
     one_per_kind,
     one_per_parameter,
     plan_buckets,
+    typical_bytes,
 )
 
 CPU = torch.device("cpu")
@@ -78,6 +79,15 @@ def test_automatic_size_is_a_sixteenth_but_at_least_25_mb() -> None:
     assert automatic_bucket_bytes(specs(1, 2)) == 25 * 1024**2
     assert automatic_bucket_bytes(specs(*[25 * 2**18] * 64)) == 100 * 1024**2
     assert automatic_bucket_bytes([]) == 25 * 1024**2
+
+
+def test_the_typical_bucket_is_the_one_that_the_middle_byte_travels_in() -> None:
+    """One large embedding among many small buckets does not speak for them."""
+    few = specs(100, 60, 60, 60, 60)
+    assert typical_bytes([(0,), (1,), (2,), (3,), (4,)], few) == 240
+    assert typical_bytes([(0,), (1, 2), (3, 4)], few) == 480
+    assert typical_bytes([(1, 2, 3, 4, 0)], few) == 1360
+    assert typical_bytes([], []) == 0
 
 
 def test_no_parameters_no_buckets() -> None:

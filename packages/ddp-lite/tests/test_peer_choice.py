@@ -35,8 +35,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
     here = replace(Peer.here(), host=HERE)
 
     def gathered(value: Any, group: object) -> list[Any]:
-        # The first call tells host and GPU; the second, which GPUs a rank does not reach.
-        return found if value == [HERE, "0"] else [value, []]
+        host, gpu = found[1]
+        return [value, [host, "" if gpu else "without a GPU", gpu or "", ["0"]]]
 
     monkeypatch.setattr(peer_memory, "all_gather_json", gathered)
     monkeypatch.setattr(peer_memory, "backend_for", lambda *_: "nccl")
@@ -55,7 +55,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
 
 def test_large_messages_between_gpus_of_one_host_are_copied(ranks: list[Any]) -> None:
     assert choose_communication(cast(Any, TwoRanks()), 2**30).name == "peer-copy"
-    assert choose_communication(cast(Any, TwoRanks()), 2**20).name == "nccl"
+    assert choose_communication(cast(Any, TwoRanks()), 2**20).name == "collectives"
 
 
 @pytest.mark.parametrize(
@@ -63,17 +63,17 @@ def test_large_messages_between_gpus_of_one_host_are_copied(ranks: list[Any]) ->
     [
         ((THERE, "1"), r"ranks on 2 hosts \(host-a, host-b\)"),
         ((HERE, "0"), "2 ranks on 1 GPUs"),
-        ((HERE, None), "2 ranks without a GPU for each"),
+        ((HERE, None), "rank 1 without a GPU"),
         ((HERE, "7"), "rank 0 without access to the GPU of rank 1"),
     ],
 )
 def test_what_keeps_ranks_from_copying(
     ranks: list[Any], second: tuple[str, str | None], reason: str
 ) -> None:
-    """The choice falls on NCCL and says why; memory that is asked for by name is refused."""
+    """The choice falls on collectives and says why; memory asked for by name is refused."""
     ranks[1] = second
     choice = choose_communication(cast(Any, TwoRanks()), 2**30)
-    assert choice.name == "nccl"
+    assert choice.name == "collectives"
     assert re.search(reason, choice.reason)
     with pytest.raises(ValueError, match=rf"with peer access, but got {reason}\. Use NCCL"):
         PeerMemory(cast(Any, TwoRanks()))
@@ -84,7 +84,18 @@ def test_gpus_without_access_to_each_other(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda mine, other: mine == other)
     choice = choose_communication(cast(Any, TwoRanks()), 2**30)
-    assert str(choice) == "nccl: the group is rank 0 without access to the GPU of rank 1"
+    assert str(choice).startswith("collectives: copies between GPUs need 2 to 8 CUDA ranks")
+    assert str(choice).endswith("peer access, but got rank 0 without access to the GPU of rank 1")
+
+
+def test_messages_elsewhere_than_on_the_current_gpu(ranks: list[Any]) -> None:
+    """Copies are queued on the current GPU, and their memory is there."""
+    elsewhere = torch.device("cuda", 1)
+    choice = choose_communication(cast(Any, TwoRanks()), 2**30, elsewhere)
+    assert choice.name == "collectives"
+    assert "but got rank 0 with messages on cuda:1 while cuda:0 is current" in choice.reason
+    on_cpu = choose_communication(cast(Any, TwoRanks()), 2**30, torch.device("cpu"))
+    assert str(on_cpu) == "collectives: copies are between GPUs, and the messages are on cpu"
 
 
 def test_a_hook_of_another_group_is_refused() -> None:

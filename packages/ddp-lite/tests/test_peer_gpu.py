@@ -1,7 +1,12 @@
 """Collectives by copies between GPUs, against NCCL and exact sums, on all GPUs of the host."""
 
+import gc
+import subprocess
+import sys
+import threading
 from contextlib import nullcontext
 from datetime import timedelta
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -10,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _SymmetricMemory
 
-from ddp_lite import BucketedDDP
+from ddp_lite import BucketedDDP, PeerFailureError
 from ddp_lite.hooks import HierarchicalAverage
 from ddp_lite.peer import PeerCopies, PeerCopyAverage, PeerMemory, choose_communication
 from ddp_lite.peer import kernel as peer_kernel
@@ -43,7 +48,7 @@ def collectives(rank: int, world_size: int) -> None:
     numels = [333_333, 1, 0, 4_000_000, 77]
     choice = choose_communication(group, 2**30)
     assert choice.name == "peer-copy", str(choice)
-    assert choose_communication(group, 2**20).name == "nccl"
+    assert choose_communication(group, 2**20).name == "collectives"
     for buffer_mb, wire_dtype in ((64, None), (2, None), (64, torch.bfloat16)):
         memory = PeerMemory(group, buffer_mb=buffer_mb, timeout=timedelta(seconds=60))
         assert 0.9 * buffer_mb * 2**20 < memory.nbytes <= buffer_mb * 2**20
@@ -261,10 +266,13 @@ def test_bad_input_is_refused_on_every_rank() -> None:
 def automatic(rank: int, world_size: int) -> None:
     """Large buckets are copied, small ones and too little memory lead to NCCL; ``explain``."""
     device = torch.device("cuda", rank)
-    small = BucketedDDP(layers(device), comm_hook="auto")
-    assert "(nccl: messages of 0.3" in small.explain(), small.explain()
+    small = BucketedDDP(layers(device))
+    assert "(collectives: messages of 0.3" in small.explain(), small.explain()
     large = nn.Linear(8192, 4096, device=device)  # 128 MB
-    wrapped = BucketedDDP(large, comm_hook="auto")
+    over_nccl = BucketedDDP(large, comm_hook="collectives")
+    assert "coalesced in place (collectives: as comm_hook asks)" in over_nccl.explain()
+    over_nccl.detach()
+    wrapped = BucketedDDP(large)
     assert "copied between GPUs (peer-copy: " in wrapped.explain(), wrapped.explain()
     wrapped(torch.full((1, 8192), rank + 1.0, device=device)).sum().backward()
     assert large.weight.grad is not None
@@ -273,15 +281,114 @@ def automatic(rank: int, world_size: int) -> None:
     # One rank's allocator refuses; filling the GPU instead would end whatever else runs on it.
     refuses = patch.object(_SymmetricMemory, "empty_strided_p2p", side_effect=RuntimeError("full"))
     with refuses if rank == 1 else nullcontext():
-        wrapped = BucketedDDP(large, comm_hook="auto")
+        wrapped = BucketedDDP(large)
     said = wrapped.explain()
-    assert "(nccl: every GPU must have 512 MB free" in said, said
+    assert "(collectives: every GPU must have 512 MB free" in said, said
     assert "but rank 1 has " in said, said
     wrapped.detach()
     with patch("torch.distributed._symmetric_memory.rendezvous", side_effect=RuntimeError("no")):
-        wrapped = BucketedDDP(large, comm_hook="auto")
-    assert "(nccl: the processes of the ranks must be able to share" in wrapped.explain()
+        wrapped = BucketedDDP(large)
+    assert "(collectives: the processes of the ranks must be able to share" in wrapped.explain()
 
 
 def test_the_automatic_choice() -> None:
     run_ranks(automatic, 2, backend="nccl", timeout=120)
+
+
+def freed(rank: int, world_size: int) -> None:
+    """Memory that the allocator does not count, and the thread that watches it."""
+
+    def held() -> int:
+        dist.barrier()
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+
+    def watches() -> int:
+        return sum(thread.name == "ddp_lite watch over copies" for thread in threading.enumerate())
+
+    gc.disable()  # it must not be needed
+    large = nn.Linear(8192, 4096, device=torch.device("cuda", rank))
+    x = torch.ones(1, 8192, device=torch.device("cuda", rank))
+
+    def trained() -> BucketedDDP:
+        wrapped = BucketedDDP(large)
+        for _ in range(3):
+            large.zero_grad()
+            wrapped(x).sum().backward()
+        assert watches() == 1
+        return wrapped
+
+    trained()  # contexts and communicators stay
+    before = held()
+    wrapped = trained()
+    assert held() - before > 500 * 2**20
+    del wrapped
+    assert held() - before < 50 * 2**20, "a dropped wrapper keeps memory"
+    wrapped = trained()
+    wrapped.detach()
+    assert held() - before < 50 * 2**20, "a detached wrapper keeps memory"
+    assert watches() == 0
+
+
+def test_shared_memory_is_freed_with_the_wrapper() -> None:
+    run_ranks(freed, 2, backend="nccl", timeout=120)
+
+
+def outlived(rank: int, world_size: int) -> None:
+    """Rank 0 cannot start its message but has queued it; its tensor is overwritten if it is free.
+
+    Rank 1 receives what was in the tensor, however late the copies are.
+    """
+    group = dist.group.WORLD
+    assert group is not None
+    memory = PeerMemory(group, buffer_mb=64, timeout=timedelta(seconds=60))
+    copies = PeerCopies(memory)
+    numel = 2**20
+    for step in range(5):
+        tensor = torch.full((numel,), float(rank + step), device="cuda")
+        torch.cuda.synchronize()
+        with torch.cuda.stream(memory.stream):
+            torch.cuda._sleep(50_000_000)  # about 30 ms
+        if rank == 0:
+            with (
+                patch.object(memory, "queued", side_effect=PeerFailureError("an earlier one")),
+                pytest.raises(PeerFailureError, match="an earlier one"),
+            ):
+                copies.average([tensor])
+            del tensor
+            others = [torch.full((numel,), torch.nan, device="cuda") for _ in range(4)]
+            torch.cuda.synchronize()
+            del others
+        else:
+            copies.average([tensor]).wait()
+            assert (tensor == step + 0.5).all()
+        torch.cuda.synchronize()
+        dist.barrier()
+
+
+def test_tensors_outlive_a_message_that_cannot_be_started() -> None:
+    run_ranks(outlived, 2, backend="nccl", timeout=120)
+
+
+ENDS = """
+import torch
+import torch.distributed as dist
+from ddp_lite import BucketedDDP
+
+dist.init_process_group("nccl")
+torch.cuda.set_device(dist.get_rank())
+wrapped = BucketedDDP(torch.nn.Linear(8192, 4096, device="cuda"))
+assert "(peer-copy: " in wrapped.explain(), wrapped.explain()
+for _ in range(3):
+    wrapped(torch.ones(1, 8192, device="cuda")).sum().backward()
+dist.destroy_process_group()
+"""
+
+
+def test_a_program_may_end_with_its_wrapper_alive(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(ENDS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ended = subprocess.run([*command, str(program)], stderr=subprocess.PIPE, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stderr

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_lite.base import DataParallelBase
-from ddp_lite.buckets import Bucket, BucketSizes, ParameterSpec
+from ddp_lite.buckets import Bucket, BucketSizes, ParameterSpec, typical_bytes
 from ddp_lite.checks import refuse_arguments
 from ddp_lite.observers import Policy
 from ddp_lite.reduction import CommHook, Transport
@@ -31,28 +31,24 @@ class BucketedDDP(DataParallelBase):
         bucket_size_mb: most MB (1024² bytes) of gradients in a bucket; a larger parameter has
             one of its own. None: one bucket per dtype. "auto": a sixteenth of the gradients, at
             least 25 MB, and at most half of what is left toward the end.
-        last_bucket_size_mb: the same for the bucket reduced last, if smaller. None: no extra
-            limit.
+        last_bucket_size_mb: the same for the bucket reduced last, if smaller. None: no limit.
         copy: False reduces the gradients where autograd put them, coalesced into one collective
-            per bucket. True copies each bucket into a flat tensor first; the gradients become
-            views of it.
+            per bucket. True copies each bucket first, into a flat tensor that they become views of.
         wire_dtype: send gradients in this dtype, such as ``torch.bfloat16``. They are summed in
             float32 and rounded once, then converted back.
         comm_hook: ``hook(flat, bucket)`` reduces the flat tensor in place (or keeps what it
-            needs of it) and returns something with ``wait()``. It is responsible for averaging.
-            Or a ``GradientHook``. If it has an attribute ``settings``, a string, ranks compare
-            that too. "auto": copies between GPUs if ``ddp_lite.peer.choose_communication`` finds
-            them possible and the largest bucket worth it, else as with None; ``explain()`` says
-            which and why. None: the process group's own collectives, such as NCCL's.
+            needs of it), averages, and returns something with ``wait()``. Or a ``GradientHook``.
+            Ranks compare its attribute ``settings``, a string, if it has one. "collectives" or
+            None: the process group's own, such as NCCL's. "auto": copies between GPUs if
+            ``ddp_lite.peer.choose_communication`` finds them possible and buckets large enough,
+            else "collectives"; ``explain()`` says which and why.
         rebucket: plan again in observed order after the first step; costs one broadcast. None:
-            yes, unless ``comm_hook`` is the caller's, who may rely on the buckets.
-        process_group: see ``DataParallelBase``, like the next two.
-        missing_gradients: what a parameter without a gradient means.
-        auto_finish: whether every backward ends with synchronised gradients.
+            yes, unless a hook is the caller's, who may rely on the buckets.
+        process_group, missing_gradients, auto_finish: see ``DataParallelBase``.
 
     Raises:
         ValueError: a size that is not positive, a ``wire_dtype`` that is not floating-point or
-            meets a complex parameter, or both ``wire_dtype`` and ``comm_hook``.
+            meets a complex parameter, or both ``wire_dtype`` and a hook.
     """
 
     def __init__(
@@ -63,7 +59,7 @@ class BucketedDDP(DataParallelBase):
         last_bucket_size_mb: float | None = 25,
         copy: bool = False,
         wire_dtype: torch.dtype | None = None,
-        comm_hook: CommHook | Literal["auto"] | None = None,
+        comm_hook: CommHook | Literal["auto", "collectives"] | None = "auto",
         rebucket: bool | None = None,
         process_group: dist.ProcessGroup | DeviceMesh | None = None,
         missing_gradients: Policy = "skip-if-all",
@@ -74,8 +70,7 @@ class BucketedDDP(DataParallelBase):
         # The base class plans the buckets in its constructor, so the settings come first.
         self._sizes = BucketSizes(bucket_size_mb, last_bucket_size_mb)
         self._transport = Transport(copy, wire_dtype, comm_hook)
-        ours = comm_hook is None or isinstance(comm_hook, str)
-        self._rebucket = ours if rebucket is None else rebucket
+        self._rebucket = self._transport.name is not None if rebucket is None else rebucket
         self._rebucket_next = False  # after this step, if a plan was made
         super().__init__(
             module,
@@ -88,6 +83,12 @@ class BucketedDDP(DataParallelBase):
     def buckets(self) -> tuple[Bucket, ...]:
         """The buckets in the order of reduction."""
         return tuple(self._step.buckets)
+
+    def detach(self) -> nn.Module:
+        """As in ``DataParallelBase``. Memory that was shared for automatic copies is let go too."""
+        module = super().detach()
+        self._transport.release()
+        return module
 
     # -- one step, from a complete bucket to the averages --------------------------------------
 
@@ -122,8 +123,8 @@ class BucketedDDP(DataParallelBase):
         self._transport.check(specs)
         self._rebucket_next = self._rebucket
         plan = self._sizes.plan(specs[::-1])  # backward meets the last registered ones first
-        largest = max(sum(specs[index].nbytes for index in bucket) for bucket in plan)
-        self._transport.choose(self.process_group, self.device, largest)
+        with self._step.naming_failures_of("the choice between copies and collectives"):
+            self._transport.choose(self.process_group, self.device, typical_bytes(plan, specs))
         return plan
 
     def _plan_again(self, arrived: Sequence[int]) -> list[tuple[int, ...]] | None:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ddp_lite.buckets import Bucket, ParameterSpec
 from ddp_lite.collectives import Averager, Both, Chain, SideStream, Waitable, require_floating
-from ddp_lite.peer.hook import Communication, chosen_hook
+from ddp_lite.peer.hook import SMALLEST_MESSAGE_BYTES, Communication, chosen_hook
 
 
 class Reduction(Protocol):
@@ -158,61 +158,81 @@ class Transport:
     Args:
         copy: in a flat copy.
         wire_dtype: in a flat copy of this dtype.
-        comm_hook: as this function averages them, or "auto".
+        comm_hook: as this function averages them, or by the name of what averages them.
+
+    Attributes:
+        name: "auto" or "collectives"; None where a hook of the user averages.
 
     Raises:
         ValueError: a ``wire_dtype`` that is not floating-point, or a hook besides it; something
-            else than a hook or "auto".
+            else than a hook or one of the names.
     """
 
     def __init__(
         self,
         copy: bool,
         wire_dtype: torch.dtype | None,
-        comm_hook: CommHook | Literal["auto"] | None,
+        comm_hook: CommHook | Literal["auto", "collectives"] | None,
     ) -> None:
-        self._automatic = isinstance(comm_hook, str)
-        if isinstance(comm_hook, str):
-            if comm_hook != "auto":
-                raise ValueError(
-                    f'comm_hook must be a hook, "auto" or None, but got {comm_hook!r}. See '
-                    "ddp_lite.hooks and ddp_lite.peer"
-                )
-            comm_hook = None
-        if not (comm_hook is None or callable(comm_hook) or isinstance(comm_hook, GradientHook)):
-            raise ValueError(
-                'comm_hook must be a hook, "auto" or None, but got '
-                f"{type(comm_hook).__name__}. A hook can be called with (flat, bucket), or has "
-                "reduce_gradients(bucket, gradients); see ddp_lite.hooks"
-            )
-        if wire_dtype is not None:
-            require_floating(wire_dtype, "wire_dtype")
-        if wire_dtype is not None and comm_hook is not None:
-            raise ValueError(
-                "wire_dtype and comm_hook exclude each other, but got both. Convert inside the "
-                "hook (see ddp_lite.hooks)"
-            )
         self._copy, self._wire_dtype = copy, wire_dtype
         self._flat_hook: Callable[[Tensor, Bucket], Waitable] | None = None
         self._gradient_hook: GradientHook | None = None
-        if isinstance(comm_hook, GradientHook):
-            self._gradient_hook = comm_hook
-        else:
-            self._flat_hook = comm_hook
         self._side = SideStream()
-        self._choice: Communication | None = None
+        self.name: str | None = None
+        self._choice: Communication | None = None  # for a name, and why
+        self._settled = False
+        if wire_dtype is not None:
+            require_floating(wire_dtype, "wire_dtype")
+        if comm_hook is None or isinstance(comm_hook, str):
+            self.name = "collectives" if comm_hook is None else comm_hook
+            if self.name not in ("auto", "collectives"):
+                raise ValueError(
+                    f'comm_hook must be "auto", "collectives" or a hook, but got {comm_hook!r}. '
+                    "See ddp_lite.hooks and ddp_lite.peer for hooks"
+                )
+            reason = "there is nothing to average" if self.name == "auto" else "as comm_hook asks"
+            self._choice = Communication(name="collectives", reason=reason)
+        elif wire_dtype is not None:
+            raise ValueError(
+                "wire_dtype and a comm hook exclude each other, but got both. Convert inside the "
+                "hook (see ddp_lite.hooks)"
+            )
+        elif isinstance(comm_hook, GradientHook):
+            self._gradient_hook = comm_hook
+        elif callable(comm_hook):
+            self._flat_hook = comm_hook
+        else:
+            raise ValueError(
+                'comm_hook must be "auto", "collectives" or a hook, but got '
+                f"{type(comm_hook).__name__}. A hook can be called with (flat, bucket), or has "
+                "reduce_gradients(bucket, gradients); see ddp_lite.hooks"
+            )
 
     def choose(self, group: dist.ProcessGroup, device: torch.device, message_bytes: int) -> None:
-        """For "auto": takes copies between GPUs if they are worth it. Collective the first time.
+        """For "auto": takes copies between GPUs if they are possible and worth it.
+
+        Collective for messages that are large enough, and then once: later calls change nothing.
 
         Args:
             group: the ranks.
             device: of the gradients.
-            message_bytes: size of the largest bucket.
+            message_bytes: size of the buckets that most of the gradients travel in.
         """
-        if not self._automatic or self._copy or self._choice or device.type != "cuda":
+        if self.name != "auto" or self._settled:
             return
-        self._gradient_hook, self._choice = chosen_hook(group, message_bytes, self._wire_dtype)
+        if self._copy:
+            reason = "copy=True asks for one flat tensor, and copies leave gradients where they are"
+            self._choice = Communication(name="collectives", reason=reason)
+            return
+        self._gradient_hook, self._choice = chosen_hook(
+            group, message_bytes, device, self._wire_dtype
+        )
+        self._settled = message_bytes >= SMALLEST_MESSAGE_BYTES  # what is left does not change
+
+    def release(self) -> None:
+        """Lets go of the memory that was shared for an automatic choice."""
+        if self.name is not None:
+            self._gradient_hook = None
 
     def start(
         self,
@@ -270,24 +290,24 @@ class Transport:
     @property
     def settings(self) -> dict[str, str]:
         """What ranks must agree on, in words."""
-        hook = self._flat_hook if self._gradient_hook is None else self._gradient_hook
-        kind = hook if isinstance(hook, type | FunctionType) else type(hook)
-        return {
-            "copy": str(self._copy),
-            "wire_dtype": str(self._wire_dtype),
-            "comm_hook": f"{kind.__qualname__} {getattr(hook, 'settings', '')}",
-            "chosen": "automatically" if self._automatic else "by the user",
-        }
+        name = self.name
+        if name is None:
+            hook = self._flat_hook if self._gradient_hook is None else self._gradient_hook
+            kind = hook if isinstance(hook, type | FunctionType) else type(hook)
+            name = f"{kind.__qualname__} {getattr(hook, 'settings', '')}"
+        return {"copy": str(self._copy), "wire_dtype": str(self._wire_dtype), "comm_hook": name}
 
     def __str__(self) -> str:
         chosen = "" if self._choice is None else f" ({self._choice})"
         return self._words() + chosen
 
     def _words(self) -> str:
-        if self._automatic and self._gradient_hook is not None:
-            return "copied between GPUs"
+        copied = self._choice is not None and self._choice.name == "peer-copy"
         if self._wire_dtype is not None:
-            return f"flattened and sent as {str(self._wire_dtype).removeprefix('torch.')}"
+            how = "copied between GPUs" if copied else "flattened and sent"
+            return f"{how} as {str(self._wire_dtype).removeprefix('torch.')}"
+        if copied:
+            return "copied between GPUs"
         if self._gradient_hook is not None or self._flat_hook is not None:
             return "handed to the comm hook"
         return "copied into a flat tensor" if self._copy else "coalesced in place"

@@ -285,7 +285,9 @@ def _comm_hook(wrapper: of.Bucketed, group: Any) -> Any:
     """A new hook for each wrapper, because some hooks keep state of one wrapper."""
     name = wrapper.comm_hook
     if name is None:
-        return None
+        return "collectives"
+    if name == "auto":
+        return "auto"
     if name == "peer-copy":
         return peer_hook(wrapper, group, dtype_of(wrapper.wire_dtype))
     if name == "reduce-scatter":

@@ -119,8 +119,9 @@ class Bucketed(Arguments):
             large as the others.
         copy: with "peer-copy", each bucket is packed into a flat tensor, whose copies are few.
         comm_hook: "peer-copy" is :class:`ddp_lite.peer.PeerCopyAverage`, "compress-bf16" and
-            "power-sgd" are those of :mod:`ddp_lite.hooks`. "reduce-scatter" stands in rows of
-            earlier versions; it cannot be measured any more. None is the group's collectives.
+            "power-sgd" are those of :mod:`ddp_lite.hooks`. "auto" is ddp-lite's own choice.
+            "reduce-scatter" stands in rows of earlier versions; it cannot be measured any more.
+            None is "collectives", those of the group.
         peer_parts: which parts of an exchange by "peer-copy" are carried out, to see what each
             costs; gradients are not averaged then. "none" leaves the hooks and the packing.
         peer_way: carries out an exchange by "peer-copy" without an improvement, to see its gain.
@@ -133,7 +134,9 @@ class Bucketed(Arguments):
     last_bucket_size_mb: float | Literal["same"] = 25
     copy: bool = False
     wire_dtype: Dtype | None = None
-    comm_hook: Literal["peer-copy", "compress-bf16", "power-sgd", "reduce-scatter"] | None = None
+    comm_hook: (
+        Literal["auto", "peer-copy", "compress-bf16", "power-sgd", "reduce-scatter"] | None
+    ) = None
     peer_parts: PeerParts | None = None
     peer_way: PeerWay | None = None
     missing_gradients: MissingGradients = "skip-if-all"

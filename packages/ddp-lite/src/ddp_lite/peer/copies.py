@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_lite.collectives import Waitable, require_floating
+from ddp_lite.collectives import Completed, Waitable, require_floating
 from ddp_lite.peer import schedule
 from ddp_lite.peer.memory import SharedMemory
 from ddp_lite.peer.schedule import Kind, Operation, Piece
@@ -174,17 +174,23 @@ class PeerCopies:
 
     def _start(self, run: Callable[[], None], tensors: Sequence[Tensor]) -> Waitable:
         memory, stream = self.memory, self.memory.stream
-        event = None
-        with torch.no_grad(), _traced():
-            if stream is None:
+        if stream is None:
+            with torch.no_grad(), _traced():
                 run()
-            else:
-                current = torch.cuda.current_stream(memory.device)
-                with torch.cuda.stream(stream):
-                    memory.follow(current)
-                    run()
-                    event = stream.record_event()
-        memory.queued(event)
+            memory.queued(None)
+            return Completed()
+        current = torch.cuda.current_stream(memory.device)
+        try:
+            with torch.no_grad(), _traced(), torch.cuda.stream(stream):
+                memory.follow(current)
+                run()
+                event = stream.record_event()
+            memory.queued(event)
+        except BaseException:
+            # Nobody will wait for what has been queued so far, which still uses the tensors.
+            for tensor in tensors:
+                tensor.record_stream(stream)
+            raise
         return _Copying(event, tensors)
 
     def _exchange(
@@ -336,13 +342,12 @@ def _traced() -> AbstractContextManager[object]:
 class _Copying:
     """A message under way. It keeps the tensors, which the copies' stream uses."""
 
-    def __init__(self, event: torch.cuda.Event | None, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, event: torch.cuda.Event, tensors: Sequence[Tensor]) -> None:
         self._event, self._tensors = event, tensors
 
     def wait(self) -> None:
-        """On CUDA the current stream waits, not the host."""
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+        """The current stream waits, not the host."""
+        torch.cuda.current_stream().wait_event(self._event)
         self._tensors = ()
 
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_lite.buckets import MEBIBYTE, Bucket
-from ddp_lite.collectives import Waitable
+from ddp_lite.collectives import Waitable, require_floating
 from ddp_lite.peer.copies import PeerCopies
-from ddp_lite.peer.memory import PeerMemory, SharedMemory, obstacle
+from ddp_lite.peer.memory import NEEDS, PeerMemory, SharedMemory, obstacle
 
 #: Smaller messages are faster over NCCL: bus bandwidth on 4 H200s crosses at about this size.
 SMALLEST_MESSAGE_BYTES = 100 * MEBIBYTE
@@ -45,6 +45,8 @@ class PeerCopyAverage:
         wire_dtype: torch.dtype | None = None,
     ) -> None:
         if group is None or isinstance(group, dist.ProcessGroup):
+            if wire_dtype is not None:
+                require_floating(wire_dtype, "wire_dtype")  # before there is memory to give back
             memory: SharedMemory = PeerMemory(group)  # explains why a group may be None
         else:
             memory = group
@@ -92,7 +94,7 @@ class Communication:
     """How the ranks of a group should move messages of some size, and why.
 
     Attributes:
-        name: "peer-copy" or "nccl".
+        name: "peer-copy" or "collectives": those of the process group's backend, such as NCCL.
         reason: in words.
     """
 
@@ -103,45 +105,56 @@ class Communication:
         return f"{self.name}: {self.reason}"
 
 
-def choose_communication(group: dist.ProcessGroup, message_bytes: int) -> Communication:
-    """Whether copies between GPUs are worth choosing over NCCL. Collective.
+def choose_communication(
+    group: dist.ProcessGroup, message_bytes: int, device: torch.device | None = None
+) -> Communication:
+    """Whether copies between GPUs are possible, and worth choosing over the group's collectives.
 
-    ``BucketedDDP`` asks this where ``comm_hook`` is "auto". ``print`` shows the reason.
+    ``BucketedDDP`` asks this, unless it is given a ``comm_hook``. ``print`` shows the reason.
+    Collective, if the messages are large enough and the group is one for GPUs.
 
     Args:
         group: the ranks.
         message_bytes: size of a typical message, such as a bucket of gradients; the same on every
             rank.
+        device: where the messages are, of the same type on every rank; None for the current GPU.
 
     Returns:
         The same on every rank.
     """
-    if message_bytes < SMALLEST_MESSAGE_BYTES:
-        return Communication(
-            name="nccl",
-            reason=f"messages of {message_bytes / MEBIBYTE:.4g} MB are below "
-            f"{SMALLEST_MESSAGE_BYTES // MEBIBYTE} MB, from which copies are faster",
+    if device is not None and device.type != "cuda":
+        reason = f"copies are between GPUs, and the messages are on {device.type}"
+    elif message_bytes < SMALLEST_MESSAGE_BYTES:
+        reason = (
+            f"messages of {message_bytes / MEBIBYTE:.4g} MB are below "
+            f"{SMALLEST_MESSAGE_BYTES // MEBIBYTE} MB, from which copies are faster"
         )
-    if (reason := obstacle(group)) is not None:
-        return Communication(name="nccl", reason=f"the group is {reason}")
-    return Communication(
-        name="peer-copy",
-        reason=f"{group.size()} GPUs of one host reach each other's memory, and messages of "
-        f"{message_bytes / MEBIBYTE:.4g} MB are large enough",
-    )
+    elif (found := obstacle(group, device)) is not None:
+        reason = f"{NEEDS}, but got {found}"
+    else:
+        reason = (
+            f"{group.size()} GPUs of one host reach each other's memory, and messages of "
+            f"{message_bytes / MEBIBYTE:.4g} MB are large enough"
+        )
+        return Communication(name="peer-copy", reason=reason)
+    return Communication(name="collectives", reason=reason)
 
 
 def chosen_hook(
-    group: dist.ProcessGroup, message_bytes: int, wire_dtype: torch.dtype | None
+    group: dist.ProcessGroup,
+    message_bytes: int,
+    device: torch.device,
+    wire_dtype: torch.dtype | None,
 ) -> tuple[PeerCopyAverage | None, Communication]:
-    """The hook that ``choose_communication`` leads to, None for NCCL, and why. Collective.
+    """The hook that ``choose_communication`` leads to, None for the group's collectives, and why.
 
-    A GPU without enough free memory, or whose memory cannot be shared, leads to NCCL too.
+    A GPU without enough free memory, or whose memory cannot be shared, leads to collectives too.
     """
-    choice = choose_communication(group, message_bytes)
+    choice = choose_communication(group, message_bytes, device)
     if choice.name != "peer-copy":
         return None, choice
     try:
-        return PeerCopyAverage(group, wire_dtype=wire_dtype), choice
+        memory = PeerMemory.without_asking(group)
     except RuntimeError as error:  # torch.OutOfMemoryError among them
-        return None, Communication(name="nccl", reason=str(error))
+        return None, Communication(name="collectives", reason=str(error))
+    return PeerCopyAverage(memory, wire_dtype=wire_dtype), choice

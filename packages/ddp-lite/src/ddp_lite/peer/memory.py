@@ -28,6 +28,10 @@ from ddp_lite.errors import Peer, PeerProbe
 from ddp_lite.peer.schedule import ALIGNMENT_BYTES, SLOTS, Recordings, rows_in_slot
 
 LARGEST_GROUP = 8
+NEEDS = (
+    f"copies between GPUs need 2 to {LARGEST_GROUP} CUDA ranks on GPUs of one host with peer access"
+)
+_BUFFER_MB = 512.0
 _BARRIER_CHANNEL, _TURN_CHANNEL = 0, 1
 # The host's watch must come to its result before the kernels end the CUDA context.
 _SECONDS_FOR_THE_WATCH = 10.0
@@ -108,20 +112,30 @@ class PeerMemory:
         self,
         group: dist.ProcessGroup,
         *,
-        buffer_mb: float = 512,
+        buffer_mb: float = _BUFFER_MB,
         timeout: timedelta | None = None,
     ) -> None:
         if (reason := obstacle(group)) is not None:
             raise ValueError(
-                "copies between GPUs need 2 to 8 CUDA ranks on GPUs of one host with peer access, "
-                f"but got {reason}. Use NCCL: leave out the comm hook or communication="
+                f'{NEEDS}, but got {reason}. Use NCCL: comm_hook="collectives" in BucketedDDP, '
+                "no communication= in shard-optim"
             )
+        self._share(group, buffer_mb, timeout)
+
+    @classmethod
+    def without_asking(cls, group: dist.ProcessGroup) -> PeerMemory:
+        """The same as ``PeerMemory(group)``, where ``obstacle`` was asked and found none."""
+        memory = cls.__new__(cls)
+        memory._share(group, _BUFFER_MB, None)
+        return memory
+
+    def _share(self, group: dist.ProcessGroup, buffer_mb: float, timeout: timedelta | None) -> None:
         nbytes = bytes_from_mb(buffer_mb, "buffer_mb")
         rows = SLOTS * rows_in_slot(group.size())
         if nbytes is None or nbytes < rows * ALIGNMENT_BYTES:
             raise ValueError(
                 f"buffer_mb must be at least {rows * ALIGNMENT_BYTES / MEBIBYTE:.3g} MB for "
-                f"{group.size()} ranks, but got {buffer_mb}. Leave it out for 512 MB"
+                f"{group.size()} ranks, but got {buffer_mb}. Leave it out for {_BUFFER_MB:.0f} MB"
             )
         self.group = group
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -150,7 +164,7 @@ class PeerMemory:
             # Not ``_symmetric_memory.empty``, whose memory may come from a pool, at an offset.
             memory = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, self.device)
         except RuntimeError as error:
-            problem = f"rank {self._rank} has {free / MEBIBYTE:,.0f} MB free ({error})"
+            problem = f"rank {self._rank} has {free / MEBIBYTE:,.0f} MB free ({_first_line(error)})"
         problems = [each for each in all_gather_json(problem, self.group) if each]
         if problems or memory is None:
             raise torch.OutOfMemoryError(
@@ -165,7 +179,7 @@ class PeerMemory:
                 for rank in range(self._world_size)
             ]
         except RuntimeError as error:  # a container may forbid what processes share memory by
-            problem = f"rank {self._rank} could not: {error}"
+            problem = f"rank {self._rank} could not: {_first_line(error)}"
         problems = [each for each in all_gather_json(problem, self.group) if each]
         if problems or handle is None:
             raise RuntimeError(
@@ -298,8 +312,14 @@ def _watch(
             return
 
 
-def obstacle(group: dist.ProcessGroup) -> str | None:
+def obstacle(group: dist.ProcessGroup, device: torch.device | None = None) -> str | None:
     """What keeps the ranks of a group from copying between their GPUs, in words. Collective.
+
+    Nothing is sent where the group alone answers; elsewhere one message of each rank is.
+
+    Args:
+        group: the ranks.
+        device: the GPU that this rank's messages are on; None for the current one.
 
     Returns:
         The same on every rank; None if nothing does.
@@ -317,32 +337,40 @@ def obstacle(group: dist.ProcessGroup) -> str | None:
         return f"a group of {world_size}"
     if backend_for(group, torch.device("cuda")) is None:
         return f"{world_size} ranks with {dist.get_backend_config(group)!r}, which is not for CUDA"
-    here = Peer.here()
-    gpu = _uuid(torch.cuda.current_device()) if torch.cuda.is_available() else None
-    everyone = all_gather_json([here.host, gpu], group)
-    hosts = sorted({host for host, _ in everyone})
+    everyone = all_gather_json([Peer.here().host, *_gpus(device)], group)
+    hosts = sorted({host for host, *_ in everyone})
     if len(hosts) > 1:
         return f"ranks on {len(hosts)} hosts ({', '.join(hosts)})"
-    gpus = [each for _, each in everyone]
-    if None in gpus:
-        return f"{world_size} ranks without a GPU for each"
+    for rank, (_, problem, *_) in enumerate(everyone):
+        if problem:
+            return f"rank {rank} {problem}"
+    gpus = [gpu for *_, gpu, _ in everyone]
     if len(set(gpus)) < world_size:
         return f"{world_size} ranks on {len(set(gpus))} GPUs"
-    # A rank that cannot see a peer's GPU cannot reach it either.
-    unreachable = [rank for rank, each in enumerate(gpus) if each != gpu and not _reaches(each)]
-    for rank, missing in enumerate(all_gather_json(unreachable, group)):
-        if missing:
-            return f"rank {rank} without access to the GPU of rank {missing[0]}"
+    for rank, (*_, gpu, reachable) in enumerate(everyone):
+        for peer, other in enumerate(gpus):
+            if other != gpu and other not in reachable:
+                return f"rank {rank} without access to the GPU of rank {peer}"
     return None
+
+
+def _gpus(device: torch.device | None) -> tuple[str, str, list[str]]:
+    """What is wrong with this rank's GPU, its name, and the names of those that it can reach."""
+    if not torch.cuda.is_available():
+        return "without a GPU", "", []
+    mine = torch.cuda.current_device()
+    if device is not None and device.index != mine:
+        return f"with messages on {device} while cuda:{mine} is current", "", []
+    # A rank that cannot see a peer's GPU cannot reach it either.
+    visible = [index for index in range(torch.cuda.device_count()) if index != mine]
+    reachable = [index for index in visible if torch.cuda.can_device_access_peer(mine, index)]
+    return "", _uuid(mine), [_uuid(index) for index in reachable]
 
 
 def _uuid(index: int) -> str:
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
-def _reaches(uuid: str) -> bool:
-    mine = torch.cuda.current_device()
-    return any(
-        _uuid(index) == uuid and torch.cuda.can_device_access_peer(mine, index)
-        for index in range(torch.cuda.device_count())
-    )
+def _first_line(error: Exception) -> str:
+    """CUDA's errors may go on with a trace of its own."""
+    return str(error).partition("\n")[0]

@@ -1,0 +1,351 @@
+"""What ``BucketedDDP`` averages with unless it is told, and what it says of that, without GPUs.
+
+Ranks that pretend to have GPUs share the memory of processes, so that copies are really made.
+"""
+
+import gc
+import re
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import _SymmetricMemory
+
+from ddp_lite import BucketedDDP, ModelMismatchError
+from ddp_lite.collectives import all_gather_json
+from ddp_lite.errors import Peer
+from ddp_lite.peer import PeerCopyAverage, PeerMemory
+from ddp_lite.peer import hook as peer_hook
+from ddp_lite.peer import memory as peer_memory
+from process_memory import ProcessMemory
+from ranks import run_ranks
+
+ROW_BYTES = 512
+LARGE = 1000  # bytes of a message that is large enough here
+ON_CPU = "(collectives: copies are between GPUs, and the messages are on cpu)"
+
+
+class Mixed(nn.Module):
+    """Parameters of four dtypes, each of which takes more than one window."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Linear(17, 31, dtype=dtype)
+            for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64)
+        )
+
+    def forward(self, scale: float) -> Tensor:
+        parts = [
+            layer(torch.full((2, 17), scale, dtype=layer.weight.dtype)) for layer in self.layers
+        ]
+        return torch.stack([part.abs().double().square().mean() for part in parts]).sum()
+
+
+@contextmanager
+def pretended_gpus(
+    rank: int,
+    *,
+    host: str = "host",
+    gpu: int | None = None,
+    reaches: bool = True,
+    memory: Any = None,
+) -> Iterator[Mock]:
+    """Wrappers that are built inside see modules on CPUs as if they were on one GPU per rank.
+
+    Yields:
+        Counts the messages by which ranks ask each other about hosts and GPUs.
+    """
+    gpu = rank if gpu is None else gpu
+    here = replace(Peer.here(), host=host)
+    asked = Mock(side_effect=all_gather_json)
+    choose = peer_hook.chosen_hook
+
+    def chosen(group: Any, message_bytes: int, _device: object, wire_dtype: Any) -> Any:
+        return choose(group, message_bytes, torch.device("cuda", gpu), wire_dtype)
+
+    with ExitStack() as patches:
+        for target, name, value in (
+            (peer_memory, "all_gather_json", asked),
+            (peer_memory, "backend_for", lambda *_: "nccl"),
+            (peer_hook, "SMALLEST_MESSAGE_BYTES", LARGE),
+            (Peer, "here", lambda: here),
+            (torch.cuda, "is_available", lambda: True),
+            (torch.cuda, "current_device", lambda: gpu),
+            (torch.cuda, "device_count", lambda: 2),
+            (torch.cuda, "can_device_access_peer", lambda mine, other: reaches),
+            (torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid=str(i))),
+        ):
+            patches.enter_context(patch.object(target, name, value))
+        patches.enter_context(patch("ddp_lite.reduction.chosen_hook", chosen))
+        patches.enter_context(patch("ddp_lite.reduction.SMALLEST_MESSAGE_BYTES", LARGE))
+        if memory is not None:
+            patches.enter_context(patch.object(PeerMemory, "without_asking", memory))
+        yield asked
+
+
+def large() -> nn.Module:
+    return nn.Sequential(nn.Linear(30, 20), nn.Tanh(), nn.Linear(20, 30))
+
+
+def trains(wrapped: BucketedDDP, rank: int) -> None:
+    """Two steps, whose gradients are the averages."""
+    alone = large()
+    alone.load_state_dict(wrapped.state_dict())
+    for _ in range(2):
+        wrapped.zero_grad()
+        alone.zero_grad()
+        wrapped(torch.full((2, 30), rank + 1.0)).sum().backward()
+        for each in range(2):
+            (alone(torch.full((2, 30), each + 1.0)).sum() / 2).backward()
+        for p, q in zip(wrapped.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+
+
+def last_bias_only() -> nn.Module:
+    """Of 30 gradients, 120 bytes, until more is unfrozen."""
+    module = large().requires_grad_(False)
+    module[2].bias.requires_grad_(True)
+    return module
+
+
+def reasons(rank: int, world_size: int) -> None:
+    wrappers = {
+        "default": BucketedDDP(large()),
+        "auto": BucketedDDP(large(), comm_hook="auto"),
+        "copy": BucketedDDP(large(), copy=True),
+        "wire": BucketedDDP(large(), wire_dtype=torch.bfloat16),
+        "by name": BucketedDDP(large(), comm_hook="collectives"),
+        "None": BucketedDDP(large(), comm_hook=None),
+    }
+    expected = {
+        "default": f"coalesced in place {ON_CPU}",
+        "auto": f"coalesced in place {ON_CPU}",
+        "copy": "copied into a flat tensor (collectives: copy=True asks for one flat tensor",
+        "wire": f"flattened and sent as bfloat16 {ON_CPU}",
+        "by name": "coalesced in place (collectives: as comm_hook asks)",
+        "None": "coalesced in place (collectives: as comm_hook asks)",
+    }
+    for name, wrapped in wrappers.items():
+        said = wrapped.explain()
+        assert expected[name] in said, (name, said)
+        assert "\n" not in said
+    trains(wrappers["default"], rank)
+    with pytest.warns(UserWarning, match="no trainable parameters"):
+        frozen = BucketedDDP(large().requires_grad_(False))
+    assert "(collectives: there is nothing to average)" in frozen.explain()
+    frozen.module.requires_grad_(True)
+    trains(frozen, rank)
+    assert ON_CPU in frozen.explain()
+    with pytest.raises(ModelMismatchError, match="rank 0: comm_hook collectives; rank 1: comm_ho"):
+        BucketedDDP(large(), comm_hook="auto" if rank else "collectives")
+
+
+def test_the_reason_is_always_given() -> None:
+    run_ranks(reasons, 2)
+
+
+def alone(rank: int, world_size: int) -> None:
+    on_cpu = BucketedDDP(large())
+    assert ON_CPU in on_cpu.explain()
+    with pretended_gpus(0) as asked:
+        on_gpu = BucketedDDP(large())
+    assert "peer access, but got a group of 1)" in on_gpu.explain()
+    assert not asked.called, "the group alone answers"
+    on_gpu(torch.ones(1, 30)).sum().backward()
+    assert torch.equal(on_gpu.module[2].bias.grad, torch.ones(30))
+
+
+def test_a_group_of_one() -> None:
+    run_ranks(alone, 1)
+
+
+def by_copies(rank: int, world_size: int, folder: str) -> None:
+    numbers = iter(range(10))
+
+    def memory(group: dist.ProcessGroup) -> ProcessMemory:
+        return ProcessMemory(Path(folder) / str(next(numbers)), ROW_BYTES, group)
+
+    with pretended_gpus(rank, memory=memory) as asked:
+        default = BucketedDDP(large())
+        assert asked.call_count == 1, "once per wrapper"
+        small = BucketedDDP(nn.Linear(2, 2))
+        by_name = BucketedDDP(large(), comm_hook="collectives")
+        flat = BucketedDDP(large(), copy=True)
+        assert asked.call_count == 1, "not where the answer does not matter"
+        default.module[0].requires_grad_(False)
+        default(torch.ones(1, 30)).sum().backward()
+        default.module[0].requires_grad_(True)
+        assert asked.call_count == 1, "a new plan changes nothing between the GPUs"
+        rounded = BucketedDDP(large(), wire_dtype=torch.bfloat16)
+        growing = BucketedDDP(last_bias_only())
+        assert "(collectives: messages of 0.0001144 MB are below" in growing.explain()
+        assert asked.call_count == 2
+        growing.module.requires_grad_(True)
+        trains(growing, rank)
+        assert asked.call_count == 3, "when messages have become large enough"
+    assert "copied between GPUs (peer-copy: 2 GPUs of one host reach each" in default.explain()
+    assert "copied between GPUs as bfloat16 (peer-copy: " in rounded.explain()
+    assert "copied between GPUs (peer-copy: " in growing.explain()
+    assert "(collectives: messages of 2.289e-05 MB are below " in small.explain()
+    assert "(collectives: copy=True asks" in flat.explain()
+    assert "(collectives: as comm_hook asks)" in by_name.explain()
+    for wrapped in (default, by_name, flat):
+        trains(wrapped, rank)
+
+
+def test_large_buckets_are_copied_by_default(tmp_path: Path) -> None:
+    run_ranks(by_copies, 2, str(tmp_path))
+
+
+def mixed(rank: int, world_size: int, folder: str) -> None:
+    torch.manual_seed(0)
+    with pretended_gpus(rank, memory=lambda g: ProcessMemory(Path(folder), ROW_BYTES, g)):
+        copied = BucketedDDP(Mixed(), 0.001, missing_gradients="zeros")
+    sent = BucketedDDP(Mixed(), 0.001, comm_hook="collectives", missing_gradients="zeros")
+    sent.load_state_dict(copied.state_dict())
+    assert "copied between GPUs (peer-copy: " in copied.explain()
+    assert len({bucket.dtype for bucket in copied.buckets}) == 4
+    for step in range(2):
+        for wrapped in (copied, sent):
+            wrapped.zero_grad()
+            wrapped(0.1 * (rank + step + 1)).backward()
+        for p, q in zip(copied.parameters(), sent.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+            assert p.grad.dtype == p.dtype
+
+
+def test_gradients_of_several_dtypes(tmp_path: Path) -> None:
+    run_ranks(mixed, 2, str(tmp_path))
+
+
+OBSTACLES: dict[str, tuple[Any, str]] = {
+    "two hosts": (lambda r: {"host": f"host-{r}"}, r"ranks on 2 hosts \(host-0, host-1\)"),
+    "one GPU": (lambda r: {"gpu": 0}, "2 ranks on 1 GPUs"),
+    "no access": (lambda r: {"reaches": r == 0}, "rank 1 without access to the GPU of rank 0"),
+}
+
+
+def kept_from_copying(rank: int, world_size: int, name: str) -> None:
+    arguments, reason = OBSTACLES[name]
+    with pretended_gpus(rank, **arguments(rank)) as asked:
+        wrapped = BucketedDDP(large())
+        assert asked.call_count == 1
+    said = wrapped.explain()
+    assert re.search(rf"coalesced in place \(collectives: copies .* but got {reason}\)", said), said
+    trains(wrapped, rank)
+
+
+@pytest.mark.parametrize("name", OBSTACLES)
+def test_ranks_that_cannot_copy_use_collectives(name: str) -> None:
+    run_ranks(kept_from_copying, 2, name)
+
+
+def watches() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name == "ddp_lite watch over copies"]
+
+
+@contextmanager
+def symmetric_memory(rank: int, fails: str | None) -> Iterator[list[weakref.ref[Tensor]]]:
+    """Torch's symmetric memory without GPUs, in which the last rank may fail at one point.
+
+    Yields:
+        What was allocated.
+    """
+    allocated: list[weakref.ref[Tensor]] = []
+
+    def allocate(*_: object) -> Tensor:
+        if fails == "allocation" and rank == 1:
+            raise RuntimeError("CUDA error: out of memory\nException raised from alloc_block")
+        memory = torch.empty(64, dtype=torch.uint8)
+        allocated.append(weakref.ref(memory))
+        return memory
+
+    class Handle:
+        def get_buffer(self, *_: object) -> Tensor:
+            if fails == "mapping" and rank == 1:
+                raise RuntimeError("no mapping\nException raised from map_block")
+            return torch.empty(64, dtype=torch.uint8)
+
+    probe = ArithmeticError("no probe") if fails == "probe" else None
+    with (
+        patch("torch.cuda.mem_get_info", return_value=(2**20, 2**30)),
+        patch("torch.cuda.Stream"),
+        patch("torch.cuda.set_device"),
+        # Mocks would hold what they are called with.
+        patch.object(_SymmetricMemory, "empty_strided_p2p", allocate),
+        patch("torch.distributed._symmetric_memory.rendezvous", lambda *_: Handle()),
+        patch.object(peer_memory, "PeerProbe", side_effect=probe),
+    ):
+        yield allocated
+
+
+FAILURES = {
+    "allocation": "every GPU must have 512 MB free for buffer_mb, but rank 1 has 1 MB free (CUDA "
+    "error: out of memory). Pass",
+    "mapping": "the processes of the ranks must be able to share GPU memory, but rank 1 could not: "
+    "no mapping. Use",
+}
+
+
+def without_memory(rank: int, world_size: int) -> None:
+    for fails, reason in FAILURES.items():
+        with pretended_gpus(rank) as asked, symmetric_memory(rank, fails) as allocated:
+            wrapped = BucketedDDP(large())
+            assert asked.call_count == {"allocation": 2, "mapping": 3}[fails]
+        assert f"coalesced in place (collectives: {reason}" in wrapped.explain(), wrapped.explain()
+        assert "\n" not in wrapped.explain()
+        assert len(allocated) == (fails == "mapping" or rank == 0)
+        assert not any(memory() is not None for memory in allocated), "given back"
+        assert watches() == []
+        trains(wrapped, rank)
+    # What is no lack of memory is an error, which leaves nothing behind either.
+    with (
+        pretended_gpus(rank),
+        symmetric_memory(rank, "probe"),
+        pytest.raises(ArithmeticError, match="no probe"),
+    ):
+        BucketedDDP(large())
+    assert watches() == []
+    with (
+        pretended_gpus(rank),
+        symmetric_memory(rank, None) as allocated,
+        pytest.raises(ValueError, match="wire_dtype must be a floating-point dtype"),
+    ):
+        PeerCopyAverage(dist.group.WORLD, wire_dtype=torch.int8)
+    assert (allocated, watches()) == ([], [])
+
+
+def test_a_gpu_without_memory_to_share() -> None:
+    """All ranks fall back, keep nothing, and say which rank could not."""
+    run_ranks(without_memory, 2)
+
+
+def dropped(rank: int, world_size: int) -> None:
+    gc.disable()  # it must not be needed
+    for end in ("drop", "detach"):
+        with pretended_gpus(rank), symmetric_memory(rank, None) as allocated:
+            wrapped = BucketedDDP(large())
+            assert "copied between GPUs (peer-copy: " in wrapped.explain()
+            assert len(watches()) == 1
+            assert allocated[0]() is not None
+            if end == "drop":
+                del wrapped
+            else:
+                wrapped.detach()
+            assert allocated[0]() is None, end
+            assert watches() == [], end
+
+
+def test_what_ranks_share_is_freed_with_the_wrapper() -> None:
+    run_ranks(dropped, 2)
