@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from ddp_lite.peer import schedule
-from ddp_lite.peer.schedule import Kind, Operation, Piece
+from ddp_lite.peer.schedule import Chunk, Kind, Operation
 
 WORLD_SIZES = range(2, 9)
 PROGRAMS = (schedule.reduce_scatter, schedule.all_gather, schedule.average)
@@ -29,10 +29,10 @@ def test_every_element_lies_in_one_row(world_size: int, capacity: int) -> None:
         for window in schedule.windows(rows, capacity):
             for row in window:
                 places: Counter[int] = Counter()
-                for piece in row:
-                    count = piece.end - piece.begin
-                    seen.update((piece.tensor, i) for i in range(piece.begin, piece.end))
-                    places.update(range(piece.at, piece.at + count))
+                for chunk in row:
+                    count = chunk.end - chunk.begin
+                    seen.update((chunk.tensor, i) for i in range(chunk.begin, chunk.end))
+                    places.update(range(chunk.at, chunk.at + count))
                 assert all(times == 1 for times in places.values())
                 assert schedule.length_of(row) <= capacity
                 assert schedule.length_of(row) == len(places), "no gaps"
@@ -44,8 +44,8 @@ def test_every_element_lies_in_one_row(world_size: int, capacity: int) -> None:
 def test_rows_begin_aligned() -> None:
     rows = schedule.cut_together([1000, 1], 3, 64)
     firsts = [row[0] for row in rows if row]
-    assert [piece.begin % 64 for piece in firsts] == [0, 0, 0]
-    assert schedule.cut_together([5], 4, 64) == [[Piece(0, 0, 5, 0)], [], [], []]
+    assert [chunk.begin % 64 for chunk in firsts] == [0, 0, 0]
+    assert schedule.cut_together([5], 4, 64) == [[Chunk(0, 0, 5, 0)], [], [], []]
     assert schedule.windows(schedule.cut_together([], 2, 64), 8) == []
 
 

@@ -34,7 +34,7 @@ from torch import Tensor
 from ddp_lite.collectives import Completed, Waitable, require_floating
 from ddp_lite.peer import schedule
 from ddp_lite.peer.memory import SharedMemory
-from ddp_lite.peer.schedule import Kind, Operation, Piece
+from ddp_lite.peer.schedule import Chunk, Kind, Operation
 
 _Part = tuple[int, Tensor]  # first element in the row, values
 Program = Callable[[int, int], list[Operation]]
@@ -78,7 +78,7 @@ class PeerCopies:
         self._wire_dtype = wire_dtype
         self._rank, self._world_size = memory.group.rank(), memory.group.size()
         self.fused = memory.device.type == "cuda" and importlib.util.find_spec("triton") is not None
-        self._plans: dict[tuple[object, ...], list[list[list[Piece]]]] = {}
+        self._plans: dict[tuple[object, ...], list[list[list[Chunk]]]] = {}
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -279,7 +279,7 @@ class PeerCopies:
 
     def _plan(
         self, cut: str, dtype: torch.dtype, numels: Sequence[int], alignment: int = 1
-    ) -> list[list[list[Piece]]]:
+    ) -> list[list[list[Chunk]]]:
         key = (cut, dtype, *numels)
         if key not in self._plans:
             rows = (
@@ -351,29 +351,29 @@ class _Copying:
         self._tensors = ()
 
 
-def _parts(row: Sequence[Piece], tensors: Sequence[Tensor]) -> list[_Part]:
-    """The pieces of a row as views of the one-dimensional tensors."""
+def _parts(row: Sequence[Chunk], tensors: Sequence[Tensor]) -> list[_Part]:
+    """The chunks of a row as views of the one-dimensional tensors."""
     parts = []
-    for piece in row:
-        tensor = tensors[piece.tensor]
-        if piece.end - piece.begin != tensor.numel():  # a view costs the host microseconds
-            tensor = tensor[piece.begin : piece.end]
-        parts.append((piece.at, tensor))
+    for chunk in row:
+        tensor = tensors[chunk.tensor]
+        if chunk.end - chunk.begin != tensor.numel():  # a view costs the host microseconds
+            tensor = tensor[chunk.begin : chunk.end]
+        parts.append((chunk.at, tensor))
     return parts
 
 
-def _parts_at(row: Sequence[Piece], whole: Tensor) -> list[_Part]:
-    """The pieces of a row as views of the row itself."""
+def _parts_at(row: Sequence[Chunk], whole: Tensor) -> list[_Part]:
+    """The chunks of a row as views of the row itself."""
     return [(p.at, whole[p.at : p.at + p.end - p.begin]) for p in row]
 
 
-def _range_of(part: Tensor, piece: Piece, rank: int) -> Tensor:
-    """The piece of a whole, as a view of this rank's part of that whole."""
+def _range_of(part: Tensor, chunk: Chunk, rank: int) -> Tensor:
+    """The chunk of a whole, as a view of this rank's part of that whole."""
     first = rank * part.numel()
-    return part[piece.begin - first : piece.end - first]
+    return part[chunk.begin - first : chunk.end - first]
 
 
-def _empty(row: Sequence[Piece], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _empty(row: Sequence[Chunk], dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(schedule.length_of(row), dtype=dtype, device=device)
 
 

@@ -59,7 +59,7 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Chunk:
     """A range of one tensor that lies in one row.
 
     Attributes:
@@ -160,7 +160,7 @@ def row_length(numel: int, world_size: int, alignment: int) -> int:
     return max(1, -(-numel // (world_size * alignment))) * alignment
 
 
-def cut_together(numels: Sequence[int], world_size: int, alignment: int) -> list[list[Piece]]:
+def cut_together(numels: Sequence[int], world_size: int, alignment: int) -> list[list[Chunk]]:
     """Cuts the concatenation of some tensors into rows of nearly equal length.
 
     Args:
@@ -170,68 +170,68 @@ def cut_together(numels: Sequence[int], world_size: int, alignment: int) -> list
             message are shorter, or empty.
 
     Returns:
-        The pieces of each row.
+        The chunks of each row.
     """
     length = row_length(sum(numels), world_size, alignment)
-    rows: list[list[Piece]] = [[] for _ in range(world_size)]
+    rows: list[list[Chunk]] = [[] for _ in range(world_size)]
     start = 0
     for tensor, numel in enumerate(numels):
         done = 0
         while done < numel:
             row, at = divmod(start + done, length)
             end = min(numel, done + length - at)
-            rows[row].append(Piece(tensor, done, end, at))
+            rows[row].append(Chunk(tensor, done, end, at))
             done = end
         start += numel
     return rows
 
 
-def cut_each(numels: Sequence[int], world_size: int) -> list[list[Piece]]:
+def cut_each(numels: Sequence[int], world_size: int) -> list[list[Chunk]]:
     """Cuts every tensor into ``world_size`` equal ranges; row q holds range q of each tensor.
 
     Args:
         numels: elements of each tensor, multiples of ``world_size``.
         world_size: number of rows.
     """
-    rows: list[list[Piece]] = []
+    rows: list[list[Chunk]] = []
     for row in range(world_size):
-        pieces, at = [], 0
+        chunks, at = [], 0
         for tensor, numel in enumerate(numels):
             share = numel // world_size
             if share:
-                pieces.append(Piece(tensor, row * share, (row + 1) * share, at))
+                chunks.append(Chunk(tensor, row * share, (row + 1) * share, at))
             at += share
-        rows.append(pieces)
+        rows.append(chunks)
     return rows
 
 
-def windows(rows: Sequence[Sequence[Piece]], capacity: int) -> list[list[list[Piece]]]:
+def windows(rows: Sequence[Sequence[Chunk]], capacity: int) -> list[list[list[Chunk]]]:
     """Cuts rows into windows of at most ``capacity`` elements.
 
     Args:
-        rows: the pieces of each row.
+        rows: the chunks of each row.
         capacity: elements that a row of shared memory has room for.
 
     Returns:
-        For each window the pieces of each row, whose places count from the window's begin.
+        For each window the chunks of each row, whose places count from the window's begin.
     """
-    longest = max((piece.at + piece.end - piece.begin for row in rows for piece in row), default=0)
+    longest = max((chunk.at + chunk.end - chunk.begin for row in rows for chunk in row), default=0)
     found = []
     for first in range(0, longest, capacity):
         last = first + capacity
-        found.append([[p for piece in row for p in _inside(piece, first, last)] for row in rows])
+        found.append([[p for chunk in row for p in _inside(chunk, first, last)] for row in rows])
     return found
 
 
-def _inside(piece: Piece, first: int, last: int) -> list[Piece]:
-    begin = max(piece.at, first)
-    end = min(piece.at + piece.end - piece.begin, last)
+def _inside(chunk: Chunk, first: int, last: int) -> list[Chunk]:
+    begin = max(chunk.at, first)
+    end = min(chunk.at + chunk.end - chunk.begin, last)
     if begin >= end:
         return []
-    shift = piece.begin - piece.at
-    return [Piece(piece.tensor, begin + shift, end + shift, begin - first)]
+    shift = chunk.begin - chunk.at
+    return [Chunk(chunk.tensor, begin + shift, end + shift, begin - first)]
 
 
-def length_of(row: Sequence[Piece]) -> int:
-    """Elements from the begin of a row to the end of its last piece."""
-    return max((piece.at + piece.end - piece.begin for piece in row), default=0)
+def length_of(row: Sequence[Chunk]) -> int:
+    """Elements from the begin of a row to the end of its last chunk."""
+    return max((chunk.at + chunk.end - chunk.begin for chunk in row), default=0)
