@@ -111,6 +111,31 @@ def test_the_grid() -> None:
     beside = tables["Attention side by side"]
     assert len(beside) == 2 * 2 * 4  # dtypes × lengths × passes
     assert beside["fewest samples (count)"].min() == grid["samples (count)"].min()
+    faster = quiet.assign(
+        samples_ms=[
+            [
+                {"flashattn-triton": 1.0, "naive": 2.0, "sdpa-math": 1.0 if length == 24 else 0.5}[
+                    name
+                ]
+            ]
+            * 5
+            if isinstance(samples, list)
+            else None
+            for name, length, samples in zip(
+                quiet["variant"], quiet["sequence"], quiet["samples_ms"], strict=True
+            )
+        ]
+    )
+    against = tables_of(faster)["Attention against each other"]
+    assert len(against) == 2 * 2 * 4, "dtypes × other variants × passes"
+    lines_of = against.set_index(["against", "dtype", "pass"])
+    assert lines_of.loc[("naive", "fp32", "backward"), "problems (count)":].tolist() == [
+        *(2, 2, 0.5, 0.5, 0.5)
+    ]
+    assert lines_of.loc[("sdpa-math", "bf16", "forward"), "problems (count)":].tolist() == [
+        *(2, 0, 1.0, 1.5, 2.0)
+    ]
+    assert "Attention against each other" not in tables_of(loud)
     pictures = {each.name: each.figure for each in experiments.get("attention").figures(frame)}
     assert {f"attention_{name}" for name in (*passes, "throughput", "memory")} <= pictures.keys()
     assert png_bytes(pictures["attention_throughput"])

@@ -34,6 +34,8 @@ _PROBLEM = {
 }
 #: Significant digits of figures: as many as published rows have, so that nothing is rounded twice.
 _DIGITS = 6
+#: Of these, what makes problems of one kind.
+_SIZES = ("batch", "heads", "kv_heads", "sequence")
 _VARIANT = {"variant": "attention", "tier": "tier"}
 _QUANTILES = {"p20_ms": "20 % quantile (ms)", "p80_ms": "80 % quantile (ms)"}
 _ERRORS = {
@@ -89,7 +91,7 @@ def tables(rows: pd.DataFrame) -> list[Table]:
         f"output included; predictions off by more than 10 % are marked. {roofline.NOTE}",
     )
     done = row_tables.finished(frame)
-    return [grid, *_medians(done), *_features(done), *_out_of_memory(frame)]
+    return [grid, *_medians(done), *_against(done), *_features(done), *_out_of_memory(frame)]
 
 
 def _frame(rows: pd.DataFrame) -> pd.DataFrame:
@@ -178,6 +180,46 @@ def _medians(done: pd.DataFrame) -> list[Table]:
         named = {name: f"{name} (ms)" for name in ordered} | {"fewest": "fewest samples (count)"}
         made.append(Table(title, row_tables.columns(wide, lines | named, digits=_DIGITS), note))
     return made
+
+
+def _against(done: pd.DataFrame) -> list[Table]:
+    """A case's first variant against each other one: how often it is faster, and by how much."""
+    if "phase" not in done or done.empty:
+        return []
+    quotable = done[steady(done)]
+    same = ["case_key", "sequence", "phase"]
+    same += ["feature"] * bool(done["feature"].notna().any())
+    first = quotable["variants"].str[0] == quotable["variant"]
+    pairs = quotable[~first].merge(
+        quotable[first][[*same, "median_ms"]], on=same, suffixes=("", "_of_first")
+    )
+    if pairs.empty:
+        return []
+    pairs["ratio"] = pairs["median_ms_of_first"] / pairs["median_ms"]
+    pairs["faster"] = pairs["ratio"] < 1
+    kinds = {name: title for name, title in _PROBLEM.items() if name not in _SIZES}
+    lines = {**kinds, "variant": "against", "phase": "pass"}
+    keys = [name for name in lines if name in pairs and pairs[name].notna().any()]
+    found = pairs.groupby(keys, dropna=False, sort=False).agg(
+        problems=("ratio", "size"),
+        faster=("faster", "sum"),
+        least=("ratio", "min"),
+        median=("ratio", "median"),
+        largest=("ratio", "max"),
+    )
+    numbers = {
+        "problems": "problems (count)",
+        "faster": "faster (count)",
+        "least": "least (ratio)",
+        "median": "median (ratio)",
+        "largest": "largest (ratio)",
+    }
+    frame = row_tables.columns(found.reset_index(), lines | numbers, digits=_DIGITS)
+    note = (
+        "The first variant's median divided by the other's on the same problem, over problems of "
+        "all sizes; faster: where that is below 1. Medians that are not steady are left out."
+    )
+    return [Table("Attention against each other", frame, note)]
 
 
 def _features(done: pd.DataFrame) -> list[Table]:
