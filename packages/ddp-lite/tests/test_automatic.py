@@ -18,12 +18,14 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _SymmetricMemory
 
-from ddp_lite import BucketedDDP, ModelMismatchError
+from ddp_lite import BucketedDDP, MissingGradientError, ModelMismatchError
 from ddp_lite.collectives import all_gather_json
 from ddp_lite.errors import Peer
+from ddp_lite.observers import Policy
 from ddp_lite.peer import PeerCopyAverage, PeerMemory
 from ddp_lite.peer import hook as peer_hook
 from ddp_lite.peer import memory as peer_memory
@@ -227,6 +229,74 @@ def mixed(rank: int, world_size: int, folder: str) -> None:
 
 def test_gradients_of_several_dtypes(tmp_path: Path) -> None:
     run_ranks(mixed, 2, str(tmp_path))
+
+
+class Branches(nn.Module):
+    """One layer that every rank uses, one that only rank 0 uses, one that no rank uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.all, self.some, self.none = (nn.Linear(20, 20) for _ in range(3))
+
+    def forward(self, x: Tensor, some: bool, twice: bool = False) -> Tensor:
+        y = torch.tanh(self.all(x))
+        if twice:  # a backward of its own, in which the gradients arrive a second time
+            y = torch.utils.checkpoint.checkpoint(self.all, y, use_reentrant=True)
+        return (self.some(y) if some else y).square().sum()
+
+
+def everything_else(wrapped: BucketedDDP, rank: int) -> list[Tensor | None]:
+    """Gradients of steps with absent ones, with accumulation, and without a batch on a rank."""
+    found: list[Tensor | None] = []
+
+    def batch(step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        return torch.randn(3, 20, generator=generator, requires_grad=True)
+
+    def keep() -> None:
+        found.extend(None if p.grad is None else p.grad.clone() for p in wrapped.parameters())
+        wrapped.zero_grad()
+
+    wrapped(batch(0), rank == 0).backward()
+    keep()
+    with wrapped.no_sync():
+        wrapped(batch(1), False).backward()
+    wrapped(batch(2), rank == 0).backward()
+    wrapped(batch(3), True, twice=True).backward()  # onto the averages of the step before
+    keep()
+    with wrapped.join(keep):
+        for step in range(4, 5 + rank):
+            wrapped(batch(step), True).backward()
+            keep()
+    stats = wrapped.stats()
+    assert stats is not None
+    assert stats.collectives >= len(wrapped.buckets)
+    return found
+
+
+def all_features(rank: int, world_size: int, folder: str, policy: Policy) -> None:
+    files = Path(folder)
+    with pretended_gpus(rank, memory=lambda g: ProcessMemory(files, ROW_BYTES, g)):
+        copied = BucketedDDP(Branches(), 0.001, missing_gradients=policy)
+    assert "copied between GPUs (peer-copy: " in copied.explain()
+    sent = BucketedDDP(Branches(), 0.001, comm_hook="collectives", missing_gradients=policy)
+    if policy == "error":
+        with pytest.raises(
+            MissingGradientError,
+            match=r"these got none: none\.weight on ranks 0, 1; .* some\.weight on rank 1",
+        ):
+            everything_else(copied, rank)
+        return
+    for mine, expected in zip(
+        everything_else(copied, rank), everything_else(sent, rank), strict=True
+    ):
+        torch.testing.assert_close(mine, expected)
+
+
+@pytest.mark.parametrize("policy", ["skip-if-all", "zeros", "error"])
+def test_copies_serve_every_feature(tmp_path: Path, policy: Policy) -> None:
+    run_ranks(all_features, 2, str(tmp_path), policy)
 
 
 OBSTACLES: dict[str, tuple[Any, str]] = {

@@ -295,6 +295,53 @@ def test_the_automatic_choice() -> None:
     run_ranks(automatic, 2, backend="nccl", timeout=120)
 
 
+def recorded_by_default(rank: int, world_size: int) -> None:
+    """A step of the default wrapper, forward to averages, recorded and replayed."""
+    device = torch.device("cuda", rank)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 8192), nn.Tanh(), nn.Linear(8192, 4096)).to(device)
+    alone = nn.Sequential(nn.Linear(64, 8192), nn.Tanh(), nn.Linear(8192, 4096)).to(device)
+    wrapped = BucketedDDP(model)
+    alone.load_state_dict(wrapped.state_dict())
+    assert "copied between GPUs (peer-copy: " in wrapped.explain(), wrapped.explain()
+    inputs = torch.empty(16, 64, device=device)
+
+    def fill(step: int) -> None:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        inputs.copy_(torch.randn(16, 64, generator=generator))
+
+    def step() -> None:
+        for p in wrapped.parameters():
+            p.grad = None
+        wrapped(inputs).square().mean().backward()
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        fill(0)
+        for _ in range(3):  # plans its buckets anew after the first
+            step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(
+            graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
+        ):
+            step()
+        for number in range(1, 6):
+            fill(number)
+            graph.replay()
+            loss = alone(inputs).square().mean()
+            expected = torch.autograd.grad(loss, list(alone.parameters()))
+            for p, g in zip(wrapped.parameters(), expected, strict=True):
+                dist.all_reduce(g, dist.ReduceOp.AVG)
+                assert (p.grad - g).abs().max() <= 2.0**-14 * g.abs().max(), number
+        torch.cuda.synchronize()
+    del graph
+    wrapped.detach()
+
+
+def test_a_recorded_step_of_the_default() -> None:
+    run_ranks(recorded_by_default, 2, backend="nccl", timeout=120)
+
+
 def freed(rank: int, world_size: int) -> None:
     """Memory that the allocator does not count, and the thread that watches it."""
 
