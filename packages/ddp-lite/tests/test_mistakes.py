@@ -24,7 +24,7 @@ from ddp_lite import (
     PeerFailureError,
     StepMismatchError,
 )
-from ddp_lite.checks import TORCH_ARGUMENTS
+from ddp_lite.migration import TORCH_ARGUMENTS
 from ranks import run_ranks, set_collective_timeout
 
 ALL = (NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP)

@@ -25,6 +25,7 @@ from ddp_lite import checks
 from ddp_lite.arrivals import TrainableParameters, refuse_parameters_of_others
 from ddp_lite.buckets import Bucket, ParameterSpec
 from ddp_lite.collectives import Averager, broadcast_coalesced
+from ddp_lite.migration import refuse_arguments
 from ddp_lite.observers import (
     AverageOver,
     Join,
@@ -75,7 +76,7 @@ class DataParallelBase(TransparentWrapper, ABC):
         auto_finish: bool = True,
         **unknown: Never,
     ) -> None:
-        checks.refuse_arguments(type(self), unknown)
+        refuse_arguments(type(self), unknown)
         missing = MissingGradients(missing_gradients)
         checks.check_module(module, DataParallelBase)
         refuse_parameters_of_others(module)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_lite.base import DataParallelBase
 from ddp_lite.buckets import Bucket, BucketSizes, ParameterSpec, typical_bytes
-from ddp_lite.checks import refuse_arguments
+from ddp_lite.migration import refuse_arguments
 from ddp_lite.observers import Policy
 from ddp_lite.reduction import CommHook, Transport
 

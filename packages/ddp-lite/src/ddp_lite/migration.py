@@ -1,13 +1,40 @@
 """What a program that uses torch's ``DistributedDataParallel`` changes.
 
-Data for ``bench-harness migrate``, which documents the fields.
+``RULES`` is data for ``bench-harness migrate``, which documents the fields. A wrapper that gets an
+argument of torch's says the same (``refuse_arguments``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from ddp_lite.checks import TORCH_ARGUMENTS
+#: What torch's ``DistributedDataParallel`` calls its arguments, and what to write here instead.
+TORCH_ARGUMENTS = {
+    "batched_grad_copy": "leave it out: nothing is copied by default; copy=True copies a bucket in "
+    "one call",
+    "bucket_cap_mb": "bucket_size_mb of BucketedDDP is the most MB in a bucket",
+    "bucket_cap_mb_list": "bucket_size_mb of BucketedDDP is the most MB in a bucket, and "
+    "last_bucket_size_mb in the one reduced last",
+    "broadcast_buffers": "call wrapped.sync_buffers() where buffers must be equal",
+    "check_reduction": "leave it out",
+    "delay_all_reduce_named_params": "leave it out",
+    "device_ids": "leave it out: move the module and its inputs to the device yourself",
+    "device_mesh": "process_group takes a one-dimensional device mesh too",
+    "dim": "leave it out: every rank passes its own share of the batch",
+    "find_unused_parameters": 'leave it out: missing_gradients="skip-if-all" (the default) serves '
+    "parameters without a gradient",
+    "forward_sync_buffers": "call wrapped.sync_buffers() where buffers must be equal",
+    "gradient_as_bucket_view": "copy=True of BucketedDDP makes gradients views of flat buckets; "
+    "the default averages them where they lie and needs no second copy either",
+    "init_sync": "leave it out: rank 0's parameters and buffers always go to all ranks",
+    "lazy_bucket_allocation": "leave it out: a bucket is allocated when it is complete, if at all",
+    "mixed_precision": "use torch.autocast; wire_dtype of BucketedDDP sends smaller gradients",
+    "output_device": "leave it out: outputs stay on the module's device",
+    "param_to_hook_all_reduce": "leave it out",
+    "skip_all_reduce_unused_params": "leave it out",
+    "static_graph": "leave it out: it is never needed",
+}
 
 RULES: tuple[dict[str, Any], ...] = (
     {
@@ -39,3 +66,24 @@ RULES: tuple[dict[str, Any], ...] = (
         "page": "packages/ddp-lite/docs/from-torch-ddp.md",
     },
 )
+
+
+def refuse_arguments(wrapper: type, names: Iterable[str]) -> None:
+    """Refuses keyword arguments that a wrapper does not have.
+
+    Raises:
+        TypeError: naming the wrapper, and for arguments of torch's wrapper what to write instead.
+    """
+    unknown = list(names)
+    if not unknown:
+        return
+    texts = [
+        f"{name} is an argument of torch's DistributedDataParallel ({TORCH_ARGUMENTS[name]})"
+        if name in TORCH_ARGUMENTS
+        else f"{name} is unknown"
+        for name in unknown
+    ]
+    raise TypeError(
+        f"the arguments of {wrapper.__name__} must be those of its documentation, but got "
+        f"{', '.join(unknown)}: {'; '.join(texts)}"
+    )
