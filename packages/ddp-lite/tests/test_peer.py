@@ -351,29 +351,40 @@ def test_recordings_begin_with_a_barrier_and_are_not_watched_by_events() -> None
     assert [exchange(), exchange()] == [(1, 1), (1, 1)], "a graph may have been replayed between"
 
 
-@pytest.mark.parametrize("fails", [None, "while it is queued", "after it was queued"])
-def test_tensors_outlive_a_message_that_cannot_be_started(fails: str | None) -> None:
-    """Copies that were queued before the failure use them, and nobody waits for those."""
+@pytest.mark.parametrize("end", ["waited for", "dropped", "run fails", "queued fails"])
+def test_tensors_outlive_the_copies(end: str) -> None:
+    """Copies that nobody will wait for use them, such as those queued before a failure."""
+
+    def run() -> None:
+        if end == "run fails":
+            raise PeerFailureError("an earlier exchange")
+
+    def queued(event: object) -> None:
+        if end == "queued fails":
+            raise PeerFailureError("an earlier exchange")
+
     memory = ThreadMemory(Together(2, 1024), 0)
     copies = PeerCopies(memory)
-    error = PeerFailureError("an earlier exchange")
-    queued = Mock(side_effect=error if fails == "after it was queued" else None)
     shared = Mock(stream=Mock(), device=memory.device, queued=queued)
     copies.memory = shared
-    run = Mock(side_effect=error if fails == "while it is queued" else None)
-    tensors = [Mock(), Mock()]
+    current, tensors = Mock(), [Mock(), Mock()]
+    failed = False
     with (
-        patch("torch.cuda.current_stream", return_value="current"),
+        patch("torch.cuda.current_stream", return_value=current),
         patch("torch.cuda.stream", return_value=nullcontext()),
     ):
-        if fails is None:
-            copies._start(run, tensors)
-        else:
-            with pytest.raises(PeerFailureError, match="an earlier exchange"):
-                copies._start(run, tensors)
-    shared.follow.assert_called_once_with("current")
+        try:
+            message = copies._start(run, tensors)
+            if end == "waited for":
+                message.wait()
+            del message
+        except PeerFailureError:  # pytest.raises would keep the message in a traceback
+            failed = True
+    assert failed is end.endswith("fails")
+    shared.follow.assert_called_once_with(current)
+    assert current.wait_event.called is (end == "waited for")
     for tensor in tensors:
-        expected = [] if fails is None else [call(shared.stream)]
+        expected = [] if end == "waited for" else [call(shared.stream)]
         assert tensor.record_stream.call_args_list == expected
 
 

@@ -180,18 +180,13 @@ class PeerCopies:
             memory.queued(None)
             return Completed()
         current = torch.cuda.current_stream(memory.device)
-        try:
-            with torch.no_grad(), _traced(), torch.cuda.stream(stream):
-                memory.follow(current)
-                run()
-                event = stream.record_event()
-            memory.queued(event)
-        except BaseException:
-            # Nobody will wait for what has been queued so far, which still uses the tensors.
-            for tensor in tensors:
-                tensor.record_stream(stream)
-            raise
-        return _Copying(event, tensors)
+        message = _Copying(stream, tensors)  # before anything is queued, which may fail half-way
+        with torch.no_grad(), _traced(), torch.cuda.stream(stream):
+            memory.follow(current)
+            run()
+            message.event = stream.record_event()
+        memory.queued(message.event)
+        return message
 
     def _exchange(
         self,
@@ -340,15 +335,26 @@ def _traced() -> AbstractContextManager[object]:
 
 
 class _Copying:
-    """A message under way. It keeps the tensors, which the copies' stream uses."""
+    """A message under way on a stream. It keeps the tensors, which the copies use.
 
-    def __init__(self, event: torch.cuda.Event, tensors: Sequence[Tensor]) -> None:
-        self._event, self._tensors = event, tensors
+    Attributes:
+        event: when all of it has been queued, what comes after it on the stream.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, tensors: Sequence[Tensor]) -> None:
+        self._stream, self._tensors = stream, tensors
+        self.event: torch.cuda.Event | None = None
 
     def wait(self) -> None:
         """The current stream waits, not the host."""
-        torch.cuda.current_stream().wait_event(self._event)
+        assert self.event is not None
+        torch.cuda.current_stream().wait_event(self.event)
         self._tensors = ()
+
+    def __del__(self) -> None:
+        """Keeps the tensors' memory from others until the copies have ended, if nobody waited."""
+        for tensor in self._tensors:
+            tensor.record_stream(self._stream)
 
 
 def _parts(row: Sequence[Chunk], tensors: Sequence[Tensor]) -> list[_Part]:
