@@ -4,6 +4,7 @@ Ranks that pretend to have GPUs share the memory of processes, so that copies ar
 """
 
 import gc
+import os
 import re
 import threading
 import weakref
@@ -22,7 +23,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _SymmetricMemory
 
-from ddp_lite import BucketedDDP, MissingGradientError, ModelMismatchError
+from ddp_lite import BucketedDDP, MissingGradientError, ModelMismatchError, PeerFailureError
 from ddp_lite.collectives import all_gather_json
 from ddp_lite.errors import Peer
 from ddp_lite.observers import Policy
@@ -319,6 +320,23 @@ def kept_from_copying(rank: int, world_size: int, name: str) -> None:
 @pytest.mark.parametrize("name", OBSTACLES)
 def test_ranks_that_cannot_copy_use_collectives(name: str) -> None:
     run_ranks(kept_from_copying, 2, name)
+
+
+def lost_while_choosing(rank: int, world_size: int) -> str:
+    with pretended_gpus(rank) as asked:
+        if rank == 1:
+            asked.side_effect = lambda *_: os._exit(3)
+        with pytest.raises(PeerFailureError) as caught:
+            BucketedDDP(large())
+    return str(caught.value)
+
+
+def test_a_rank_that_is_lost_while_the_others_choose_is_named() -> None:
+    survivor, _ = run_ranks(lost_while_choosing, 2, check=False)
+    assert survivor.ok, survivor.error
+    message = survivor.value
+    assert "but the choice between copies and collectives failed on rank 0" in message, message
+    assert re.search(r"rank 1 \(pid \d+\) has exited", message), message
 
 
 def watches() -> list[threading.Thread]:
