@@ -7,11 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
-from unittest.mock import Mock, call, patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -349,43 +348,6 @@ def test_recordings_begin_with_a_barrier_and_are_not_watched_by_events() -> None
         assert [exchange(), exchange(), exchange()] == [(1, 0), (0, 0), (0, 0)]
         streams.recording = streams.joined = False
     assert [exchange(), exchange()] == [(1, 1), (1, 1)], "a graph may have been replayed between"
-
-
-@pytest.mark.parametrize("end", ["waited for", "dropped", "run fails", "queued fails"])
-def test_tensors_outlive_the_copies(end: str) -> None:
-    """Copies that nobody will wait for use them, such as those queued before a failure."""
-
-    def run() -> None:
-        if end == "run fails":
-            raise PeerFailureError("an earlier exchange")
-
-    def queued(event: object) -> None:
-        if end == "queued fails":
-            raise PeerFailureError("an earlier exchange")
-
-    memory = ThreadMemory(Together(2, 1024), 0)
-    copies = PeerCopies(memory)
-    shared = Mock(stream=Mock(), device=memory.device, queued=queued)
-    copies.memory = shared
-    current, tensors = Mock(), [Mock(), Mock()]
-    failed = False
-    with (
-        patch("torch.cuda.current_stream", return_value=current),
-        patch("torch.cuda.stream", return_value=nullcontext()),
-    ):
-        try:
-            message = copies._start(run, tensors)
-            if end == "waited for":
-                message.wait()
-            del message
-        except PeerFailureError:  # pytest.raises would keep the message in a traceback
-            failed = True
-    assert failed is end.endswith("fails")
-    shared.follow.assert_called_once_with(current)
-    assert current.wait_event.called is (end == "waited for")
-    for tensor in tensors:
-        expected = [] if end == "waited for" else [call(shared.stream)]
-        assert tensor.record_stream.call_args_list == expected
 
 
 class Uneven(nn.Module):

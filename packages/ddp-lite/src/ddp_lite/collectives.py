@@ -184,43 +184,74 @@ class SideStream:
         return self._stream
 
 
+class Queued:
+    """Work on a CUDA stream of its own, as one waitable. It keeps the tensors that the work uses.
+
+    Args:
+        stream: where the work is queued, after this object is made: queueing it may fail half-way.
+        tensors: what it uses of other streams' memory.
+
+    Attributes:
+        event: when all of it has been queued, what comes after it on the stream.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, tensors: Sequence[Tensor]) -> None:
+        self._stream, self._tensors = stream, tensors
+        self.event: torch.cuda.Event | None = None
+
+    def wait(self) -> None:
+        """The current stream waits, not the host."""
+        assert self.event is not None
+        torch.cuda.current_stream().wait_event(self.event)
+        self._tensors = ()
+
+    def __del__(self) -> None:
+        """Keeps the tensors' memory from others until the work has ended, if nobody waited."""
+        for tensor in self._tensors:
+            tensor.record_stream(self._stream)
+
+
 class Chain:
     """Collectives that build on each other, as one waitable.
 
     Each stage starts one collective (or only computes) and returns what to wait for before the
     next stage. On CUDA the whole chain is queued at once on a stream of its own, so it overlaps
     with backward. On CPU the first stage starts at once and the rest run inside ``wait``.
+
+    Args:
+        stages: functions.
+        tensors: what they use of memory that was not allocated inside them.
+        device: of the tensors.
+        stream: on CUDA, for the whole chain; None for a new one.
     """
 
     def __init__(
         self,
         stages: Sequence[Callable[[], Waitable | None]],
+        tensors: Sequence[Tensor],
         device: torch.device,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        self._event: torch.cuda.Event | None = None
+        self._queued: Queued | None = None
         self._rest: list[Callable[[], Waitable | None]] = []
         self._first: Waitable | None = None
         if device.type != "cuda":
             first, *self._rest = stages
             self._first = first()
             return
-        # The stages own tensors of the current stream's memory pool that the side stream uses:
-        # they must not be freed before the current stream has waited.
-        self._rest = list(stages)
         side = stream if stream is not None else torch.cuda.Stream(device)
+        self._queued = Queued(side, tensors)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             for stage in stages:
                 if (work := stage()) is not None:
                     work.wait()
-            self._event = side.record_event()
+            self._queued.event = side.record_event()
 
     def wait(self) -> None:
         """Runs what is left and returns when the last stage's result may be used."""
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
-            self._rest = []
+        if self._queued is not None:
+            self._queued.wait()
             return
         if self._first is not None:
             self._first.wait()

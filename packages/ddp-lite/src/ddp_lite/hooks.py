@@ -47,7 +47,7 @@ class CompressTo:
         def receive() -> None:
             flat.copy_(small)
 
-        return Chain([send, receive], bucket.device, self._side.on(bucket.device))
+        return Chain([send, receive], [flat, small], bucket.device, self._side.on(bucket.device))
 
 
 class HierarchicalAverage:
@@ -121,7 +121,7 @@ class HierarchicalAverage:
             return work
 
         stages = [scatter_inside, reduce_across, gather_inside]
-        return Chain(stages, bucket.device, self._side.on(bucket.device))
+        return Chain(stages, [flat, shard], bucket.device, self._side.on(bucket.device))
 
 
 class PowerSGD:
@@ -182,7 +182,8 @@ class PowerSGD:
                 unsent.zero_()
 
         stages = [send_products, send_queries, decompress]
-        return Chain(stages, bucket.device, self._side.on(bucket.device))
+        used = [flat, error, *queries]
+        return Chain(stages, used, bucket.device, self._side.on(bucket.device))
 
     def _split(self, flat: Tensor, bucket: Bucket) -> tuple[list[Tensor], list[Tensor]]:
         """Views of ``flat``: matrices to compress, (rows, columns), and pieces sent whole."""

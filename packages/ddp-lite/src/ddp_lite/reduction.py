@@ -133,7 +133,7 @@ class WireReduction:
             views.clear()
 
         self._gradients = targets
-        self._work = Chain([send, receive], bucket.device, stream)
+        self._work = Chain([send, receive], targets, bucket.device, stream)
 
     def wait(self) -> Sequence[Tensor]:
         """The averaged gradients in their own dtype, in the bucket's order."""
@@ -358,7 +358,7 @@ def average_on_wire(flat: Tensor, average: Averager) -> Waitable:
         assert work is not None
         return work
 
-    return Chain([exchange, sum_and_gather], flat.device)
+    return Chain([exchange, sum_and_gather], [flat, received], flat.device)
 
 
 def pack(bucket: Bucket, gradients: Sequence[Tensor | None], flat: Tensor) -> list[Tensor]:

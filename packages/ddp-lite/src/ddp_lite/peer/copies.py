@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_lite.collectives import Completed, Waitable, require_floating
+from ddp_lite.collectives import Completed, Queued, Waitable, require_floating
 from ddp_lite.peer import schedule
 from ddp_lite.peer.memory import SharedMemory
 from ddp_lite.peer.schedule import Chunk, Kind, Operation
@@ -180,7 +180,7 @@ class PeerCopies:
             memory.queued(None)
             return Completed()
         current = torch.cuda.current_stream(memory.device)
-        message = _Copying(stream, tensors)  # before anything is queued, which may fail half-way
+        message = Queued(stream, tensors)
         with torch.no_grad(), _traced(), torch.cuda.stream(stream):
             memory.follow(current)
             run()
@@ -332,29 +332,6 @@ def _traced() -> AbstractContextManager[object]:
     if not torch._C._autograd._profiler_enabled():  # a range costs microseconds even then
         return _NO_RANGE
     return torch.profiler.record_function("ddp_lite::exchange")
-
-
-class _Copying:
-    """A message under way on a stream. It keeps the tensors, which the copies use.
-
-    Attributes:
-        event: when all of it has been queued, what comes after it on the stream.
-    """
-
-    def __init__(self, stream: torch.cuda.Stream, tensors: Sequence[Tensor]) -> None:
-        self._stream, self._tensors = stream, tensors
-        self.event: torch.cuda.Event | None = None
-
-    def wait(self) -> None:
-        """The current stream waits, not the host."""
-        assert self.event is not None
-        torch.cuda.current_stream().wait_event(self.event)
-        self._tensors = ()
-
-    def __del__(self) -> None:
-        """Keeps the tensors' memory from others until the copies have ended, if nobody waited."""
-        for tensor in self._tensors:
-            tensor.record_stream(self._stream)
 
 
 def _parts(row: Sequence[Chunk], tensors: Sequence[Tensor]) -> list[_Part]:
