@@ -1,4 +1,4 @@
-"""Work on CUDA streams of its own keeps its tensors, with streams that only remember their calls."""
+"""Work on CUDA streams of its own keeps its tensors; these streams only remember their calls."""
 
 from contextlib import nullcontext
 from unittest.mock import Mock, call, patch
