@@ -37,8 +37,8 @@ def open_checkpoints(settings: Settings, identity: Mapping[str, Any]) -> Checkpo
         return None
     if not settings.resume:
         raise ValueError(
-            f"--no-resume needs a folder without checkpoints, but {folder} holds "
-            f"{existing[-1].name}; choose another --checkpoint-dir"
+            f"--checkpoint-dir must hold no checkpoints beside --no-resume, but got {folder} with "
+            f"{existing[-1].name}. Choose another folder."
         )
     checkpoint = load_checkpoint(existing[-1])
     saved = checkpoint.extra.get("identity", {})
@@ -46,7 +46,8 @@ def open_checkpoints(settings: Settings, identity: Mapping[str, Any]) -> Checkpo
     if names:
         changes = ", ".join(f"{name} {saved.get(name)} -> {identity[name]}" for name in names)
         raise ValueError(
-            f"{folder} holds another run ({changes}); use its settings, or another --checkpoint-dir"
+            f"--checkpoint-dir must hold checkpoints of this run, but got {folder} of another one "
+            f"({changes}). Use its settings, or another folder."
         )
     return checkpoint
 

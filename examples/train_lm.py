@@ -108,8 +108,8 @@ def join_ranks(device_name: str) -> torch.device:
         torch.cuda.set_device(device)
     else:
         raise ValueError(
-            f"each rank of a machine needs its own GPU, got local rank {local_rank} and "
-            f"{torch.cuda.device_count()} GPUs; start fewer ranks or use --device cpu"
+            f"each rank of a machine must have its own GPU, but got local rank {local_rank} and "
+            f"{torch.cuda.device_count()} GPUs. Start fewer ranks or use --device cpu."
         )
     device_id = device if backend == "nccl" else None
     if dist.is_torchelastic_launched():
@@ -157,13 +157,16 @@ def read_tokens(settings: Settings) -> npt.NDArray[Any]:
         if least < 0 or most >= settings.vocab_size:
             raise ValueError(
                 f"token ids must be from 0 to --vocab-size - 1 = {settings.vocab_size - 1}, but "
-                f"{settings.data} holds {least if least < 0 else most}; use the vocabulary size of "
-                "the tokenizer that wrote the file, or another file"
+                f"got {least if least < 0 else most} in {settings.data}. Use the vocabulary size "
+                "of the tokenizer that wrote the file, or another file."
             )
         return tokens
     paths = sorted(path for pattern in DOCUMENTATION for path in REPOSITORY.glob(pattern))
     if not paths:
-        raise ValueError(f"there is no Markdown in {REPOSITORY} to learn; pass --data FILE")
+        raise ValueError(
+            f"--data must be given outside a checkout, but got none, and {REPOSITORY} holds no "
+            "Markdown to learn. Name a file."
+        )
     return np.concatenate([np.frombuffer(path.read_bytes(), dtype=np.uint8) for path in paths])
 
 
@@ -179,8 +182,8 @@ def check_prompt(settings: Settings) -> None:
     if not len(prompt) or int(prompt.max()) >= settings.vocab_size:
         raise ValueError(
             f"--prompt must be at least one byte, all of them below --vocab-size "
-            f"{settings.vocab_size}, but got {settings.prompt!r}; use --sample-length 0 for tokens "
-            "that are not bytes"
+            f"{settings.vocab_size}, but got {settings.prompt!r}. Use --sample-length 0 for tokens "
+            "that are not bytes."
         )
 
 
@@ -191,8 +194,9 @@ def split_tokens(
     window = settings.context + 1
     if len(tokens) < 2 * window:
         raise ValueError(
-            f"a context of {settings.context} needs at least {2 * window} bytes of text, to train "
-            f"and to validate, got {len(tokens)}; use a longer text or a shorter --context"
+            f"the text must have at least {2 * window} tokens, to train and to validate with a "
+            f"context of {settings.context}, but got {len(tokens)}. Use a longer text or a shorter "
+            "--context."
         )
     held_out = max(window, int(len(tokens) * settings.validation_fraction))
     return tokens[:-held_out], tokens[-held_out:]

@@ -147,7 +147,7 @@ def check_memory(
         ),
         None,
     )
-    remedy = "use a smaller model, a shorter --context or more ranks"
+    remedy = "Use a smaller model, a shorter --context or more ranks."
     if fitting is not None:
         names = ("wrapper", "recompute", "batch_size", "accumulate")
         options = [
@@ -156,10 +156,10 @@ def check_memory(
             if getattr(fitting, name) != getattr(settings, name)
         ]
         remedy = (
-            f"use {' '.join(options)}, which needs "
-            f"{written(predict(fitting, config, world_size).total)}"
+            f"Use {' '.join(options)}, which needs "
+            f"{written(predict(fitting, config, world_size).total)}."
         )
     raise ValueError(
-        f"the memory of a rank must be what a step is predicted to need, {prediction}, but it is "
-        f"{written(available)}; {remedy}"
+        f"the memory of a rank must be what a step is predicted to need, {prediction}, but got "
+        f"{written(available)}. {remedy}"
     )

@@ -31,7 +31,7 @@ def find_logger(name: str) -> Callable[[], object]:
     except (ImportError, ValueError, AttributeError) as error:
         raise ValueError(
             f"--logger must be MODULE:FUNCTION of an installed module, such as wandb:init, but got "
-            f"{name} ({error}). Install it, or leave --logger out"
+            f"{name} ({error}). Install it, or leave --logger out."
         ) from None
     return found
 
@@ -46,7 +46,7 @@ def open_logger(name: str) -> MetricsLogger:
     if not isinstance(logger, MetricsLogger):
         raise ValueError(
             "--logger must name a function that returns an object with log(data, step) and "
-            f"finish(), but {name} returned a {type(logger).__name__}. Wrap it in such a class"
+            f"finish(), but {name} returned a {type(logger).__name__}. Wrap it in such a class."
         )
     return logger
 
@@ -119,8 +119,8 @@ def _records(path: Path) -> list[tuple[int, str]]:
         step = record.get("step") if isinstance(record, dict) else None
         if not isinstance(step, int):
             raise ValueError(
-                f"--metrics must name a new file, or one with metrics of a run, but line {number} "
-                f"of {path} is no JSON object with a step. Use another file"
+                f"--metrics must name a new file, or one with metrics of a run, but got {path}, "
+                f"whose line {number} is no JSON object with a step. Use another file."
             )
         found.append((step, line))
     return found
@@ -134,8 +134,8 @@ def check_tensorboard() -> None:
     """
     if importlib.util.find_spec("tensorboard") is None:
         raise ValueError(
-            "--tensorboard needs the package tensorboard, but it is not installed; "
-            "pip install tensorboard"
+            "the package tensorboard must be installed for --tensorboard, but got none here. Give "
+            "pip install tensorboard."
         )
 
 

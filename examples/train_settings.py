@@ -67,7 +67,9 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 def choose(what: str, table: Mapping[str, T], name: str) -> T:
     """Looks up a name, or says which ones there are."""
     if name not in table:
-        raise ValueError(f"{what} must be one of {', '.join(table)}, got {name!r}")
+        raise ValueError(
+            f"{what} must be one of {', '.join(table)}, but got {name!r}. Correct the name."
+        )
     return table[name]
 
 
@@ -82,7 +84,8 @@ def recomputation(name: str) -> tuple[int, bool]:
     every, _, count = name.partition("-")
     if every != "every" or not count.isdecimal() or int(count) < 1:
         raise ValueError(
-            f"recompute must be one of {', '.join(RECOMPUTE)} with a number for K, got {name!r}"
+            f"recompute must be one of {', '.join(RECOMPUTE)} with a number for K, but got "
+            f"{name!r}. Correct it."
         )
     return int(count), False
 
@@ -319,18 +322,19 @@ def with_preset(settings: Settings, given: Collection[str]) -> Settings:
         chosen = replace(chosen, communication="nccl")
     if chosen.communication != "nccl" and not (sharded and gpus):
         raise ValueError(
-            f"--communication {chosen.communication} needs GPUs and --wrapper "
+            f"--communication {chosen.communication} must come with GPUs and --wrapper "
             f"{' or '.join(SHARDED_PARAMETERS)}, but got --wrapper {chosen.wrapper} on "
-            f"{'GPUs' if gpus else 'CPUs'}; change these, or leave --communication out"
+            f"{'GPUs' if gpus else 'CPUs'}. Change these, or leave --communication out."
         )
     recordable = sharded and chosen.fused and gpus
     if chosen.cuda_graph and not recordable and "cuda_graph" not in given:
         chosen = replace(chosen, cuda_graph=False)
     if chosen.cuda_graph and not recordable:
         raise ValueError(
-            f"--cuda-graph needs GPUs, --fused and --wrapper {' or '.join(SHARDED_PARAMETERS)}, "
-            f"but got --wrapper {chosen.wrapper} on {'GPUs' if gpus else 'CPUs'}"
-            f"{'' if chosen.fused else ' without --fused'}; change these, or leave --cuda-graph out"
+            f"--cuda-graph must come with GPUs, --fused and --wrapper "
+            f"{' or '.join(SHARDED_PARAMETERS)}, but got --wrapper {chosen.wrapper} on "
+            f"{'GPUs' if gpus else 'CPUs'}{'' if chosen.fused else ' without --fused'}. Change "
+            "these, or leave --cuda-graph out."
         )
     return chosen
 

@@ -233,8 +233,10 @@ def test_run_continues_under_other_wrappers_but_not_with_other_settings(
         assert value.equal(two.model[name]), name
     # Sums in another order, which Adam amplifies where gradients are tiny.
     assert losses(rounded[1])[40] == pytest.approx(losses(reference)[40], abs=0.02)
-    assert_refused(changed, "holds another run (seed 0 -> 3, learning_rate 0.01 -> 0.02)")
-    assert_refused(fresh, "--no-resume needs a folder without checkpoints", "step-000000040.pt")
+    assert_refused(changed, "of another one (seed 0 -> 3, learning_rate 0.01 -> 0.02)")
+    assert_refused(
+        fresh, "--checkpoint-dir must hold no checkpoints beside --no-resume", "step-000000040.pt"
+    )
 
 
 def test_a_logger_with_the_methods_of_weights_and_biases(examples: Examples, text: Path) -> None:
@@ -291,7 +293,7 @@ def test_a_new_run_keeps_earlier_metrics_and_touches_no_other_file(
     assert {json.loads(line)["step"] for line in path.read_text().splitlines()} == {1, 2}
     for content in (b"precious", b"precious\n", b'{"step": "x"}\n', b"\xff\xfe", b"[1]\n"):
         notes.write_bytes(content)
-        refused = f"or one with metrics of a run, but line 1 of {notes} is no JSON object"
+        refused = f"or one with metrics of a run, but got {notes}, whose line 1 is no JSON object"
         assert_refused(examples.run(arguments(data=text, metrics=notes)), refused)
         assert notes.read_bytes() == content
 
@@ -317,39 +319,42 @@ def test_bad_input_is_one_line(examples: Examples, text: Path, tmp_path: Path) -
     (damaged / "step-000000005.pt").write_bytes(b"torn")
     folder = tmp_path / "checkpoints"
     cases: dict[str, dict[str, object]] = {
-        "a context of 32 needs at least 66 bytes of text": {"data": short},
+        "the text must have at least 66 tokens": {"data": short},
         f"No such file or directory: '{missing}'": {"data": missing},
         "Not a directory": {"checkpoint_dir": text / "inside"},
         "wrapper must be one of naive, flat, overlap, bucketed, peer-copy, stage-2, stage-3, "
-        "stage-3-kept, got 'fast'": {"wrapper": "fast"},
-        "preset must be one of plain, fast, got 'faster'": {"preset": "faster"},
-        "communication must be one of nccl, peer-copy, auto, got 'x'": {"communication": "x"},
+        "stage-3-kept, but got 'fast'": {"wrapper": "fast"},
+        "preset must be one of plain, fast, but got 'faster'": {"preset": "faster"},
+        "communication must be one of nccl, peer-copy, auto, but got 'x'": {"communication": "x"},
         "recompute must be one of none, block, block-keep-attention, every-K with a number for K, "
-        "got 'every-0'": {"recompute": "every-0"},
+        "but got 'every-0'": {"recompute": "every-0"},
         "token ids must be from 0 to --vocab-size - 1 = 255, but": {"data": wide},
         "array of at least one integer, but got float32": {"data": floats},
         f"{empty} must be a whole .npy file": {"data": empty},
         "--prompt must be at least one byte, all of them below --vocab-size 256": {"prompt": ""},
-        "below --vocab-size 104, but got 'The '; use --sample-length 0": {
+        "below --vocab-size 104, but got 'The '. Use --sample-length 0": {
             "data": few,
             "vocab_size": 104,
         },
         "must be a checkpoint of save_checkpoint, but got a damaged": {"checkpoint_dir": damaged},
-        "attention must be one of flash, sdpa, softmax, got 'fast'": {"attention": "fast"},
-        "precision must be one of fp32, bf16, got 'fp8'": {"precision": "fp8"},
-        "device must be one of auto, cuda, cpu, got 'tpu'": {"device": "tpu"},
-        "size must be one of small, medium, large, xl, 2.7B, 2026/xl, 2026/10B, 8B, got 'huge'": {
-            "size": "huge"
-        },
+        "attention must be one of flash, sdpa, softmax, but got 'fast'": {"attention": "fast"},
+        "precision must be one of fp32, bf16, but got 'fp8'": {"precision": "fp8"},
+        "device must be one of auto, cuda, cpu, but got 'tpu'": {"device": "tpu"},
+        "size must be one of small, medium, large, xl, 2.7B, 2026/xl, 2026/10B, 8B, but "
+        "got 'huge'": {"size": "huge"},
         "num_heads must divide d_model": {"num_heads": 5},
         "--logger must be MODULE:FUNCTION of an installed module": {"logger": "no_such:init"},
     }
     if importlib.util.find_spec("tensorboard") is None:
-        cases["--tensorboard needs the package tensorboard"] = {"tensorboard": tmp_path / "board"}
+        cases["the package tensorboard must be installed"] = {"tensorboard": tmp_path / "board"}
     common = {"data": text, "checkpoint_dir": folder}
-    refused = "--cuda-graph needs GPUs, --fused and --wrapper stage-3 or stage-3-kept, but got"
+    refused = (
+        "--cuda-graph must come with GPUs, --fused and --wrapper stage-3 or stage-3-kept, but got"
+    )
     assert_refused(examples.run(arguments("--cuda-graph", data=text)), refused)
-    refused = "--communication peer-copy needs GPUs and --wrapper stage-3 or stage-3-kept, but got"
+    refused = (
+        "--communication peer-copy must come with GPUs and --wrapper stage-3 or stage-3-kept, but"
+    )
     assert_refused(examples.run(arguments(data=text, communication="peer-copy")), refused)
     for message, change in cases.items():
         assert_refused(examples.run(arguments(**(common | change))), message)

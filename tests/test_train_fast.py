@@ -78,9 +78,9 @@ def test_two_ranks_continue_exactly_and_with_every_other_division(
 @pytest.mark.parametrize(
     ("gib", "remedy"),
     [
-        (20.0, "use --recompute block-keep-attention, which needs 18.06 GiB"),
-        (17.0, "use --recompute block, which needs 16.66 GiB"),
-        (1.0, "use a smaller model, a shorter --context or more ranks"),
+        (20.0, "Use --recompute block-keep-attention, which needs 18.06 GiB."),
+        (17.0, "Use --recompute block, which needs 16.66 GiB."),
+        (1.0, "Use a smaller model, a shorter --context or more ranks."),
     ],
 )
 def test_what_does_not_fit_is_said_from_the_prediction(
@@ -93,7 +93,7 @@ def test_what_does_not_fit_is_said_from_the_prediction(
     assert (code, output) == (2, ""), errors
     assert len(errors.splitlines()) == 1
     assert "the memory of a rank must be what a step is predicted to need" in errors
-    assert f"but it is {gib:.2f} GiB; {remedy}" in errors
+    assert f"but got {gib:.2f} GiB. {remedy}" in errors
 
 
 def test_a_full_disk_during_a_checkpoint_loses_nothing(
