@@ -120,6 +120,21 @@ def test_a_preset_is_refused_alike(bench: Bench, tmp_path: Path) -> None:
     assert "but got sizes" in done.stderr
 
 
+def test_a_peer_whose_package_is_missing_is_skipped(bench: Bench, tmp_path: Path) -> None:
+    """Its line names the preset, its table, the key and the remedy; the others are measured."""
+    (tmp_path / "mine.toml").write_text(
+        '[attention]\nvariants = ["naive", "nope.kernels:f"]\nsequences = [8]\nhead_dims = [8]\n'
+        'heads = 1\nrounds = 1\nsamples = 1\npasses = ["forward"]\n'
+    )
+    done = bench("run", "mine.toml", "--output", "out")
+    assert done.returncode == 0, done.stderr
+    [line] = [line for line in done.stdout.splitlines() if "nope.kernels:f skipped" in line]
+    assert line.strip().startswith("preset mine.toml: attention: nope.kernels:f skipped: ")
+    assert "No module named 'nope'. Install its package, or leave it out of variants." in line
+    rows = [json.loads(line) for line in Path("out/results.jsonl").read_text().splitlines()]
+    assert [row["variant"] for row in rows if row["status"] == "ok"] == ["naive"]
+
+
 def test_other_commands_leave_the_path_alone(bench: Bench) -> None:
     assert bench("toy", "--dry-run").returncode == 0
     assert str(Path.cwd()) not in sys.path

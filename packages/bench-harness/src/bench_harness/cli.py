@@ -269,6 +269,7 @@ def _run_command(given: Sequence[str]) -> Callable[..., int]:
             timeout=timeout,
             as_json=as_json,
             tables=False,
+            preset=preset,
         )
 
     return run
@@ -286,6 +287,7 @@ def _carry_out(
     timeout: float | None,
     as_json: bool,
     tables: bool,
+    preset: str | None = None,
 ) -> int:
     from rich.console import Console
 
@@ -296,6 +298,7 @@ def _carry_out(
         cases=user_code.identified(cases),
         options=values,
         command=given,
+        preset=preset,
         output=output,
         only=[item.strip() for item in only.split(",") if item.strip()],
         timeout_s=timeout,

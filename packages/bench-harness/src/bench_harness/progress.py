@@ -77,10 +77,14 @@ class ConsoleReporter:
     Args:
         console: with a terminal behind it, a live bar is drawn below the lines.
         planned: the cases of the run.
+        preset: that the cases are from, if any: reasons why something was not measured name it.
     """
 
-    def __init__(self, console: Console, planned: Sequence[Planned]) -> None:
+    def __init__(
+        self, console: Console, planned: Sequence[Planned], preset: str | None = None
+    ) -> None:
         self._console = console
+        self._preset = preset
         self._total = sum(not item.finished for item in planned)
         self._done = 0
         self._remaining = RemainingTime(planned)
@@ -135,8 +139,9 @@ class ConsoleReporter:
         line.append(f"{outcome.status:<7}", style=STYLES[outcome.status])
         line.append(f" {duration(outcome.seconds):>10}  {case.label}")
         self._print(line)
+        origin = "" if self._preset is None else f"preset {self._preset}: {case.experiment}: "
         for text in [outcome.error] if outcome.error is not None else ended_variants(outcome):
-            self._print(Text(f"{'':{len(place)}} {text}", style="dim"))
+            self._print(Text(f"{'':{len(place)}} {origin}{text}", style="dim"))
         self._live.update(self._task, completed=self._done, left=self._left())
 
     def _print(self, line: Text) -> None:

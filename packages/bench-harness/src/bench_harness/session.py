@@ -32,6 +32,7 @@ class Request:
         cases: all of them, before ``only``.
         options: experiments and their complete options, for the record.
         command: as typed, for the record.
+        preset: that the cases are from, as typed; None for those of one experiment.
         output: the run folder; None chooses one (see :func:`choose_folder`).
         only: keep cases of these experiments or with one of these texts in their label.
         timeout_s: replaces each case's own.
@@ -41,6 +42,7 @@ class Request:
     cases: Sequence[Case]
     options: Sequence[tuple[str, Mapping[str, Any]]]
     command: Sequence[str]
+    preset: str | None = None
     output: Path | None = None
     only: Sequence[str] = ()
     timeout_s: float | None = None
@@ -140,7 +142,7 @@ def dry_run(request: Request, console: Console, *, as_json: bool = False) -> Non
         for item in runner.plan(cases, Store(folder))
     ]
     if not as_json:
-        terminal.plan(planned, folder, console)
+        terminal.plan(planned, folder, console, request.preset)
         return
     listed = [
         {
@@ -193,7 +195,7 @@ def _measure(request: Request, store: Store, planned: Sequence[Planned], console
         "options": [[name, dict(values)] for name, values in request.options],
         "cases": [item.case.key for item in planned],
     }
-    with ConsoleReporter(console, planned) as reporter:
+    with ConsoleReporter(console, planned, request.preset) as reporter:
         runner.run(left, store, reporter, invocation=invocation, timeout_s=request.timeout_s)
 
 

@@ -42,8 +42,10 @@ def interrupted(planned: Sequence[Planned], folder: Path, console: Console) -> N
     line(console, "The same command goes on with the rest.")
 
 
-def plan(planned: Sequence[Planned], folder: Path, console: Console) -> None:
-    """The cases of a dry run."""
+def plan(
+    planned: Sequence[Planned], folder: Path, console: Console, preset: str | None = None
+) -> None:
+    """The cases of a dry run; reasons why some will be skipped name the preset, if there is one."""
     grid = _grid("case", "status", "expected")
     grid.columns[0].overflow = "fold"
     left = [item for item in planned if not item.finished and item.missing is None]
@@ -52,8 +54,10 @@ def plan(planned: Sequence[Planned], folder: Path, console: Console) -> None:
         expected = _maybe(item.seconds) if status == "to run" else ""
         grid.add_row(Text(item.case.label), status, expected)
     console.print(grid)
-    for reason in dict.fromkeys(item.missing for item in planned if item.missing is not None):
-        line(console, f"skipped: {reason}", style="cyan")
+    reasons = [(i.case.experiment, i.missing) for i in planned if i.missing is not None]
+    for experiment, reason in dict.fromkeys(reasons):
+        origin = "" if preset is None else f"preset {preset}: {experiment}: "
+        line(console, f"{origin}skipped: {reason}", style="cyan")
     estimate = total_estimate(left)
     if estimate is None:  # nothing like them has run here yet
         about = f"at most {duration(sum(item.case.timeout_s for item in left))} by their limits"

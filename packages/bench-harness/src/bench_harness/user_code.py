@@ -3,7 +3,8 @@
 A name alone does not say what is measured: the code behind it changes between two runs. So before
 anything is measured, one process imports every name, and the cases get a hash of the sources and
 the model's number of parameters into their configuration, which is their identity. What cannot be
-imported, or does not give a module, is an error before a run folder exists.
+imported, or does not give a module, is an error before a run folder exists; only an attention whose
+package is not installed is left to its case, which skips it.
 """
 
 from __future__ import annotations
@@ -138,10 +139,12 @@ def _look_at(names: list[str], subject: Row, device: str, progress: Any) -> Json
     import torch
 
     from bench_harness.imported_model import fitting
-    from bench_harness.workload import imported
+    from bench_harness.workload import imported, missing_package
 
     worker = os.getpid()
     roles = {subject.get("model"): "model", subject.get("loss"): "loss"}
+    # An attention whose package is not installed is skipped where it is measured.
+    names = [name for name in names if name in roles or missing_package(name) is None]
     for name in names:
         imported(name, roles.get(name, "attention"))
     parameters = None

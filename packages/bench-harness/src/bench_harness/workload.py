@@ -7,6 +7,7 @@ The Transformer language model by size or by explicit dimensions, or any ``nn.Mo
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -140,6 +141,7 @@ def attention_by_name(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
     Raises:
         ValueError: unknown name, or one that cannot be imported.
+        CaseSkipped: its package is not installed.
     """
     import basics_model
 
@@ -153,12 +155,23 @@ def attention_by_name(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         flash: Callable[..., Any] = partial(flash_attention, causal=True, layout="bhsd")
         return flash
     if ":" in name:
+        if (package := missing_package(name)) is not None:
+            raise CaseSkipped(
+                f"attention must be importable, but got {name}, and there is no package {package} "
+                "here. Install it, or leave the attention out."
+            )
         found: Callable[..., Tensor] = imported(name, "attention")
         return found
     raise ValueError(
         f"attention must be one of {', '.join(ATTENTIONS)} or package.module:callable, but got "
         f"{name!r}. Correct the name."
     )
+
+
+def missing_package(name: str) -> str | None:
+    """The package of ``package.module:attribute``, if it is not installed."""
+    package = name.partition(":")[0].partition(".")[0]
+    return None if importlib.util.find_spec(package) is not None else package
 
 
 def imported(name: str, what: str) -> Any:
