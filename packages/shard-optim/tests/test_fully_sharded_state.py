@@ -21,7 +21,7 @@ from shard_optim import (
     save_checkpoint,
     save_fully_sharded,
 )
-from shard_optim.fully_sharded.state import flat_slice, places
+from shard_optim.fully_sharded.state import flat_slice, parameter_locations
 from shard_optim.fully_sharded.unit import Unit
 
 
@@ -41,7 +41,7 @@ def whole_gradient(shape, step, index):
 
 def update(model, optimizer, steps):
     """The same whole gradients on every rank, so that the number of ranks changes no bit."""
-    units = places(model.units) if isinstance(model, FullyShardedDataParallel) else {}
+    units = parameter_locations(model.units) if isinstance(model, FullyShardedDataParallel) else {}
     for step in steps:
         for index, param in enumerate(model.parameters()):
             if id(param) in units:

@@ -150,8 +150,8 @@ def _alibi(slopes: Tensor, length: int) -> Tensor:
     """ALiBi's bias, (heads, length, length) in fp32, from (heads,) slopes."""
     import torch
 
-    places = torch.arange(length, device=slopes.device)
-    return -slopes[:, None, None] * (places[:, None] - places).abs()
+    positions = torch.arange(length, device=slopes.device)
+    return -slopes[:, None, None] * (positions[:, None] - positions).abs()
 
 
 def _naive_compiled() -> Attend:

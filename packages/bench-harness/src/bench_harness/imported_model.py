@@ -169,11 +169,11 @@ def parse_inputs(spec: str, device: torch.device) -> tuple[tuple[Any, ...], dict
 def _entries(spec: str) -> list[str]:
     """The entries between commas that are in no braces."""
     entries, depth, start = [], 0, 0
-    for place, character in enumerate(spec):
+    for index, character in enumerate(spec):
         depth += (character == "{") - (character == "}")
         if character == "," and depth == 0:
-            entries.append(spec[start:place].strip())
-            start = place + 1
+            entries.append(spec[start:index].strip())
+            start = index + 1
     return [*entries, spec[start:].strip()]
 
 

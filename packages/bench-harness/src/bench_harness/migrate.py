@@ -157,25 +157,25 @@ def _apply(rule: Rule, reader: _Reader) -> list[Change]:
     page = PAGES + rule["page"]
     found = []
     imported = {name for _, name in reader.imports} if rule.get("at_import") else set()
-    for place, name in reader.imports:
+    for position, name in reader.imports:
         if name in imported and name in rule["names"]:
-            found.append(Change(*place, name, rule["instead"], page))
-    for place, name, call in reader.uses:
+            found.append(Change(*position, name, rule["instead"], page))
+    for position, name, call in reader.uses:
         short = name.rpartition(".")[2]
         if name in rule["names"]:
             if name not in imported:
-                found.append(Change(*place, short, rule["instead"], page))
+                found.append(Change(*position, short, rule["instead"], page))
             if call is not None:
                 found += _arguments(rule, reader, short, call)
         elif name in rule["also"]:
-            found.append(Change(*place, short, rule["also"][name], page))
-    for place, method in reader.methods:
+            found.append(Change(*position, short, rule["also"][name], page))
+    for position, method in reader.methods:
         if method in rule["methods"]:
-            found.append(Change(*place, f".{method}()", rule["methods"][method], page))
-    for place, text in reader.texts:
+            found.append(Change(*position, f".{method}()", rule["methods"][method], page))
+    for position, text in reader.texts:
         for beginning, advice in rule["texts"].items():
             if text.startswith(beginning):
-                found.append(Change(*place, repr(text), advice, page))
+                found.append(Change(*position, repr(text), advice, page))
     return found
 
 
@@ -191,8 +191,8 @@ def _arguments(rule: Rule, reader: _Reader, short: str, call: cst.Call) -> list[
         advice = rule["arguments"].get(name)
         if advice is None or _asks_for_nothing(rule, name, argument.value):
             continue
-        place = reader.arguments[argument]
-        found.append(Change(*place, f"{short}({name}=...)", advice, PAGES + rule["page"]))
+        position = reader.arguments[argument]
+        found.append(Change(*position, f"{short}({name}=...)", advice, PAGES + rule["page"]))
     return found
 
 

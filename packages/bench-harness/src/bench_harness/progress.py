@@ -134,14 +134,14 @@ class ConsoleReporter:
         it, was not measured."""
         self._done += 1
         self._remaining.finished(case, outcome.seconds)
-        place = f"[{self._done:>{len(str(self._total))}}/{self._total}]"
-        line = Text(f"{place} ")
+        counter = f"[{self._done:>{len(str(self._total))}}/{self._total}]"
+        line = Text(f"{counter} ")
         line.append(f"{outcome.status:<7}", style=STYLES[outcome.status])
         line.append(f" {duration(outcome.seconds):>10}  {case.label}")
         self._print(line)
         origin = "" if self._preset is None else f"preset {self._preset}: {case.experiment}: "
         for text in [outcome.error] if outcome.error is not None else ended_variants(outcome):
-            self._print(Text(f"{'':{len(place)}} {origin}{text}", style="dim"))
+            self._print(Text(f"{'':{len(counter)}} {origin}{text}", style="dim"))
         self._live.update(self._task, completed=self._done, left=self._left())
 
     def _print(self, line: Text) -> None:

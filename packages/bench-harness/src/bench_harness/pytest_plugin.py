@@ -184,13 +184,13 @@ class BenchmarkStep:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         device = torch.device(device)
         begin = time.monotonic()
-        taken = measure(step, device=device, warmup=warmup, samples=samples, calls=calls)
+        measured = measure(step, device=device, warmup=warmup, samples=samples, calls=calls)
         label = f"{self._test} {name}".strip()
         config = {"test": label, "device": device.type, "warmup": warmup, "calls": calls}
-        row = self._identified(label, config, time.monotonic() - begin) | taken.row()
+        row = self._identified(label, config, time.monotonic() - begin) | measured.row()
         self._session.writer.append([row])
         comparison, remark = self._compare(row)
-        summary = summarize(taken.wall_ms)
+        summary = summarize(measured.wall_ms)
         self._session.measured.append(_Measured(label, summary, comparison, remark))
         if comparison is not None and _fails(comparison, self._session.tolerance):
             pytest.fail(

@@ -149,8 +149,8 @@ def run_case(case: Case, progress: process.Progress) -> JsonValue:
     if not rows:
         raise ValueError(f"{case.experiment} must return at least one row, but got none")
     for row in rows:
-        if taken := sorted(RESERVED & row.keys()):
-            raise ValueError(f"rows must not use the names {taken}, but got {sorted(row)}")
+        if reserved := sorted(RESERVED & row.keys()):
+            raise ValueError(f"rows must not use the names {reserved}, but got {sorted(row)}")
     _add_timer_overhead(rows, case)
     return {"rows": rows, "machine_before": before, "machine_after": environment.snapshot()}
 

@@ -123,8 +123,8 @@ def choose(
     if plan.tier != "hopper":
         return plan
     for name, x in (("query", query), ("key", key), ("value", value)):
-        place = (x.shape, x.stride(), x.data_ptr() % 16)
-        refusal = tma_refusal(name, *place, x.element_size())
+        memory_layout = (x.shape, x.stride(), x.data_ptr() % 16)
+        refusal = tma_refusal(name, *memory_layout, x.element_size())
         if refusal is not None and implementation == "hopper":
             raise ValueError(f"implementation 'hopper' cannot run this: {refusal}")
         if refusal is not None:

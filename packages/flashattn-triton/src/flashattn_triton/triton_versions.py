@@ -114,20 +114,20 @@ def fast_launcher(
     remaining = iter(encodings)
     slots: list[tuple[int, _Encoded | None]] = []
     for parameter in parameters:
-        place = len(template)
+        position = len(template)
         template.append(None)
         if parameter == "pointer":
-            slots.append((place, None))
+            slots.append((position, None))
         elif parameter is not None:
-            slots.append((place, _Encoded(parameter, next(remaining))))
+            slots.append((position, _Encoded(parameter, next(remaining))))
             template += [*parameter.shape, *parameter.strides]
     template += rest
     launch = (_launch_3_6 if installed() == (3, 6) else _launch)(compiled, grid)
 
     def start(addresses: Sequence[int]) -> None:
         arguments = template.copy()
-        for (place, encoded), address in zip(slots, addresses, strict=True):
-            arguments[place] = address if encoded is None else encoded[address]
+        for (position, encoded), address in zip(slots, addresses, strict=True):
+            arguments[position] = address if encoded is None else encoded[address]
         stream = current_stream(device)
         hooks: Sequence[Any] = _NO_HOOKS
         if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:

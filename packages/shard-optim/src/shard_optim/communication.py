@@ -358,9 +358,9 @@ def check_first_step(
     ):
         differs = (spread[row] > tolerance * scale[row]).nonzero()
         if differs.numel():
-            place = int(differs[0])
-            low, high = float(smallest[row, place]), float(largest[row, place])
-            raise RuntimeError(describe(name_of(numbers[place]), low, high))
+            column = int(differs[0])
+            low, high = float(smallest[row, column]), float(largest[row, column])
+            raise RuntimeError(describe(name_of(numbers[column]), low, high))
 
 
 def _norms(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:

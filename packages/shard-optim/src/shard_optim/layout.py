@@ -246,16 +246,16 @@ def _whole_bucket(
     """Greedy by size; ``totals`` carries each rank's load over buckets and breaks ties."""
     world_size = len(totals)
     loads = [0] * world_size
-    place: dict[int, tuple[int, int]] = {}  # parameter -> (rank, offset in its range)
+    location: dict[int, tuple[int, int]] = {}  # parameter -> (rank, offset in its range)
     for index in sorted(members, key=lambda index: (-numels[index], index)):
         rank = min(range(world_size), key=lambda rank: (loads[rank], totals[rank], rank))
-        place[index] = (rank, loads[rank])
+        location[index] = (rank, loads[rank])
         loads[rank] += _round_up(numels[index], alignment)
         totals[rank] += numels[index]
     chunk = max(loads)
     return BucketPlan(
         members=tuple(members),
-        offsets=tuple(place[index][0] * chunk + place[index][1] for index in members),
+        offsets=tuple(location[index][0] * chunk + location[index][1] for index in members),
         numels=tuple(numels[index] for index in members),
         chunk=chunk,
         world_size=world_size,
@@ -372,8 +372,8 @@ class Bucket:
         addresses = [param.data_ptr() for param in self.params]
         if addresses == self._addresses:
             return
-        place = next(i for i, a in enumerate(addresses) if a != self._addresses[i])
-        param, name = self.params[place], self.names[place]
+        moved = next(i for i, a in enumerate(addresses) if a != self._addresses[i])
+        param, name = self.params[moved], self.names[moved]
         raise RuntimeError(
             "parameters must stay in the memory that the sharded optimizer updates, but "
             f"{name} was moved or converted since ({self.dtype} on {self.device} then, "

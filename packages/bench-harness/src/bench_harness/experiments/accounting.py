@@ -147,14 +147,14 @@ class Accounting(Experiment):
             Figure("accounting_flops", "Operations of a forward pass by part", figure),
             *(
                 Figure(
-                    f"accounting_mesh_{place}" if place else "accounting_mesh",
+                    f"accounting_mesh_{number}" if number else "accounting_mesh",
                     "The XXL mesh problem: memory and communication",
                     _draw_mesh(case),
                     "Left: parameters, gradients and optimizer state sharded over devices, "
                     "without activations. Right: computing over the longer of computing and "
                     "transferring; from 100 % on the mesh is compute bound.",
                 )
-                for place, (_, case) in enumerate(mesh.groupby("case_key", sort=False))
+                for number, (_, case) in enumerate(mesh.groupby("case_key", sort=False))
             ),
         ]
 

@@ -166,11 +166,11 @@ class AllReduce(Experiment):
             # a form that rounding leaves at 0 where the time has no interval.
             slow = rate * above / (part["median_ms"] + above)
             fast = rate * below / (part["median_ms"] - below)
-            for place, (column, errors) in enumerate(
+            for position, (column, errors) in enumerate(
                 (("median_ms", (below, above)), ("bus_gb_s", (slow.to_list(), fast.to_list())))
             ):
                 marks.line(
-                    axes[place, 0],
+                    axes[position, 0],
                     part["size_mib"].to_list(),
                     part[column].to_list(),
                     colour=colour[name],
@@ -178,7 +178,7 @@ class AllReduce(Experiment):
                     errors=errors,
                     label=name,
                 )
-                ends[place].append((name, float(part[column].iloc[-1]), colour[name]))
+                ends[position].append((name, float(part[column].iloc[-1]), colour[name]))
         row_tables.log_axes(axes[0, 0], x="payload (MiB)", y="median time (ms)", x_base=10)
         row_tables.log_axes(axes[1, 0], x="payload (MiB)", y="bus bandwidth (GB/s)", x_base=10)
         if many:
@@ -225,9 +225,9 @@ def measure_rank(
                 "variant": operation,
                 "payload": f"{4 * numel / 2**20:.4g} MiB",
                 "size_bytes": 4 * numel,
-                **taken.row(),
+                **timed.row(),
             }
-            for operation, taken in samples.items()
+            for operation, timed in samples.items()
         ]
     return rows
 
@@ -281,12 +281,12 @@ def sweep(
     found = []
     for size in size_bytes:
         vector = torch.zeros(size // 4, device=device)
-        taken = Samples()
+        timed = Samples()
         for _ in range(warmup + samples):
             dist.barrier()
-            with record_sample(taken, device):
+            with record_sample(timed, device):
                 dist.all_reduce(vector)
-        found.append(taken.wall_ms[warmup:])
+        found.append(timed.wall_ms[warmup:])
     return found
 
 
@@ -300,11 +300,11 @@ def check(operation: str, rank: int, world_size: int, numel: int, device: torch.
     import torch.distributed as dist
 
     # Small whole numbers, whose sums are exact in fp32.
-    place = torch.arange(numel, device=device, dtype=torch.int32) % 251
-    vector = place.float().add_(rank)
+    position = torch.arange(numel, device=device, dtype=torch.int32) % 251
+    vector = position.float().add_(rank)
     share = numel // world_size
     mine = slice(rank * share, (rank + 1) * share)
-    total = place * world_size + world_size * (world_size - 1) // 2
+    total = position * world_size + world_size * (world_size - 1) // 2
     if operation == "all_reduce":
         dist.all_reduce(vector)
         found, expected = vector, total
@@ -312,11 +312,11 @@ def check(operation: str, rank: int, world_size: int, numel: int, device: torch.
         found, expected = vector.new_empty(share), total[mine]
         dist.reduce_scatter_tensor(found, vector)
     elif operation == "all_gather":
-        found, expected = vector.new_empty(numel), place
-        dist.all_gather_into_tensor(found, place[mine].float())
+        found, expected = vector.new_empty(numel), position
+        dist.all_gather_into_tensor(found, position[mine].float())
     else:
         dist.broadcast(vector, src=0)
-        found, expected = vector, place
+        found, expected = vector, position
     wrong = int((found != expected).sum())
     if wrong:
         raise ArithmeticError(

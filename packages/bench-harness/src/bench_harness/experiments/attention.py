@@ -315,7 +315,7 @@ def measured(
     timed = time_in_turns(everyone, config, progress)
     clock = "do_bench" if config["clock"] == "device" and device.type == "cuda" else config["clock"]
     rows: list[Row] = []
-    for attempts, taken in zip(everyone, timed, strict=True):
+    for attempts, measured in zip(everyone, timed, strict=True):
         problem = attempts.problem
         about: Row = {
             "batch": problem.batch,
@@ -334,7 +334,7 @@ def measured(
                 **attempts.about[name],
                 **samples.row(),
             }
-            for (name, each), samples in taken.items()
+            for (name, each), samples in measured.items()
         ]
         rows += [{"variant": name, **about, "ended": end} for name, end in attempts.ended.items()]
     del everyone, attempts

@@ -185,12 +185,12 @@ def time_in_turns(
     Returns:
         For each of ``everyone`` the samples by implementation and pass.
     """
-    taken: list[dict[tuple[str, str], Samples]] = [{} for _ in everyone]
+    measured: list[dict[tuple[str, str], Samples]] = [{} for _ in everyone]
     rounds, lengths = config["rounds"], max(1, len(config["sequences"]))
     least = -(-config["samples"] // rounds)
     enough, turn = None, 0
     while enough is None or not enough.reached(
-        samples.wall_ms for of_problem in taken for samples in of_problem.values()
+        samples.wall_ms for of_problem in measured for samples in of_problem.values()
     ):
         order = [(i, name) for i, attempts in enumerate(everyone) for name in attempts.calls]
         for i, name in order if turn % 2 == 0 else order[::-1]:
@@ -198,7 +198,7 @@ def time_in_turns(
             progress(f"{attempts.problem.name}, turn {turn + 1}: {name}")
             with attempts.ending(name):
                 for each, call in attempts.passes(name, config["passes"]):
-                    samples = taken[i].setdefault((name, each), Samples())
+                    samples = measured[i].setdefault((name, each), Samples())
                     samples.wall_ms += sampled(
                         call,
                         attempts.device,
@@ -213,7 +213,7 @@ def time_in_turns(
             enough = Enough(config, parts=lengths)
     return [
         {key: samples for key, samples in found.items() if key[0] not in attempts.ended}
-        for attempts, found in zip(everyone, taken, strict=True)
+        for attempts, found in zip(everyone, measured, strict=True)
     ]
 
 

@@ -216,7 +216,7 @@ class LossCurves(Experiment):
         curves = _curves(cell)
         reference, *others = curves
         width = int(cell["steps"].iloc[0]) / WINDOWS
-        x = [(place + 0.5) * width for place in range(WINDOWS)]
+        x = [(index + 0.5) * width for index in range(WINDOWS)]
         figure, axes = new_figure(height=4.8, rows=2, sharex=True)
         colours = dict(zip(curves, COLOURS * len(curves), strict=False))
         base = curves[reference]

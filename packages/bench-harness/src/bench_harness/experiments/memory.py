@@ -141,8 +141,8 @@ class Memory(Experiment):
             }
         )
         rows += [
-            {"variant": f"allocation {place}", "kind": "allocation", **row}
-            for place, row in enumerate(allocations.largest(events, _LARGEST), start=1)
+            {"variant": f"allocation {number}", "kind": "allocation", **row}
+            for number, row in enumerate(allocations.largest(events, _LARGEST), start=1)
         ]
         return rows
 
@@ -253,13 +253,13 @@ class Memory(Experiment):
         drawn = rows[rows["timeline"].notna()]
         return [
             Figure(
-                f"memory_{place}",
+                f"memory_{number}",
                 f"Memory over time: {label}",
                 _draw(line),
                 "Stacked by the phase that allocated. Dotted lines: phases begin. Largest: "
                 f"{'; '.join(_labelled(rows[rows['case_key'] == case])) or 'unknown'}.",
             )
-            for place, (case, label, line) in enumerate(
+            for number, (case, label, line) in enumerate(
                 zip(drawn["case_key"], drawn["label"], drawn["timeline"], strict=True)
             )
         ]

@@ -123,10 +123,10 @@ class Model(Experiment):
         facts = _facts(config, device)
         names = {" ".join(variant.values()): variant for variant in config["variants"]}
         variants = {name: _settings(variant, config) for name, variant in names.items()}
-        taken = measure_phases(variants, config, device, progress)
+        measured = measure_phases(variants, config, device, progress)
         overhead = timing.timer_overhead_ms(device)
         rows: list[Row] = []
-        for name, phases in taken.items():
+        for name, phases in measured.items():
             # fp32 products in TF32 have a ceiling of their own, so measure it in the precision.
             precision = names[name]["precision"]
             with precision_context(precision, device):

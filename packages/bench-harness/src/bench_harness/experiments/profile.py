@@ -245,14 +245,14 @@ class Profile(Experiment):
         )
         for plot, shown in zip(axes[0], panels, strict=True):
             bars = [(label, phase) for label in labels for phase in shown]
-            for place, (label, phase) in enumerate(bars):
+            for number, (label, phase) in enumerate(bars):
                 own = phases["label"].str.removeprefix("profile ") == label
                 part = phases[own & (phases["phase"] == phase)]
                 left = 0.0
                 for kind in kinds if len(part) else []:
                     width = float(part[_column(kind)].iloc[0])
-                    named = kind if place == 0 else None
-                    plot.barh(place, width, left=left, color=colour[kind], label=named)
+                    named = kind if number == 0 else None
+                    plot.barh(number, width, left=left, color=colour[kind], label=named)
                     left += width
             names = [phase if len(labels) == 1 else f"{label}, {phase}" for label, phase in bars]
             if apart:
@@ -378,17 +378,17 @@ def rows_of(trace: Trace, facts: Row, config: Mapping[str, Any]) -> list[Row]:
         )
         rows += [
             {
-                "variant": f"{phase} kernel {place}",
+                "variant": f"{phase} kernel {number}",
                 "kind": "kernel",
                 "phase": phase,
-                "rank": place,
+                "rank": number,
                 "kernel": total.name,
                 "work": total.kind,
                 "count": total.count,
                 "total_ms": total.total_ns / 1e6,
                 "share": 100 * total.share,
             }
-            for place, total in enumerate(shown, start=1)
+            for number, total in enumerate(shown, start=1)
         ]
     if "model" in config:  # the ranges are those of the built-in naive attention
         return rows

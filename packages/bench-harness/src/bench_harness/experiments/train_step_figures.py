@@ -91,13 +91,13 @@ def _draw_steps(done: pd.DataFrame) -> MatplotlibFigure:
     lines = sum(len(cell) for cell in cells)
     figure, axes = new_figure(rows=len(cells), height=0.5 + 0.7 * len(cells) + 0.46 * lines)
     for plot, cell in zip(axes[:, 0], cells, strict=True):
-        places = [float(place) for place in range(len(cell))]
+        ys = [float(y) for y in range(len(cell))]
         filled = marks.steady(cell).to_list()
         exposed = cell["exposed_step_ms"].fillna(0).clip(lower=0)
         bare = (cell["median_ms"] - exposed).to_list()
         marks.bars(
             plot,
-            places,
+            ys,
             bare,
             colour=COLOURS[0],
             label="the step without it",
@@ -106,7 +106,7 @@ def _draw_steps(done: pd.DataFrame) -> MatplotlibFigure:
         )
         marks.bars(
             plot,
-            places,
+            ys,
             exposed.to_list(),
             left=bare,
             colour=COLOURS[1],
@@ -115,9 +115,9 @@ def _draw_steps(done: pd.DataFrame) -> MatplotlibFigure:
             filled=cell["exposed_quotable"].to_list(),
             height=0.4,
         )
-        for place, name in zip(places, cell["variant"], strict=True):
+        for y, name in zip(ys, cell["variant"], strict=True):
             size = 8.3 * min(1.0, 80 / len(name))  # so that the longest names fit the width
-            plot.annotate(name, (0, place - 0.25), (2, 0), textcoords="offset points",
+            plot.annotate(name, (0, y - 0.25), (2, 0), textcoords="offset points",
                           va="bottom", fontsize=size)  # fmt: skip
         plot.set_ylim(len(cell) - 0.6, -0.8)
         plot.set_yticks([])
@@ -145,11 +145,11 @@ def _draw_memory(done: pd.DataFrame) -> MatplotlibFigure | None:
     longest = max(len(name) for name, _ in bars)
     figure, axes = new_figure(width=5 + 0.06 * longest, height=1.2 + 0.24 * len(bars))
     plot = axes[0, 0]
-    for place, (_, parts) in enumerate(bars):
+    for y, (_, parts) in enumerate(bars):
         left = 0.0
         for colour, (part, nbytes) in zip(COLOURS, parts.items(), strict=False):
             width = nbytes / size
-            plot.barh(place, width, left=left, color=colour, label=None if place else part)
+            plot.barh(y, width, left=left, color=colour, label=None if y else part)
             left += width
     plot.set_yticks(range(len(bars)), [name for name, _ in bars], fontsize="x-small")
     plot.invert_yaxis()

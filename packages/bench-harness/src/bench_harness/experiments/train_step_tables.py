@@ -97,7 +97,7 @@ def compared(frame: pd.DataFrame) -> pd.DataFrame:
     naive = {
         row["case_key"]: row["samples_ms"]
         for _, row in frame[known].iterrows()
-        if row["wrapper"] == "naive" and row["quotable"] and _taken(row.get("samples_ms"))
+        if row["wrapper"] == "naive" and row["quotable"] and _are_samples(row.get("samples_ms"))
     }
     steady = {
         (row["case_key"], _identity(of.read(row["settings"], {}))): bool(row["quotable"])
@@ -114,18 +114,18 @@ def compared(frame: pd.DataFrame) -> pd.DataFrame:
         against.append(bool(row["quotable"]) and steady.get(bound, False))
         own, slow = row.get("samples_ms"), naive.get(row["case_key"])
         nothing = (float("nan"),) * 3
-        quotable = row["quotable"] and _taken(own) and _taken(slow)
+        quotable = row["quotable"] and _are_samples(own) and _are_samples(slow)
         speedups.append(ratio_interval(slow, own) if quotable else nothing)  # type: ignore[arg-type]
     frame[["speedup", "speedup_low", "speedup_high"]] = pd.DataFrame(speedups, index=frame.index)
     frame["exposed_step_ms"] = frame["median_ms"] - pd.Series(bare, index=frame.index)
     frame["exposed_quotable"] = against
     frame["share"] = 100 * frame["exposed_step_ms"] / frame["median_ms"]
     samples = frame["samples_ms"] if "samples_ms" in frame else [None] * len(frame)
-    frame["fastest_ms"] = [_of(min, taken) for taken in samples]
-    frame["slowest_ms"] = [_of(max, taken) for taken in samples]
+    frame["fastest_ms"] = [_of(min, times) for times in samples]
+    frame["slowest_ms"] = [_of(max, times) for times in samples]
     for name in ("host_ms", "optimizer_ms"):
         if name in frame:
-            frame[f"{name}_median"] = [_of(_median, taken) for taken in frame[name]]
+            frame[f"{name}_median"] = [_of(_median, times) for times in frame[name]]
     return frame
 
 
@@ -139,17 +139,17 @@ def _setting(table: Any, *names: str) -> Any:
     return table
 
 
-def _of(function: Any, taken: Any) -> float:
-    return float(function(taken)) if _taken(taken) else float("nan")
+def _of(function: Any, times: Any) -> float:
+    return float(function(times)) if _are_samples(times) else float("nan")
 
 
-def _taken(samples: Any) -> TypeGuard[list[float]]:
+def _are_samples(samples: Any) -> TypeGuard[list[float]]:
     """Whether there are samples; a cell of a row that has none holds something else."""
     return isinstance(samples, list) and bool(samples)
 
 
-def _median(taken: list[float]) -> float:
-    return float(pd.Series(taken).median())
+def _median(times: list[float]) -> float:
+    return float(pd.Series(times).median())
 
 
 def _steps(frame: pd.DataFrame) -> Table:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 #: Colours, by their place in the palette, of names that several pictures show.
 _FIXED = {
-    name: place
-    for place, names in enumerate(
+    name: position
+    for position, names in enumerate(
         (
             ("flashattn-triton", "forward", "training forward", "matmul", "all_reduce"),
             ("naive", "backward", "other", "reduce_scatter"),
@@ -72,7 +72,7 @@ def whiskers(rows: pd.DataFrame) -> tuple[list[float], list[float]]:
 
 def bars(
     plot: Axes,
-    places: Sequence[float],
+    positions: Sequence[float],
     widths: Sequence[float],
     *,
     colour: str,
@@ -88,10 +88,10 @@ def bars(
         left: where each bar begins; 0 by default.
         errors: length of each bar's whiskers, to the left and to the right of its end.
     """
-    begins = list(left) if left is not None else [0.0] * len(places)
-    for place, width, begin, full in zip(places, widths, begins, filled, strict=True):
+    begins = list(left) if left is not None else [0.0] * len(positions)
+    for position, width, begin, full in zip(positions, widths, begins, filled, strict=True):
         plot.barh(
-            place,
+            position,
             width,
             left=begin,
             height=height,
@@ -101,11 +101,11 @@ def bars(
             linewidth=1.0,
         )
     if label is not None:  # one entry of the legend, however the bars look
-        plot.barh([places[0]], [0.0], color=colour, label=label, height=height)
+        plot.barh([positions[0]], [0.0], color=colour, label=label, height=height)
     if errors is not None and any(map(any, errors)):
         ends = [begin + width for begin, width in zip(begins, widths, strict=True)]
         plot.errorbar(
-            ends, list(places), xerr=[list(errors[0]), list(errors[1])],
+            ends, list(positions), xerr=[list(errors[0]), list(errors[1])],
             fmt="none", ecolor="#555555", elinewidth=1.2, capsize=3,
         )  # fmt: skip
 
@@ -136,11 +136,11 @@ def line(
             elinewidth=1.2,
             capsize=3,
         )
-    rings = [] if filled is None else [place for place, full in enumerate(filled) if not full]
+    rings = [] if filled is None else [position for position, full in enumerate(filled) if not full]
     if rings:
         plot.plot(
-            [x[place] for place in rings],
-            [y[place] for place in rings],
+            [x[position] for position in rings],
+            [y[position] for position in rings],
             "o",
             color=colour,
             markersize=5,
@@ -160,16 +160,16 @@ def label_ends(plot: Axes, ends: Sequence[tuple[str, float, str]], *, gap: float
     x = plot.get_xlim()[1]
     shares = [float(to_share.transform((x, value))[1]) for _, value, _ in ends]
     order = sorted(range(len(ends)), key=shares.__getitem__)
-    places: dict[int, float] = {}
+    positions: dict[int, float] = {}
     least = 0.0
     for index in order:
-        places[index] = max(shares[index], least)
-        least = places[index] + gap
+        positions[index] = max(shares[index], least)
+        least = positions[index] + gap
     over = max(0.0, least - gap - 1.0)
     for index, (name, _, colour) in enumerate(ends):
         plot.annotate(
             name,
-            (1.02, places[index] - over),
+            (1.02, positions[index] - over),
             xycoords="axes fraction",
             color=colour,
             va="center",

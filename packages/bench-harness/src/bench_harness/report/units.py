@@ -70,8 +70,8 @@ def readable(frame: pd.DataFrame) -> pd.DataFrame:
         unit, divisor = scale(column.dropna().tolist(), match["unit"])
         if divisor != 1.0:
             column = (column.astype("float64") / divisor).map(_rounded, na_action="ignore")
-            place = match.span("unit")
-            name = name[: place[0]] + unit + name[place[1] :]
+            span = match.span("unit")
+            name = name[: span[0]] + unit + name[span[1] :]
         shown[name] = column
     return pd.DataFrame(shown)
 

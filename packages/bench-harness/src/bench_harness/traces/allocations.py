@@ -169,15 +169,15 @@ def from_cuda_history(
     for index, entry in enumerate(entries):
         # "free_requested" is when the program lets go; completion may wait for streams.
         sign = {"alloc": 1, "free_requested": -1}.get(entry["action"])
-        place = bisect.bisect_right(starts, index) - 1
-        if sign is None or place < 0 or boundaries[place][0] == NO_PHASE:
+        position = bisect.bisect_right(starts, index) - 1
+        if sign is None or position < 0 or boundaries[position][0] == NO_PHASE:
             continue
         events.append(
             MemoryEvent(
                 time_ns=int(entry.get("time_us", index)) * 1000,
                 nbytes=sign * int(entry["size"]),
                 address=int(entry["addr"]),
-                phase=boundaries[place][0],
+                phase=boundaries[position][0],
                 source=_source_line(entry.get("frames", ())) if sign > 0 else "",
                 stack=_stack(entry.get("frames", ()), outermost) if sign > 0 else (),
             )
@@ -248,6 +248,6 @@ def _own(frames: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def _enclosing(spans: list[tuple[int, int, str]], moment: int) -> list[str]:
     """Names of the spans open at a moment, outermost first."""
-    place = bisect.bisect_right(spans, (moment, 1 << 62, ""))
+    position = bisect.bisect_right(spans, (moment, 1 << 62, ""))
     # Operators nest a few levels deep; a bounded look back finds all that are still open.
-    return [name for start, end, name in spans[max(0, place - 400) : place] if moment < end]
+    return [name for start, end, name in spans[max(0, position - 400) : position] if moment < end]

@@ -48,8 +48,8 @@ def gathers(trace: Trace, window: Interval) -> list[Row]:
         span: Interval | None = None
         if trace.on_device:
             own = [each for each in launches if _unit(each, _LAUNCH) == unit]
-            place = bisect.bisect_right([each.start_ns for each in own], begin) - 1
-            span = kernels.get(own[place]) if place >= 0 else None
+            position = bisect.bisect_right([each.start_ns for each in own], begin) - 1
+            span = kernels.get(own[position]) if position >= 0 else None
             free = waiting.get(wait)
             if span is None or free is None:
                 continue
@@ -114,10 +114,10 @@ def _launched_in(
         host = _host(kernel, trace)
         if host is None or host.thread not in starts:
             continue
-        place = bisect.bisect_right(starts[host.thread], host.start_ns) - 1
-        if place < 0 or host.start_ns >= by_thread[host.thread][place].end_ns:
+        position = bisect.bisect_right(starts[host.thread], host.start_ns) - 1
+        if position < 0 or host.start_ns >= by_thread[host.thread][position].end_ns:
             continue
-        own = by_thread[host.thread][place]
+        own = by_thread[host.thread][position]
         start, end = found.get(own, kernel.interval)
         found[own] = min(start, kernel.start_ns), max(end, kernel.end_ns)
     return found
@@ -142,10 +142,10 @@ def _first_after(waits: Sequence[Event], trace: Trace) -> dict[Event, int]:
     found: dict[Event, int] = {}
     for wait in waits:
         own = launched.get(wait.thread, [])
-        place = bisect.bisect_left(own, wait.start_ns, key=lambda pair: pair[0])
-        if place == len(own):
+        position = bisect.bisect_left(own, wait.start_ns, key=lambda pair: pair[0])
+        if position == len(own):
             continue
-        launch, kernel = own[place]
+        launch, kernel = own[position]
         line = streams[kernel.thread]
         before = bisect.bisect_left(line, kernel.start_ns, key=lambda each: each.start_ns) - 1
         found[wait] = max(launch, line[before].end_ns if before >= 0 else launch)

@@ -167,8 +167,8 @@ def _launched_inside(ranges: Sequence[Event], launches: Mapping[int, Event]) -> 
         own.sort()
     for correlation, launch in launches.items():
         own = by_thread.get(launch.thread, [])
-        place = bisect.bisect_right(own, launch.start_ns, key=lambda span: span[0]) - 1
-        if place >= 0 and launch.start_ns < own[place][1]:
+        position = bisect.bisect_right(own, launch.start_ns, key=lambda span: span[0]) - 1
+        if position >= 0 and launch.start_ns < own[position][1]:
             found.add(correlation)
     return found
 

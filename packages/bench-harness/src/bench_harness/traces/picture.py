@@ -60,15 +60,15 @@ def draw_overlap(timelines: Mapping[str, Row]) -> Figure:
         ("late_us", 0.0, COLOURS[3]),
         ("communication_us", 0.4, COLOURS[1]),
     )
-    for place, (variant, line) in enumerate(timelines.items()):
-        plot.annotate(variant, (0, place - 0.03), va="bottom", fontsize="small")
+    for y, (variant, line) in enumerate(timelines.items()):
+        plot.annotate(variant, (0, y - 0.03), va="bottom", fontsize="small")
         for name, offset, colour in lanes:
             bars = [(start / 1e3, (end - start) / 1e3) for start, end in line.get(name, [])]
-            plot.broken_barh(bars, (place + offset * 0.8, 0.29), color=colour, linewidth=0)
-        plot.plot([line["window_us"] / 1e3] * 2, [place - 0.03, place + 0.65], "k-", linewidth=1)
+            plot.broken_barh(bars, (y + offset * 0.8, 0.29), color=colour, linewidth=0)
+        plot.plot([line["window_us"] / 1e3] * 2, [y - 0.03, y + 0.65], "k-", linewidth=1)
         plot.annotate(
             f" {line['exposed_ms']:.3g} ms exposed",
-            (line["window_us"] / 1e3, place + 0.31),
+            (line["window_us"] / 1e3, y + 0.31),
             va="center",
             fontsize="small",
         )

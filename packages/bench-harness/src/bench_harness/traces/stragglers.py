@@ -92,7 +92,7 @@ def _matched(ranks: Sequence[Sequence[Row]]) -> list[tuple[int, str, list[int]]]
     if any(count != counts[0] for count in counts):
         return []
     return [
-        (number, name, [found[name][place][1] for found in by_name])
+        (number, name, [found[name][position][1] for found in by_name])
         for name, spans in by_name[0].items()
-        for place, (number, _) in enumerate(spans)
+        for position, (number, _) in enumerate(spans)
     ]

@@ -55,25 +55,25 @@ def waterfall(trace: Trace, window: Interval) -> dict[str, float]:
         spans[COMMUNICATION if "PtoP" in event.name else COPIES].append(event.interval)
     spans[COMMUNICATION] += [event.interval for event in trace.communication]
     covered: list[Interval] = []
-    taken = {}
+    times = {}
     for part in PARTS[:-1]:
         before = total(covered)
         covered += clip(spans[part], window)
-        taken[part] = (total(covered) - before) / 1e6
-    return taken | {IDLE: (end - begin - total(covered)) / 1e6}
+        times[part] = (total(covered) - before) / 1e6
+    return times | {IDLE: (end - begin - total(covered)) / 1e6}
 
 
 def _own_times(
     trace: Trace, ranges: Sequence[tuple[Event, str]], window: Interval
 ) -> dict[str, float]:
-    taken = dict.fromkeys(PARTS, 0.0)
+    times = dict.fromkeys(PARTS, 0.0)
     for event in trace.operators:
         if window[0] <= event.start_ns < window[1]:
-            taken[_part(event.name, event, ranges)] += event.self_ns / 1e6
+            times[_part(event.name, event, ranges)] += event.self_ns / 1e6
     found = trace.overlap(window)
-    taken[COMMUNICATION] += found.exposed_ns / 1e6
-    taken[IDLE] = max((window[1] - window[0]) / 1e6 - sum(taken.values()), 0.0)
-    return taken
+    times[COMMUNICATION] += found.exposed_ns / 1e6
+    times[IDLE] = max((window[1] - window[0]) / 1e6 - sum(times.values()), 0.0)
+    return times
 
 
 def _part(name: str, host: Event | None, ranges: Sequence[tuple[Event, str]]) -> str:
@@ -104,16 +104,14 @@ def draw(waterfalls: Mapping[str, Mapping[str, float]]) -> Figure:
     figure, axes = new_figure(width=9, height=1.3 + 0.6 * len(waterfalls))
     plot = axes[0, 0]
     colours = dict(zip(PARTS, (*COLOURS, "#bbbbbb"), strict=True))
-    for place, (variant, parts) in enumerate(waterfalls.items()):
+    for y, (variant, parts) in enumerate(waterfalls.items()):
         left = 0.0
         for part in PARTS:
             width = parts[part]
-            plot.barh(
-                place, width, 0.42, left=left, color=colours[part], label=None if place else part
-            )
+            plot.barh(y, width, 0.42, left=left, color=colours[part], label=None if y else part)
             left += width
         label = plot.annotate(
-            textwrap.fill(variant, 110), (0, place - 0.25), (2, 0), textcoords="offset points",
+            textwrap.fill(variant, 110), (0, y - 0.25), (2, 0), textcoords="offset points",
             va="bottom", fontsize="small",
         )  # fmt: skip
         label.set_in_layout(False)  # a long one must not narrow the bars

@@ -154,8 +154,8 @@ def _all_reduces(variant: of.Settings, config: Mapping[str, Any], device: torch.
     with training(variant, config, device) as steps:
         largest = max(p.nbytes for p in steps.workload.module.parameters())
         sizes = [max(4096, 4 * steps.numel // share) for share in _SWEEP_SHARES]
-    taken = sweep(sizes, device, warmup=3, samples=10)
-    link = {"size_bytes": sizes, "samples_ms": taken}
+    samples_ms = sweep(sizes, device, warmup=3, samples=10)
+    link = {"size_bytes": sizes, "samples_ms": samples_ms}
     return {"all_reduce": link, "largest_parameter_bytes": largest}
 
 

@@ -33,23 +33,23 @@ def measure_phases(
             long sampling may go on (:class:`bench_harness.sampling.Enough`). Without warm-up
             there is one turn, whose first sample is that of a cold start.
     """
-    taken: dict[str, dict[str, Samples]] = {name: {} for name in variants}
+    timings: dict[str, dict[str, Samples]] = {name: {} for name in variants}
     enough, turn = None, 0
     # Variants compile the same module anew; past the compiler's limit it would quietly run
     # uncompiled.
     with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
-        while enough is None or not enough.reached(_readings(taken)):
+        while enough is None or not enough.reached(_readings(timings)):
             names = list(variants)
             for name in names if turn % 2 == 0 else names[::-1]:
                 progress(f"turn {turn + 1}: {name}")
                 with training(variants[name], config, device) as steps:
                     for index in range(config["warmup"] + config["samples"]):
                         found = _round(steps, config["modes"])
-                        _keep(taken[name], found, measured=index >= config["warmup"])
+                        _keep(timings[name], found, measured=index >= config["warmup"])
             turn += 1
             if enough is None:
                 enough = Enough(config if config["warmup"] else {})
-    return taken
+    return timings
 
 
 def _round(steps: Training, modes: list[str]) -> dict[str, Samples]:
@@ -77,10 +77,10 @@ def _round(steps: Training, modes: list[str]) -> dict[str, Samples]:
     return found
 
 
-def _keep(taken: dict[str, Samples], found: dict[str, Samples], *, measured: bool) -> None:
+def _keep(timings: dict[str, Samples], found: dict[str, Samples], *, measured: bool) -> None:
     """Adds the samples of a round; of a warm-up round only the very first time is kept."""
     for phase, samples in found.items():
-        kept = taken.setdefault(phase, Samples())
+        kept = timings.setdefault(phase, Samples())
         if kept.first_ms is None:
             kept.first_ms = samples.wall_ms[0]
         if measured:
@@ -88,5 +88,5 @@ def _keep(taken: dict[str, Samples], found: dict[str, Samples], *, measured: boo
             kept.device_ms += samples.device_ms
 
 
-def _readings(taken: Mapping[str, Mapping[str, Samples]]) -> list[list[float]]:
-    return [samples.wall_ms for phases in taken.values() for samples in phases.values()]
+def _readings(timings: Mapping[str, Mapping[str, Samples]]) -> list[list[float]]:
+    return [samples.wall_ms for phases in timings.values() for samples in phases.values()]

@@ -181,12 +181,12 @@ def scatter_full_state(
         CollectiveError: if a peer died or timed out.
     """
     rank = dist.get_rank(group)
-    places = placements(buckets)
+    locations = placements(buckets)
     entries: dict[int, dict[str, Entry]] = {}
     if rank == 0:
         assert full is not None
         for index, state in full.items():
-            bucket, position = places[index]
+            bucket, position = locations[index]
             shape = bucket.params[position].shape
             entries[index] = {key: describe(v, shape, partition) for key, v in state.items()}
     entries = guarded(
@@ -197,7 +197,7 @@ def scatter_full_state(
     shards = {shard.index: shard for bucket in buckets for shard in bucket.shards}
     received: dict[int, dict[str, Any]] = {}
     for index, described in entries.items():
-        bucket, position = places[index]
+        bucket, position = locations[index]
         parts: dict[str, Any] = {}
         for key, entry in described.items():
             whole = full[index][key] if full is not None and rank == 0 else None

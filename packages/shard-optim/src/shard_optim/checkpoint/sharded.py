@@ -49,11 +49,11 @@ def save_checkpoint(optimizer: ShardedOptimizer, folder: str | Path) -> None:
             f"a checkpoint is never overwritten, but {folder} holds one. Save to a new folder."
         )
     optimizer.wait()
-    places = placements(optimizer.buckets)
+    locations = placements(optimizer.buckets)
     items: dict[str, Any] = {"header": _header(optimizer)}
     ranges: dict[str, Range] = {}
     for index, state in optimizer.local.states().items():
-        bucket, position = places[index]
+        bucket, position = locations[index]
         span = bucket.plan.span(position, optimizer.rank)
         assert span is not None
         param = bucket.params[position]

@@ -228,10 +228,10 @@ def write_folder(
 
     def finish(metadata: Metadata, written: list[list[tuple[WriteResult, int]]]) -> None:
         results = [[result for result, _ in results] for results in written]
-        places = {result.index: result.storage_data for part in results for result in part}
+        stored_at = {result.index: result.storage_data for part in results for result in part}
         _write_checksums(
             Path(folder),
-            _digest(metadata.state_dict_metadata, places),
+            _digest(metadata.state_dict_metadata, stored_at),
             {_key(result.index): checksum for part in written for result, checksum in part},
         )
         writer.finish(metadata, results)
@@ -368,10 +368,10 @@ class CheckedReader(FileSystemReader):
             ValueError: a file is damaged.
         """
         for index in {item.storage_index for item in plan.items}:
-            place = self.storage_data[index]
-            if _checksum(self._folder, place) != self._checksums.get(_key(index)):
+            stored = self.storage_data[index]
+            if _checksum(self._folder, stored) != self._checksums.get(_key(index)):
                 raise _damaged(
-                    self._folder / place.relative_path, f"the checksum of {index.fqn} differs"
+                    self._folder / stored.relative_path, f"the checksum of {index.fqn} differs"
                 )
         return super().read_data(plan, planner)
 
@@ -409,23 +409,23 @@ def _key(index: MetadataIndex) -> str:
     return f"{index.fqn} {','.join(map(str, offset))}"
 
 
-def _checksum(folder: str | Path, place: _StorageInfo) -> int:
+def _checksum(folder: str | Path, stored: _StorageInfo) -> int:
     """CRC-32 of an item's bytes in its file."""
-    checksum, left = 0, place.length
-    with (Path(folder) / place.relative_path).open("rb") as file:
-        file.seek(place.offset)
+    checksum, left = 0, stored.length
+    with (Path(folder) / stored.relative_path).open("rb") as file:
+        file.seek(stored.offset)
         while left > 0 and (chunk := file.read(min(left, _CHUNK_BYTES))):
             checksum = zlib.crc32(chunk, checksum)
             left -= len(chunk)
     return checksum
 
 
-def _digest(described: Mapping[str, Any], places: Mapping[MetadataIndex, _StorageInfo]) -> int:
+def _digest(described: Mapping[str, Any], stored_at: Mapping[MetadataIndex, _StorageInfo]) -> int:
     """CRC-32 of what the metadata say about tensors and where they lie, in any order."""
     lines = [json.dumps([key, encode(value, _DESCRIBED)]) for key, value in described.items()]
     lines += [
-        json.dumps([_key(index), place.relative_path, place.offset, place.length])
-        for index, place in places.items()
+        json.dumps([_key(index), stored.relative_path, stored.offset, stored.length])
+        for index, stored in stored_at.items()
     ]
     return zlib.crc32("\n".join(sorted(lines)).encode())
 

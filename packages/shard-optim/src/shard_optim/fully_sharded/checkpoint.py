@@ -27,7 +27,7 @@ from shard_optim.fully_sharded.checks import (
     check_optimizer,
     check_wrapper,
 )
-from shard_optim.fully_sharded.state import places
+from shard_optim.fully_sharded.state import parameter_locations
 from shard_optim.fully_sharded.whole import WholeMatrixOptimizer
 from shard_optim.fully_sharded.wrapper import FullyShardedDataParallel
 from shard_optim.layout import in_memory_order
@@ -86,14 +86,14 @@ def save_fully_sharded(
     for name, buffer in model.module.named_buffers():
         if name in model.module.state_dict(keep_vars=True):
             items[f"buffer.{name}"] = buffer.detach()
-    place_of = _places(model)
+    location_of = _places(model)
     for name, weight in model.module.named_parameters():
-        _add_range(ranges, f"model.{name}", weight, place_of[id(weight)])
+        _add_range(ranges, f"model.{name}", weight, location_of[id(weight)])
     if optimizer is not None:
-        items["header"] = _header(optimizer, params, place_of)
+        items["header"] = _header(optimizer, params, location_of)
         for index, param in enumerate(params):
             state = optimizer.state.get(param, {})
-            _add_state(items, ranges, index, state, _state_place(optimizer, param, place_of))
+            _add_state(items, ranges, index, state, _state_place(optimizer, param, location_of))
     if background_group is None:
 
         def write() -> None:
@@ -150,7 +150,7 @@ def load_fully_sharded(
     stored = read_metadata(folder, group).state_dict_metadata
     items: dict[str, Any] = {}
     ranges: dict[str, Range] = {}
-    place_of = _places(model)
+    location_of = _places(model)
     if any(key.startswith("model.") for key in stored):
         names = {f"model.{name}" for name, _ in model.module.named_parameters()}
         extra = [key for key in stored if key.startswith("model.") and key not in names]
@@ -160,7 +160,7 @@ def load_fully_sharded(
                 "one does not. Load another checkpoint."
             )
         for name, weight in model.module.named_parameters():
-            _want_range(ranges, stored, f"model.{name}", place_of[id(weight)])
+            _want_range(ranges, stored, f"model.{name}", location_of[id(weight)])
         items = {
             f"buffer.{name}": torch.empty_like(buffer, device="cpu")
             for name, buffer in model.module.named_buffers()
@@ -170,12 +170,12 @@ def load_fully_sharded(
     if optimizer is not None:
         first: dict[str, Any] = {"header": None}
         read_folder(folder, first, {}, group)
-        _check_header(first["header"], _header(optimizer, params, place_of))
+        _check_header(first["header"], _header(optimizer, params, location_of))
         items |= first
         for index, param in enumerate(params):
             for key, kind, _ in named.get(index, ()):
                 if kind == "elements":
-                    _want_range(ranges, stored, key, _state_place(optimizer, param, place_of))
+                    _want_range(ranges, stored, key, _state_place(optimizer, param, location_of))
                 elif kind == "values":
                     items[key] = None
                 else:
@@ -187,16 +187,16 @@ def load_fully_sharded(
     with torch.no_grad():
         for name, weight in model.module.named_parameters():
             if f"model.{name}" in ranges:
-                place_of[id(weight)].fill(weight, ranges[f"model.{name}"].values)
+                location_of[id(weight)].fill(weight, ranges[f"model.{name}"].values)
         for name, buffer in model.module.named_buffers():
             if f"buffer.{name}" in items:
                 buffer.copy_(items[f"buffer.{name}"])
     if optimizer is not None:
-        _install(optimizer, params, place_of, named, items, ranges)
+        _install(optimizer, params, location_of, named, items, ranges)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Place:
+class _Location:
     """What of a parameter this rank holds: a shard, or everything.
 
     Attributes:
@@ -225,18 +225,18 @@ class _Place:
         target.copy_(flat if self.sharded else flat.as_strided(self.shape, stride))
 
 
-def _places(model: FullyShardedDataParallel) -> dict[int, _Place]:
+def _places(model: FullyShardedDataParallel) -> dict[int, _Location]:
     """By the parameters' identity."""
     rank, found = model.process_group.rank(), {}
-    place_of = places(model.units)
+    location_of = parameter_locations(model.units)
     for param in model.module.parameters():
-        if id(param) in place_of:
-            unit, position = place_of[id(param)]
+        if id(param) in location_of:
+            unit, position = location_of[id(param)]
             first, count = unit.cuts[position].owned(rank)
             shape, sharded = unit.layouts[position][0], True
         else:
             first, count, shape, sharded = 0, param.numel(), param.shape, False
-        found[id(param)] = _Place(
+        found[id(param)] = _Location(
             param=param,
             sharded=sharded,
             shape=shape,
@@ -247,14 +247,16 @@ def _places(model: FullyShardedDataParallel) -> dict[int, _Place]:
     return found
 
 
-def _state_place(optimizer: Optimizer, param: Tensor, place_of: dict[int, _Place]) -> _Place:
+def _state_place(
+    optimizer: Optimizer, param: Tensor, location_of: dict[int, _Location]
+) -> _Location:
     """What of the state of a parameter this rank holds: that of its shard, or as owner, all."""
-    place = place_of[id(param)]
+    location = location_of[id(param)]
     if not isinstance(optimizer, WholeMatrixOptimizer):
-        return place
+        return location
     size, stride = optimizer.layout_of(param)
     owns = optimizer.whole_of(param) is not None
-    return _Place(
+    return _Location(
         param=torch.empty_strided(size, stride, dtype=param.dtype, device="meta"),
         sharded=False,
         shape=size,
@@ -264,25 +266,29 @@ def _state_place(optimizer: Optimizer, param: Tensor, place_of: dict[int, _Place
     )
 
 
-def _add_range(ranges: dict[str, Range], key: str, values: Tensor, place: _Place) -> None:
+def _add_range(ranges: dict[str, Range], key: str, values: Tensor, location: _Location) -> None:
     from shard_optim.checkpoint.storage import Range
 
-    if place.saves:
+    if location.saves:
         ranges[key] = Range(
-            values=place.flat(values.detach()), offset=place.first, total=place.shape.numel()
+            values=location.flat(values.detach()),
+            offset=location.first,
+            total=location.shape.numel(),
         )
 
 
-def _want_range(ranges: dict[str, Range], stored: dict[str, Any], key: str, place: _Place) -> None:
+def _want_range(
+    ranges: dict[str, Range], stored: dict[str, Any], key: str, location: _Location
+) -> None:
     from shard_optim.checkpoint.storage import Range
 
     if key not in stored:
         raise ValueError(
             f"the checkpoint must hold {key}, but it does not. Load one of the same model."
         )
-    values = torch.empty(place.count, dtype=stored[key].properties.dtype)
-    if place.count:
-        ranges[key] = Range(values=values, offset=place.first, total=place.shape.numel())
+    values = torch.empty(location.count, dtype=stored[key].properties.dtype)
+    if location.count:
+        ranges[key] = Range(values=values, offset=location.first, total=location.shape.numel())
 
 
 def _add_state(
@@ -290,21 +296,21 @@ def _add_state(
     ranges: dict[str, Range],
     index: int,
     state: dict[str, Any],
-    place: _Place,
+    location: _Location,
 ) -> None:
     values: dict[str, Any] = {}
     for key, value in state.items():
         if not isinstance(value, Tensor):
             values[key] = value
-        elif value.shape == place.param.shape and value.ndim > 0:
-            _add_range(ranges, f"state.{index}.elements.{key}", value, place)
+        elif value.shape == location.param.shape and value.ndim > 0:
+            _add_range(ranges, f"state.{index}.elements.{key}", value, location)
         elif value.numel() == 1:
             values[key] = value.detach().cpu()
         else:
             raise ValueError(
                 "an optimizer of shards must keep one value per element or one per parameter, but "
                 f"got {key!r} of shape {tuple(value.shape)} for a shard of "
-                f"{tuple(place.param.shape)}. Use an optimizer that treats every element alike."
+                f"{tuple(location.param.shape)}. Use an optimizer that treats every element alike."
             )
     if values:
         items[f"state.{index}.values"] = values
@@ -313,7 +319,7 @@ def _add_state(
 def _install(
     optimizer: Optimizer,
     params: list[Tensor],
-    place_of: dict[int, _Place],
+    location_of: dict[int, _Location],
     named: dict[int, list[tuple[str, str, str]]],
     items: dict[str, Any],
     ranges: dict[str, Range],
@@ -321,18 +327,18 @@ def _install(
     """Loads the optimizer's state through its own ``load_state_dict``."""
     states: dict[int, dict[str, Any]] = {}
     for index, param in enumerate(params):
-        place = _state_place(optimizer, param, place_of)
-        if place.count == 0 and not place.sharded:
+        location = _state_place(optimizer, param, location_of)
+        if location.count == 0 and not location.sharded:
             continue  # another rank owns the whole parameter
         state: dict[str, Any] = {}
         for name, kind, key in named.get(index, ()):
             if kind == "values":
                 state |= items[name]
             elif kind == "elements":
-                state[key] = torch.empty_like(place.param, device="cpu")
+                state[key] = torch.empty_like(location.param, device="cpu")
                 if name in ranges:
                     state[key] = state[key].to(ranges[name].values.dtype)
-                    place.fill(state[key], ranges[name].values)
+                    location.fill(state[key], ranges[name].values)
         if state:
             states[index] = state
     groups = [
@@ -358,12 +364,12 @@ def _optimizer_params(model: FullyShardedDataParallel, optimizer: Optimizer) -> 
 
 
 def _header(
-    optimizer: Optimizer, params: list[Tensor], place_of: dict[int, _Place]
+    optimizer: Optimizer, params: list[Tensor], location_of: dict[int, _Location]
 ) -> dict[str, Any]:
     """The same as for an optimizer of whole parameters."""
     return {
         "optimizer": getattr(optimizer, "optimizer_cls", type(optimizer)).__qualname__,
-        "shapes": [tuple(place_of[id(param)].shape) for param in params],
+        "shapes": [tuple(location_of[id(param)].shape) for param in params],
         "param_groups": pack_groups(optimizer.param_groups),
     }
 

@@ -18,7 +18,7 @@ from shard_optim.communication import all_gather, guarded
 from shard_optim.exchange import all_gather_values
 from shard_optim.fully_sharded.checkpoint import _optimizer_params
 from shard_optim.fully_sharded.checks import check_wrapper
-from shard_optim.fully_sharded.state import flat_slice, places
+from shard_optim.fully_sharded.state import flat_slice, parameter_locations
 from shard_optim.fully_sharded.unit import Unit
 from shard_optim.fully_sharded.whole import WholeMatrixOptimizer
 from shard_optim.fully_sharded.wrapper import FullyShardedDataParallel
@@ -48,10 +48,10 @@ def full_optimizer_state(
         CollectiveError: if a peer died or timed out.
     """
     check_wrapper(model, FullyShardedDataParallel)
-    place_of = places(model.units)
+    location_of = parameter_locations(model.units)
     states: dict[int, dict[str, Any]] = {}
     for index, param in enumerate(_optimizer_params(model, optimizer)):
-        unit, position = place_of.get(id(param), (None, 0))
+        unit, position = location_of.get(id(param), (None, 0))
         entries = optimizer.state.get(param, {}).items()
         if isinstance(optimizer, WholeMatrixOptimizer):
             entries = _from_owner(model, optimizer, param)
@@ -127,9 +127,9 @@ def load_full_optimizer_state(
     """
     check_wrapper(model, FullyShardedDataParallel)
     params = _optimizer_params(model, optimizer)
-    place_of = places(model.units)
+    location_of = parameter_locations(model.units)
     shapes = [
-        place_of[id(p)][0].layouts[place_of[id(p)][1]][0] if id(p) in place_of else p.shape
+        location_of[id(p)][0].layouts[location_of[id(p)][1]][0] if id(p) in location_of else p.shape
         for p in params
     ]
     words = "the loading of an optimizer's full state"
@@ -147,7 +147,7 @@ def load_full_optimizer_state(
     states: dict[int, dict[str, Any]] = {}
     for index, entries in plan["state"].items():
         param, state = params[index], {}
-        unit, position = place_of.get(id(param), (None, 0))
+        unit, position = location_of.get(id(param), (None, 0))
         for key, (value, dtype) in entries.items():
             if dtype is None:
                 state[key] = value

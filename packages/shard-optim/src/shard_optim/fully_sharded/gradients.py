@@ -99,7 +99,7 @@ class GradientStore:
 
     def take(self, positions: Sequence[int]) -> list[Tensor | None]:
         """Whole gradients since the last reduction; autograd's own tensors if there are any."""
-        taken: list[Tensor | None] = []
+        grads: list[Tensor | None] = []
         for position in positions:
             param, kept = self._params[position], self._unreduced[position]
             grad = param.grad
@@ -108,8 +108,8 @@ class GradientStore:
             if kept is not None:
                 self._unreduced[position] = None
                 grad = kept if grad is None else kept.add_(grad)
-            taken.append(grad)
-        return taken
+            grads.append(grad)
+        return grads
 
     def keep(self) -> None:
         """Keeps what arrived for a later reduction, summed in the resting dtype."""

@@ -125,16 +125,16 @@ class ReplicatedParameters:
         recording = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if not recording:
             self._compare_orders()
-        taken = []
+        given = []
         flags = list(present)
         for position, (param, name) in enumerate(zip(self.params, self.names, strict=True)):
             grad = self.gradients.take([position])[0] if param.requires_grad else None
             check_gradient(grad, name)
-            taken.append(grad)
+            given.append(grad)
             flags.append(grad is not None or not param.requires_grad)
         grads = [
             torch.zeros_like(param) if grad is None else grad
-            for param, grad in zip(self.params, taken, strict=True)
+            for param, grad in zip(self.params, given, strict=True)
         ]
         if all(flags):
             told = torch.ones(len(flags), dtype=self._dtype, device=self._device)

@@ -161,7 +161,7 @@ class Schedule:
             for unit in call.units:
                 unit.slot.wait()
                 unit.materialize()
-            self._gather_ahead(self._place[call.units[-1]], 1)
+            self._gather_ahead(self._index_of[call.units[-1]], 1)
             try:
                 outputs = call.call(*args, **kwargs)
             finally:
@@ -176,7 +176,7 @@ class Schedule:
     def _expect_order(self, units: Sequence[Unit]) -> None:
         """Units are gathered ahead in this order: that of the last forward."""
         self._order = list(units)
-        self._place = {unit: place for place, unit in enumerate(units)}
+        self._index_of = {unit: index for index, unit in enumerate(units)}
 
     def _gather(self, unit: Unit) -> None:
         """Launches the gather of the unit's present values, unless it has been launched."""
@@ -194,11 +194,11 @@ class Schedule:
         self._order_digest = hash((self._order_digest, self._number[unit]))
         unit.launch_gather(self._generation)
 
-    def _gather_ahead(self, place: int, direction: int) -> None:
+    def _gather_ahead(self, index: int, direction: int) -> None:
         """Launches the gathers of the units after a place, but never over one that is used."""
-        present = self._order[place] if place < len(self._order) else None
+        present = self._order[index] if index < len(self._order) else None
         for distance in range(1, self._prefetch + 1):
-            ahead = place + direction * distance
+            ahead = index + direction * distance
             if not 0 <= ahead < len(self._order):
                 return
             following = self._order[ahead]
@@ -233,7 +233,7 @@ class Schedule:
             self._check_first_order()
             for unit in call.units:
                 self._prepare_backward(unit)
-            self._gather_ahead(self._place[call.units[0]], -1)
+            self._gather_ahead(self._index_of[call.units[0]], -1)
 
         return on_output_gradient
 
@@ -329,12 +329,14 @@ class Schedule:
             self._reduce(unit)
         while self._reductions:
             self._reductions.popleft().land()
-        places = [(unit, position) for unit in trainable for position in unit.reduce_plan.positions]
-        present = [position in self._present[unit] for unit, position in places]
+        parameters = [
+            (unit, position) for unit in trainable for position in unit.reduce_plan.positions
+        ]
+        present = [position in self._present[unit] for unit, position in parameters]
         digest, self._order_digest = self._order_digest, 0
         anywhere = self.replicated.reduce(present, digest)
         if not all(anywhere):
-            for (unit, position), used in zip(places, anywhere, strict=True):
+            for (unit, position), used in zip(parameters, anywhere, strict=True):
                 if not used:
                     unit.gradients.drop(position)
 

@@ -15,7 +15,7 @@ from shard_optim.fully_sharded.unit import Unit
 from shard_optim.layout import in_memory_order
 
 
-def places(units: Sequence[Unit]) -> dict[int, tuple[Unit, int]]:
+def parameter_locations(units: Sequence[Unit]) -> dict[int, tuple[Unit, int]]:
     """Where each sharded parameter lies, by its identity: its unit and its position there."""
     return {
         id(param): (unit, position) for unit in units for position, param in enumerate(unit.params)
@@ -27,10 +27,10 @@ def whole_parameters(
     module: nn.Module, units: Sequence[Unit], group: dist.ProcessGroup
 ) -> Iterator[tuple[str, Tensor]]:
     """Every parameter of ``module`` with its name, in order; every rank iterates to the end."""
-    place_of = places(units)
+    location_of = parameter_locations(units)
     for name, param in module.named_parameters():
-        if id(param) in place_of:
-            unit, position = place_of[id(param)]
+        if id(param) in location_of:
+            unit, position = location_of[id(param)]
             yield name, whole_parameter(unit, position, unit.shard, group)
         else:
             yield name, param.detach().clone()
@@ -62,13 +62,13 @@ def shards_of(
     Raises:
         ValueError: if a tensor has neither a parameter's whole shape nor its shard's.
     """
-    place_of = places(units)
+    location_of = parameter_locations(units)
     found = {}
     for name, param in module.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
         given = state_dict.get(name)
-        if id(param) not in place_of or not isinstance(given, Tensor):
+        if id(param) not in location_of or not isinstance(given, Tensor):
             continue
-        unit, position = place_of[id(param)]
+        unit, position = location_of[id(param)]
         size, stride = unit.layouts[position]
         shard = unit.shard_views[position]
         if given.shape == size:
@@ -96,11 +96,11 @@ def load_full(
     Raises:
         ValueError: on every rank, if names or shapes differ; nothing has changed then.
     """
-    place_of = places(units)
+    location_of = parameter_locations(units)
     targets = module.state_dict(keep_vars=True)
     shapes = {}
     for name, target in targets.items():
-        unit, position = place_of.get(id(target), (None, 0))
+        unit, position = location_of.get(id(target), (None, 0))
         shapes[name] = target.shape if unit is None else unit.layouts[position][0]
     first = ranks.first
     problem = _difference(state_dict, shapes) if first else None
@@ -112,7 +112,7 @@ def load_full(
             "dict of this model."
         )
     for name, target in targets.items():
-        unit, position = place_of.get(id(target), (None, 0))
+        unit, position = location_of.get(id(target), (None, 0))
         whole = torch.empty(shapes[name], dtype=target.dtype, device=device)
         if first:
             assert state_dict is not None

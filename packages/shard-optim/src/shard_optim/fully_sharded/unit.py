@@ -62,7 +62,7 @@ class Cut:
 
 
 def plan_cuts(numels: Sequence[int], world_size: int) -> list[Cut]:
-    """Equal ranges of every parameter, parameters back to back at aligned places."""
+    """Equal ranges of every parameter, parameters back to back at aligned offsets."""
     cuts, shard, whole = [], 0, 0
     for numel in numels:
         chunk = -(-numel // world_size)
@@ -93,7 +93,7 @@ class ReducePlan:
 
 
 def plan_reduction(positions: list[int], cuts: Sequence[Cut], rank: int) -> ReducePlan:
-    """Ranges back to back at aligned places.
+    """Ranges back to back at aligned offsets.
 
     Args:
         positions: of the parameters to reduce.

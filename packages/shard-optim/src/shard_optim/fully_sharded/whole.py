@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from shard_optim.communication import guarded
 from shard_optim.fully_sharded.checks import check_wrapper
-from shard_optim.fully_sharded.state import places
+from shard_optim.fully_sharded.state import parameter_locations
 from shard_optim.fully_sharded.unit import Cut, Unit
 from shard_optim.fully_sharded.wrapper import FullyShardedDataParallel
 from shard_optim.wrapped import as_groups, default_settings, settings_of
@@ -141,7 +141,7 @@ class WholeMatrixOptimizer(Optimizer):
         groups = as_groups(params)
         self.optimizer_cls = optimizer_cls
         self._group = model.process_group
-        self._place_of: dict[int, tuple[Unit, int]] = places(model.units)
+        self._location_of: dict[int, tuple[Unit, int]] = parameter_locations(model.units)
         self._matrices: dict[Tensor, _Matrix] = {}
         super().__init__(groups, default_settings(optimizer_cls, groups, kwargs))
         self._owned = assign_owners(
@@ -171,13 +171,13 @@ class WholeMatrixOptimizer(Optimizer):
             )
         super().add_param_group(param_group)
         for param in self.param_groups[-1]["params"]:
-            if id(param) not in self._place_of:
+            if id(param) not in self._location_of:
                 raise ValueError(
                     "params must be sharded parameters of the model, but got one of shape "
                     f"{tuple(param.shape)} that is not. Give small and foreign parameters to "
                     "another optimizer."
                 )
-            unit, position = self._place_of[id(param)]
+            unit, position = self._location_of[id(param)]
             size, stride = unit.layouts[position]
             self._matrices[param] = _Matrix(
                 param=param,
