@@ -65,7 +65,7 @@ class Background:
         self.start()
         found: list[Any] = []
         for process, place in self._running:
-            process.wait(timeout=800)
+            process.wait(timeout=1500)  # other work may keep all cores busy
             assert process.returncode == 0, (place / "errors").read_text()[-2000:]
             found += map(json.loads, (place / "output").read_text().splitlines())
         return found

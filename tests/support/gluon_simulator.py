@@ -497,6 +497,7 @@ def load(module: types.ModuleType, machine: Machine, **changes: Any) -> dict[str
         cdiv=lambda a, b: -(-a // b),
         where=_where,
         cast=lambda x, dtype: x,
+        to_tensor=lambda x: x,
         zeros=lambda shape, dtype, layout: Tensor(np.zeros(shape), layout),
         arange=lambda start, end, layout=None: Tensor(np.arange(start, end), layout),
         full=lambda shape, value, dtype, layout: Tensor(np.full(shape, value), layout),

@@ -81,7 +81,7 @@ REQUESTS = [dataclasses.asdict(request) for request in (*_script.shipped(), *SIN
 def config_of(row: dict[str, Any]) -> Any:
     options = resolve_options(head_dim=row["head_dim"], **row["options"])
     if row["direction"] == "backward":
-        return backward_config(row["head_dim"], options)
+        return backward_config(head_dims_of(row), options)
     return forward_config(head_dims_of(row), row["lengths"][0], options)
 
 

@@ -22,13 +22,14 @@ def strides_div8(x: Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("n_queries", "head_dim"), [(64, 64), (130, 40), (100, 128), (200, 72), (130, 192), (70, 136)]
+    ("n_queries", "head_dim"),
+    [(64, 64), (130, 40), (100, 128), (200, 72), (130, 192), (70, 136), (70, 256), (64, 200)],
 )
 def test_the_sum_of_dq_is_put_in_order(n_queries: int, head_dim: int) -> None:
     width = 64 if head_dim <= 64 else 128
     parts = 1
     if head_dim > 128:
-        width, parts = 64, 3
+        width, parts = 64, -(-head_dim // 64)
     n_padded = -(-n_queries // 128) * 128
     dq = torch.randn(BATCH, HEADS, n_padded, parts * width)
     # As wgmma leaves (64, 64) blocks: of row r and column c, c // 8, r // 16, r % 8, c % 8 // 2,
@@ -54,12 +55,13 @@ def test_the_sum_of_dq_is_put_in_order(n_queries: int, head_dim: int) -> None:
 @pytest.mark.parametrize("has_dl", [False, True])
 @pytest.mark.parametrize("scale", [0.125, -0.3, 1e-30])
 @pytest.mark.parametrize(
-    ("n_queries", "head_dim", "sum_parts"), [(64, 64, 1), (130, 40, 1), (100, 72, 1), (70, 128, 3)]
+    ("n_queries", "head_dim", "sum_parts"),
+    [(64, 64, 1), (130, 40, 1), (100, 72, 1), (70, 128, 3), (70, 200, 4)],
 )
 def test_statistics_and_zeros(
     n_queries: int, head_dim: int, sum_parts: int, scale: float, has_dl: bool
 ) -> None:
-    width = 64 if head_dim <= 64 else 128
+    width = next(width for width in (64, 128, 256) if head_dim <= width)
     n_padded = -(-n_queries // 128) * 128
     shape = (BATCH, HEADS, n_queries)
     out, grad_out = torch.randn(2, *shape, head_dim).half()

@@ -23,13 +23,14 @@ if triton_versions.refusal() is not None:
 
 from flashattn_triton.hopper import (
     backward,
+    backward_256,
     backward_kernel,
     backward_wide,
     forward,
     forward_kernel,
     scores,
 )
-from flashattn_triton.hopper.configs import backward_config, tile_width
+from flashattn_triton.hopper.configs import backward_config, forward_widths, tile_width
 from flashattn_triton.hopper.launch import FastLaunch, TileMap, edges
 from flashattn_triton.hopper.schedule import FIELDS, packed_tiles_kernel
 from flashattn_triton.launch import Packing
@@ -148,13 +149,16 @@ def check_forward(problem: Problem, seed: int, **changes: Any) -> None:
 
 def check_backward(problem: Problem, seed: int, **changes: Any) -> None:
     q, k, v, do = problem.inputs(seed)
-    scale, width = problem.options.scale, tile_width(problem.head_dim)
+    scale = problem.options.scale
+    head_dims = problem.head_dim, problem.value_dim or problem.head_dim
+    width, _ = forward_widths(head_dims)
     keys, values = map(problem.repeated, (k, v))
     p, lse = problem.probabilities(q, keys)
     delta = (p @ values * do).sum(3)
     ds = p * (do @ values.swapaxes(2, 3) - delta[..., None]) * problem.scores(q, keys)[1]
 
-    queries, n_queries = backward_config(problem.head_dim, problem.options).queries, q.shape[2]
+    queries = backward_config(head_dims, problem.options).queries
+    n_queries = q.shape[2]
     n_padded = -(-n_queries // queries) * queries
     # In parts, as the kernel that comes before has it; far where P is to be 0.
     added = np.zeros((*q.shape[:2], n_padded, 2))
@@ -172,7 +176,7 @@ def check_backward(problem: Problem, seed: int, **changes: Any) -> None:
     turns = counters(dq_sum, queries, problem.options)
     memory = [q, k, v, do, statistics, dq_sum, dk, dv]
     if width > 128:
-        run(launch, backward_wide, memory, seed, changes)
+        run(launch, backward_256 if width == 256 else backward_wide, memory, seed, changes)
     else:
         run(launch, backward_kernel, [*memory, None, turns], seed, changes)
     dq = in_order(dq_sum)[:, :, :n_queries, : problem.head_dim]
@@ -295,7 +299,15 @@ def test_backward_on_random_schedules(name: str, head_dim: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "head_dim", "value_dim"),
-    [(name, 192, 128) for name in PROBLEMS if "window" not in name] + [("causal", 136, 72)],
+    [
+        *(
+            (name, *x)
+            for name in PROBLEMS
+            if "window" not in name
+            for x in [(192, 128), (256, 256)]
+        ),
+        *(("causal", 136, 72), ("bottom-right, grouped", 200, 144), ("two steps", 40, 248)),
+    ],
 )
 def test_backward_of_wide_heads(name: str, head_dim: int, value_dim: int) -> None:
     problem = problem_of(head_dim=head_dim, value_dim=value_dim, **PROBLEMS[name])
@@ -403,7 +415,7 @@ def test_packed_backward_on_random_schedules(name: str, head_dim: int) -> None:
     seed = list(PACKED).index(name)
     packed = packed_problem(name, head_dim, seed)
     scale, width, heads = packed.options.scale, tile_width(head_dim), packed.problems[0].heads[0]
-    queries = backward_config(head_dim, packed.options).queries
+    queries = backward_config((head_dim, head_dim), packed.options).queries
     meta_q, meta_k = packed.meta(0), packed.meta(1)
     tensors = [meta_q, meta_k, meta_k, meta_q, meta_q]
     call = backward.hopper_backward_call(tensors, None, packed.options, packed.packing)

@@ -198,7 +198,7 @@ def _choose(
             tiling=chosen,
             reason=gpu.name,
             ordered=by_name or eligibility.orders_gradients(options),
-            forward_only=eligibility.forward_only(head_dims, options),
+            forward_only=eligibility.forward_only(head_dims, options, by_name),
             dense_gradients=eligibility.is_wide(head_dims),
         )
     if implementation == "hopper":
@@ -319,12 +319,11 @@ def explain(
         tensors=mask_and_bias.names,
     )
     lines = [f"tier: {plan.tier} ({plan.reason})"]
+    head_dims = query.shape[-1], value.shape[-1]
     if plan.tier == "hopper":
-        lines.append(
-            describe_forward((query.shape[-1], value.shape[-1]), query.shape[-2], resolved)
-        )
+        lines.append(describe_forward(head_dims, query.shape[-2], resolved))
     if plan.runs_hopper_backward(resolved):
-        lines.append(describe_backward(query.shape[-1], resolved))
+        lines.append(describe_backward(head_dims, resolved))
     elif plan.tiling is not None:
         kernels = {} if plan.tier == "hopper" else {"forward": plan.tiling.forward}
         if plan.tiling.fused is not None and not resolved.deterministic:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from flashattn_triton.hopper.backward_kernel import hopper_backward_kernel
 from flashattn_triton.hopper.backward_products import OWN, STATISTICS
-from flashattn_triton.hopper.backward_wide import wide_launches
 from flashattn_triton.hopper.configs import backward_config, columns_in_use, tile_width
 from flashattn_triton.hopper.eligibility import is_wide
 from flashattn_triton.hopper.launch import FastLaunch, edges, packed_tile_map, tile_map
@@ -23,6 +22,7 @@ from flashattn_triton.hopper.packed import (
 )
 from flashattn_triton.hopper.preprocess import ROWS, postprocess_kernel, preprocess_kernel
 from flashattn_triton.hopper.schedule import FIELDS, KEYS
+from flashattn_triton.hopper.wide_launches import wide_launches, wide_tiles
 from flashattn_triton.launch import (
     Packing,
     Sizes,
@@ -182,6 +182,7 @@ def _backward_call(
     dq_stride, dk_stride, dv_stride = (x.stride() for x in gradients)
     if is_wide((head_dim, value_dim)):
         wide = wide_launches(
+            wide_tiles((head_dim, value_dim)),
             dtype,
             shapes,
             strides,
@@ -198,7 +199,7 @@ def _backward_call(
             statistics=wide.statistics,
             shared=wide.shared,
         )
-    queries, width = backward_config(head_dim, options).queries, tile_width(head_dim)
+    queries, width = backward_config((head_dim, value_dim), options).queries, tile_width(head_dim)
     rows = -(-n_queries // queries) * queries * batch * heads
     programs = (rows // ROWS, -(-n_keys // KEYS.value) * batch * kv_heads)
     query_tiles = key_tiles = None

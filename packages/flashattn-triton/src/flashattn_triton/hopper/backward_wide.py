@@ -1,6 +1,6 @@
 # Kernels are typed by Triton's compiler, not by annotations.
 # mypy: disable-error-code="no-untyped-def,attr-defined,assignment"
-"""The backward pass on sm_90 of heads up to 192 wide, with values up to 128: kernel and launcher.
+"""The backward pass on sm_90 of heads up to 192 wide, with values up to 128: the kernel.
 
 The division of labour, the formulas and the barriers are those of ``backward_kernel``: a program
 owns 128 keys, two consumers 64 each, and dQ is one step late. What differs comes from registers. dK
@@ -20,10 +20,6 @@ key, E of value.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -47,10 +43,7 @@ from flashattn_triton.hopper.backward_kernel import (
     wrapped,
 )
 from flashattn_triton.hopper.backward_products import OWN, STATISTICS, subtract
-from flashattn_triton.hopper.launch import FastLaunch, edges, tile_map
-from flashattn_triton.hopper.preprocess import ROWS, postprocess_kernel, preprocess_kernel
 from flashattn_triton.hopper.schedule import (
-    FIELDS,
     KEYS,
     key_tile_of_program,
     load_tile,
@@ -58,7 +51,6 @@ from flashattn_triton.hopper.schedule import (
     store_tile,
     walk,
 )
-from flashattn_triton.hopper.scores import LOG2_E
 from flashattn_triton.hopper.support import (
     exp2,
     named_barrier_arrive_at,
@@ -66,8 +58,6 @@ from flashattn_triton.hopper.support import (
     reduce_add,
     tma_load,
 )
-from flashattn_triton.launch import Strides, stride_numbers
-from flashattn_triton.options import AttentionOptions
 
 QUERIES = gl.constexpr(64)  # of a step
 HALF = gl.constexpr(32)  # queries whose scores a consumer holds at a time
@@ -475,126 +465,3 @@ def wide_backward_kernel(
             is_causal,
         )),
     ], [4, 4], [240, 240])  # fmt: skip
-
-
-# ---- launcher ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class WideLaunches:
-    """The three kernels; ``statistics``: bytes before the sum of dQ in the memory that they share,
-    ``shared``: its fp32 elements."""
-
-    preprocess: FastLaunch
-    main: FastLaunch
-    postprocess: FastLaunch
-    statistics: int
-    shared: int
-
-
-def wide_launches(
-    dtype: torch.dtype,
-    shapes: Sequence[torch.Size],
-    strides: Sequence[Strides],
-    gradient_strides: Sequence[Strides],
-    grad_logsumexp_stride: Strides | None,
-    options: AttentionOptions,
-) -> WideLaunches:
-    """The launches for one kind of input.
-
-    Args:
-        dtype: of all tensors.
-        shapes: of Q, K and V.
-        strides: of Q, K, V, O and dO.
-        gradient_strides: of dQ, dK and dV.
-        grad_logsumexp_stride: of dL, or None for zero.
-        options: without a window's left edge, soft-cap, and order.
-    """
-    (batch, heads, n_queries, head_dim), (_, kv_heads, n_keys, _), (*_, value_dim) = shapes
-    q_stride, k_stride, v_stride, o_stride, do_stride = strides
-    dq_stride, dk_stride, dv_stride = gradient_strides
-    do_shape = (batch, heads, n_queries, value_dim)
-    queries, part, values = QUERIES.value, PART.value, VALUES.value
-    padded = -(-n_queries // queries) * queries
-    rows = padded * batch * heads
-    columns = STATISTICS.value
-    fp32 = torch.float32
-    numbers = {"N_QUERIES": n_queries, "N_PADDED": padded, "N_HEADS": heads}
-    dense = {"ROWS": ROWS, "PACKED": False, "FIELDS": FIELDS.value, "QUERIES": queries}
-
-    def stride_div8(stride: Strides) -> list[int]:
-        return [s // 8 for s in stride[:3]]
-
-    has_dl = grad_logsumexp_stride is not None
-    preprocess = FastLaunch(
-        preprocess_kernel,
-        rows // ROWS,
-        [dtype, dtype, fp32, fp32 if has_dl else None, torch.bfloat16, fp32, None],
-        {
-            **stride_numbers(
-                o=stride_div8(o_stride),
-                do=stride_div8(do_stride),
-                dl=grad_logsumexp_stride or (0, 0, 0),
-            ),
-            **numbers,
-            "D_DIV8": value_dim // 8,
-            "factor": -1.0 / options.scale,
-        },
-        {
-            **dense,
-            "WIDTH": values,
-            "NARROW": value_dim < values,
-            "SUM_PARTS": PARTS.value,
-            "SUM_WIDTH": part,
-            "HAS_DL": has_dl,
-        },
-    )
-    postprocess = FastLaunch(
-        postprocess_kernel,
-        rows // ROWS,
-        [fp32, dtype, None],
-        {
-            **stride_numbers(q=stride_div8(dq_stride)),
-            **numbers,
-            "D_DIV8": head_dim // 8,
-            "scale": options.scale,
-        },
-        {
-            **dense,
-            "WIDTH": part,
-            "NARROW": head_dim < PARTS.value * part,
-            "SUM_PARTS": PARTS.value,
-        },
-    )
-    offset, _ = edges(n_queries, n_keys, options)
-    main = FastLaunch(
-        wide_backward_kernel,
-        -(-n_keys // KEYS.value) * batch * kv_heads,
-        [
-            tile_map(shapes[0], q_stride, [1, 1, queries, part], dtype),
-            tile_map(shapes[1], k_stride, [1, 1, KEYS.value, part], dtype),
-            tile_map(shapes[2], v_stride, [1, 1, KEYS.value, values], dtype),
-            tile_map(do_shape, do_stride, [1, 1, queries, values], dtype),
-            tile_map([rows, columns], [columns, 1], [queries, columns], torch.bfloat16),
-            fp32,
-            tile_map(shapes[1], dk_stride, [1, 1, OWN.value, part], dtype),
-            tile_map(shapes[2], dv_stride, [1, 1, OWN.value, values], dtype),
-        ],
-        {
-            "N_QUERIES": n_queries,
-            "N_KEYS": n_keys,
-            "N_KV_HEADS": kv_heads,
-            "HEADS_PER_KV": heads // kv_heads,
-            "offset": offset,
-            "scale": options.scale,
-            "scale_log2": options.scale * LOG2_E.value,
-        },
-        {"RAGGED": n_keys % KEYS.value != 0, "is_causal": options.band[1] is not None},
-    )
-    return WideLaunches(
-        preprocess=preprocess,
-        main=main,
-        postprocess=postprocess,
-        statistics=rows * columns * 2,
-        shared=rows * (columns // 2 + PARTS.value * part),
-    )

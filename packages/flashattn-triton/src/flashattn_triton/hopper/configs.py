@@ -44,14 +44,16 @@ class ForwardConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardConfig:
-    """The backward kernel's shape: 128 keys by two consumers of 64, two stages, 240 registers.
+    """The backward kernel's shape: two consumers, two stages, 240 registers.
 
     queries: per step, so many that a consumer's half of a tile of dQ is 64 x 64.
     spills: bytes that one thread may spill, as ptxas counts them (stores and loads).
+    keys: of a program. Consumers own 64 of 128; of 64 they share all, and split the columns.
     """
 
     queries: int
     spills: int
+    keys: int = 128
 
 
 _TWO = ForwardConfig(consumers=2, keys=128, stages=2, registers=240)
@@ -83,6 +85,8 @@ BACKWARD = {
     # Queries are computed in halves, dK and dV take two thirds of the registers.
     (192, True): BackwardConfig(queries=64, spills=2312),
     (192, False): BackwardConfig(queries=64, spills=992),
+    (256, True): BackwardConfig(queries=64, spills=0, keys=64),
+    (256, False): BackwardConfig(queries=64, spills=0, keys=64),
 }
 # Where a window has a left edge, whatever the mask. Keys: width of tiles.
 FORWARD_WINDOW = {
@@ -99,7 +103,7 @@ BACKWARD_WINDOW = {
 
 def tile_width(head_dim: int) -> int:
     """Columns of the tiles that ``head_dim`` is computed with; the TMA fills up zeros."""
-    return next(width for width in (64, 128, 192) if head_dim <= width)
+    return next(width for width in (64, 128, 192, 256) if head_dim <= width)
 
 
 def columns_in_use(head_dim: int, width: int) -> int:
@@ -130,12 +134,13 @@ def forward_config(
     return next(config for limit, config in rows if n_queries <= limit)
 
 
-def backward_config(head_dim: int, options: AttentionOptions) -> BackwardConfig:
+def backward_config(head_dims: tuple[int, int], options: AttentionOptions) -> BackwardConfig:
     """The shipped table's entry."""
     left, right = options.band
+    width, _ = forward_widths(head_dims)
     if left is not None:
-        return BACKWARD_WINDOW[tile_width(head_dim)]
-    return BACKWARD[tile_width(head_dim), right is not None]
+        return BACKWARD_WINDOW[width]
+    return BACKWARD[width, right is not None]
 
 
 def describe_forward(head_dims: tuple[int, int], n_queries: int, options: AttentionOptions) -> str:
@@ -147,11 +152,11 @@ def describe_forward(head_dims: tuple[int, int], n_queries: int, options: Attent
     )
 
 
-def describe_backward(head_dim: int, options: AttentionOptions) -> str:
+def describe_backward(head_dims: tuple[int, int], options: AttentionOptions) -> str:
     """The backward kernel's shape in words."""
-    config = backward_config(head_dim, options)
+    config = backward_config(head_dims, options)
     order = " in a fixed order" if options.deterministic else ""
     return (
-        f"backward, fused (dQ by fp32 addition{order}): {config.queries} queries x 128 keys, "
-        f"2 consumers of 4 warps, 2 stages"
+        f"backward, fused (dQ by fp32 addition{order}): {config.queries} queries x {config.keys} "
+        f"keys, 2 consumers of 4 warps, 2 stages"
     )

@@ -1,0 +1,357 @@
+# Kernels are typed by Triton's compiler, not by annotations.
+# mypy: disable-error-code="no-untyped-def,attr-defined,assignment"
+"""The backward pass on sm_90 of heads up to 256 wide: the kernel.
+
+Formulas and producer are those of ``backward_kernel``. The division of labour differs, because dK
+and dV of 64 keys take 256 registers of a thread in one warp group: a program owns 64 keys, and two
+consumers split the columns. Of each tile of 64 queries a consumer computes
+
+    Sᵀ, Pᵀ, dPᵀ, dSᵀ of 32 queries, which meet the other half in shared memory
+    128 columns of dV += Pᵀ dO and of dK += dSᵀ Q, and of the tile's dQ = dS K
+
+The scores of the next tile are issued with dV and dK of this one, and its exponentials run beside
+the first half of dQ. The second half of dQ is written over the first one: the same value is the
+accumulator of both products, which otherwise take so many registers that ptxas runs every product
+by itself.
+
+Legend: B batch, H query heads, G key/value heads, N_q queries, N_k keys, D head_dim of query and
+key, E of value.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from flashattn_triton.hopper.backward_kernel import (
+    CONSUMERS,
+    DO_EMPTY,
+    EVERYBODY,
+    Q_EMPTY,
+    STAGES,
+    apply_mask,
+    fragment_offsets,
+)
+from flashattn_triton.hopper.backward_products import STATISTICS, subtract
+from flashattn_triton.hopper.schedule import load_tile, store_tile
+from flashattn_triton.hopper.support import (
+    exp2,
+    named_barrier_arrive_at,
+    named_barrier_sync,
+    named_barrier_sync_at,
+    reduce_add,
+    tma_load,
+)
+
+TILE = gl.constexpr(64)  # keys of a program, queries of a step
+WIDTH = gl.constexpr(256)  # columns of all tiles
+HALF = gl.constexpr(32)  # queries whose scores a consumer computes
+COLUMNS = gl.constexpr(128)  # of the gradients, of a consumer
+PART = gl.constexpr(64)  # columns of dQ that a consumer computes at a time
+EXCHANGE = gl.constexpr(4)  # the named barrier at which consumers meet
+
+
+@gluon.jit
+def _tiles_of_program(sizes, is_causal: gl.constexpr):
+    """The program's keys: (first key, batch element, key/value head, first and last query tile)."""
+    N_QUERIES, N_KEYS, N_KV_HEADS, _, offset = sizes
+    key_tiles = gl.cdiv(N_KEYS, TILE)
+    group = gl.program_id(0) // key_tiles
+    first_key = (gl.program_id(0) % key_tiles) * TILE
+    n_tiles = gl.cdiv(N_QUERIES, TILE)
+    first = 0
+    if is_causal:  # one tile where no query sees these keys: their gradients are stored, too
+        first = min(max((first_key - offset) // TILE, 0), n_tiles - 1)
+    return first_key, group // N_KV_HEADS, group % N_KV_HEADS, first, n_tiles
+
+
+# ---- producer ------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _producer(loads, full, buffers, sizes, is_causal: gl.constexpr):
+    """Fetches K and V once, then each step's Q with L and delta, and dO."""
+    q_desc, k_desc, v_desc, do_desc, statistics_desc = loads
+    kv_full, q_full, do_full = full
+    k_smem, v_smem, q_smem, do_smem, statistics_smem = buffers
+    TILE_BYTES: gl.constexpr = TILE * WIDTH * 2
+    _, _, N_KV_HEADS, HEADS_PER_KV, _ = sizes
+    first_key, batch, kv_head, first, n_tiles = _tiles_of_program(sizes, is_causal)
+    at = (batch,)
+    mbarrier.expect(kv_full, 2 * TILE_BYTES)
+    load_tile(k_desc, at, kv_head, first_key, kv_full, k_smem.index(0), False)
+    load_tile(v_desc, at, kv_head, first_key, kv_full, v_smem.index(0), False)
+    per_head = n_tiles - first
+    steps = per_head * HEADS_PER_KV
+    before = batch * N_KV_HEADS * HEADS_PER_KV  # heads of other batch elements
+    for step in range(steps):
+        slot = step % STAGES
+        head = kv_head * HEADS_PER_KV + step // per_head
+        tile = first + step % per_head
+        if step >= STAGES:
+            named_barrier_sync_at(Q_EMPTY + slot, EVERYBODY)
+        q_arrived = q_full.index(slot)
+        mbarrier.expect(q_arrived, TILE_BYTES + TILE * STATISTICS * 2)
+        load_tile(q_desc, at, head, tile * TILE, q_arrived, q_smem.index(slot), False)
+        row = ((before + head) * n_tiles + tile) * TILE  # of all heads' tiles
+        tma_load(statistics_desc, [row, 0], q_arrived, statistics_smem.index(slot))
+        if step >= STAGES:
+            named_barrier_sync_at(DO_EMPTY + slot, EVERYBODY)
+        do_arrived = do_full.index(slot)
+        mbarrier.expect(do_arrived, TILE_BYTES)
+        load_tile(do_desc, at, head, tile * TILE, do_arrived, do_smem.index(slot), False)
+    # The consumers also release the last tiles.
+    for step in range(max(steps - STAGES, 0), steps):
+        named_barrier_sync_at(Q_EMPTY + step % STAGES, EVERYBODY)
+        named_barrier_sync_at(DO_EMPTY + step % STAGES, EVERYBODY)
+
+
+# ---- consumer ------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _start_scores(buffers, again, slot, CONSUMER: gl.constexpr):
+    """Issues (TILE, HALF) scores less L / scale, and dP less delta, of the consumer's queries."""
+    k_smem, v_smem, q_smem, do_smem, statistics_smem = buffers
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    statistics = statistics_smem.index(slot).slice(CONSUMER * HALF, HALF, dim=0)
+    q_half = q_smem.index(slot).slice(CONSUMER * HALF, HALF, dim=0)
+    do_half = do_smem.index(slot).slice(CONSUMER * HALF, HALF, dim=0)
+    s = gl.zeros([TILE, HALF], gl.float32, SCORES)
+    s = subtract(0, statistics, s, False, SCORES)
+    s = warpgroup_mma(k_smem.index(again), q_half.permute((1, 0)), s, is_async=True)
+    dp = gl.zeros([TILE, HALF], gl.float32, SCORES)
+    v_tile = v_smem.index(again)
+    dp = warpgroup_mma(v_tile, do_half.permute((1, 0)), dp, use_acc=False, is_async=True)
+    dp = subtract(1, statistics, dp, True, SCORES)
+    return s, dp
+
+
+@gluon.jit
+def _start_dq(ds_smem, k_smem, again, dq, SECOND: gl.constexpr, CONSUMER: gl.constexpr):
+    """Issues PART columns of a tile of dQ, in the registers of ``dq``, whatever they hold."""
+    columns = k_smem.index(again).slice(CONSUMER * COLUMNS + SECOND * PART, PART, dim=1)
+    ds = ds_smem.index(0).permute((1, 0))
+    return warpgroup_mma(ds, columns, dq, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add_dq(there, dq, SECOND: gl.constexpr, CONSUMER: gl.constexpr):
+    """Adds what :func:`_start_dq` computed to the tile of the sum that begins ``there``."""
+    FIRST: gl.constexpr = (CONSUMER * 2 + SECOND) * TILE * PART
+    LAYOUT: gl.constexpr = dq.type.layout
+    reduce_add(there + FIRST + fragment_offsets(PART, LAYOUT), dq, gl.to_tensor(True))
+
+
+@gluon.jit
+def _probabilities(
+    s,
+    dp,
+    diagonal,
+    n_keys,
+    scale_log2,
+    DTYPE: gl.constexpr,
+    RAGGED: gl.constexpr,
+    is_causal: gl.constexpr,
+):
+    """(TILE, HALF) P and dS."""
+    p = exp2(s * scale_log2)
+    if is_causal or RAGGED:
+        p = apply_mask(p, diagonal, 0, n_keys, RAGGED, is_causal, False)
+    return p.to(DTYPE), (p * dp).to(DTYPE)
+
+
+@gluon.jit
+def _exchange(p, ds, p_smem, ds_smem, CONSUMER: gl.constexpr):
+    """Writes this consumer's half of P and dS, once nobody reads the tile before."""
+    named_barrier_sync(EXCHANGE, CONSUMERS)
+    p_smem.index(0).slice(CONSUMER * HALF, HALF, dim=1).store(p)
+    ds_smem.index(0).slice(CONSUMER * HALF, HALF, dim=1).store(ds)
+    fence_async_shared()
+    named_barrier_sync(EXCHANGE, CONSUMERS)
+
+
+@gluon.jit
+def _step(
+    full,
+    buffers,
+    p_smem,
+    ds_smem,
+    there,  # this tile of the sum of dQ
+    step,
+    steps,  # in all
+    diagonal,  # of the next tile
+    n_keys,
+    scale_log2,
+    dk,  # (TILE, COLUMNS) fp32, without the scale
+    dv,
+    CONSUMER: gl.constexpr,
+    RAGGED: gl.constexpr,
+    is_causal: gl.constexpr,
+):
+    """dV, dK and dQ of the tile whose P and dS are in shared memory; then P and dS of the next."""
+    _, q_full, do_full = full
+    k_smem, _, q_smem, do_smem, _ = buffers
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    slot = step % STAGES
+    next_slot = (step + 1) % STAGES
+    next_phase = ((step + 1) // STAGES) & 1
+    # Always 0, which the compiler cannot know: it would otherwise keep all addresses within K and V
+    # in registers, of which there are too few.
+    again = step >> 30
+    mbarrier.wait(q_full.index(next_slot), next_phase, pred=step + 1 < steps)
+    mbarrier.wait(do_full.index(next_slot), next_phase, pred=step + 1 < steps)
+    s, dp = _start_scores(buffers, again, next_slot, CONSUMER)  # after the last step of anything
+    do_columns = do_smem.index(slot).slice(CONSUMER * COLUMNS, COLUMNS, dim=1)
+    q_columns = q_smem.index(slot).slice(CONSUMER * COLUMNS, COLUMNS, dim=1)
+    dv = warpgroup_mma(p_smem.index(0), do_columns, dv, is_async=True)
+    dk = warpgroup_mma(ds_smem.index(0), q_columns, dk, is_async=True)
+    s, dp, dk, dv = warpgroup_mma_wait(0, deps=(s, dp, dk, dv))
+    dq = gl.zeros([TILE, PART], gl.float32, DQ)
+    dq = _start_dq(ds_smem, k_smem, again, dq, False, CONSUMER)
+    p, ds = _probabilities(s, dp, diagonal, n_keys, scale_log2, q_smem.dtype, RAGGED, is_causal)
+    dq = warpgroup_mma_wait(0, deps=(dq,))
+    named_barrier_arrive_at(Q_EMPTY + slot, EVERYBODY)
+    named_barrier_arrive_at(DO_EMPTY + slot, EVERYBODY)
+    _add_dq(there, dq, False, CONSUMER)
+    dq = _start_dq(ds_smem, k_smem, again, dq, True, CONSUMER)
+    dq = warpgroup_mma_wait(0, deps=(dq,))
+    _add_dq(there, dq, True, CONSUMER)
+    _exchange(p, ds, p_smem, ds_smem, CONSUMER)
+    return dk, dv
+
+
+@gluon.jit
+def _consumer(
+    dk_desc,
+    dv_desc,
+    full,
+    buffers,
+    p_smem,
+    ds_smem,
+    dq_ptr,
+    scale,
+    scale_log2,
+    sizes,
+    CONSUMER: gl.constexpr,
+    RAGGED: gl.constexpr,
+    is_causal: gl.constexpr,
+):
+    """Half of the columns of dK, dV and each tile of dQ."""
+    kv_full, q_full, do_full = full
+    k_smem, v_smem, q_smem, _, _ = buffers
+    _, N_KEYS, N_KV_HEADS, HEADS_PER_KV, offset = sizes
+    first_key, batch, kv_head, first, n_tiles = _tiles_of_program(sizes, is_causal)
+    n_keys = N_KEYS - first_key
+    per_head = n_tiles - first
+    steps = per_head * HEADS_PER_KV
+    group = (batch * N_KV_HEADS + kv_head) * HEADS_PER_KV * n_tiles
+    dq_group = dq_ptr + gl.cast(group, gl.int64) * (TILE * WIDTH)
+    diagonal = first * TILE + offset - first_key + CONSUMER * HALF
+    mbarrier.wait(kv_full, 0)
+    mbarrier.wait(q_full.index(0), 0)
+    mbarrier.wait(do_full.index(0), 0)
+    s, dp = _start_scores(buffers, 0, 0, CONSUMER)
+    s, dp = warpgroup_mma_wait(0, deps=(s, dp))
+    p, ds = _probabilities(s, dp, diagonal, n_keys, scale_log2, q_smem.dtype, RAGGED, is_causal)
+    _exchange(p, ds, p_smem, ds_smem, CONSUMER)
+    GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    dk = gl.zeros([TILE, COLUMNS], gl.float32, GRADIENT)
+    dv = gl.zeros([TILE, COLUMNS], gl.float32, GRADIENT)
+    for step in range(steps):
+        tile = (step // per_head) * n_tiles + first + step % per_head
+        there = dq_group + gl.cast(tile, gl.int64) * (TILE * WIDTH)
+        next_diagonal = diagonal + ((step + 1) % per_head) * TILE
+        dk, dv = _step(
+            full, buffers, p_smem, ds_smem, there, step, steps, next_diagonal, n_keys, scale_log2,
+            dk, dv, CONSUMER, RAGGED, is_causal,
+        )  # fmt: skip
+    # The other consumer has passed its last exchange, so nobody reads K and V any more.
+    own_v = v_smem.index(0).slice(CONSUMER * COLUMNS, COLUMNS, dim=1)
+    own_k = k_smem.index(0).slice(CONSUMER * COLUMNS, COLUMNS, dim=1)
+    own_v.store(dv.to(own_v.dtype))
+    own_k.store((dk * scale).to(own_k.dtype))
+    fence_async_shared()
+    named_barrier_sync(EXCHANGE, CONSUMERS)
+    if CONSUMER == 0:
+        store_tile(dv_desc, (batch,), kv_head, first_key, v_smem.index(0), False)
+        store_tile(dk_desc, (batch,), kv_head, first_key, k_smem.index(0), False)
+        tma.store_wait(0)
+
+
+# ---- kernel --------------------------------------------------------------------------------------
+
+
+@gluon.jit(
+    do_not_specialize=[
+        *("N_QUERIES", "N_KEYS", "N_KV_HEADS", "HEADS_PER_KV", "offset", "scale", "scale_log2")
+    ]
+)
+def backward_256_kernel(
+    q_desc,  # (B, H, N_q, D), tiles of (TILE, WIDTH), as all but the statistics'
+    k_desc,  # (B, G, N_k, D)
+    v_desc,  # (B, G, N_k, E)
+    do_desc,  # (B, H, N_q, E)
+    statistics_desc,  # (B · H · tiles · TILE, STATISTICS) bf16, tiles of (TILE, STATISTICS)
+    dq_ptr,  # (B · H · tiles, WIDTH / PART, TILE · PART) fp32, blocks as fragment_offsets says
+    dk_desc,  # (B, G, N_k, D)
+    dv_desc,  # (B, G, N_k, E)
+    N_QUERIES,
+    N_KEYS,
+    N_KV_HEADS,
+    HEADS_PER_KV,
+    offset,
+    scale,
+    scale_log2,
+    RAGGED: gl.constexpr,
+    is_causal: gl.constexpr,
+):
+    """dK and dV, and dQ / scale added to ``dq_ptr``. Grid: key tiles · B · G.
+
+    ``offset``: key index minus query index of the last key that a query sees, if ``is_causal``.
+    ``RAGGED``: the last tile has keys past the end.
+    """
+    DTYPE: gl.constexpr = q_desc.dtype
+    ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, WIDTH], DTYPE)
+    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, TILE], DTYPE)
+    k_smem = gl.allocate_shared_memory(DTYPE, [1, TILE, WIDTH], ROWS)
+    v_smem = gl.allocate_shared_memory(DTYPE, [1, TILE, WIDTH], ROWS)
+    q_smem = gl.allocate_shared_memory(DTYPE, [STAGES, TILE, WIDTH], ROWS)
+    do_smem = gl.allocate_shared_memory(DTYPE, [STAGES, TILE, WIDTH], ROWS)
+    p_smem = gl.allocate_shared_memory(DTYPE, [1, TILE, TILE], SQUARE)
+    ds_smem = gl.allocate_shared_memory(DTYPE, [1, TILE, TILE], SQUARE)
+    statistics_smem = gl.allocate_shared_memory(
+        gl.bfloat16, [STAGES, TILE, STATISTICS], statistics_desc.layout
+    )
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    mbarrier.init(kv_full, count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(do_full.index(i), count=1)
+    loads = (q_desc, k_desc, v_desc, do_desc, statistics_desc)
+    full = (kv_full, q_full, do_full)
+    buffers = (k_smem, v_smem, q_smem, do_smem, statistics_smem)
+    sizes = (N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_PER_KV, offset)
+
+    # Written in place, because a tuple bound to a variable loses its compile-time members.
+    gl.warp_specialize([
+        (_producer, (loads, full, buffers, sizes, is_causal)),
+        (_consumer, (
+            dk_desc, dv_desc, full, buffers, p_smem, ds_smem, dq_ptr, scale, scale_log2, sizes, 0,
+            RAGGED, is_causal,
+        )),
+        (_consumer, (
+            dk_desc, dv_desc, full, buffers, p_smem, ds_smem, dq_ptr, scale, scale_log2, sizes, 1,
+            RAGGED, is_causal,
+        )),
+    ], [4, 4], [240, 240])  # fmt: skip
