@@ -30,7 +30,8 @@ _MATMUL = re.compile(
 _FUSED_ATTENTION = re.compile(
     r"flash|fmha|attention|sdpa"
     # Kernels of flashattn-triton.
-    r"|^hopper_(forward|backward)_kernel|^(key|query|bias)_pass_kernel|^(pre|post)process_kernel",
+    r"|^hopper_(forward|backward)_kernel|^(wide_backward|backward_256|packed_tiles)_kernel"
+    r"|^(key|query|bias|sinks)_pass_kernel|^(pre|post)process_kernel",
     re.I,
 )
 
