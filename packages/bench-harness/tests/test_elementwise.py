@@ -76,9 +76,8 @@ def test_the_layers_call_the_library_with_what_it_wants() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("compiled", ["off", "blocks"])
-def test_the_library_trains_like_torch(compiled: str) -> None:
-    loss, gradients = trained("cuda", "fp32", elementwise="liger", compile=compiled)
+def test_the_library_trains_like_torch() -> None:
+    loss, gradients = trained("cuda", "fp32", elementwise="liger")
     expected_loss, expected = trained("cuda", "fp32")
     torch.testing.assert_close(loss, expected_loss)
     torch.testing.assert_close(gradients, expected)
@@ -106,6 +105,12 @@ def test_other_models_have_no_such_layers() -> None:
     elementwise.use_liger(model)
     norms = [each for each in model.modules() if isinstance(each, torch.nn.Module)]
     assert {type(each).__name__ for each in norms} >= {"_LigerNorm", "_LigerSwiGLU"}
+
+
+@pytest.mark.parametrize("compiled", ["blocks", "model"])
+def test_compiled_layers_are_refused(compiled: str) -> None:
+    with pytest.raises(ValueError, match=f"but got liger beside compile={compiled}"):
+        of.read({"elementwise": "liger", "compile": compiled}, {})
 
 
 def test_the_label_names_the_library() -> None:

@@ -115,8 +115,11 @@ def shipped() -> list[Request]:
         Request(192, "bf16", {"causal": causal}, lengths, "backward", value_dim=128)
         for causal, lengths in ((False, (4096, 4096)), (True, (4096, 4096)), (True, (4096, 4000)))
     ]
-    # The mask with most code.
-    requests += [Request(256, "bf16", {"causal": True}, (4096, 4000), "backward", value_dim=256)]
+    # Without a mask, and the mask with most code.
+    requests += [
+        Request(256, "bf16", {"causal": causal}, (4096, n_keys), "backward", value_dim=256)
+        for causal, n_keys in ((False, 4096), (True, 4000))
+    ]
     # A soft-cap, up to head_dim 64 forward alone.
     capped: dict[str, Any] = {"causal": True, "softcap": 30.0}
     requests += [Request(64, "bf16", capped)]

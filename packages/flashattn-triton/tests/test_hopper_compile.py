@@ -56,17 +56,16 @@ MORE_SPILLS = {
     ("3.9", "backward", 64, "causal, ordered"): (784, 29),
     ("3.9", "backward", 128, "causal, ordered"): (364, 10),
     # dK and dV take two thirds of the registers; without additions to dQ, loops spill nothing.
-    ("3.6", "backward", 192, "full"): (992, 34),
-    ("3.6", "backward", 192, "causal"): (2312, 46),
-    ("3.7", "backward", 192, "full"): (1020, 49),
-    ("3.7", "backward", 192, "causal"): (2504, 61),
-    ("3.8", "backward", 192, "full"): (940, 55),
-    ("3.8", "backward", 192, "causal"): (2320, 61),
-    ("3.9", "backward", 192, "full"): (1648, 131),
-    ("3.9", "backward", 192, "causal"): (3012, 135),
+    ("3.6", "backward", 192, "full"): (676, 32),
+    ("3.6", "backward", 192, "causal"): (1940, 44),
+    ("3.7", "backward", 192, "full"): (680, 34),
+    ("3.7", "backward", 192, "causal"): (2284, 51),
+    ("3.8", "backward", 192, "full"): (500, 28),
+    ("3.8", "backward", 192, "causal"): (1936, 40),
+    ("3.9", "backward", 192, "full"): (1536, 129),
+    ("3.9", "backward", 192, "causal"): (3152, 138),
+    ("3.9", "backward", 256, "causal"): (8, 1),
 }
-# Kernels that run all the same, more slowly.
-SERIALISED_BY = {("3.9", "backward", 192): {"C7512"}}
 
 _spec = importlib.util.spec_from_file_location("compile_hopper", SCRIPT)
 assert _spec is not None
@@ -182,8 +181,7 @@ def report(rows: list[dict[str, Any]]) -> str:
 @pytest.mark.slow
 def test_products_are_not_serialised(rows: list[dict[str, Any]]) -> None:
     for row in rows:
-        kind = (row["triton"].rpartition(".")[0], row["direction"], width_of(row))
-        assert SERIALISED & set(row["warnings"]) <= SERIALISED_BY.get(kind, set()), row
+        assert not SERIALISED & set(row["warnings"]), row
 
 
 @pytest.mark.slow

@@ -198,7 +198,7 @@ def _choose(
             tiling=chosen,
             reason=gpu.name,
             ordered=by_name or eligibility.orders_gradients(options),
-            forward_only=eligibility.forward_only(head_dims, options, by_name),
+            forward_only=eligibility.forward_only(head_dims, options),
             dense_gradients=eligibility.is_wide(head_dims),
         )
     if implementation == "hopper":

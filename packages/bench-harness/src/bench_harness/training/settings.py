@@ -348,7 +348,7 @@ class Settings:
         keep_attention: of recomputed blocks, keep the output of fused attention.
         loss: "logits" makes all logits first; "chunked" never has all of them in memory at once.
         elementwise: norms, rotary positions and SwiGLU by torch, or by the kernels of the package
-            liger-kernel (:mod:`bench_harness.training.elementwise`).
+            liger-kernel (:mod:`bench_harness.training.elementwise`); not beside ``compile``.
         cuda_graph: the whole step is recorded once, and replayed by one launch.
 
     Attention, ``checkpoint_blocks``, ``keep_attention``, ``loss`` and ``elementwise`` are those of
@@ -381,6 +381,12 @@ class Settings:
                 "cuda_graph must be off unless the whole step runs on the device: wrapper 'none', "
                 "'torch-ddp' or 'fully-sharded', optimizer 'adamw', no offload_state; but got "
                 f"{self.label()}. Remove it."
+            )
+        if self.elementwise == "liger" and self.compile != "off":
+            raise ValueError(
+                "elementwise must be torch in compiled layers, where gradients through liger's "
+                "kernels come out wrong (torch 2.11, liger-kernel 0.8.5), but got liger beside "
+                f"compile={self.compile}. Remove one of them."
             )
         if self.keep_attention and self.checkpoint_blocks != 1:
             raise ValueError(

@@ -9,10 +9,11 @@ consumers split the columns. Of each tile of 64 queries a consumer computes
     Sᵀ, Pᵀ, dPᵀ, dSᵀ of 32 queries, which meet the other half in shared memory
     128 columns of dV += Pᵀ dO and of dK += dSᵀ Q, and of the tile's dQ = dS K
 
-The scores of the next tile are issued with dV and dK of this one, and its exponentials run beside
-the first half of dQ. The second half of dQ is written over the first one: the same value is the
-accumulator of both products, which otherwise take so many registers that ptxas runs every product
-by itself.
+A step issues the scores of the next tile, dV, dK and the first part of dQ one after another. While
+they run, what the step before left of dQ is added to the sum in memory. The exponentials of the
+next tile run beside the first part of dQ, and its P and dS are written before the second part is
+issued: dS has two buffers, and the registers of P and dS are free by then. With both parts in
+flight at the exponentials ptxas would run every product by itself, for want of registers.
 
 Legend: B batch, H query heads, G key/value heads, N_q queries, N_k keys, D head_dim of query and
 key, E of value.
@@ -43,6 +44,7 @@ from flashattn_triton.hopper.backward_products import STATISTICS, subtract
 from flashattn_triton.hopper.schedule import load_tile, store_tile
 from flashattn_triton.hopper.support import (
     exp2,
+    named_barrier_arrive,
     named_barrier_arrive_at,
     named_barrier_sync,
     named_barrier_sync_at,
@@ -55,7 +57,10 @@ WIDTH = gl.constexpr(256)  # columns of all tiles
 HALF = gl.constexpr(32)  # queries whose scores a consumer computes
 COLUMNS = gl.constexpr(128)  # of the gradients, of a consumer
 PART = gl.constexpr(64)  # columns of dQ that a consumer computes at a time
-EXCHANGE = gl.constexpr(4)  # the named barrier at which consumers meet
+DS_BUFFERS = gl.constexpr(2)  # tiles of dS: read for dQ, and written
+# Hardware barriers, one for each consumer: it has read P of this tile, or written the next one's.
+READ = gl.constexpr(4)
+WRITTEN = gl.constexpr(6)
 
 
 @gluon.jit
@@ -135,19 +140,19 @@ def _start_scores(buffers, again, slot, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def _start_dq(ds_smem, k_smem, again, dq, SECOND: gl.constexpr, CONSUMER: gl.constexpr):
+def _start_dq(ds_tile, k_smem, again, dq, SECOND: gl.constexpr, CONSUMER: gl.constexpr):
     """Issues PART columns of a tile of dQ, in the registers of ``dq``, whatever they hold."""
     columns = k_smem.index(again).slice(CONSUMER * COLUMNS + SECOND * PART, PART, dim=1)
-    ds = ds_smem.index(0).permute((1, 0))
-    return warpgroup_mma(ds, columns, dq, use_acc=False, is_async=True)
+    return warpgroup_mma(ds_tile.permute((1, 0)), columns, dq, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _add_dq(there, dq, SECOND: gl.constexpr, CONSUMER: gl.constexpr):
-    """Adds what :func:`_start_dq` computed to the tile of the sum that begins ``there``."""
+def _add_dq(there, dq, SECOND: gl.constexpr, CONSUMER: gl.constexpr, condition):
+    """Adds what :func:`_start_dq` computed to the tile of the sum that begins ``there``, if
+    ``condition`` holds."""
     FIRST: gl.constexpr = (CONSUMER * 2 + SECOND) * TILE * PART
     LAYOUT: gl.constexpr = dq.type.layout
-    reduce_add(there + FIRST + fragment_offsets(PART, LAYOUT), dq, gl.to_tensor(True))
+    reduce_add(there + FIRST + fragment_offsets(PART, LAYOUT), dq, condition)
 
 
 @gluon.jit
@@ -169,13 +174,16 @@ def _probabilities(
 
 
 @gluon.jit
-def _exchange(p, ds, p_smem, ds_smem, CONSUMER: gl.constexpr):
-    """Writes this consumer's half of P and dS, once nobody reads the tile before."""
-    named_barrier_sync(EXCHANGE, CONSUMERS)
+def _write(p, ds, p_smem, ds_tile, CONSUMER: gl.constexpr):
+    """Writes this consumer's half of P and dS, once the other has read the tile before.
+
+    That consumer then has dQ of the tile before in flight, which reads the other buffer of dS.
+    """
+    named_barrier_sync(READ + 1 - CONSUMER, CONSUMERS)
     p_smem.index(0).slice(CONSUMER * HALF, HALF, dim=1).store(p)
-    ds_smem.index(0).slice(CONSUMER * HALF, HALF, dim=1).store(ds)
+    ds_tile.slice(CONSUMER * HALF, HALF, dim=1).store(ds)
     fence_async_shared()
-    named_barrier_sync(EXCHANGE, CONSUMERS)
+    named_barrier_arrive(WRITTEN + CONSUMER, CONSUMERS)
 
 
 @gluon.jit
@@ -185,6 +193,7 @@ def _step(
     p_smem,
     ds_smem,
     there,  # this tile of the sum of dQ
+    there_before,  # that of the step before
     step,
     steps,  # in all
     diagonal,  # of the next tile
@@ -192,40 +201,48 @@ def _step(
     scale_log2,
     dk,  # (TILE, COLUMNS) fp32, without the scale
     dv,
+    dq,  # (TILE, PART) fp32, the second part of the step before
     CONSUMER: gl.constexpr,
     RAGGED: gl.constexpr,
     is_causal: gl.constexpr,
 ):
-    """dV, dK and dQ of the tile whose P and dS are in shared memory; then P and dS of the next."""
+    """dV, dK and dQ of the tile whose P and dS are in shared memory, and P and dS of the next.
+
+    Returns dK, dV and the second part of dQ, which the next step adds.
+    """
     _, q_full, do_full = full
     k_smem, _, q_smem, do_smem, _ = buffers
-    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     slot = step % STAGES
     next_slot = (step + 1) % STAGES
     next_phase = ((step + 1) // STAGES) & 1
     # Always 0, which the compiler cannot know: it would otherwise keep all addresses within K and V
     # in registers, of which there are too few.
     again = step >> 30
+    DQ: gl.constexpr = dq.type.layout
+    nothing = gl.zeros([TILE, PART], gl.float32, DQ)
+    ds_tile = ds_smem.index(step % DS_BUFFERS)
+    next_ds_tile = ds_smem.index((step + 1) % DS_BUFFERS)
     mbarrier.wait(q_full.index(next_slot), next_phase, pred=step + 1 < steps)
     mbarrier.wait(do_full.index(next_slot), next_phase, pred=step + 1 < steps)
     s, dp = _start_scores(buffers, again, next_slot, CONSUMER)  # after the last step of anything
     do_columns = do_smem.index(slot).slice(CONSUMER * COLUMNS, COLUMNS, dim=1)
     q_columns = q_smem.index(slot).slice(CONSUMER * COLUMNS, COLUMNS, dim=1)
     dv = warpgroup_mma(p_smem.index(0), do_columns, dv, is_async=True)
-    dk = warpgroup_mma(ds_smem.index(0), q_columns, dk, is_async=True)
-    s, dp, dk, dv = warpgroup_mma_wait(0, deps=(s, dp, dk, dv))
-    dq = gl.zeros([TILE, PART], gl.float32, DQ)
-    dq = _start_dq(ds_smem, k_smem, again, dq, False, CONSUMER)
-    p, ds = _probabilities(s, dp, diagonal, n_keys, scale_log2, q_smem.dtype, RAGGED, is_causal)
-    dq = warpgroup_mma_wait(0, deps=(dq,))
+    dk = warpgroup_mma(ds_tile, q_columns, dk, is_async=True)
+    _add_dq(there_before, dq, True, CONSUMER, step > 0)
+    dq = _start_dq(ds_tile, k_smem, again, dq, False, CONSUMER)
+    s, dp, dk, dv = warpgroup_mma_wait(1, deps=(s, dp, dk, dv))
+    named_barrier_arrive(READ + CONSUMER, CONSUMERS)
     named_barrier_arrive_at(Q_EMPTY + slot, EVERYBODY)
     named_barrier_arrive_at(DO_EMPTY + slot, EVERYBODY)
-    _add_dq(there, dq, False, CONSUMER)
-    dq = _start_dq(ds_smem, k_smem, again, dq, True, CONSUMER)
-    dq = warpgroup_mma_wait(0, deps=(dq,))
-    _add_dq(there, dq, True, CONSUMER)
-    _exchange(p, ds, p_smem, ds_smem, CONSUMER)
-    return dk, dv
+    p, ds = _probabilities(s, dp, diagonal, n_keys, scale_log2, q_smem.dtype, RAGGED, is_causal)
+    _write(p, ds, p_smem, next_ds_tile, CONSUMER)
+    second = _start_dq(ds_tile, k_smem, again, nothing, True, CONSUMER)
+    dq = warpgroup_mma_wait(1, deps=(dq,))
+    _add_dq(there, dq, False, CONSUMER, gl.to_tensor(True))
+    second = warpgroup_mma_wait(0, deps=(second,))
+    named_barrier_sync(WRITTEN + 1 - CONSUMER, CONSUMERS)
+    return dk, dv, second
 
 
 @gluon.jit
@@ -261,25 +278,32 @@ def _consumer(
     s, dp = _start_scores(buffers, 0, 0, CONSUMER)
     s, dp = warpgroup_mma_wait(0, deps=(s, dp))
     p, ds = _probabilities(s, dp, diagonal, n_keys, scale_log2, q_smem.dtype, RAGGED, is_causal)
-    _exchange(p, ds, p_smem, ds_smem, CONSUMER)
+    named_barrier_arrive(READ + CONSUMER, CONSUMERS)
+    _write(p, ds, p_smem, ds_smem.index(0), CONSUMER)
+    named_barrier_sync(WRITTEN + 1 - CONSUMER, CONSUMERS)
     GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     dk = gl.zeros([TILE, COLUMNS], gl.float32, GRADIENT)
     dv = gl.zeros([TILE, COLUMNS], gl.float32, GRADIENT)
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    dq = gl.zeros([TILE, PART], gl.float32, DQ)
+    there_before = dq_group
     for step in range(steps):
         tile = (step // per_head) * n_tiles + first + step % per_head
         there = dq_group + gl.cast(tile, gl.int64) * (TILE * WIDTH)
         next_diagonal = diagonal + ((step + 1) % per_head) * TILE
-        dk, dv = _step(
-            full, buffers, p_smem, ds_smem, there, step, steps, next_diagonal, n_keys, scale_log2,
-            dk, dv, CONSUMER, RAGGED, is_causal,
+        dk, dv, dq = _step(
+            full, buffers, p_smem, ds_smem, there, there_before, step, steps, next_diagonal, n_keys,
+            scale_log2, dk, dv, dq, CONSUMER, RAGGED, is_causal,
         )  # fmt: skip
-    # The other consumer has passed its last exchange, so nobody reads K and V any more.
+        there_before = there
+    _add_dq(there_before, dq, True, CONSUMER, gl.to_tensor(True))
+    # The other has said that its scores are complete; of K it then reads its own columns alone.
     own_v = v_smem.index(0).slice(CONSUMER * COLUMNS, COLUMNS, dim=1)
     own_k = k_smem.index(0).slice(CONSUMER * COLUMNS, COLUMNS, dim=1)
     own_v.store(dv.to(own_v.dtype))
     own_k.store((dk * scale).to(own_k.dtype))
     fence_async_shared()
-    named_barrier_sync(EXCHANGE, CONSUMERS)
+    named_barrier_sync(READ, CONSUMERS)
     if CONSUMER == 0:
         store_tile(dv_desc, (batch,), kv_head, first_key, v_smem.index(0), False)
         store_tile(dk_desc, (batch,), kv_head, first_key, k_smem.index(0), False)
@@ -326,7 +350,7 @@ def backward_256_kernel(
     q_smem = gl.allocate_shared_memory(DTYPE, [STAGES, TILE, WIDTH], ROWS)
     do_smem = gl.allocate_shared_memory(DTYPE, [STAGES, TILE, WIDTH], ROWS)
     p_smem = gl.allocate_shared_memory(DTYPE, [1, TILE, TILE], SQUARE)
-    ds_smem = gl.allocate_shared_memory(DTYPE, [1, TILE, TILE], SQUARE)
+    ds_smem = gl.allocate_shared_memory(DTYPE, [DS_BUFFERS, TILE, TILE], SQUARE)
     statistics_smem = gl.allocate_shared_memory(
         gl.bfloat16, [STAGES, TILE, STATISTICS], statistics_desc.layout
     )

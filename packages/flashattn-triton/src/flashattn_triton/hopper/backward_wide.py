@@ -121,12 +121,14 @@ def _producer(loads, full, buffers, sizes, is_causal: gl.constexpr):
 
 @gluon.jit
 def _start_scores(
-    k_smem, q_smem, statistics_smem, again, slot, SECOND: gl.constexpr, CONSUMER: gl.constexpr
+    k_smem, q_smem, statistics_smem, again, slot, s, SECOND: gl.constexpr, CONSUMER: gl.constexpr
 ):
-    """Issues (OWN, HALF) scores of one half of the queries, less L / scale."""
+    """Issues (OWN, HALF) scores of one half of the queries, less L / scale.
+
+    In the registers of ``s``, whatever they hold, as the compiler would not see by itself.
+    """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     statistics = statistics_smem.index(slot).slice(SECOND * HALF, HALF, dim=0)
-    s = gl.zeros([OWN, HALF], gl.float32, SCORES)
     s = subtract(0, statistics, s, False, SCORES)
     for part in gl.static_range(PARTS):
         own_k = k_smem.index(again + part).slice(CONSUMER * OWN, OWN, dim=0)
@@ -171,13 +173,10 @@ def _start_dq(ds_tile, k_smem, again, SECOND: gl.constexpr, CONSUMER: gl.constex
 
 
 @gluon.jit
-def _add_dq(dq_group, tile, dq, SECOND: gl.constexpr, CONSUMER: gl.constexpr):
+def _add_dq(dq_own, tile, dq, SECOND: gl.constexpr):
     """Adds what :func:`_start_dq` computed to a tile of the sum; to none if ``tile`` is -1."""
-    FIRST: gl.constexpr = 2 * 4096 + CONSUMER * 2048 if SECOND else CONSUMER * 4096
-    WIDTH: gl.constexpr = dq.shape[1]
-    LAYOUT: gl.constexpr = dq.type.layout
-    there = dq_group + gl.cast(tile, gl.int64) * (QUERIES * PARTS * PART) + FIRST
-    reduce_add(there + fragment_offsets(WIDTH, LAYOUT), dq, tile >= 0)
+    there = dq_own[1] if SECOND else dq_own[0]
+    reduce_add(there + gl.cast(tile, gl.int64) * (QUERIES * PARTS * PART), dq, tile >= 0)
 
 
 @gluon.jit
@@ -193,7 +192,7 @@ def _half_step(
     full,
     buffers,
     ds_smem,
-    dq_group,  # the sum of dQ from the group's first tile on
+    dq_own,  # where this consumer's parts of the group's first tile of dQ lie
     step,
     steps,  # in all
     before,  # the tile before, of the tiles of the group's heads; -1 if there is none
@@ -246,19 +245,20 @@ def _half_step(
         named_barrier_arrive_at(ds_written(CONSUMER, step + 1), CONSUMERS)
     else:
         named_barrier_sync_at(ds_written(1 - CONSUMER, step), CONSUMERS)
+    # Before dQ, so that P and dS need no registers beside it.
+    dk_0, dk_1, dk_2, dv = warpgroup_mma_wait(0, deps=(dk[0], dk[1], dk[2], dv))
+    dk = (dk_0, dk_1, dk_2)
     # In step 0 of whatever is there.
     dq = _start_dq(ds_before, k_smem, again, SECOND, CONSUMER)
     if SECOND:
-        dv = warpgroup_mma_wait(PARTS + 1, deps=(dv,))
         named_barrier_arrive_at(DO_EMPTY + slot, EVERYBODY)
         mbarrier.wait(q_full.index(next_slot), next_phase)
-    dq, dk_0, dk_1, dk_2, dv = warpgroup_mma_wait(0, deps=(dq, dk[0], dk[1], dk[2], dv))
-    dk = (dk_0, dk_1, dk_2)
-    _add_dq(dq_group, before, dq, SECOND, CONSUMER)
+    dq = warpgroup_mma_wait(0, deps=(dq,))
+    _add_dq(dq_own, before, dq, SECOND)
     if SECOND:
-        s = _start_scores(k_smem, q_smem, statistics_smem, again, next_slot, False, CONSUMER)
+        s = _start_scores(k_smem, q_smem, statistics_smem, again, next_slot, s, False, CONSUMER)
     else:
-        s = _start_scores(k_smem, q_smem, statistics_smem, again, slot, True, CONSUMER)
+        s = _start_scores(k_smem, q_smem, statistics_smem, again, slot, s, True, CONSUMER)
     if SECOND:
         mbarrier.wait(do_full.index(next_slot), next_phase, pred=step + 1 < steps)
     # ptxas runs every product by itself unless each iteration ends with nothing in flight.
@@ -273,7 +273,7 @@ def _step(
     full,
     buffers,
     ds_smem,
-    dq_group,
+    dq_own,
     step,
     steps,
     before,
@@ -290,11 +290,11 @@ def _step(
 ):
     """Both halves of a tile of queries: the next tile's scores, dK and dV."""
     s, ds, dk, dv = _half_step(
-        full, buffers, ds_smem, dq_group, step, steps, before, diagonal, n_keys, scale_log2, s,
+        full, buffers, ds_smem, dq_own, step, steps, before, diagonal, n_keys, scale_log2, s,
         None, dk, dv, False, CONSUMER, RAGGED, is_causal, MASKED,
     )  # fmt: skip
     s, _, dk, dv = _half_step(
-        full, buffers, ds_smem, dq_group, step, steps, before, diagonal, n_keys, scale_log2, s,
+        full, buffers, ds_smem, dq_own, step, steps, before, diagonal, n_keys, scale_log2, s,
         ds, dk, dv, True, CONSUMER, RAGGED, is_causal, MASKED,
     )  # fmt: skip
     return s, dk, dv
@@ -336,10 +336,18 @@ def _consumer(
         n_masked = gl.where(n_keys < OWN, per_head, n_masked)
     group = (batch * N_KV_HEADS + kv_head) * HEADS_PER_KV * n_tiles
     dq_group = dq_ptr + gl.cast(group, gl.int64) * (QUERIES * PARTS * PART)
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    DQ_THIRD: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART // 2, 16])
+    dq_own = (
+        dq_group + CONSUMER * 4096 + fragment_offsets(PART, DQ),
+        dq_group + 2 * 4096 + CONSUMER * 2048 + fragment_offsets(PART // 2, DQ_THIRD),
+    )
 
     mbarrier.wait(kv_full, 0)
     mbarrier.wait(q_full.index(0), 0)
-    s = _start_scores(k_smem, q_smem, statistics_smem, 0, 0, False, CONSUMER)
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    nothing = gl.zeros([OWN, HALF], gl.float32, SCORES)
+    s = _start_scores(k_smem, q_smem, statistics_smem, 0, 0, nothing, False, CONSUMER)
     mbarrier.wait(do_full.index(0), 0)
     s = warpgroup_mma_wait(0, deps=(s,))
     DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
@@ -358,14 +366,14 @@ def _consumer(
         if is_causal or RAGGED:
             for j in range(n_masked):
                 s, dk, dv = _step(
-                    full, buffers, ds_smem, dq_group, step, steps, before, diagonal + j * QUERIES,
+                    full, buffers, ds_smem, dq_own, step, steps, before, diagonal + j * QUERIES,
                     n_keys, scale_log2, s, dk, dv, CONSUMER, RAGGED, is_causal, True,
                 )  # fmt: skip
                 step += 1
                 before = head + wrapped(first + j, n_tiles)
         for j in range(n_masked, per_head):
             s, dk, dv = _step(
-                full, buffers, ds_smem, dq_group, step, steps, before, diagonal, n_keys, scale_log2,
+                full, buffers, ds_smem, dq_own, step, steps, before, diagonal, n_keys, scale_log2,
                 s, dk, dv, CONSUMER, RAGGED, is_causal, False,
             )  # fmt: skip
             step += 1
@@ -380,10 +388,10 @@ def _consumer(
     fence_async_shared()
     store_tile(dv_desc, k_at, kv_head, own_key, own_v, False)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    _add_dq(dq_group, before, dq, False, CONSUMER)
+    _add_dq(dq_own, before, dq, False)
     dq_third = _start_dq(ds_tile, k_smem, 0, True, CONSUMER)
     dq_third = warpgroup_mma_wait(0, deps=(dq_third,))
-    _add_dq(dq_group, before, dq_third, True, CONSUMER)
+    _add_dq(dq_own, before, dq_third, True)
     named_barrier_arrive_at(ds_written(CONSUMER, steps + 1), CONSUMERS)
     named_barrier_sync_at(ds_written(1 - CONSUMER, steps + 1), CONSUMERS)
     for part in gl.static_range(PARTS):

@@ -17,8 +17,6 @@ CAPABILITY = (9, 0)
 HEAD_DIMS = range(40, 129, 8)
 # Of query and key, and of value, where one is above 128.
 WIDE_HEAD_DIMS = range(40, 257, 8)
-# Of query and key, and of value, for the faster one of the backward kernels of wide heads.
-WIDE_BACKWARD = (range(136, 193, 8), range(40, 129, 8))
 DTYPES = (torch.float16, torch.bfloat16)
 # With tiles of 64 columns, the portable tier is faster on windows of fewer keys; see LOG.md.
 SHORTEST_NARROW_WINDOW = 1024
@@ -75,19 +73,11 @@ def is_wide(head_dims: tuple[int, int]) -> bool:
     return max(head_dims) > 128 and all(x in WIDE_HEAD_DIMS for x in head_dims)
 
 
-def forward_only(
-    head_dims: tuple[int, int], options: AttentionOptions, by_name: bool = False
-) -> bool:
-    """Whether there is only a forward kernel: the portable tier computes gradients.
-
-    The backward kernel of the widest heads has been simulated and compiled, but not yet run on a
-    GPU, so only those get it who insist on this tier.
-    """
+def forward_only(head_dims: tuple[int, int], options: AttentionOptions) -> bool:
+    """Whether there is only a forward kernel: the portable tier computes gradients."""
     if not is_wide(head_dims):
         return options.softcap is not None and head_dims[0] <= 64
-    fits = all(x in taken for x, taken in zip(head_dims, WIDE_BACKWARD, strict=True))
-    plain = options.softcap is None and options.band[0] is None and not options.deterministic
-    return not ((fits or by_name) and plain)
+    return options.softcap is not None or options.band[0] is not None or options.deterministic
 
 
 def orders_gradients(options: AttentionOptions) -> bool:
