@@ -182,8 +182,11 @@ def test_gradients(
     assert_close_to_oracle(attend(case), inputs)
 
 
-def test_gradients_are_the_portable_tiers() -> None:
+@pytest.mark.parametrize("others", [{"window": (20, None)}, {"deterministic": True}], ids=str)
+def test_other_gradients_are_the_portable_tiers(others: dict[str, Any]) -> None:
     q = torch.empty(1, 2, 64, 256, device="cuda", dtype=torch.bfloat16)
-    text = explain(q, q, q, causal=True)
-    assert "forward: 128 queries x 64 keys, 2 consumers of 4 warps, 2 stages" in text
-    assert "2 consumers" not in text.split("forward:")[1].split("\n", 1)[1]
+    _, backward = explain(q, q, q, causal=True).split("forward:")[1].split("\n", 1)
+    assert "2 consumers" in backward
+    forward, backward = explain(q, q, q, causal=True, **others).split("forward:")[1].split("\n", 1)
+    assert "2 consumers" in forward
+    assert "2 consumers" not in backward
