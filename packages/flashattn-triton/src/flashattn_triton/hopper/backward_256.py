@@ -65,16 +65,23 @@ WRITTEN = gl.constexpr(6)
 
 @gluon.jit
 def _tiles_of_program(sizes, is_causal: gl.constexpr):
-    """The program's keys: (first key, batch element, key/value head, first and last query tile)."""
+    """The program's keys: (first key, batch element, key/value head), and its tiles of queries:
+    (first, after the last, how many after the first the program begins).
+
+    Without a mask programs begin at different tiles, so that they do not all add to the same part
+    of dQ, and go on with the first tile after the last.
+    """
     N_QUERIES, N_KEYS, N_KV_HEADS, _, offset = sizes
     key_tiles = gl.cdiv(N_KEYS, TILE)
     group = gl.program_id(0) // key_tiles
     first_key = (gl.program_id(0) % key_tiles) * TILE
     n_tiles = gl.cdiv(N_QUERIES, TILE)
     first = 0
+    shift = (gl.program_id(0) % key_tiles) % n_tiles
     if is_causal:  # one tile where no query sees these keys: their gradients are stored, too
         first = min(max((first_key - offset) // TILE, 0), n_tiles - 1)
-    return first_key, group // N_KV_HEADS, group % N_KV_HEADS, first, n_tiles
+        shift = 0
+    return first_key, group // N_KV_HEADS, group % N_KV_HEADS, first, n_tiles, shift
 
 
 # ---- producer ------------------------------------------------------------------------------------
@@ -88,7 +95,7 @@ def _producer(loads, full, buffers, sizes, is_causal: gl.constexpr):
     k_smem, v_smem, q_smem, do_smem, statistics_smem = buffers
     TILE_BYTES: gl.constexpr = TILE * WIDTH * 2
     _, _, N_KV_HEADS, HEADS_PER_KV, _ = sizes
-    first_key, batch, kv_head, first, n_tiles = _tiles_of_program(sizes, is_causal)
+    first_key, batch, kv_head, first, n_tiles, shift = _tiles_of_program(sizes, is_causal)
     at = (batch,)
     mbarrier.expect(kv_full, 2 * TILE_BYTES)
     load_tile(k_desc, at, kv_head, first_key, kv_full, k_smem.index(0), False)
@@ -99,7 +106,7 @@ def _producer(loads, full, buffers, sizes, is_causal: gl.constexpr):
     for step in range(steps):
         slot = step % STAGES
         head = kv_head * HEADS_PER_KV + step // per_head
-        tile = first + step % per_head
+        tile = first + (shift + step) % per_head
         if step >= STAGES:
             named_barrier_sync_at(Q_EMPTY + slot, EVERYBODY)
         q_arrived = q_full.index(slot)
@@ -147,12 +154,11 @@ def _start_dq(ds_tile, k_smem, again, dq, SECOND: gl.constexpr, CONSUMER: gl.con
 
 
 @gluon.jit
-def _add_dq(there, dq, SECOND: gl.constexpr, CONSUMER: gl.constexpr, condition):
-    """Adds what :func:`_start_dq` computed to the tile of the sum that begins ``there``, if
-    ``condition`` holds."""
+def _add_dq(there, dq, SECOND: gl.constexpr, CONSUMER: gl.constexpr):
+    """Adds what :func:`_start_dq` computed to the tile of the sum that begins ``there``."""
     FIRST: gl.constexpr = (CONSUMER * 2 + SECOND) * TILE * PART
     LAYOUT: gl.constexpr = dq.type.layout
-    reduce_add(there + FIRST + fragment_offsets(PART, LAYOUT), dq, condition)
+    reduce_add(there + FIRST + fragment_offsets(PART, LAYOUT), dq, gl.to_tensor(True))
 
 
 @gluon.jit
@@ -229,7 +235,7 @@ def _step(
     q_columns = q_smem.index(slot).slice(CONSUMER * COLUMNS, COLUMNS, dim=1)
     dv = warpgroup_mma(p_smem.index(0), do_columns, dv, is_async=True)
     dk = warpgroup_mma(ds_tile, q_columns, dk, is_async=True)
-    _add_dq(there_before, dq, True, CONSUMER, step > 0)
+    _add_dq(there_before, dq, True, CONSUMER)
     dq = _start_dq(ds_tile, k_smem, again, dq, False, CONSUMER)
     s, dp, dk, dv = warpgroup_mma_wait(1, deps=(s, dp, dk, dv))
     named_barrier_arrive(READ + CONSUMER, CONSUMERS)
@@ -239,7 +245,7 @@ def _step(
     _write(p, ds, p_smem, next_ds_tile, CONSUMER)
     second = _start_dq(ds_tile, k_smem, again, nothing, True, CONSUMER)
     dq = warpgroup_mma_wait(1, deps=(dq,))
-    _add_dq(there, dq, False, CONSUMER, gl.to_tensor(True))
+    _add_dq(there, dq, False, CONSUMER)
     second = warpgroup_mma_wait(0, deps=(second,))
     named_barrier_sync(WRITTEN + 1 - CONSUMER, CONSUMERS)
     return dk, dv, second
@@ -265,7 +271,7 @@ def _consumer(
     kv_full, q_full, do_full = full
     k_smem, v_smem, q_smem, _, _ = buffers
     _, N_KEYS, N_KV_HEADS, HEADS_PER_KV, offset = sizes
-    first_key, batch, kv_head, first, n_tiles = _tiles_of_program(sizes, is_causal)
+    first_key, batch, kv_head, first, n_tiles, shift = _tiles_of_program(sizes, is_causal)
     n_keys = N_KEYS - first_key
     per_head = n_tiles - first
     steps = per_head * HEADS_PER_KV
@@ -286,9 +292,10 @@ def _consumer(
     dv = gl.zeros([TILE, COLUMNS], gl.float32, GRADIENT)
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     dq = gl.zeros([TILE, PART], gl.float32, DQ)
-    there_before = dq_group
+    # To which step 0 adds zeros.
+    there_before = dq_group + gl.cast(first + shift, gl.int64) * (TILE * WIDTH)
     for step in range(steps):
-        tile = (step // per_head) * n_tiles + first + step % per_head
+        tile = (step // per_head) * n_tiles + first + (shift + step) % per_head
         there = dq_group + gl.cast(tile, gl.int64) * (TILE * WIDTH)
         next_diagonal = diagonal + ((step + 1) % per_head) * TILE
         dk, dv, dq = _step(
@@ -296,7 +303,7 @@ def _consumer(
             scale_log2, dk, dv, dq, CONSUMER, RAGGED, is_causal,
         )  # fmt: skip
         there_before = there
-    _add_dq(there_before, dq, True, CONSUMER, gl.to_tensor(True))
+    _add_dq(there_before, dq, True, CONSUMER)
     # The other has said that its scores are complete; of K it then reads its own columns alone.
     own_v = v_smem.index(0).slice(CONSUMER * COLUMNS, COLUMNS, dim=1)
     own_k = k_smem.index(0).slice(CONSUMER * COLUMNS, COLUMNS, dim=1)

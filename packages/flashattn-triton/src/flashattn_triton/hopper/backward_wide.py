@@ -4,15 +4,16 @@
 
 The division of labour, the formulas and the barriers are those of ``backward_kernel``: a program
 owns 128 keys, two consumers 64 each, and dQ is one step late. What differs comes from registers. dK
-(64 x 192) and dV (64 x 128) of a consumer take 160 of a thread's 240, so that each tile of 64
-queries is computed in two halves of 32, of which scores and dP take 16 each:
+(64 x 192) and dV (64 x 128) of a consumer take 160 of a thread's 240, and scores of 64 queries 32.
+So what follows the scores is computed in two halves of 32 queries:
 
-    Sᵀ, Pᵀ, dPᵀ, dSᵀ of 32 queries; dV += Pᵀ dO, dK += dSᵀ Q; then the other 32
+    Sᵀ of 64 queries
+    Pᵀ, dPᵀ, dSᵀ of 32 queries; dV += Pᵀ dO, dK += dSᵀ Q; then the other 32
     dQ of all 64 queries, whose dS of both halves meets in shared memory
 
 Q and K are three PARTS of 64 columns, which lie one after another in shared memory, as in the
-forward kernel. Of the tile of dQ, each consumer computes one part of columns during the first half,
-and half of the third one during the second.
+forward kernel. Of the tile of dQ, each consumer computes half of the third part of columns during
+the first half, and a whole part during the second, when the registers of the scores are free.
 
 Legend: B batch, H query heads, G key/value heads, N_q queries, N_k keys, D head_dim of query and
 key, E of value.
@@ -60,7 +61,7 @@ from flashattn_triton.hopper.support import (
 )
 
 QUERIES = gl.constexpr(64)  # of a step
-HALF = gl.constexpr(32)  # queries whose scores a consumer holds at a time
+HALF = gl.constexpr(32)  # queries whose dP a consumer holds at a time
 PARTS = gl.constexpr(3)  # of the columns of Q, K and their gradients
 PART = gl.constexpr(64)  # columns of one
 VALUES = gl.constexpr(128)  # columns of V and dO
@@ -120,20 +121,15 @@ def _producer(loads, full, buffers, sizes, is_causal: gl.constexpr):
 
 
 @gluon.jit
-def _start_scores(
-    k_smem, q_smem, statistics_smem, again, slot, s, SECOND: gl.constexpr, CONSUMER: gl.constexpr
-):
-    """Issues (OWN, HALF) scores of one half of the queries, less L / scale.
-
-    In the registers of ``s``, whatever they hold, as the compiler would not see by itself.
-    """
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    statistics = statistics_smem.index(slot).slice(SECOND * HALF, HALF, dim=0)
-    s = subtract(0, statistics, s, False, SCORES)
+def _start_scores(k_smem, q_smem, statistics_smem, again, slot, CONSUMER: gl.constexpr):
+    """Issues (OWN, QUERIES) scores, less L / scale."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    s = gl.zeros([OWN, QUERIES], gl.float32, SCORES)
+    s = subtract(0, statistics_smem.index(slot), s, False, SCORES)
     for part in gl.static_range(PARTS):
         own_k = k_smem.index(again + part).slice(CONSUMER * OWN, OWN, dim=0)
-        q_half = q_smem.index(slot * PARTS + part).slice(SECOND * HALF, HALF, dim=0)
-        s = warpgroup_mma(own_k, q_half.permute((1, 0)), s, is_async=True)
+        q_part = q_smem.index(slot * PARTS + part)
+        s = warpgroup_mma(own_k, q_part.permute((1, 0)), s, is_async=True)
     return s
 
 
@@ -160,12 +156,12 @@ def _start_dk(ds, q_smem, slot, dk, SECOND: gl.constexpr):
 
 
 @gluon.jit
-def _start_dq(ds_tile, k_smem, again, SECOND: gl.constexpr, CONSUMER: gl.constexpr):
+def _start_dq(ds_tile, k_smem, again, THIRD: gl.constexpr, CONSUMER: gl.constexpr):
     """Issues this consumer's columns of a tile of dQ: its own part, or half of the third one."""
-    WIDTH: gl.constexpr = PART // 2 if SECOND else PART
+    WIDTH: gl.constexpr = PART // 2 if THIRD else PART
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     nothing = gl.zeros([QUERIES, WIDTH], gl.float32, LAYOUT)
-    if SECOND:
+    if THIRD:
         columns = k_smem.index(again + 2).slice(CONSUMER * WIDTH, WIDTH, dim=1)
     else:
         columns = k_smem.index(again + CONSUMER)
@@ -173,10 +169,11 @@ def _start_dq(ds_tile, k_smem, again, SECOND: gl.constexpr, CONSUMER: gl.constex
 
 
 @gluon.jit
-def _add_dq(dq_own, tile, dq, SECOND: gl.constexpr):
-    """Adds what :func:`_start_dq` computed to a tile of the sum; to none if ``tile`` is -1."""
-    there = dq_own[1] if SECOND else dq_own[0]
-    reduce_add(there + gl.cast(tile, gl.int64) * (QUERIES * PARTS * PART), dq, tile >= 0)
+def _add_dq(dq_own, tile, dq, THIRD: gl.constexpr):
+    """Adds what :func:`_start_dq` computed to a tile of the sum."""
+    there = dq_own[1] if THIRD else dq_own[0]
+    there += gl.cast(tile, gl.int64) * (QUERIES * PARTS * PART)
+    reduce_add(there, dq, gl.to_tensor(True))
 
 
 @gluon.jit
@@ -188,18 +185,33 @@ def _side_by_side(left, right):
 
 
 @gluon.jit
+def _halves(whole):
+    """(OWN, QUERIES) as (OWN, HALF) twice, without moving anything between threads."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    left, right = gl.split(gl.permute(gl.reshape(whole, [OWN, 2, HALF]), (0, 2, 1)))
+    left = gl.convert_layout(left, LAYOUT, assert_trivial=True)
+    return left, gl.convert_layout(right, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _zero(step):
+    """0, which the compiler cannot know: it would otherwise keep all addresses within K and V in
+    registers, of which there are too few."""
+    return step >> 30
+
+
+@gluon.jit
 def _half_step(
-    full,
+    q_full,
     buffers,
     ds_smem,
     dq_own,  # where this consumer's parts of the group's first tile of dQ lie
     step,
-    steps,  # in all
     before,  # the tile before, of the tiles of the group's heads; -1 if there is none
     diagonal,
     n_keys,
     scale_log2,
-    s,  # (OWN, HALF) fp32, raw scores of this half, less L / scale
+    s_half,  # (OWN, HALF) fp32, raw scores of this half, less L / scale
     ds_first,  # (OWN, HALF), dS of the first half
     dk,  # (OWN, D) fp32, by parts of columns, without the scale
     dv,  # (OWN, E) fp32
@@ -211,26 +223,23 @@ def _half_step(
 ):
     """Adds what half a tile of queries contributes to dK and dV, and the tile before to dQ.
 
-    Returns the next half's scores, dS, dK and dV.
+    The second half also waits until the next tile of Q has arrived.
+
+    Returns dS, dK and dV.
     """
-    _, q_full, do_full = full
     k_smem, v_smem, q_smem, do_smem, statistics_smem = buffers
     DTYPE: gl.constexpr = q_smem.dtype
     DK_OPERAND: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
     DV_OPERAND: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
     slot = step % STAGES
-    next_slot = (step + 1) % STAGES
-    next_phase = ((step + 1) // STAGES) & 1
-    # Always 0, which the compiler cannot know: it would otherwise keep all addresses within K and V
-    # in registers, of which there are too few.
-    again = step >> 30
+    again = _zero(step)
     own_v = v_smem.index(again).slice(CONSUMER * OWN, OWN, dim=0)
     do_half = do_smem.index(slot).slice(SECOND * HALF, HALF, dim=0)
     statistics = statistics_smem.index(slot).slice(SECOND * HALF, HALF, dim=0)
     ds_before = ds_smem.index((step + DS_BUFFERS - 1) % DS_BUFFERS)
 
     dp = _start_dp(own_v, do_half, statistics)
-    p = exp2(s * scale_log2)
+    p = exp2(s_half * scale_log2)
     if MASKED:
         first = diagonal + SECOND * HALF
         p = apply_mask(p, first, 0, n_keys, RAGGED, is_causal, False)
@@ -248,24 +257,18 @@ def _half_step(
     # Before dQ, so that P and dS need no registers beside it.
     dk_0, dk_1, dk_2, dv = warpgroup_mma_wait(0, deps=(dk[0], dk[1], dk[2], dv))
     dk = (dk_0, dk_1, dk_2)
-    # In step 0 of whatever is there.
-    dq = _start_dq(ds_before, k_smem, again, SECOND, CONSUMER)
+    # In step 0 of whatever is there. The narrower product while half of the scores wait.
+    THIRD: gl.constexpr = not SECOND
+    dq = _start_dq(ds_before, k_smem, again, THIRD, CONSUMER)
     if SECOND:
         named_barrier_arrive_at(DO_EMPTY + slot, EVERYBODY)
-        mbarrier.wait(q_full.index(next_slot), next_phase)
-    dq = warpgroup_mma_wait(0, deps=(dq,))
-    _add_dq(dq_own, before, dq, SECOND)
-    if SECOND:
-        s = _start_scores(k_smem, q_smem, statistics_smem, again, next_slot, s, False, CONSUMER)
-    else:
-        s = _start_scores(k_smem, q_smem, statistics_smem, again, slot, s, True, CONSUMER)
-    if SECOND:
-        mbarrier.wait(do_full.index(next_slot), next_phase, pred=step + 1 < steps)
-    # ptxas runs every product by itself unless each iteration ends with nothing in flight.
-    s, dk_0, dk_1, dk_2, dv = warpgroup_mma_wait(0, deps=(s, dk[0], dk[1], dk[2], dv))
-    if SECOND:
         named_barrier_arrive_at(Q_EMPTY + slot, EVERYBODY)
-    return s, ds, (dk_0, dk_1, dk_2), dv
+        mbarrier.wait(q_full.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1)
+    dq = warpgroup_mma_wait(0, deps=(dq,))
+    # By a branch, because a condition for each addition costs registers.
+    if before >= 0:
+        _add_dq(dq_own, before, dq, THIRD)
+    return ds, dk, dv
 
 
 @gluon.jit
@@ -288,15 +291,24 @@ def _step(
     is_causal: gl.constexpr,
     MASKED: gl.constexpr,
 ):
-    """Both halves of a tile of queries: the next tile's scores, dK and dV."""
-    s, ds, dk, dv = _half_step(
-        full, buffers, ds_smem, dq_own, step, steps, before, diagonal, n_keys, scale_log2, s,
+    """Both halves of a tile of queries, whose scores are ``s``: the next tile's scores, dK and dV."""
+    _, q_full, do_full = full
+    k_smem, _, q_smem, _, statistics_smem = buffers
+    next_slot = (step + 1) % STAGES
+    next_phase = ((step + 1) // STAGES) & 1
+    s_first, s_second = _halves(s)
+    ds, dk, dv = _half_step(
+        q_full, buffers, ds_smem, dq_own, step, before, diagonal, n_keys, scale_log2, s_first,
         None, dk, dv, False, CONSUMER, RAGGED, is_causal, MASKED,
     )  # fmt: skip
-    s, _, dk, dv = _half_step(
-        full, buffers, ds_smem, dq_own, step, steps, before, diagonal, n_keys, scale_log2, s,
+    _, dk, dv = _half_step(
+        q_full, buffers, ds_smem, dq_own, step, before, diagonal, n_keys, scale_log2, s_second,
         ds, dk, dv, True, CONSUMER, RAGGED, is_causal, MASKED,
     )  # fmt: skip
+    s = _start_scores(k_smem, q_smem, statistics_smem, _zero(step), next_slot, CONSUMER)
+    mbarrier.wait(do_full.index(next_slot), next_phase, pred=step + 1 < steps)
+    # ptxas runs every product by itself unless each iteration ends with nothing in flight.
+    s = warpgroup_mma_wait(0, deps=(s,))
     return s, dk, dv
 
 
@@ -345,9 +357,7 @@ def _consumer(
 
     mbarrier.wait(kv_full, 0)
     mbarrier.wait(q_full.index(0), 0)
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    nothing = gl.zeros([OWN, HALF], gl.float32, SCORES)
-    s = _start_scores(k_smem, q_smem, statistics_smem, 0, 0, nothing, False, CONSUMER)
+    s = _start_scores(k_smem, q_smem, statistics_smem, 0, 0, CONSUMER)
     mbarrier.wait(do_full.index(0), 0)
     s = warpgroup_mma_wait(0, deps=(s,))
     DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])

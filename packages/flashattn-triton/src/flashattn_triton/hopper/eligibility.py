@@ -18,7 +18,9 @@ HEAD_DIMS = range(40, 129, 8)
 # Of query and key, and of value, where one is above 128.
 WIDE_HEAD_DIMS = range(40, 257, 8)
 DTYPES = (torch.float16, torch.bfloat16)
-# With tiles of 64 columns, the portable tier is faster on windows of fewer keys; see LOG.md.
+# With tiles of so many columns the portable tier is faster on soft-caps, and on windows of fewer
+# keys; see LOG.md.
+NARROW = 64
 SHORTEST_NARROW_WINDOW = 1024
 # Smaller factors on scores are zero or denormal in fp32, and masked scores are infinite.
 _SMALLEST_SCALE = 1e-30
@@ -46,8 +48,8 @@ def refusal(
         return f"it needs compute capability 9.0, and this is {capability[0]}.{capability[1]}"
     if dtype not in DTYPES:
         return f"it takes float16 and bfloat16, and this is {str(dtype).removeprefix('torch.')}"
-    if options.softcap is not None and not by_name:
-        return "it takes no soft-cap, unless asked for by name"
+    if options.softcap is not None and max(head_dims) <= NARROW and not by_name:
+        return f"up to head_dim {NARROW} it takes no soft-cap, unless asked for by name"
     if is_wide(head_dims):
         return _other_refusal(options, tensors)
     if head_dims[0] != head_dims[1]:
@@ -58,11 +60,11 @@ def refusal(
     if head_dims[0] not in HEAD_DIMS:
         return f"it takes multiples of 8 from 40 to 256 as head_dim, and this is {head_dims[0]}"
     left, right = options.band
-    if head_dims[0] <= 64 and left is not None and right is not None:
+    if head_dims[0] <= NARROW and left is not None and right is not None:
         keys = left + right + 1
         if keys < SHORTEST_NARROW_WINDOW:
             return (
-                f"up to head_dim 64 it takes windows of at least {SHORTEST_NARROW_WINDOW} keys, "
+                f"up to head_dim {NARROW} it takes windows of at least {SHORTEST_NARROW_WINDOW} keys, "
                 f"and this is {keys}"
             )
     return _other_refusal(options, tensors)
@@ -76,7 +78,7 @@ def is_wide(head_dims: tuple[int, int]) -> bool:
 def forward_only(head_dims: tuple[int, int], options: AttentionOptions) -> bool:
     """Whether there is only a forward kernel: the portable tier computes gradients."""
     if not is_wide(head_dims):
-        return options.softcap is not None and head_dims[0] <= 64
+        return options.softcap is not None and head_dims[0] <= NARROW
     return options.softcap is not None or options.band[0] is not None or options.deterministic
 
 
