@@ -64,10 +64,8 @@ def test_triton_needs_cuda_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -
     from flashattn_triton import dispatch
 
     monkeypatch.setattr(dispatch, "interpreting", lambda: False)
-    dispatch._choose.cache_clear()
     with pytest.raises(ValueError, match="'triton' must have CUDA tensors, but got cpu"):
         plan(implementation="triton")
-    dispatch._choose.cache_clear()
 
 
 def test_explicit_tiling_is_used_and_explained() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashattn_triton import eager, flash_attention, flash_attention_varlen, ops
+from flashattn_triton.calls import _launchers
 
 # With a GPU the kernels are compiled, and take no CPU tensors: see test_hopper_launch.py.
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is not active")
@@ -21,9 +22,9 @@ IMPLEMENTATIONS = ["tiled", pytest.param("triton", marks=interpreted)]
 
 @pytest.fixture(autouse=True)
 def _nothing_remembered() -> Iterator[None]:
-    eager._calls.clear()
+    _launchers.clear()
     yield
-    eager._calls.clear()
+    _launchers.clear()
 
 
 def inputs(*shape: int, **keywords: Any) -> list[Tensor]:
@@ -32,7 +33,7 @@ def inputs(*shape: int, **keywords: Any) -> list[Tensor]:
 
 def calls() -> int:
     """How many kinds of calls are remembered, without the launchers of their backward passes."""
-    return sum(isinstance(x, eager.CachedCall) for x in eager._calls.values())
+    return sum(isinstance(x, eager.CachedCall) for x in _launchers.values())
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -58,7 +59,7 @@ def test_a_found_call_reads_its_own_inputs() -> None:
     flash_attention(*first)
     found = flash_attention(*second)
     assert calls() == 1
-    eager._calls.clear()
+    _launchers.clear()
     assert torch.equal(found, flash_attention(*second))
 
 
@@ -80,7 +81,7 @@ def test_options_tell_kinds_apart(options: dict[str, Any]) -> None:
     plain = flash_attention(q, k, v)
     other = flash_attention(q, k, v, **options)
     assert calls() == 2
-    eager._calls.clear()
+    _launchers.clear()
     assert torch.equal(other, flash_attention(q, k, v, **options))
     if not options.keys() & {"deterministic", "implementation"}:
         assert not torch.equal(plain, other)
@@ -156,21 +157,44 @@ def test_subclasses_are_left_to_the_operators() -> None:
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eager, "_LIMIT", 4)
+    monkeypatch.setattr("flashattn_triton.calls._LIMIT", 4)
     for length in range(1, 12):
         flash_attention(*inputs(1, 1, length, 16))
-        assert len(eager._calls) <= 4
+        assert len(_launchers) <= 4
     leaves = inputs(requires_grad=True)
     out = flash_attention(*leaves)
     for gap in range(1, 12):  # of one call, whose gradients have other strides each time
         grad_out = torch.randn(1, 2, 20, 16 + gap)[..., :16]
         torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
-        assert len(eager._calls) <= 4
+        assert len(_launchers) <= 4
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_operators_choose_once_for_each_kind(
+    implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = []
+    plan = ops._plan
+    monkeypatch.setattr(ops, "_plan", lambda *kind: chosen.append(kind) or plan(*kind))
+    sinks = torch.randn(2, requires_grad=True)
+    options: dict[str, Any] = {"causal": True, "sinks": sinks, "implementation": implementation}
+    expected = None
+    for _ in range(3):
+        torch.manual_seed(5)
+        leaves = inputs(requires_grad=True)
+        out = flash_attention(*leaves, **options)
+        actual = (out, *torch.autograd.grad(out, (*leaves, sinks), torch.ones(out.shape)))
+        expected = actual if expected is None else expected
+        assert all(map(torch.equal, actual, expected))
+        assert len(chosen) == 2  # forward and backward
+    wider = inputs(1, 2, 20, 24, requires_grad=True)
+    flash_attention(*wider, **options).sum().backward()
+    assert len(chosen) == 4
 
 
 def test_threads_share_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of many kinds from several threads, which empty the cache while others read it."""
-    monkeypatch.setattr(eager, "_LIMIT", 3)
+    monkeypatch.setattr("flashattn_triton.calls._LIMIT", 3)
     kinds = [inputs(1, 1, length, 16, requires_grad=True) for length in (3, 5, 9, 17)]
 
     def results(leaves: list[Tensor]) -> tuple[Tensor, ...]:
@@ -272,7 +296,7 @@ def test_the_host_calls_few_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     leaves = inputs(requires_grad=True)
     grad_out, lse = torch.randn(1, 2, 20, 16), torch.zeros(1, 2, 20)
     flash_attention(*leaves, causal=True)
-    (call,) = eager._calls.values()
+    (call,) = _launchers.values()
     call.forward = lambda *tensors: (tensors[0].detach().clone(), lse)
     call.backward = lambda *tensors: (grad_out, grad_out, grad_out)
 
@@ -282,9 +306,13 @@ def test_the_host_calls_few_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         assert python_calls(lambda: flash_attention(*leaves, causal=True)) <= 27
     assert python_calls(dense) <= 60
-    monkeypatch.setattr(ops, "run_forward", lambda q, k, v, **rest: (q.clone(), lse.clone()))
     monkeypatch.setattr(
-        ops, "run_backward", lambda q, k, v, *rest, **keywords: (q.clone(), k.clone(), v.clone())
+        eager, "forward_launcher", lambda *kind: lambda q, *rest: (q.clone(), lse.clone())
+    )
+    monkeypatch.setattr(
+        eager,
+        "backward_launcher",
+        lambda *kind: lambda q, k, v, *rest: (q.clone(), k.clone(), v.clone()),
     )
     packed = [x[0].detach().transpose(0, 1).requires_grad_() for x in leaves]
     starts = torch.tensor([0, 5, 20], dtype=torch.int32)

@@ -20,6 +20,7 @@ from flashattn_triton import (
     flash_attention_varlen,
     ops,
 )
+from flashattn_triton.calls import _launchers
 from flashattn_triton.hopper import eligibility
 from flashattn_triton.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
 from flashattn_triton.launch import Packing, TileView
@@ -109,7 +110,7 @@ def test_a_bias_fed_by_the_tma(
     """Its rows are aligned; queries and keys end within a tile."""
     built = []
     monkeypatch.setattr(forward, "TileView", lambda *given: built.append(given) or TileView(*given))
-    forward._forward_call.cache_clear()
+    _launchers.clear()
     case = dense_case(2, (2, 1), 35, 72, 16, dtype, **keywords)
     tiles = Tiles(32, 32, 4, 2, use_tma=True)
     tiling = Tiling(forward=tiles, key_pass=tiles, query_pass=tiles)
@@ -419,7 +420,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_bad_input(
     keywords: dict[str, Any], kind: type[Exception], message: str, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(ops, "run_forward", None)  # nothing is launched
+    monkeypatch.setattr(ops, "forward_launcher", None)  # nothing is launched
     q, k, v = leaves(20, 20 if "document_ids" in keywords else 33)
     given = {
         name: x.to(DEVICE) if isinstance(x, Tensor) and x.device.type == "cpu" else x

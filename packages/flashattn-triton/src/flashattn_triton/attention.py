@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flashattn_triton import eager, ops
+from flashattn_triton.calls import found, store
 from flashattn_triton.compiled_backward import compiled_flash_backward
 from flashattn_triton.configs import Tiling, check_tiling_type
 from flashattn_triton.dispatch import Implementation, check_implementation
@@ -235,7 +236,7 @@ def flash_attention(
             query, key, value,
             causal, scale, window, softcap, layout, deterministic, implementation, tiling,
         )  # fmt: skip
-    call = None if cache_key is None else eager.cached(cache_key)
+    call: eager.CachedCall | None = None if cache_key is None else found(cache_key)
     if call is None:
         check_layout(layout)
         check_implementation(implementation)
@@ -266,7 +267,7 @@ def flash_attention(
             return (out, lse) if return_lse else out
         if cache_key is not None:
             call = eager.CachedCall(query, key, value, options, implementation, tiling)
-            eager.store(cache_key, call)
+            store(cache_key, call)
     if call is not None:
         out, maybe_lse = call(query, key, value, return_lse)
     else:
@@ -399,7 +400,7 @@ def flash_attention_varlen(
             implementation, tiling,
             cu_seqlens=(cu_seqlens_q, cu_seqlens_k),
         )  # fmt: skip
-    call = None if cache_key is None else eager.cached(cache_key)
+    call: eager.CachedCall | None = None if cache_key is None else found(cache_key)
     if call is not None:
         check_starts(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         out, maybe_lse = call(query, key, value, return_lse, cu_seqlens_q, cu_seqlens_k)
@@ -452,7 +453,7 @@ def flash_attention_varlen(
     )
     if cache_key is not None:
         call = eager.CachedCall(query, key, value, options, implementation, tiling, packing)
-        eager.store(cache_key, call)
+        store(cache_key, call)
         out, maybe_lse = call(query, key, value, return_lse, cu_seqlens_q, cu_seqlens_k)
         return out if maybe_lse is None or not return_lse else (out, maybe_lse)
     arguments = ops.operator_arguments(

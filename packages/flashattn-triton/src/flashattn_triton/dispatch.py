@@ -132,7 +132,6 @@ def choose(
     return plan
 
 
-@functools.lru_cache(maxsize=1024)
 def _portable_instead(
     device: torch.device,
     dtype: torch.dtype,
@@ -145,7 +144,6 @@ def _portable_instead(
     return replace(plan, reason=f"{plan.reason}; not the Hopper tier: {refusal}")
 
 
-@functools.lru_cache(maxsize=1024)
 def _choose(
     device: torch.device,
     dtype: torch.dtype,
@@ -155,7 +153,7 @@ def _choose(
     tiling: Tiling | None,
     tensors: tuple[str, ...] = (),
 ) -> Plan:
-    """The plan as far as it does not depend on memory; asking again costs less than a launch."""
+    """The plan as far as it does not depend on memory."""
     check_implementation(implementation)
     if implementation in ("reference", "tiled"):
         tier: Tier = "reference" if implementation == "reference" else "tiled"

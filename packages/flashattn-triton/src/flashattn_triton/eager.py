@@ -1,11 +1,9 @@
-"""The cache of eager calls, by shapes, strides, types and options.
+"""Calls in eager mode, found again by shapes, strides, types and options.
 
 Checking arguments, normalising options, choosing a tier and passing through PyTorch's dispatcher
 take the host longer than a small problem takes a GPU, and have the same results for all calls with
-equal shapes, strides, types and options. The first such call stores them under a key, and later
-calls look them up: one dictionary holds the launchers of forward and backward passes, down to the
-compiled kernels. It is emptied when it is full. Threads may share it: each reads or stores an entry
-by one operation, and an entry that two of them make is equal. Devices are part of the key.
+equal shapes, strides, types and options. The first such call stores them in the cache of
+:mod:`flashattn_triton.calls`, and later calls look them up.
 
 Tensor subclasses, transforms, compilers and dispatch modes must see the operators themselves: such
 calls are left to :mod:`flashattn_triton.ops`.
@@ -13,7 +11,6 @@ calls are left to :mod:`flashattn_triton.ops`.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -22,25 +19,13 @@ import torch
 from torch import Tensor
 
 from flashattn_triton import ops
+from flashattn_triton.calls import alignment, backward_launcher, forward_launcher, found, store
 from flashattn_triton.configs import Tiling
 from flashattn_triton.dispatch import choose
-from flashattn_triton.launch import (
-    Packing,
-    alignment,
-    as_batch,
-    as_tokens,
-    can_use_tma,
-    dot_precision,
-    without_repetitions,
-)
+from flashattn_triton.launch import Packing, as_batch, as_tokens, dot_precision
 from flashattn_triton.options import AttentionOptions
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-# The cache is emptied at this many keys: lengths that never repeat would otherwise fill memory.
-_LIMIT = 4096
-
-# Calls by :func:`cache_key_of`; launchers of backward passes by call, strides and alignment.
-_calls: dict[Hashable, Any] = {}
 
 
 class CachedCall:
@@ -68,25 +53,11 @@ class CachedCall:
             query, key, value = (as_batch(x) for x in (query, key, value))
         plan = choose(query, key, value, options, implementation=implementation, tiling=tiling)
         self.options, self.plan = options, plan
-        # The backward pass; the gradients' order may need the portable tier's.
-        self.by_hopper_kernels = plan.runs_hopper_backward(options, packing is not None)
         self.problem = ops.operator_arguments(
             options, implementation=implementation, tiling=tiling, packing=packing
         )[ops.PROBLEM_TENSORS :]
-        launcher: Callable[..., tuple[Tensor, Tensor]] = functools.partial(
-            ops.run_forward, options=options, packing=None, plan=plan
-        )
-        if plan.tier == "hopper" and query.numel() and key.numel():
-            from flashattn_triton.hopper.forward import hopper_forward_call
-
-            launcher = hopper_forward_call(query, key, value, options, packing)
-        dense = packing is None and all(x.stride(-1) == 1 for x in (query, key, value))
-        if plan.tier == "triton" and dense:
-            from flashattn_triton.portable.forward import forward_call
-
-            assert plan.tiling is not None
-            launcher = forward_call(query, key, value, options, plan.tiling.forward)
-        self.forward = launcher
+        launcher = forward_launcher(query, key, value, options, plan, packing)
+        self.forward: Callable[..., tuple[Tensor, Tensor]] = launcher
         if packing is not None:
             self.forward = functools.partial(self._forward_packed, launcher)
 
@@ -100,13 +71,12 @@ class CachedCall:
     ) -> tuple[Tensor, Tensor]:
         """Output (T_q, H, E) and logsumexp (H, T_q)."""
         batch = (as_batch(query), as_batch(key), as_batch(value))
-        out, lse = launcher(*batch, packing=self._packing(cu_seqlens))
+        out, lse = launcher(*batch, self._packing(cu_seqlens))
         # A Function refuses to have its output changed in place if that is a view.
         return as_tokens(out).detach(), lse.squeeze(0).detach()
 
-    def _packing(self, cu_seqlens: Sequence[Tensor]) -> Packing | None:
-        if self.longest is None:
-            return None
+    def _packing(self, cu_seqlens: Sequence[Tensor]) -> Packing:
+        assert self.longest is not None
         return Packing(
             cu_seqlens_q=cu_seqlens[0],
             cu_seqlens_k=cu_seqlens[1],
@@ -182,52 +152,25 @@ class CachedCall:
         grad_lse: Tensor | None,
         packing: Packing | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dQ, dK and dV, as :func:`~flashattn_triton.ops.run_backward` gives them."""
-        if grad_out.stride(3) != 1:  # as of a sum's, which the TMA reads as one head
-            single = without_repetitions(grad_out) if self.by_hopper_kernels else grad_out
-            grad_out = single.contiguous().expand(grad_out.shape)
+        """dQ, dK and dV, as :func:`~flashattn_triton.ops.backward` gives them."""
         tensors = (query, key, value, out, grad_out)
+        lse = lse.contiguous()  # what was saved may come back with other strides
+        starts = () if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k)
         cache_key = (
             self,
             *[x.stride() for x in tensors],
             None if grad_lse is None else grad_lse.stride(),
-            alignment(tensors),
+            alignment((*tensors, lse, grad_lse, *starts)),
             dot_precision(query.dtype),
         )
-        launcher = _calls.get(cache_key)
+        launcher = found(cache_key)
         if launcher is None:
-            launcher = self._backward_launcher(tensors, grad_lse, packing)
+            launcher = backward_launcher(*tensors, grad_lse, self.options, self.plan, packing)
             store(cache_key, launcher)
-        lse = lse.contiguous()  # what was saved may come back with other strides
-        found: tuple[Tensor, Tensor, Tensor]
-        if packing is None:
-            found = launcher(*tensors[:4], lse, grad_out, grad_lse)
-        else:
-            found = launcher(*tensors[:4], lse, grad_out, grad_lse, packing=packing)
-        return found
-
-    def _backward_launcher(
-        self,
-        tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-        grad_lse: Tensor | None,
-        packing: Packing | None,
-    ) -> Callable[..., Any]:
-        """Of the tier's kernels where they can read Q, K, V, O and dO as they are, without copies.
-
-        ``grad_lse``: of the logsumexp, or None.
-        """
-        options, plan = self.options, self.plan
-        if self.by_hopper_kernels:
-            from flashattn_triton.hopper.backward import hopper_backward_call
-
-            read = (*tensors[:4], without_repetitions(tensors[4]))
-            if all(x.numel() > 0 and can_use_tma(x) for x in read):
-                return hopper_backward_call(tensors, grad_lse, options, packing)
-        elif plan.tiling is not None and packing is None and all(x.stride(3) == 1 for x in tensors):
-            from flashattn_triton.portable.backward import backward_call
-
-            return backward_call(*tensors, grad_lse, options, plan.tiling)
-        return functools.partial(ops.run_backward, options=options, packing=None, plan=plan)
+        gradients: tuple[Tensor, Tensor, Tensor] = launcher(
+            *tensors[:4], lse, grad_out, grad_lse, packing
+        )
+        return gradients
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, return_lse: bool, *cu_seqlens: Tensor
@@ -349,7 +292,7 @@ def cache_key_of(
         return None
     starts: tuple[Any, ...] = ()
     try:
-        aligned = alignment((query, key, value))
+        aligned = alignment((query, key, value, *cu_seqlens))
         if cu_seqlens:
             addresses = {x.data_ptr() for x in cu_seqlens}
             if any(type(x) not in _PLAIN for x in cu_seqlens):
@@ -382,20 +325,3 @@ def cache_key_of(
         types,
         starts,
     )
-
-
-def cached(cache_key: Hashable | None) -> CachedCall | None:
-    """The call that is stored under ``cache_key``, if there is one."""
-    try:
-        call: CachedCall | None = _calls.get(cache_key)
-        return call
-    except TypeError:  # an argument that cannot be hashed, valid or not
-        return None
-
-
-def store(cache_key: Hashable | None, call: Callable[..., Any]) -> None:
-    """Stores ``call`` in the cache under ``cache_key``."""
-    if len(_calls) >= _LIMIT:
-        _calls.clear()
-    with contextlib.suppress(TypeError):
-        _calls[cache_key] = call

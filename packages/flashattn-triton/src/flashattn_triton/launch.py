@@ -48,6 +48,12 @@ class Packing:
         """B, and the longest query and key sequence."""
         return self.cu_seqlens_q.shape[0] - 1, self.max_seqlen_q, self.max_seqlen_k
 
+    @property
+    def has_equal_lengths(self) -> bool:
+        """Whether both start at the same places, because ``cu_seqlens`` is one tensor: then each
+        sequence has as many keys as queries."""
+        return self.cu_seqlens_q.data_ptr() == self.cu_seqlens_k.data_ptr()
+
 
 def as_batch(x: Tensor) -> Tensor:
     """(T, H, D) of a packed batch as (1, H, T, D)."""
@@ -57,10 +63,6 @@ def as_batch(x: Tensor) -> Tensor:
 def as_tokens(x: Tensor) -> Tensor:
     """(1, H, T, D) of a packed batch as (T, H, D)."""
     return x.squeeze(0).transpose(0, 1)
-
-
-# What kernels take behind inputs and outputs, where there is none of it.
-NO_PROBLEM_TENSORS: tuple[Tensor | None, ...] = (None,) * 5
 
 
 def problem_tensors(
@@ -169,15 +171,6 @@ def register_limit(
     return 168 if kind.alibi and narrow and tiles.use_tma and tiles.warps == 4 else None
 
 
-def alignment(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """The addresses' remainders by 16; nothing if all are multiples."""
-    bits = 0
-    for x in tensors:
-        bits |= x.data_ptr()
-    return tuple([x.data_ptr() % 16 for x in tensors]) if bits % 16 else ()
-
-
-@functools.lru_cache(maxsize=1024)
 def tma_refusal(
     name: str, shape: torch.Size, strides: Strides, address: int, itemsize: int
 ) -> str | None:
@@ -278,8 +271,7 @@ class Launch:
     """One kernel with all arguments but the tensors, compiled once and then launched directly.
 
     Triton's own launcher binds, classifies and hashes every argument at each call, which takes the
-    host longer than a small kernel takes the GPU. Everything but the tensors' alignment is fixed
-    here, so that is all that must be looked at before the compiled kernel is found again.
+    host longer than a small kernel takes the GPU. Here everything but the addresses is fixed.
     """
 
     def __init__(
@@ -312,12 +304,13 @@ class Launch:
         self.tiles = tiles
         self.limits = {} if registers is None else {"maxnreg": registers}
         self.views = tuple(views)
-        self.started: dict[tuple[bool, ...], _Start] = {}
+        self.start: _Start | None = None
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launches on the device's current stream; nothing if there is no program to run.
 
-        The same of ``tensors`` are None at every call.
+        The same of ``tensors`` are None at every call, and their addresses have the same remainders
+        by 16.
         """
         if self.grid[0] == 0:
             return
@@ -326,14 +319,8 @@ class Launch:
             with torch.cuda.device(self.device):
                 self(*tensors)
             return
-        addresses = [x.data_ptr() for x in tensors if x is not None]
-        bits = 0
-        for address in addresses:
-            bits |= address
-        kind = () if bits % 16 == 0 else tuple([address % 16 == 0 for address in addresses])
-        start = self.started.get(kind)
-        if start is not None:
-            start(tensors, addresses)
+        if self.start is not None:
+            self.start(tensors, [x.data_ptr() for x in tensors if x is not None])
             return
         compiled = self.kernel[self.grid](
             *self._described(tensors),
@@ -345,7 +332,7 @@ class Launch:
             **triton_versions.COMPILE_OPTIONS,
         )
         if compiled is not None:  # as in Triton's interpreter
-            self.started[kind] = self._launcher(compiled, tensors)
+            self.start = self._launcher(compiled, tensors)
 
     def _described(
         self, tensors: Sequence[Tensor | None]

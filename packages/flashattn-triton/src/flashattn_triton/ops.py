@@ -11,25 +11,28 @@ travel as plain numbers and strings, see :func:`operator_arguments`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from flashattn_triton.calls import (
+    backward_launcher,
+    bias_launcher,
+    forward_launcher,
+    found,
+    operator_key,
+    sinks_launcher,
+    store,
+)
 from flashattn_triton.configs import Tiling
 from flashattn_triton.dispatch import Plan, choose
-from flashattn_triton.launch import (
-    Packing,
-    as_batch,
-    as_tokens,
-    empty_output,
-    empty_row_statistic,
-)
+from flashattn_triton.launch import Packing, empty_output, empty_row_statistic
 from flashattn_triton.logsumexp import add_sinks, sinks_gradient
 from flashattn_triton.mask_and_bias import NAMES, NO_MASK_OR_BIAS, MaskAndBias
-from flashattn_triton.options import AttentionOptions, Causal
+from flashattn_triton.options import AttentionOptions
 
 _PROBLEM = (
     "Tensor? alibi_slopes, Tensor? bias, Tensor? prefix_lengths, Tensor? sinks, "
@@ -91,112 +94,80 @@ def operator_arguments(
     )
 
 
-@functools.lru_cache(maxsize=1024)
-def _options(
-    causal: Causal,
-    scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    deterministic: bool,
-    tiling: tuple[int, ...],
-) -> tuple[AttentionOptions, Tiling | None]:
+def _plan(
+    tensors: Sequence[Tensor],
+    numbers: Sequence[Any],
+    mask_and_bias: MaskAndBias,
+) -> tuple[AttentionOptions, Plan]:
+    """Options and tier of an operator's call.
+
+    Args:
+        tensors: query, key and value.
+        numbers: what follows the tensors of :func:`operator_arguments`, of which this is the
+            inverse.
+        mask_and_bias: of those tensors.
+    """
+    _, _, causal, scale, left, right, softcap, deterministic, implementation, tiling = numbers
     options = AttentionOptions(
         causal=causal,
         scale=scale,
-        window=(
-            None if window_left < 0 else window_left,
-            None if window_right < 0 else window_right,
-        ),
+        window=(None if left < 0 else left, None if right < 0 else right),
         softcap=softcap or None,
         deterministic=deterministic,
     )
-    return options, Tiling.unpack(tiling) if tiling else None
-
-
-def _problem(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    alibi_slopes: Tensor | None,
-    bias: Tensor | None,
-    prefix_lengths: Tensor | None,
-    sinks: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    causal: Causal,
-    scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    deterministic: bool,
-    implementation: str,
-    tiling: Sequence[int],
-) -> tuple[AttentionOptions, Packing | None, Plan, MaskAndBias]:
-    """The inverse of :func:`operator_arguments`, and which tier runs."""
-    options, explicit = _options(
-        causal, scale, window_left, window_right, softcap, deterministic, tuple(tiling)
-    )
-    packing = None
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        packing = Packing(
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k,
-        )
-    mask_and_bias = NO_MASK_OR_BIAS
-    given = (alibi_slopes, bias, prefix_lengths, sinks)
-    if any(x is not None for x in given):
-        mask_and_bias = MaskAndBias(**dict(zip(NAMES, given, strict=True)))
+    query, key, value, *_ = tensors
     plan = choose(
         query,
         key,
         value,
         options,
         implementation=implementation,
-        tiling=explicit,
+        tiling=Tiling.unpack(tuple(tiling)) if tiling else None,
         tensors=mask_and_bias.names,
     )
-    return options, packing, plan, mask_and_bias
+    return options, plan
+
+
+def _problem(problem: Sequence[Any]) -> tuple[Packing | None, MaskAndBias, Sequence[Any]]:
+    """What :func:`operator_arguments` made, apart: packed batch, mask and bias, and numbers."""
+    numbers = problem[PROBLEM_TENSORS:]
+    cu_seqlens_q, cu_seqlens_k = problem[PROBLEM_TENSORS - 2 : PROBLEM_TENSORS]
+    packing = None
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        packing = Packing(
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=numbers[0],
+            max_seqlen_k=numbers[1],
+        )
+    mask_and_bias, given = NO_MASK_OR_BIAS, problem[: len(NAMES)]
+    if any(x is not None for x in given):
+        mask_and_bias = MaskAndBias(**dict(zip(NAMES, given, strict=True)))
+    return packing, mask_and_bias, numbers
+
+
+def _cache_key(
+    operator: str, tensors: Sequence[Tensor | None], problem: Sequence[Any], packing: Packing | None
+) -> Hashable:
+    """``tensors``: those before the ``problem``. Whether a packed batch's sequences have as many
+    keys as queries decides, too, what is launched."""
+    equal = packing is not None and packing.has_equal_lengths
+    given, numbers = problem[:PROBLEM_TENSORS], problem[PROBLEM_TENSORS:]
+    return operator_key(operator, (*tensors, *given), (equal, *numbers))
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
     """Output (B, H, N_q, E) and logsumexp (B, H, N_q) fp32, by the tier that ``choose`` names."""
-    return run_forward(query, key, value, *_problem(query, key, value, *problem))
-
-
-def run_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    options: AttentionOptions,
-    packing: Packing | None,
-    plan: Plan,
-    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
-) -> tuple[Tensor, Tensor]:
-    """:func:`forward` by the tier of ``plan``."""
-    if plan.tier == "hopper":
-        from flashattn_triton.hopper.forward import hopper_forward
-
-        return hopper_forward(query, key, value, options, packing, mask_and_bias.sinks)
-    if plan.tiling is not None:
-        from flashattn_triton.portable.forward import triton_forward
-
-        tiles = plan.tiling.forward
-        return triton_forward(query, key, value, options, tiles, packing, mask_and_bias)
-    from flashattn_triton.tiled import tiled_forward, tiled_forward_varlen
-
-    if packing is None:
-        out, lse = tiled_forward(query, key, value, options, mask_and_bias)
-    else:
-        starts = (packing.cu_seqlens_q, packing.cu_seqlens_k)
-        q, k, v = (as_tokens(x) for x in (query, key, value))
-        out, lse = tiled_forward_varlen(q, k, v, *starts, options, mask_and_bias)
-        out, lse = as_batch(out), lse.unsqueeze(0)
-    return _laid_out(out, query), lse
+    tensors = (query, key, value)
+    packing, mask_and_bias, numbers = _problem(problem)
+    cache_key = _cache_key("forward", tensors, problem, packing)
+    launcher = found(cache_key)
+    if launcher is None:
+        options, plan = _plan(tensors, numbers, mask_and_bias)
+        launcher = forward_launcher(*tensors, options, plan, packing, mask_and_bias)
+        store(cache_key, launcher)
+    out, lse = launcher(*tensors, packing, mask_and_bias)
+    return out, lse
 
 
 def backward(
@@ -210,49 +181,19 @@ def backward(
     *problem: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK, dV of :func:`forward`."""
-    tensors = (query, key, value, out, lse, grad_out, grad_lse)
-    return run_backward(*tensors, *_problem(query, key, value, *problem))
-
-
-def run_backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    options: AttentionOptions,
-    packing: Packing | None,
-    plan: Plan,
-    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`backward` by the tier of ``plan``."""
     lse = lse.contiguous()  # what was saved may come back with other strides
-    if plan.runs_hopper_backward(options, packing is not None):
-        from flashattn_triton.hopper.backward import hopper_backward
-
-        tensors = (query, key, value, out, lse, grad_out, grad_lse)
-        return hopper_backward(*tensors, options, packing)
-    if plan.tiling is not None:
-        from flashattn_triton.portable.backward import triton_backward
-
-        tensors = (query, key, value, out, lse, grad_out, grad_lse)
-        return triton_backward(*tensors, options, plan.tiling, packing, mask_and_bias)
-    from flashattn_triton.tiled import tiled_backward, tiled_backward_varlen
-
-    if packing is None:
-        tensors = (query, key, value, out, lse, grad_out, grad_lse)
-        dq, dk, dv = tiled_backward(*tensors, options, mask_and_bias)
-    else:
-        q, k, v, o, do = (as_tokens(x) for x in (query, key, value, out, grad_out))
-        dl = None if grad_lse is None else grad_lse[0]
-        starts = (packing.cu_seqlens_q, packing.cu_seqlens_k)
-        gradients = tiled_backward_varlen(
-            q, k, v, o, lse[0], do, dl, *starts, options, mask_and_bias
+    tensors = (query, key, value, out, lse, grad_out, grad_lse)
+    packing, mask_and_bias, numbers = _problem(problem)
+    cache_key = _cache_key("backward", tensors, problem, packing)
+    launcher = found(cache_key)
+    if launcher is None:
+        options, plan = _plan((query, key, value), numbers, mask_and_bias)
+        launcher = backward_launcher(
+            query, key, value, out, grad_out, grad_lse, options, plan, packing, mask_and_bias
         )
-        dq, dk, dv = (as_batch(x) for x in gradients)
-    return _laid_out(dq, query), _laid_out(dk, key), _laid_out(dv, value)
+        store(cache_key, launcher)
+    dq, dk, dv = launcher(*tensors, packing, mask_and_bias)
+    return dq, dk, dv
 
 
 def bias_backward(
@@ -267,31 +208,31 @@ def bias_backward(
 ) -> Tensor:
     """The gradient of the bias of :func:`forward`, in its shape and dtype."""
     tensors = (query, key, value, out, lse.contiguous(), grad_out, grad_lse)
-    options, _, plan, mask_and_bias = _problem(query, key, value, *problem)
-    if plan.tiling is not None:
-        from flashattn_triton.portable.bias_pass import triton_bias_backward
-
-        return triton_bias_backward(*tensors, options, plan.tiling, mask_and_bias)
-    from flashattn_triton.tiled import tiled_bias_backward
-
-    return tiled_bias_backward(*tensors, options, mask_and_bias)
+    _, mask_and_bias, numbers = _problem(problem)
+    cache_key = _cache_key("bias_backward", tensors, problem, None)
+    launcher = found(cache_key)
+    if launcher is None:
+        options, plan = _plan((query, key, value), numbers, mask_and_bias)
+        launcher = bias_launcher(
+            query, key, value, out, grad_out, grad_lse, options, plan, mask_and_bias
+        )
+        store(cache_key, launcher)
+    gradient: Tensor = launcher(*tensors, mask_and_bias)
+    return gradient
 
 
 def sinks_backward(
     sinks: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
 ) -> Tensor:
     """The gradient of the sinks of :func:`forward`, in their shape and dtype."""
-    if not out.is_cuda:
-        return sinks_gradient(sinks, out, lse, grad_out, grad_lse)
-    from flashattn_triton.portable.sinks_pass import triton_sinks_backward
-
-    return triton_sinks_backward(sinks, out, lse, grad_out, grad_lse)
-
-
-def _laid_out(x: Tensor, like: Tensor) -> Tensor:
-    """``x`` with the strides that the fake implementation promises."""
-    promised = empty_output(like, x.shape[3])
-    return x if x.stride() == promised.stride() else promised.copy_(x)
+    tensors = (out, sinks, lse.contiguous(), grad_out, grad_lse)
+    cache_key = operator_key("sinks_backward", tensors, [[]])
+    launcher = found(cache_key)
+    if launcher is None:
+        launcher = sinks_launcher(out, grad_out, grad_lse)
+        store(cache_key, launcher)
+    gradient: Tensor = launcher(sinks, out, *tensors[2:])
+    return gradient
 
 
 def _forward_fake(

@@ -32,8 +32,8 @@ from triton.runtime.errors import OutOfResources
 from flashattn_triton.configs import Tiles, Tiling, tiling_for
 from flashattn_triton.dispatch import describe_gpu
 from flashattn_triton.options import AttentionOptions, resolve_options
-from flashattn_triton.portable.backward import triton_backward
-from flashattn_triton.portable.forward import triton_forward
+from flashattn_triton.portable.backward import backward_call
+from flashattn_triton.portable.forward import forward_call
 from flashattn_triton.reference import attention_reference
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -88,15 +88,12 @@ def candidates(role: str, head_dim: int, itemsize: int) -> Iterator[Tiles]:
 def passes(problem: Problem, tiling: Tiling, inputs: list[Tensor]) -> dict[str, Callable[[], Any]]:
     """The forward and the backward pass with these shapes."""
     query, key, value, grad_out = inputs
-    options = problem.options
-    out, lse = triton_forward(query, key, value, options, tiling.forward)
-
-    def backward() -> Any:
-        return triton_backward(query, key, value, out, lse, grad_out, None, options, tiling)
-
+    forward = forward_call(query, key, value, problem.options, tiling.forward)
+    out, lse = forward(query, key, value)
+    backward = backward_call(query, key, value, out, grad_out, None, problem.options, tiling)
     return {
-        "forward": lambda: triton_forward(query, key, value, options, tiling.forward),
-        "backward": backward,
+        "forward": lambda: forward(query, key, value),
+        "backward": lambda: backward(query, key, value, out, lse, grad_out, None),
     }
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from flashattn_triton.hopper.eligibility import is_wide
 from flashattn_triton.hopper.launch import FastLaunch, edges, packed_tile_map, tile_map
 from flashattn_triton.hopper.packed import (
     PackedTiles,
-    packed_sizes,
     packed_tiles,
     without_offset,
 )
@@ -25,7 +24,6 @@ from flashattn_triton.hopper.schedule import FIELDS, KEYS
 from flashattn_triton.hopper.wide_launches import wide_launches, wide_tiles
 from flashattn_triton.launch import (
     Packing,
-    Sizes,
     Strides,
     can_use_tma,
     current_device,
@@ -33,6 +31,7 @@ from flashattn_triton.launch import (
     stride_numbers,
     without_repetitions,
 )
+from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
 from flashattn_triton.options import AttentionOptions
 
 LOG2_E = 1.4426950408889634
@@ -64,18 +63,33 @@ def hopper_backward(
         dQ, dK and dV in the inputs' shapes and dtype. dQ is accumulated in fp32; in any order,
         unless ``options`` ask for deterministic gradients.
     """
-    query, key, value, out = (_for_tma(x) for x in (query, key, value, out))
-    grad_out = _for_tma(without_repetitions(grad_out)).expand(grad_out.shape)
-    tensors = [query, key, value, out, grad_out]
-    if query.numel() == 0 or key.numel() == 0:  # which no descriptor can express
-        dq, dk, dv = (empty_output(x, x.shape[3]).zero_() for x in (query, key, value))
-        return dq, dk, dv
+    if query.numel() == 0 or key.numel() == 0:
+        return no_gradients(query, key, value)
+    q, k, v, o, do = tensors = readable_by_tma(query, key, value, out, grad_out)
     call = hopper_backward_call(tensors, grad_logsumexp, options, packing)
-    return call(query, key, value, out, logsumexp, grad_out, grad_logsumexp, packing)
+    return call(q, k, v, o, logsumexp, do, grad_logsumexp, packing)
 
 
-def _for_tma(x: Tensor) -> Tensor:
-    """``x``, or a copy of it that the TMA can read."""
+def no_gradients(
+    query: Tensor, key: Tensor, value: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ, dK and dV where there is no query, or no key: no descriptor can express that."""
+    dq, dk, dv = (empty_output(x, x.shape[3]).zero_() for x in (query, key, value))
+    return dq, dk, dv
+
+
+def readable_by_tma(
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, grad_out: Tensor
+) -> tuple[Tensor, ...]:
+    """The tensors, or copies of them that the TMA can read; one head of dO if all are the same."""
+    own = without_repetitions(grad_out)
+    readable = _readable(own)
+    if readable is not own:
+        grad_out = readable.expand(grad_out.shape)
+    return (*map(_readable, (query, key, value, out)), grad_out)
+
+
+def _readable(x: Tensor) -> Tensor:
     return x if can_use_tma(x) else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -110,8 +124,12 @@ class HopperBackwardCall:
         grad_out: Tensor,
         grad_logsumexp: Tensor | None,
         packing: Packing | None = None,
+        mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dQ, dK and dV of inputs of these strides, aligned to 16 bytes."""
+        """dQ, dK and dV of inputs of these strides, aligned to 16 bytes.
+
+        Nothing is needed of ``mask_and_bias``, in which there are sinks at most.
+        """
         if self.device.index != current_device():
             with torch.cuda.device(self.device):
                 return self(query, key, value, out, logsumexp, grad_out, grad_logsumexp, packing)
@@ -148,30 +166,12 @@ def hopper_backward_call(
 ) -> HopperBackwardCall:
     """The call for Q, K, V, O and dO of these shapes, strides and types."""
     query, key, value, *_ = tensors
-    return _backward_call(
-        query.device,
-        query.dtype,
-        (query.shape, key.shape, value.shape),
-        tuple([x.stride() for x in tensors]),
-        None if grad_logsumexp is None else grad_logsumexp.stride(),
-        options,
-        packed_sizes(packing),
-    )
-
-
-@functools.lru_cache(maxsize=4096)
-def _backward_call(
-    device: torch.device,
-    dtype: torch.dtype,
-    shapes: tuple[torch.Size, torch.Size, torch.Size],
-    strides: tuple[Strides, ...],
-    grad_logsumexp_stride: Strides | None,
-    options: AttentionOptions,
-    sizes_and_equal: tuple[Sizes, bool] | None,
-) -> HopperBackwardCall:
-    """``shapes``: of Q, K and V. ``strides``: of Q, K, V, O and dO. ``sizes_and_equal``: of
-    :func:`packed_sizes`."""
-    sizes, equal = sizes_and_equal or (None, False)
+    device, dtype = query.device, query.dtype
+    shapes = (query.shape, key.shape, value.shape)
+    strides = tuple([x.stride() for x in tensors])
+    grad_logsumexp_stride = None if grad_logsumexp is None else grad_logsumexp.stride()
+    sizes = None if packing is None else packing.sizes
+    equal = packing is not None and packing.has_equal_lengths
     options = without_offset(options, equal)
     (batch, heads, n_queries, head_dim), (_, kv_heads, n_keys, _), (*_, value_dim) = shapes
     q_stride, k_stride, v_stride, o_stride, do_stride = strides

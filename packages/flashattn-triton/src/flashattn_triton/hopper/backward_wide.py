@@ -291,7 +291,7 @@ def _step(
     is_causal: gl.constexpr,
     MASKED: gl.constexpr,
 ):
-    """Both halves of a tile of queries, whose scores are ``s``: the next tile's scores, dK and dV."""
+    """Both halves of a tile of queries with scores ``s``: the next tile's scores, dK and dV."""
     _, q_full, do_full = full
     k_smem, _, q_smem, _, statistics_smem = buffers
     next_slot = (step + 1) % STAGES

@@ -64,8 +64,8 @@ def refusal(
         keys = left + right + 1
         if keys < SHORTEST_NARROW_WINDOW:
             return (
-                f"up to head_dim {NARROW} it takes windows of at least {SHORTEST_NARROW_WINDOW} keys, "
-                f"and this is {keys}"
+                f"up to head_dim {NARROW} it takes windows of at least {SHORTEST_NARROW_WINDOW} "
+                f"keys, and this is {keys}"
             )
     return _other_refusal(options, tensors)
 

@@ -13,18 +13,17 @@ from flashattn_triton.hopper.forward_kernel import ROWS, hopper_forward_kernel
 from flashattn_triton.hopper.launch import FastLaunch, edges, packed_tile_map, tile_map
 from flashattn_triton.hopper.packed import (
     PackedTiles,
-    packed_sizes,
     packed_tiles,
     without_offset,
 )
 from flashattn_triton.launch import (
     Packing,
-    Sizes,
     Strides,
     current_device,
     empty_output,
     empty_row_statistic,
 )
+from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
 from flashattn_triton.options import AttentionOptions
 
 LOG2_E = 1.4426950408889634
@@ -52,13 +51,25 @@ def hopper_forward(
     Returns:
         Output (B, H, N_q, E) in the inputs' dtype and logsumexp (B, H, N_q) in fp32.
     """
+    mask_and_bias = MaskAndBias(sinks=sinks)
     if packing is not None and (query.numel() == 0 or key.numel() == 0):
-        # No descriptor can express these: there is nothing to compute, or no key to be seen.
-        out = empty_output(query, value.shape[3]).zero_()
-        lse = empty_row_statistic(query).fill_(-float("inf"))
-        return out, lse if sinks is None else lse.copy_(sinks[:, None])
+        return no_scores(query, key, value, packing, mask_and_bias)
     call = hopper_forward_call(query, key, value, options, packing, sinks)
-    return call(query, key, value, packing, sinks)
+    return call(query, key, value, packing, mask_and_bias)
+
+
+def no_scores(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing | None = None,
+    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
+) -> tuple[Tensor, Tensor]:
+    """Output and logsumexp where there is no query, or no key: no descriptor can express that."""
+    out = empty_output(query, value.shape[3]).zero_()
+    lse = empty_row_statistic(query).fill_(-float("inf"))
+    sinks = mask_and_bias.sinks
+    return out, lse if sinks is None else lse.copy_(sinks[:, None])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +91,13 @@ class HopperForwardCall:
         key: Tensor,
         value: Tensor,
         packing: Packing | None = None,
-        sinks: Tensor | None = None,
+        mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
     ) -> tuple[Tensor, Tensor]:
-        """Output and logsumexp."""
+        """Output and logsumexp; of ``mask_and_bias`` there are sinks at most."""
         out = query.new_empty_strided(*self.out)
         logsumexp = query.new_empty_strided(*self.logsumexp, dtype=torch.float32)
         addresses = [x.data_ptr() for x in (query, key, value, out, logsumexp)]
+        sinks = mask_and_bias.sinks
         if self.device.index == current_device():
             self._launch(addresses, packing, sinks)
         else:
@@ -111,25 +123,11 @@ def hopper_forward_call(
     sinks: Tensor | None = None,
 ) -> HopperForwardCall:
     """The call for inputs of these shapes, strides and types."""
-    shapes = (query.shape, key.shape, value.shape)
+    device, dtype = query.device, query.dtype
+    q_shape, k_shape, v_shape = query.shape, key.shape, value.shape
     strides = (query.stride(), key.stride(), value.stride())
-    sizes = packed_sizes(packing)
-    of_sinks = None if sinks is None else sinks.dtype
-    return _forward_call(query.device, query.dtype, shapes, strides, options, sizes, of_sinks)
-
-
-@functools.lru_cache(maxsize=4096)
-def _forward_call(
-    device: torch.device,
-    dtype: torch.dtype,
-    shapes: tuple[torch.Size, torch.Size, torch.Size],
-    strides: tuple[Strides, ...],
-    options: AttentionOptions,
-    sizes_and_equal: tuple[Sizes, bool] | None,
-    sinks: torch.dtype | None,
-) -> HopperForwardCall:
-    q_shape, k_shape, v_shape = shapes
-    sizes, equal = sizes_and_equal or (None, False)
+    sizes = None if packing is None else packing.sizes
+    equal = packing is not None and packing.has_equal_lengths
     packed = sizes is not None
     options = without_offset(options, equal)
     (batch, heads, n_queries, _), (_, kv_heads, n_keys, _) = q_shape, k_shape
@@ -195,10 +193,11 @@ def _forward_call(
     v_map = map_of(v_shape, strides[2], [1, 1, config.keys, value_columns], dtype)
     # In the place of Q, if there is no other, it is as wide as a part of Q.
     o_map = map_of(out.shape, out.stride(), query_block, dtype)
+    of_sinks = None if sinks is None else sinks.dtype
     launch = FastLaunch(
         hopper_forward_kernel,
         min(n_tiles, programs),
-        [q_map, k_map, v_map, o_map, torch.float32, torch.int32 if packed else None, sinks],
+        [q_map, k_map, v_map, o_map, torch.float32, torch.int32 if packed else None, of_sinks],
         numbers,
         constants,
     )

@@ -14,19 +14,8 @@ from flashattn_triton.hopper.schedule import (
     most_tiles,
     packed_tiles_kernel,
 )
-from flashattn_triton.launch import Packing, Sizes
+from flashattn_triton.launch import Packing
 from flashattn_triton.options import AttentionOptions
-
-
-def packed_sizes(packing: Packing | None) -> tuple[Sizes, bool] | None:
-    """What calls are found by: a packed batch's sizes, and whether queries and keys are one.
-
-    Where both start at the same places, because ``cu_seqlens`` is one tensor, each sequence has as
-    many keys as queries.
-    """
-    if packing is None:
-        return None
-    return packing.sizes, packing.cu_seqlens_q.data_ptr() == packing.cu_seqlens_k.data_ptr()
 
 
 def without_offset(options: AttentionOptions, equal: bool) -> AttentionOptions:

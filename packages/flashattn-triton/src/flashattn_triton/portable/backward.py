@@ -22,7 +22,6 @@ key, E head_dim of value, T tokens of a packed batch.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,10 +32,8 @@ from torch import Tensor
 
 from flashattn_triton.configs import Tiles, Tiling
 from flashattn_triton.launch import (
-    NO_PROBLEM_TENSORS,
     Launch,
     Packing,
-    Sizes,
     Strides,
     TileView,
     alibi_constant,
@@ -53,7 +50,7 @@ from flashattn_triton.launch import (
     stride_numbers,
     unit_last_stride,
 )
-from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias, MaskAndBiasKind
+from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
 from flashattn_triton.options import AttentionOptions
 from flashattn_triton.portable.key_pass import ATOMIC, NONE, TMA_REDUCE, key_pass_kernel
 from flashattn_triton.portable.preprocess import PREPROCESS_TILES, preprocess_launch
@@ -93,35 +90,7 @@ def triton_backward(
         query, key, value, out, grad_out, grad_logsumexp, options, tiling, packing, mask_and_bias
     )
     tensors = (query, key, value, out, logsumexp, grad_out, grad_logsumexp)
-    return call(*tensors, problem_tensors(packing, mask_and_bias))
-
-
-def backward_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    grad_out: Tensor,
-    grad_logsumexp: Tensor | None,
-    options: AttentionOptions,
-    tiling: Tiling,
-    packing: Packing | None = None,
-    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
-) -> BackwardCall:
-    """The call for inputs of these shapes, strides and types; their last stride is 1."""
-    return _backward_call(
-        query.device,
-        query.dtype,
-        (query.shape, key.shape, value.shape),
-        tuple([x.stride() for x in (query, key, value, grad_out, out)]),
-        None if grad_logsumexp is None else grad_logsumexp.stride(),
-        options,
-        tiling,
-        dot_precision(query.dtype),
-        None if packing is None else packing.sizes,
-        mask_and_bias.kind,
-        packing is None and all(can_use_tma(x) for x in (query, key, value, grad_out)),
-    )
+    return call(*tensors, packing, mask_and_bias)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,9 +114,11 @@ class BackwardCall:
         logsumexp: Tensor,
         grad_out: Tensor,
         grad_logsumexp: Tensor | None,
-        problem: Sequence[Tensor | None] = NO_PROBLEM_TENSORS,
+        packing: Packing | None = None,
+        mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dQ, dK and dV of inputs whose last stride is 1, and of :func:`problem_tensors`."""
+        """dQ, dK and dV of inputs whose last stride is 1."""
+        problem = problem_tensors(packing, mask_and_bias)
         fp32 = torch.float32
         dq, dk, dv = [query.new_empty_strided(*like) for like in self.gradients]
         statistics = query.new_empty(self.statistics, dtype=fp32)
@@ -172,20 +143,25 @@ class BackwardCall:
         return dq, dk, dv
 
 
-@functools.lru_cache(maxsize=4096)
-def _backward_call(
-    device: torch.device,
-    dtype: torch.dtype,
-    shapes: tuple[torch.Size, ...],
-    strides: tuple[Strides, ...],
-    grad_logsumexp_stride: Strides | None,
+def backward_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    grad_out: Tensor,
+    grad_logsumexp: Tensor | None,
     options: AttentionOptions,
     tiling: Tiling,
-    precision: str,
-    sizes: Sizes | None,
-    kind: MaskAndBiasKind,
-    readable_by_tma: bool,
+    packing: Packing | None = None,
+    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
 ) -> BackwardCall:
+    """The call for inputs of these shapes, strides and types; their last stride is 1."""
+    device, dtype, kind = query.device, query.dtype, mask_and_bias.kind
+    shapes = (query.shape, key.shape, value.shape)
+    strides = tuple([x.stride() for x in (query, key, value, grad_out, out)])
+    grad_logsumexp_stride = None if grad_logsumexp is None else grad_logsumexp.stride()
+    sizes = None if packing is None else packing.sizes
+    readable_by_tma = sizes is None and all(can_use_tma(x) for x in (query, key, value, grad_out))
     (batch, heads, n_queries, head_dim), (_, kv_heads, n_keys, _), (*_, value_dim) = shapes
     *inputs, out_stride = strides
     gradients = [
@@ -238,7 +214,7 @@ def _backward_call(
         "E_PADDED": value_width,
         "PACKED": sizes is not None,
         "WIDE": is_wide(*inputs, dq, dk, dv),
-        "PRECISION": precision,
+        "PRECISION": dot_precision(dtype),
         "INTERPRETED": not isinstance(key_pass_kernel, triton.JITFunction),
         **option_constants(options),
         **kind.constants,

@@ -11,7 +11,8 @@ has a fixed order. The formulas and the legend are in :mod:`flashattn_triton.por
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -324,9 +325,57 @@ def triton_bias_backward(
     Returns:
         The gradient of ``mask_and_bias.bias``, contiguous, in its shape and dtype; summed in fp32.
     """
+    query, key, value, out, grad_out = map(unit_last_stride, (query, key, value, out, grad_out))
+    call = bias_call(
+        query, key, value, out, grad_out, grad_logsumexp, options, tiling, mask_and_bias
+    )
+    tensors = (query, key, value, out, logsumexp, grad_out, grad_logsumexp)
+    return call(*tensors, mask_and_bias)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BiasCall:
+    """The kernels on one kind of input: what their launches need, found out once."""
+
+    preprocess: Launch
+    launch: Launch
+    statistics: Sequence[int]
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        logsumexp: Tensor,
+        grad_out: Tensor,
+        grad_logsumexp: Tensor | None,
+        mask_and_bias: MaskAndBias,
+    ) -> Tensor:
+        """The gradient of the bias, of inputs whose last stride is 1."""
+        bias = mask_and_bias.bias
+        assert bias is not None
+        statistics = query.new_empty(self.statistics, dtype=torch.float32)
+        gradient = bias.new_empty(bias.shape)
+        self.preprocess(out, grad_out, grad_logsumexp, logsumexp, statistics, None)
+        self.launch(query, key, value, grad_out, statistics, *mask_and_bias.of_scores, gradient)
+        return gradient
+
+
+def bias_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    grad_out: Tensor,
+    grad_logsumexp: Tensor | None,
+    options: AttentionOptions,
+    tiling: Tiling,
+    mask_and_bias: MaskAndBias,
+) -> BiasCall:
+    """The call for inputs of these shapes, strides and types; their last stride is 1."""
     bias = mask_and_bias.bias
     assert bias is not None
-    query, key, value, out, grad_out = map(unit_last_stride, (query, key, value, out, grad_out))
     batch, heads, n_queries, head_dim = query.shape
     kv_heads, n_keys, value_dim = key.shape[1], key.shape[2], value.shape[3]
     # The tiles of dQ: operands are the same, and a tile of dS takes no more than one of dQ. By the
@@ -399,8 +448,5 @@ def triton_bias_backward(
             )
         ]
     launch = Launch(bias_pass_kernel, query.device, programs, numbers, constants, tiles, views)
-    statistics = query.new_empty((batch * heads, 2, n_padded), dtype=torch.float32)
-    gradient = bias.new_empty(bias.shape)
-    preprocess(out, grad_out, grad_logsumexp, logsumexp, statistics, None)
-    launch(query, key, value, grad_out, statistics, *mask_and_bias.of_scores, gradient)
-    return gradient
+    statistics = (batch * heads, 2, n_padded)
+    return BiasCall(preprocess=preprocess, launch=launch, statistics=statistics)

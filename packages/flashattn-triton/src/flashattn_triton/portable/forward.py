@@ -19,8 +19,6 @@ key, E head_dim of value, T tokens of a packed batch. Capital ``_PADDED`` widths
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,11 +28,8 @@ from torch import Tensor
 
 from flashattn_triton.configs import Tiles
 from flashattn_triton.launch import (
-    NO_PROBLEM_TENSORS,
     Launch,
     Packing,
-    Sizes,
-    Strides,
     TileView,
     alibi_constant,
     can_use_tma,
@@ -51,7 +46,7 @@ from flashattn_triton.launch import (
     stride_numbers,
     unit_last_stride,
 )
-from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias, MaskAndBiasKind
+from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
 from flashattn_triton.options import AttentionOptions
 from flashattn_triton.primitives import (
     CAUSAL_ALIBI,
@@ -401,7 +396,7 @@ def triton_forward(
     """
     query, key, value = unit_last_stride(query), unit_last_stride(key), unit_last_stride(value)
     call = forward_call(query, key, value, options, tiles, packing, mask_and_bias)
-    return call(query, key, value, problem_tensors(packing, mask_and_bias), mask_and_bias.sinks)
+    return call(query, key, value, packing, mask_and_bias)
 
 
 class ForwardCall:
@@ -417,13 +412,14 @@ class ForwardCall:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        problem: Sequence[Tensor | None] = NO_PROBLEM_TENSORS,
-        sinks: Tensor | None = None,
+        packing: Packing | None = None,
+        mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
     ) -> tuple[Tensor, Tensor]:
-        """Output and logsumexp of inputs whose last stride is 1, and of :func:`problem_tensors`."""
+        """Output and logsumexp of inputs whose last stride is 1."""
         out = query.new_empty_strided(*self.out)
         logsumexp = query.new_empty_strided(*self.logsumexp, dtype=torch.float32)
-        self.launch(query, key, value, out, logsumexp, *problem, sinks)
+        rest = problem_tensors(packing, mask_and_bias)
+        self.launch(query, key, value, out, logsumexp, *rest, mask_and_bias.sinks)
         return out, logsumexp
 
 
@@ -439,35 +435,11 @@ def forward_call(
     """The call for inputs of these shapes, strides and types; their last stride is 1."""
     bias, scores = mask_and_bias.bias, (query.shape[2], key.shape[2])
     use_tma = tiles.use_tma and packing is None and can_use_tma(key) and can_use_tma(value)
-    return _forward_call(
-        query.device,
-        query.dtype,
-        (query.shape, key.shape, value.shape),
-        (query.stride(), key.stride(), value.stride()),
-        options,
-        tiles,
-        dot_precision(query.dtype),
-        None if packing is None else packing.sizes,
-        mask_and_bias.kind,
-        use_tma,
-        use_tma and bias is not None and bias.shape[2:] == scores and can_use_tma(bias),
-    )
-
-
-@functools.lru_cache(maxsize=4096)
-def _forward_call(
-    device: torch.device,
-    dtype: torch.dtype,
-    shapes: tuple[torch.Size, ...],
-    strides: tuple[Strides, ...],
-    options: AttentionOptions,
-    tiles: Tiles,
-    precision: str,
-    sizes: Sizes | None,
-    kind: MaskAndBiasKind,
-    use_tma: bool,
-    bias_tma: bool,
-) -> ForwardCall:
+    bias_tma = use_tma and bias is not None and bias.shape[2:] == scores and can_use_tma(bias)
+    device, dtype, kind = query.device, query.dtype, mask_and_bias.kind
+    shapes = (query.shape, key.shape, value.shape)
+    strides = (query.stride(), key.stride(), value.stride())
+    sizes = None if packing is None else packing.sizes
     like = torch.empty_strided(shapes[0], strides[0], dtype=dtype, device="meta")
     out, logsumexp = empty_output(like, shapes[2][3]), empty_row_statistic(like)
     (batch, heads, n_queries, head_dim), (_, kv_heads, n_keys, _), (*_, value_dim) = shapes
@@ -495,7 +467,7 @@ def _forward_call(
         "HAS_SINKS": kind.sinks,
         "NEGATIVE_SCALE": options.scale < 0,
         "WIDE": is_wide(*matrices),
-        "PRECISION": precision,
+        "PRECISION": dot_precision(dtype),
         "INTERPRETED": not isinstance(flash_forward_kernel, triton.JITFunction),
         "USE_TMA": use_tma,
         "BIAS_TMA": bias_tma,

@@ -12,7 +12,8 @@ every sum has a fixed order. Legend: B batch, H query heads, N_q queries, E head
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -20,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashattn_triton.configs import Tiles
-from flashattn_triton.launch import Launch, Strides, padded, stride_numbers, unit_last_stride
+from flashattn_triton.launch import Launch, padded, stride_numbers, unit_last_stride
 from flashattn_triton.primitives import LOG2_E, load_rows
 
 _TILES = Tiles(64, 1, 4, 1)
@@ -86,41 +87,45 @@ def triton_sinks_backward(
         The gradient of ``sinks``, in its shape and dtype; summed in fp32.
     """
     out, grad_out = unit_last_stride(out), unit_last_stride(grad_out)
-    launch = _launch(
-        out.device,
-        out.dtype,
-        out.shape,
-        (out.stride(), grad_out.stride(), None if grad_lse is None else grad_lse.stride()),
-    )
-    tiles = -(-out.shape[2] // _TILES.queries)
-    sums = out.new_empty((*out.shape[:2], tiles), dtype=torch.float32)
-    launch(sinks, out, grad_out, lse.contiguous(), grad_lse, sums)
-    return sums.sum((0, 2)).to(sinks.dtype)
+    return sinks_call(out, grad_out, grad_lse)(sinks, out, lse.contiguous(), grad_out, grad_lse)
 
 
-@functools.lru_cache(maxsize=4096)
-def _launch(
-    device: torch.device,
-    dtype: torch.dtype,
-    shape: torch.Size,
-    strides: tuple[Strides, Strides, Strides | None],
-) -> Launch:
-    batch, heads, n_queries, value_dim = shape
-    out, grad_out, grad_lse = strides
-    return Launch(
+@dataclass(frozen=True, kw_only=True)
+class SinksCall:
+    """The kernel on one kind of input: what its launch needs, found out once."""
+
+    launch: Launch
+    sums: Sequence[int]
+
+    def __call__(
+        self, sinks: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
+    ) -> Tensor:
+        """The gradient of ``sinks``; the last stride of ``out`` and ``grad_out`` is 1."""
+        sums = out.new_empty(self.sums, dtype=torch.float32)
+        self.launch(sinks, out, grad_out, lse, grad_lse, sums)
+        return sums.sum((0, 2)).to(sinks.dtype)
+
+
+def sinks_call(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> SinksCall:
+    """The call for tensors of these shapes, strides and types; their last stride is 1."""
+    batch, heads, n_queries, value_dim = out.shape
+    tiles = -(-n_queries // _TILES.queries)
+    dl_stride = (0, 0, 0) if grad_lse is None else grad_lse.stride()
+    launch = Launch(
         sinks_pass_kernel,
-        device,
-        -(-n_queries // _TILES.queries) * batch * heads,
+        out.device,
+        tiles * batch * heads,
         {
-            **stride_numbers(o=out[:3], do=grad_out[:3], dl=grad_lse or (0, 0, 0)),
+            **stride_numbers(o=out.stride()[:3], do=grad_out.stride()[:3], dl=dl_stride),
             "N_QUERIES": n_queries,
             "N_HEADS": heads,
         },
         {
             "E": value_dim,
-            "E_PADDED": padded(value_dim, dtype),
+            "E_PADDED": padded(value_dim, out.dtype),
             "ROWS": _TILES.queries,
             "HAS_DL": grad_lse is not None,
         },
         _TILES,
     )
+    return SinksCall(launch=launch, sums=(batch, heads, tiles))

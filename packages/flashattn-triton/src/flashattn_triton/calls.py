@@ -1,0 +1,297 @@
+"""The cache between a call and its compiled kernels: one dictionary, looked up once a pass.
+
+What runs follows from the shapes, strides, types and alignment of tensors, and from options. The
+first call of a kind chooses the tier, lays out the kernels' arguments and stores what launches them
+under a key; later calls look it up. The operators have keys of their own, calls in eager mode and
+their backward passes others (see :mod:`flashattn_triton.eager`), all in the same dictionary.
+
+It is emptied when it is full. Threads may share it: each reads or stores an entry by one operation,
+and an entry that two of them make is equal. Devices are part of every key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from flashattn_triton.dispatch import Plan
+from flashattn_triton.launch import (
+    Packing,
+    as_batch,
+    as_tokens,
+    dot_precision,
+    empty_output,
+    unit_last_stride,
+)
+from flashattn_triton.logsumexp import sinks_gradient
+from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
+from flashattn_triton.options import AttentionOptions
+
+# What launches a forward pass: (query, key, value, packing=None, mask_and_bias=...) to output and
+# logsumexp.
+ForwardLauncher = Callable[..., tuple[Tensor, Tensor]]
+# A backward pass: (query, key, value, out, logsumexp, grad_out, grad_logsumexp, packing=None,
+# mask_and_bias=...) to dQ, dK and dV.
+BackwardLauncher = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+# The cache is emptied at this many keys: lengths that never repeat would otherwise fill memory.
+_LIMIT = 4096
+
+_launchers: dict[Hashable, Any] = {}
+
+
+def found(cache_key: Hashable) -> Any | None:
+    """What is stored under ``cache_key``, if anything is."""
+    try:
+        return _launchers.get(cache_key)
+    except TypeError:  # an argument that cannot be hashed, valid or not
+        return None
+
+
+def store(cache_key: Hashable, launcher: Any) -> None:
+    """Stores ``launcher``, which must hold no tensors, under ``cache_key``."""
+    if len(_launchers) >= _LIMIT:
+        _launchers.clear()
+    with contextlib.suppress(TypeError):
+        _launchers[cache_key] = launcher
+
+
+def alignment(tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
+    """The addresses' remainders by 16; nothing if all are multiples."""
+    addresses = [0 if x is None else x.data_ptr() for x in tensors]
+    bits = 0
+    for address in addresses:
+        bits |= address
+    return tuple([address % 16 for address in addresses]) if bits % 16 else ()
+
+
+def operator_key(
+    operator: str, tensors: Sequence[Tensor | None], numbers: Sequence[Any]
+) -> Hashable:
+    """The key of an operator's call.
+
+    Args:
+        operator: its name.
+        tensors: all of its arguments that are tensors, or None; the first is one.
+        numbers: the others; the last is a list.
+    """
+    first = tensors[0]
+    assert first is not None
+    return (
+        operator,
+        *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors],
+        alignment(tensors),
+        dot_precision(first.dtype),
+        *numbers[:-1],
+        tuple(numbers[-1]),
+    )
+
+
+def forward_launcher(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: AttentionOptions,
+    plan: Plan,
+    packing: Packing | None = None,
+    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
+) -> ForwardLauncher:
+    """What launches the forward pass of such inputs by the tier of ``plan``."""
+    if plan.tier == "hopper":
+        from flashattn_triton.hopper.forward import hopper_forward_call, no_scores
+
+        if packing is not None and (query.numel() == 0 or key.numel() == 0):
+            return no_scores
+        return hopper_forward_call(query, key, value, options, packing, mask_and_bias.sinks)
+    if plan.tiling is None:
+        return functools.partial(_tiled_forward, options)
+    from flashattn_triton.portable.forward import forward_call
+
+    tensors = (query, key, value)
+    q, k, v = readable = with_unit_last_strides(*tensors)
+    call = forward_call(q, k, v, options, plan.tiling.forward, packing, mask_and_bias)
+    if all(x is y for x, y in zip(tensors, readable, strict=True)):
+        return call
+
+    def launch_on_copies(
+        query: Tensor, key: Tensor, value: Tensor, *rest: Any
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v = with_unit_last_strides(query, key, value)
+        return call(q, k, v, *rest)
+
+    return launch_on_copies
+
+
+def backward_launcher(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    grad_out: Tensor,
+    grad_logsumexp: Tensor | None,
+    options: AttentionOptions,
+    plan: Plan,
+    packing: Packing | None = None,
+    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
+) -> BackwardLauncher:
+    """What launches the backward pass of such inputs by the tier of ``plan``.
+
+    Tensors that its kernels cannot read as they are are copied at each call.
+    """
+    tensors = (query, key, value, out, grad_out)
+    if plan.runs_hopper_backward(options, packing is not None):
+        from flashattn_triton.hopper.backward import (
+            hopper_backward_call,
+            no_gradients,
+            readable_by_tma,
+        )
+
+        if query.numel() == 0 or key.numel() == 0:  # which no descriptor can express
+            return no_gradients
+        readable = readable_by_tma(*tensors)
+        call: BackwardLauncher = hopper_backward_call(readable, grad_logsumexp, options, packing)
+        make_readable: Callable[..., tuple[Tensor, ...]] = readable_by_tma
+    elif plan.tiling is not None:
+        from flashattn_triton.portable.backward import backward_call
+
+        q, k, v, o, do = readable = with_unit_last_strides(*tensors)
+        call = backward_call(
+            q, k, v, o, do, grad_logsumexp, options, plan.tiling, packing, mask_and_bias
+        )
+        make_readable = with_unit_last_strides
+    else:
+        return functools.partial(_tiled_backward, options)
+    if all(x is y for x, y in zip(tensors, readable, strict=True)):
+        return call
+
+    def launch_on_copies(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        logsumexp: Tensor,
+        grad_out: Tensor,
+        *rest: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        *inputs, grad_out = make_readable(query, key, value, out, grad_out)
+        return call(*inputs, logsumexp, grad_out, *rest)
+
+    return launch_on_copies
+
+
+def bias_launcher(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    grad_out: Tensor,
+    grad_logsumexp: Tensor | None,
+    options: AttentionOptions,
+    plan: Plan,
+    mask_and_bias: MaskAndBias,
+) -> Callable[..., Tensor]:
+    """What computes the gradient of the bias, given what a backward pass takes but for packing."""
+    if plan.tiling is None:
+        from flashattn_triton.tiled import tiled_bias_backward
+
+        compute: Callable[..., Tensor] = tiled_bias_backward
+        return lambda *given: compute(*given[:-1], options, given[-1])
+    from flashattn_triton.portable.bias_pass import bias_call
+
+    q, k, v, o, do = with_unit_last_strides(query, key, value, out, grad_out)
+    call = bias_call(q, k, v, o, do, grad_logsumexp, options, plan.tiling, mask_and_bias)
+
+    def launch(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        logsumexp: Tensor,
+        grad_out: Tensor,
+        *rest: Any,
+    ) -> Tensor:
+        q, k, v, o, do = with_unit_last_strides(query, key, value, out, grad_out)
+        return call(q, k, v, o, logsumexp, do, *rest)
+
+    return launch
+
+
+def sinks_launcher(
+    out: Tensor, grad_out: Tensor, grad_logsumexp: Tensor | None
+) -> Callable[..., Tensor]:
+    """What computes the gradient of the sinks: (sinks, out, logsumexp, dO, dL) to dsinks."""
+    if not out.is_cuda:
+        return sinks_gradient
+    from flashattn_triton.portable.sinks_pass import sinks_call
+
+    call = sinks_call(unit_last_stride(out), unit_last_stride(grad_out), grad_logsumexp)
+
+    def launch(
+        sinks: Tensor, out: Tensor, logsumexp: Tensor, grad_out: Tensor, grad_lse: Tensor | None
+    ) -> Tensor:
+        return call(sinks, unit_last_stride(out), logsumexp, unit_last_stride(grad_out), grad_lse)
+
+    return launch
+
+
+def with_unit_last_strides(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors, copied where elements of one row are not neighbours."""
+    return tuple([unit_last_stride(x) for x in tensors])
+
+
+def _tiled_forward(
+    options: AttentionOptions,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing | None = None,
+    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
+) -> tuple[Tensor, Tensor]:
+    from flashattn_triton.tiled import tiled_forward, tiled_forward_varlen
+
+    if packing is None:
+        out, lse = tiled_forward(query, key, value, options, mask_and_bias)
+    else:
+        starts = (packing.cu_seqlens_q, packing.cu_seqlens_k)
+        q, k, v = (as_tokens(x) for x in (query, key, value))
+        out, lse = tiled_forward_varlen(q, k, v, *starts, options, mask_and_bias)
+        out, lse = as_batch(out), lse.unsqueeze(0)
+    return _laid_out(out, query), lse
+
+
+def _tiled_backward(
+    options: AttentionOptions,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    grad_out: Tensor,
+    grad_logsumexp: Tensor | None,
+    packing: Packing | None = None,
+    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from flashattn_triton.tiled import tiled_backward, tiled_backward_varlen
+
+    if packing is None:
+        tensors = (query, key, value, out, logsumexp, grad_out, grad_logsumexp)
+        dq, dk, dv = tiled_backward(*tensors, options, mask_and_bias)
+    else:
+        q, k, v, o, do = (as_tokens(x) for x in (query, key, value, out, grad_out))
+        dl = None if grad_logsumexp is None else grad_logsumexp[0]
+        starts = (packing.cu_seqlens_q, packing.cu_seqlens_k)
+        gradients = tiled_backward_varlen(
+            q, k, v, o, logsumexp[0], do, dl, *starts, options, mask_and_bias
+        )
+        dq, dk, dv = (as_batch(x) for x in gradients)
+    return _laid_out(dq, query), _laid_out(dk, key), _laid_out(dv, value)
+
+
+def _laid_out(x: Tensor, like: Tensor) -> Tensor:
+    """``x`` with the strides that the operators' fake implementations promise."""
+    promised = empty_output(like, x.shape[3])
+    return x if x.stride() == promised.stride() else promised.copy_(x)
