@@ -16,6 +16,7 @@ import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flashattn_triton.dispatch import Plan
@@ -148,13 +149,14 @@ def backward_launcher(
             hopper_backward_call,
             no_gradients,
             readable_by_tma,
+            single_head,
         )
 
         if query.numel() == 0 or key.numel() == 0:  # which no descriptor can express
             return no_gradients
         readable = readable_by_tma(*tensors)
         call: BackwardLauncher = hopper_backward_call(readable, grad_logsumexp, options, packing)
-        make_readable: Callable[..., tuple[Tensor, ...]] = readable_by_tma
+        copy_of_grad_out: Callable[[Tensor], Tensor] = single_head
     elif plan.tiling is not None:
         from flashattn_triton.portable.backward import backward_call
 
@@ -162,10 +164,11 @@ def backward_launcher(
         call = backward_call(
             q, k, v, o, do, grad_logsumexp, options, plan.tiling, packing, mask_and_bias
         )
-        make_readable = with_unit_last_strides
+        copy_of_grad_out = Tensor.contiguous
     else:
         return functools.partial(_tiled_backward, options)
-    if all(x is y for x, y in zip(tensors, readable, strict=True)):
+    *copied, grad_out_copied = [x is not y for x, y in zip(tensors, readable, strict=True)]
+    if not any(copied) and not grad_out_copied:
         return call
 
     def launch_on_copies(
@@ -177,7 +180,12 @@ def backward_launcher(
         grad_out: Tensor,
         *rest: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        *inputs, grad_out = make_readable(query, key, value, out, grad_out)
+        inputs = [
+            x.clone(memory_format=torch.contiguous_format) if needed else x
+            for x, needed in zip((query, key, value, out), copied, strict=True)
+        ]
+        if grad_out_copied:
+            grad_out = copy_of_grad_out(grad_out)
         return call(*inputs, logsumexp, grad_out, *rest)
 
     return launch_on_copies

@@ -81,16 +81,20 @@ def no_gradients(
 def readable_by_tma(
     query: Tensor, key: Tensor, value: Tensor, out: Tensor, grad_out: Tensor
 ) -> tuple[Tensor, ...]:
-    """The tensors, or copies of them that the TMA can read; one head of dO if all are the same."""
-    own = without_repetitions(grad_out)
-    readable = _readable(own)
-    if readable is not own:
-        grad_out = readable.expand(grad_out.shape)
-    return (*map(_readable, (query, key, value, out)), grad_out)
+    """The tensors, or copies of them that the TMA can read; of dO see :func:`single_head`."""
+    inputs = [
+        x if can_use_tma(x) else x.clone(memory_format=torch.contiguous_format)
+        for x in (query, key, value, out)
+    ]
+    if not can_use_tma(without_repetitions(grad_out)):
+        grad_out = single_head(grad_out)
+    return *inputs, grad_out
 
 
-def _readable(x: Tensor) -> Tensor:
-    return x if can_use_tma(x) else x.clone(memory_format=torch.contiguous_format)
+def single_head(grad_out: Tensor) -> Tensor:
+    """A copy of dO that the TMA can read: of one head if all are the same, as of a sum."""
+    copy = without_repetitions(grad_out).clone(memory_format=torch.contiguous_format)
+    return copy.expand(grad_out.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
