@@ -115,11 +115,22 @@ def shipped() -> list[Request]:
         Request(192, "bf16", {"causal": causal}, lengths, "backward", value_dim=128)
         for causal, lengths in ((False, (4096, 4096)), (True, (4096, 4096)), (True, (4096, 4000)))
     ]
-    # Without a mask, and the mask with most code.
+    others: tuple[dict[str, Any], ...] = (
+        {"window": (500, 300)},
+        {"deterministic": True},
+        {"softcap": 30.0},
+    )
     requests += [
-        Request(256, "bf16", {"causal": causal}, (4096, n_keys), "backward", value_dim=256)
-        for causal, n_keys in ((False, 4096), (True, 4000))
+        Request(192, "bf16", {"causal": True} | x, direction="backward", value_dim=128)
+        for x in others
     ]
+    requests += [
+        Request(192, "bf16", {"causal": True}, direction="backward", value_dim=128, sequences=9)
+    ]
+    # Without a mask, and with everything at once.
+    requests += [Request(256, "bf16", {"causal": False}, direction="backward")]
+    everything = {"causal": True, "window": (500, None), "softcap": 30.0, "deterministic": True}
+    requests += [Request(256, "bf16", everything, direction="backward", sequences=9)]
     # A soft-cap, up to head_dim 64 forward alone.
     capped: dict[str, Any] = {"causal": True, "softcap": 30.0}
     requests += [Request(64, "bf16", capped)]

@@ -64,7 +64,22 @@ MORE_SPILLS = {
     ("3.8", "backward", 192, "causal"): (820, 20),
     ("3.9", "backward", 192, "full"): (244, 9),
     ("3.9", "backward", 192, "causal"): (780, 24),
-    ("3.9", "backward", 256, "causal"): (12, 2),
+    ("3.6", "backward", 192, "window"): (1444, 0),
+    ("3.6", "backward", 192, "causal, ordered"): (1704, 52),
+    ("3.6", "backward", 192, "causal, soft-cap"): (1036, 26),
+    ("3.6", "backward", 192, "causal, packed"): (540, 9),
+    ("3.7", "backward", 192, "window"): (1532, 0),
+    ("3.7", "backward", 192, "causal, ordered"): (1712, 52),
+    ("3.7", "backward", 192, "causal, soft-cap"): (1212, 29),
+    ("3.7", "backward", 192, "causal, packed"): (532, 9),
+    ("3.8", "backward", 192, "window"): (1156, 0),
+    ("3.8", "backward", 192, "causal, ordered"): (1528, 61),
+    ("3.8", "backward", 192, "causal, soft-cap"): (1132, 44),
+    ("3.8", "backward", 192, "causal, packed"): (768, 28),
+    ("3.9", "backward", 192, "window"): (1120, 0),
+    ("3.9", "backward", 192, "causal, ordered"): (1888, 83),
+    ("3.9", "backward", 192, "causal, soft-cap"): (1360, 56),
+    ("3.9", "backward", 192, "causal, packed"): (748, 24),
 }
 
 _spec = importlib.util.spec_from_file_location("compile_hopper", SCRIPT)

@@ -110,48 +110,55 @@ LENGTHS = {
 }
 
 pytest_gpu = pytest.mark.gpu
+all_kernels = pytest.mark.parametrize(
+    "head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str
+)
 
 
 @pytest_gpu
-@pytest.mark.parametrize("head_dim", [64, 128])
+@all_kernels
 @pytest.mark.parametrize("causal", ["none", "top-left", "bottom-right"])
 @pytest.mark.parametrize("name", LENGTHS)
 def test_lengths(
     name: str,
     causal: str,
-    head_dim: int,
+    head_dims: tuple[int, int],
     packed_case: Any,
     attend: Any,
     make_inputs: Any,
     assert_close_to_oracle: Any,
 ) -> None:
-    case = packed_case((4, 2), LENGTHS[name], (head_dim, head_dim), "bf16", causal=causal)
+    case = packed_case((4, 2), LENGTHS[name], head_dims, "bf16", causal=causal)
     assert_close_to_oracle(attend(case), make_inputs(case, "cuda"))
 
 
 @pytest_gpu
 @pytest.mark.parametrize(
-    ("heads", "head_dim", "options"),
+    ("heads", "head_dims", "options"),
     [
-        ((6, 1), 96, {"causal": "top-left"}),
-        ((5, 5), 40, {"causal": "bottom-right"}),
-        ((16, 4), 64, {"causal": "top-left", "scale": -0.2}),
-        ((4, 2), 128, {"causal": "top-left", "window": (100, None)}),
-        ((4, 2), 128, {"window": (200, 130)}),
-        ((4, 2), 80, {"window": (None, 70), "causal": "bottom-right-window"}),
+        ((6, 1), (96, 96), {"causal": "top-left"}),
+        ((5, 5), (40, 40), {"causal": "bottom-right"}),
+        ((16, 4), (64, 64), {"causal": "top-left", "scale": -0.2}),
+        ((4, 2), (128, 128), {"causal": "top-left", "window": (100, None)}),
+        ((4, 2), (128, 128), {"window": (200, 130)}),
+        ((4, 2), (80, 80), {"window": (None, 70), "causal": "bottom-right-window"}),
+        ((6, 1), (144, 72), {"causal": "top-left", "window": (100, None)}),
+        ((4, 2), (192, 128), {"window": (200, 130), "softcap": 5.0}),
+        ((6, 1), (248, 200), {"causal": "top-left", "window": (100, None)}),
+        ((4, 2), (256, 256), {"window": (200, 130), "softcap": 5.0}),
     ],
     ids=str,
 )
 def test_heads_and_masks(
     heads: tuple[int, int],
-    head_dim: int,
+    head_dims: tuple[int, int],
     options: dict[str, Any],
     packed_case: Any,
     attend: Any,
     make_inputs: Any,
     assert_close_to_oracle: Any,
 ) -> None:
-    case = packed_case(heads, RAGGED, (head_dim, head_dim), "fp16", **options)
+    case = packed_case(heads, RAGGED, head_dims, "fp16", **options)
     assert_close_to_oracle(attend(case), make_inputs(case, "cuda"))
 
 
@@ -166,20 +173,21 @@ def test_random_lengths(
         lengths = tuple(
             (pick.randint(0, 400), pick.randint(0, 400)) for _ in range(pick.randint(1, 12))
         )
-        head_dim, causal = pick.choice([64, 128]), pick.choice(["none", "top-left", "bottom-right"])
-        case = packed_case((4, 2), lengths, (head_dim, head_dim), "bf16", causal=causal)
+        head_dims = pick.choice([(64, 64), (128, 128), (192, 128), (256, 256)])
+        causal = pick.choice(["none", "top-left", "bottom-right"])
+        case = packed_case((4, 2), lengths, head_dims, "bf16", causal=causal)
         assert_close_to_oracle(attend(case), make_inputs(case, "cuda"))
 
 
 @pytest_gpu
-@pytest.mark.parametrize("head_dim", [64, 128])
+@all_kernels
 @pytest.mark.parametrize("causal", ["none", "top-left"])
 def test_what_other_sequences_hold_does_not_matter(
-    causal: str, head_dim: int, packed_case: Any, attend: Any, make_inputs: Any
+    causal: str, head_dims: tuple[int, int], packed_case: Any, attend: Any, make_inputs: Any
 ) -> None:
     """NaN and infinity in the middle one; the others' results stay what they are, bit for bit."""
     lengths = ((200, 200), (100, 100), (333, 333))
-    case = packed_case((4, 2), lengths, (head_dim, head_dim), "bf16", causal=causal)
+    case = packed_case((4, 2), lengths, head_dims, "bf16", causal=causal)
     inputs = make_inputs(case, "cuda")
     grad_out = inputs.grad_out.clone()
     results = []
@@ -202,18 +210,18 @@ def test_what_other_sequences_hold_does_not_matter(
 
 @pytest_gpu
 @pytest.mark.timeout(120, method="thread")  # ends the process even if a kernel never does
-@pytest.mark.parametrize("head_dim", [64, 128])
+@all_kernels
 @pytest.mark.parametrize("causal", ["none", "top-left", "bottom-right"])
 def test_deterministic_gradients(
     causal: str,
-    head_dim: int,
+    head_dims: tuple[int, int],
     packed_case: Any,
     attend: Any,
     make_inputs: Any,
     assert_close_to_oracle: Any,
 ) -> None:
     """They are right, and bit-identical when repeated."""
-    case = packed_case((4, 2), RAGGED, (head_dim, head_dim), "bf16", causal=causal)
+    case = packed_case((4, 2), RAGGED, head_dims, "bf16", causal=causal)
     inputs = make_inputs(case, "cuda")
     attention = attend(case, deterministic=True)
     assert_close_to_oracle(attention, inputs)

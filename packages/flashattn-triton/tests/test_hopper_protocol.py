@@ -30,7 +30,7 @@ from flashattn_triton.hopper import (
     forward_kernel,
     scores,
 )
-from flashattn_triton.hopper.configs import backward_config, forward_widths, tile_width
+from flashattn_triton.hopper.configs import backward_config, forward_widths
 from flashattn_triton.hopper.launch import FastLaunch, TileMap, edges
 from flashattn_triton.hopper.schedule import FIELDS, packed_tiles_kernel
 from flashattn_triton.launch import Packing
@@ -44,6 +44,15 @@ from gluon_simulator import (
     Tensor,
     load,
 )
+
+#: By the width of tiles of Q and K.
+BACKWARD_MODULES = {
+    64: backward_kernel,
+    128: backward_kernel,
+    192: backward_wide,
+    256: backward_256,
+}
+WIDE = [(192, 128), (256, 256)]
 
 
 def run(
@@ -174,11 +183,8 @@ def check_backward(problem: Problem, seed: int, **changes: Any) -> None:
     tensors = [*problem.meta(), meta_do, meta_do]
     launch = backward.hopper_backward_call(tensors, None, problem.options).main
     turns = counters(dq_sum, queries, problem.options)
-    memory = [q, k, v, do, statistics, dq_sum, dk, dv]
-    if width > 128:
-        run(launch, backward_256 if width == 256 else backward_wide, memory, seed, changes)
-    else:
-        run(launch, backward_kernel, [*memory, None, turns], seed, changes)
+    memory = [q, k, v, do, statistics, dq_sum, dk, dv, None, turns]
+    run(launch, BACKWARD_MODULES[width], memory, seed, changes)
     dq = in_order(dq_sum)[:, :, :n_queries, : problem.head_dim]
     close(dq * scale, ds @ keys)
     close(dk, problem.summed(ds.swapaxes(2, 3) @ q))
@@ -272,11 +278,13 @@ def test_columns_that_are_not_in_use(name: str, head_dim: int) -> None:
     check_backward(problem, seed)
 
 
-@pytest.mark.parametrize("head_dim", [96, 128])
+@pytest.mark.parametrize("head_dims", [(96, 96), (128, 128), *WIDE], ids=str)
 @pytest.mark.parametrize("name", ["grouped, offset walks", "causal", "window, both edges"])
-def test_soft_caps(name: str, head_dim: int) -> None:
+def test_soft_caps(name: str, head_dims: tuple[int, int]) -> None:
     """The scale's sign is the tanh's, not the exponentials'."""
-    problem = problem_of(head_dim=head_dim, softcap=3.0, scale=-0.2, **PROBLEMS[name])
+    head_dim, value_dim = head_dims
+    chosen = PROBLEMS[name] | {"softcap": 3.0, "scale": -0.2, "value_dim": value_dim}
+    problem = problem_of(head_dim=head_dim, **chosen)
     exact = {"tanh": lambda x: Tensor(np.tanh(x.value), x.type.layout)}
     seed = list(PROBLEMS).index(name)
     check_forward(problem, seed, **exact)
@@ -300,12 +308,7 @@ def test_backward_on_random_schedules(name: str, head_dim: int) -> None:
 @pytest.mark.parametrize(
     ("name", "head_dim", "value_dim"),
     [
-        *(
-            (name, *x)
-            for name in PROBLEMS
-            if "window" not in name
-            for x in [(192, 128), (256, 256)]
-        ),
+        *((name, *x) for name in PROBLEMS for x in WIDE),
         *(("causal", 136, 72), ("bottom-right, grouped", 200, 144), ("two steps", 40, 248)),
     ],
 )
@@ -314,10 +317,13 @@ def test_backward_of_wide_heads(name: str, head_dim: int, value_dim: int) -> Non
     check_backward(problem, list(PROBLEMS).index(name))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), *WIDE], ids=str)
 @pytest.mark.parametrize("name", ORDERED)
-def test_ordered_backward_on_random_schedules(name: str, head_dim: int) -> None:
-    problem = problem_of(head_dim=head_dim, deterministic=True, **ORDERED[name])
+def test_ordered_backward_on_random_schedules(name: str, head_dims: tuple[int, int]) -> None:
+    head_dim, value_dim = head_dims
+    problem = problem_of(
+        head_dim=head_dim, value_dim=value_dim, deterministic=True, **ORDERED[name]
+    )
     check_backward(problem, list(ORDERED).index(name))
 
 
@@ -338,7 +344,7 @@ class PackedProblem:
 
     def __init__(self, problems: list[Problem], seed: int) -> None:
         self.problems = problems
-        self.options, self.head_dim = problems[0].options, problems[0].head_dim
+        self.options = problems[0].options
         self.inputs = [problem.inputs(seed + i) for i, problem in enumerate(problems)]
         self.starts = [
             np.cumsum([0, *(p.lengths[side] for p in problems)]).tolist() for side in (0, 1)
@@ -354,17 +360,19 @@ class PackedProblem:
             max_seqlen_k=longest[1],
         )
 
-    def tokens(self, side: int, given: int | None = None) -> Any:
-        """(T, H, D): the input of that number, or NaN."""
-        if given is not None:
-            return np.concatenate([inputs[given][0].swapaxes(0, 1) for inputs in self.inputs])
-        return np.full((self.starts[side][-1], self.problems[0].heads[side], self.head_dim), np.nan)
+    def tokens(self, which: int) -> Any:
+        """(T, H, D) of Q, K, V or dO."""
+        return np.concatenate([inputs[which][0].swapaxes(0, 1) for inputs in self.inputs])
 
-    def meta(self, side: int) -> torch.Tensor:
-        """(1, H, T, D)."""
-        shape = (self.starts[side][-1], self.problems[0].heads[side], self.head_dim)
-        x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
-        return x.transpose(0, 1).unsqueeze(0)
+    def like(self, which: int) -> Any:
+        """NaN in the shape of Q, K, V or dO."""
+        return np.full_like(self.tokens(which), np.nan)
+
+    def meta(self) -> list[torch.Tensor]:
+        """Q, K, V, dO: (1, H, T, D)."""
+        shapes = [self.tokens(which).shape for which in range(4)]
+        tensors = [torch.empty(x, dtype=torch.bfloat16, device="meta") for x in shapes]
+        return [x.transpose(0, 1).unsqueeze(0) for x in tensors]
 
     def of(self, sequence: int, side: int, memory: Any) -> Any:
         """(1, H, N, D): one sequence's tokens."""
@@ -380,8 +388,9 @@ class PackedProblem:
         return most.numpy()
 
 
-def packed_problem(name: str, head_dim: int, seed: int) -> PackedProblem:
-    chosen = dict(PACKED[name])
+def packed_problem(name: str, head_dims: tuple[int, int], seed: int) -> PackedProblem:
+    head_dim, value_dim = head_dims
+    chosen = PACKED[name] | {"value_dim": value_dim}
     lengths = chosen.pop("lengths")
     return PackedProblem([problem_of(x, head_dim, **chosen) for x in lengths], seed)
 
@@ -390,14 +399,13 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpre
 
 
 @interpreted
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128)], ids=str)
 @pytest.mark.parametrize("name", PACKED)
-def test_packed_forward_on_random_schedules(name: str, head_dim: int) -> None:
+def test_packed_forward_on_random_schedules(name: str, head_dims: tuple[int, int]) -> None:
     seed = list(PACKED).index(name)
-    packed = packed_problem(name, head_dim, seed)
-    meta = [packed.meta(0), packed.meta(1), packed.meta(1)]
-    call = forward.hopper_forward_call(*meta, packed.options, packed.packing)
-    q, k, v, out = packed.tokens(0, 0), packed.tokens(1, 1), packed.tokens(1, 2), packed.tokens(0)
+    packed = packed_problem(name, head_dims, seed)
+    call = forward.hopper_forward_call(*packed.meta()[:3], packed.options, packed.packing)
+    q, k, v, out = packed.tokens(0), packed.tokens(1), packed.tokens(2), packed.like(3)
     lse = np.full((packed.problems[0].heads[0], packed.starts[0][-1]), np.nan)
     memory = [q, k, v, out, lse, packed.table(call.tiles), None]
     run(call.launch, forward_kernel, memory, seed, {})
@@ -409,15 +417,16 @@ def test_packed_forward_on_random_schedules(name: str, head_dim: int) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), *WIDE], ids=str)
 @pytest.mark.parametrize("name", PACKED)
-def test_packed_backward_on_random_schedules(name: str, head_dim: int) -> None:
+def test_packed_backward_on_random_schedules(name: str, head_dims: tuple[int, int]) -> None:
     seed = list(PACKED).index(name)
-    packed = packed_problem(name, head_dim, seed)
-    scale, width, heads = packed.options.scale, tile_width(head_dim), packed.problems[0].heads[0]
-    queries = backward_config((head_dim, head_dim), packed.options).queries
-    meta_q, meta_k = packed.meta(0), packed.meta(1)
-    tensors = [meta_q, meta_k, meta_k, meta_q, meta_q]
+    packed = packed_problem(name, head_dims, seed)
+    width, _ = forward_widths(head_dims)
+    scale, heads = packed.options.scale, packed.problems[0].heads[0]
+    queries = backward_config(head_dims, packed.options).queries
+    meta_q, meta_k, meta_v, meta_do = packed.meta()
+    tensors = [meta_q, meta_k, meta_v, meta_do, meta_do]
     call = backward.hopper_backward_call(tensors, None, packed.options, packed.packing)
     tiles = packed.starts[0][-1] // queries + len(packed.problems)
     # Whatever no sequence owns is NaN.
@@ -444,14 +453,14 @@ def test_packed_backward_on_random_schedules(name: str, head_dim: int) -> None:
         statistics[rows] = parts.reshape(-1, 2, 8)
         dq_sum[rows] = 0.0
         owned.append(rows)
-    dk, dv = packed.tokens(1), packed.tokens(1)
-    inputs = [packed.tokens(0, 0), packed.tokens(1, 1), packed.tokens(1, 2), packed.tokens(0, 3)]
+    dk, dv = packed.like(1), packed.like(2)
+    inputs = [packed.tokens(which) for which in range(4)]
     memory = [*inputs, statistics, dq_sum, dk, dv, packed.table(call.key_tiles)]
     memory.append(counters(dq_sum, queries, packed.options))
-    run(call.main, backward_kernel, memory, seed, {})
+    run(call.main, BACKWARD_MODULES[width], memory, seed, {})
     for i, rows in enumerate(owned):
         n = packed.problems[i].lengths[0]
-        dq = in_order(dq_sum[rows]).reshape(1, heads, -1, width)[:, :, :n, :head_dim]
+        dq = in_order(dq_sum[rows]).reshape(1, heads, -1, width)[:, :, :n, : head_dims[0]]
         close(dq * scale, expected[i][0])
         close(packed.of(i, 1, dk), expected[i][1])
         close(packed.of(i, 1, dv), expected[i][2])

@@ -144,7 +144,7 @@ def backward_launcher(
     Tensors that its kernels cannot read as they are are copied at each call.
     """
     tensors = (query, key, value, out, grad_out)
-    if plan.runs_hopper_backward(options, packing is not None):
+    if plan.runs_hopper_backward(options):
         from flashattn_triton.hopper.backward import (
             hopper_backward_call,
             no_gradients,

@@ -46,8 +46,7 @@ class Plan:
     ``tiling``: tiles, warps and stages of the portable kernels. The "hopper" tier uses those of the
     two-pass backward form, where gradients must be deterministic, unless it is ``ordered``: then
     its own backward kernel adds to dQ in a fixed order. ``forward_only``: that tier has no backward
-    kernel for this problem, and the portable one runs. ``dense_gradients``: nor has it one for
-    packed sequences.
+    kernel for this problem, and the portable one runs.
     """
 
     tier: Tier
@@ -55,13 +54,11 @@ class Plan:
     reason: str
     ordered: bool = False
     forward_only: bool = False
-    dense_gradients: bool = False
 
-    def runs_hopper_backward(self, options: AttentionOptions, packed: bool = False) -> bool:
+    def runs_hopper_backward(self, options: AttentionOptions) -> bool:
         """Whether gradients are the Hopper tier's too."""
         in_order = self.ordered or not options.deterministic
-        missing = self.forward_only or (packed and self.dense_gradients)
-        return self.tier == "hopper" and in_order and not missing
+        return self.tier == "hopper" and in_order and not self.forward_only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +194,6 @@ def _choose(
             reason=gpu.name,
             ordered=by_name or eligibility.orders_gradients(options),
             forward_only=eligibility.forward_only(head_dims, options),
-            dense_gradients=eligibility.is_wide(head_dims),
         )
     if implementation == "hopper":
         raise ValueError(f"implementation 'hopper' cannot run this: {refusal}")

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashattn_triton.hopper.backward_256 import backward_256_kernel
 from flashattn_triton.hopper.backward_kernel import hopper_backward_kernel
 from flashattn_triton.hopper.backward_products import OWN, STATISTICS
-from flashattn_triton.hopper.configs import backward_config, columns_in_use, tile_width
-from flashattn_triton.hopper.eligibility import is_wide
+from flashattn_triton.hopper.backward_wide import wide_backward_kernel
+from flashattn_triton.hopper.configs import backward_config, columns_in_use, forward_widths
 from flashattn_triton.hopper.launch import FastLaunch, edges, packed_tile_map, tile_map
 from flashattn_triton.hopper.packed import (
     PackedTiles,
@@ -20,8 +21,7 @@ from flashattn_triton.hopper.packed import (
     without_offset,
 )
 from flashattn_triton.hopper.preprocess import ROWS, postprocess_kernel, preprocess_kernel
-from flashattn_triton.hopper.schedule import FIELDS, KEYS
-from flashattn_triton.hopper.wide_launches import wide_launches, wide_tiles
+from flashattn_triton.hopper.schedule import FIELDS
 from flashattn_triton.launch import (
     Packing,
     Strides,
@@ -35,6 +35,13 @@ from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
 from flashattn_triton.options import AttentionOptions
 
 LOG2_E = 1.4426950408889634
+# By the width of tiles of Q and K: the kernel, and their columns in one load.
+KERNELS: dict[int, tuple[Any, int]] = {
+    64: (hopper_backward_kernel, 64),
+    128: (hopper_backward_kernel, 128),
+    192: (wide_backward_kernel, 64),
+    256: (backward_256_kernel, 256),
+}
 
 
 def hopper_backward(
@@ -184,59 +191,38 @@ def hopper_backward_call(
         for shape, stride in zip(shapes, strides, strict=False)
     ]
     dq_stride, dk_stride, dv_stride = (x.stride() for x in gradients)
-    if is_wide((head_dim, value_dim)):
-        wide = wide_launches(
-            wide_tiles((head_dim, value_dim)),
-            dtype,
-            shapes,
-            strides,
-            [dq_stride, dk_stride, dv_stride],
-            grad_logsumexp_stride,
-            options,
-        )
-        return HopperBackwardCall(
-            preprocess=wide.preprocess,
-            main=wide.main,
-            postprocess=wide.postprocess,
-            device=device,
-            gradients=[(x.shape, x.stride()) for x in gradients],
-            statistics=wide.statistics,
-            shared=wide.shared,
-        )
-    queries, width = backward_config((head_dim, value_dim), options).queries, tile_width(head_dim)
-    rows = -(-n_queries // queries) * queries * batch * heads
-    programs = (rows // ROWS, -(-n_keys // KEYS.value) * batch * kv_heads)
-    query_tiles = key_tiles = None
-    if sizes is not None:
+    width, values = forward_widths((head_dim, value_dim))
+    kernel, loaded = KERNELS[width]
+    config = backward_config((head_dim, value_dim), options)
+    queries, keys = config.queries, config.keys
+    packed = sizes is not None
+    if sizes is None:
+        query_tiles = key_tiles = None
+        rows = -(-n_queries // queries) * queries * batch * heads
+        programs = (rows // ROWS, -(-n_keys // keys) * batch * kv_heads)
+    else:
         sequences, _, _ = sizes
         query_tiles = packed_tiles(
             n_queries, sequences, rows=queries, of_keys=False, heads=heads, group=1
         )
         # These kernels take heads one by one: with equal lengths and tiles, both tables are equal.
         key_tiles = query_tiles
-        if not equal or queries != KEYS.value:
+        if not equal or queries != keys:
             key_tiles = packed_tiles(
-                n_keys, sequences, rows=KEYS.value, of_keys=True, heads=kv_heads, group=1
+                n_keys, sequences, rows=keys, of_keys=True, heads=kv_heads, group=1
             )
         rows = (n_queries // queries + sequences) * queries * heads
         programs = (query_tiles.most * heads * queries // ROWS, key_tiles.most * kv_heads)
     columns, softcap = STATISTICS.value, options.softcap
-    numbers = {
-        "N_QUERIES": n_queries,
-        "N_PADDED": rows // (batch * heads),
-        "N_HEADS": heads,
-        "D_DIV8": head_dim // 8,
-    }
-    packed = sizes is not None
+    sum_width = width if width <= 128 else 64  # of a block of the sum; blocks lie side by side
+    numbers = {"N_QUERIES": n_queries, "N_PADDED": rows // (batch * heads), "N_HEADS": heads}
     table = torch.int32 if packed else None
     shape = {
-        "WIDTH": width,
-        "NARROW": head_dim < width,
         "ROWS": ROWS,
         "PACKED": packed,
         "FIELDS": FIELDS.value,
         "QUERIES": queries,
-        "SUM_PARTS": 1,
+        "SUM_PARTS": width // sum_width,
     }
     has_dl = grad_logsumexp_stride is not None
 
@@ -259,31 +245,42 @@ def hopper_backward_call(
                 dl=grad_logsumexp_stride or (0, 0, 0),
             ),
             **numbers,
+            "D_DIV8": value_dim // 8,
             "factor": -1.0 / (options.scale if softcap is None else softcap),
         },
-        shape | {"SUM_WIDTH": width, "HAS_DL": has_dl},
+        {
+            **shape,
+            "WIDTH": values,
+            "NARROW": value_dim < values,
+            "SUM_WIDTH": sum_width,
+            "HAS_DL": has_dl,
+        },
     )
     postprocess = FastLaunch(
         postprocess_kernel,
         programs[0],
         [fp32, dtype, table],
-        {**stride_numbers(q=stride_div8(dq_stride)), **numbers, "scale": options.scale},
-        shape,
+        {
+            **stride_numbers(q=stride_div8(dq_stride)),
+            **numbers,
+            "D_DIV8": head_dim // 8,
+            "scale": options.scale,
+        },
+        {**shape, "WIDTH": sum_width, "NARROW": head_dim < width},
     )
-    query_block, key_block = [1, 1, queries, width], [1, 1, KEYS.value, width]
-    own_block = [1, 1, OWN.value, width]
+    narrow = {"COLUMNS": columns_in_use(head_dim, width)} if width <= 128 else {}
     main = FastLaunch(
-        hopper_backward_kernel,
+        kernel,
         programs[1],
         [
-            map_of(shapes[0], q_stride, query_block, dtype),
-            map_of(shapes[1], k_stride, key_block, dtype),
-            map_of(shapes[1], v_stride, key_block, dtype),
-            map_of(shapes[0], do_stride, query_block, dtype),
+            map_of(shapes[0], q_stride, [1, 1, queries, loaded], dtype),
+            map_of(shapes[1], k_stride, [1, 1, keys, loaded], dtype),
+            map_of(shapes[2], v_stride, [1, 1, keys, values], dtype),
+            map_of((batch, heads, n_queries, value_dim), do_stride, [1, 1, queries, values], dtype),
             tile_map([rows, columns], [columns, 1], [queries, columns], torch.bfloat16),
             fp32,
-            map_of(shapes[1], dk_stride, own_block, dtype),
-            map_of(shapes[1], dv_stride, own_block, dtype),
+            map_of(shapes[1], dk_stride, [1, 1, OWN.value, loaded], dtype),
+            map_of(shapes[2], dv_stride, [1, 1, OWN.value, values], dtype),
             table,
             torch.int32 if options.deterministic else None,
         ],
@@ -299,8 +296,8 @@ def hopper_backward_call(
             "tanh_scale": None if softcap is None else options.scale / softcap,
         },
         {
-            "COLUMNS": columns_in_use(head_dim, width),
-            "RAGGED": packed or n_keys % KEYS.value != 0,
+            **narrow,
+            "RAGGED": packed or n_keys % keys != 0,
             "is_causal": options.band[1] is not None,
             "HAS_LEFT": options.band[0] is not None,
             "PACKED": packed,

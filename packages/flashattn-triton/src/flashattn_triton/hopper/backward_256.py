@@ -39,10 +39,22 @@ from flashattn_triton.hopper.backward_kernel import (
     STAGES,
     apply_mask,
     fragment_offsets,
+    wrapped,
 )
 from flashattn_triton.hopper.backward_products import STATISTICS, subtract
-from flashattn_triton.hopper.schedule import load_tile, store_tile
+from flashattn_triton.hopper.schedule import (
+    key_tile_of_program,
+    load_tile,
+    next_query_tile,
+    query_tiles,
+    store_tile,
+    tiles_before,
+    turn_of,
+    walk,
+)
+from flashattn_triton.hopper.scores import tanh
 from flashattn_triton.hopper.support import (
+    end_turn,
     exp2,
     named_barrier_arrive,
     named_barrier_arrive_at,
@@ -50,6 +62,7 @@ from flashattn_triton.hopper.support import (
     named_barrier_sync_at,
     reduce_add,
     tma_load,
+    wait_for_turn,
 )
 
 TILE = gl.constexpr(64)  # keys of a program, queries of a step
@@ -62,63 +75,59 @@ DS_BUFFERS = gl.constexpr(2)  # tiles of dS: read for dQ, and written
 READ = gl.constexpr(4)
 WRITTEN = gl.constexpr(6)
 
-
-@gluon.jit
-def _tiles_of_program(sizes, is_causal: gl.constexpr):
-    """The program's keys: (first key, batch element, key/value head), and its tiles of queries:
-    (first, after the last, how many after the first the program begins).
-
-    Without a mask programs begin at different tiles, so that they do not all add to the same part
-    of dQ, and go on with the first tile after the last.
-    """
-    N_QUERIES, N_KEYS, N_KV_HEADS, _, offset = sizes
-    key_tiles = gl.cdiv(N_KEYS, TILE)
-    group = gl.program_id(0) // key_tiles
-    first_key = (gl.program_id(0) % key_tiles) * TILE
-    n_tiles = gl.cdiv(N_QUERIES, TILE)
-    first = 0
-    shift = (gl.program_id(0) % key_tiles) % n_tiles
-    if is_causal:  # one tile where no query sees these keys: their gradients are stored, too
-        first = min(max((first_key - offset) // TILE, 0), n_tiles - 1)
-        shift = 0
-    return first_key, group // N_KV_HEADS, group % N_KV_HEADS, first, n_tiles, shift
-
-
 # ---- producer ------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _producer(loads, full, buffers, sizes, is_causal: gl.constexpr):
+def _producer(
+    loads,
+    full,
+    buffers,
+    sizes,
+    tiles_ptr,
+    band,
+    is_causal: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+    PACKED: gl.constexpr,
+    BOTTOM_RIGHT: gl.constexpr,
+    ORDERED: gl.constexpr,
+):
     """Fetches K and V once, then each step's Q with L and delta, and dO."""
     q_desc, k_desc, v_desc, do_desc, statistics_desc = loads
     kv_full, q_full, do_full = full
     k_smem, v_smem, q_smem, do_smem, statistics_smem = buffers
     TILE_BYTES: gl.constexpr = TILE * WIDTH * 2
     _, _, N_KV_HEADS, HEADS_PER_KV, _ = sizes
-    first_key, batch, kv_head, first, n_tiles, shift = _tiles_of_program(sizes, is_causal)
-    at = (batch,)
-    mbarrier.expect(kv_full, 2 * TILE_BYTES)
-    load_tile(k_desc, at, kv_head, first_key, kv_full, k_smem.index(0), False)
-    load_tile(v_desc, at, kv_head, first_key, kv_full, v_smem.index(0), False)
-    per_head = n_tiles - first
+    first_key, kv_head, n_queries, _, offset, q_at, k_at, sequence = key_tile_of_program(
+        sizes, tiles_ptr, TILE, PACKED, BOTTOM_RIGHT, ORDERED
+    )
+    n_tiles = query_tiles(n_queries, TILE, PACKED)
+    first, last, wrap, per_head = walk(
+        first_key, offset, band, n_tiles, TILE, TILE, is_causal, HAS_LEFT, ORDERED
+    )
     steps = per_head * HEADS_PER_KV
-    before = batch * N_KV_HEADS * HEADS_PER_KV  # heads of other batch elements
+    mbarrier.expect(kv_full, 2 * TILE_BYTES)
+    load_tile(k_desc, k_at, kv_head, first_key, kv_full, k_smem.index(0), PACKED)
+    load_tile(v_desc, k_at, kv_head, first_key, kv_full, v_smem.index(0), PACKED)
+    n_heads = N_KV_HEADS * HEADS_PER_KV
+    before = tiles_before(q_at, n_queries, sequence, n_heads, n_tiles, TILE, PACKED)
+    tile = first
+    head = kv_head * HEADS_PER_KV
     for step in range(steps):
         slot = step % STAGES
-        head = kv_head * HEADS_PER_KV + step // per_head
-        tile = first + (shift + step) % per_head
         if step >= STAGES:
             named_barrier_sync_at(Q_EMPTY + slot, EVERYBODY)
         q_arrived = q_full.index(slot)
         mbarrier.expect(q_arrived, TILE_BYTES + TILE * STATISTICS * 2)
-        load_tile(q_desc, at, head, tile * TILE, q_arrived, q_smem.index(slot), False)
-        row = ((before + head) * n_tiles + tile) * TILE  # of all heads' tiles
+        load_tile(q_desc, q_at, head, tile * TILE, q_arrived, q_smem.index(slot), PACKED)
+        row = (before + head * n_tiles + tile) * TILE  # of all heads' tiles
         tma_load(statistics_desc, [row, 0], q_arrived, statistics_smem.index(slot))
         if step >= STAGES:
             named_barrier_sync_at(DO_EMPTY + slot, EVERYBODY)
         do_arrived = do_full.index(slot)
         mbarrier.expect(do_arrived, TILE_BYTES)
-        load_tile(do_desc, at, head, tile * TILE, do_arrived, do_smem.index(slot), False)
+        load_tile(do_desc, q_at, head, tile * TILE, do_arrived, do_smem.index(slot), PACKED)
+        tile, head = next_query_tile(tile, head, first, last, wrap)
     # The consumers also release the last tiles.
     for step in range(max(steps - STAGES, 0), steps):
         named_barrier_sync_at(Q_EMPTY + step % STAGES, EVERYBODY)
@@ -129,15 +138,19 @@ def _producer(loads, full, buffers, sizes, is_causal: gl.constexpr):
 
 
 @gluon.jit
-def _start_scores(buffers, again, slot, CONSUMER: gl.constexpr):
-    """Issues (TILE, HALF) scores less L / scale, and dP less delta, of the consumer's queries."""
+def _start_scores(buffers, again, slot, CONSUMER: gl.constexpr, HAS_SOFTCAP: gl.constexpr):
+    """Issues (TILE, HALF) scores less L / scale, and dP less delta, of the consumer's queries.
+
+    With a soft-cap L is subtracted later, from their tanh.
+    """
     k_smem, v_smem, q_smem, do_smem, statistics_smem = buffers
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     statistics = statistics_smem.index(slot).slice(CONSUMER * HALF, HALF, dim=0)
     q_half = q_smem.index(slot).slice(CONSUMER * HALF, HALF, dim=0)
     do_half = do_smem.index(slot).slice(CONSUMER * HALF, HALF, dim=0)
     s = gl.zeros([TILE, HALF], gl.float32, SCORES)
-    s = subtract(0, statistics, s, False, SCORES)
+    if not HAS_SOFTCAP:
+        s = subtract(0, statistics, s, False, SCORES)
     s = warpgroup_mma(k_smem.index(again), q_half.permute((1, 0)), s, is_async=True)
     dp = gl.zeros([TILE, HALF], gl.float32, SCORES)
     v_tile = v_smem.index(again)
@@ -154,10 +167,11 @@ def _start_dq(ds_tile, k_smem, again, dq, SECOND: gl.constexpr, CONSUMER: gl.con
 
 
 @gluon.jit
-def _add_dq(there, dq, SECOND: gl.constexpr, CONSUMER: gl.constexpr):
-    """Adds what :func:`_start_dq` computed to the tile of the sum that begins ``there``."""
+def _add_dq(dq_group, tile, dq, SECOND: gl.constexpr, CONSUMER: gl.constexpr):
+    """Adds what :func:`_start_dq` computed to a tile of the sum."""
     FIRST: gl.constexpr = (CONSUMER * 2 + SECOND) * TILE * PART
     LAYOUT: gl.constexpr = dq.type.layout
+    there = dq_group + gl.cast(tile, gl.int64) * (TILE * WIDTH)
     reduce_add(there + FIRST + fragment_offsets(PART, LAYOUT), dq, gl.to_tensor(True))
 
 
@@ -165,17 +179,31 @@ def _add_dq(there, dq, SECOND: gl.constexpr, CONSUMER: gl.constexpr):
 def _probabilities(
     s,
     dp,
+    statistics_smem,
+    slot,
     diagonal,
+    band,
     n_keys,
     scale_log2,
+    tanh_scale,
+    CONSUMER: gl.constexpr,
     DTYPE: gl.constexpr,
     RAGGED: gl.constexpr,
     is_causal: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
 ):
-    """(TILE, HALF) P and dS."""
+    """(TILE, HALF) P and dS of the queries whose statistics are in that slot."""
+    HAS_SOFTCAP: gl.constexpr = tanh_scale is not None
+    SCORES: gl.constexpr = s.type.layout
+    if HAS_SOFTCAP:
+        s = tanh(s * tanh_scale)
+        dp *= 1.0 - s * s
+        statistics = statistics_smem.index(slot).slice(CONSUMER * HALF, HALF, dim=0)
+        s = subtract(0, statistics, s, True, SCORES)
+        s = warpgroup_mma_wait(0, deps=(s,))
     p = exp2(s * scale_log2)
-    if is_causal or RAGGED:
-        p = apply_mask(p, diagonal, 0, n_keys, RAGGED, is_causal, False)
+    if is_causal or HAS_LEFT or RAGGED:
+        p = apply_mask(p, diagonal, band, n_keys, RAGGED, is_causal, HAS_LEFT)
     return p.to(DTYPE), (p * dp).to(DTYPE)
 
 
@@ -198,26 +226,34 @@ def _step(
     buffers,
     p_smem,
     ds_smem,
-    there,  # this tile of the sum of dQ
-    there_before,  # that of the step before
+    dq_group,  # the first tile of the sum of dQ, of the group's heads
+    tile,  # this one, of the tiles of the group's heads
+    before,  # the step before's; in step 0 the same
     step,
     steps,  # in all
+    turns_own,  # counters of this consumer's part of each tile, if ORDERED
+    turn,  # of this program at this tile
     diagonal,  # of the next tile
+    band,
     n_keys,
     scale_log2,
+    tanh_scale,
     dk,  # (TILE, COLUMNS) fp32, without the scale
     dv,
     dq,  # (TILE, PART) fp32, the second part of the step before
     CONSUMER: gl.constexpr,
     RAGGED: gl.constexpr,
     is_causal: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):
     """dV, dK and dQ of the tile whose P and dS are in shared memory, and P and dS of the next.
 
     Returns dK, dV and the second part of dQ, which the next step adds.
     """
     _, q_full, do_full = full
-    k_smem, _, q_smem, do_smem, _ = buffers
+    k_smem, _, q_smem, do_smem, statistics_smem = buffers
+    HAS_SOFTCAP: gl.constexpr = tanh_scale is not None
     slot = step % STAGES
     next_slot = (step + 1) % STAGES
     next_phase = ((step + 1) // STAGES) & 1
@@ -230,22 +266,29 @@ def _step(
     next_ds_tile = ds_smem.index((step + 1) % DS_BUFFERS)
     mbarrier.wait(q_full.index(next_slot), next_phase, pred=step + 1 < steps)
     mbarrier.wait(do_full.index(next_slot), next_phase, pred=step + 1 < steps)
-    s, dp = _start_scores(buffers, again, next_slot, CONSUMER)  # after the last step of anything
+    # After the last step of anything.
+    s, dp = _start_scores(buffers, again, next_slot, CONSUMER, HAS_SOFTCAP)
     do_columns = do_smem.index(slot).slice(CONSUMER * COLUMNS, COLUMNS, dim=1)
     q_columns = q_smem.index(slot).slice(CONSUMER * COLUMNS, COLUMNS, dim=1)
     dv = warpgroup_mma(p_smem.index(0), do_columns, dv, is_async=True)
     dk = warpgroup_mma(ds_tile, q_columns, dk, is_async=True)
-    _add_dq(there_before, dq, True, CONSUMER)
+    _add_dq(dq_group, before, dq, True, CONSUMER)
     dq = _start_dq(ds_tile, k_smem, again, dq, False, CONSUMER)
     s, dp, dk, dv = warpgroup_mma_wait(1, deps=(s, dp, dk, dv))
     named_barrier_arrive(READ + CONSUMER, CONSUMERS)
     named_barrier_arrive_at(Q_EMPTY + slot, EVERYBODY)
     named_barrier_arrive_at(DO_EMPTY + slot, EVERYBODY)
-    p, ds = _probabilities(s, dp, diagonal, n_keys, scale_log2, q_smem.dtype, RAGGED, is_causal)
+    p, ds = _probabilities(
+        s, dp, statistics_smem, next_slot, diagonal, band, n_keys, scale_log2, tanh_scale,
+        CONSUMER, q_smem.dtype, RAGGED, is_causal, HAS_LEFT,
+    )  # fmt: skip
     _write(p, ds, p_smem, next_ds_tile, CONSUMER)
     second = _start_dq(ds_tile, k_smem, again, nothing, True, CONSUMER)
     dq = warpgroup_mma_wait(1, deps=(dq,))
-    _add_dq(there, dq, False, CONSUMER)
+    if ORDERED:
+        end_turn(turns_own + 2 * before, step > 0)
+        wait_for_turn(turns_own + 2 * tile, turn, gl.to_tensor(True))
+    _add_dq(dq_group, tile, dq, False, CONSUMER)
     second = warpgroup_mma_wait(0, deps=(second,))
     named_barrier_sync(WRITTEN + 1 - CONSUMER, CONSUMERS)
     return dk, dv, second
@@ -260,30 +303,52 @@ def _consumer(
     p_smem,
     ds_smem,
     dq_ptr,
+    turns_ptr,
     scale,
     scale_log2,
+    tanh_scale,
     sizes,
+    tiles_ptr,
+    band,
     CONSUMER: gl.constexpr,
     RAGGED: gl.constexpr,
     is_causal: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+    PACKED: gl.constexpr,
+    BOTTOM_RIGHT: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):
     """Half of the columns of dK, dV and each tile of dQ."""
     kv_full, q_full, do_full = full
-    k_smem, v_smem, q_smem, _, _ = buffers
-    _, N_KEYS, N_KV_HEADS, HEADS_PER_KV, offset = sizes
-    first_key, batch, kv_head, first, n_tiles, shift = _tiles_of_program(sizes, is_causal)
-    n_keys = N_KEYS - first_key
-    per_head = n_tiles - first
+    k_smem, v_smem, q_smem, _, statistics_smem = buffers
+    HAS_SOFTCAP: gl.constexpr = tanh_scale is not None
+    _, _, N_KV_HEADS, HEADS_PER_KV, _ = sizes
+    first_key, kv_head, n_queries, all_keys, offset, q_at, k_at, sequence = key_tile_of_program(
+        sizes, tiles_ptr, TILE, PACKED, BOTTOM_RIGHT, ORDERED
+    )
+    n_keys = all_keys - first_key
+    n_tiles = query_tiles(n_queries, TILE, PACKED)
+    first, _, _, per_head = walk(
+        first_key, offset, band, n_tiles, TILE, TILE, is_causal, HAS_LEFT, ORDERED
+    )
     steps = per_head * HEADS_PER_KV
-    group = (batch * N_KV_HEADS + kv_head) * HEADS_PER_KV * n_tiles
+    n_heads = N_KV_HEADS * HEADS_PER_KV
+    group = tiles_before(q_at, n_queries, sequence, n_heads, n_tiles, TILE, PACKED)
+    group += kv_head * HEADS_PER_KV * n_tiles
     dq_group = dq_ptr + gl.cast(group, gl.int64) * (TILE * WIDTH)
+    turns_own = turns_ptr
+    if ORDERED:
+        turns_own += group * 2 + CONSUMER
     diagonal = first * TILE + offset - first_key + CONSUMER * HALF
     mbarrier.wait(kv_full, 0)
     mbarrier.wait(q_full.index(0), 0)
     mbarrier.wait(do_full.index(0), 0)
-    s, dp = _start_scores(buffers, 0, 0, CONSUMER)
+    s, dp = _start_scores(buffers, 0, 0, CONSUMER, HAS_SOFTCAP)
     s, dp = warpgroup_mma_wait(0, deps=(s, dp))
-    p, ds = _probabilities(s, dp, diagonal, n_keys, scale_log2, q_smem.dtype, RAGGED, is_causal)
+    p, ds = _probabilities(
+        s, dp, statistics_smem, 0, diagonal, band, n_keys, scale_log2, tanh_scale, CONSUMER,
+        q_smem.dtype, RAGGED, is_causal, HAS_LEFT,
+    )  # fmt: skip
     named_barrier_arrive(READ + CONSUMER, CONSUMERS)
     _write(p, ds, p_smem, ds_smem.index(0), CONSUMER)
     named_barrier_sync(WRITTEN + 1 - CONSUMER, CONSUMERS)
@@ -292,18 +357,23 @@ def _consumer(
     dv = gl.zeros([TILE, COLUMNS], gl.float32, GRADIENT)
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     dq = gl.zeros([TILE, PART], gl.float32, DQ)
-    # To which step 0 adds zeros.
-    there_before = dq_group + gl.cast(first + shift, gl.int64) * (TILE * WIDTH)
+    before = first  # to which step 0 adds zeros
+    turn = 0
     for step in range(steps):
-        tile = (step // per_head) * n_tiles + first + (shift + step) % per_head
-        there = dq_group + gl.cast(tile, gl.int64) * (TILE * WIDTH)
+        tile = wrapped(first + step % per_head, n_tiles)
+        if ORDERED:
+            turn = turn_of(tile, first_key, all_keys, offset, n_tiles, TILE, TILE, is_causal)
+        tile += (step // per_head) * n_tiles
         next_diagonal = diagonal + ((step + 1) % per_head) * TILE
         dk, dv, dq = _step(
-            full, buffers, p_smem, ds_smem, there, there_before, step, steps, next_diagonal, n_keys,
-            scale_log2, dk, dv, dq, CONSUMER, RAGGED, is_causal,
+            full, buffers, p_smem, ds_smem, dq_group, tile, before, step, steps, turns_own, turn,
+            next_diagonal, band, n_keys, scale_log2, tanh_scale, dk, dv, dq, CONSUMER, RAGGED,
+            is_causal, HAS_LEFT, ORDERED,
         )  # fmt: skip
-        there_before = there
-    _add_dq(there_before, dq, True, CONSUMER)
+        before = tile
+    _add_dq(dq_group, before, dq, True, CONSUMER)
+    if ORDERED:
+        end_turn(turns_own + 2 * before, gl.to_tensor(True))
     # The other has said that its scores are complete; of K it then reads its own columns alone.
     own_v = v_smem.index(0).slice(CONSUMER * COLUMNS, COLUMNS, dim=1)
     own_k = k_smem.index(0).slice(CONSUMER * COLUMNS, COLUMNS, dim=1)
@@ -312,8 +382,8 @@ def _consumer(
     fence_async_shared()
     named_barrier_sync(READ, CONSUMERS)
     if CONSUMER == 0:
-        store_tile(dv_desc, (batch,), kv_head, first_key, v_smem.index(0), False)
-        store_tile(dk_desc, (batch,), kv_head, first_key, k_smem.index(0), False)
+        store_tile(dv_desc, k_at, kv_head, first_key, v_smem.index(0), PACKED)
+        store_tile(dk_desc, k_at, kv_head, first_key, k_smem.index(0), PACKED)
         tma.store_wait(0)
 
 
@@ -322,7 +392,8 @@ def _consumer(
 
 @gluon.jit(
     do_not_specialize=[
-        *("N_QUERIES", "N_KEYS", "N_KV_HEADS", "HEADS_PER_KV", "offset", "scale", "scale_log2")
+        *("N_QUERIES", "N_KEYS", "N_KV_HEADS", "HEADS_PER_KV", "offset", "band"),
+        *("scale", "scale_log2", "tanh_scale"),
     ]
 )
 def backward_256_kernel(
@@ -334,21 +405,25 @@ def backward_256_kernel(
     dq_ptr,  # (B · H · tiles, WIDTH / PART, TILE · PART) fp32, blocks as fragment_offsets says
     dk_desc,  # (B, G, N_k, D)
     dv_desc,  # (B, G, N_k, E)
+    tiles_ptr,  # this and all that follows as of hopper_backward_kernel
+    turns_ptr,
     N_QUERIES,
     N_KEYS,
     N_KV_HEADS,
     HEADS_PER_KV,
     offset,
+    band,
     scale,
     scale_log2,
+    tanh_scale,
     RAGGED: gl.constexpr,
     is_causal: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+    PACKED: gl.constexpr,
+    BOTTOM_RIGHT: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):
-    """dK and dV, and dQ / scale added to ``dq_ptr``. Grid: key tiles · B · G.
-
-    ``offset``: key index minus query index of the last key that a query sees, if ``is_causal``.
-    ``RAGGED``: the last tile has keys past the end.
-    """
+    """dK and dV, and dQ / scale added to ``dq_ptr``. Grid: key tiles · B · G."""
     DTYPE: gl.constexpr = q_desc.dtype
     ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, WIDTH], DTYPE)
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, TILE], DTYPE)
@@ -373,16 +448,25 @@ def backward_256_kernel(
     full = (kv_full, q_full, do_full)
     buffers = (k_smem, v_smem, q_smem, do_smem, statistics_smem)
     sizes = (N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_PER_KV, offset)
+    present = True
+    if PACKED:
+        present = gl.program_id(0) < gl.load(tiles_ptr) * N_KV_HEADS
 
     # Written in place, because a tuple bound to a variable loses its compile-time members.
-    gl.warp_specialize([
-        (_producer, (loads, full, buffers, sizes, is_causal)),
-        (_consumer, (
-            dk_desc, dv_desc, full, buffers, p_smem, ds_smem, dq_ptr, scale, scale_log2, sizes, 0,
-            RAGGED, is_causal,
-        )),
-        (_consumer, (
-            dk_desc, dv_desc, full, buffers, p_smem, ds_smem, dq_ptr, scale, scale_log2, sizes, 1,
-            RAGGED, is_causal,
-        )),
-    ], [4, 4], [240, 240])  # fmt: skip
+    if present:
+        gl.warp_specialize([
+            (_producer, (
+                loads, full, buffers, sizes, tiles_ptr, band, is_causal, HAS_LEFT, PACKED,
+                BOTTOM_RIGHT, ORDERED,
+            )),
+            (_consumer, (
+                dk_desc, dv_desc, full, buffers, p_smem, ds_smem, dq_ptr, turns_ptr, scale,
+                scale_log2, tanh_scale, sizes, tiles_ptr, band, 0, RAGGED, is_causal, HAS_LEFT,
+                PACKED, BOTTOM_RIGHT, ORDERED,
+            )),
+            (_consumer, (
+                dk_desc, dv_desc, full, buffers, p_smem, ds_smem, dq_ptr, turns_ptr, scale,
+                scale_log2, tanh_scale, sizes, tiles_ptr, band, 1, RAGGED, is_causal, HAS_LEFT,
+                PACKED, BOTTOM_RIGHT, ORDERED,
+            )),
+        ], [4, 4], [240, 240])  # fmt: skip

@@ -61,12 +61,12 @@ from flashattn_triton.hopper.products import (
     zero_columns,
 )
 from flashattn_triton.hopper.schedule import (
-    KEYS,
-    first_packed_tile,
     key_tile_of_program,
     load_tile,
     next_query_tile,
+    query_tiles,
     store_tile,
+    tiles_before,
     turn_of,
     walk,
 )
@@ -81,6 +81,7 @@ from flashattn_triton.hopper.support import (
     wait_for_turn,
 )
 
+KEYS = gl.constexpr(128)  # of one program
 STAGES = gl.constexpr(2)  # tiles of Q and of dO that are in shared memory at a time
 DS_BUFFERS = gl.constexpr(3)  # tiles of dS: written, read, and still read by the slower consumer
 
@@ -120,30 +121,23 @@ def _producer(
     QUERY_BYTES: gl.constexpr = QUERIES * D * 2
     _, _, N_KV_HEADS, HEADS_PER_KV, _ = sizes
     first_key, kv_head, n_queries, _, offset, q_at, k_at, sequence = key_tile_of_program(
-        sizes, tiles_ptr, PACKED, BOTTOM_RIGHT, ORDERED
+        sizes, tiles_ptr, KEYS, PACKED, BOTTOM_RIGHT, ORDERED
     )
-    n_tiles = gl.cdiv(n_queries, QUERIES)
-    if PACKED:
-        n_tiles = max(n_tiles, 1)
+    n_tiles = query_tiles(n_queries, QUERIES, PACKED)
     first, last, wrap, per_head = walk(
-        first_key, offset, band, n_tiles, QUERIES, is_causal, HAS_LEFT, ORDERED
+        first_key, offset, band, n_tiles, KEYS, QUERIES, is_causal, HAS_LEFT, ORDERED
     )
     steps = per_head * HEADS_PER_KV
     mbarrier.expect(kv_full, KEY_BYTES)
     load_tile(k_desc, k_at, kv_head, first_key, kv_full, k_smem.index(0), PACKED)
     load_tile(v_desc, k_at, kv_head, first_key, kv_full, v_smem.index(0), PACKED)
-    if PACKED:
-        before = first_packed_tile(q_at, n_queries, sequence, N_KV_HEADS * HEADS_PER_KV, QUERIES)
-    else:
-        before = sequence * N_KV_HEADS * HEADS_PER_KV  # heads of other batch elements
+    n_heads = N_KV_HEADS * HEADS_PER_KV
+    before = tiles_before(q_at, n_queries, sequence, n_heads, n_tiles, QUERIES, PACKED)
     tile = first
     head = kv_head * HEADS_PER_KV
     for step in range(steps + STAGES):
         slot = step % STAGES
-        if PACKED:
-            row = (before + head * n_tiles + tile) * QUERIES  # of all heads' tiles
-        else:
-            row = ((before + head) * n_tiles + tile) * QUERIES
+        row = (before + head * n_tiles + tile) * QUERIES  # of all heads' tiles
         first_query = tile * QUERIES
         if step >= STAGES:
             named_barrier_sync_at(DO_EMPTY + slot, EVERYBODY)
@@ -366,16 +360,14 @@ def _consumer(
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_WIDTH, 16])
     _, _, N_KV_HEADS, HEADS_PER_KV, _ = sizes
     first_key, kv_head, n_queries, n_keys, offset, q_at, k_at, sequence = key_tile_of_program(
-        sizes, tiles_ptr, PACKED, BOTTOM_RIGHT, ORDERED
+        sizes, tiles_ptr, KEYS, PACKED, BOTTOM_RIGHT, ORDERED
     )
     own_key = first_key + CONSUMER * OWN
     all_keys = n_keys
     n_keys -= own_key
-    n_tiles = gl.cdiv(n_queries, QUERIES)
-    if PACKED:
-        n_tiles = max(n_tiles, 1)
+    n_tiles = query_tiles(n_queries, QUERIES, PACKED)
     first, _, _, per_head = walk(
-        first_key, offset, band, n_tiles, QUERIES, is_causal, HAS_LEFT, ORDERED
+        first_key, offset, band, n_tiles, KEYS, QUERIES, is_causal, HAS_LEFT, ORDERED
     )
     steps = per_head * HEADS_PER_KV
     # A tile of queries sees all keys here if its first query does.
@@ -389,11 +381,9 @@ def _consumer(
     if RAGGED:
         n_masked = gl.where(n_keys < OWN, per_head, n_masked)
         n_seen = max(n_seen, n_masked)
-    if PACKED:
-        group = first_packed_tile(q_at, n_queries, sequence, N_KV_HEADS * HEADS_PER_KV, QUERIES)
-        group += kv_head * HEADS_PER_KV * n_tiles
-    else:
-        group = (sequence * N_KV_HEADS + kv_head) * HEADS_PER_KV * n_tiles
+    n_heads = N_KV_HEADS * HEADS_PER_KV
+    group = tiles_before(q_at, n_queries, sequence, n_heads, n_tiles, QUERIES, PACKED)
+    group += kv_head * HEADS_PER_KV * n_tiles
     dq_own = dq_ptr + gl.cast(group, gl.int64) * (QUERIES * D) + CONSUMER * 4096
     dq_own += fragment_offsets(DQ_WIDTH, DQ)
     turns_own = turns_ptr
@@ -427,7 +417,7 @@ def _consumer(
                 if ORDERED:
                     added = before
                     turn = turn_of(
-                        first + j, first_key, all_keys, offset, n_tiles, QUERIES, is_causal
+                        first + j, first_key, all_keys, offset, n_tiles, KEYS, QUERIES, is_causal
                     )
                 before = head + wrapped(first + j, n_tiles)
         for j in range(n_masked, n_seen):
@@ -439,7 +429,9 @@ def _consumer(
             step += 1
             if ORDERED:
                 added = before
-                turn = turn_of(first + j, first_key, all_keys, offset, n_tiles, QUERIES, is_causal)
+                turn = turn_of(
+                    first + j, first_key, all_keys, offset, n_tiles, KEYS, QUERIES, is_causal
+                )
             before = head + wrapped(first + j, n_tiles)
         if HAS_LEFT:
             for j in range(n_seen, per_head):
@@ -452,7 +444,7 @@ def _consumer(
                 if ORDERED:
                     added = before
                     turn = turn_of(
-                        first + j, first_key, all_keys, offset, n_tiles, QUERIES, is_causal
+                        first + j, first_key, all_keys, offset, n_tiles, KEYS, QUERIES, is_causal
                     )
                 before = head + first + j
         head += n_tiles

@@ -36,6 +36,7 @@ from flashattn_triton.hopper.backward_kernel import (
     DO_EMPTY,
     DS_BUFFERS,
     EVERYBODY,
+    KEYS,
     Q_EMPTY,
     STAGES,
     apply_mask,
@@ -45,32 +46,56 @@ from flashattn_triton.hopper.backward_kernel import (
 )
 from flashattn_triton.hopper.backward_products import OWN, STATISTICS, subtract
 from flashattn_triton.hopper.schedule import (
-    KEYS,
     key_tile_of_program,
     load_tile,
     next_query_tile,
+    query_tiles,
     store_tile,
+    tiles_before,
+    turn_of,
     walk,
 )
+from flashattn_triton.hopper.scores import tanh
 from flashattn_triton.hopper.support import (
+    end_turn,
     exp2,
     named_barrier_arrive_at,
     named_barrier_sync_at,
-    reduce_add,
     tma_load,
+    wait_for_turn,
 )
-
-QUERIES = gl.constexpr(64)  # of a step
-HALF = gl.constexpr(32)  # queries whose dP a consumer holds at a time
-PARTS = gl.constexpr(3)  # of the columns of Q, K and their gradients
-PART = gl.constexpr(64)  # columns of one
-VALUES = gl.constexpr(128)  # columns of V and dO
+from flashattn_triton.hopper.wide_products import (
+    HALF,
+    PART,
+    PARTS,
+    QUERIES,
+    VALUES,
+    add_dq,
+    halves,
+    side_by_side,
+    start_dk,
+    start_dp,
+    start_dq,
+    start_scores,
+)
 
 # ---- producer ------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _producer(loads, full, buffers, sizes, is_causal: gl.constexpr):
+def _producer(
+    loads,
+    full,
+    buffers,
+    sizes,
+    tiles_ptr,
+    band,
+    is_causal: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+    PACKED: gl.constexpr,
+    BOTTOM_RIGHT: gl.constexpr,
+    ORDERED: gl.constexpr,
+):
     """Fetches K and V once, then each step's Q with L and delta, and dO."""
     q_desc, k_desc, v_desc, do_desc, statistics_desc = loads
     kv_full, q_full, do_full = full
@@ -78,32 +103,33 @@ def _producer(loads, full, buffers, sizes, is_causal: gl.constexpr):
     KEY_BYTES: gl.constexpr = KEYS * (PARTS * PART + VALUES) * 2
     QUERY_BYTES: gl.constexpr = QUERIES * (PARTS * PART + STATISTICS) * 2
     _, _, N_KV_HEADS, HEADS_PER_KV, _ = sizes
-    first_key, kv_head, n_queries, _, offset, q_at, k_at, batch = key_tile_of_program(
-        sizes, None, False, False, False
+    first_key, kv_head, n_queries, _, offset, q_at, k_at, sequence = key_tile_of_program(
+        sizes, tiles_ptr, KEYS, PACKED, BOTTOM_RIGHT, ORDERED
     )
-    n_tiles = gl.cdiv(n_queries, QUERIES)
+    n_tiles = query_tiles(n_queries, QUERIES, PACKED)
     first, last, wrap, per_head = walk(
-        first_key, offset, 0, n_tiles, QUERIES, is_causal, False, False
+        first_key, offset, band, n_tiles, KEYS, QUERIES, is_causal, HAS_LEFT, ORDERED
     )
     steps = per_head * HEADS_PER_KV
     mbarrier.expect(kv_full, KEY_BYTES)
     for part in gl.static_range(PARTS):
         k_part = k_smem.index(part)
-        load_tile(k_desc, k_at, kv_head, first_key, kv_full, k_part, False, part * PART)
-    load_tile(v_desc, k_at, kv_head, first_key, kv_full, v_smem.index(0), False)
-    before = batch * N_KV_HEADS * HEADS_PER_KV  # heads of other batch elements
+        load_tile(k_desc, k_at, kv_head, first_key, kv_full, k_part, PACKED, part * PART)
+    load_tile(v_desc, k_at, kv_head, first_key, kv_full, v_smem.index(0), PACKED)
+    n_heads = N_KV_HEADS * HEADS_PER_KV
+    before = tiles_before(q_at, n_queries, sequence, n_heads, n_tiles, QUERIES, PACKED)
     tile = first
     head = kv_head * HEADS_PER_KV
     for step in range(steps + STAGES):
         slot = step % STAGES
-        row = ((before + head) * n_tiles + tile) * QUERIES  # of all heads' tiles
+        row = (before + head * n_tiles + tile) * QUERIES  # of all heads' tiles
         first_query = tile * QUERIES
         if step >= STAGES:
             named_barrier_sync_at(DO_EMPTY + slot, EVERYBODY)
         if step < steps:
             mbarrier.expect(do_full.index(slot), QUERIES * VALUES * 2)
             do_tile = do_smem.index(slot)
-            load_tile(do_desc, q_at, head, first_query, do_full.index(slot), do_tile, False)
+            load_tile(do_desc, q_at, head, first_query, do_full.index(slot), do_tile, PACKED)
         if step >= STAGES:
             named_barrier_sync_at(Q_EMPTY + slot, EVERYBODY)
         if step <= steps:  # consumers start one more product than they use
@@ -111,86 +137,13 @@ def _producer(loads, full, buffers, sizes, is_causal: gl.constexpr):
             mbarrier.expect(arrived, QUERY_BYTES)
             for part in gl.static_range(PARTS):
                 q_part = q_smem.index(slot * PARTS + part)
-                load_tile(q_desc, q_at, head, first_query, arrived, q_part, False, part * PART)
+                load_tile(q_desc, q_at, head, first_query, arrived, q_part, PACKED, part * PART)
             tma_load(statistics_desc, [row, 0], arrived, statistics_smem.index(slot))
         if step + 1 < steps:
             tile, head = next_query_tile(tile, head, first, last, wrap)
 
 
 # ---- consumer ------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _start_scores(k_smem, q_smem, statistics_smem, again, slot, CONSUMER: gl.constexpr):
-    """Issues (OWN, QUERIES) scores, less L / scale."""
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
-    s = gl.zeros([OWN, QUERIES], gl.float32, SCORES)
-    s = subtract(0, statistics_smem.index(slot), s, False, SCORES)
-    for part in gl.static_range(PARTS):
-        own_k = k_smem.index(again + part).slice(CONSUMER * OWN, OWN, dim=0)
-        q_part = q_smem.index(slot * PARTS + part)
-        s = warpgroup_mma(own_k, q_part.permute((1, 0)), s, is_async=True)
-    return s
-
-
-@gluon.jit
-def _start_dp(own_v, do_half, statistics):
-    """Issues (OWN, HALF) dP, less delta."""
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    dp = gl.zeros([OWN, HALF], gl.float32, SCORES)
-    dp = warpgroup_mma(own_v, do_half.permute((1, 0)), dp, use_acc=False, is_async=True)
-    return subtract(1, statistics, dp, True, SCORES)
-
-
-@gluon.jit
-def _start_dk(ds, q_smem, slot, dk, SECOND: gl.constexpr):
-    """Issues dSᵀ Q of one half of the queries, by parts of columns."""
-    q_0 = q_smem.index(slot * PARTS).slice(SECOND * HALF, HALF, dim=0)
-    q_1 = q_smem.index(slot * PARTS + 1).slice(SECOND * HALF, HALF, dim=0)
-    q_2 = q_smem.index(slot * PARTS + 2).slice(SECOND * HALF, HALF, dim=0)
-    return (
-        warpgroup_mma(ds, q_0, dk[0], is_async=True),
-        warpgroup_mma(ds, q_1, dk[1], is_async=True),
-        warpgroup_mma(ds, q_2, dk[2], is_async=True),
-    )
-
-
-@gluon.jit
-def _start_dq(ds_tile, k_smem, again, THIRD: gl.constexpr, CONSUMER: gl.constexpr):
-    """Issues this consumer's columns of a tile of dQ: its own part, or half of the third one."""
-    WIDTH: gl.constexpr = PART // 2 if THIRD else PART
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    nothing = gl.zeros([QUERIES, WIDTH], gl.float32, LAYOUT)
-    if THIRD:
-        columns = k_smem.index(again + 2).slice(CONSUMER * WIDTH, WIDTH, dim=1)
-    else:
-        columns = k_smem.index(again + CONSUMER)
-    return warpgroup_mma(ds_tile.permute((1, 0)), columns, nothing, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _add_dq(dq_own, tile, dq, THIRD: gl.constexpr):
-    """Adds what :func:`_start_dq` computed to a tile of the sum."""
-    there = dq_own[1] if THIRD else dq_own[0]
-    there += gl.cast(tile, gl.int64) * (QUERIES * PARTS * PART)
-    reduce_add(there, dq, gl.to_tensor(True))
-
-
-@gluon.jit
-def _side_by_side(left, right):
-    """(OWN, HALF) twice to (OWN, QUERIES), without moving anything between threads."""
-    WHOLE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
-    both = gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), [OWN, QUERIES])
-    return gl.convert_layout(both, WHOLE, assert_trivial=True)
-
-
-@gluon.jit
-def _halves(whole):
-    """(OWN, QUERIES) as (OWN, HALF) twice, without moving anything between threads."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    left, right = gl.split(gl.permute(gl.reshape(whole, [OWN, 2, HALF]), (0, 2, 1)))
-    left = gl.convert_layout(left, LAYOUT, assert_trivial=True)
-    return left, gl.convert_layout(right, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -208,9 +161,14 @@ def _half_step(
     dq_own,  # where this consumer's parts of the group's first tile of dQ lie
     step,
     before,  # the tile before, of the tiles of the group's heads; -1 if there is none
+    turns_own,  # counters of its part of each tile, if ORDERED
+    turn,  # of this program at the tile before
+    added,  # the tile that it added to last; -1 if there is none
     diagonal,
+    band,
     n_keys,
     scale_log2,
+    tanh_scale,
     s_half,  # (OWN, HALF) fp32, raw scores of this half, less L / scale
     ds_first,  # (OWN, HALF), dS of the first half
     dk,  # (OWN, D) fp32, by parts of columns, without the scale
@@ -219,6 +177,8 @@ def _half_step(
     CONSUMER: gl.constexpr,
     RAGGED: gl.constexpr,
     is_causal: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+    ORDERED: gl.constexpr,
     MASKED: gl.constexpr,
 ):
     """Adds what half a tile of queries contributes to dK and dV, and the tile before to dQ.
@@ -229,6 +189,8 @@ def _half_step(
     """
     k_smem, v_smem, q_smem, do_smem, statistics_smem = buffers
     DTYPE: gl.constexpr = q_smem.dtype
+    SCORES: gl.constexpr = s_half.type.layout
+    HAS_SOFTCAP: gl.constexpr = tanh_scale is not None
     DK_OPERAND: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
     DV_OPERAND: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
     slot = step % STAGES
@@ -238,18 +200,27 @@ def _half_step(
     statistics = statistics_smem.index(slot).slice(SECOND * HALF, HALF, dim=0)
     ds_before = ds_smem.index((step + DS_BUFFERS - 1) % DS_BUFFERS)
 
-    dp = _start_dp(own_v, do_half, statistics)
+    if HAS_SOFTCAP:
+        s_half = tanh(s_half * tanh_scale)
+        slope = 1.0 - s_half * s_half
+        s_half = subtract(0, statistics, s_half, True, SCORES)
+        s_half = warpgroup_mma_wait(0, deps=(s_half,))
+    dp = start_dp(own_v, do_half, statistics)
+    if ORDERED and not SECOND:  # late, when what was added has long arrived
+        end_turn(turns_own + 2 * added, added >= 0)
     p = exp2(s_half * scale_log2)
     if MASKED:
         first = diagonal + SECOND * HALF
-        p = apply_mask(p, first, 0, n_keys, RAGGED, is_causal, False)
+        p = apply_mask(p, first, band, n_keys, RAGGED, is_causal, HAS_LEFT)
     dv = warpgroup_mma(gl.convert_layout(p.to(DTYPE), DV_OPERAND), do_half, dv, is_async=True)
+    if HAS_SOFTCAP:
+        p *= slope
     dp = warpgroup_mma_wait(1, deps=(dp,))
     ds = (p * dp).to(DTYPE)
-    dk = _start_dk(gl.convert_layout(ds, DK_OPERAND), q_smem, slot, dk, SECOND)
+    dk = start_dk(gl.convert_layout(ds, DK_OPERAND), q_smem, slot, dk, SECOND)
     if SECOND:
         ds_tile = ds_smem.index(step % DS_BUFFERS).slice(CONSUMER * OWN, OWN, dim=0)
-        ds_tile.store(_side_by_side(ds_first, ds))
+        ds_tile.store(side_by_side(ds_first, ds))
         fence_async_shared()
         named_barrier_arrive_at(ds_written(CONSUMER, step + 1), CONSUMERS)
     else:
@@ -259,7 +230,7 @@ def _half_step(
     dk = (dk_0, dk_1, dk_2)
     # In step 0 of whatever is there. The narrower product while half of the scores wait.
     THIRD: gl.constexpr = not SECOND
-    dq = _start_dq(ds_before, k_smem, again, THIRD, CONSUMER)
+    dq = start_dq(ds_before, k_smem, again, THIRD, CONSUMER)
     if SECOND:
         named_barrier_arrive_at(DO_EMPTY + slot, EVERYBODY)
         named_barrier_arrive_at(Q_EMPTY + slot, EVERYBODY)
@@ -267,7 +238,9 @@ def _half_step(
     dq = warpgroup_mma_wait(0, deps=(dq,))
     # By a branch, because a condition for each addition costs registers.
     if before >= 0:
-        _add_dq(dq_own, before, dq, THIRD)
+        if ORDERED and not SECOND:
+            wait_for_turn(turns_own + 2 * before, turn, before >= 0)
+        add_dq(dq_own, before, dq, THIRD)
     return ds, dk, dv
 
 
@@ -280,15 +253,22 @@ def _step(
     step,
     steps,
     before,
+    turns_own,
+    turn,
+    added,
     diagonal,
+    band,
     n_keys,
     scale_log2,
+    tanh_scale,
     s,
     dk,
     dv,
     CONSUMER: gl.constexpr,
     RAGGED: gl.constexpr,
     is_causal: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+    ORDERED: gl.constexpr,
     MASKED: gl.constexpr,
 ):
     """Both halves of a tile of queries with scores ``s``: the next tile's scores, dK and dV."""
@@ -296,16 +276,20 @@ def _step(
     k_smem, _, q_smem, _, statistics_smem = buffers
     next_slot = (step + 1) % STAGES
     next_phase = ((step + 1) // STAGES) & 1
-    s_first, s_second = _halves(s)
+    s_first, s_second = halves(s)
     ds, dk, dv = _half_step(
-        q_full, buffers, ds_smem, dq_own, step, before, diagonal, n_keys, scale_log2, s_first,
-        None, dk, dv, False, CONSUMER, RAGGED, is_causal, MASKED,
+        q_full, buffers, ds_smem, dq_own, step, before, turns_own, turn, added, diagonal, band,
+        n_keys, scale_log2, tanh_scale, s_first, None, dk, dv, False, CONSUMER, RAGGED, is_causal,
+        HAS_LEFT, ORDERED, MASKED,
     )  # fmt: skip
     _, dk, dv = _half_step(
-        q_full, buffers, ds_smem, dq_own, step, before, diagonal, n_keys, scale_log2, s_second,
-        ds, dk, dv, True, CONSUMER, RAGGED, is_causal, MASKED,
+        q_full, buffers, ds_smem, dq_own, step, before, turns_own, turn, added, diagonal, band,
+        n_keys, scale_log2, tanh_scale, s_second, ds, dk, dv, True, CONSUMER, RAGGED, is_causal,
+        HAS_LEFT, ORDERED, MASKED,
     )  # fmt: skip
-    s = _start_scores(k_smem, q_smem, statistics_smem, _zero(step), next_slot, CONSUMER)
+    HAS_SOFTCAP: gl.constexpr = tanh_scale is not None
+    again = _zero(step)
+    s = start_scores(k_smem, q_smem, statistics_smem, again, next_slot, CONSUMER, HAS_SOFTCAP)
     mbarrier.wait(do_full.index(next_slot), next_phase, pred=step + 1 < steps)
     # ptxas runs every product by itself unless each iteration ends with nothing in flight.
     s = warpgroup_mma_wait(0, deps=(s,))
@@ -320,33 +304,51 @@ def _consumer(
     buffers,
     ds_smem,
     dq_ptr,
+    turns_ptr,
     scale,
     scale_log2,
+    tanh_scale,
     sizes,
+    tiles_ptr,
+    band,
     CONSUMER: gl.constexpr,
     RAGGED: gl.constexpr,
     is_causal: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+    PACKED: gl.constexpr,
+    BOTTOM_RIGHT: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):
     """dK and dV of 64 keys, and half of each tile of dQ."""
     kv_full, q_full, do_full = full
     k_smem, v_smem, q_smem, _, statistics_smem = buffers
     _, _, N_KV_HEADS, HEADS_PER_KV, _ = sizes
-    first_key, kv_head, n_queries, n_keys, offset, _, k_at, batch = key_tile_of_program(
-        sizes, None, False, False, False
+    HAS_SOFTCAP: gl.constexpr = tanh_scale is not None
+    first_key, kv_head, n_queries, n_keys, offset, q_at, k_at, sequence = key_tile_of_program(
+        sizes, tiles_ptr, KEYS, PACKED, BOTTOM_RIGHT, ORDERED
     )
     own_key = first_key + CONSUMER * OWN
+    all_keys = n_keys
     n_keys -= own_key
-    n_tiles = gl.cdiv(n_queries, QUERIES)
-    first, _, _, per_head = walk(first_key, offset, 0, n_tiles, QUERIES, is_causal, False, False)
+    n_tiles = query_tiles(n_queries, QUERIES, PACKED)
+    first, _, _, per_head = walk(
+        first_key, offset, band, n_tiles, KEYS, QUERIES, is_causal, HAS_LEFT, ORDERED
+    )
     steps = per_head * HEADS_PER_KV
     # A tile of queries sees all keys here if its first query does.
     diagonal = first * QUERIES + offset - own_key
     n_masked = 0
     if is_causal:
         n_masked = min(max(gl.cdiv(OWN - 1 - diagonal, QUERIES), 0), per_head)
+    n_seen = per_head  # of these steps, those before a window's left edge, or on it
+    if HAS_LEFT:  # a tile of queries sees all keys here if its last query does
+        n_seen = min(max((band - diagonal + 1) // QUERIES, n_masked), per_head)
     if RAGGED:
         n_masked = gl.where(n_keys < OWN, per_head, n_masked)
-    group = (batch * N_KV_HEADS + kv_head) * HEADS_PER_KV * n_tiles
+        n_seen = max(n_seen, n_masked)
+    n_heads = N_KV_HEADS * HEADS_PER_KV
+    group = tiles_before(q_at, n_queries, sequence, n_heads, n_tiles, QUERIES, PACKED)
+    group += kv_head * HEADS_PER_KV * n_tiles
     dq_group = dq_ptr + gl.cast(group, gl.int64) * (QUERIES * PARTS * PART)
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     DQ_THIRD: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART // 2, 16])
@@ -354,10 +356,13 @@ def _consumer(
         dq_group + CONSUMER * 4096 + fragment_offsets(PART, DQ),
         dq_group + 2 * 4096 + CONSUMER * 2048 + fragment_offsets(PART // 2, DQ_THIRD),
     )
+    turns_own = turns_ptr
+    if ORDERED:
+        turns_own += group * 2 + CONSUMER
 
     mbarrier.wait(kv_full, 0)
     mbarrier.wait(q_full.index(0), 0)
-    s = _start_scores(k_smem, q_smem, statistics_smem, 0, 0, CONSUMER)
+    s = start_scores(k_smem, q_smem, statistics_smem, 0, 0, CONSUMER, HAS_SOFTCAP)
     mbarrier.wait(do_full.index(0), 0)
     s = warpgroup_mma_wait(0, deps=(s,))
     DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
@@ -372,43 +377,76 @@ def _consumer(
     step = 0
     head = 0  # the first tile of a head, of the tiles of the group's heads
     before = -1
+    turn = 0
+    added = -1
     for _ in range(HEADS_PER_KV):
         if is_causal or RAGGED:
             for j in range(n_masked):
                 s, dk, dv = _step(
-                    full, buffers, ds_smem, dq_own, step, steps, before, diagonal + j * QUERIES,
-                    n_keys, scale_log2, s, dk, dv, CONSUMER, RAGGED, is_causal, True,
+                    full, buffers, ds_smem, dq_own, step, steps, before, turns_own, turn, added,
+                    diagonal + j * QUERIES, band, n_keys, scale_log2, tanh_scale, s, dk, dv,
+                    CONSUMER, RAGGED, is_causal, HAS_LEFT, ORDERED, True,
                 )  # fmt: skip
                 step += 1
+                if ORDERED:
+                    added = before
+                    turn = turn_of(
+                        first + j, first_key, all_keys, offset, n_tiles, KEYS, QUERIES, is_causal
+                    )
                 before = head + wrapped(first + j, n_tiles)
-        for j in range(n_masked, per_head):
+        for j in range(n_masked, n_seen):
             s, dk, dv = _step(
-                full, buffers, ds_smem, dq_own, step, steps, before, diagonal, n_keys, scale_log2,
-                s, dk, dv, CONSUMER, RAGGED, is_causal, False,
+                full, buffers, ds_smem, dq_own, step, steps, before, turns_own, turn, added,
+                diagonal, band, n_keys, scale_log2, tanh_scale, s, dk, dv, CONSUMER, RAGGED,
+                is_causal, HAS_LEFT, ORDERED, False,
             )  # fmt: skip
             step += 1
+            if ORDERED:
+                added = before
+                turn = turn_of(
+                    first + j, first_key, all_keys, offset, n_tiles, KEYS, QUERIES, is_causal
+                )
             before = head + wrapped(first + j, n_tiles)
+        if HAS_LEFT:
+            for j in range(n_seen, per_head):
+                s, dk, dv = _step(
+                    full, buffers, ds_smem, dq_own, step, steps, before, turns_own, turn, added,
+                    diagonal + j * QUERIES, band, n_keys, scale_log2, tanh_scale, s, dk, dv,
+                    CONSUMER, RAGGED, is_causal, HAS_LEFT, ORDERED, True,
+                )  # fmt: skip
+                step += 1
+                if ORDERED:
+                    added = before
+                    turn = turn_of(
+                        first + j, first_key, all_keys, offset, n_tiles, KEYS, QUERIES, is_causal
+                    )
+                before = head + first + j
         head += n_tiles
 
     named_barrier_sync_at(ds_written(1 - CONSUMER, steps), CONSUMERS)
     ds_tile = ds_smem.index((steps - 1) % DS_BUFFERS)
-    dq = _start_dq(ds_tile, k_smem, 0, False, CONSUMER)
+    dq = start_dq(ds_tile, k_smem, 0, False, CONSUMER)
     own_v = v_smem.index(0).slice(CONSUMER * OWN, OWN, dim=0)
     own_v.store(dv.to(own_v.dtype))  # whose memory nobody else reads
     fence_async_shared()
-    store_tile(dv_desc, k_at, kv_head, own_key, own_v, False)
+    store_tile(dv_desc, k_at, kv_head, own_key, own_v, PACKED)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    _add_dq(dq_own, before, dq, False)
-    dq_third = _start_dq(ds_tile, k_smem, 0, True, CONSUMER)
+    if ORDERED:
+        end_turn(turns_own + 2 * added, added >= 0)
+        wait_for_turn(turns_own + 2 * before, turn, before >= 0)
+    add_dq(dq_own, before, dq, False)
+    dq_third = start_dq(ds_tile, k_smem, 0, True, CONSUMER)
     dq_third = warpgroup_mma_wait(0, deps=(dq_third,))
-    _add_dq(dq_own, before, dq_third, True)
+    add_dq(dq_own, before, dq_third, True)
+    if ORDERED:
+        end_turn(turns_own + 2 * before, before >= 0)
     named_barrier_arrive_at(ds_written(CONSUMER, steps + 1), CONSUMERS)
     named_barrier_sync_at(ds_written(1 - CONSUMER, steps + 1), CONSUMERS)
     for part in gl.static_range(PARTS):
         own_k = k_smem.index(part).slice(CONSUMER * OWN, OWN, dim=0)
         own_k.store((dk[part] * scale).to(own_k.dtype))  # the other was reading until then
         fence_async_shared()
-        store_tile(dk_desc, k_at, kv_head, own_key, own_k, False, part * PART)
+        store_tile(dk_desc, k_at, kv_head, own_key, own_k, PACKED, part * PART)
     tma.store_wait(0)
 
 
@@ -417,7 +455,8 @@ def _consumer(
 
 @gluon.jit(
     do_not_specialize=[
-        *("N_QUERIES", "N_KEYS", "N_KV_HEADS", "HEADS_PER_KV", "offset", "scale", "scale_log2")
+        *("N_QUERIES", "N_KEYS", "N_KV_HEADS", "HEADS_PER_KV", "offset", "band"),
+        *("scale", "scale_log2", "tanh_scale"),
     ]
 )
 def wide_backward_kernel(
@@ -429,21 +468,25 @@ def wide_backward_kernel(
     dq_ptr,  # (B · H · tiles, PARTS, QUERIES · PART) fp32, blocks in the order of fragment_offsets
     dk_desc,  # (B, G, N_k, D), tiles of (OWN, PART)
     dv_desc,  # (B, G, N_k, E), tiles of (OWN, VALUES)
+    tiles_ptr,  # this and all that follows as of hopper_backward_kernel
+    turns_ptr,
     N_QUERIES,
     N_KEYS,
     N_KV_HEADS,
     HEADS_PER_KV,
     offset,
+    band,
     scale,
     scale_log2,
+    tanh_scale,
     RAGGED: gl.constexpr,
     is_causal: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+    PACKED: gl.constexpr,
+    BOTTOM_RIGHT: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):
-    """dK and dV, and dQ / scale added to ``dq_ptr``. Grid: key tiles · B · G.
-
-    ``offset``: key index minus query index of the last key that a query sees, if ``is_causal``.
-    ``RAGGED``: the last tile has keys past the end.
-    """
+    """dK and dV, and dQ / scale added to ``dq_ptr``. Grid: key tiles · B · G."""
     DTYPE: gl.constexpr = q_desc.dtype
     Q_SMEM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([QUERIES, PART], DTYPE)
     K_SMEM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, PART], DTYPE)
@@ -470,16 +513,25 @@ def wide_backward_kernel(
     full = (kv_full, q_full, do_full)
     buffers = (k_smem, v_smem, q_smem, do_smem, statistics_smem)
     sizes = (N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_PER_KV, offset)
+    present = True
+    if PACKED:
+        present = gl.program_id(0) < gl.load(tiles_ptr) * N_KV_HEADS
 
     # Written in place, because a tuple bound to a variable loses its compile-time members.
-    gl.warp_specialize([
-        (_producer, (loads, full, buffers, sizes, is_causal)),
-        (_consumer, (
-            dk_desc, dv_desc, full, buffers, ds_smem, dq_ptr, scale, scale_log2, sizes, 0, RAGGED,
-            is_causal,
-        )),
-        (_consumer, (
-            dk_desc, dv_desc, full, buffers, ds_smem, dq_ptr, scale, scale_log2, sizes, 1, RAGGED,
-            is_causal,
-        )),
-    ], [4, 4], [240, 240])  # fmt: skip
+    if present:
+        gl.warp_specialize([
+            (_producer, (
+                loads, full, buffers, sizes, tiles_ptr, band, is_causal, HAS_LEFT, PACKED,
+                BOTTOM_RIGHT, ORDERED,
+            )),
+            (_consumer, (
+                dk_desc, dv_desc, full, buffers, ds_smem, dq_ptr, turns_ptr, scale, scale_log2,
+                tanh_scale, sizes, tiles_ptr, band, 0, RAGGED, is_causal, HAS_LEFT, PACKED,
+                BOTTOM_RIGHT, ORDERED,
+            )),
+            (_consumer, (
+                dk_desc, dv_desc, full, buffers, ds_smem, dq_ptr, turns_ptr, scale, scale_log2,
+                tanh_scale, sizes, tiles_ptr, band, 1, RAGGED, is_causal, HAS_LEFT, PACKED,
+                BOTTOM_RIGHT, ORDERED,
+            )),
+        ], [4, 4], [240, 240])  # fmt: skip

@@ -98,6 +98,8 @@ FORWARD_WINDOW = {
 BACKWARD_WINDOW = {
     64: BackwardConfig(queries=128, spills=936),
     128: BackwardConfig(queries=64, spills=256),
+    192: BackwardConfig(queries=64, spills=2312),
+    256: BackwardConfig(queries=64, spills=0, keys=64),
 }
 
 

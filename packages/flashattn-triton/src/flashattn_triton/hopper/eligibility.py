@@ -77,9 +77,7 @@ def is_wide(head_dims: tuple[int, int]) -> bool:
 
 def forward_only(head_dims: tuple[int, int], options: AttentionOptions) -> bool:
     """Whether there is only a forward kernel: the portable tier computes gradients."""
-    if not is_wide(head_dims):
-        return options.softcap is not None and head_dims[0] <= NARROW
-    return options.softcap is not None or options.band[0] is not None or options.deterministic
+    return options.softcap is not None and max(head_dims) <= NARROW
 
 
 def orders_gradients(options: AttentionOptions) -> bool:

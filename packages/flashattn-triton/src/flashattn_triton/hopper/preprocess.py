@@ -40,7 +40,7 @@ def _packed_rows(
     """Rows of a packed batch: (head, first row, its sequence's rows, tokens before, first tile).
 
     Programs of one head's tile are neighbours. ``first tile``: of the head, in tiles of QUERIES
-    rows, where ``backward_kernel._query_tiles`` looks for it.
+    rows, where ``schedule.tiles_before`` looks for it.
     """
     programs_of_tile = QUERIES // ROWS
     index = tl.program_id(0) // programs_of_tile

@@ -28,7 +28,6 @@ from flashattn_triton.hopper.support import tma_load, tma_store
 PACKED_END = 2**30  # where the descriptor of a packed tensor ends
 END = gl.constexpr(PACKED_END)
 FIELDS = gl.constexpr(8)  # of an entry
-KEYS = gl.constexpr(128)  # of one program of the backward kernel
 WARPS = gl.constexpr(4)  # of one of its consumers
 SEQUENCES = 128  # whose tiles one program of packed_tiles_kernel writes
 
@@ -299,11 +298,12 @@ def whole_tiles(
 def key_tile_of_program(
     sizes,
     tiles_ptr,
+    KEYS: gl.constexpr,
     PACKED: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr,
     LAST_FIRST: gl.constexpr,
 ):
-    """A tile of keys: (first key, key head, queries, keys, offset, places of both, sequence).
+    """A tile of KEYS keys: (first key, key head, queries, keys, offset, places of both, sequence).
 
     Queries, keys and offset are those of the tile's sequence, places as of :func:`tile_of_round`.
     Head comes after head, and of each the longest tile first, or the last one if LAST_FIRST.
@@ -342,6 +342,7 @@ def walk(
     offset,
     band,
     n_tiles,
+    KEYS: gl.constexpr,
     QUERIES: gl.constexpr,
     is_causal: gl.constexpr,
     HAS_LEFT: gl.constexpr,
@@ -360,7 +361,7 @@ def walk(
         last = max(min((first_key + KEYS - 1 - offset + band) // QUERIES, last), first)
     if is_causal or HAS_LEFT or ORDERED:
         return first, last, first, last - first + 1
-    return (first_key // KEYS * 2) % n_tiles, last, 0, n_tiles
+    return (first_key // QUERIES) % n_tiles, last, 0, n_tiles
 
 
 @gluon.jit
@@ -372,7 +373,14 @@ def next_query_tile(tile, head, first, last, wrap):
 
 @gluon.jit
 def turn_of(
-    tile, first_key, n_keys, offset, n_tiles, QUERIES: gl.constexpr, is_causal: gl.constexpr
+    tile,
+    first_key,
+    n_keys,
+    offset,
+    n_tiles,
+    KEYS: gl.constexpr,
+    QUERIES: gl.constexpr,
+    is_causal: gl.constexpr,
 ):
     """How many warps add to a consumer's part of a tile of dQ before this program does."""
     last_key = n_keys - 1
@@ -383,10 +391,25 @@ def turn_of(
 
 
 @gluon.jit
-def first_packed_tile(q_at, n_queries, sequence, n_heads, QUERIES: gl.constexpr):
-    """How many tiles lie before a packed sequence's, in the statistics and in the sum of dQ.
+def query_tiles(n_queries, QUERIES: gl.constexpr, PACKED: gl.constexpr):
+    """How many tiles of queries a head has; of an empty sequence one, without rows."""
+    n_tiles = gl.cdiv(n_queries, QUERIES)
+    if PACKED:
+        n_tiles = max(n_tiles, 1)
+    return n_tiles
 
-    They begin at a multiple of QUERIES rows, so that no two sequences share one: behind the tokens
-    before the sequence, and one tile for each sequence before it.
+
+@gluon.jit
+def tiles_before(
+    q_at, n_queries, sequence, n_heads, n_tiles, QUERIES: gl.constexpr, PACKED: gl.constexpr
+):
+    """How many tiles lie before those of a sequence, in the statistics and in the sum of dQ.
+
+    A packed sequence's begin at a multiple of QUERIES rows, so that no two sequences share one:
+    behind the tokens before the sequence, and one tile for each sequence before it.
     """
-    return ((q_at[0] - n_queries) // QUERIES + sequence) * n_heads
+    if PACKED:
+        before = ((q_at[0] - n_queries) // QUERIES + sequence) * n_heads
+    else:
+        before = sequence * n_heads * n_tiles
+    return before
