@@ -167,11 +167,10 @@ def _start_dq(ds_tile, k_smem, again, dq, SECOND: gl.constexpr, CONSUMER: gl.con
 
 
 @gluon.jit
-def _add_dq(dq_group, tile, dq, SECOND: gl.constexpr, CONSUMER: gl.constexpr):
-    """Adds what :func:`_start_dq` computed to a tile of the sum."""
+def _add_dq(there, dq, SECOND: gl.constexpr, CONSUMER: gl.constexpr):
+    """Adds what :func:`_start_dq` computed to the tile of the sum that begins ``there``."""
     FIRST: gl.constexpr = (CONSUMER * 2 + SECOND) * TILE * PART
     LAYOUT: gl.constexpr = dq.type.layout
-    there = dq_group + gl.cast(tile, gl.int64) * (TILE * WIDTH)
     reduce_add(there + FIRST + fragment_offsets(PART, LAYOUT), dq, gl.to_tensor(True))
 
 
@@ -226,12 +225,13 @@ def _step(
     buffers,
     p_smem,
     ds_smem,
-    dq_group,  # the first tile of the sum of dQ, of the group's heads
-    tile,  # this one, of the tiles of the group's heads
-    before,  # the step before's; in step 0 the same
+    there,  # this tile of the sum of dQ
+    there_before,  # that of the step before; in step 0 the same
     step,
     steps,  # in all
     turns_own,  # counters of this consumer's part of each tile, if ORDERED
+    tile,  # of the tiles of the group's heads
+    before,  # that of the step before
     turn,  # of this program at this tile
     diagonal,  # of the next tile
     band,
@@ -272,7 +272,7 @@ def _step(
     q_columns = q_smem.index(slot).slice(CONSUMER * COLUMNS, COLUMNS, dim=1)
     dv = warpgroup_mma(p_smem.index(0), do_columns, dv, is_async=True)
     dk = warpgroup_mma(ds_tile, q_columns, dk, is_async=True)
-    _add_dq(dq_group, before, dq, True, CONSUMER)
+    _add_dq(there_before, dq, True, CONSUMER)
     dq = _start_dq(ds_tile, k_smem, again, dq, False, CONSUMER)
     s, dp, dk, dv = warpgroup_mma_wait(1, deps=(s, dp, dk, dv))
     named_barrier_arrive(READ + CONSUMER, CONSUMERS)
@@ -288,7 +288,7 @@ def _step(
     if ORDERED:
         end_turn(turns_own + 2 * before, step > 0)
         wait_for_turn(turns_own + 2 * tile, turn, gl.to_tensor(True))
-    _add_dq(dq_group, tile, dq, False, CONSUMER)
+    _add_dq(there, dq, False, CONSUMER)
     second = warpgroup_mma_wait(0, deps=(second,))
     named_barrier_sync(WRITTEN + 1 - CONSUMER, CONSUMERS)
     return dk, dv, second
@@ -357,21 +357,25 @@ def _consumer(
     dv = gl.zeros([TILE, COLUMNS], gl.float32, GRADIENT)
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     dq = gl.zeros([TILE, PART], gl.float32, DQ)
-    before = first  # to which step 0 adds zeros
+    # To which step 0 adds zeros.
+    before = first
+    there_before = dq_group + gl.cast(first, gl.int64) * (TILE * WIDTH)
     turn = 0
     for step in range(steps):
         tile = wrapped(first + step % per_head, n_tiles)
         if ORDERED:
             turn = turn_of(tile, first_key, all_keys, offset, n_tiles, TILE, TILE, is_causal)
         tile += (step // per_head) * n_tiles
+        there = dq_group + gl.cast(tile, gl.int64) * (TILE * WIDTH)
         next_diagonal = diagonal + ((step + 1) % per_head) * TILE
         dk, dv, dq = _step(
-            full, buffers, p_smem, ds_smem, dq_group, tile, before, step, steps, turns_own, turn,
-            next_diagonal, band, n_keys, scale_log2, tanh_scale, dk, dv, dq, CONSUMER, RAGGED,
-            is_causal, HAS_LEFT, ORDERED,
+            full, buffers, p_smem, ds_smem, there, there_before, step, steps, turns_own, tile,
+            before, turn, next_diagonal, band, n_keys, scale_log2, tanh_scale, dk, dv, dq, CONSUMER,
+            RAGGED, is_causal, HAS_LEFT, ORDERED,
         )  # fmt: skip
         before = tile
-    _add_dq(dq_group, before, dq, True, CONSUMER)
+        there_before = there
+    _add_dq(there_before, dq, True, CONSUMER)
     if ORDERED:
         end_turn(turns_own + 2 * before, gl.to_tensor(True))
     # The other has said that its scores are complete; of K it then reads its own columns alone.

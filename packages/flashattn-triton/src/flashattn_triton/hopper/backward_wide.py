@@ -148,8 +148,8 @@ def _producer(
 
 @gluon.jit
 def _zero(step):
-    """0, which the compiler cannot know: it would otherwise keep all addresses within K and V in
-    registers, of which there are too few."""
+    """0, which the compiler cannot know: it would otherwise compute addresses before the loop, and
+    keep them in registers, of which there are too few."""
     return step >> 30
 
 
@@ -206,8 +206,6 @@ def _half_step(
         s_half = subtract(0, statistics, s_half, True, SCORES)
         s_half = warpgroup_mma_wait(0, deps=(s_half,))
     dp = start_dp(own_v, do_half, statistics)
-    if ORDERED and not SECOND:  # late, when what was added has long arrived
-        end_turn(turns_own + 2 * added, added >= 0)
     p = exp2(s_half * scale_log2)
     if MASKED:
         first = diagonal + SECOND * HALF
@@ -224,6 +222,8 @@ def _half_step(
         fence_async_shared()
         named_barrier_arrive_at(ds_written(CONSUMER, step + 1), CONSUMERS)
     else:
+        if ORDERED:  # late, when what was added has long arrived
+            end_turn(turns_own + 2 * added, added >= 0)
         named_barrier_sync_at(ds_written(1 - CONSUMER, step), CONSUMERS)
     # Before dQ, so that P and dS need no registers beside it.
     dk_0, dk_1, dk_2, dv = warpgroup_mma_wait(0, deps=(dk[0], dk[1], dk[2], dv))
@@ -322,7 +322,7 @@ def _consumer(
     """dK and dV of 64 keys, and half of each tile of dQ."""
     kv_full, q_full, do_full = full
     k_smem, v_smem, q_smem, _, statistics_smem = buffers
-    _, _, N_KV_HEADS, HEADS_PER_KV, _ = sizes
+    N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_PER_KV, first_offset = sizes
     HAS_SOFTCAP: gl.constexpr = tanh_scale is not None
     first_key, kv_head, n_queries, n_keys, offset, q_at, k_at, sequence = key_tile_of_program(
         sizes, tiles_ptr, KEYS, PACKED, BOTTOM_RIGHT, ORDERED
@@ -423,10 +423,17 @@ def _consumer(
                 before = head + first + j
         head += n_tiles
 
+    # Where the gradients go is found out again: see _zero.
+    zero = _zero(before)
+    sizes = (N_QUERIES + zero, N_KEYS + zero, N_KV_HEADS + zero, HEADS_PER_KV, first_offset)
+    first_key, kv_head, _, _, _, _, k_at, _ = key_tile_of_program(
+        sizes, tiles_ptr, KEYS, PACKED, BOTTOM_RIGHT, ORDERED
+    )
+    own_key = first_key + CONSUMER * OWN
     named_barrier_sync_at(ds_written(1 - CONSUMER, steps), CONSUMERS)
     ds_tile = ds_smem.index((steps - 1) % DS_BUFFERS)
-    dq = start_dq(ds_tile, k_smem, 0, False, CONSUMER)
-    own_v = v_smem.index(0).slice(CONSUMER * OWN, OWN, dim=0)
+    dq = start_dq(ds_tile, k_smem, zero, False, CONSUMER)
+    own_v = v_smem.index(zero).slice(CONSUMER * OWN, OWN, dim=0)
     own_v.store(dv.to(own_v.dtype))  # whose memory nobody else reads
     fence_async_shared()
     store_tile(dv_desc, k_at, kv_head, own_key, own_v, PACKED)
@@ -435,7 +442,7 @@ def _consumer(
         end_turn(turns_own + 2 * added, added >= 0)
         wait_for_turn(turns_own + 2 * before, turn, before >= 0)
     add_dq(dq_own, before, dq, False)
-    dq_third = start_dq(ds_tile, k_smem, 0, True, CONSUMER)
+    dq_third = start_dq(ds_tile, k_smem, zero, True, CONSUMER)
     dq_third = warpgroup_mma_wait(0, deps=(dq_third,))
     add_dq(dq_own, before, dq_third, True)
     if ORDERED:
@@ -443,7 +450,7 @@ def _consumer(
     named_barrier_arrive_at(ds_written(CONSUMER, steps + 1), CONSUMERS)
     named_barrier_sync_at(ds_written(1 - CONSUMER, steps + 1), CONSUMERS)
     for part in gl.static_range(PARTS):
-        own_k = k_smem.index(part).slice(CONSUMER * OWN, OWN, dim=0)
+        own_k = k_smem.index(zero + part).slice(CONSUMER * OWN, OWN, dim=0)
         own_k.store((dk[part] * scale).to(own_k.dtype))  # the other was reading until then
         fence_async_shared()
         store_tile(dk_desc, k_at, kv_head, own_key, own_k, PACKED, part * PART)

@@ -83,8 +83,8 @@ BACKWARD = {
     (128, True): BackwardConfig(queries=64, spills=180),
     (128, False): BackwardConfig(queries=64, spills=0),
     # Queries are computed in halves, dK and dV take two thirds of the registers.
-    (192, True): BackwardConfig(queries=64, spills=2312),
-    (192, False): BackwardConfig(queries=64, spills=992),
+    (192, True): BackwardConfig(queries=64, spills=692),
+    (192, False): BackwardConfig(queries=64, spills=264),
     (256, True): BackwardConfig(queries=64, spills=0, keys=64),
     (256, False): BackwardConfig(queries=64, spills=0, keys=64),
 }
@@ -98,7 +98,7 @@ FORWARD_WINDOW = {
 BACKWARD_WINDOW = {
     64: BackwardConfig(queries=128, spills=936),
     128: BackwardConfig(queries=64, spills=256),
-    192: BackwardConfig(queries=64, spills=2312),
+    192: BackwardConfig(queries=64, spills=1432),
     256: BackwardConfig(queries=64, spills=0, keys=64),
 }
 
