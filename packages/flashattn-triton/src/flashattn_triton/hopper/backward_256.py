@@ -43,13 +43,13 @@ from flashattn_triton.hopper.backward_kernel import (
 )
 from flashattn_triton.hopper.backward_products import STATISTICS, subtract
 from flashattn_triton.hopper.schedule import (
+    begin_turn,
     key_tile_of_program,
     load_tile,
     next_query_tile,
     query_tiles,
     store_tile,
     tiles_before,
-    turn_of,
     walk,
 )
 from flashattn_triton.hopper.scores import tanh
@@ -62,7 +62,6 @@ from flashattn_triton.hopper.support import (
     named_barrier_sync_at,
     reduce_add,
     tma_load,
-    wait_for_turn,
 )
 
 TILE = gl.constexpr(64)  # keys of a program, queries of a step
@@ -83,6 +82,7 @@ def _producer(
     loads,
     full,
     buffers,
+    turns_ptr,
     sizes,
     tiles_ptr,
     band,
@@ -94,11 +94,11 @@ def _producer(
 ):
     """Fetches K and V once, then each step's Q with L and delta, and dO."""
     q_desc, k_desc, v_desc, do_desc, statistics_desc = loads
-    kv_full, q_full, do_full = full
+    kv_full, q_full, do_full, may_add = full
     k_smem, v_smem, q_smem, do_smem, statistics_smem = buffers
     TILE_BYTES: gl.constexpr = TILE * WIDTH * 2
     _, _, N_KV_HEADS, HEADS_PER_KV, _ = sizes
-    first_key, kv_head, n_queries, _, offset, q_at, k_at, sequence = key_tile_of_program(
+    first_key, kv_head, n_queries, n_keys, offset, q_at, k_at, sequence = key_tile_of_program(
         sizes, tiles_ptr, TILE, PACKED, BOTTOM_RIGHT, ORDERED
     )
     n_tiles = query_tiles(n_queries, TILE, PACKED)
@@ -113,25 +113,35 @@ def _producer(
     before = tiles_before(q_at, n_queries, sequence, n_heads, n_tiles, TILE, PACKED)
     tile = first
     head = kv_head * HEADS_PER_KV
-    for step in range(steps):
+    tile_to_add = tile
+    head_to_add = head
+    for step in range(steps + STAGES):
         slot = step % STAGES
+        row = (before + head * n_tiles + tile) * TILE  # of all heads' tiles
         if step >= STAGES:
             named_barrier_sync_at(Q_EMPTY + slot, EVERYBODY)
-        q_arrived = q_full.index(slot)
-        mbarrier.expect(q_arrived, TILE_BYTES + TILE * STATISTICS * 2)
-        load_tile(q_desc, q_at, head, tile * TILE, q_arrived, q_smem.index(slot), PACKED)
-        row = (before + head * n_tiles + tile) * TILE  # of all heads' tiles
-        tma_load(statistics_desc, [row, 0], q_arrived, statistics_smem.index(slot))
+        if step < steps:
+            q_arrived = q_full.index(slot)
+            mbarrier.expect(q_arrived, TILE_BYTES + TILE * STATISTICS * 2)
+            load_tile(q_desc, q_at, head, tile * TILE, q_arrived, q_smem.index(slot), PACKED)
+            tma_load(statistics_desc, [row, 0], q_arrived, statistics_smem.index(slot))
         if step >= STAGES:
             named_barrier_sync_at(DO_EMPTY + slot, EVERYBODY)
-        do_arrived = do_full.index(slot)
-        mbarrier.expect(do_arrived, TILE_BYTES)
-        load_tile(do_desc, q_at, head, tile * TILE, do_arrived, do_smem.index(slot), PACKED)
-        tile, head = next_query_tile(tile, head, first, last, wrap)
-    # The consumers also release the last tiles.
-    for step in range(max(steps - STAGES, 0), steps):
-        named_barrier_sync_at(Q_EMPTY + step % STAGES, EVERYBODY)
-        named_barrier_sync_at(DO_EMPTY + step % STAGES, EVERYBODY)
+        if step < steps:
+            do_arrived = do_full.index(slot)
+            mbarrier.expect(do_arrived, TILE_BYTES)
+            load_tile(do_desc, q_at, head, tile * TILE, do_arrived, do_smem.index(slot), PACKED)
+            tile, head = next_query_tile(tile, head, first, last, wrap)
+        if ORDERED:
+            added = step - STAGES  # consumers release a tile before they add to the sum
+            if added >= 0:
+                begin_turn(
+                    may_add, turns_ptr + before, tile_to_add, head_to_add, first_key, n_keys,
+                    offset, n_tiles, TILE, TILE, is_causal,
+                )  # fmt: skip
+                tile_to_add, head_to_add = next_query_tile(
+                    tile_to_add, head_to_add, first, last, wrap
+                )
 
 
 # ---- consumer ------------------------------------------------------------------------------------
@@ -229,10 +239,8 @@ def _step(
     there_before,  # that of the step before; in step 0 the same
     step,
     steps,  # in all
-    turns_own,  # counters of this consumer's part of each tile, if ORDERED
-    tile,  # of the tiles of the group's heads
-    before,  # that of the step before
-    turn,  # of this program at this tile
+    turns,  # counters of the group's tiles, if ORDERED
+    before,  # the tile of the step before, of the tiles of the group's heads
     diagonal,  # of the next tile
     band,
     n_keys,
@@ -251,7 +259,7 @@ def _step(
 
     Returns dK, dV and the second part of dQ, which the next step adds.
     """
-    _, q_full, do_full = full
+    _, q_full, do_full, may_add = full
     k_smem, _, q_smem, do_smem, statistics_smem = buffers
     HAS_SOFTCAP: gl.constexpr = tanh_scale is not None
     slot = step % STAGES
@@ -286,8 +294,8 @@ def _step(
     second = _start_dq(ds_tile, k_smem, again, nothing, True, CONSUMER)
     dq = warpgroup_mma_wait(1, deps=(dq,))
     if ORDERED:
-        end_turn(turns_own + 2 * before, step > 0)
-        wait_for_turn(turns_own + 2 * tile, turn, gl.to_tensor(True))
+        end_turn(turns + before, step > 0)
+        mbarrier.wait(may_add, step & 1)
     _add_dq(there, dq, False, CONSUMER)
     second = warpgroup_mma_wait(0, deps=(second,))
     named_barrier_sync(WRITTEN + 1 - CONSUMER, CONSUMERS)
@@ -319,14 +327,14 @@ def _consumer(
     ORDERED: gl.constexpr,
 ):
     """Half of the columns of dK, dV and each tile of dQ."""
-    kv_full, q_full, do_full = full
+    kv_full, q_full, do_full, _ = full
     k_smem, v_smem, q_smem, _, statistics_smem = buffers
     HAS_SOFTCAP: gl.constexpr = tanh_scale is not None
     _, _, N_KV_HEADS, HEADS_PER_KV, _ = sizes
-    first_key, kv_head, n_queries, all_keys, offset, q_at, k_at, sequence = key_tile_of_program(
+    first_key, kv_head, n_queries, n_keys, offset, q_at, k_at, sequence = key_tile_of_program(
         sizes, tiles_ptr, TILE, PACKED, BOTTOM_RIGHT, ORDERED
     )
-    n_keys = all_keys - first_key
+    n_keys -= first_key
     n_tiles = query_tiles(n_queries, TILE, PACKED)
     first, _, _, per_head = walk(
         first_key, offset, band, n_tiles, TILE, TILE, is_causal, HAS_LEFT, ORDERED
@@ -336,9 +344,9 @@ def _consumer(
     group = tiles_before(q_at, n_queries, sequence, n_heads, n_tiles, TILE, PACKED)
     group += kv_head * HEADS_PER_KV * n_tiles
     dq_group = dq_ptr + gl.cast(group, gl.int64) * (TILE * WIDTH)
-    turns_own = turns_ptr
+    turns = turns_ptr
     if ORDERED:
-        turns_own += group * 2 + CONSUMER
+        turns += group
     diagonal = first * TILE + offset - first_key + CONSUMER * HALF
     mbarrier.wait(kv_full, 0)
     mbarrier.wait(q_full.index(0), 0)
@@ -357,27 +365,22 @@ def _consumer(
     dv = gl.zeros([TILE, COLUMNS], gl.float32, GRADIENT)
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     dq = gl.zeros([TILE, PART], gl.float32, DQ)
-    # To which step 0 adds zeros.
-    before = first
+    before = first  # to which step 0 adds zeros
     there_before = dq_group + gl.cast(first, gl.int64) * (TILE * WIDTH)
-    turn = 0
     for step in range(steps):
-        tile = wrapped(first + step % per_head, n_tiles)
-        if ORDERED:
-            turn = turn_of(tile, first_key, all_keys, offset, n_tiles, TILE, TILE, is_causal)
-        tile += (step // per_head) * n_tiles
+        tile = (step // per_head) * n_tiles + wrapped(first + step % per_head, n_tiles)
         there = dq_group + gl.cast(tile, gl.int64) * (TILE * WIDTH)
         next_diagonal = diagonal + ((step + 1) % per_head) * TILE
         dk, dv, dq = _step(
-            full, buffers, p_smem, ds_smem, there, there_before, step, steps, turns_own, tile,
-            before, turn, next_diagonal, band, n_keys, scale_log2, tanh_scale, dk, dv, dq, CONSUMER,
-            RAGGED, is_causal, HAS_LEFT, ORDERED,
+            full, buffers, p_smem, ds_smem, there, there_before, step, steps, turns, before,
+            next_diagonal, band, n_keys, scale_log2, tanh_scale, dk, dv, dq, CONSUMER, RAGGED,
+            is_causal, HAS_LEFT, ORDERED,
         )  # fmt: skip
         before = tile
         there_before = there
     _add_dq(there_before, dq, True, CONSUMER)
     if ORDERED:
-        end_turn(turns_own + 2 * before, gl.to_tensor(True))
+        end_turn(turns + before, gl.to_tensor(True))
     # The other has said that its scores are complete; of K it then reads its own columns alone.
     own_v = v_smem.index(0).slice(CONSUMER * COLUMNS, COLUMNS, dim=1)
     own_k = k_smem.index(0).slice(CONSUMER * COLUMNS, COLUMNS, dim=1)
@@ -444,12 +447,14 @@ def backward_256_kernel(
     kv_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    may_add = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     mbarrier.init(kv_full, count=1)
+    mbarrier.init(may_add, count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(do_full.index(i), count=1)
     loads = (q_desc, k_desc, v_desc, do_desc, statistics_desc)
-    full = (kv_full, q_full, do_full)
+    full = (kv_full, q_full, do_full, may_add)
     buffers = (k_smem, v_smem, q_smem, do_smem, statistics_smem)
     sizes = (N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_PER_KV, offset)
     present = True
@@ -460,8 +465,8 @@ def backward_256_kernel(
     if present:
         gl.warp_specialize([
             (_producer, (
-                loads, full, buffers, sizes, tiles_ptr, band, is_causal, HAS_LEFT, PACKED,
-                BOTTOM_RIGHT, ORDERED,
+                loads, full, buffers, turns_ptr, sizes, tiles_ptr, band, is_causal, HAS_LEFT,
+                PACKED, BOTTOM_RIGHT, ORDERED,
             )),
             (_consumer, (
                 dk_desc, dv_desc, full, buffers, p_smem, ds_smem, dq_ptr, turns_ptr, scale,

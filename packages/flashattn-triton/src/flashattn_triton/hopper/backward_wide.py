@@ -46,13 +46,13 @@ from flashattn_triton.hopper.backward_kernel import (
 )
 from flashattn_triton.hopper.backward_products import OWN, STATISTICS, subtract
 from flashattn_triton.hopper.schedule import (
+    begin_turn,
     key_tile_of_program,
     load_tile,
     next_query_tile,
     query_tiles,
     store_tile,
     tiles_before,
-    turn_of,
     walk,
 )
 from flashattn_triton.hopper.scores import tanh
@@ -62,7 +62,6 @@ from flashattn_triton.hopper.support import (
     named_barrier_arrive_at,
     named_barrier_sync_at,
     tma_load,
-    wait_for_turn,
 )
 from flashattn_triton.hopper.wide_products import (
     HALF,
@@ -87,6 +86,7 @@ def _producer(
     loads,
     full,
     buffers,
+    turns_ptr,
     sizes,
     tiles_ptr,
     band,
@@ -98,12 +98,12 @@ def _producer(
 ):
     """Fetches K and V once, then each step's Q with L and delta, and dO."""
     q_desc, k_desc, v_desc, do_desc, statistics_desc = loads
-    kv_full, q_full, do_full = full
+    kv_full, q_full, do_full, may_add = full
     k_smem, v_smem, q_smem, do_smem, statistics_smem = buffers
     KEY_BYTES: gl.constexpr = KEYS * (PARTS * PART + VALUES) * 2
     QUERY_BYTES: gl.constexpr = QUERIES * (PARTS * PART + STATISTICS) * 2
     _, _, N_KV_HEADS, HEADS_PER_KV, _ = sizes
-    first_key, kv_head, n_queries, _, offset, q_at, k_at, sequence = key_tile_of_program(
+    first_key, kv_head, n_queries, n_keys, offset, q_at, k_at, sequence = key_tile_of_program(
         sizes, tiles_ptr, KEYS, PACKED, BOTTOM_RIGHT, ORDERED
     )
     n_tiles = query_tiles(n_queries, QUERIES, PACKED)
@@ -120,6 +120,8 @@ def _producer(
     before = tiles_before(q_at, n_queries, sequence, n_heads, n_tiles, QUERIES, PACKED)
     tile = first
     head = kv_head * HEADS_PER_KV
+    tile_to_add = tile
+    head_to_add = head
     for step in range(steps + STAGES):
         slot = step % STAGES
         row = (before + head * n_tiles + tile) * QUERIES  # of all heads' tiles
@@ -141,6 +143,16 @@ def _producer(
             tma_load(statistics_desc, [row, 0], arrived, statistics_smem.index(slot))
         if step + 1 < steps:
             tile, head = next_query_tile(tile, head, first, last, wrap)
+        if ORDERED:
+            added = step - STAGES  # consumers add to the sum one step late
+            if added >= 0:
+                begin_turn(
+                    may_add, turns_ptr + before, tile_to_add, head_to_add, first_key, n_keys,
+                    offset, n_tiles, KEYS, QUERIES, is_causal,
+                )  # fmt: skip
+                tile_to_add, head_to_add = next_query_tile(
+                    tile_to_add, head_to_add, first, last, wrap
+                )
 
 
 # ---- consumer ------------------------------------------------------------------------------------
@@ -156,14 +168,12 @@ def _zero(step):
 @gluon.jit
 def _half_step(
     q_full,
+    may_add,
     buffers,
     ds_smem,
     dq_own,  # where this consumer's parts of the group's first tile of dQ lie
     step,
     before,  # the tile before, of the tiles of the group's heads; -1 if there is none
-    turns_own,  # counters of its part of each tile, if ORDERED
-    turn,  # of this program at the tile before
-    added,  # the tile that it added to last; -1 if there is none
     diagonal,
     band,
     n_keys,
@@ -222,8 +232,6 @@ def _half_step(
         fence_async_shared()
         named_barrier_arrive_at(ds_written(CONSUMER, step + 1), CONSUMERS)
     else:
-        if ORDERED:  # late, when what was added has long arrived
-            end_turn(turns_own + 2 * added, added >= 0)
         named_barrier_sync_at(ds_written(1 - CONSUMER, step), CONSUMERS)
     # Before dQ, so that P and dS need no registers beside it.
     dk_0, dk_1, dk_2, dv = warpgroup_mma_wait(0, deps=(dk[0], dk[1], dk[2], dv))
@@ -239,7 +247,7 @@ def _half_step(
     # By a branch, because a condition for each addition costs registers.
     if before >= 0:
         if ORDERED and not SECOND:
-            wait_for_turn(turns_own + 2 * before, turn, before >= 0)
+            mbarrier.wait(may_add, (step - 1) & 1)
         add_dq(dq_own, before, dq, THIRD)
     return ds, dk, dv
 
@@ -253,9 +261,7 @@ def _step(
     step,
     steps,
     before,
-    turns_own,
-    turn,
-    added,
+    turns,  # counters of the group's tiles, if ORDERED
     diagonal,
     band,
     n_keys,
@@ -272,24 +278,26 @@ def _step(
     MASKED: gl.constexpr,
 ):
     """Both halves of a tile of queries with scores ``s``: the next tile's scores, dK and dV."""
-    _, q_full, do_full = full
+    _, q_full, do_full, may_add = full
     k_smem, _, q_smem, _, statistics_smem = buffers
     next_slot = (step + 1) % STAGES
     next_phase = ((step + 1) // STAGES) & 1
     s_first, s_second = halves(s)
     ds, dk, dv = _half_step(
-        q_full, buffers, ds_smem, dq_own, step, before, turns_own, turn, added, diagonal, band,
+        q_full, may_add, buffers, ds_smem, dq_own, step, before, diagonal, band,
         n_keys, scale_log2, tanh_scale, s_first, None, dk, dv, False, CONSUMER, RAGGED, is_causal,
         HAS_LEFT, ORDERED, MASKED,
     )  # fmt: skip
     _, dk, dv = _half_step(
-        q_full, buffers, ds_smem, dq_own, step, before, turns_own, turn, added, diagonal, band,
+        q_full, may_add, buffers, ds_smem, dq_own, step, before, diagonal, band,
         n_keys, scale_log2, tanh_scale, s_second, ds, dk, dv, True, CONSUMER, RAGGED, is_causal,
         HAS_LEFT, ORDERED, MASKED,
     )  # fmt: skip
     HAS_SOFTCAP: gl.constexpr = tanh_scale is not None
     again = _zero(step)
     s = start_scores(k_smem, q_smem, statistics_smem, again, next_slot, CONSUMER, HAS_SOFTCAP)
+    if ORDERED:  # what was added arrives while the scores are computed
+        end_turn(turns + before, before >= 0)
     mbarrier.wait(do_full.index(next_slot), next_phase, pred=step + 1 < steps)
     # ptxas runs every product by itself unless each iteration ends with nothing in flight.
     s = warpgroup_mma_wait(0, deps=(s,))
@@ -320,7 +328,7 @@ def _consumer(
     ORDERED: gl.constexpr,
 ):
     """dK and dV of 64 keys, and half of each tile of dQ."""
-    kv_full, q_full, do_full = full
+    kv_full, q_full, do_full, may_add = full
     k_smem, v_smem, q_smem, _, statistics_smem = buffers
     N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_PER_KV, first_offset = sizes
     HAS_SOFTCAP: gl.constexpr = tanh_scale is not None
@@ -328,7 +336,6 @@ def _consumer(
         sizes, tiles_ptr, KEYS, PACKED, BOTTOM_RIGHT, ORDERED
     )
     own_key = first_key + CONSUMER * OWN
-    all_keys = n_keys
     n_keys -= own_key
     n_tiles = query_tiles(n_queries, QUERIES, PACKED)
     first, _, _, per_head = walk(
@@ -356,9 +363,9 @@ def _consumer(
         dq_group + CONSUMER * 4096 + fragment_offsets(PART, DQ),
         dq_group + 2 * 4096 + CONSUMER * 2048 + fragment_offsets(PART // 2, DQ_THIRD),
     )
-    turns_own = turns_ptr
+    turns = turns_ptr
     if ORDERED:
-        turns_own += group * 2 + CONSUMER
+        turns += group
 
     mbarrier.wait(kv_full, 0)
     mbarrier.wait(q_full.index(0), 0)
@@ -377,49 +384,32 @@ def _consumer(
     step = 0
     head = 0  # the first tile of a head, of the tiles of the group's heads
     before = -1
-    turn = 0
-    added = -1
     for _ in range(HEADS_PER_KV):
         if is_causal or RAGGED:
             for j in range(n_masked):
                 s, dk, dv = _step(
-                    full, buffers, ds_smem, dq_own, step, steps, before, turns_own, turn, added,
+                    full, buffers, ds_smem, dq_own, step, steps, before, turns,
                     diagonal + j * QUERIES, band, n_keys, scale_log2, tanh_scale, s, dk, dv,
                     CONSUMER, RAGGED, is_causal, HAS_LEFT, ORDERED, True,
                 )  # fmt: skip
                 step += 1
-                if ORDERED:
-                    added = before
-                    turn = turn_of(
-                        first + j, first_key, all_keys, offset, n_tiles, KEYS, QUERIES, is_causal
-                    )
                 before = head + wrapped(first + j, n_tiles)
         for j in range(n_masked, n_seen):
             s, dk, dv = _step(
-                full, buffers, ds_smem, dq_own, step, steps, before, turns_own, turn, added,
+                full, buffers, ds_smem, dq_own, step, steps, before, turns,
                 diagonal, band, n_keys, scale_log2, tanh_scale, s, dk, dv, CONSUMER, RAGGED,
                 is_causal, HAS_LEFT, ORDERED, False,
             )  # fmt: skip
             step += 1
-            if ORDERED:
-                added = before
-                turn = turn_of(
-                    first + j, first_key, all_keys, offset, n_tiles, KEYS, QUERIES, is_causal
-                )
             before = head + wrapped(first + j, n_tiles)
         if HAS_LEFT:
             for j in range(n_seen, per_head):
                 s, dk, dv = _step(
-                    full, buffers, ds_smem, dq_own, step, steps, before, turns_own, turn, added,
+                    full, buffers, ds_smem, dq_own, step, steps, before, turns,
                     diagonal + j * QUERIES, band, n_keys, scale_log2, tanh_scale, s, dk, dv,
                     CONSUMER, RAGGED, is_causal, HAS_LEFT, ORDERED, True,
                 )  # fmt: skip
                 step += 1
-                if ORDERED:
-                    added = before
-                    turn = turn_of(
-                        first + j, first_key, all_keys, offset, n_tiles, KEYS, QUERIES, is_causal
-                    )
                 before = head + first + j
         head += n_tiles
 
@@ -439,14 +429,13 @@ def _consumer(
     store_tile(dv_desc, k_at, kv_head, own_key, own_v, PACKED)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     if ORDERED:
-        end_turn(turns_own + 2 * added, added >= 0)
-        wait_for_turn(turns_own + 2 * before, turn, before >= 0)
+        mbarrier.wait(may_add, (steps - 1) & 1)
     add_dq(dq_own, before, dq, False)
     dq_third = start_dq(ds_tile, k_smem, zero, True, CONSUMER)
     dq_third = warpgroup_mma_wait(0, deps=(dq_third,))
     add_dq(dq_own, before, dq_third, True)
     if ORDERED:
-        end_turn(turns_own + 2 * before, before >= 0)
+        end_turn(turns + before, before >= 0)
     named_barrier_arrive_at(ds_written(CONSUMER, steps + 1), CONSUMERS)
     named_barrier_sync_at(ds_written(1 - CONSUMER, steps + 1), CONSUMERS)
     for part in gl.static_range(PARTS):
@@ -512,12 +501,14 @@ def wide_backward_kernel(
     kv_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    may_add = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     mbarrier.init(kv_full, count=1)
+    mbarrier.init(may_add, count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(do_full.index(i), count=1)
     loads = (q_desc, k_desc, v_desc, do_desc, statistics_desc)
-    full = (kv_full, q_full, do_full)
+    full = (kv_full, q_full, do_full, may_add)
     buffers = (k_smem, v_smem, q_smem, do_smem, statistics_smem)
     sizes = (N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_PER_KV, offset)
     present = True
@@ -528,8 +519,8 @@ def wide_backward_kernel(
     if present:
         gl.warp_specialize([
             (_producer, (
-                loads, full, buffers, sizes, tiles_ptr, band, is_causal, HAS_LEFT, PACKED,
-                BOTTOM_RIGHT, ORDERED,
+                loads, full, buffers, turns_ptr, sizes, tiles_ptr, band, is_causal, HAS_LEFT,
+                PACKED, BOTTOM_RIGHT, ORDERED,
             )),
             (_consumer, (
                 dk_desc, dv_desc, full, buffers, ds_smem, dq_ptr, turns_ptr, scale, scale_log2,

@@ -22,13 +22,14 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from flashattn_triton.hopper.support import tma_load, tma_store
+from flashattn_triton.hopper.support import tma_load, tma_store, wait_for_turn
 
 PACKED_END = 2**30  # where the descriptor of a packed tensor ends
 END = gl.constexpr(PACKED_END)
 FIELDS = gl.constexpr(8)  # of an entry
-WARPS = gl.constexpr(4)  # of one of its consumers
+WARPS = gl.constexpr(8)  # of the consumers of one program of a backward kernel
 SEQUENCES = 128  # whose tiles one program of packed_tiles_kernel writes
 
 
@@ -372,8 +373,11 @@ def next_query_tile(tile, head, first, last, wrap):
 
 
 @gluon.jit
-def turn_of(
+def begin_turn(
+    may_add,
+    turns,
     tile,
+    head,
     first_key,
     n_keys,
     offset,
@@ -382,12 +386,17 @@ def turn_of(
     QUERIES: gl.constexpr,
     is_causal: gl.constexpr,
 ):
-    """How many warps add to a consumer's part of a tile of dQ before this program does."""
+    """Waits until all that add to a tile of dQ before this program have done so; opens ``may_add``.
+
+    ``turns``: counters of all heads' tiles, to which each warp adds one when it has added.
+    """
     last_key = n_keys - 1
     if is_causal:  # the last tile of queries is walked over by all programs
         seen = min(last_key, (tile + 1) * QUERIES - 1 + offset)
         last_key = gl.where(tile == n_tiles - 1, last_key, seen)
-    return (max(last_key, 0) // KEYS - first_key // KEYS) * WARPS
+    programs = max(last_key, 0) // KEYS - first_key // KEYS
+    wait_for_turn(turns + head * n_tiles + tile, programs * WARPS)
+    mbarrier.arrive(may_add, count=1)
 
 
 @gluon.jit
