@@ -117,6 +117,16 @@ def _producer(
     head_to_add = head
     for step in range(steps + STAGES):
         slot = step % STAGES
+        if ORDERED:
+            ready = step - STAGES  # whose turn is awaited early, because a load takes long
+            if ready >= 0:
+                begin_turn(
+                    may_add.index(slot), turns_ptr + before, tile_to_add, head_to_add, first_key,
+                    n_keys, offset, n_tiles, TILE, TILE, is_causal,
+                )  # fmt: skip
+                tile_to_add, head_to_add = next_query_tile(
+                    tile_to_add, head_to_add, first, last, wrap
+                )
         row = (before + head * n_tiles + tile) * TILE  # of all heads' tiles
         if step >= STAGES:
             named_barrier_sync_at(Q_EMPTY + slot, EVERYBODY)
@@ -132,16 +142,6 @@ def _producer(
             mbarrier.expect(do_arrived, TILE_BYTES)
             load_tile(do_desc, q_at, head, tile * TILE, do_arrived, do_smem.index(slot), PACKED)
             tile, head = next_query_tile(tile, head, first, last, wrap)
-        if ORDERED:
-            added = step - STAGES  # consumers release a tile before they add to the sum
-            if added >= 0:
-                begin_turn(
-                    may_add, turns_ptr + before, tile_to_add, head_to_add, first_key, n_keys,
-                    offset, n_tiles, TILE, TILE, is_causal,
-                )  # fmt: skip
-                tile_to_add, head_to_add = next_query_tile(
-                    tile_to_add, head_to_add, first, last, wrap
-                )
 
 
 # ---- consumer ------------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ def _step(
     dq = warpgroup_mma_wait(1, deps=(dq,))
     if ORDERED:
         end_turn(turns + before, step > 0)
-        mbarrier.wait(may_add, step & 1)
+        mbarrier.wait(may_add.index(slot), (step // STAGES) & 1)
     _add_dq(there, dq, False, CONSUMER)
     second = warpgroup_mma_wait(0, deps=(second,))
     named_barrier_sync(WRITTEN + 1 - CONSUMER, CONSUMERS)
@@ -447,12 +447,12 @@ def backward_256_kernel(
     kv_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    may_add = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    may_add = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     mbarrier.init(kv_full, count=1)
-    mbarrier.init(may_add, count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(do_full.index(i), count=1)
+        mbarrier.init(may_add.index(i), count=1)
     loads = (q_desc, k_desc, v_desc, do_desc, statistics_desc)
     full = (kv_full, q_full, do_full, may_add)
     buffers = (k_smem, v_smem, q_smem, do_smem, statistics_smem)

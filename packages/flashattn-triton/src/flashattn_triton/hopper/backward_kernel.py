@@ -140,6 +140,16 @@ def _producer(
     head_to_add = head
     for step in range(steps + STAGES):
         slot = step % STAGES
+        if ORDERED:
+            ready = step - STAGES  # whose turn is awaited early, because a load takes long
+            if ready >= 0:
+                begin_turn(
+                    may_add.index(slot), turns_ptr + before, tile_to_add, head_to_add, first_key,
+                    n_keys, offset, n_tiles, KEYS, QUERIES, is_causal,
+                )  # fmt: skip
+                tile_to_add, head_to_add = next_query_tile(
+                    tile_to_add, head_to_add, first, last, wrap
+                )
         row = (before + head * n_tiles + tile) * QUERIES  # of all heads' tiles
         first_query = tile * QUERIES
         if step >= STAGES:
@@ -157,16 +167,6 @@ def _producer(
             tma_load(statistics_desc, [row, 0], q_full.index(slot), statistics_smem.index(slot))
         if step + 1 < steps:
             tile, head = next_query_tile(tile, head, first, last, wrap)
-        if ORDERED:
-            added = step - STAGES  # consumers add to the sum one step late
-            if added >= 0:
-                begin_turn(
-                    may_add, turns_ptr + before, tile_to_add, head_to_add, first_key, n_keys,
-                    offset, n_tiles, KEYS, QUERIES, is_causal,
-                )  # fmt: skip
-                tile_to_add, head_to_add = next_query_tile(
-                    tile_to_add, head_to_add, first, last, wrap
-                )
 
 
 # ---- consumer ------------------------------------------------------------------------------------
@@ -327,7 +327,8 @@ def _step(
     AFTER_DQ: gl.constexpr = 1 if DK_FIRST else 2
     dq = warpgroup_mma_wait(RANGES + AFTER_DQ - (1 if HAS_SOFTCAP else 0), deps=(dq,))
     if ORDERED:
-        mbarrier.wait(may_add, (step - 1) & 1, pred=before >= 0)
+        # As step - 1, STAGES = 2 before the next one, has its slot, and the other phase.
+        mbarrier.wait(may_add.index(next_slot), next_phase ^ 1, pred=before >= 0)
     reduce_add(dq_own + gl.cast(before, gl.int64) * (QUERIES * D), dq, before >= 0)
     mbarrier.wait(do_full.index(next_slot), next_phase, pred=step + 1 < steps)
     # ptxas runs every product by itself unless each iteration ends with nothing in flight.
@@ -455,7 +456,7 @@ def _consumer(
     dq = warpgroup_mma_wait(0, deps=(dq,))
     if ORDERED:
         end_turn(turns + added, added >= 0)
-        mbarrier.wait(may_add, (steps - 1) & 1)
+        mbarrier.wait(may_add.index((steps - 1) % STAGES), ((steps - 1) // STAGES) & 1)
     reduce_add(dq_own + gl.cast(before, gl.int64) * (QUERIES * D), dq, before >= 0)
     if ORDERED:
         end_turn(turns + before, before >= 0)
@@ -529,12 +530,12 @@ def hopper_backward_kernel(
     kv_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    may_add = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    may_add = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     mbarrier.init(kv_full, count=1)
-    mbarrier.init(may_add, count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(do_full.index(i), count=1)
+        mbarrier.init(may_add.index(i), count=1)
     loads = (q_desc, k_desc, v_desc, do_desc, statistics_desc)
     full = (kv_full, q_full, do_full, may_add)
     buffers = (k_smem, v_smem, q_smem, do_smem, statistics_smem)

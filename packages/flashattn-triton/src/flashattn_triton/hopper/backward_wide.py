@@ -124,6 +124,16 @@ def _producer(
     head_to_add = head
     for step in range(steps + STAGES):
         slot = step % STAGES
+        if ORDERED:
+            ready = step - STAGES  # whose turn is awaited early, because a load takes long
+            if ready >= 0:
+                begin_turn(
+                    may_add.index(slot), turns_ptr + before, tile_to_add, head_to_add, first_key,
+                    n_keys, offset, n_tiles, KEYS, QUERIES, is_causal,
+                )  # fmt: skip
+                tile_to_add, head_to_add = next_query_tile(
+                    tile_to_add, head_to_add, first, last, wrap
+                )
         row = (before + head * n_tiles + tile) * QUERIES  # of all heads' tiles
         first_query = tile * QUERIES
         if step >= STAGES:
@@ -143,16 +153,6 @@ def _producer(
             tma_load(statistics_desc, [row, 0], arrived, statistics_smem.index(slot))
         if step + 1 < steps:
             tile, head = next_query_tile(tile, head, first, last, wrap)
-        if ORDERED:
-            added = step - STAGES  # consumers add to the sum one step late
-            if added >= 0:
-                begin_turn(
-                    may_add, turns_ptr + before, tile_to_add, head_to_add, first_key, n_keys,
-                    offset, n_tiles, KEYS, QUERIES, is_causal,
-                )  # fmt: skip
-                tile_to_add, head_to_add = next_query_tile(
-                    tile_to_add, head_to_add, first, last, wrap
-                )
 
 
 # ---- consumer ------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ def _half_step(
     # By a branch, because a condition for each addition costs registers.
     if before >= 0:
         if ORDERED and not SECOND:
-            mbarrier.wait(may_add, (step - 1) & 1)
+            mbarrier.wait(may_add.index((step - 1) % STAGES), ((step - 1) // STAGES) & 1)
         add_dq(dq_own, before, dq, THIRD)
     return ds, dk, dv
 
@@ -429,7 +429,7 @@ def _consumer(
     store_tile(dv_desc, k_at, kv_head, own_key, own_v, PACKED)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     if ORDERED:
-        mbarrier.wait(may_add, (steps - 1) & 1)
+        mbarrier.wait(may_add.index((steps - 1) % STAGES), ((steps - 1) // STAGES) & 1)
     add_dq(dq_own, before, dq, False)
     dq_third = start_dq(ds_tile, k_smem, zero, True, CONSUMER)
     dq_third = warpgroup_mma_wait(0, deps=(dq_third,))
@@ -501,12 +501,12 @@ def wide_backward_kernel(
     kv_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    may_add = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    may_add = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     mbarrier.init(kv_full, count=1)
-    mbarrier.init(may_add, count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(do_full.index(i), count=1)
+        mbarrier.init(may_add.index(i), count=1)
     loads = (q_desc, k_desc, v_desc, do_desc, statistics_desc)
     full = (kv_full, q_full, do_full, may_add)
     buffers = (k_smem, v_smem, q_smem, do_smem, statistics_smem)
