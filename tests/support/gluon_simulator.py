@@ -436,10 +436,10 @@ class Machine:
                 pointers.memory[at + i] += values  # no address comes twice
         self.pause()
 
-    def wait_for_turn(self, counter: Pointer, turn: int) -> None:
+    def wait_for_turn(self, counter: Pointer, turn: int, condition: bool) -> None:
         """Programs run one after another: those before this one have ended their turns."""
         self.pause()
-        if counter.memory[counter.offsets] < turn:
+        if condition and counter.memory[counter.offsets] < turn:
             raise SimulationError("a turn that never comes")
 
     def end_turn(self, counter: Pointer, condition: bool) -> None:

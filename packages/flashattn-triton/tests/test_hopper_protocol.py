@@ -195,7 +195,7 @@ def counters(dq_sum: Any, queries: int, options: AttentionOptions) -> Any:
     """Zeros that count who has added to each tile of dQ, if there is an order."""
     if not options.deterministic:
         return None
-    return np.zeros(dq_sum.size // dq_sum.shape[-1] // queries, dtype=np.int64)
+    return np.zeros(dq_sum.size // dq_sum.shape[-1] // queries * 2, dtype=np.int64)
 
 
 def in_order(dq_sum: Any) -> Any:

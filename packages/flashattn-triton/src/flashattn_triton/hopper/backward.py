@@ -315,5 +315,5 @@ def hopper_backward_call(
         shared=rows * (columns // 2 + width),
         query_tiles=query_tiles,
         key_tiles=key_tiles,
-        turns=rows // queries if options.deterministic else 0,
+        turns=rows // queries * 2 if options.deterministic else 0,
     )

@@ -413,7 +413,7 @@ def backward_256_kernel(
     dk_desc,  # (B, G, N_k, D)
     dv_desc,  # (B, G, N_k, E)
     tiles_ptr,  # this and all that follows as of hopper_backward_kernel
-    turns_ptr,
+    turns_ptr,  # one for a tile
     N_QUERIES,
     N_KEYS,
     N_KV_HEADS,

@@ -24,11 +24,10 @@ that would be a fifth (D = 64) or a tenth (128) of the traffic of shared memory,
 With a soft-cap c the tanh T of S · scale / c takes the place of S. L / c is subtracted from T, and
 dS has a factor 1 - T².
 
-The order in which programs add to dQ is not fixed unless ORDERED. Then each tile of dQ has a
-counter, and tiles of keys add to it from the last to the first: under a causal mask each program
-begins at its diagonal, which no program before it has yet to reach. A program only waits for ones
-with smaller indices, which the hardware starts earlier. Its producer waits for it, because a loop
-around a load within the consumers' makes ptxas keep their addresses in vector registers.
+The order in which programs add to dQ is not fixed unless ORDERED. Then each consumer's part of a
+tile of dQ has a counter, and tiles of keys add to it from the last to the first: under a causal
+mask each program begins at its diagonal, which no program before it has yet to reach. A program
+only waits for ones with smaller indices, which the hardware starts earlier.
 
 Legend: B batch, H query heads, G key/value heads, N_q queries, N_k keys, D head_dim.
 """
@@ -62,13 +61,13 @@ from flashattn_triton.hopper.products import (
     zero_columns,
 )
 from flashattn_triton.hopper.schedule import (
-    begin_turn,
     key_tile_of_program,
     load_tile,
     next_query_tile,
     query_tiles,
     store_tile,
     tiles_before,
+    turn_of,
     walk,
 )
 from flashattn_triton.hopper.scores import tanh
@@ -79,6 +78,7 @@ from flashattn_triton.hopper.support import (
     named_barrier_sync_at,
     reduce_add,
     tma_load,
+    wait_for_turn,
 )
 
 KEYS = gl.constexpr(128)  # of one program
@@ -102,7 +102,6 @@ def _producer(
     loads,  # descriptors of Q, K, V, dO and the statistics
     full,  # barriers: copied
     buffers,
-    turns_ptr,
     sizes,
     tiles_ptr,
     band,
@@ -115,13 +114,13 @@ def _producer(
 ):
     """Fetches K and V once, then each step's Q with L and delta, and dO."""
     q_desc, k_desc, v_desc, do_desc, statistics_desc = loads
-    kv_full, q_full, do_full, may_add = full
+    kv_full, q_full, do_full = full
     k_smem, v_smem, q_smem, do_smem, statistics_smem = buffers
     D: gl.constexpr = k_smem.shape[2]
     KEY_BYTES: gl.constexpr = 2 * KEYS * D * 2
     QUERY_BYTES: gl.constexpr = QUERIES * D * 2
     _, _, N_KV_HEADS, HEADS_PER_KV, _ = sizes
-    first_key, kv_head, n_queries, n_keys, offset, q_at, k_at, sequence = key_tile_of_program(
+    first_key, kv_head, n_queries, _, offset, q_at, k_at, sequence = key_tile_of_program(
         sizes, tiles_ptr, KEYS, PACKED, BOTTOM_RIGHT, ORDERED
     )
     n_tiles = query_tiles(n_queries, QUERIES, PACKED)
@@ -136,20 +135,8 @@ def _producer(
     before = tiles_before(q_at, n_queries, sequence, n_heads, n_tiles, QUERIES, PACKED)
     tile = first
     head = kv_head * HEADS_PER_KV
-    tile_to_add = tile
-    head_to_add = head
     for step in range(steps + STAGES):
         slot = step % STAGES
-        if ORDERED:
-            ready = step - STAGES  # whose turn is awaited early, because a load takes long
-            if ready >= 0:
-                begin_turn(
-                    may_add.index(slot), turns_ptr + before, tile_to_add, head_to_add, first_key,
-                    n_keys, offset, n_tiles, KEYS, QUERIES, is_causal,
-                )  # fmt: skip
-                tile_to_add, head_to_add = next_query_tile(
-                    tile_to_add, head_to_add, first, last, wrap
-                )
         row = (before + head * n_tiles + tile) * QUERIES  # of all heads' tiles
         first_query = tile * QUERIES
         if step >= STAGES:
@@ -242,7 +229,8 @@ def _step(
     step,
     steps,  # in all
     before,  # the tile before, of the tiles of the group's heads; -1 if there is none
-    turns,  # counters of the group's tiles, if ORDERED
+    turns_own,  # counters of its part of each tile, if ORDERED
+    turn,  # of this program at the tile before
     added,  # the tile that it added to last; -1 if there is none
     diagonal,
     band,
@@ -265,7 +253,7 @@ def _step(
 
     Returns the next tile's scores, dK and dV.
     """
-    _, q_full, do_full, may_add = full
+    _, q_full, do_full = full
     k_smem, v_smem, q_smem, do_smem, statistics_smem = buffers
     QUERIES: gl.constexpr = q_smem.shape[1]
     D: gl.constexpr = q_smem.shape[2]
@@ -298,7 +286,7 @@ def _step(
     else:
         dp = start_dp(own_v, do_tile, statistics, COLUMNS, SCORES)
     if ORDERED:  # late, when what was added has long arrived
-        end_turn(turns + added, added >= 0)
+        end_turn(turns_own + 2 * added, added >= 0)
     p = exp2(s * scale_log2)
     if MASKED:
         p = apply_mask(p, diagonal, band, n_keys, RAGGED, is_causal, HAS_LEFT)
@@ -327,8 +315,7 @@ def _step(
     AFTER_DQ: gl.constexpr = 1 if DK_FIRST else 2
     dq = warpgroup_mma_wait(RANGES + AFTER_DQ - (1 if HAS_SOFTCAP else 0), deps=(dq,))
     if ORDERED:
-        # As step - 1, STAGES = 2 before the next one, has its slot, and the other phase.
-        mbarrier.wait(may_add.index(next_slot), next_phase ^ 1, pred=before >= 0)
+        wait_for_turn(turns_own + 2 * before, turn, before >= 0)
     reduce_add(dq_own + gl.cast(before, gl.int64) * (QUERIES * D), dq, before >= 0)
     mbarrier.wait(do_full.index(next_slot), next_phase, pred=step + 1 < steps)
     # ptxas runs every product by itself unless each iteration ends with nothing in flight.
@@ -362,7 +349,7 @@ def _consumer(
     ORDERED: gl.constexpr,
 ):
     """dK and dV of 64 keys, and half of each tile of dQ."""
-    kv_full, q_full, do_full, may_add = full
+    kv_full, q_full, do_full = full
     k_smem, v_smem, q_smem, _, statistics_smem = buffers
     QUERIES: gl.constexpr = q_smem.shape[1]
     D: gl.constexpr = q_smem.shape[2]
@@ -376,6 +363,7 @@ def _consumer(
         sizes, tiles_ptr, KEYS, PACKED, BOTTOM_RIGHT, ORDERED
     )
     own_key = first_key + CONSUMER * OWN
+    all_keys = n_keys
     n_keys -= own_key
     n_tiles = query_tiles(n_queries, QUERIES, PACKED)
     first, _, _, per_head = walk(
@@ -398,9 +386,9 @@ def _consumer(
     group += kv_head * HEADS_PER_KV * n_tiles
     dq_own = dq_ptr + gl.cast(group, gl.int64) * (QUERIES * D) + CONSUMER * 4096
     dq_own += fragment_offsets(DQ_WIDTH, DQ)
-    turns = turns_ptr
+    turns_own = turns_ptr
     if ORDERED:
-        turns += group
+        turns_own += group * 2 + CONSUMER
 
     mbarrier.wait(kv_full, 0)
     mbarrier.wait(q_full.index(0), 0)
@@ -415,36 +403,49 @@ def _consumer(
     step = 0
     head = 0  # the first tile of a head, of the tiles of the group's heads
     before = -1
+    turn = 0
     added = -1
     for _ in range(HEADS_PER_KV):
         if is_causal or RAGGED:
             for j in range(n_masked):
                 s, dk, dv = _step(
-                    full, buffers, ds_smem, dq_own, step, steps, before, turns, added,
+                    full, buffers, ds_smem, dq_own, step, steps, before, turns_own, turn, added,
                     diagonal + j * QUERIES, band, n_keys, scale_log2, tanh_scale, s, dk, dv,
                     CONSUMER, COLUMNS, DQ_WIDTH, RAGGED, is_causal, HAS_LEFT, ORDERED, True,
                 )  # fmt: skip
                 step += 1
-                added = before
+                if ORDERED:
+                    added = before
+                    turn = turn_of(
+                        first + j, first_key, all_keys, offset, n_tiles, KEYS, QUERIES, is_causal
+                    )
                 before = head + wrapped(first + j, n_tiles)
         for j in range(n_masked, n_seen):
             s, dk, dv = _step(
-                full, buffers, ds_smem, dq_own, step, steps, before, turns, added,
+                full, buffers, ds_smem, dq_own, step, steps, before, turns_own, turn, added,
                 diagonal, band, n_keys, scale_log2, tanh_scale, s, dk, dv, CONSUMER, COLUMNS,
                 DQ_WIDTH, RAGGED, is_causal, HAS_LEFT, ORDERED, False,
             )  # fmt: skip
             step += 1
-            added = before
+            if ORDERED:
+                added = before
+                turn = turn_of(
+                    first + j, first_key, all_keys, offset, n_tiles, KEYS, QUERIES, is_causal
+                )
             before = head + wrapped(first + j, n_tiles)
         if HAS_LEFT:
             for j in range(n_seen, per_head):
                 s, dk, dv = _step(
-                    full, buffers, ds_smem, dq_own, step, steps, before, turns, added,
+                    full, buffers, ds_smem, dq_own, step, steps, before, turns_own, turn, added,
                     diagonal + j * QUERIES, band, n_keys, scale_log2, tanh_scale, s, dk, dv,
                     CONSUMER, COLUMNS, DQ_WIDTH, RAGGED, is_causal, HAS_LEFT, ORDERED, True,
                 )  # fmt: skip
                 step += 1
-                added = before
+                if ORDERED:
+                    added = before
+                    turn = turn_of(
+                        first + j, first_key, all_keys, offset, n_tiles, KEYS, QUERIES, is_causal
+                    )
                 before = head + first + j
         head += n_tiles
 
@@ -455,11 +456,11 @@ def _consumer(
     store_tile(dv_desc, k_at, kv_head, own_key, own_v, PACKED)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     if ORDERED:
-        end_turn(turns + added, added >= 0)
-        mbarrier.wait(may_add.index((steps - 1) % STAGES), ((steps - 1) // STAGES) & 1)
+        end_turn(turns_own + 2 * added, added >= 0)
+        wait_for_turn(turns_own + 2 * before, turn, before >= 0)
     reduce_add(dq_own + gl.cast(before, gl.int64) * (QUERIES * D), dq, before >= 0)
     if ORDERED:
-        end_turn(turns + before, before >= 0)
+        end_turn(turns_own + 2 * before, before >= 0)
     named_barrier_arrive_at(ds_written(CONSUMER, steps + 1), CONSUMERS)
     named_barrier_sync_at(ds_written(1 - CONSUMER, steps + 1), CONSUMERS)
     store_columns(own_k, scaled(dk, scale))  # of which the other was reading until then
@@ -487,7 +488,7 @@ def hopper_backward_kernel(
     dk_desc,  # (B, G, N_k, D), tiles of (OWN, D)
     dv_desc,
     tiles_ptr,  # the table of schedule.packed_tiles_kernel, of keys, if PACKED, else None
-    turns_ptr,  # (B · H · tiles,) int32, zeros, if ORDERED, else None
+    turns_ptr,  # (B · H · tiles, 2) int32, zeros, if ORDERED, else None
     N_QUERIES,
     N_KEYS,
     N_KV_HEADS,
@@ -530,14 +531,12 @@ def hopper_backward_kernel(
     kv_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    may_add = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     mbarrier.init(kv_full, count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(do_full.index(i), count=1)
-        mbarrier.init(may_add.index(i), count=1)
     loads = (q_desc, k_desc, v_desc, do_desc, statistics_desc)
-    full = (kv_full, q_full, do_full, may_add)
+    full = (kv_full, q_full, do_full)
     buffers = (k_smem, v_smem, q_smem, do_smem, statistics_smem)
 
     sizes = (N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_PER_KV, offset)
@@ -549,8 +548,8 @@ def hopper_backward_kernel(
     if present:
         gl.warp_specialize([
             (_producer, (
-                loads, full, buffers, turns_ptr, sizes, tiles_ptr, band, QUERIES, is_causal,
-                HAS_LEFT, PACKED, BOTTOM_RIGHT, ORDERED,
+                loads, full, buffers, sizes, tiles_ptr, band, QUERIES, is_causal, HAS_LEFT, PACKED,
+                BOTTOM_RIGHT, ORDERED,
             )),
             (_consumer, (
                 dk_desc, dv_desc, full, buffers, ds_smem, dq_ptr, turns_ptr, scale, scale_log2,

@@ -465,7 +465,7 @@ def wide_backward_kernel(
     dk_desc,  # (B, G, N_k, D), tiles of (OWN, PART)
     dv_desc,  # (B, G, N_k, E), tiles of (OWN, VALUES)
     tiles_ptr,  # this and all that follows as of hopper_backward_kernel
-    turns_ptr,
+    turns_ptr,  # one for a tile
     N_QUERIES,
     N_KEYS,
     N_KV_HEADS,

@@ -29,7 +29,7 @@ from flashattn_triton.hopper.support import tma_load, tma_store, wait_for_turn
 PACKED_END = 2**30  # where the descriptor of a packed tensor ends
 END = gl.constexpr(PACKED_END)
 FIELDS = gl.constexpr(8)  # of an entry
-WARPS = gl.constexpr(8)  # of the consumers of one program of a backward kernel
+WARPS = gl.constexpr(4)  # of one of the backward kernels' consumers
 SEQUENCES = 128  # whose tiles one program of packed_tiles_kernel writes
 
 
@@ -373,6 +373,25 @@ def next_query_tile(tile, head, first, last, wrap):
 
 
 @gluon.jit
+def turn_of(
+    tile,
+    first_key,
+    n_keys,
+    offset,
+    n_tiles,
+    KEYS: gl.constexpr,
+    QUERIES: gl.constexpr,
+    is_causal: gl.constexpr,
+):
+    """How many warps of each consumer add to a tile of dQ before this program's do."""
+    last_key = n_keys - 1
+    if is_causal:  # the last tile of queries is walked over by all programs
+        seen = min(last_key, (tile + 1) * QUERIES - 1 + offset)
+        last_key = gl.where(tile == n_tiles - 1, last_key, seen)
+    return (max(last_key, 0) // KEYS - first_key // KEYS) * WARPS
+
+
+@gluon.jit
 def begin_turn(
     may_add,
     turns,
@@ -388,14 +407,12 @@ def begin_turn(
 ):
     """Waits until all that add to a tile of dQ before this program have done so; opens ``may_add``.
 
-    ``turns``: counters of all heads' tiles, to which each warp adds one when it has added.
+    The producer does it: a loop around a load within a consumer's loop makes ptxas keep all
+    addresses in vector registers, and spill. ``turns``: counters of all heads' tiles, to which each
+    warp of both consumers adds one.
     """
-    last_key = n_keys - 1
-    if is_causal:  # the last tile of queries is walked over by all programs
-        seen = min(last_key, (tile + 1) * QUERIES - 1 + offset)
-        last_key = gl.where(tile == n_tiles - 1, last_key, seen)
-    programs = max(last_key, 0) // KEYS - first_key // KEYS
-    wait_for_turn(turns + head * n_tiles + tile, programs * WARPS)
+    turn = turn_of(tile, first_key, n_keys, offset, n_tiles, KEYS, QUERIES, is_causal)
+    wait_for_turn(turns + head * n_tiles + tile, 2 * turn, gl.to_tensor(True))
     mbarrier.arrive(may_add, count=1)
 
 

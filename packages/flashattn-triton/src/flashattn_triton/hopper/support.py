@@ -39,8 +39,8 @@ def reduce_add(pointers, x, condition):
 
 
 @gluon.jit
-def wait_for_turn(counter, turn):
-    """Waits until the number at ``counter`` in memory is at least ``turn``.
+def wait_for_turn(counter, turn, condition):
+    """Waits until the number at ``counter`` in memory is at least ``turn``, if ``condition`` holds.
 
     What was added before others ended their turns is then seen. A warp may find a larger number:
     other warps of its own group, which waited for the same turn, may have ended theirs by then.
@@ -48,15 +48,19 @@ def wait_for_turn(counter, turn):
     gl.inline_asm_elementwise(
         """{
         .reg .pred waits;
+        .reg .pred holds;
         .reg .b32 now;
+        setp.ne.s32 holds, $3, 0;
+        @!holds bra done;
         again:
         ld.acquire.gpu.global.b32 now, [$1];
         setp.lt.s32 waits, now, $2;
         @waits bra again;
+        done:
         mov.b32 $0, 0;
         }""",
-        "=r,l,r",
-        [counter.to(gl.int64), gl.to_tensor(turn)],
+        "=r,l,r,r",
+        [counter.to(gl.int64), gl.to_tensor(turn), condition.to(gl.int32)],
         dtype=gl.int32,
         is_pure=False,
         pack=1,

@@ -1,6 +1,6 @@
 # Kernels are typed by Triton's compiler, not by annotations.
 # mypy: disable-error-code="no-untyped-def,attr-defined"
-"""The tiles of the backward kernel of heads up to 192 wide, and what starts its products.
+"""What starts the products of the backward kernel of heads up to 192 wide, and its tiles.
 
 Legend as in ``backward_wide``.
 """
