@@ -134,7 +134,7 @@ def test_gradients_of_wide_heads(head_dims: tuple[int, int], implementation: str
         assert plan(implementation, head_dims, options).runs_hopper_backward(options)
     for other in (
         AttentionOptions(scale=0.1, window=(100, None)),
-        AttentionOptions(scale=0.1, causal="top-left", deterministic=True),
+        AttentionOptions(scale=0.1, deterministic=True),
         AttentionOptions(scale=0.1, softcap=20.0),
     ):
         assert plan(implementation, head_dims, other).runs_hopper_backward(other)

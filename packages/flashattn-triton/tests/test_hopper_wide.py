@@ -214,11 +214,16 @@ def test_deterministic_gradients(
 
 @pytest.mark.parametrize(
     "options",
-    [{"window": (20, None)}, {"deterministic": True}, {"softcap": 10.0}],
+    [
+        {"window": (20, None)},
+        {"deterministic": True},
+        {"window": (20, None), "deterministic": True},
+        {"softcap": 10.0},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("head_dim", [192, 256])
 def test_auto_takes_its_gradients(head_dim: int, options: dict[str, Any]) -> None:
     q = torch.empty(1, 2, 64, head_dim, device="cuda", dtype=torch.bfloat16)
     v = q[..., :128].contiguous() if head_dim == 192 else q
-    assert "backward, fused" in explain(q, q, v, causal=True, **options)
+    assert "backward, fused" in explain(q, q, v, **options)

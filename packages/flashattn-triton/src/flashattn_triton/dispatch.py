@@ -192,7 +192,7 @@ def _choose(
             tier="hopper",
             tiling=chosen,
             reason=gpu.name,
-            ordered=by_name or eligibility.orders_gradients(options),
+            ordered=by_name or eligibility.orders_gradients(head_dims, options),
             forward_only=eligibility.forward_only(head_dims, options),
         )
     if implementation == "hopper":
