@@ -399,7 +399,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpre
 
 
 @interpreted
-@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128)], ids=str)
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), *WIDE], ids=str)
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_forward_on_random_schedules(name: str, head_dims: tuple[int, int]) -> None:
     seed = list(PACKED).index(name)
