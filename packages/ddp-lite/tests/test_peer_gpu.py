@@ -367,15 +367,21 @@ def freed(rank: int, world_size: int) -> None:
         return wrapped
 
     trained()  # contexts and communicators stay
-    before = held()
-    wrapped = trained()
-    assert held() - before > 500 * 2**20
-    del wrapped
-    assert held() - before < 50 * 2**20, "a dropped wrapper keeps memory"
-    wrapped = trained()
-    wrapped.detach()
-    assert held() - before < 50 * 2**20, "a detached wrapper keeps memory"
-    assert watches() == 0
+    grown, dropped, detached = [], [], []
+    for _ in range(4):  # other processes on this GPU come and go: the least counts
+        before = held()
+        wrapped = trained()
+        grown.append(held() - before)
+        del wrapped
+        dropped.append(held() - before)
+        wrapped = trained()
+        wrapped.detach()
+        detached.append(held() - before)
+        assert watches() == 0
+        del wrapped
+    assert max(grown) > 500 * 2**20
+    assert min(dropped) < 50 * 2**20, f"a dropped wrapper keeps memory: {dropped}"
+    assert min(detached) < 50 * 2**20, f"a detached wrapper keeps memory: {detached}"
 
 
 def test_shared_memory_is_freed_with_the_wrapper() -> None:
@@ -386,8 +392,9 @@ def outlived(rank: int, world_size: int) -> None:
     """Rank 0 drops messages under way, or cannot start them but has queued their copies.
 
     Nobody gets the tensor's memory meanwhile: rank 1 would receive what is written there next, as
-    the copies are late.
+    the copies are late. Rank 1 joins only when rank 0 has looked, so nothing has ended by then.
     """
+    store = dist.distributed_c10d._get_default_store()
     group = dist.group.WORLD
     assert group is not None
     memory = PeerMemory(group, buffer_mb=64, timeout=timedelta(seconds=60))
@@ -413,7 +420,9 @@ def outlived(rank: int, world_size: int) -> None:
             del tensor
             others = [torch.full((numel,), torch.nan, device="cuda") for _ in range(4)]
             assert place not in [other.data_ptr() for other in others]
+            store.set(f"looked {step}", "")
         else:
+            store.wait([f"looked {step}"])
             copies.average([tensor]).wait()
             assert (tensor == step + 0.5).all()
         torch.cuda.synchronize()

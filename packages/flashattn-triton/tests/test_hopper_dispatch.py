@@ -199,6 +199,9 @@ def test_tensors_that_the_tma_cannot_read_take_the_portable_tier() -> None:
     assert "backward, fused (dQ by fp32 addition): 128 queries x 128 keys" in text
     text = explain(q, q, q, causal=True, deterministic=True)
     assert text.startswith("tier: hopper")
+    assert "backward, fused (dQ by fp32 addition in a fixed order): 128 queries" in text
+    text = explain(q, q, q, deterministic=True)
+    assert text.startswith("tier: hopper")
     assert "fused" not in text
     assert "backward, keys (dK, dV)" in text
     shared = q[:, :1].expand(-1, 2, -1, -1)
