@@ -198,6 +198,8 @@ def by_copies(rank: int, world_size: int, folder: str) -> None:
         trains(growing, rank)
         assert asked.call_count == 3, "when messages have become large enough"
     assert "copied between GPUs (peer-copy: 2 GPUs of one host reach each" in default.explain()
+    megabytes = 2 * ROW_BYTES / 2**20  # two slots of one row
+    assert f"each GPU has {megabytes:.4g} MB of memory that they share" in default.explain()
     assert "copied between GPUs as bfloat16 (peer-copy: " in rounded.explain()
     assert "copied between GPUs (peer-copy: " in growing.explain()
     assert "(collectives: messages of 2.289e-05 MB are below " in small.explain()
@@ -301,7 +303,10 @@ def test_copies_serve_every_feature(tmp_path: Path, policy: Policy) -> None:
 
 
 OBSTACLES: dict[str, tuple[Any, str]] = {
-    "two hosts": (lambda r: {"host": f"host-{r}"}, r"ranks on 2 hosts \(host-0, host-1\)"),
+    "two hosts": (
+        lambda r: {"host": f"host-{r}"},
+        r"ranks on 2 hosts \(host-0, host-1\), inside each of which HierarchicalAverage can copy",
+    ),
     "one GPU": (lambda r: {"gpu": 0}, "2 ranks on 1 GPUs"),
     "no access": (lambda r: {"reaches": r == 0}, "rank 1 without access to the GPU of rank 0"),
 }

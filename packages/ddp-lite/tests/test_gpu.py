@@ -1,5 +1,8 @@
 """The same guarantees under NCCL on two GPUs, and the hook that only GPUs can run."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -134,6 +137,30 @@ def memory(rank: int, world_size: int) -> None:
 
 def test_peak_memory() -> None:
     run_ranks(memory, 2, backend="nccl", timeout=120)
+
+
+def dropped(rank: int, world_size: int) -> None:
+    """What ``test_lifetime.py`` shows on CPUs, with NCCL and in the allocator's own count."""
+    device = torch.device("cuda", rank)
+    gc.disable()  # it must not be needed
+    for build in (NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP):
+        before = torch.cuda.memory_allocated()
+        wrapped = build(wide(device))
+        batches = [batch(rank, step, device) for step in range(2)]
+        for inputs in batches:
+            wrapped(inputs).square().mean().backward()
+            wrapped.finish_gradient_synchronization()
+        module = weakref.ref(wrapped.module)
+        del wrapped, batches, inputs
+        assert module() is None, build.__name__
+        torch.cuda.synchronize()
+        dist.barrier()
+        held = torch.cuda.memory_allocated() - before
+        assert held < 2**20, f"a dropped {build.__name__} keeps {held} bytes"
+
+
+def test_a_dropped_wrapper_frees_its_memory() -> None:
+    run_ranks(dropped, 2, backend="nccl", timeout=120)
 
 
 def averaged_alone(model: nn.Module, rank: int, step: int, device: torch.device) -> list:

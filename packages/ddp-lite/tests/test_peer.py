@@ -414,6 +414,33 @@ def hooked(rank: int, world_size: int, folder: str) -> None:
     assert re.search("access, but got (rank 0 without a GPU|2 ranks on 1 GPUs)", str(choice))
 
 
+def on_two_nodes(rank: int, world_size: int, folder: str) -> None:
+    """Two nodes of two ranks: copies inside a node, all-reduces of shards across."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
+    node = Path(folder) / f"node {rank // 2}"
+    node.mkdir(exist_ok=True)
+    inside = PeerCopies(ProcessMemory(node, 512, mesh.get_group(1)))
+    torch.manual_seed(0)
+    model, alone = Uneven(), Uneven()
+    alone.load_state_dict(model.state_dict())
+    wrapped = BucketedDDP(model, 0.0001, comm_hook=HierarchicalAverage(mesh, inside=inside))
+    wrapped(batch(rank, 0)).backward()
+    wrapped.finish_gradient_synchronization()
+    for r in range(world_size):
+        (alone(batch(r, 0)) / world_size).backward()
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+    mine = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    everyone = [torch.empty_like(mine) for _ in range(world_size)]
+    dist.all_gather(everyone, mine)
+    assert all(torch.equal(mine, other) for other in everyone)
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout:UserWarning")
+def test_copies_inside_two_nodes(tmp_path: Path) -> None:
+    run_ranks(on_two_nodes, 4, str(tmp_path))
+
+
 # BucketedDDP makes a contiguous gradient of a transposed parameter; the next accumulates onto it.
 @pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout:UserWarning")
 def test_the_hook_between_processes(tmp_path: Path) -> None:

@@ -61,7 +61,10 @@ def test_large_messages_between_gpus_of_one_host_are_copied(ranks: list[Any]) ->
 @pytest.mark.parametrize(
     ("second", "reason"),
     [
-        ((THERE, "1"), r"ranks on 2 hosts \(host-a, host-b\)"),
+        (
+            (THERE, "1"),
+            r"ranks on 2 hosts \(host-a, host-b\), inside each of which HierarchicalAverage can copy",
+        ),
         ((HERE, "0"), "2 ranks on 1 GPUs"),
         ((HERE, None), "rank 1 without a GPU"),
         ((HERE, "7"), "rank 0 without access to the GPU of rank 1"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from ddp_lite.buckets import MEBIBYTE, Bucket
 from ddp_lite.collectives import Waitable, require_floating
 from ddp_lite.peer.copies import PeerCopies
 from ddp_lite.peer.memory import NEEDS, PeerMemory, SharedMemory, obstacle
+from ddp_lite.peer.schedule import SLOTS, rows_in_slot
 
 #: Smaller messages are faster over NCCL: bus bandwidth on 4 H200s crosses at about this size.
 SMALLEST_MESSAGE_BYTES = 100 * MEBIBYTE
@@ -157,4 +158,9 @@ def chosen_hook(
         memory = PeerMemory.without_asking(group)
     except RuntimeError as error:  # torch.OutOfMemoryError among them
         return None, Communication(name="collectives", reason=str(error))
-    return PeerCopyAverage(memory, wire_dtype=wire_dtype), choice
+    shared = SLOTS * rows_in_slot(group.size()) * memory.row_bytes / MEBIBYTE
+    reason = (
+        f"{choice.reason}; each GPU has {shared:.4g} MB of memory that they share, which "
+        "torch.cuda.memory_allocated does not count"
+    )
+    return PeerCopyAverage(memory, wire_dtype=wire_dtype), replace(choice, reason=reason)

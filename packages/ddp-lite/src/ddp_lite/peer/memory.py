@@ -340,7 +340,10 @@ def obstacle(group: dist.ProcessGroup, device: torch.device | None = None) -> st
     everyone = all_gather_json([Peer.here().host, *_gpus(device)], group)
     hosts = sorted({host for host, *_ in everyone})
     if len(hosts) > 1:
-        return f"ranks on {len(hosts)} hosts ({', '.join(hosts)})"
+        return (
+            f"ranks on {len(hosts)} hosts ({', '.join(hosts)}), inside each of which "
+            "HierarchicalAverage can copy"
+        )
     for rank, (_, problem, *_) in enumerate(everyone):
         if problem:
             return f"rank {rank} {problem}"
