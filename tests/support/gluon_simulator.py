@@ -436,13 +436,13 @@ class Machine:
                 pointers.memory[at + i] += values  # no address comes twice
         self.pause()
 
-    def wait_for_turn(self, counter: Pointer, turn: int, condition: bool) -> None:
-        """Programs run one after another: those before this one have ended their turns."""
+    def wait_for_predecessors(self, counter: Pointer, n_predecessors: int, condition: bool) -> None:
+        """Programs run one after another: those before this one have signalled by now."""
         self.pause()
-        if condition and counter.memory[counter.offsets] < turn:
-            raise SimulationError("a turn that never comes")
+        if condition and counter.memory[counter.offsets] < n_predecessors:
+            raise SimulationError("a predecessor that never signals")
 
-    def end_turn(self, counter: Pointer, condition: bool) -> None:
+    def signal_successors(self, counter: Pointer, condition: bool) -> None:
         """Of all warps of a partition."""
         self.pause()
         if condition:
@@ -540,8 +540,8 @@ def load(module: types.ModuleType, machine: Machine, **changes: Any) -> dict[str
         "reciprocal": _operation(np.reciprocal),
         "to_operand": lambda x, dtype, layout: x,
         "reduce_add": machine.reduce_add,
-        "wait_for_turn": machine.wait_for_turn,
-        "end_turn": machine.end_turn,
+        "wait_for_predecessors": machine.wait_for_predecessors,
+        "signal_successors": machine.signal_successors,
         "named_barrier_sync": machine.named_sync,
         "named_barrier_arrive": machine.named_arrive,
         "named_barrier_sync_at": machine.named_sync,

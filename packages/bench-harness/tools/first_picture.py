@@ -1,9 +1,10 @@
 """How long a new user waits: from an empty environment to the first picture.
 
-    python scripts/first_picture.py                 # with the installer's usual cache
-    python scripts/first_picture.py --cold          # with an empty cache: everything is downloaded
-    python scripts/first_picture.py --installer pip
-    python scripts/first_picture.py docs/results/first-picture.jsonl    # both, as published rows
+    cd packages/bench-harness/tools
+    python first_picture.py                 # with the installer's usual cache
+    python first_picture.py --cold          # with an empty cache: everything is downloaded
+    python first_picture.py --installer pip
+    python first_picture.py ../../../docs/results/first-picture.jsonl    # both, as published rows
 
 Builds the wheels of this checkout, installs bench-harness from them into a new environment, gives
 the first command of its README, and prints the seconds until each is done. The environment, the
@@ -19,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 COMMAND = ("bench-harness", "run", "quick")
 ABOUT_TORCH = (
     "import os, torch; print(f'{len(os.sched_getaffinity(0))} CPU cores, "

@@ -2,8 +2,18 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
-from fully_sharded_models import MODELS, OPTIMIZERS, loss_of, net, poison, replicas
+from fully_sharded_models import (
+    MODELS,
+    OPTIMIZERS,
+    average_gradients,
+    loss_of,
+    net,
+    poison,
+    replicas,
+)
 from ranks import run_ranks
 from shard_optim import FullyShardedDataParallel
 
@@ -47,9 +57,70 @@ def check_training(rank, world_size, name, optimizer, settings):
     assert_equal(model, expected, exact=world_size <= 2)
 
 
+# Every class of torch.optim that treats all elements alike.
+ELEMENT_WISE = [
+    ("SGD", {"lr": 0.1}),
+    ("SGD", {"lr": 0.1, "momentum": 0.9}),
+    ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    *((name, {}) for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD")),
+    *((name, {}) for name in ("NAdam", "RAdam", "RMSprop", "Rprop")),
+]
+
+
+def check_optimizers(rank, world_size):
+    for name, settings in ELEMENT_WISE:
+        expected, model = net(), FullyShardedDataParallel(net())
+        optimizers = [
+            getattr(torch.optim, name)(each.parameters(), **settings) for each in (expected, model)
+        ]
+        for step in range(3):
+            for each, optimizer in zip((expected, model), optimizers, strict=True):
+                optimizer.zero_grad()
+                loss_of(each, step, rank).backward()
+                if each is expected:
+                    average_gradients(each)
+                optimizer.step()
+        assert_equal(model, expected)
+
+
+def check_mesh(rank, world_size):
+    """A device mesh of one dimension."""
+    expected = replicas(2, rank)
+    mesh = init_device_mesh("cpu", (world_size,))
+    model = FullyShardedDataParallel(net(seed=rank), process_group=mesh)
+    assert model.process_group is mesh.get_group()
+    train(model, 2, rank)
+    assert_equal(model, expected)
+
+
+def check_subgroup(rank, world_size):
+    """The last two of three ranks train, numbered 0 and 1 in their group."""
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return
+    expected = net()
+    optimizer = OPTIMIZERS["adamw"](expected.parameters())
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(expected, step, rank).backward()
+        for param in expected.parameters():
+            dist.all_reduce(param.grad, op=dist.ReduceOp.AVG, group=group)
+        optimizer.step()
+    model = FullyShardedDataParallel(net(seed=rank - 1), process_group=group)
+    assert model.module.head.weight.numel() == 11 * 8 // 2
+    train(model, 2, rank)
+    assert_equal(model, expected)
+
+
+def test_a_subgroup():
+    run_ranks(check_subgroup, 3)
+
+
 CHECKS = [
     *((name, check_training, (name, "adamw", {})) for name in MODELS),
     ("sgd", check_training, ("plain", "sgd", {})),
+    ("element-wise optimizers", check_optimizers, ()),
+    ("one-dimensional mesh", check_mesh, ()),
     ("prefetch 2", check_training, ("plain", "adamw", {"prefetch": 2})),
     *(
         (f"{name}, kept", check_training, (name, "adamw", {"reshard_after_forward": False}))

@@ -206,6 +206,54 @@ def load_the_first(rank, world_size, folder):
         load_fully_sharded(model, optimizer, f"{folder}/1")
 
 
+def freeze_differently(rank, _world_size, small):
+    """Each rank another parameter of one size: without a comparison, they would be averaged."""
+    model = FullyShardedDataParallel(net())
+    loss_of(model, 0, rank).backward()
+    before = [param.grad.clone() for param in model.parameters()]
+    block = model.module.blocks[1]
+    first, second = (block.norm.weight, block.norm.bias) if small else (block.up, block.down)
+    (second if rank else first).requires_grad_(False)
+    names = (
+        ("norm.weight", "norm.bias") if small else ("up.weight, blocks.1.up.bias", "down.weight")
+    )
+    expected = rf"rank 0 froze blocks\.1\.{names[0]}, and rank 1 froze blocks\.1\.{names[1]}\."
+    with pytest.raises(RuntimeError, match=expected):
+        loss_of(model, 1, rank).backward()
+    for frozen in (True, False):  # alike on both ranks, it works
+        block.requires_grad_(not frozen)
+        loss_of(model, 1, rank).backward()
+    for param in model.parameters():
+        param.grad = None
+    loss_of(model, 0, rank).backward()
+    for param, grad in zip(model.parameters(), before, strict=True):
+        assert torch.equal(param.grad, grad)
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_ranks_that_freeze_different_parameters(small):
+    run_ranks(freeze_differently, 2, small)
+
+
+def freeze_on_one_rank(rank, _world_size, frozen):
+    model = FullyShardedDataParallel(net(frozen=frozen))
+    loss_of(model, 0, rank).backward()
+    set_collective_timeout(3)
+    if rank == 1:
+        model.module.blocks[1].up.weight.requires_grad_(frozen)
+    loss_of(model, 1, rank).backward()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_parameter_that_one_rank_freezes_is_named_on_all(frozen):
+    """The rank that froze it waits for the other, which waits in a gather; both time out."""
+    outcomes = run_ranks(freeze_on_one_rank, 2, frozen, check=False, timeout=BOUND)
+    what = f"{'unfroze' if frozen else 'froze'} blocks.1.up.weight"
+    for outcome, kind in zip(outcomes, ("CollectiveError", "RuntimeError"), strict=True):
+        assert f"{kind}: " in outcome.error
+        assert f"rank 0 changed nothing, and rank 1 {what}. Change requires_grad" in outcome.error
+
+
 def leave_out_a_block(rank, _world_size):
     model = FullyShardedDataParallel(net())
     loss_of(model, 0, rank).backward()

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fully_sharded_models import poison
@@ -91,6 +92,30 @@ def check_values(rank, world_size, settings, compiled, checkpointed):
     for name, param in plain.named_parameters():
         # The embedding's gradient is summed with atomic additions, in any order.
         torch.testing.assert_close(found[name], param.detach(), rtol=1e-4, atol=1e-5)
+
+
+def check_mesh(rank, world_size, shape):
+    """Two levels, one of which has a single rank."""
+    check_values(rank, world_size, {"process_group": init_device_mesh("cuda", shape)}, False, False)
+
+
+def check_no_synchronization(rank, world_size, reshard):
+    """After warm-up, nothing in a step makes the host wait for the device."""
+    device = torch.device("cuda", rank)
+    model = FullyShardedDataParallel(
+        build(device), compute_dtype=torch.bfloat16, reshard_after_forward=reshard
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    batches = [batch(rank, step, device) for step in range(5)]
+    try:
+        for step, tokens in enumerate(batches):
+            if step == 2:
+                torch.cuda.set_sync_debug_mode("error")
+            optimizer.zero_grad()
+            loss_of(model, tokens).backward()
+            optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def check_recorded(rank, world_size, reshard):
@@ -298,6 +323,10 @@ CHECKS = {
     "checkpointed": (check_values, ({}, False, True)),
     "compiled": (check_values, ({}, True, False)),
     "compiled, kept": (check_values, ({"reshard_after_forward": False}, True, False)),
+    "mesh of 1 x 2": (check_mesh, ((1, 2),)),
+    "mesh of 2 x 1": (check_mesh, ((2, 1),)),
+    "no host synchronization, resharded": (check_no_synchronization, (True,)),
+    "no host synchronization, kept": (check_no_synchronization, (False,)),
     "recorded, kept": (check_recorded, (False,)),
     "recorded, resharded": (check_recorded, (True,)),
     "recorded copies, kept": (check_recorded_copies, (False,)),
@@ -337,7 +366,7 @@ def test_over_nccl(errors, name):
     assert not errors[name], errors[name]
 
 
-ALONE = [name for name in CHECKS if "copies" not in name]
+ALONE = [name for name in CHECKS if "copies" not in name and "mesh" not in name]
 
 
 @pytest.fixture(scope="module")

@@ -80,6 +80,23 @@ def check_two_levels(rank, world_size, folder):
         torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
     )
 
+    # The same in the background, over a group of all ranks.
+    background = dist.new_group(backend="gloo")
+    save_fully_sharded(
+        again, again_optimizer, f"{folder}/background", background_group=background
+    ).result()
+    loaded = FullyShardedDataParallel(net(seed=rank))
+    loaded_optimizer = torch.optim.AdamW(loaded.parameters())
+    load_fully_sharded(loaded, loaded_optimizer, f"{folder}/background")
+    found = loaded.full_parameters()
+    for name, value in again.full_parameters().items():
+        assert torch.equal(found[name], value), name
+    step_of = [next(iter(o.state.values()))["step"] for o in (again_optimizer, loaded_optimizer)]
+    assert step_of == [STEPS + 1] * 2
+    pairs = [dist.new_group(pair, backend="gloo") for pair in ([0, 1], [2, 3])]
+    with pytest.raises(ValueError, match="ranks of the model's group or mesh, in their order"):
+        save_fully_sharded(again, None, f"{folder}/pair", background_group=pairs[rank // 2])
+
     # A whole state dict, from the first rank to all.
     whole = again.full_state_dict()
     assert (whole is None) == (rank != 0)
@@ -88,6 +105,13 @@ def check_two_levels(rank, world_size, folder):
     assert all(
         torch.equal(a, b) for a, b in zip(other.parameters(), again.parameters(), strict=True)
     )
+
+    # Parameters frozen on one pair only.
+    other.module.blocks[0 if rank < 2 else 1].up.weight.requires_grad_(False)
+    with pytest.raises(
+        RuntimeError, match=r"rank \d froze blocks\.0\.up\.weight, and rank \d froze blocks\.1\.up"
+    ):
+        loss_of(other, 0, rank).backward()
 
     # Models that differ between pairs only, and too many dimensions.
     different = nn.Linear(4, 4 if rank < 2 else 5)

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 from fully_sharded_models import OPTIMIZERS, batch, loss_of, net
@@ -39,10 +40,22 @@ def whole_gradient(shape, step, index):
     return torch.randn(shape, generator=generator)
 
 
-def update(model, optimizer, steps):
-    """The same whole gradients on every rank, so that the number of ranks changes no bit."""
+def update(model, optimizer, steps, *, reduced=False):
+    """The same whole gradients on every rank, so that the number of ranks changes no bit.
+
+    Args:
+        reduced: whether the optimizer reduces the gradients of a backward pass.
+    """
     units = parameter_locations(model.units) if isinstance(model, FullyShardedDataParallel) else {}
     for step in steps:
+        if reduced:
+            pairs = [
+                (param, whole_gradient(param.shape, step, index))
+                for index, param in enumerate(model.parameters())
+            ]
+            sum((param * grad).sum() for param, grad in pairs).backward()
+            optimizer.step()
+            continue
         for index, param in enumerate(model.parameters()):
             if id(param) in units:
                 unit, position = units[id(param)]
@@ -94,7 +107,7 @@ def test_one_to_four_ranks_and_back(tmp_path):
         run_ranks(check_leg, world_size, str(tmp_path), leg)
 
 
-def check_exchange_with_stage_2(rank, world_size, folder):
+def check_exchange(rank, world_size, folder, stage):
     expected = model_with_everything()
     plain = OPTIMIZERS["adamw"](expected.parameters())
     update(expected, plain, range(2))
@@ -111,24 +124,27 @@ def check_exchange_with_stage_2(rank, world_size, folder):
 
     second = model_with_everything()
     second.load_state_dict(expected.state_dict())
-    sharded = ShardedOptimizer(second.parameters(), torch.optim.AdamW, lr=0.7)
+    sharded = ShardedOptimizer(
+        second.parameters(), torch.optim.AdamW, lr=0.7, reduce_gradients=stage == 2
+    )
     load_checkpoint(sharded, f"{folder}/3")
-    update(second, sharded, [2])
+    update(second, sharded, [2], reduced=stage == 2)
     update(expected, plain, [2])
     for (name, a), b in zip(second.named_parameters(), expected.parameters(), strict=True):
         assert torch.equal(a, b), name
-    save_checkpoint(sharded, f"{folder}/2")
+    save_checkpoint(sharded, f"{folder}/{stage}")
 
     full = expected.state_dict()
     model.load_full_state_dict(full if rank == 0 else None)
-    load_fully_sharded(model, optimizer, f"{folder}/2")
+    load_fully_sharded(model, optimizer, f"{folder}/{stage}")
     update(model, optimizer, [3])
     update(expected, plain, [3])
     assert_same(model, expected)
 
 
-def test_exchange_with_stage_2(tmp_path):
-    run_ranks(check_exchange_with_stage_2, 2, str(tmp_path))
+@pytest.mark.parametrize("stage", [1, 2])
+def test_exchange_with_stages_1_and_2(tmp_path, stage):
+    run_ranks(check_exchange, 2, str(tmp_path), stage)
 
 
 def check_state_dicts(rank, world_size):
@@ -262,28 +278,41 @@ def check_bad_input(rank, world_size):
 
 
 class ReadsAnother(nn.Module):
-    def __init__(self, other):
+    def __init__(self, other, read):
         super().__init__()
         self.own = nn.Linear(8, 8)
         self.other = [other]  # not registered: the other block's
+        self.read = read
 
     def forward(self, x):
-        return self.own(x) + x @ self.other[0].weight
+        return self.own(x) + self.read(x, self.other[0].weight)
+
+
+READS = {
+    "linear": F.linear,
+    "product": torch.matmul,
+    "embedding": lambda x, weight: F.embedding(torch.zeros(2, dtype=torch.int64), weight),
+    "indexing": lambda x, weight: weight[:2, 0, None],
+    "view": lambda x, weight: weight.view(8, 8)[:2],
+}
 
 
 def check_reading_a_shard(rank, world_size):
     """A weight that is whole only during another unit's call: an error that says so."""
-    layers = [nn.Linear(8, 8) for _ in range(2)]
-    module = nn.Sequential(layers[0], ReadsAnother(layers[0]), layers[1])
-    model = FullyShardedDataParallel(module, units=list(module))
-    with pytest.raises(RuntimeError) as caught:
-        model(torch.ones(2, 8))
-    assert "one-dimensional shard" in "".join(caught.value.__notes__)
-    model = FullyShardedDataParallel(
-        nn.Sequential(layer := nn.Linear(8, 8), ReadsAnother(layer)),
-        units=lambda m: len(list(m.children())) == 2,
-    )
-    assert model(torch.ones(2, 8)).shape == (2, 8)
+    for name, read in READS.items():
+        layers = [nn.Linear(8, 8) for _ in range(2)]
+        module = nn.Sequential(layers[0], ReadsAnother(layers[0], read), layers[1])
+        model = FullyShardedDataParallel(module, units=list(module))
+        with pytest.raises((RuntimeError, IndexError)) as caught:
+            model(torch.ones(2, 8))
+        (note,) = caught.value.__notes__
+        assert "one-dimensional shard" in note, name
+        assert "pass units=" in note, name
+        model = FullyShardedDataParallel(
+            nn.Sequential(layer := nn.Linear(8, 8), ReadsAnother(layer, read)),
+            units=lambda m: len(list(m.children())) == 2,
+        )
+        assert model(torch.ones(2, 8)).shape == (2, 8), name
 
 
 class Rotary(nn.Module):

@@ -1,6 +1,7 @@
 """Collectives, bytes, memory and host time of sharded parameters, on the fake process group."""
 
 import gc
+import re
 import time
 import weakref
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,6 +21,7 @@ from shard_optim.accounting import (
     rank_memory,
     step_traffic,
 )
+from shard_optim.communication import GroupCollectives
 
 DEPTH, WIDTH = 6, 64
 
@@ -131,6 +134,53 @@ def test_collectives_of_one_step(fake_group, settings, gathers):
         assert abs(sent - predicted) < 0.03 * predicted
 
 
+class Recorded(GroupCollectives):
+    """The collectives of a group; notes whose parameters are gathered."""
+
+    def __init__(self, group, events):
+        super().__init__(group)
+        self.events, self.name_of = events, {}
+
+    def all_gather(self, wholes, parts, /):
+        self.events.append(("gather", self.name_of[parts[0].data_ptr()]))
+        return super().all_gather(wholes, parts)
+
+
+@pytest.mark.parametrize("fake_group", [2], indirect=True)
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("prefetch", [1, 2])
+def test_gathers_are_started_ahead(fake_group, prefetch, reshard):
+    """Each block's before the block computes that is ``prefetch`` earlier, in both directions."""
+    events, module = [], Model()
+    communication = Recorded(dist.group.WORLD, events)
+    for name, inside in module.named_modules():
+        if isinstance(inside, nn.Linear):  # in a block, its last one to run
+            unit = re.sub(r"\.layers.*", "", name)
+            inside.register_forward_pre_hook(lambda *_, u=unit: events.append(("forward", u)))
+            inside.register_full_backward_pre_hook(lambda *_, u=unit: events.append(("back", u)))
+    model = FullyShardedDataParallel(
+        module, prefetch=prefetch, reshard_after_forward=reshard, communication=communication
+    )
+    communication.name_of = {unit.shard.data_ptr(): unit.name for unit in model.units}
+    blocks = [unit.name for unit in model.units if unit.repeated]
+    assert len(blocks) == DEPTH
+    for _ in range(2):
+        events.clear()
+        model(torch.ones(2, WIDTH)).sum().backward()
+        turn = events.index(("forward", "last")) + 1
+        halves = [("forward", blocks, events[:turn])]
+        if reshard:
+            halves.append(("back", blocks[::-1], events[turn:]))
+        for direction, order, half in halves:
+            assert [name for kind, name in half if kind == "gather" and name in blocks] == order
+            for earlier, name in zip(order, order[prefetch:], strict=False):
+                assert half.index(("gather", name)) < half.index((direction, earlier)), name
+            # And no earlier than that: otherwise more buffers would be in use.
+            for earlier, name in zip(order, order[prefetch + 1 :], strict=False):
+                assert half.index(("gather", name)) > half.index((direction, earlier)), name
+        assert [kind for kind, _ in events].count("gather") == len(halves) * len(model.units)
+
+
 class Held(TorchDispatchMode):
     """At every operator of this thread, the memory behind a model's gathered parameters."""
 
@@ -191,22 +241,42 @@ def test_memory(fake_group, reshard):
 
 
 class Made(TorchDispatchMode):
-    """The most bytes behind living tensors that operators of this thread have made."""
+    """The most bytes of living memory that operators of this thread have made.
 
-    def __init__(self):
+    Args:
+        least: elements of the smallest tensors that count.
+    """
+
+    def __init__(self, least=0):
         super().__init__()
-        self.alive, self.most = [], 0
+        self.alive, self.most, self.least = [], 0, least
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         known = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
         new = isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in known
-        if new and result.device.type != "meta":
-            self.alive.append(weakref.ref(result))
-        tensors = [tensor for each in self.alive if (tensor := each()) is not None]
-        self.alive = [weakref.ref(tensor) for tensor in tensors]
-        self.most = max(self.most, sum(tensor.nbytes for tensor in tensors))
+        if new and result.device.type != "meta" and result.numel() >= self.least:
+            memory = result.untyped_storage()
+            self.alive.append((StorageWeakRef(memory), memory.nbytes()))
+        self.alive = [(memory, size) for memory, size in self.alive if not memory.expired()]
+        self.most = max(self.most, sum(size for _, size in self.alive))
         return result
+
+
+@pytest.mark.parametrize("fake_group", [4, 8], indirect=True)  # shards are smaller than matrices
+def test_memory_of_reductions(fake_group):
+    """Whole gradients: those of one unit are made while those of two more are reduced."""
+    width = 256
+    model = FullyShardedDataParallel(Model(width=width), compute_dtype=torch.bfloat16)
+    sizes = [3 * width**2] * DEPTH, [width**2] * 2
+    buffers = [fully_sharded_buffers(*sizes, reduced=reduced) for reduced in (0, 2)]
+    predicted = buffers[1] - buffers[0]
+    x = torch.ones(2, width)
+    for _ in range(2):
+        loss = model(x).sum()
+        with Made(width**2) as made:
+            loss.backward()
+        assert abs(made.most - predicted) < 0.03 * predicted, (made.most, predicted)
 
 
 @pytest.mark.parametrize("fake_group", [1], indirect=True)

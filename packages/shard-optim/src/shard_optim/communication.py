@@ -1,4 +1,4 @@
-"""What ranks say to each other: collectives whose failures name what was moved, and agreement."""
+"""Collectives whose failures name what was moved, and comparisons of settings over the ranks."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 
+from shard_optim.changes import pending_change
 from shard_optim.exchange import all_gather_values
 
 Result = TypeVar("Result")
@@ -52,10 +53,13 @@ def guarded(
     try:
         return call(*arguments)
     except RuntimeError as error:  # torch reports every back end's failures as RuntimeError
+        cause = pending_change(group) or (
+            "A peer has probably died or left; look at the first error in the other ranks' logs "
+            "and restart from the last checkpoint."
+        )
         raise CollectiveError(
             f"every rank of the group must take part in {what}, but it failed on rank "
-            f"{dist.get_rank(group)} of {group.size()}: {error}. A peer has probably died or left; "
-            "look at the first error in the other ranks' logs and restart from the last checkpoint."
+            f"{dist.get_rank(group)} of {group.size()}: {error}. {cause}"
         ) from error
 
 

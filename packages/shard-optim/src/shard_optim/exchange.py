@@ -48,7 +48,7 @@ def all_gather_values(
     try:
         encoded = encode(value, classes)
     except TypeError as error:
-        problem = str(error)  # told to all ranks, which would wait for this one otherwise
+        problem = str(error)  # sent to all ranks, which would otherwise wait for this one
     everyone = _all_gather_json([problem, encoded], group)
     for rank, (problem, _) in enumerate(everyone):
         if problem is not None:

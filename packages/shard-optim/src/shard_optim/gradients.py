@@ -38,7 +38,7 @@ class ReducedGradient(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Allows attributes such as ``shape``, and a compiler's look; refuses every operation."""
+        """Allows attributes such as ``shape``, and tracing by a compiler; refuses operations."""
         compiling = CompileContext.current_compile_id() is not None
         if compiling or getattr(func, "__name__", None) == "__get__":
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
@@ -75,11 +75,11 @@ class StandIn:
         param.register_hook(before_gradient)
 
     def show(self) -> None:
-        """After the parameter's gradient has been reduced."""
+        """Makes the stand-in the parameter's ``grad``; call it after the gradient was reduced."""
         self._param.grad = self._grad
 
     def remove(self) -> None:
-        """When there is no reduced gradient any more."""
+        """Removes the stand-in; call it when there is no reduced gradient any more."""
         if type(self._param.grad) is ReducedGradient:
             self._param.grad = None
 

@@ -1,4 +1,4 @@
-"""Where parameters live and which rank updates what: plans, flat buffers, and who is in them.
+"""Partition plans and flat buffers: where parameters lie, and which rank updates which of them.
 
 Parameters of one dtype on one device are grouped into buckets. A bucket is one flat range of
 ``world_size * chunk`` elements; rank r owns elements ``[r * chunk, (r + 1) * chunk)`` of it. The
@@ -453,7 +453,7 @@ def check_gradient(grad: Tensor | None, name: str) -> None:
     """
     if grad is not None and grad.layout != torch.strided:
         raise ValueError(
-            f"gradients must be dense, but {name} received one of layout {grad.layout}. "
+            f"gradients must be dense, but got one of layout {grad.layout} for {name}. "
             "Use sparse=False in its embedding."
         )
 

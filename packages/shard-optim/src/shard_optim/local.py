@@ -200,11 +200,11 @@ class StepGroup:
     checked: bool = False
 
     def all_fused(self) -> list[FusedShard]:
-        """What it updates, in the order of the buckets."""
+        """The tensors that the optimizer updates, in the order of the buckets."""
         return [each for several in self.fused.values() for each in several]
 
     def split(self, bucket: Bucket, fused: FusedShard) -> list[FusedShard]:
-        """Replaces it by one per shard, each with its part of the state."""
+        """Replaces a fused shard by one per shard, each with its part of the state."""
         parts = fused.parts()
         if len(parts) == 1:
             return parts
@@ -219,7 +219,7 @@ class StepGroup:
         return parts
 
     def split_by_gradient_presence(self, bucket: Bucket, unused: frozenset[int]) -> None:
-        """Splits what holds some parameters with a gradient and some without.
+        """Splits the fused shards in which only some of the parameters have a gradient.
 
         Args:
             bucket: one of its own.
@@ -478,7 +478,7 @@ def _replace(items: list[Any], old: Any, new: Sequence[Any]) -> None:
 
 
 def _unshared(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of what optimizers change in place without looking: counts and other small values.
+    """The state with copies of its small values, such as counts, which optimizers change in place.
 
     The same state may have been loaded into another optimizer, or come from one that trains on.
     """

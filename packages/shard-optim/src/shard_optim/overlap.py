@@ -49,13 +49,13 @@ class WaitingCall:
 class ForwardWaits:
     """Makes every read of parameters through a module tree wait first.
 
-    A module's parameters count as read when it is called, or the outermost compiled module around
-    it; ``state_dict`` and ``load_state_dict`` of the root wait for everything. A parameter that
-    receives a gradient although its module was not called was read too early, which ``check_read``
-    finds.
+    A module's parameters count as read when the module is called, or when the outermost compiled
+    module around it is called. ``state_dict`` and ``load_state_dict`` of the root wait for all
+    parameters. ``check_read`` finds parameters that were read too early: they receive a gradient
+    although their module was not called.
 
     Args:
-        module: the root. What is to be compiled in it has been.
+        module: the root, after every ``compile()`` of a module in it.
         wait_all: waits for every all-gather.
 
     Attributes:

@@ -249,7 +249,7 @@ class GradientReducer:
         return any(reduction.arrived for reduction in self._reductions)
 
     def _exchange_flags(self) -> None:
-        """Shares which parameters had a gradient; read only by who lacked one."""
+        """Shares which parameters had a gradient; only a rank that lacked one reads the answer."""
         if any(len(reduction.present) < reduction.size for reduction in self._reductions):
             device = self._reductions[0].bucket.device
             present = [p in r.present for r in self._reductions for p in range(r.size)]

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from bench_harness.case import Row
 from bench_harness.timing import synchronize
@@ -25,17 +26,24 @@ MOMENTS = (
 
 
 def held_before(device: torch.device) -> int:
-    """Bytes that are allocated before a variant is built, after all else has been freed."""
+    """Bytes that are allocated before a variant is built, after all else has been freed.
+
+    Collective. NCCL keeps the tensors of a collective until its watchdog has seen the end and the
+    next collective starts: torch's DistributedDataParallel would leave its buckets to the variant
+    after it. So a collective is part of every look, until no rank holds less than before.
+    """
     if device.type != "cuda":
         return 0
-    held, before = -1, 0
-    while held != before:  # what one collection frees may hold more to collect
-        held = before
+    before, differs = -1, True
+    while differs:  # what one collection frees may hold more to collect
         synchronize(device)
-        time.sleep(0.5)  # NCCL's watchdog lets go of tensors of finished collectives late
+        time.sleep(0.5)
         gc.collect()
         torch.cuda.empty_cache()
-        before = torch.cuda.memory_allocated(device)
+        held = torch.cuda.memory_allocated(device)
+        flag = torch.tensor(float(held != before), device=device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        before, differs = held, bool(flag.item())
     torch.cuda.reset_peak_memory_stats(device)
     return before
 
@@ -49,7 +57,8 @@ def weigh(training: Training, variant: Settings, before: int) -> tuple[list[Row]
 
     Returns:
         One row per moment of :data:`MOMENTS`, and the losses of the two steps (averaged over
-        ranks).
+        ranks). Bytes of parameters are those of the rank's own parameters, or shards of them, and
+        of the buffers that a ``FullyShardedDataParallel`` holds gathered parameters in.
     """
     from bench_harness.training.proof import mean_over_ranks
 
@@ -78,7 +87,8 @@ def _moment(training: Training, name: str, before: int, predicted: Row) -> Row:
     away = predicted["offloads"]
     row: Row = {
         "moment": name,
-        "parameter_bytes": _nbytes(training.workload.module.parameters()),
+        "parameter_bytes": _nbytes(training.workload.module.parameters())
+        + _gathered_bytes(training),
         "gradient_bytes": _gradient_bytes(
             training, shards=name == MOMENTS[2] and predicted["stage"] == 2
         ),
@@ -106,7 +116,8 @@ def _predicted(training: Training, variant: Settings) -> Row:
     """Bytes of parameters, gradients and optimizer state on one rank, by the accounting."""
     import torch.distributed as dist
 
-    from shard_optim.accounting import DtypePolicy, rank_memory
+    from bench_harness.training import settings as of
+    from shard_optim.accounting import DtypePolicy, fully_sharded_buffers, rank_memory
 
     # Groups of ranks that hold all shards each divide nothing among themselves.
     world_size = dist.get_world_size() // getattr(variant.wrapper, "replicas", 1)
@@ -114,14 +125,31 @@ def _predicted(training: Training, variant: Settings) -> Row:
     memory = rank_memory(
         training.numel, world_size=world_size, stage=variant.zero_stage, policy=policy
     )
+    wrapper, gathered = variant.wrapper, 0.0
+    if isinstance(wrapper, of.FullySharded) and not wrapper.reshard_after_forward:
+        # All are held from the construction on; those of resharded units at no moment.
+        units: Any = training.module.units  # type: ignore[attr-defined]
+        gathered = fully_sharded_buffers(
+            [sum(cut.numel for cut in unit.cuts) for unit in units],
+            [],
+            gathered=units[0].gather_dtype.itemsize,
+            reduced=0,
+            reshard_after_forward=False,
+        )
     return {
         "stage": variant.zero_stage,
-        "parameters": round(memory.parameters),
+        "parameters": round(memory.parameters + gathered),
         "gradients": round(memory.gradients),
         "kept_gradients": round(memory.kept_gradients),
         "optimizer_state": round(memory.optimizer_state),
         "offloads": variant.offloads,
     }
+
+
+def _gathered_bytes(training: Training) -> int:
+    """Memory of the buffers into which parameters are gathered, as far as it is held now."""
+    slots: Any = getattr(training.module, "slots", ())
+    return sum(slot.whole.untyped_storage().nbytes() for slot in slots)
 
 
 def _local(tensor: Any) -> torch.Tensor:

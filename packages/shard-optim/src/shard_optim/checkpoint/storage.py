@@ -165,7 +165,7 @@ class RangeLoadPlanner(DefaultLoadPlanner):
         self._ranges = ranges
 
     def create_local_plan(self) -> LoadPlan:
-        """The default plan and what covers each range."""
+        """The default plan, and the stored parts that cover each range."""
         plan = super().create_local_plan()
         assert self.metadata is not None
         items = list(plan.items)
@@ -337,7 +337,7 @@ class CheckedReader(FileSystemReader):
         self._checksums: dict[str, int] = {}
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        """What is stored where.
+        """Which items the folder holds, and in which files.
 
         Raises:
             FileNotFoundError: the folder holds no complete checkpoint.

@@ -1,8 +1,9 @@
 """Checkpoints of sharded models: parameters and optimizer state, for any number of ranks.
 
-The folder is one of ``checkpoint.py``: each parameter's state is a vector of the whole parameter,
-of which every rank writes its range. So ``ShardedOptimizer`` loads the optimizer state of such a
-folder, and this module loads what ``ShardedOptimizer`` saved. It adds these keys:
+The folder has the format of ``checkpoint/sharded.py``: each parameter's state is a vector of the
+whole parameter, of which every rank writes its range. So ``ShardedOptimizer`` loads the optimizer
+state of such a folder, and this module loads what ``ShardedOptimizer`` saved. The model adds these
+keys:
 
 - ``model.NAME``: a parameter as a vector, in its memory order, of which every rank holds a range;
 - ``buffer.NAME``: a persistent buffer.
@@ -54,9 +55,9 @@ def save_fully_sharded(
         model: the sharded model.
         optimizer: over its parameters; None to save the model alone.
         folder: the same on every rank, without a checkpoint in it.
-        background_group: a gloo group of the same ranks that nothing else uses. With it, shards
-            are copied to the CPU, and a thread writes them while training goes on. Not with a
-            two-dimensional mesh.
+        background_group: a gloo group of the same ranks that nothing else uses; with a
+            two-dimensional mesh, of all its ranks. With it, shards are copied to the CPU, and a
+            thread writes them while training goes on.
 
     Returns:
         With ``background_group``, a future: its ``result()`` returns when the folder is complete,
@@ -66,7 +67,7 @@ def save_fully_sharded(
         TypeError: if an argument is of another type.
         FileExistsError: if the folder holds a checkpoint already.
         ValueError: if the optimizer holds other parameters than the model's, or for a background
-            group of other ranks, or with a two-dimensional mesh.
+            group of other ranks.
         CollectiveError: if a peer died or timed out, or could not write.
     """
     from shard_optim.checkpoint.storage import write_folder
@@ -74,26 +75,21 @@ def save_fully_sharded(
     check_wrapper(model, FullyShardedDataParallel)
     check_folder(folder)
     params = [] if optimizer is None else _optimizer_params(model, optimizer)
-    if model.ranks.replicas is not None and background_group is not None:
-        raise ValueError(
-            "background_group must be None with a two-dimensional mesh, but got a group. Save in "
-            "the foreground."
-        )
     if background_group is not None:
-        check_background_group(background_group, model.process_group)
+        check_background_group(background_group, model.ranks)
     items: dict[str, Any] = {}
     ranges: dict[str, Range] = {}
     for name, buffer in model.module.named_buffers():
         if name in model.module.state_dict(keep_vars=True):
             items[f"buffer.{name}"] = buffer.detach()
-    location_of = _places(model)
+    location_of = _locations(model)
     for name, weight in model.module.named_parameters():
         _add_range(ranges, f"model.{name}", weight, location_of[id(weight)])
     if optimizer is not None:
         items["header"] = _header(optimizer, params, location_of)
         for index, param in enumerate(params):
             state = optimizer.state.get(param, {})
-            _add_state(items, ranges, index, state, _state_place(optimizer, param, location_of))
+            _add_state(items, ranges, index, state, _state_location(optimizer, param, location_of))
     if background_group is None:
 
         def write() -> None:
@@ -104,6 +100,8 @@ def save_fully_sharded(
         model.ranks.on_first_replica("saving a checkpoint", write)
         return None
     _check_new(folder)
+    if model.ranks.replicas is not None and model.ranks.replicas.rank() > 0:
+        items, ranges = {}, {}  # the first replica holds, and writes, the same
     items = {key: _copied(value) for key, value in items.items()}
     ranges = {key: replace(part, values=_copied(part.values)) for key, part in ranges.items()}
     pool = ThreadPoolExecutor(1, thread_name_prefix="save_fully_sharded")
@@ -150,7 +148,7 @@ def load_fully_sharded(
     stored = read_metadata(folder, group).state_dict_metadata
     items: dict[str, Any] = {}
     ranges: dict[str, Range] = {}
-    location_of = _places(model)
+    location_of = _locations(model)
     if any(key.startswith("model.") for key in stored):
         names = {f"model.{name}" for name, _ in model.module.named_parameters()}
         extra = [key for key in stored if key.startswith("model.") and key not in names]
@@ -175,7 +173,7 @@ def load_fully_sharded(
         for index, param in enumerate(params):
             for key, kind, _ in named.get(index, ()):
                 if kind == "elements":
-                    _want_range(ranges, stored, key, _state_place(optimizer, param, location_of))
+                    _want_range(ranges, stored, key, _state_location(optimizer, param, location_of))
                 elif kind == "values":
                     items[key] = None
                 else:
@@ -225,8 +223,8 @@ class _Location:
         target.copy_(flat if self.sharded else flat.as_strided(self.shape, stride))
 
 
-def _places(model: FullyShardedDataParallel) -> dict[int, _Location]:
-    """By the parameters' identity."""
+def _locations(model: FullyShardedDataParallel) -> dict[int, _Location]:
+    """What of every parameter this rank holds, by the parameter's identity."""
     rank, found = model.process_group.rank(), {}
     location_of = parameter_locations(model.units)
     for param in model.module.parameters():
@@ -247,7 +245,7 @@ def _places(model: FullyShardedDataParallel) -> dict[int, _Location]:
     return found
 
 
-def _state_place(
+def _state_location(
     optimizer: Optimizer, param: Tensor, location_of: dict[int, _Location]
 ) -> _Location:
     """What of the state of a parameter this rank holds: that of its shard, or as owner, all."""
@@ -327,7 +325,7 @@ def _install(
     """Loads the optimizer's state through its own ``load_state_dict``."""
     states: dict[int, dict[str, Any]] = {}
     for index, param in enumerate(params):
-        location = _state_place(optimizer, param, location_of)
+        location = _state_location(optimizer, param, location_of)
         if location.count == 0 and not location.sharded:
             continue  # another rank owns the whole parameter
         state: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What arguments must be, found out before anything is changed or communicated."""
+"""Checks of arguments, before anything is changed or communicated."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from shard_optim.fully_sharded.mesh import Ranks
 from shard_optim.fully_sharded.meta import is_on_meta
 from shard_optim.fully_sharded.schedule import UnitCall
 
@@ -89,8 +90,12 @@ def check_folder(folder: Any) -> None:
         )
 
 
-def check_background_group(group: Any, ranks: dist.ProcessGroup) -> None:
+def check_background_group(group: Any, ranks: Ranks) -> None:
     """Refuses a group that shards cannot be saved over in the background.
+
+    Args:
+        group: the group.
+        ranks: those that train the model.
 
     Raises:
         TypeError: if it is no process group.
@@ -101,13 +106,13 @@ def check_background_group(group: Any, ranks: dist.ProcessGroup) -> None:
             f"background_group must be a process group, but got {group!r}. Pass "
             'torch.distributed.new_group(backend="gloo"), called on every rank.'
         )
-    if dist.get_process_group_ranks(group) != dist.get_process_group_ranks(ranks):
+    if dist.get_process_group_ranks(group) != ranks.everyone:
         raise ValueError(
-            "background_group must hold the ranks of the model's group, in their order "
-            f"({dist.get_process_group_ranks(ranks)}), but got "
+            "background_group must hold the ranks of the model's group or mesh, in their order "
+            f"({ranks.everyone}), but got "
             f"{dist.get_process_group_ranks(group)}. Make a new gloo group of those ranks."
         )
-    if group is ranks:
+    if group in ranks.levels:
         raise ValueError(
             "background_group must be a group that nothing else uses, but got the model's own. "
             'Pass torch.distributed.new_group(backend="gloo").'

@@ -80,14 +80,15 @@ def _from_owner(
         if isinstance(value, Tensor)
     }
     others = {key: value for key, value in own.items() if key not in layouts}
-    told = guarded(words, group, all_gather_values, (layouts, others), group)[owner]
-    for key, (size, stride, dtype) in told[0].items():
+    everyone = guarded(words, group, all_gather_values, (layouts, others), group)
+    layouts, others = everyone[owner]
+    for key, (size, stride, dtype) in layouts.items():
         whole = torch.empty_strided(size, stride, dtype=dtype, device=model.device)
         if group.rank() == owner:
             whole.copy_(own[key])
         guarded(words, group, lambda: dist.broadcast(whole, group=group, group_src=owner))  # noqa: B023
         yield key, whole
-    yield from told[1].items()
+    yield from others.items()
 
 
 def _gathered(model: FullyShardedDataParallel, unit: Unit, position: int, shard: Tensor) -> Tensor:

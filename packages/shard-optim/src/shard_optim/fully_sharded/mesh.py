@@ -27,10 +27,12 @@ class Ranks:
     Attributes:
         shards: those that together hold every parameter once.
         replicas: those that hold the same shard as this rank; None if there is no other.
+        everyone: all of them, by their numbers in the default group.
     """
 
     shards: dist.ProcessGroup
-    replicas: dist.ProcessGroup | None = None
+    replicas: dist.ProcessGroup | None
+    everyone: list[int]
 
     @property
     def levels(self) -> list[dist.ProcessGroup]:
@@ -118,7 +120,8 @@ def resolve_ranks(process_group: dist.ProcessGroup | DeviceMesh | None) -> Ranks
             "ranks of the group, or leave it out for the default group."
         )
     if not isinstance(process_group, DeviceMesh) or process_group.ndim == 1:
-        return Ranks(resolve_group(process_group))
+        group = resolve_group(process_group)
+        return Ranks(group, None, dist.get_process_group_ranks(group))
     if process_group.ndim > 2:
         raise ValueError(
             "process_group must be a device mesh of one dimension, or of two to replicate over the "
@@ -126,4 +129,5 @@ def resolve_ranks(process_group: dist.ProcessGroup | DeviceMesh | None) -> Ranks
             "part of the mesh."
         )
     replicas = process_group.get_group(0)
-    return Ranks(process_group.get_group(1), None if replicas.size() == 1 else replicas)
+    everyone = process_group.mesh.flatten().tolist()
+    return Ranks(process_group.get_group(1), None if replicas.size() == 1 else replicas, everyone)

@@ -2,8 +2,8 @@
 
 Their gradients are averaged in one flat vector. It also tells which parameters of the whole model,
 sharded ones included, received a gradient on any rank: one number each. Two more numbers tell
-whether all ranks gathered and reduced the same units in the same order: otherwise units of equal
-size would be mixed up without an error.
+whether all ranks gathered and reduced the same units in the same order, with the same parameters
+trainable: otherwise parameters of equal size would be mixed up without an error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WORDS = "the all-reduce of small parameters' gradients"
 
 @dataclass
 class _Order:
-    """What ranks told each other about the order of their collectives in one backward pass.
+    """Digests of the order of collectives in one backward pass: this rank's and all ranks' mean.
 
     Attributes:
         own: this rank's two numbers.
@@ -137,18 +137,18 @@ class ReplicatedParameters:
             for param, grad in zip(self.params, given, strict=True)
         ]
         if all(flags):
-            told = torch.ones(len(flags), dtype=self._dtype, device=self._device)
+            present_flags = torch.ones(len(flags), dtype=self._dtype, device=self._device)
         else:
-            told = torch.tensor(flags, dtype=self._dtype, device=self._device)
+            present_flags = torch.tensor(flags, dtype=self._dtype, device=self._device)
         if len({grad.dtype for grad in grads}) > 1:
             grads = [grad.to(self._dtype) for grad in grads]
         # One kernel flattens them all, and one more widens them.
         packed = [torch._utils._flatten_dense_tensors(grads).to(self._dtype)] if grads else []
         own = (order_digest % 2048, order_digest // 2048 % 2048)
         # Filled by kernels: a copy from ordinary host memory could wait for the device.
-        order = [torch.full_like(told[:1], float(number)) for number in own]
-        flat = torch.cat([*packed, told, *order])
-        for group in reversed(self._ranks.levels):  # as sharded gradients are: across comes last
+        order = [torch.full_like(present_flags[:1], float(number)) for number in own]
+        flat = torch.cat([*packed, present_flags, *order])
+        for group in reversed(self._ranks.levels):  # sharded gradients take this order too
             guarded(_WORDS, group, lambda group=group: average(flat, group).wait())
         sizes = [param.numel() for param in self.params]
         *averages, anywhere, mean = flat.split([*sizes, len(flags), 2])
@@ -186,8 +186,9 @@ class ReplicatedParameters:
             pairs = zip(order.mean.tolist(), order.own, strict=True)
             if any(abs(mean - own) > tolerance for mean, own in pairs):
                 raise RuntimeError(
-                    "every rank must call the same units in the same order, but another rank "
-                    "gathered or reduced others, or in another order, so weights and gradients "
-                    "are mixed up. Make the model's control flow the same on all ranks, and load "
-                    "the last checkpoint."
+                    "every rank must call the same units in the same order, with the same "
+                    "parameters trainable, but another rank gathered or reduced others, or in "
+                    "another order, so weights and gradients are mixed up. Make the model's "
+                    "control flow and requires_grad the same on all ranks, and load the last "
+                    "checkpoint."
                 )

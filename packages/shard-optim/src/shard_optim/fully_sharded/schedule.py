@@ -25,22 +25,28 @@ import numbers
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from shard_optim.changes import agree_on_trainable, expect_changes
+from shard_optim.communication import CollectiveError
+from shard_optim.fully_sharded.mesh import Ranks
 from shard_optim.fully_sharded.replicated import ReplicatedParameters
 from shard_optim.fully_sharded.unit import Reduction, Unit
+
+_requires_grad = attrgetter("requires_grad")
 
 # Reductions under way, each of which holds the whole gradients of one unit.
 MAX_REDUCTIONS = 2
 
 _SHARDS_OUTSIDE = (
     "Note: a sharded parameter is whole only while its unit's module is called, and otherwise this "
-    "rank's one-dimensional shard. If another module reads it, pass units= such that the module "
-    "that reads it, or one around both, is the unit."
+    "rank's one-dimensional shard. If the error comes from another module that reads such a "
+    "parameter, pass units= such that the module that reads it, or one around both, is the unit."
 )
 
 
@@ -69,6 +75,8 @@ class Schedule:
     Args:
         units: all units, in registration order, which know their slots.
         replicated: the small parameters.
+        ranks: that train the model.
+        device: where it is.
         prefetch: how many units ahead of the present one are gathered.
         reshard: whether no unit stays gathered between forward and backward.
 
@@ -81,6 +89,8 @@ class Schedule:
         units: Sequence[Unit],
         replicated: ReplicatedParameters,
         *,
+        ranks: Ranks,
+        device: torch.device,
         prefetch: int,
         reshard: bool,
     ) -> None:
@@ -90,6 +100,13 @@ class Schedule:
         self._slots = list(dict.fromkeys(unit.slot for unit in units))
         self._generation = 0
         self._number = {unit: number for number, unit in enumerate(units)}
+        self._ranks, self._device = ranks, device
+        holders: tuple[Unit | ReplicatedParameters, ...] = (*units, replicated)
+        self._params = [param for holder in holders for param in holder.params]
+        self._names = [name for holder in holders for name in holder.names]
+        self._trainable = list(map(_requires_grad, self._params))  # the same on all ranks
+        for group in ranks.levels:
+            expect_changes(group)
         self._order_digest = 0  # of all gathers and reductions since the last exchange
         self._in_forward = False
         self._expect_order(units)
@@ -121,8 +138,10 @@ class Schedule:
         self.replicated.materialize()
         try:
             outputs = call(*args, **kwargs)
-        except RuntimeError as error:
-            if any(word in str(error) for word in ("shape", "size", "dimension")):
+        except CollectiveError:
+            raise
+        except Exception as error:
+            if self.units:
                 error.add_note(_SHARDS_OUTSIDE)
             raise
         finally:
@@ -135,7 +154,7 @@ class Schedule:
                     [*self._called, *(u for u in self.units if u not in self._called)]
                 )
         self._hook_outermost(outputs)
-        self._let_go()
+        self._free_buffers()
         return outputs
 
     def _hook_outermost(self, outputs: Any) -> None:
@@ -260,6 +279,7 @@ class Schedule:
     def _begin_backward(self) -> None:
         if self._backward:
             return
+        self._agree_on_trainable()
         self._backward = True
         self.replicated.gradients.begin()
         self.replicated.materialize()
@@ -267,6 +287,28 @@ class Schedule:
         self._next = 0
         for unit in self._queue:
             unit.gradients.begin()
+
+    def _agree_on_trainable(self) -> None:
+        """Compares ``requires_grad`` over the ranks if it has changed on this one.
+
+        It decides which gradients a rank reduces, so ranks that differ would average the gradients
+        of different parameters, or make collectives of different sizes.
+        """
+        trainable = list(map(_requires_grad, self._params))
+        if trainable != self._trainable:
+            changed = [
+                (name, now)
+                for name, now, before in zip(self._names, trainable, self._trainable, strict=True)
+                if now != before
+            ]
+            for group in reversed(self._ranks.levels):
+                agree_on_trainable(
+                    [name for name, now in changed if not now],
+                    [name for name, now in changed if now],
+                    group=group,
+                    device=self._device,
+                )
+            self._trainable = trainable
 
     def _reduction_order(self) -> list[Unit]:
         """The reverse of registration, with repeated units in the reverse order of their calls.
@@ -302,11 +344,12 @@ class Schedule:
 
     def _reduce(self, unit: Unit) -> None:
         while len(self._reductions) >= MAX_REDUCTIONS:
-            self._reductions.popleft().land()
+            self._reductions.popleft().finish()
         for earlier in self._reductions:
-            earlier.cross()
-        self._order_digest = hash((self._order_digest, -1 - self._number[unit]))
+            earlier.start_all_reduce()
         reduction, present = unit.launch_reduction()
+        reduced = tuple(reduction.plan.positions)
+        self._order_digest = hash((self._order_digest, -1 - self._number[unit], reduced))
         self._reductions.append(reduction)
         self._present.setdefault(unit, set()).update(present)
 
@@ -328,7 +371,7 @@ class Schedule:
         for unit in (*self._queue[self._next :], *(unit for unit in late if unit.arrived)):
             self._reduce(unit)
         while self._reductions:
-            self._reductions.popleft().land()
+            self._reductions.popleft().finish()
         parameters = [
             (unit, position) for unit in trainable for position in unit.reduce_plan.positions
         ]
@@ -344,13 +387,16 @@ class Schedule:
         self._backward = self._end_is_queued = False
         self._queue, self._present = [], {}
         self._rest()
-        self._let_go()
+        self._free_buffers()
         for unit in trainable:
             unit.gradients.end()
         self.replicated.gradients.end()
 
-    def _let_go(self) -> None:
-        """Waits for gathers that nobody used, whose shards may be written next; frees buffers."""
+    def _free_buffers(self) -> None:
+        """Frees the buffers, after the gathers that are still under way.
+
+        The optimizer may write the shards next, which a gather must have read by then.
+        """
         for slot in self._slots:
             slot.wait()
             if self._reshard:
@@ -375,7 +421,7 @@ class Schedule:
                 "it can be found. Call finish_gradient_synchronization() after backward."
             )
         while self._reductions:
-            self._reductions.popleft().land()
+            self._reductions.popleft().finish()
         self._order_digest = 0
         self._expect_order(self.units)  # ranks may have disagreed
         begun = [unit for unit in self.units if unit.gradients.begun]
@@ -411,7 +457,7 @@ def _check_visible(outputs: Any, call: UnitCall, inputs: Any) -> None:
 
 
 def _hook(outputs: Any, on_gradient: Callable[[Tensor], None]) -> bool:
-    """Hooks the gradients of a module's outputs; whether there are any."""
+    """Hooks the gradients of a module's outputs; returns whether there are any."""
     found = False
     for tensor in tensors_in(outputs):
         if tensor.requires_grad:

@@ -79,17 +79,19 @@ class ReducePlan:
     Attributes:
         positions: of the parameters.
         numel: elements of the flat tensor.
-        ranges: sizes to split it by, of each parameter's range and the gap after it.
-        owned: the same, where the padding inside a range belongs to the gap.
-        step: 2, or 1 if no parameter needs a gap, which are left out then: every part is a view,
-            and views are what costs the host most.
+        ranges: sizes of the parts to split the flat tensor into. For each parameter: its range,
+            padding included, and the gap between this range and the next aligned offset.
+        owned: sizes of the parts, but with the padding of each range counted to its gap.
+        stride: distance between the parts of two parameters: 2, or 1 if no range has padding or
+            is followed by a gap. Then the lists hold no gaps, because each part is a view, and
+            views cost the host most of the time.
     """
 
     positions: list[int]
     numel: int
     ranges: list[int]
     owned: list[int]
-    step: int
+    stride: int
 
 
 def plan_reduction(positions: list[int], cuts: Sequence[Cut], rank: int) -> ReducePlan:
@@ -103,14 +105,16 @@ def plan_reduction(positions: list[int], cuts: Sequence[Cut], rank: int) -> Redu
     chunks = [cuts[position].chunk for position in positions]
     counts = [cuts[position].owned(rank)[1] for position in positions]
     sizes = [round_up(chunk) for chunk in chunks]
-    step = 1 if sizes == chunks == counts else 2
+    stride = 1 if sizes == chunks == counts else 2
     ranges, owned = (
         used
-        if step == 1
+        if stride == 1
         else [n for part, size in zip(used, sizes, strict=True) for n in (part, size - part)]
         for used in (chunks, counts)
     )
-    return ReducePlan(positions=positions, numel=sum(sizes), ranges=ranges, owned=owned, step=step)
+    return ReducePlan(
+        positions=positions, numel=sum(sizes), ranges=ranges, owned=owned, stride=stride
+    )
 
 
 class Slot:
@@ -127,9 +131,9 @@ class Slot:
 
     Attributes:
         whole: the buffer.
-        owner: the unit that was gathered into it last, if its values are still there.
-        generation: of these values.
-        work: their gather, until it has been waited for.
+        owner: the unit that was gathered into it last; None after the memory was freed.
+        generation: the forward in which that unit was gathered.
+        work: the gather of that unit, until it has been waited for.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -142,7 +146,7 @@ class Slot:
         self.work: Waitable | None = None
 
     def take(self, unit: Unit, generation: int) -> None:
-        """Makes ``unit`` the owner, whatever was gathered before, and sees to the memory."""
+        """Makes ``unit`` the owner, and allocates the memory if it was freed."""
         self.wait()
         if not self._held:
             self._held = True
@@ -153,9 +157,9 @@ class Slot:
     def free(self) -> None:
         """Gives the memory back to the allocator.
 
-        The current stream has waited for the gather, and what it has been given to do may still
-        read the values. The allocator reuses the memory after work of the stream that it was taken
-        on; so it has to know if that is another one.
+        The current stream has waited for the gather, and its kernels may still read the values. The
+        allocator waits for the stream on which the memory was allocated before it reuses the
+        memory; so the allocator must be told if the current stream is another one.
         """
         if self._held:
             stream = self._current_stream()
@@ -180,37 +184,49 @@ class Slot:
 
 @dataclass(eq=False)
 class Reduction:
-    """A reduction under way; ``inputs`` must live until the reduce-scatter has been awaited."""
+    """A reduction under way.
+
+    Attributes:
+        unit: whose gradients are averaged.
+        plan: where the averages lie in ``output``.
+        inputs: the whole gradients, which must live until the reduce-scatter has been awaited.
+        output: this rank's averages.
+        work: the reduce-scatter.
+        all_reduce: the all-reduce across replicas, once it has been started.
+    """
 
     unit: Unit
     plan: ReducePlan
     inputs: list[Tensor]
     output: Tensor
     work: Waitable
-    across: dist.Work | None = None
+    all_reduce: dist.Work | None = None
 
-    def cross(self) -> None:
-        """Starts averaging across replicas what the reduce-scatter gave to this rank."""
+    def start_all_reduce(self) -> None:
+        """Starts the all-reduce of this rank's shard across replicas, if there are any."""
         unit = self.unit
-        if unit.replicas is not None and self.across is None:
+        if unit.replicas is not None and self.all_reduce is None:
             guarded(unit.reduce_words, unit.group, self.work.wait)
-            self.across = guarded(
-                unit.across_words, unit.replicas, average, self.output, unit.replicas
+            self.all_reduce = guarded(
+                unit.all_reduce_words, unit.replicas, average, self.output, unit.replicas
             )
 
-    def land(self) -> None:
-        """Waits for it (on CUDA the stream does) and adds what this rank received."""
+    def finish(self) -> None:
+        """Waits for the collectives, and adds this rank's averages to its gradients.
+
+        On CUDA the current stream waits, not the host.
+        """
         unit = self.unit
         if unit.replicas is None:
             guarded(unit.reduce_words, unit.group, self.work.wait)
         else:
-            self.cross()
-            assert self.across is not None
-            guarded(unit.across_words, unit.replicas, self.across.wait)
+            self.start_all_reduce()
+            assert self.all_reduce is not None
+            guarded(unit.all_reduce_words, unit.replicas, self.all_reduce.wait)
         self.inputs.clear()  # before the averages take more memory
         plan = self.plan
         received = torch.split_with_sizes(in_dtype(self.output, unit.dtype), plan.owned)
-        unit.gradients.add(plan.positions, received[:: plan.step])
+        unit.gradients.add(plan.positions, received[:: plan.stride])
 
 
 class Unit:
@@ -226,12 +242,14 @@ class Unit:
 
     Attributes:
         shard: this rank's ranges of all parameters, flat.
-        shard_views: its part of each parameter: the resting ``param.data``, one-dimensional.
+        shard_views: the part of ``shard`` that belongs to each parameter: its ``param.data`` at
+            rest, one-dimensional.
         uses: calls under way that read the parameters.
         arrived: positions whose gradients are complete in this backward pass.
-        expected: how many will be.
+        expected: number of gradients that this backward pass will make.
         hooked: positions whose parameters report their gradients.
-        reduce_plan: of the last reduction: that of the trainable parameters.
+        reduce_plan: where the averages of the last reduction lie, in which the parameters took
+            part that required gradients then.
     """
 
     def __init__(
@@ -270,7 +288,7 @@ class Unit:
         more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
         self.gather_words = f"the all-gather of parameters ({self.names[0]}{more})"
         self.reduce_words = f"the reduce-scatter of gradients ({self.names[0]}{more})"
-        self.across_words = f"the all-reduce of gradient shards ({self.names[0]}{more})"
+        self.all_reduce_words = f"the all-reduce of gradient shards ({self.names[0]}{more})"
         self.resting = True
         self.uses = 0
         self.arrived: set[int] = set()
@@ -401,7 +419,7 @@ class Unit:
             torch._foreach_copy_(converted, inputs)
             inputs = list(converted)
         output = torch.empty(plan.numel, dtype=dtype, device=self.device)
-        targets = torch.split_with_sizes(output, plan.ranges)[:: plan.step]
+        targets = torch.split_with_sizes(output, plan.ranges)[:: plan.stride]
         with traced("reduce_scatter", self.name):
             work = guarded(
                 self.reduce_words, self.group, self._communication.reduce_scatter, targets, inputs

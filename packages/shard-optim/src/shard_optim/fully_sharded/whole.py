@@ -42,14 +42,14 @@ def orthogonalization_cost(shape: torch.Size) -> float:
 
 
 def assign_owners(costs: Sequence[float], world_size: int) -> list[list[int]]:
-    """Divides matrices over ranks: the dearest first, each to the rank with the least so far.
+    """Divides matrices over ranks, most costly first, each to the rank with the lowest cost so far.
 
     Args:
         costs: of updating each matrix.
         world_size: number of ranks.
 
     Returns:
-        For every rank, the positions of its matrices, dearest first.
+        For every rank, the positions of its matrices, most costly first.
     """
     owned: list[list[int]] = [[] for _ in range(world_size)]
     loads = [0.0] * world_size

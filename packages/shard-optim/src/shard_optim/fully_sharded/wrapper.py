@@ -45,8 +45,8 @@ class FullyShardedDataParallel(nn.Module):
     their gradients.
 
     The constructor is collective: the first rank's parameters and buffers are taken. All ranks must
-    call the same units in the same order. Compile units, not the model around them, and do so
-    before.
+    call the same units in the same order, and freeze and unfreeze the same parameters before the
+    same forward. Compile units, not the model around them, and do so before.
 
     Args:
         module: on its device, in the dtype to update the parameters in.
@@ -136,7 +136,12 @@ class FullyShardedDataParallel(nn.Module):
             device=self.device,
         )
         self.schedule = Schedule(
-            self.units, self.replicated, prefetch=prefetch, reshard=reshard_after_forward
+            self.units,
+            self.replicated,
+            ranks=self.ranks,
+            device=self.device,
+            prefetch=prefetch,
+            reshard=reshard_after_forward,
         )
         self._calls = self._replace_calls(plans)
         module.register_load_state_dict_pre_hook(self._take_shards)
@@ -343,7 +348,7 @@ class FullyShardedDataParallel(nn.Module):
             self.ranks.broadcast(f"the broadcast of {name}", values)
 
     def _replace_calls(self, plans: list[UnitPlan]) -> dict[nn.Module, UnitCall]:
-        """Around each call, where ``module.compile()`` puts its own, and not in a hook.
+        """Replaces the units' calls, as ``module.compile()`` does, instead of using hooks.
 
         A hook would become part of a compiled module's graph.
         """
