@@ -1,5 +1,16 @@
 """Counts the versions of each kernel that random problems of one kind would compile.
 
+Batch, heads, aligned strides, scale and window size never choose another version of a kernel.
+These properties of lengths do, and only of the Hopper tier's main kernels:
+
+- whole tiles: whether the number of keys is a multiple of the backward kernel's tile of 128 keys
+  (64 for the tiles of head_dims up to 256), so that the last tile needs no mask;
+- a shifted diagonal: whether a bottom-right mask is another than the top-left one, because there
+  are more or fewer keys than queries, or in a packed batch because cu_seqlens are two tensors;
+- a halved diagonal tile: whether, in the forward kernel's tiles for up to 1,024 queries of
+  head_dim 64, the first of two consumers sees at most half of its last tile of keys;
+- few queries: the forward kernel has other tiles for up to 1,024 queries of head_dim 64.
+
 Run as a program, in a process where TRITON_INTERPRET is not set: it prints a JSON object with the
 versions of each kernel, by tier. The launchers themselves are called, with tensors on the "meta"
 device, as compile_kernels.py and compile_hopper.py do; the compiler is replaced by a function that
@@ -13,7 +24,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton.compiler
@@ -24,6 +35,7 @@ from triton.runtime.jit import JITFunction
 from flashattn_triton.configs import TABLE
 from flashattn_triton.hopper import backward, forward
 from flashattn_triton.hopper.launch import FastLaunch
+from flashattn_triton.launch import Packing
 from flashattn_triton.options import AttentionOptions, resolve_options
 from flashattn_triton.portable.backward import triton_backward
 from flashattn_triton.portable.forward import triton_forward
@@ -98,6 +110,51 @@ def random_problem(
     return [query, key, value, grad_out, lse], lse if lse_gradient else None, options
 
 
+def random_hopper_problem(
+    generator: random.Random, head_dims: tuple[int, int], *, packed: bool
+) -> None:
+    """Both passes of a causal problem of any lengths from 1 to 9,000, without a window."""
+    batch = 1 if packed else generator.randint(1, 4)
+    kv_heads, heads_per_kv = generator.randint(1, 4), generator.randint(1, 3)
+    n_queries, n_keys = generator.randint(1, 9000), generator.randint(1, 9000)
+    if generator.random() < 0.3:
+        n_queries = generator.randint(1, 1024)
+    if generator.random() < 0.3:
+        n_keys = 128 * -(-n_keys // 128)
+    if generator.random() < 0.3:
+        n_queries = n_keys
+
+    def empty(heads: int, rows: int, width: int) -> torch.Tensor:
+        return torch.empty(batch, heads, rows, width, dtype=torch.bfloat16, device="meta")
+
+    query, grad_out = (empty(kv_heads * heads_per_kv, n_queries, width) for width in head_dims)
+    key, value = (empty(kv_heads, n_keys, width) for width in head_dims)
+    packing = None
+    if packed:  # starts are on the host, because all "meta" tensors have one address
+        starts = torch.zeros(generator.randint(2, 40), dtype=torch.int32)
+        packing = Packing(
+            cu_seqlens_q=starts,
+            cu_seqlens_k=starts if n_queries == n_keys else starts.clone(),
+            max_seqlen_q=n_queries,
+            max_seqlen_k=n_keys,
+        )
+    causal: Literal[True, "bottom-right"] = generator.choice([True, "bottom-right"])
+    scale = generator.random() + 0.01
+    options = resolve_options(head_dim=head_dims[0], causal=causal, scale=scale)
+    lse = torch.empty(query.shape[:3], device="meta")
+    forward.hopper_forward(query, key, value, options, packing)
+    backward.hopper_backward(query, key, value, grad_out, lse, grad_out, None, options, packing)
+
+
+def count_hopper(head_dims: tuple[int, int], *, packed: bool) -> dict[str, int]:
+    """Versions of each kernel after a hundred problems, but for those compiled before."""
+    asked_for.clear()
+    generator = random.Random(0)
+    for _ in range(100):
+        random_hopper_problem(generator, head_dims, packed=packed)
+    return dict(asked_for)
+
+
 def count(run: Callable[..., None], heads_per_kv: int, *, lse_gradient: bool) -> dict[str, int]:
     """Versions of each kernel after forty problems."""
     asked_for.clear()
@@ -125,6 +182,13 @@ def main() -> None:
         "portable, gradient of the logsumexp": count(portable, 1, lse_gradient=True),
         "hopper": count(hopper, 2, lse_gradient=False),
         "hopper, gradient of the logsumexp": count(hopper, 2, lse_gradient=True),
+        **{
+            f"hopper {'packed' if packed else 'dense'} {head_dim}/{value_dim}": count_hopper(
+                (head_dim, value_dim), packed=packed
+            )
+            for packed in (False, True)
+            for head_dim, value_dim in ((64, 64), (128, 128), (192, 128), (256, 256))
+        },
     }
     print(json.dumps(counts))
 

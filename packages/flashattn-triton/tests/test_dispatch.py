@@ -72,7 +72,7 @@ def test_explicit_tiling_is_used_and_explained() -> None:
     assert plan(DEVICE, implementation="triton", tiling=TILING).tiling == TILING
     text = explain(*inputs(DEVICE), implementation="triton", tiling=TILING)
     assert "16 queries x 32 keys, 4 warps, 2 stages" in text
-    assert "bulk reduction" in text
+    assert "TMA reduction" in text
     assert "16 queries x 64 keys, 8 warps" in text
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -12,8 +14,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flashattn_triton import eager, flash_attention, flash_attention_varlen, ops
+from flashattn_triton import (
+    dispatch,
+    eager,
+    flash_attention,
+    flash_attention_varlen,
+    ops,
+    triton_versions,
+)
 from flashattn_triton.calls import _launchers
+from flashattn_triton.configs import TABLE
 
 # With a GPU the kernels are compiled, and take no CPU tensors: see test_hopper_launch.py.
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is not active")
@@ -275,12 +285,13 @@ def test_gradients_do_not_depend_on_whether_the_logsumexp_is_returned() -> None:
 
 
 def python_calls(work: Callable[[], object]) -> int:
-    """How many Python functions ``work`` calls when it is repeated."""
+    """How many functions of this package ``work`` calls when it is repeated."""
     count = 0
+    package = str(Path(eager.__file__).parent)
 
-    def profile(frame: object, event: str, argument: object) -> None:
+    def profile(frame: FrameType, event: str, argument: object) -> None:
         nonlocal count
-        count += event == "call"
+        count += event == "call" and frame.f_code.co_filename.startswith(package)
 
     work()
     sys.setprofile(profile)
@@ -304,8 +315,8 @@ def test_the_host_calls_few_functions(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.autograd.grad(flash_attention(*leaves, causal=True), leaves, grad_out)
 
     with torch.no_grad():
-        assert python_calls(lambda: flash_attention(*leaves, causal=True)) <= 27
-    assert python_calls(dense) <= 60
+        assert python_calls(lambda: flash_attention(*leaves, causal=True)) <= 11
+    assert python_calls(dense) <= 15
     monkeypatch.setattr(
         eager, "forward_launcher", lambda *kind: lambda q, *rest: (q.clone(), lse.clone())
     )
@@ -321,7 +332,110 @@ def test_the_host_calls_few_functions(monkeypatch: pytest.MonkeyPatch) -> None:
         out = flash_attention_varlen(*packed, starts, starts, 15, 15, causal=True)
         torch.autograd.grad(out, packed, torch.ones_like(out))
 
-    assert python_calls(documents) <= 90
+    assert python_calls(documents) <= 44
+
+
+VIEWS_AND_COPIES = {
+    "__getitem__", "as_strided", "clone", "contiguous", "copy_", "detach", "expand", "new_empty",
+    "new_empty_strided", "squeeze", "transpose", "unsqueeze", "view",
+}  # fmt: skip
+
+
+def tensor_calls(work: Callable[[], object]) -> list[str]:
+    """Methods of tensors that make a view or take memory, as ``work`` calls them."""
+    names: list[str] = []
+
+    def profile(frame: object, event: str, argument: Any) -> None:
+        if event == "c_call" and argument.__name__ in VIEWS_AND_COPIES:
+            names.append(argument.__name__)
+
+    work()
+    sys.setprofile(profile)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return names
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Runs the Hopper tier's launchers on CPU tensors; the names of kernels, launching nothing."""
+    refusal = triton_versions.refusal()
+    if refusal is not None:
+        pytest.skip(refusal)
+    from flashattn_triton.hopper import backward, forward
+    from flashattn_triton.hopper.launch import FastLaunch
+
+    launched: list[str] = []
+
+    def launcher(self: FastLaunch) -> Callable[[Mapping[str, int]], None]:
+        present = {
+            name for name, x in zip(self.names, self.parameters, strict=True) if x is not None
+        }
+
+        def start(addresses: Mapping[str, int]) -> None:
+            assert addresses.keys() == present
+            launched.append(self.kernel.__name__)
+
+        return start
+
+    plan = dispatch.Plan(tier="hopper", tiling=TABLE[220, 64, 2], reason="a test", ordered=True)
+    monkeypatch.setattr(eager, "choose", lambda *inputs, **options: plan)
+    monkeypatch.setattr(FastLaunch, "_launcher", launcher)
+    monkeypatch.setattr(forward, "multiprocessors", lambda device: 132)
+    for module in (forward, backward):
+        monkeypatch.setattr(module, "current_device", lambda: None)
+    return launched
+
+
+BACKWARD_KERNELS = ["preprocess_kernel", "hopper_backward_kernel", "postprocess_kernel"]
+
+
+@pytest.mark.parametrize(
+    ("expanded", "count", "methods"),
+    [(False, 11, ["contiguous"]), (True, 13, ["contiguous", "clone"])],
+)
+def test_the_host_calls_few_functions_in_a_backward_pass(
+    expanded: bool, count: int, methods: list[str], hopper: list[str]
+) -> None:
+    """Of the Hopper tier: each of a tensor's methods takes as long as ten lines of Python."""
+    leaves = inputs(1, 2, 128, 64, dtype=torch.bfloat16, requires_grad=True)
+    grad_out = torch.ones(1, 2, 128, 64, dtype=torch.bfloat16)
+    if expanded:
+        grad_out = grad_out[0, 0, 0, 0].expand(1, 2, 128, 64)
+    out = flash_attention(*leaves, causal=True)
+    assert hopper == ["hopper_forward_kernel"]
+
+    def work() -> None:
+        torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
+
+    assert tensor_calls(work) == methods
+    assert hopper[1:] == BACKWARD_KERNELS * 2
+    assert python_calls(work) <= count
+
+
+def test_packed_calls_of_the_hopper_tier_make_no_views(hopper: list[str]) -> None:
+    leaves = [torch.randn(128, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    starts = starts_of(0, 50, 128)
+    made: list[tuple[Tensor, ...]] = []
+
+    def work() -> None:
+        out, lse = flash_attention_varlen(*leaves, starts, starts, 78, 78, return_lse=True)
+        grads = (torch.ones((), dtype=out.dtype).expand(out.shape), torch.ones_like(lse))
+        made.append((out, lse, *torch.autograd.grad((out, lse), leaves, grads)))
+
+    # Of the gradient, whose copy has one head. The tables of tiles are allocated once a pass.
+    expected = ["new_empty", "expand", "contiguous", "as_strided", "clone", "new_empty"]
+    assert tensor_calls(work) == expected
+    for out, lse, *gradients in made:
+        assert out.shape == (128, 2, 64)
+        assert lse.shape == (2, 128)
+        for x, gradient in zip(leaves, gradients, strict=True):
+            assert gradient.shape == x.shape
+            assert gradient.stride() == x.stride()
+    assert hopper == ["packed_tiles_kernel", "hopper_forward_kernel", "packed_tiles_kernel",
+                      *BACKWARD_KERNELS] * 2  # fmt: skip
 
 
 def packed_inputs(heads: int = 2, **keywords: Any) -> list[Tensor]:

@@ -89,6 +89,45 @@ def test_random_hopper_problems(
         assert_close_to_oracle(attend(case, implementation="hopper"), inputs)
 
 
+@pytest.mark.timeout(240, method="thread")  # ends the process even if a kernel never does
+@pytest.mark.parametrize("seed", range(20))
+def test_random_hopper_problems_of_wide_heads(
+    seed: int, dense_case: Any, packed_case: Any, make_inputs: Any, assert_close_to_oracle: Any
+) -> None:
+    """Three problems each, both directions: windows, soft-caps, packed, in order of additions."""
+    if describe_gpu(0).capability != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    pick = Random(seed)
+    for _ in range(3):
+        wide = 8 * pick.randint(17, 32)
+        head_dims = pick.choice(
+            [(192, 128), (256, 256), (wide, wide), (wide, 8 * pick.randint(5, 32))]
+        )
+        kv_heads = pick.choice([1, 1, 2, 3])
+        heads = (kv_heads * pick.choice([1, 1, 2, 4]), kv_heads)
+        chosen: dict[str, Any] = {
+            "causal": pick.choice(["none", "top-left", "bottom-right"]),
+            "softcap": pick.choice([None, None, 5.0]),
+        }
+        if pick.random() < 0.3:
+            chosen["window"] = (pick.randint(0, 300), pick.choice([None, pick.randint(0, 300)]))
+        if pick.random() < 0.4:
+            sequences = tuple(
+                (pick.choice([0, pick.randint(1, 500)]), pick.choice([0, pick.randint(1, 500)]))
+                for _ in range(pick.randint(1, 6))
+            )
+            sequences = (*sequences, (pick.randint(1, 500), pick.randint(1, 500)))
+            case = packed_case(heads, sequences, head_dims, "bf16", **chosen)
+            inputs = make_inputs(case, "cuda")
+        else:
+            lengths = pick.randint(1, 700), pick.randint(1, 700)
+            case = dense_case(pick.choice([1, 2, 3]), heads, *lengths, head_dims, "bf16", **chosen)
+            inputs = make_inputs(case, "cuda", pick.choice(["bhsd", "bshd", "padded"]))
+        deterministic = pick.random() < 0.5
+        attention = attend(case, implementation="hopper", deterministic=deterministic)
+        assert_close_to_oracle(attention, inputs)
+
+
 @pytest.mark.parametrize("layout", ["bshd", "padded", "strided", "expanded"])
 def test_strides(
     strided_case: Any, layout: str, make_inputs: Any, assert_close_to_oracle: Any

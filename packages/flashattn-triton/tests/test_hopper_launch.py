@@ -53,9 +53,10 @@ def test_it_compiles_once_and_passes_addresses_on(launched: list[Any]) -> None:
 
     kernel = Kernel()
     tiles = tile_map([100, 64], [64, 1], [64, 64], torch.bfloat16)
-    launch = FastLaunch(kernel, 3, [tiles, torch.float32, None], {"n": 7}, {"WIDTH": 64})
+    given = {"z_ptr": None, "y_ptr": torch.float32, "x_desc": tiles}
+    launch = FastLaunch(kernel, 3, given, {"n": 7}, {"WIDTH": 64})
     for address in (4096, 8192):
-        launch((address, 16))
+        launch({"y_ptr": 16, "x_desc": address})
     assert kernel.compilations == 1
     arguments, keywords = kernel.compiled_for
     assert arguments[0].block_shape == [64, 64]
@@ -63,36 +64,74 @@ def test_it_compiles_once_and_passes_addresses_on(launched: list[Any]) -> None:
     options = {"grid": (3, 1, 1), "num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
     assert keywords == {"WIDTH": 64} | options | triton_versions.hopper_options()
     compiled = launched[0][0]
-    parameters = [tiles, "pointer", None]
+    parameters = {"x_desc": tiles, "y_ptr": "pointer", "z_ptr": None}
     assert launched == [
-        (compiled, (3, 1, 1), parameters, (7, 64), (address, 16)) for address in (4096, 8192)
+        (compiled, (3, 1, 1), parameters, (7, 64), {"y_ptr": 16, "x_desc": address})
+        for address in (4096, 8192)
     ]
+    assert list(launched[0][2]) == ["x_desc", "y_ptr", "z_ptr"]
 
 
 def test_scratch_memory_is_refused_with_a_remedy(launched: list[Any]) -> None:
     from flashattn_triton.hopper.launch import FastLaunch
 
-    launch = FastLaunch(Kernel(scratch=128), 3, [torch.float32], {"n": 7}, {"WIDTH": 64})
+    parameters = {"x_desc": torch.float32, "y_ptr": None, "z_ptr": None}
+    launch = FastLaunch(Kernel(scratch=128), 3, parameters, {"n": 7}, {"WIDTH": 64})
     with pytest.raises(RuntimeError, match="kernel must be compiled without scratch memory, but "):
-        launch((16,))
+        launch({"x_desc": 16})
     assert launched == []
 
 
-def test_what_heads_share_of_a_gradient_is_copied_once() -> None:
-    refusal = triton_versions.refusal()
-    if refusal is not None:
-        pytest.skip(refusal)
-    from flashattn_triton.launch import without_repetitions
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize(
+    ("leading", "numbers"),
+    [
+        (["x_desc", "y_ptr"], ["n"]),  # one is missing, in the middle or at the beginning
+        (["y_ptr", "z_ptr"], ["n"]),
+        (["x_desc", "y_ptr", "w_ptr"], ["n"]),
+        (["x_desc", "y_ptr", "n"], ["z_ptr"]),
+        (["w_ptr", "x_desc", "y_ptr", "z_ptr"], ["n"]),
+    ],
+)
+def test_every_parameter_must_be_named_in_its_group(leading: list[str], numbers: list[str]) -> None:
+    from flashattn_triton.hopper.launch import FastLaunch
 
-    row = torch.randn(5, 1, 7, 8)
+    parameters = dict.fromkeys(leading)
+    with pytest.raises(TypeError, match="Name each parameter of"):
+        FastLaunch(Kernel(), 3, parameters, dict.fromkeys(numbers, 1), {"WIDTH": 64})
+
+
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("small", [False, True])
+def test_what_heads_share_of_a_gradient_is_copied_once(
+    packed: bool, small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flashattn_triton.hopper import backward
+
+    monkeypatch.setattr(backward, "_SMALL_COPY", 2**20 if small else 0)
+    row, flat = torch.randn(5, 1, 7, 8), torch.randn(5 * 3 * 7 * 8 + 1)
+    whole, one_head = (5, 3, 7, 8), (1, 1, 7, 8)
     for gradient, shape in (
-        (torch.ones(()).expand(5, 3, 7, 8), (1, 1, 7, 8)),
-        (row.expand(5, 3, 7, 8), (5, 1, 7, 8)),
-        (row[:1].expand(5, 1, 7, 8), (1, 1, 7, 8)),
-        (torch.randn(5, 3, 7, 8), (5, 3, 7, 8)),
+        (torch.ones(()).expand(whole), one_head),
+        (row[..., :1].expand(whole), (5, 1, 7, 8)),
+        (row[:1].mT.contiguous().mT.expand(5, 1, 7, 8), one_head),
+        (flat[1:].view(whole), whole),
+        (torch.randn(5, 3, 8, 7).mT, whole),
     ):
-        assert without_repetitions(gradient).shape == shape
-        assert torch.equal(without_repetitions(gradient).expand(gradient.shape), gradient)
+        part, strides = backward.copied_part(gradient, may_repeat=True, packed=packed)
+        assert part is not None
+        copy = backward.copy_of(gradient, part)
+        assert copy.is_contiguous()
+        assert copy.shape == (gradient.shape if small and not packed else shape)
+        assert torch.equal(copy.as_strided(gradient.shape, strides), gradient)
+    for gradient in (torch.randn(whole), row.expand(whole), torch.randn(5, 7, 3, 8).mT.mT):
+        assert backward.copied_part(gradient, may_repeat=True, packed=packed) == (
+            None,
+            gradient.stride(),
+        )
+    part, _ = backward.copied_part(row.expand(whole), may_repeat=False, packed=packed)
+    assert part is not None
 
 
 @pytest.mark.parametrize(

@@ -479,7 +479,14 @@ NOTHING: Any = lambda *arguments: None  # noqa: E731
         (check_forward, {"fence_async_shared": NOTHING}),
         (check_forward, {"_scheduler_barrier_wait": NOTHING}),
     ],
-    ids=["two tiles of dS", "shared", "one barrier each", "no fence", "forward", "no turns"],
+    ids=[
+        "two tiles of dS",
+        "shared",
+        "one barrier each",
+        "no fence",
+        "forward",
+        "no scheduler barrier",
+    ],
 )
 def test_the_simulation_finds_what_is_wrong(
     check: Callable[..., None], changes: dict[str, Any]
@@ -492,7 +499,7 @@ def test_the_simulation_finds_what_is_wrong(
         all_schedules()
 
 
-def test_the_simulation_finds_turns_that_do_not_end() -> None:
+def test_the_simulation_finds_programs_that_do_not_signal() -> None:
     problem = problem_of((200, 300), 64, deterministic=True)
-    with pytest.raises(SimulationError, match="a turn that never comes"):
-        check_backward(problem, 0, end_turn=NOTHING)
+    with pytest.raises(SimulationError, match="a predecessor that never signals"):
+        check_backward(problem, 0, signal_successors=NOTHING)

@@ -462,7 +462,7 @@ def test_what_is_said() -> None:
 def test_a_call_without_them_is_the_call_it_was() -> None:
     """The same operator arguments, and the same cached call."""
     assert NO_MASK_OR_BIAS.names == ()
-    assert NO_MASK_OR_BIAS.kind.constants == dict.fromkeys(
+    assert NO_MASK_OR_BIAS.specialization.constants == dict.fromkeys(
         ("HAS_ALIBI", "HAS_BIAS", "HAS_PREFIX"), False
     )
     starts = torch.zeros(2, dtype=torch.int32)

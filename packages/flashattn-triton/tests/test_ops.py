@@ -80,6 +80,37 @@ def test_opcheck_packed(implementation: str) -> None:
 
 
 @compiler
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+def test_opcheck_of_the_hopper_tier(head_dims: tuple[int, int], packed: bool) -> None:
+    """Both operators. In a fixed order of additions: opcheck compares the results of two calls."""
+    if DEVICE == "cpu" or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    packing = None
+    if packed:
+        starts = torch.tensor([0, 10, 10, 130], dtype=torch.int32, device=DEVICE)
+        packing = Packing(
+            cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=120, max_seqlen_k=120
+        )
+    arguments = ops.operator_arguments(
+        resolve_options(head_dim=head_dims[0], causal=True, deterministic=True),
+        implementation="hopper",
+        packing=packing,
+    )
+    head_dim, value_dim = head_dims
+    inputs = [
+        torch.randn(1, heads, 130, width, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+        for heads, width in ((4, head_dim), (2, head_dim), (2, value_dim))
+    ]
+    torch.library.opcheck(FORWARD, (*inputs, *arguments))
+    detached = [x.detach() for x in inputs]
+    out, lse = FORWARD(*detached, *arguments)
+    results = (out, lse, torch.randn_like(out), torch.randn_like(lse))
+    torch.library.opcheck(BACKWARD, (*detached, *results, *arguments))
+
+
+@compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_compiled_without_breaks_for_any_length(implementation: str) -> None:

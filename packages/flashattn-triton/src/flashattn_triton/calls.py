@@ -16,7 +16,6 @@ import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flashattn_triton.dispatch import Plan
@@ -63,11 +62,13 @@ def store(cache_key: Hashable, launcher: Any) -> None:
 
 def alignment(tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
     """The addresses' remainders by 16; nothing if all are multiples."""
-    addresses = [0 if x is None else x.data_ptr() for x in tensors]
     bits = 0
-    for address in addresses:
-        bits |= address
-    return tuple([address % 16 for address in addresses]) if bits % 16 else ()
+    for x in tensors:
+        if x is not None:
+            bits |= x.data_ptr()
+    if bits % 16 == 0:
+        return ()
+    return tuple([0 if x is None else x.data_ptr() % 16 for x in tensors])
 
 
 def operator_key(
@@ -141,34 +142,24 @@ def backward_launcher(
 ) -> BackwardLauncher:
     """What launches the backward pass of such inputs by the tier of ``plan``.
 
-    Tensors that its kernels cannot read as they are are copied at each call.
+    Tensors that its kernels cannot read as they are will be copied at each call.
     """
     tensors = (query, key, value, out, grad_out)
     if plan.runs_hopper_backward(options):
-        from flashattn_triton.hopper.backward import (
-            hopper_backward_call,
-            no_gradients,
-            readable_by_tma,
-            single_head,
-        )
+        from flashattn_triton.hopper.backward import hopper_backward_call, no_gradients
 
         if query.numel() == 0 or key.numel() == 0:  # which no descriptor can express
             return no_gradients
-        readable = readable_by_tma(*tensors)
-        call: BackwardLauncher = hopper_backward_call(readable, grad_logsumexp, options, packing)
-        copy_of_grad_out: Callable[[Tensor], Tensor] = single_head
-    elif plan.tiling is not None:
-        from flashattn_triton.portable.backward import backward_call
-
-        q, k, v, o, do = readable = with_unit_last_strides(*tensors)
-        call = backward_call(
-            q, k, v, o, do, grad_logsumexp, options, plan.tiling, packing, mask_and_bias
-        )
-        copy_of_grad_out = Tensor.contiguous
-    else:
+        return hopper_backward_call(tensors, grad_logsumexp, options, packing)
+    if plan.tiling is None:
         return functools.partial(_tiled_backward, options)
-    *copied, grad_out_copied = [x is not y for x, y in zip(tensors, readable, strict=True)]
-    if not any(copied) and not grad_out_copied:
+    from flashattn_triton.portable.backward import backward_call
+
+    q, k, v, o, do = readable = with_unit_last_strides(*tensors)
+    call = backward_call(
+        q, k, v, o, do, grad_logsumexp, options, plan.tiling, packing, mask_and_bias
+    )
+    if all(x is y for x, y in zip(tensors, readable, strict=True)):
         return call
 
     def launch_on_copies(
@@ -180,15 +171,54 @@ def backward_launcher(
         grad_out: Tensor,
         *rest: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        inputs = [
-            x.clone(memory_format=torch.contiguous_format) if needed else x
-            for x, needed in zip((query, key, value, out), copied, strict=True)
-        ]
-        if grad_out_copied:
-            grad_out = copy_of_grad_out(grad_out)
-        return call(*inputs, logsumexp, grad_out, *rest)
+        q, k, v, o, do = with_unit_last_strides(query, key, value, out, grad_out)
+        return call(q, k, v, o, logsumexp, do, *rest)
 
     return launch_on_copies
+
+
+def forward_of_tokens(launcher: ForwardLauncher) -> ForwardLauncher:
+    """``launcher``, but given (T, H, D) tensors, and with results (T, H, E) and (H, T)."""
+    of_tokens: Callable[[], ForwardLauncher] | None = getattr(launcher, "of_tokens", None)
+    if of_tokens is not None:  # without views, each of which costs what an allocation does
+        return of_tokens()
+
+    def launch(
+        query: Tensor, key: Tensor, value: Tensor, packing: Packing
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = launcher(as_batch(query), as_batch(key), as_batch(value), packing)
+        # A Function refuses to have its output changed in place if that is a view.
+        return as_tokens(out).detach(), lse.squeeze(0).detach()
+
+    return launch
+
+
+def backward_of_tokens(launcher: BackwardLauncher) -> BackwardLauncher:
+    """``launcher``, but given and returning (T, H, D) tensors; of the logsumexps (H, T)."""
+    of_tokens: Callable[[], BackwardLauncher] | None = getattr(launcher, "of_tokens", None)
+    if of_tokens is not None:
+        return of_tokens()
+
+    def launch(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        logsumexp: Tensor,
+        grad_out: Tensor,
+        grad_logsumexp: Tensor | None,
+        packing: Packing,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = launcher(
+            *(as_batch(x) for x in (query, key, value, out)),
+            logsumexp.unsqueeze(0),
+            as_batch(grad_out),
+            None if grad_logsumexp is None else grad_logsumexp.unsqueeze(0),
+            packing,
+        )
+        return as_tokens(dq), as_tokens(dk), as_tokens(dv)
+
+    return launch
 
 
 def bias_launcher(

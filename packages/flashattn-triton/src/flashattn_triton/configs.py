@@ -34,8 +34,8 @@ class Tiling:
     ``forward``: a program owns query rows. ``key_pass``: a program owns keys and computes dK, dV.
     ``query_pass``: a program owns query rows and computes dQ. ``fused``: a program owns keys,
     computes dK, dV and adds its part of dQ to an fp32 buffer; None if the two passes are faster.
-    ``tma_reduce``: it adds with sm_90's bulk reductions, carried out by the TMA on whole tiles,
-    instead of atomic additions.
+    ``tma_reduce``: it adds whole tiles with the TMA's reductions (sm_90 and later), not with atomic
+    additions.
     """
 
     forward: Tiles
@@ -132,8 +132,8 @@ def _tiling(
 
 
 # Keys: KB of shared memory of one block, widest head_dim, bytes of an element. Shapes are
-# (queries, keys, warps, stages) of forward, key pass, query pass, fused; _COPIED marks those that
-# the TMA feeds.
+# (queries, keys, warps, stages) of forward, key pass, query pass, fused; a fifth element _TMA means
+# that the TMA loads the kernel's tiles where strides allow it (Tiles.use_tma).
 #
 # sm_90 rows are measured (LOG.md). What they have in common: 64 rows for each warp group of 4 warps
 # (64 rows with 8 warps would be computed twice, and Triton 3.6 then reads past the operand), and

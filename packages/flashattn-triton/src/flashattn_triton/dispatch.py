@@ -321,7 +321,7 @@ def explain(
     elif plan.tiling is not None:
         kernels = {} if plan.tier == "hopper" else {"forward": plan.tiling.forward}
         if plan.tiling.fused is not None and not resolved.deterministic:
-            addition = "bulk reduction" if plan.tiling.tma_reduce else "atomic addition"
+            addition = "TMA reduction" if plan.tiling.tma_reduce else "atomic addition"
             kernels[f"backward, fused (dQ by fp32 {addition})"] = plan.tiling.fused
         else:
             kernels["backward, keys (dK, dV)"] = plan.tiling.key_pass

@@ -11,7 +11,6 @@ calls are left to :mod:`flashattn_triton.ops`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -19,7 +18,16 @@ import torch
 from torch import Tensor
 
 from flashattn_triton import ops
-from flashattn_triton.calls import alignment, backward_launcher, forward_launcher, found, store
+from flashattn_triton.calls import (
+    BackwardLauncher,
+    alignment,
+    backward_launcher,
+    backward_of_tokens,
+    forward_launcher,
+    forward_of_tokens,
+    found,
+    store,
+)
 from flashattn_triton.configs import Tiling
 from flashattn_triton.dispatch import choose
 from flashattn_triton.launch import Packing, as_batch, as_tokens, dot_precision
@@ -47,67 +55,31 @@ class CachedCall:
         packing: Packing | None = None,
     ) -> None:
         """Chooses the tier; ``packing``: of the packed batch that is the first one of its kind."""
-        self.longest: tuple[int, int] | None = None
+        batch = (query, key, value)
         if packing is not None:
-            self.longest = (packing.max_seqlen_q, packing.max_seqlen_k)
-            query, key, value = (as_batch(x) for x in (query, key, value))
-        plan = choose(query, key, value, options, implementation=implementation, tiling=tiling)
+            batch = (as_batch(query), as_batch(key), as_batch(value))
+        plan = choose(*batch, options, implementation=implementation, tiling=tiling)
         self.options, self.plan = options, plan
         self.problem = ops.operator_arguments(
             options, implementation=implementation, tiling=tiling, packing=packing
         )[ops.PROBLEM_TENSORS :]
-        launcher = forward_launcher(query, key, value, options, plan, packing)
+        launcher = forward_launcher(*batch, options, plan, packing)
+        self.longest: tuple[int, int] | None = None
+        # Given Q, K, V, and ``cu_seqlens`` of a packed batch: output and logsumexp.
         self.forward: Callable[..., tuple[Tensor, Tensor]] = launcher
         if packing is not None:
-            self.forward = functools.partial(self._forward_packed, launcher)
+            self.longest = (packing.max_seqlen_q, packing.max_seqlen_k)
+            self.launch_packed = forward_of_tokens(launcher)
+            self.forward = self.forward_packed
 
-    def _forward_packed(
-        self,
-        launcher: Callable[..., tuple[Tensor, Tensor]],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *cu_seqlens: Tensor,
+    def forward_packed(
+        self, query: Tensor, key: Tensor, value: Tensor, *cu_seqlens: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Output (T_q, H, E) and logsumexp (H, T_q)."""
-        batch = (as_batch(query), as_batch(key), as_batch(value))
-        out, lse = launcher(*batch, self._packing(cu_seqlens))
-        # A Function refuses to have its output changed in place if that is a view.
-        return as_tokens(out).detach(), lse.squeeze(0).detach()
-
-    def _packing(self, cu_seqlens: Sequence[Tensor]) -> Packing:
         assert self.longest is not None
-        return Packing(
-            cu_seqlens_q=cu_seqlens[0],
-            cu_seqlens_k=cu_seqlens[1],
-            max_seqlen_q=self.longest[0],
-            max_seqlen_k=self.longest[1],
-        )
-
-    def backward_packed(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dQ, dK and dV of a packed batch, each (T, H, D)."""
-        dq, dk, dv = self.backward(
-            as_batch(query),
-            as_batch(key),
-            as_batch(value),
-            as_batch(out),
-            lse.unsqueeze(0),
-            as_batch(grad_out),
-            None if grad_lse is None else grad_lse.unsqueeze(0),
-            self._packing((cu_seqlens_q, cu_seqlens_k)),
-        )
-        return as_tokens(dq), as_tokens(dk), as_tokens(dv)
+        starts_q, starts_k = cu_seqlens
+        packing = Packing(starts_q, starts_k, *self.longest)
+        return self.launch_packed(query, key, value, packing)
 
     def operator_gradients(
         self,
@@ -130,7 +102,7 @@ class CachedCall:
             tensors, lse = [as_batch(x) for x in tensors], lse.unsqueeze(0)
             grad_out = None if grad_out is None else as_batch(grad_out)
             grad_lse = None if grad_lse is None else grad_lse.unsqueeze(0)
-        found = ops.gradients_of(
+        gradients = ops.gradients_of(
             [*tensors, lse, *rest],
             grad_out,
             grad_lse,
@@ -138,8 +110,8 @@ class CachedCall:
             (*needed, *[False] * ops.PROBLEM_TENSORS),
         )[:3]
         if self.longest is None:
-            return found
-        return [None if x is None else as_tokens(x) for x in found]
+            return gradients
+        return [None if x is None else as_tokens(x) for x in gradients]
 
     def backward(
         self,
@@ -150,27 +122,61 @@ class CachedCall:
         lse: Tensor,
         grad_out: Tensor,
         grad_lse: Tensor | None,
-        packing: Packing | None = None,
+        *cu_seqlens: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dQ, dK and dV, as :func:`~flashattn_triton.ops.backward` gives them."""
-        tensors = (query, key, value, out, grad_out)
+        """dQ, dK and dV in the shapes of Q, K and V."""
         lse = lse.contiguous()  # what was saved may come back with other strides
-        starts = () if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k)
         cache_key = (
             self,
-            *[x.stride() for x in tensors],
+            query.stride(),
+            key.stride(),
+            value.stride(),
+            out.stride(),
+            grad_out.stride(),
             None if grad_lse is None else grad_lse.stride(),
-            alignment((*tensors, lse, grad_lse, *starts)),
+            alignment((query, key, value, out, lse, grad_out, grad_lse, *cu_seqlens)),
             dot_precision(query.dtype),
         )
-        launcher = found(cache_key)
+        launcher: BackwardLauncher | None = found(cache_key)
         if launcher is None:
-            launcher = backward_launcher(*tensors, grad_lse, self.options, self.plan, packing)
+            launcher = self._backward_launcher(
+                query, key, value, out, grad_out, grad_lse, *cu_seqlens
+            )
             store(cache_key, launcher)
-        gradients: tuple[Tensor, Tensor, Tensor] = launcher(
-            *tensors[:4], lse, grad_out, grad_lse, packing
+        if self.longest is None:
+            return launcher(query, key, value, out, lse, grad_out, grad_lse)
+        starts_q, starts_k = cu_seqlens
+        packing = Packing(starts_q, starts_k, *self.longest)
+        return launcher(query, key, value, out, lse, grad_out, grad_lse, packing)
+
+    def _backward_launcher(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        *cu_seqlens: Tensor,
+    ) -> BackwardLauncher:
+        """What launches the backward pass of such tensors."""
+        if self.longest is None:
+            return backward_launcher(
+                query, key, value, out, grad_out, grad_lse, self.options, self.plan
+            )
+        starts_q, starts_k = cu_seqlens
+        launcher = backward_launcher(
+            as_batch(query),
+            as_batch(key),
+            as_batch(value),
+            as_batch(out),
+            as_batch(grad_out),
+            None if grad_lse is None else grad_lse.unsqueeze(0),
+            self.options,
+            self.plan,
+            Packing(starts_q, starts_k, *self.longest),
         )
-        return gradients
+        return backward_of_tokens(launcher)
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, return_lse: bool, *cu_seqlens: Tensor
@@ -199,13 +205,19 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: CachedCall | tuple[Any, ...], return_lse: bool, *tensors: Tensor | None
+        ctx: Any,
+        call: CachedCall | tuple[Any, ...],
+        return_lse: bool,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *others: Tensor | None,
     ) -> Any:
         if isinstance(call, tuple):
-            out, lse = ops.FORWARD(*tensors, *call)
+            out, lse = ops.FORWARD(query, key, value, *others, *call)
         else:
-            out, lse = call.forward(*tensors)
-        ctx.save_for_backward(*tensors[:3], out, lse, *tensors[3:])
+            out, lse = call.forward(query, key, value, *others)
+        ctx.save_for_backward(query, key, value, out, lse, *others)
         ctx.call = call
         ctx.set_materialize_grads(False)
         return (out, lse) if return_lse else out
@@ -215,25 +227,24 @@ class _Attention(torch.autograd.Function):
         ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
         saved, call = ctx.saved_tensors, ctx.call
-        # With a graph of its own, the backward pass must say that it has no derivative.
         if isinstance(call, tuple):
             needed = ctx.needs_input_grad[2:]
             return (None, None, *ops.gradients_of(saved, grad_out, grad_lse, call, needed))
-        no_more = (None,) * (len(saved) - 5)  # gradients of cu_seqlens
+        query, key, value, out, lse, *cu_seqlens = saved
+        # With a graph of its own, the backward pass must say that it has no derivative.
         if torch.is_grad_enabled() or operators_are_watched():
-            needed = ctx.needs_input_grad[2:5]
-            return (
-                None,
-                None,
-                *call.operator_gradients(saved, grad_out, grad_lse, needed),
-                *no_more,
+            dq, dk, dv = call.operator_gradients(
+                saved, grad_out, grad_lse, ctx.needs_input_grad[2:5]
             )
-        if grad_out is None and grad_lse is None:
-            return (None,) * len(saved)
-        if grad_out is None:
-            grad_out = torch.zeros_like(saved[3])
-        backward = call.backward if call.longest is None else call.backward_packed
-        return (None, None, *backward(*saved, grad_out, grad_lse), *no_more)
+        elif grad_out is None and grad_lse is None:
+            dq = dk = dv = None
+        else:
+            if grad_out is None:
+                grad_out = torch.zeros_like(out)
+            dq, dk, dv = call.backward(query, key, value, out, lse, grad_out, grad_lse, *cu_seqlens)
+        if not cu_seqlens:
+            return None, None, dq, dk, dv
+        return None, None, dq, dk, dv, None, None
 
 
 # ``_Attention.apply`` without its loop over arguments, which looks for tensor wrappers left over
@@ -294,12 +305,19 @@ def cache_key_of(
     try:
         aligned = alignment((query, key, value, *cu_seqlens))
         if cu_seqlens:
-            addresses = {x.data_ptr() for x in cu_seqlens}
-            if any(type(x) not in _PLAIN for x in cu_seqlens):
+            starts_q, starts_k = cu_seqlens
+            if type(starts_q) not in _PLAIN or type(starts_k) not in _PLAIN:
                 return None
             starts = (
-                *[(x.shape, x.stride(), x.dtype, x.device) for x in cu_seqlens],
-                len(addresses),
+                starts_q.shape,
+                starts_k.shape,
+                starts_q.stride(),
+                starts_k.stride(),
+                starts_q.dtype,
+                starts_k.dtype,
+                starts_q.device,
+                starts_k.device,
+                starts_q.data_ptr() == starts_k.data_ptr(),
             )
     except RuntimeError:  # no memory: wrappers left over from a transform that has ended
         return None

@@ -6,17 +6,15 @@ its (T, H, D), together with a :class:`Packing`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashattn_triton import triton_versions
 from flashattn_triton.configs import Tiles
-from flashattn_triton.mask_and_bias import MaskAndBias, MaskAndBiasKind
+from flashattn_triton.mask_and_bias import MaskAndBias, MaskAndBiasSpecialization
 from flashattn_triton.options import AttentionOptions
 
 if TYPE_CHECKING:
@@ -25,17 +23,18 @@ if TYPE_CHECKING:
 # Windows wider than any sequence mean the same as this one; sums with it stay within 32 bits.
 _WIDEST_WINDOW = 2**29
 _LARGEST_TILE = 256
-# A copy addresses 40 bits of bytes from one row, head or batch element to the next.
+# A TMA descriptor holds strides below 2^40 bytes.
 _LONGEST_STRIDE = 2**40
 
 
 # Sequences of a packed batch, its longest query sequence and its longest key sequence.
 Sizes = tuple[int, int, int]
 Strides = tuple[int, ...]
+# Shape, strides and dtype of a tensor.
+Layout = tuple[tuple[int, ...], Strides, torch.dtype]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Packing:
+class Packing(NamedTuple):
     """Where the sequences of a packed batch start, and the longest of them."""
 
     cu_seqlens_q: Tensor
@@ -87,11 +86,6 @@ def unit_last_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def without_repetitions(x: Tensor) -> Tensor:
-    """(B, H, N, D) with one batch element, or one head, where an expanded ``x`` repeats them."""
-    return x[tuple([slice(1) if stride == 0 else slice(None) for stride in x.stride()[:2]])]
-
-
 def is_wide(*strides: Strides) -> bool:
     """Whether the rows of one tile can be more than 2^31 elements apart."""
     return any(abs(stride[2]) * _LARGEST_TILE >= 2**31 for stride in strides)
@@ -113,6 +107,43 @@ def empty_output(like: Tensor, width: int) -> Tensor:
 def empty_row_statistic(like: Tensor) -> Tensor:
     """(B, H, N) fp32, contiguous: the logsumexp, or delta."""
     return like.new_empty(like.shape[:3], dtype=torch.float32)
+
+
+def layout_of(x: Tensor) -> Layout:
+    """What :func:`allocator` needs in order to make a tensor like ``x``."""
+    return tuple(x.shape), x.stride(), x.dtype
+
+
+def layout_of_tokens(layout: Layout) -> Layout:
+    """Of (T, H, D), where ``layout`` is that of the same tensor as (1, H, T, D)."""
+    (_, heads, tokens, width), (_, head, token, element), dtype = layout
+    return (tokens, heads, width), (token, head, element), dtype
+
+
+def contiguous_strides(shape: Sequence[int]) -> Strides:
+    """The strides of a contiguous tensor without empty dimensions."""
+    strides = [1]
+    for n in reversed(shape[1:]):
+        strides.append(strides[-1] * n)
+    return tuple(reversed(strides))
+
+
+def allocator(device: torch.device) -> Callable[[tuple[int, ...], Strides, torch.dtype], Tensor]:
+    """What allocates an uninitialised tensor of a :data:`Layout` on ``device``, a current one.
+
+    PyTorch's compiler calls these functions in the code that it generates. They skip the
+    dispatcher, and take the host half as long as ``Tensor.new_empty_strided``.
+    """
+    functions: Any = torch._C._dynamo.guards
+    if device.type == "cuda":
+        return functions._empty_strided_cuda  # type: ignore[no-any-return]
+    if device.type == "cpu":
+        return functions._empty_strided_cpu  # type: ignore[no-any-return]
+
+    def allocate(shape: tuple[int, ...], strides: Strides, dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+    return allocate  # on "meta", where launchers are tested
 
 
 def stride_numbers(**strides: Sequence[int]) -> dict[str, int]:
@@ -152,15 +183,17 @@ def option_constants(options: AttentionOptions) -> dict[str, bool]:
     }
 
 
-def alibi_constant(options: AttentionOptions, kind: MaskAndBiasKind) -> dict[str, int]:
+def alibi_constant(
+    options: AttentionOptions, specialization: MaskAndBiasSpecialization
+) -> dict[str, int]:
     """The kernels' compile-time argument HAS_ALIBI: 2 where no key behind the diagonal is seen."""
     right = options.band[1]
-    one_sided = right is not None and right <= 0 and not kind.prefix
-    return {"HAS_ALIBI": kind.alibi and 1 + one_sided}
+    one_sided = right is not None and right <= 0 and not specialization.prefix
+    return {"HAS_ALIBI": specialization.alibi and 1 + one_sided}
 
 
 def register_limit(
-    kind: MaskAndBiasKind, tiles: Tiles, dtype: torch.dtype, width: int
+    specialization: MaskAndBiasSpecialization, tiles: Tiles, dtype: torch.dtype, width: int
 ) -> int | None:
     """How many registers a thread may have, so that as many programs fit as without ALiBi.
 
@@ -168,7 +201,7 @@ def register_limit(
     of 4 warps share a multiprocessor of sm_90. With it the compiler takes up to 217.
     """
     narrow = dtype.itemsize == 2 and width <= 64
-    return 168 if kind.alibi and narrow and tiles.use_tma and tiles.warps == 4 else None
+    return 168 if specialization.alibi and narrow and tiles.use_tma and tiles.warps == 4 else None
 
 
 def tma_refusal(
@@ -209,27 +242,17 @@ class TileView:
 
     def __init__(self, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]) -> None:
         self.shape = list(shape)
-        # Those of dimensions of size 1 may be anything, which a descriptor may not be.
+        # The stride of a dimension of size 1 is arbitrary; a descriptor needs a valid one.
         self.strides = [s if n > 1 else 256 for n, s in zip(shape, strides, strict=True)]
         self.strides[-1] = 1
         self.block = list(block)
 
     def of(self, x: Tensor) -> TensorDescriptor:
-        """The descriptor of ``x``, which must have this shape and these strides."""
-        return _descriptor_type()(x, self.shape, self.strides, self.block)
-
-
-@functools.cache
-def _descriptor_type() -> type[TensorDescriptor]:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    class Descriptor(TensorDescriptor):
-        """Triton's own checks cost the host more than the encoding of a descriptor does."""
-
-        def __post_init__(self) -> None:
-            """Checks nothing; :func:`can_use_tma` did."""
-
-    return Descriptor
+        """The descriptor of ``x``, which has this shape and these strides: :func:`can_use_tma`."""
+        descriptor: TensorDescriptor = triton_versions.unchecked_descriptor()(
+            x, self.shape, self.strides, self.block
+        )
+        return descriptor
 
 
 # Starts a compiled kernel on tensors; the addresses are those of them that are not None.
@@ -246,25 +269,35 @@ Number = float | None
 
 
 def in_order(
-    kernel: Any, numbers: Mapping[str, Number], constants: Mapping[str, Any]
-) -> tuple[tuple[Number, ...], dict[str, Any]]:
+    kernel: Any, *groups: Mapping[str, Any], whole: bool = False
+) -> tuple[dict[str, Any], ...]:
     """Arguments by name in the order of the kernel's parameters: a compiled kernel takes no names.
 
-    Tensors are the kernel's first parameters, numbers follow, then compile-time constants.
+    Args:
+        kernel: its parameters end with those of ``groups``.
+        groups: the arguments of some neighbouring parameters each, by name.
+        whole: whether the kernel has no other parameters.
+
+    Returns:
+        The same groups, each in the kernel's order.
 
     Raises:
-        TypeError: the names are not those of the kernel's parameters behind its tensors.
+        TypeError: a group's names are not those of the parameters in its place.
     """
-    names = list(kernel.arg_names)
-    given = [*numbers, *constants]
-    expected = names[len(names) - len(given) :]
-    if set(expected) != set(given) or set(expected[: len(numbers)]) != set(numbers):
-        raise TypeError(
-            f"arguments of {kernel.__name__} must be its last parameters {expected}, numbers "
-            f"first, but got {given}. Name each of them once."
-        )
-    behind = expected[len(numbers) :]
-    return tuple([numbers[n] for n in expected[: len(numbers)]]), {n: constants[n] for n in behind}
+    names = list(triton_versions.parameter_names(kernel))
+    first = len(names) - sum(map(len, groups))
+    fits = first == 0 if whole else first >= 0
+    ordered = []
+    for group in groups:
+        expected = names[max(first, 0) : first + len(group)]
+        if not fits or set(expected) != set(group):
+            raise TypeError(
+                f"arguments of {kernel.__name__} must be {expected} in this place, but got "
+                f"{list(group)}. Name each parameter of {names} once."
+            )
+        ordered.append({name: group[name] for name in expected})
+        first += len(group)
+    return tuple(ordered)
 
 
 class Launch:
@@ -300,7 +333,8 @@ class Launch:
         self.kernel = kernel
         self.device = device.index if device.type == "cuda" else None
         self.grid = (programs, 1, 1)
-        self.numbers, self.constants = in_order(kernel, numbers, constants)
+        ordered, self.constants = in_order(kernel, numbers, constants)
+        self.numbers: tuple[Number, ...] = tuple(ordered.values())
         self.tiles = tiles
         self.limits = {} if registers is None else {"maxnreg": registers}
         self.views = tuple(views)

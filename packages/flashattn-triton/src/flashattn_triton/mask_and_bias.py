@@ -29,8 +29,8 @@ NAMES = ("alibi_slopes", "bias", "prefix_lengths", "sinks")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskAndBiasKind:
-    """What kernels are compiled for: which tensors there are, and the strides of the bias."""
+class MaskAndBiasSpecialization:
+    """What kernels are specialised on: which tensors a call has, and the strides of its bias."""
 
     alibi: bool
     prefix: bool
@@ -83,8 +83,8 @@ class MaskAndBias:
         return tuple([n for n, x in zip(NAMES, self.tensors, strict=True) if x is not None])
 
     @property
-    def kind(self) -> MaskAndBiasKind:
-        """What kernels are compiled for: see :class:`MaskAndBiasKind`."""
+    def specialization(self) -> MaskAndBiasSpecialization:
+        """What kernels are specialised on by these tensors."""
         strides: tuple[int, int, int, int] | tuple[None, None, None, None] = (None,) * 4
         if self.bias is not None:
             batch, head, query, key = (
@@ -92,7 +92,7 @@ class MaskAndBias:
                 for n, stride in zip(self.bias.shape, self.bias.stride(), strict=True)
             )
             strides = (batch, head, query, key)
-        return MaskAndBiasKind(
+        return MaskAndBiasSpecialization(
             alibi=self.alibi_slopes is not None,
             prefix=self.prefix_lengths is not None,
             bias_strides=strides,

@@ -1,11 +1,16 @@
 # Kernels are typed by Triton's compiler, not by annotations.
 # mypy: disable-error-code="no-untyped-def,attr-defined"
-"""What the portable kernels share: matrix products, tiles in and out of memory, masks, tanh.
+"""What the portable tier's kernels share: matrix products, loads and stores of tiles, masks, tanh.
 
 Products of fp32 operands are sums of bf16 products (:func:`dot_fp32`), and Triton's interpreter,
 which has no bf16 arithmetic and no loops over its own scalars, is served by :func:`dot` and
 :func:`loop_bound`. The algorithms are in :mod:`flashattn_triton.portable.forward`, ``key_pass`` and
 ``query_pass``.
+
+The Hopper tier's kernels do not use this module. They are written in Gluon, where each tensor that
+a function creates, such as ``arange`` or ``zeros``, must name its layout in registers, and where
+products are wgmma instructions on tiles in shared memory; functions of ``tl`` express neither. What
+both could share, tanh, differs on purpose: there the special function unit computes it alone.
 """
 
 from __future__ import annotations
@@ -13,6 +18,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashattn_triton.triton_versions import integer_of_interpreter
+
+integer_of = integer_of_interpreter()
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 # HAS_ALIBI where no query sees a key behind its diagonal: all distances have one sign.
@@ -77,7 +85,7 @@ def dot(
 def loop_bound(x, INTERPRETED: tl.constexpr):
     """``x``. The interpreter's scalars are arrays of one element, which ``range`` does not take."""
     if INTERPRETED:
-        return x.handle.data.item()
+        return integer_of(x)
     return x
 
 
@@ -177,12 +185,12 @@ def visible(
 def key_positions(first, slope, N: tl.constexpr):
     """(N,) ALiBi's term of neighbouring keys, the first of them ``first`` positions from the base.
 
-    As sums of one part for each eight keys and one for the place among them: that is one
-    multiply-add for each key, where positions as integers need to be converted.
+    Each is the sum of one term for the key's group of eight and one for its position in the group:
+    that is one multiply-add for each key, where integer positions would have to be converted.
     """
-    places = slope * (tl.arange(0, 8) + first).to(tl.float32)
+    within_eight = slope * (tl.arange(0, 8) + first).to(tl.float32)
     eights = tl.arange(0, N // 8).to(tl.float32) * 8.0
-    return (slope * eights[:, None] + places[None, :]).reshape(N)
+    return (slope * eights[:, None] + within_eight[None, :]).reshape(N)
 
 
 @triton.jit

@@ -26,7 +26,8 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 # Private interfaces are known, and the Hopper kernels compiled without spills in their main loops.
@@ -37,7 +38,6 @@ KNOWN = "Triton " + ", ".join(f"{major}.{minor}" for major, minor in TESTED)
 COMPILE_OPTIONS = {"enable_fp_fusion": True}
 # Encoded descriptors that one argument keeps: more than a deep model has layers.
 _KEPT = 256
-_NO_HOOKS = (None, None, None)
 
 
 def installed() -> tuple[int, int] | None:
@@ -80,18 +80,64 @@ class Tiles(Protocol):
 # What takes a tensor: a descriptor, a pointer, or nothing (the tensor is None at every launch).
 Parameter = Tiles | Literal["pointer"] | None
 # Starts a compiled kernel: stream; launch metadata and two hooks; the kernel's arguments.
-_Launch = Callable[[int, Sequence[Any], list[Any]], None]
+_Launch = Callable[[int, Any, Any, Any, list[Any]], None]
+
+
+def parameter_names(kernel: Any) -> Sequence[str]:
+    """Names of a kernel's parameters, in their order."""
+    names: Sequence[str] = kernel.arg_names
+    return names
+
+
+def compile_kernel(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    arguments: Sequence[Any],
+    constants: Mapping[str, Any],
+    **options: Any,
+) -> Any:
+    """The kernel compiled for the current device and such arguments; launches nothing.
+
+    Args:
+        kernel: a function decorated by ``triton.jit`` or ``gluon.jit``.
+        grid: how many programs there are.
+        arguments: descriptors, numbers, and of pointers the dtype, in the parameters' order.
+        constants: the compile-time arguments, by name.
+        options: of the compilation.
+    """
+    return kernel.warmup(*arguments, **constants, grid=grid, **options)
+
+
+@functools.cache
+def unchecked_descriptor() -> Any:
+    """Triton's type of tensor descriptors, without its checks.
+
+    They take the host longer than the encoding of a descriptor. Callers check what they describe.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    class Descriptor(TensorDescriptor):
+        """A descriptor of a tensor that the TMA can read."""
+
+        def __post_init__(self) -> None:
+            """Checks nothing."""
+
+    return Descriptor
 
 
 def fast_launcher(
-    compiled: Any, grid: tuple[int, int, int], parameters: Sequence[Parameter], rest: Sequence[Any]
-) -> Callable[[Sequence[int]], None] | None:
+    compiled: Any,
+    grid: tuple[int, int, int],
+    parameters: Sequence[Parameter] | Mapping[str, Parameter],
+    rest: Sequence[Any],
+) -> Callable[[Any], None] | None:
     """Starts a compiled kernel on the current stream, given addresses; None if it cannot be done.
 
     Args:
         compiled: what launching a ``triton.jit`` function returned, on the current device.
         grid: how many programs there are.
-        parameters: the kernel's first ones; one address is given for each that is not None.
+        parameters: the kernel's first ones, by name, or in a sequence. One address is given for
+            each that is not None: by the same names, or in a sequence.
         rest: all arguments after those, compile-time ones included.
     """
     if refusal() is not None:
@@ -103,7 +149,15 @@ def fast_launcher(
     # Scratch memory is allocated for each launch; none of these kernels wants any by itself.
     if getattr(launcher, "global_scratch_size", 1) or getattr(launcher, "profile_scratch_size", 1):
         return None
-    described = [x for x in parameters if x not in ("pointer", None)]
+    # What each address is found by: the parameter's name, or its place among the addresses.
+    keys: Iterator[Any]
+    kinds: Sequence[Parameter]
+    if isinstance(parameters, Mapping):
+        kinds = list(parameters.values())
+        keys = iter([name for name, x in parameters.items() if x is not None])
+    else:
+        kinds, keys = parameters, itertools.count()
+    described = [x for x in kinds if x not in ("pointer", None)]
     encodings = list(getattr(compiled.metadata, "tensordesc_meta", None) or ())
     if len(encodings) != len(described) or None in encodings:  # not for the TMA
         return None
@@ -112,28 +166,32 @@ def fast_launcher(
     runtime = knobs.runtime
     template: list[Any] = []
     remaining = iter(encodings)
-    slots: list[tuple[int, _Encoded | None]] = []
-    for parameter in parameters:
+    pointers: list[tuple[Any, int]] = []
+    descriptors: list[tuple[Any, int, _Encoded]] = []
+    for parameter in kinds:
         position = len(template)
         template.append(None)
         if parameter == "pointer":
-            slots.append((position, None))
+            pointers.append((next(keys), position))
         elif parameter is not None:
-            slots.append((position, _Encoded(parameter, next(remaining))))
+            encoded = _Encoded(parameter, next(remaining))
+            descriptors.append((next(keys), position, encoded))
             template += [*parameter.shape, *parameter.strides]
     template += rest
     launch = (_launch_3_6 if installed() == (3, 6) else _launch)(compiled, grid)
 
-    def start(addresses: Sequence[int]) -> None:
+    def start(addresses: Any) -> None:
         arguments = template.copy()
-        for (position, encoded), address in zip(slots, addresses, strict=True):
-            arguments[position] = address if encoded is None else encoded[address]
+        for key, position in pointers:
+            arguments[position] = addresses[key]
+        for key, position, encoded in descriptors:
+            arguments[position] = encoded[addresses[key]]
         stream = current_stream(device)
-        hooks: Sequence[Any] = _NO_HOOKS
-        if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
-            seen = compiled.launch_metadata(grid, stream)
-            hooks = (seen, runtime.launch_enter_hook, runtime.launch_exit_hook)
-        launch(stream, hooks, arguments)
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        if enter.calls or leave.calls:
+            launch(stream, compiled.launch_metadata(grid, stream), enter, leave, arguments)
+        else:
+            launch(stream, None, None, None, arguments)
 
     return start
 
@@ -144,11 +202,15 @@ def _launch_3_6(compiled: Any, grid: tuple[int, int, int]) -> _Launch:
     function = launcher.launch
     if inspect.isfunction(function):  # it expands descriptors, and then calls what is wanted here
         function = inspect.getclosurevars(function).nonlocals["launcher"]
+    x, y, z = grid
     handle, metadata = compiled.function, compiled.packed_metadata
-    flags = (launcher.launch_cooperative_grid, launcher.launch_pdl)
+    cooperative, dependent = launcher.launch_cooperative_grid, launcher.launch_pdl
 
-    def launch(stream: int, hooks: Sequence[Any], arguments: list[Any]) -> None:
-        function(*grid, stream, handle, *flags, None, None, metadata, *hooks, *arguments)
+    def launch(stream: int, seen: Any, enter: Any, leave: Any, arguments: list[Any]) -> None:
+        function(
+            x, y, z, stream, handle, cooperative, dependent,
+            None, None, metadata, seen, enter, leave, *arguments,
+        )  # fmt: skip
 
     return launch
 
@@ -159,14 +221,16 @@ def _launch(compiled: Any, grid: tuple[int, int, int]) -> _Launch:
 
     launcher = compiled.run
     function = driver.active.utils.launch
+    x, y, z = grid
     handle, metadata = compiled.function, compiled.packed_metadata
-    flags = (launcher.launch_cooperative_grid, launcher.launch_pdl)
-    descriptions = (launcher.arg_annotations, launcher.kernel_signature)
+    cooperative, dependent = launcher.launch_cooperative_grid, launcher.launch_pdl
+    annotations, signature = launcher.arg_annotations, launcher.kernel_signature
 
-    def launch(stream: int, hooks: Sequence[Any], arguments: list[Any]) -> None:
+    def launch(stream: int, seen: Any, enter: Any, leave: Any, arguments: list[Any]) -> None:
         function(
-            *grid, stream, handle, *flags, metadata, *hooks, None, None, *descriptions, arguments
-        )
+            x, y, z, stream, handle, cooperative, dependent,
+            metadata, seen, enter, leave, None, None, annotations, signature, arguments,
+        )  # fmt: skip
 
     return launch
 
@@ -198,6 +262,21 @@ class _Encoded(dict[int, Any]):
         )
         found = self[address] = encode(address, *self.settings)
         return found
+
+
+# ---- the interpreter -----------------------------------------------------------------------------
+
+
+def integer_of_interpreter() -> Any:
+    """A function for kernels: the integer in one of the interpreter's scalars, which are arrays."""
+    from triton import constexpr_function  # because kernels may not name other Python functions
+
+    @constexpr_function
+    def integer_of(x: Any) -> int:
+        value: int = x.handle.data.item()
+        return value
+
+    return integer_of
 
 
 # ---- Gluon ---------------------------------------------------------------------------------------

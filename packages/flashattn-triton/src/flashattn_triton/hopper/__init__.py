@@ -6,5 +6,5 @@ heads up to 192 and 256 wide, and ``preprocess`` the small kernels that run befo
 backward kernel. ``forward`` and ``backward`` build their arguments, and ``configs`` holds tile
 shapes. Of what kernels call, ``schedule`` says which tiles they compute, ``products``,
 ``backward_products`` and ``wide_products`` start matrix products, and ``scores`` works on scores in
-registers. ``support`` holds lines of PTX, and ``launch`` the uses of Triton's private interface.
+registers. ``support`` holds lines of PTX, and ``launch`` compiles and starts kernels.
 """

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,18 +23,24 @@ from flashattn_triton.hopper.packed import (
 from flashattn_triton.hopper.preprocess import ROWS, postprocess_kernel, preprocess_kernel
 from flashattn_triton.hopper.schedule import FIELDS
 from flashattn_triton.launch import (
+    Layout,
     Packing,
     Strides,
-    can_use_tma,
+    allocator,
+    contiguous_strides,
     current_device,
     empty_output,
+    layout_of,
+    layout_of_tokens,
     stride_numbers,
-    without_repetitions,
+    tma_refusal,
 )
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
 from flashattn_triton.options import AttentionOptions
 
 LOG2_E = 1.4426950408889634
+# Up to so many bytes, a GPU writes a whole tensor in less time than a view of it takes the host.
+_SMALL_COPY = 2**20
 # By the width of tiles of Q and K: the kernel, and their columns in one load.
 KERNELS: dict[int, tuple[Any, int]] = {
     64: (hopper_backward_kernel, 64),
@@ -72,9 +78,9 @@ def hopper_backward(
     """
     if query.numel() == 0 or key.numel() == 0:
         return no_gradients(query, key, value)
-    q, k, v, o, do = tensors = readable_by_tma(query, key, value, out, grad_out)
+    tensors = (query, key, value, out, grad_out)
     call = hopper_backward_call(tensors, grad_logsumexp, options, packing)
-    return call(q, k, v, o, logsumexp, do, grad_logsumexp, packing)
+    return call(query, key, value, out, logsumexp, grad_out, grad_logsumexp, packing)
 
 
 def no_gradients(
@@ -85,43 +91,62 @@ def no_gradients(
     return dq, dk, dv
 
 
-def readable_by_tma(
-    query: Tensor, key: Tensor, value: Tensor, out: Tensor, grad_out: Tensor
-) -> tuple[Tensor, ...]:
-    """The tensors, or copies of them that the TMA can read; of dO see :func:`single_head`."""
-    inputs = [
-        x if can_use_tma(x) else x.clone(memory_format=torch.contiguous_format)
-        for x in (query, key, value, out)
-    ]
-    if not can_use_tma(without_repetitions(grad_out)):
-        grad_out = single_head(grad_out)
-    return *inputs, grad_out
+# Shape and strides of what is copied of a tensor; an empty tuple stands for all of it.
+Part = tuple[tuple[int, ...], Strides] | tuple[()]
 
 
-def single_head(grad_out: Tensor) -> Tensor:
-    """A copy of dO that the TMA can read: of one head if all are the same, as of a sum."""
-    copy = without_repetitions(grad_out).clone(memory_format=torch.contiguous_format)
-    return copy.expand(grad_out.shape)
+def copied_part(x: Tensor, *, may_repeat: bool, packed: bool) -> tuple[Part | None, Strides]:
+    """What must be copied of a (B, H, N, D) tensor for the TMA to read it, and the copy's strides.
+
+    Args:
+        x: the tensor.
+        may_repeat: whether the strides of batch and heads may be 0, as those of a sum's gradient
+            are. One head is then copied for all that are the same, if there are many.
+        packed: whether launches get (T, H, D) tensors, of which ``x`` is a view.
+
+    Returns:
+        None if nothing must be copied, and the strides with which the tensor or its copy is read.
+    """
+    shape, strides = tuple(x.shape), x.stride()
+    own = shape
+    if may_repeat:
+        own = tuple([1 if i < 2 and stride == 0 else shape[i] for i, stride in enumerate(strides)])
+    if tma_refusal("", torch.Size(own), strides, x.data_ptr() % 16, x.element_size()) is None:
+        return None, strides
+    if not packed and (own == shape or x.numel() * x.element_size() <= _SMALL_COPY):
+        return (), contiguous_strides(shape)
+    copy = contiguous_strides(own)
+    return (own, strides), tuple(
+        [0 if n < whole else stride for n, whole, stride in zip(own, shape, copy, strict=True)]
+    )
+
+
+def copy_of(x: Tensor, part: Part) -> Tensor:
+    """A contiguous copy of a part of ``x``; see :func:`copied_part`."""
+    return (x.as_strided(*part) if part else x).clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HopperBackwardCall:
     """The backward kernels on one kind of input: what their launches need, found out once.
 
-    ``gradients``: shapes and strides of dQ, dK and dV. ``shared``: elements of the memory that the
-    kernels share. ``statistics``: bytes of it that come before the sum of dQ. ``turns``:
-    how many counters of an order there are. ``query_tiles``, ``key_tiles``: of a packed batch; one
-    object where both have the same table.
+    ``device``: its index. ``allocate``: makes tensors there. ``gradients``: layouts of dQ, dK and
+    dV. ``shared``: layout of the memory that the kernels share, whose first ``statistics`` bytes
+    come before the sum of dQ. ``order_counters``: how many there are; 0 where the order of sums is
+    free. ``copied``: of Q, K, V, O and dO, what is copied for the TMA; None if nothing is of any.
+    ``query_tiles``, ``key_tiles``: of a packed batch; one object where both have the same table.
     """
 
     preprocess: FastLaunch
     main: FastLaunch
     postprocess: FastLaunch
-    device: torch.device
-    gradients: Sequence[tuple[Sequence[int], Strides]]
+    device: int | None
+    allocate: Callable[..., Tensor]
+    gradients: tuple[Layout, Layout, Layout]
     statistics: int
-    shared: int
-    turns: int = 0
+    shared: Layout
+    order_counters: int = 0
+    copied: Sequence[Part | None] | None = None
     query_tiles: PackedTiles | None = None
     key_tiles: PackedTiles | None = None
 
@@ -137,36 +162,62 @@ class HopperBackwardCall:
         packing: Packing | None = None,
         mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dQ, dK and dV of inputs of these strides, aligned to 16 bytes.
+        """dQ, dK and dV of inputs of these strides and alignments.
 
         Nothing is needed of ``mask_and_bias``, in which there are sinks at most.
         """
-        if self.device.index != current_device():
+        if self.device != current_device():
             with torch.cuda.device(self.device):
                 return self(query, key, value, out, logsumexp, grad_out, grad_logsumexp, packing)
-        dq, dk, dv = [query.new_empty_strided(*like) for like in self.gradients]
-        shared = query.new_empty(self.shared, dtype=torch.float32)
-        statistics = shared.data_ptr()
-        dq_sum, do = statistics + self.statistics, grad_out.data_ptr()
-        dl = () if grad_logsumexp is None else (grad_logsumexp.data_ptr(),)
-        turns: list[int] = []
-        if self.turns:
-            counters = query.new_zeros(self.turns, dtype=torch.int32)
-            turns = [counters.data_ptr()]
-        of_queries: tuple[int, ...] = ()
-        of_keys: tuple[int, ...] = ()
+        if self.copied is not None:
+            tensors = (query, key, value, out, grad_out)
+            query, key, value, out, grad_out = [
+                x if part is None else copy_of(x, part)
+                for x, part in zip(tensors, self.copied, strict=True)
+            ]
+        allocate, (dq_layout, dk_layout, dv_layout) = self.allocate, self.gradients
+        dq, dk, dv = allocate(*dq_layout), allocate(*dk_layout), allocate(*dv_layout)
+        shared = allocate(*self.shared)
+        statistics, do = shared.data_ptr(), grad_out.data_ptr()
+        dq_sum = statistics + self.statistics
+        before = {
+            "O_ptr": out.data_ptr(),
+            "dO_ptr": do,
+            "L_ptr": logsumexp.data_ptr(),
+            "statistics_ptr": statistics,
+            "dq_ptr": dq_sum,
+        }
+        main = {
+            "q_desc": query.data_ptr(),
+            "k_desc": key.data_ptr(),
+            "v_desc": value.data_ptr(),
+            "do_desc": do,
+            "statistics_desc": statistics,
+            "dq_ptr": dq_sum,
+            "dk_desc": dk.data_ptr(),
+            "dv_desc": dv.data_ptr(),
+        }
+        after = {"sum_ptr": dq_sum, "dq_ptr": dq.data_ptr()}
+        if grad_logsumexp is not None:
+            before["dL_ptr"] = grad_logsumexp.data_ptr()
+        if self.order_counters:
+            counters = query.new_zeros(self.order_counters, dtype=torch.int32)
+            main["order_counters_ptr"] = counters.data_ptr()
         if packing is not None and self.query_tiles is not None and self.key_tiles is not None:
-            tables = [self.query_tiles(packing)]
+            of_queries = of_keys = self.query_tiles(packing)
             if self.key_tiles is not self.query_tiles:
-                tables.append(self.key_tiles(packing))
-            of_queries, of_keys = (tables[0].data_ptr(),), (tables[-1].data_ptr(),)
-        self.preprocess(
-            (out.data_ptr(), do, logsumexp.data_ptr(), *dl, statistics, dq_sum, *of_queries)
-        )
-        inputs = (query.data_ptr(), key.data_ptr(), value.data_ptr())
-        self.main((*inputs, do, statistics, dq_sum, dk.data_ptr(), dv.data_ptr(), *of_keys, *turns))
-        self.postprocess((dq_sum, dq.data_ptr(), *of_queries))
+                of_keys = self.key_tiles(packing)
+            before["tiles_ptr"] = after["tiles_ptr"] = of_queries.data_ptr()
+            main["tiles_ptr"] = of_keys.data_ptr()
+        self.preprocess(before)
+        self.main(main)
+        self.postprocess(after)
         return dq, dk, dv
+
+    def of_tokens(self) -> HopperBackwardCall:
+        """The same launches given (T, H, D) tensors and (H, T) logsumexps of a packed batch."""
+        dq, dk, dv = map(layout_of_tokens, self.gradients)
+        return replace(self, gradients=(dq, dk, dv))
 
 
 def hopper_backward_call(
@@ -176,26 +227,27 @@ def hopper_backward_call(
     packing: Packing | None = None,
 ) -> HopperBackwardCall:
     """The call for Q, K, V, O and dO of these shapes, strides and types."""
-    query, key, value, *_ = tensors
+    query, key, value, out, _ = tensors
     device, dtype = query.device, query.dtype
     shapes = (query.shape, key.shape, value.shape)
-    strides = tuple([x.stride() for x in tensors])
+    packed = packing is not None
+    copies = [copied_part(x, may_repeat=i == 4, packed=packed) for i, x in enumerate(tensors)]
+    copied = [part for part, _ in copies]
     grad_logsumexp_stride = None if grad_logsumexp is None else grad_logsumexp.stride()
     sizes = None if packing is None else packing.sizes
     equal = packing is not None and packing.has_equal_lengths
     options = without_offset(options, equal)
     (batch, heads, n_queries, head_dim), (_, kv_heads, n_keys, _), (*_, value_dim) = shapes
-    q_stride, k_stride, v_stride, o_stride, do_stride = strides
-    gradients = [
-        empty_output(torch.empty_strided(shape, stride, dtype=dtype, device="meta"), shape[3])
-        for shape, stride in zip(shapes, strides, strict=False)
-    ]
-    dq_stride, dk_stride, dv_stride = (x.stride() for x in gradients)
+    q_stride, k_stride, v_stride, o_stride, do_stride = (stride for _, stride in copies)
+    dq, dk, dv = (
+        empty_output(torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta"), width)
+        for x, width in ((query, head_dim), (key, head_dim), (value, value_dim))
+    )
+    dq_stride, dk_stride, dv_stride = dq.stride(), dk.stride(), dv.stride()
     width, values = forward_widths((head_dim, value_dim))
     kernel, loaded = KERNELS[width]
     config = backward_config((head_dim, value_dim), options)
     queries, keys = config.queries, config.keys
-    packed = sizes is not None
     if sizes is None:
         query_tiles = key_tiles = None
         rows = -(-n_queries // queries) * queries * batch * heads
@@ -237,7 +289,15 @@ def hopper_backward_call(
     preprocess = FastLaunch(
         preprocess_kernel,
         programs[0],
-        [dtype, dtype, fp32, fp32 if has_dl else None, torch.bfloat16, fp32, table],
+        {
+            "O_ptr": dtype,
+            "dO_ptr": dtype,
+            "L_ptr": fp32,
+            "dL_ptr": fp32 if has_dl else None,
+            "statistics_ptr": torch.bfloat16,
+            "dq_ptr": fp32,
+            "tiles_ptr": table,
+        },
         {
             **stride_numbers(
                 o=stride_div8(o_stride),
@@ -259,7 +319,7 @@ def hopper_backward_call(
     postprocess = FastLaunch(
         postprocess_kernel,
         programs[0],
-        [fp32, dtype, table],
+        {"sum_ptr": fp32, "dq_ptr": dtype, "tiles_ptr": table},
         {
             **stride_numbers(q=stride_div8(dq_stride)),
             **numbers,
@@ -272,18 +332,20 @@ def hopper_backward_call(
     main = FastLaunch(
         kernel,
         programs[1],
-        [
-            map_of(shapes[0], q_stride, [1, 1, queries, loaded], dtype),
-            map_of(shapes[1], k_stride, [1, 1, keys, loaded], dtype),
-            map_of(shapes[2], v_stride, [1, 1, keys, values], dtype),
-            map_of((batch, heads, n_queries, value_dim), do_stride, [1, 1, queries, values], dtype),
-            tile_map([rows, columns], [columns, 1], [queries, columns], torch.bfloat16),
-            fp32,
-            map_of(shapes[1], dk_stride, [1, 1, OWN.value, loaded], dtype),
-            map_of(shapes[2], dv_stride, [1, 1, OWN.value, values], dtype),
-            table,
-            torch.int32 if options.deterministic else None,
-        ],
+        {
+            "q_desc": map_of(shapes[0], q_stride, [1, 1, queries, loaded], dtype),
+            "k_desc": map_of(shapes[1], k_stride, [1, 1, keys, loaded], dtype),
+            "v_desc": map_of(shapes[2], v_stride, [1, 1, keys, values], dtype),
+            "do_desc": map_of(out.shape, do_stride, [1, 1, queries, values], dtype),
+            "statistics_desc": tile_map(
+                [rows, columns], [columns, 1], [queries, columns], torch.bfloat16
+            ),
+            "dq_ptr": fp32,
+            "dk_desc": map_of(shapes[1], dk_stride, [1, 1, OWN.value, loaded], dtype),
+            "dv_desc": map_of(shapes[2], dv_stride, [1, 1, OWN.value, values], dtype),
+            "tiles_ptr": table,
+            "order_counters_ptr": torch.int32 if options.deterministic else None,
+        },
         {
             "N_QUERIES": n_queries,
             "N_KEYS": n_keys,
@@ -309,11 +371,13 @@ def hopper_backward_call(
         preprocess=preprocess,
         main=main,
         postprocess=postprocess,
-        device=device,
-        gradients=[(x.shape, x.stride()) for x in gradients],
+        device=device.index,
+        allocate=allocator(device),
+        gradients=(layout_of(dq), layout_of(dk), layout_of(dv)),
         statistics=rows * columns * 2,
-        shared=rows * (columns // 2 + width),
+        shared=((rows * (columns // 2 + width),), (1,), fp32),
         query_tiles=query_tiles,
         key_tiles=key_tiles,
-        turns=rows // queries * 2 if options.deterministic else 0,
+        order_counters=rows // queries * 2 if options.deterministic else 0,
+        copied=None if all(part is None for part in copied) else copied,
     )

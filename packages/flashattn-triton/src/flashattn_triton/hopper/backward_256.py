@@ -9,11 +9,12 @@ consumers split the columns. Of each tile of 64 queries a consumer computes
     Sᵀ, Pᵀ, dPᵀ, dSᵀ of 32 queries, which meet the other half in shared memory
     128 columns of dV += Pᵀ dO and of dK += dSᵀ Q, and of the tile's dQ = dS K
 
-A step issues the scores of the next tile, dV, dK and the first part of dQ one after another. While
-they run, what the step before left of dQ is added to the sum in memory. The exponentials of the
-next tile run beside the first part of dQ, and its P and dS are written before the second part is
-issued: dS has two buffers, and the registers of P and dS are free by then. With both parts in
-flight at the exponentials ptxas would run every product by itself, for want of registers.
+A step issues the products of the next tile's scores, dV, dK and the first part of dQ one after
+another. While they run, the second part of the previous step's dQ is added to the sum in memory.
+The next tile's exponentials run beside the first part of dQ, and its P and dS are written before
+the second part is issued: dS has two buffers, and the registers of P and dS are free by then. With
+both parts in flight at the exponentials, registers would not suffice, and ptxas would run every
+product by itself.
 
 Legend: B batch, H query heads, G key/value heads, N_q queries, N_k keys, D head_dim of query and
 key, E of value.
@@ -37,13 +38,12 @@ from flashattn_triton.hopper.backward_kernel import (
     EVERYBODY,
     Q_EMPTY,
     STAGES,
-    apply_mask,
     fragment_offsets,
     wrapped,
 )
 from flashattn_triton.hopper.backward_products import STATISTICS, subtract
 from flashattn_triton.hopper.schedule import (
-    begin_turn,
+    allow_addition,
     key_tile_of_program,
     load_tile,
     next_query_tile,
@@ -52,15 +52,15 @@ from flashattn_triton.hopper.schedule import (
     tiles_before,
     walk,
 )
-from flashattn_triton.hopper.scores import tanh
+from flashattn_triton.hopper.scores import mask_probabilities, tanh
 from flashattn_triton.hopper.support import (
-    end_turn,
     exp2,
     named_barrier_arrive,
     named_barrier_arrive_at,
     named_barrier_sync,
     named_barrier_sync_at,
     reduce_add,
+    signal_successors,
     tma_load,
 )
 
@@ -70,7 +70,8 @@ HALF = gl.constexpr(32)  # queries whose scores a consumer computes
 COLUMNS = gl.constexpr(128)  # of the gradients, of a consumer
 PART = gl.constexpr(64)  # columns of dQ that a consumer computes at a time
 DS_BUFFERS = gl.constexpr(2)  # tiles of dS: read for dQ, and written
-# Hardware barriers, one for each consumer: it has read P of this tile, or written the next one's.
+# Hardware barriers, the first of two each. Consumer c arrives at READ + c when it has read this
+# tile's P, and at WRITTEN + c when it has written its half of P and dS of the next tile.
 READ = gl.constexpr(4)
 WRITTEN = gl.constexpr(6)
 
@@ -82,7 +83,7 @@ def _producer(
     loads,
     full,
     buffers,
-    turns_ptr,
+    order_counters_ptr,
     sizes,
     tiles_ptr,
     band,
@@ -110,7 +111,7 @@ def _producer(
     load_tile(k_desc, k_at, kv_head, first_key, kv_full, k_smem.index(0), PACKED)
     load_tile(v_desc, k_at, kv_head, first_key, kv_full, v_smem.index(0), PACKED)
     n_heads = N_KV_HEADS * HEADS_PER_KV
-    before = tiles_before(q_at, n_queries, sequence, n_heads, n_tiles, TILE, PACKED)
+    first_tile = tiles_before(q_at, n_queries, sequence, n_heads, n_tiles, TILE, PACKED)
     tile = first
     head = kv_head * HEADS_PER_KV
     tile_to_add = tile
@@ -118,16 +119,17 @@ def _producer(
     for step in range(steps + STAGES):
         slot = step % STAGES
         if ORDERED:
-            ready = step - STAGES  # whose turn is awaited early, because a load takes long
+            # Of the step whose dQ comes next: its counter is read ahead, because that takes long.
+            ready = step - STAGES
             if ready >= 0:
-                begin_turn(
-                    may_add.index(slot), turns_ptr + before, tile_to_add, head_to_add, first_key,
-                    n_keys, offset, n_tiles, TILE, TILE, is_causal,
+                allow_addition(
+                    may_add.index(slot), order_counters_ptr + first_tile, tile_to_add, head_to_add,
+                    first_key, n_keys, offset, n_tiles, TILE, TILE, is_causal,
                 )  # fmt: skip
                 tile_to_add, head_to_add = next_query_tile(
                     tile_to_add, head_to_add, first, last, wrap
                 )
-        row = (before + head * n_tiles + tile) * TILE  # of all heads' tiles
+        row = (first_tile + head * n_tiles + tile) * TILE  # of all heads' tiles
         if step >= STAGES:
             named_barrier_sync_at(Q_EMPTY + slot, EVERYBODY)
         if step < steps:
@@ -148,7 +150,7 @@ def _producer(
 
 
 @gluon.jit
-def _start_scores(buffers, again, slot, CONSUMER: gl.constexpr, HAS_SOFTCAP: gl.constexpr):
+def _start_scores(buffers, opaque_zero, slot, CONSUMER: gl.constexpr, HAS_SOFTCAP: gl.constexpr):
     """Issues (TILE, HALF) scores less L / scale, and dP less delta, of the consumer's queries.
 
     With a soft-cap L is subtracted later, from their tanh.
@@ -161,27 +163,27 @@ def _start_scores(buffers, again, slot, CONSUMER: gl.constexpr, HAS_SOFTCAP: gl.
     s = gl.zeros([TILE, HALF], gl.float32, SCORES)
     if not HAS_SOFTCAP:
         s = subtract(0, statistics, s, False, SCORES)
-    s = warpgroup_mma(k_smem.index(again), q_half.permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma(k_smem.index(opaque_zero), q_half.permute((1, 0)), s, is_async=True)
     dp = gl.zeros([TILE, HALF], gl.float32, SCORES)
-    v_tile = v_smem.index(again)
+    v_tile = v_smem.index(opaque_zero)
     dp = warpgroup_mma(v_tile, do_half.permute((1, 0)), dp, use_acc=False, is_async=True)
     dp = subtract(1, statistics, dp, True, SCORES)
     return s, dp
 
 
 @gluon.jit
-def _start_dq(ds_tile, k_smem, again, dq, SECOND: gl.constexpr, CONSUMER: gl.constexpr):
+def _start_dq(ds_tile, k_smem, opaque_zero, dq, SECOND: gl.constexpr, CONSUMER: gl.constexpr):
     """Issues PART columns of a tile of dQ, in the registers of ``dq``, whatever they hold."""
-    columns = k_smem.index(again).slice(CONSUMER * COLUMNS + SECOND * PART, PART, dim=1)
+    columns = k_smem.index(opaque_zero).slice(CONSUMER * COLUMNS + SECOND * PART, PART, dim=1)
     return warpgroup_mma(ds_tile.permute((1, 0)), columns, dq, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _add_dq(there, dq, SECOND: gl.constexpr, CONSUMER: gl.constexpr):
-    """Adds what :func:`_start_dq` computed to the tile of the sum that begins ``there``."""
+def _add_dq(dq_pointer, dq, SECOND: gl.constexpr, CONSUMER: gl.constexpr):
+    """Adds what :func:`_start_dq` computed to the tile of the sum that begins at ``dq_pointer``."""
     FIRST: gl.constexpr = (CONSUMER * 2 + SECOND) * TILE * PART
     LAYOUT: gl.constexpr = dq.type.layout
-    reduce_add(there + FIRST + fragment_offsets(PART, LAYOUT), dq, gl.to_tensor(True))
+    reduce_add(dq_pointer + FIRST + fragment_offsets(PART, LAYOUT), dq, gl.to_tensor(True))
 
 
 @gluon.jit
@@ -212,15 +214,15 @@ def _probabilities(
         s = warpgroup_mma_wait(0, deps=(s,))
     p = exp2(s * scale_log2)
     if is_causal or HAS_LEFT or RAGGED:
-        p = apply_mask(p, diagonal, band, n_keys, RAGGED, is_causal, HAS_LEFT)
+        p = mask_probabilities(p, diagonal, band, n_keys, RAGGED, is_causal, HAS_LEFT)
     return p.to(DTYPE), (p * dp).to(DTYPE)
 
 
 @gluon.jit
 def _write(p, ds, p_smem, ds_tile, CONSUMER: gl.constexpr):
-    """Writes this consumer's half of P and dS, once the other has read the tile before.
+    """Writes this consumer's half of P and dS, once the other has read the previous tile's P.
 
-    That consumer then has dQ of the tile before in flight, which reads the other buffer of dS.
+    The other consumer may still compute dQ of the previous tile from the other buffer of dS.
     """
     named_barrier_sync(READ + 1 - CONSUMER, CONSUMERS)
     p_smem.index(0).slice(CONSUMER * HALF, HALF, dim=1).store(p)
@@ -235,12 +237,12 @@ def _step(
     buffers,
     p_smem,
     ds_smem,
-    there,  # this tile of the sum of dQ
-    there_before,  # that of the step before; in step 0 the same
+    dq_pointer,  # where this step's tile of the sum of dQ begins
+    previous_dq_pointer,  # where the previous step's begins; in step 0 the same
     step,
     steps,  # in all
-    turns,  # counters of the group's tiles, if ORDERED
-    before,  # the tile of the step before, of the tiles of the group's heads
+    order_counters,  # one for each tile of dQ of the group of heads, if ORDERED
+    previous_tile,  # the previous step's, counted from the group's first tile
     diagonal,  # of the next tile
     band,
     n_keys,
@@ -248,7 +250,7 @@ def _step(
     tanh_scale,
     dk,  # (TILE, COLUMNS) fp32, without the scale
     dv,
-    dq,  # (TILE, PART) fp32, the second part of the step before
+    dq,  # (TILE, PART) fp32, the second part of the previous step's dQ
     CONSUMER: gl.constexpr,
     RAGGED: gl.constexpr,
     is_causal: gl.constexpr,
@@ -267,21 +269,21 @@ def _step(
     next_phase = ((step + 1) // STAGES) & 1
     # Always 0, which the compiler cannot know: it would otherwise keep all addresses within K and V
     # in registers, of which there are too few.
-    again = step >> 30
+    opaque_zero = step >> 30
     DQ: gl.constexpr = dq.type.layout
-    nothing = gl.zeros([TILE, PART], gl.float32, DQ)
+    zero_accumulator = gl.zeros([TILE, PART], gl.float32, DQ)
     ds_tile = ds_smem.index(step % DS_BUFFERS)
     next_ds_tile = ds_smem.index((step + 1) % DS_BUFFERS)
     mbarrier.wait(q_full.index(next_slot), next_phase, pred=step + 1 < steps)
     mbarrier.wait(do_full.index(next_slot), next_phase, pred=step + 1 < steps)
-    # After the last step of anything.
-    s, dp = _start_scores(buffers, again, next_slot, CONSUMER, HAS_SOFTCAP)
+    # In the last step there is no next tile: the operands are old, and nobody uses the result.
+    s, dp = _start_scores(buffers, opaque_zero, next_slot, CONSUMER, HAS_SOFTCAP)
     do_columns = do_smem.index(slot).slice(CONSUMER * COLUMNS, COLUMNS, dim=1)
     q_columns = q_smem.index(slot).slice(CONSUMER * COLUMNS, COLUMNS, dim=1)
     dv = warpgroup_mma(p_smem.index(0), do_columns, dv, is_async=True)
     dk = warpgroup_mma(ds_tile, q_columns, dk, is_async=True)
-    _add_dq(there_before, dq, True, CONSUMER)
-    dq = _start_dq(ds_tile, k_smem, again, dq, False, CONSUMER)
+    _add_dq(previous_dq_pointer, dq, True, CONSUMER)
+    dq = _start_dq(ds_tile, k_smem, opaque_zero, dq, False, CONSUMER)
     s, dp, dk, dv = warpgroup_mma_wait(1, deps=(s, dp, dk, dv))
     named_barrier_arrive(READ + CONSUMER, CONSUMERS)
     named_barrier_arrive_at(Q_EMPTY + slot, EVERYBODY)
@@ -291,12 +293,12 @@ def _step(
         CONSUMER, q_smem.dtype, RAGGED, is_causal, HAS_LEFT,
     )  # fmt: skip
     _write(p, ds, p_smem, next_ds_tile, CONSUMER)
-    second = _start_dq(ds_tile, k_smem, again, nothing, True, CONSUMER)
+    second = _start_dq(ds_tile, k_smem, opaque_zero, zero_accumulator, True, CONSUMER)
     dq = warpgroup_mma_wait(1, deps=(dq,))
     if ORDERED:
-        end_turn(turns + before, step > 0)
+        signal_successors(order_counters + previous_tile, step > 0)
         mbarrier.wait(may_add.index(slot), (step // STAGES) & 1)
-    _add_dq(there, dq, False, CONSUMER)
+    _add_dq(dq_pointer, dq, False, CONSUMER)
     second = warpgroup_mma_wait(0, deps=(second,))
     named_barrier_sync(WRITTEN + 1 - CONSUMER, CONSUMERS)
     return dk, dv, second
@@ -311,7 +313,7 @@ def _consumer(
     p_smem,
     ds_smem,
     dq_ptr,
-    turns_ptr,
+    order_counters_ptr,
     scale,
     scale_log2,
     tanh_scale,
@@ -344,9 +346,9 @@ def _consumer(
     group = tiles_before(q_at, n_queries, sequence, n_heads, n_tiles, TILE, PACKED)
     group += kv_head * HEADS_PER_KV * n_tiles
     dq_group = dq_ptr + gl.cast(group, gl.int64) * (TILE * WIDTH)
-    turns = turns_ptr
+    order_counters = order_counters_ptr
     if ORDERED:
-        turns += group
+        order_counters += group
     diagonal = first * TILE + offset - first_key + CONSUMER * HALF
     mbarrier.wait(kv_full, 0)
     mbarrier.wait(q_full.index(0), 0)
@@ -365,23 +367,24 @@ def _consumer(
     dv = gl.zeros([TILE, COLUMNS], gl.float32, GRADIENT)
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     dq = gl.zeros([TILE, PART], gl.float32, DQ)
-    before = first  # to which step 0 adds zeros
-    there_before = dq_group + gl.cast(first, gl.int64) * (TILE * WIDTH)
+    previous_tile = first  # step 0 adds zeros to this tile
+    previous_dq_pointer = dq_group + gl.cast(first, gl.int64) * (TILE * WIDTH)
     for step in range(steps):
         tile = (step // per_head) * n_tiles + wrapped(first + step % per_head, n_tiles)
-        there = dq_group + gl.cast(tile, gl.int64) * (TILE * WIDTH)
+        dq_pointer = dq_group + gl.cast(tile, gl.int64) * (TILE * WIDTH)
         next_diagonal = diagonal + ((step + 1) % per_head) * TILE
         dk, dv, dq = _step(
-            full, buffers, p_smem, ds_smem, there, there_before, step, steps, turns, before,
-            next_diagonal, band, n_keys, scale_log2, tanh_scale, dk, dv, dq, CONSUMER, RAGGED,
-            is_causal, HAS_LEFT, ORDERED,
+            full, buffers, p_smem, ds_smem, dq_pointer, previous_dq_pointer, step, steps,
+            order_counters, previous_tile, next_diagonal, band, n_keys, scale_log2, tanh_scale, dk,
+            dv, dq, CONSUMER, RAGGED, is_causal, HAS_LEFT, ORDERED,
         )  # fmt: skip
-        before = tile
-        there_before = there
-    _add_dq(there_before, dq, True, CONSUMER)
+        previous_tile = tile
+        previous_dq_pointer = dq_pointer
+    _add_dq(previous_dq_pointer, dq, True, CONSUMER)
     if ORDERED:
-        end_turn(turns + before, gl.to_tensor(True))
-    # The other has said that its scores are complete; of K it then reads its own columns alone.
+        signal_successors(order_counters + previous_tile, gl.to_tensor(True))
+    # The other consumer has arrived at WRITTEN, so that its scores are complete. After them it does
+    # not read V, and of K only its own columns: this consumer's columns may be overwritten.
     own_v = v_smem.index(0).slice(CONSUMER * COLUMNS, COLUMNS, dim=1)
     own_k = k_smem.index(0).slice(CONSUMER * COLUMNS, COLUMNS, dim=1)
     own_v.store(dv.to(own_v.dtype))
@@ -412,8 +415,9 @@ def backward_256_kernel(
     dq_ptr,  # (B · H · tiles, WIDTH / PART, TILE · PART) fp32, blocks as fragment_offsets says
     dk_desc,  # (B, G, N_k, D)
     dv_desc,  # (B, G, N_k, E)
-    tiles_ptr,  # this and all that follows as of hopper_backward_kernel
-    turns_ptr,  # one for a tile
+    # From here on, parameters are those of hopper_backward_kernel, but for the counters' shape.
+    tiles_ptr,
+    order_counters_ptr,  # (B · H · tiles,) int32, zeros, if ORDERED, else None
     N_QUERIES,
     N_KEYS,
     N_KV_HEADS,
@@ -465,16 +469,16 @@ def backward_256_kernel(
     if present:
         gl.warp_specialize([
             (_producer, (
-                loads, full, buffers, turns_ptr, sizes, tiles_ptr, band, is_causal, HAS_LEFT,
-                PACKED, BOTTOM_RIGHT, ORDERED,
+                loads, full, buffers, order_counters_ptr, sizes, tiles_ptr, band, is_causal,
+                HAS_LEFT, PACKED, BOTTOM_RIGHT, ORDERED,
             )),
             (_consumer, (
-                dk_desc, dv_desc, full, buffers, p_smem, ds_smem, dq_ptr, turns_ptr, scale,
+                dk_desc, dv_desc, full, buffers, p_smem, ds_smem, dq_ptr, order_counters_ptr, scale,
                 scale_log2, tanh_scale, sizes, tiles_ptr, band, 0, RAGGED, is_causal, HAS_LEFT,
                 PACKED, BOTTOM_RIGHT, ORDERED,
             )),
             (_consumer, (
-                dk_desc, dv_desc, full, buffers, p_smem, ds_smem, dq_ptr, turns_ptr, scale,
+                dk_desc, dv_desc, full, buffers, p_smem, ds_smem, dq_ptr, order_counters_ptr, scale,
                 scale_log2, tanh_scale, sizes, tiles_ptr, band, 1, RAGGED, is_causal, HAS_LEFT,
                 PACKED, BOTTOM_RIGHT, ORDERED,
             )),

@@ -12,10 +12,10 @@ in registers:
     dV += Pᵀ dO,   dK += dSᵀ Q      from registers
     dQ  = dS K                      dS through shared memory, where both consumers' halves meet
 
-dQ is one step late: when a consumer has written its half of dS of this tile, it multiplies dS of
-the tile before. So neither waits for what the other has just computed, and the exponentials of one
-run under the products of the other. ``preprocess.py`` holds the small kernels that run before and
-after this one.
+dQ is one step late: when a consumer has written its half of dS of this tile, it issues the product
+with dS of the previous tile. So no consumer waits for dS that the other consumer has just computed,
+and the exponentials of one consumer run while the tensor cores work for the other.
+``preprocess.py`` holds the small kernels that run before and after this one.
 
 The tensor cores subtract L and delta: three bf16 numbers that add up to each travel with Q, 32
 bytes per query, and are multiplied by ones. If every thread loaded them for its columns of scores,
@@ -25,9 +25,12 @@ With a soft-cap c the tanh T of S · scale / c takes the place of S. L / c is su
 dS has a factor 1 - T².
 
 The order in which programs add to dQ is not fixed unless ORDERED. Then each consumer's part of a
-tile of dQ has a counter, and tiles of keys add to it from the last to the first: under a causal
-mask each program begins at its diagonal, which no program before it has yet to reach. A program
-only waits for ones with smaller indices, which the hardware starts earlier.
+tile of dQ has an order counter, and programs add to the tile in the order of their tiles of keys,
+from the last to the first. A program waits until its predecessors, those with later keys, have
+added and incremented the counter. Under a causal mask that wait is short: each program begins at
+its diagonal, the first tile of queries that sees its keys, and its predecessors begin at later
+tiles. Predecessors have smaller program indices, and the hardware starts those first, so that no
+program waits for one that cannot start.
 
 Legend: B batch, H query heads, G key/value heads, N_q queries, N_k keys, D head_dim.
 """
@@ -64,30 +67,32 @@ from flashattn_triton.hopper.schedule import (
     key_tile_of_program,
     load_tile,
     next_query_tile,
+    predecessor_warps,
     query_tiles,
     store_tile,
     tiles_before,
-    turn_of,
     walk,
 )
-from flashattn_triton.hopper.scores import tanh
+from flashattn_triton.hopper.scores import mask_probabilities, tanh
 from flashattn_triton.hopper.support import (
-    end_turn,
     exp2,
     named_barrier_arrive_at,
     named_barrier_sync_at,
     reduce_add,
+    signal_successors,
     tma_load,
-    wait_for_turn,
+    wait_for_predecessors,
 )
 
 KEYS = gl.constexpr(128)  # of one program
 STAGES = gl.constexpr(2)  # tiles of Q and of dO that are in shared memory at a time
 DS_BUFFERS = gl.constexpr(3)  # tiles of dS: written, read, and still read by the slower consumer
 
-# Hardware barriers. At the first ones consumers tell the producer, which waits, that one of two
-# slots may be filled again; at the others they tell each other that dS is written. Unlike arrivals
-# at barriers in shared memory, these need no barrier among a consumer's own warps first.
+# Hardware barriers, the first of several each. Consumers arrive at DO_EMPTY + slot or at
+# Q_EMPTY + slot when they have read that slot, and the producer waits there before it loads the
+# next tile into it. At the four barriers from DS_WRITTEN on, each consumer tells the other that it
+# has written its half of dS (see ds_written). Arrivals at barriers in shared memory would need a
+# barrier among a consumer's own warps first; arrivals at these do not.
 DO_EMPTY = gl.constexpr(0)
 Q_EMPTY = gl.constexpr(2)
 DS_WRITTEN = gl.constexpr(4)
@@ -100,7 +105,7 @@ EVERYBODY = gl.constexpr(384)
 @gluon.jit
 def _producer(
     loads,  # descriptors of Q, K, V, dO and the statistics
-    full,  # barriers: copied
+    full,  # barriers: the TMA has loaded K and V, a tile of Q, a tile of dO
     buffers,
     sizes,
     tiles_ptr,
@@ -132,12 +137,12 @@ def _producer(
     load_tile(k_desc, k_at, kv_head, first_key, kv_full, k_smem.index(0), PACKED)
     load_tile(v_desc, k_at, kv_head, first_key, kv_full, v_smem.index(0), PACKED)
     n_heads = N_KV_HEADS * HEADS_PER_KV
-    before = tiles_before(q_at, n_queries, sequence, n_heads, n_tiles, QUERIES, PACKED)
+    first_tile = tiles_before(q_at, n_queries, sequence, n_heads, n_tiles, QUERIES, PACKED)
     tile = first
     head = kv_head * HEADS_PER_KV
     for step in range(steps + STAGES):
         slot = step % STAGES
-        row = (before + head * n_tiles + tile) * QUERIES  # of all heads' tiles
+        row = (first_tile + head * n_tiles + tile) * QUERIES  # of all heads' tiles
         first_query = tile * QUERIES
         if step >= STAGES:
             named_barrier_sync_at(DO_EMPTY + slot, EVERYBODY)
@@ -147,7 +152,7 @@ def _producer(
             load_tile(do_desc, q_at, head, first_query, do_full.index(slot), do_tile, PACKED)
         if step >= STAGES:
             named_barrier_sync_at(Q_EMPTY + slot, EVERYBODY)
-        if step <= steps:  # consumers start one more product than they use
+        if step <= steps:  # the last step issues the scores of a tile that nobody uses
             mbarrier.expect(q_full.index(slot), QUERY_BYTES + QUERIES * STATISTICS * 2)
             q_tile = q_smem.index(slot)
             load_tile(q_desc, q_at, head, first_query, q_full.index(slot), q_tile, PACKED)
@@ -160,35 +165,8 @@ def _producer(
 
 
 @gluon.jit
-def apply_mask(
-    p,
-    diagonal,
-    band,
-    n_keys,
-    RAGGED: gl.constexpr,
-    is_causal: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
-):
-    """(keys, queries) probabilities, with 0 where the query does not see the key.
-
-    Query i sees the rows of ``p`` from ``diagonal + i - band`` to ``diagonal + i``, which are among
-    the first ``n_keys``.
-    """
-    LAYOUT: gl.constexpr = p.type.layout
-    keys = gl.arange(0, p.shape[0], gl.SliceLayout(1, LAYOUT))
-    last = diagonal + gl.arange(0, p.shape[1], gl.SliceLayout(0, LAYOUT))
-    if is_causal:
-        p = gl.where(gl.expand_dims(keys, 1) <= gl.expand_dims(last, 0), p, 0.0)
-    if HAS_LEFT:
-        p = gl.where(gl.expand_dims(keys, 1) >= gl.expand_dims(last - band, 0), p, 0.0)
-    if RAGGED:
-        p = gl.where(gl.expand_dims(keys < n_keys, 1), p, 0.0)
-    return p
-
-
-@gluon.jit
 def wrapped(tile, n_tiles):
-    """A walk over all tiles that began in the middle goes on with the first."""
+    """``tile``, counted on from tile 0 after the last one, where a walk begins in the middle."""
     return gl.where(tile < n_tiles, tile, tile - n_tiles)
 
 
@@ -205,17 +183,20 @@ def fragment_offsets(WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def ds_written(CONSUMER: gl.constexpr, steps):
-    """The barrier at which ``CONSUMER`` says that it has written dS of so many steps.
+    """The barrier at which ``CONSUMER`` arrives when it has written dS of ``steps`` steps.
 
-    In step n a consumer waits for what the other says after n steps, writes dS, says so, which is
-    after n + 1 steps, and reads dS of step n - 1. Once before step 0, and once more after the last,
-    it does the same without writing. This is enough:
+    In step n a consumer waits at the other consumer's barrier for n steps, writes its half of dS,
+    arrives at its own barrier for n + 1 steps, and reads both halves of dS of step n - 1. It
+    arrives once before step 0, for 0 steps, and once after the last step, when it has read all dS.
+    Two barriers for each consumer and three buffers of dS are enough:
 
-    - Both halves of what it reads have been written, and by all of its own warps, which wait too.
-    - It writes over dS of step n - 3. The other read that in step n - 2, at whose end its products
-      were complete, and has since spoken after n steps.
-    - Two barriers each do: nobody speaks after n + 1 steps before the other has waited for n - 1,
-      because the other did so in step n - 1 before it spoke after n, which has been waited for.
+    - A read is safe: both halves of dS of step n - 1 are complete after the wait for n steps, in
+      which all warps of the reading consumer take part.
+    - A write is safe: in step n it replaces dS of step n - 3. The other consumer reads that in its
+      step n - 2, at whose end its products are complete, and arrives for n steps after that.
+    - A barrier is free when it is used again: an arrival for n + 1 steps uses the barrier of n - 1
+      steps. It follows a wait for the other's n steps, and the other consumer waits for n - 1 steps
+      before it arrives for n.
     """
     return DS_WRITTEN + 2 * CONSUMER + steps % 2
 
@@ -225,13 +206,13 @@ def _step(
     full,
     buffers,
     ds_smem,
-    dq_own,  # where this consumer's half of the group's first tile of dQ lies
+    dq_own,  # pointers to this consumer's half of the first tile of dQ of the group of heads
     step,
     steps,  # in all
-    before,  # the tile before, of the tiles of the group's heads; -1 if there is none
-    turns_own,  # counters of its part of each tile, if ORDERED
-    turn,  # of this program at the tile before
-    added,  # the tile that it added to last; -1 if there is none
+    previous_tile,  # the previous step's, counted from the group's first tile; -1 in step 0
+    own_counters,  # the order counters of this consumer's half of each tile, if ORDERED
+    n_predecessors,  # warps that add to the previous tile earlier
+    last_added_tile,  # the tile of dQ that this consumer added to last; -1 if there is none
     diagonal,
     band,
     n_keys,
@@ -249,7 +230,7 @@ def _step(
     ORDERED: gl.constexpr,
     MASKED: gl.constexpr,
 ):
-    """Adds what one tile of queries contributes to dK and dV, and the one before to dQ.
+    """Adds what one tile of queries contributes to dK and dV, and the previous tile to dQ.
 
     Returns the next tile's scores, dK and dV.
     """
@@ -267,10 +248,10 @@ def _step(
     next_phase = ((step + 1) // STAGES) & 1
     # Always 0, which the compiler cannot know: it would otherwise keep all addresses within K and V
     # in registers, of which there are too few.
-    again = step >> 30
-    k_tile = k_smem.index(again)
+    opaque_zero = step >> 30
+    k_tile = k_smem.index(opaque_zero)
     own_k = k_tile.slice(CONSUMER * OWN, OWN, dim=0)
-    own_v = v_smem.index(again).slice(CONSUMER * OWN, OWN, dim=0)
+    own_v = v_smem.index(opaque_zero).slice(CONSUMER * OWN, OWN, dim=0)
     q_tile = q_smem.index(slot)
     do_tile = do_smem.index(slot)
     ds_tile = ds_smem.index(step % DS_BUFFERS)
@@ -285,11 +266,11 @@ def _step(
         s = warpgroup_mma_wait(0, deps=(subtract(0, statistics, s, True, SCORES),))
     else:
         dp = start_dp(own_v, do_tile, statistics, COLUMNS, SCORES)
-    if ORDERED:  # late, when what was added has long arrived
-        end_turn(turns_own + 2 * added, added >= 0)
+    if ORDERED:  # not right after the additions, whose completion it would then wait for
+        signal_successors(own_counters + 2 * last_added_tile, last_added_tile >= 0)
     p = exp2(s * scale_log2)
     if MASKED:
-        p = apply_mask(p, diagonal, band, n_keys, RAGGED, is_causal, HAS_LEFT)
+        p = mask_probabilities(p, diagonal, band, n_keys, RAGGED, is_causal, HAS_LEFT)
     dv = issue_columns(gl.convert_layout(p.to(DTYPE), OPERAND), do_tile, dv)
     if HAS_SOFTCAP:  # dP as late as this, for want of registers
         p *= slope.to(gl.float32)
@@ -303,7 +284,8 @@ def _step(
     ds_tile.slice(CONSUMER * OWN, OWN, dim=0).store(ds)
     fence_async_shared()
     named_barrier_arrive_at(ds_written(CONSUMER, step + 1), CONSUMERS)
-    dq = start_dq(ds_before, k_tile, DQ_WIDTH, CONSUMER)  # in step 0 of whatever is there
+    # In step 0 there is no previous tile: the buffer is uninitialised, the result is not added.
+    dq = start_dq(ds_before, k_tile, DQ_WIDTH, CONSUMER)
     if not DK_FIRST:
         dk = issue_columns(gl.convert_layout(ds, OPERAND), q_tile, dk)
     dv = wait_for_columns(dv, RANGES + 1)
@@ -315,8 +297,8 @@ def _step(
     AFTER_DQ: gl.constexpr = 1 if DK_FIRST else 2
     dq = warpgroup_mma_wait(RANGES + AFTER_DQ - (1 if HAS_SOFTCAP else 0), deps=(dq,))
     if ORDERED:
-        wait_for_turn(turns_own + 2 * before, turn, before >= 0)
-    reduce_add(dq_own + gl.cast(before, gl.int64) * (QUERIES * D), dq, before >= 0)
+        wait_for_predecessors(own_counters + 2 * previous_tile, n_predecessors, previous_tile >= 0)
+    reduce_add(dq_own + gl.cast(previous_tile, gl.int64) * (QUERIES * D), dq, previous_tile >= 0)
     mbarrier.wait(do_full.index(next_slot), next_phase, pred=step + 1 < steps)
     # ptxas runs every product by itself unless each iteration ends with nothing in flight.
     s, dk = wait_for_all(s, dk)
@@ -332,7 +314,7 @@ def _consumer(
     buffers,
     ds_smem,
     dq_ptr,
-    turns_ptr,
+    order_counters_ptr,
     scale,
     scale_log2,
     tanh_scale,
@@ -370,13 +352,13 @@ def _consumer(
         first_key, offset, band, n_tiles, KEYS, QUERIES, is_causal, HAS_LEFT, ORDERED
     )
     steps = per_head * HEADS_PER_KV
-    # A tile of queries sees all keys here if its first query does.
+    # Under a causal mask, all queries of a tile see all keys here if its first query does.
     diagonal = first * QUERIES + offset - own_key
     n_masked = 0
     if is_causal:
         n_masked = min(max(gl.cdiv(OWN - 1 - diagonal, QUERIES), 0), per_head)
-    n_seen = per_head  # of these steps, those before a window's left edge, or on it
-    if HAS_LEFT:  # a tile of queries sees all keys here if its last query does
+    n_seen = per_head  # from this step on, a window's left edge hides keys from some queries
+    if HAS_LEFT:  # all queries of a tile see all keys here if its last query does
         n_seen = min(max((band - diagonal + 1) // QUERIES, n_masked), per_head)
     if RAGGED:
         n_masked = gl.where(n_keys < OWN, per_head, n_masked)
@@ -386,9 +368,9 @@ def _consumer(
     group += kv_head * HEADS_PER_KV * n_tiles
     dq_own = dq_ptr + gl.cast(group, gl.int64) * (QUERIES * D) + CONSUMER * 4096
     dq_own += fragment_offsets(DQ_WIDTH, DQ)
-    turns_own = turns_ptr
+    own_counters = order_counters_ptr
     if ORDERED:
-        turns_own += group * 2 + CONSUMER
+        own_counters += group * 2 + CONSUMER
 
     mbarrier.wait(kv_full, 0)
     mbarrier.wait(q_full.index(0), 0)
@@ -402,68 +384,71 @@ def _consumer(
     named_barrier_arrive_at(ds_written(CONSUMER, 0), CONSUMERS)
     step = 0
     head = 0  # the first tile of a head, of the tiles of the group's heads
-    before = -1
-    turn = 0
-    added = -1
+    previous_tile = -1
+    n_predecessors = 0
+    last_added_tile = -1
     for _ in range(HEADS_PER_KV):
         if is_causal or RAGGED:
             for j in range(n_masked):
                 s, dk, dv = _step(
-                    full, buffers, ds_smem, dq_own, step, steps, before, turns_own, turn, added,
-                    diagonal + j * QUERIES, band, n_keys, scale_log2, tanh_scale, s, dk, dv,
-                    CONSUMER, COLUMNS, DQ_WIDTH, RAGGED, is_causal, HAS_LEFT, ORDERED, True,
+                    full, buffers, ds_smem, dq_own, step, steps, previous_tile, own_counters,
+                    n_predecessors, last_added_tile, diagonal + j * QUERIES, band, n_keys,
+                    scale_log2, tanh_scale, s, dk, dv, CONSUMER, COLUMNS, DQ_WIDTH, RAGGED,
+                    is_causal, HAS_LEFT, ORDERED, True,
                 )  # fmt: skip
                 step += 1
                 if ORDERED:
-                    added = before
-                    turn = turn_of(
+                    last_added_tile = previous_tile
+                    n_predecessors = predecessor_warps(
                         first + j, first_key, all_keys, offset, n_tiles, KEYS, QUERIES, is_causal
                     )
-                before = head + wrapped(first + j, n_tiles)
+                previous_tile = head + wrapped(first + j, n_tiles)
         for j in range(n_masked, n_seen):
             s, dk, dv = _step(
-                full, buffers, ds_smem, dq_own, step, steps, before, turns_own, turn, added,
-                diagonal, band, n_keys, scale_log2, tanh_scale, s, dk, dv, CONSUMER, COLUMNS,
-                DQ_WIDTH, RAGGED, is_causal, HAS_LEFT, ORDERED, False,
+                full, buffers, ds_smem, dq_own, step, steps, previous_tile, own_counters,
+                n_predecessors, last_added_tile, diagonal, band, n_keys, scale_log2, tanh_scale, s,
+                dk, dv, CONSUMER, COLUMNS, DQ_WIDTH, RAGGED, is_causal, HAS_LEFT, ORDERED, False,
             )  # fmt: skip
             step += 1
             if ORDERED:
-                added = before
-                turn = turn_of(
+                last_added_tile = previous_tile
+                n_predecessors = predecessor_warps(
                     first + j, first_key, all_keys, offset, n_tiles, KEYS, QUERIES, is_causal
                 )
-            before = head + wrapped(first + j, n_tiles)
+            previous_tile = head + wrapped(first + j, n_tiles)
         if HAS_LEFT:
             for j in range(n_seen, per_head):
                 s, dk, dv = _step(
-                    full, buffers, ds_smem, dq_own, step, steps, before, turns_own, turn, added,
-                    diagonal + j * QUERIES, band, n_keys, scale_log2, tanh_scale, s, dk, dv,
-                    CONSUMER, COLUMNS, DQ_WIDTH, RAGGED, is_causal, HAS_LEFT, ORDERED, True,
+                    full, buffers, ds_smem, dq_own, step, steps, previous_tile, own_counters,
+                    n_predecessors, last_added_tile, diagonal + j * QUERIES, band, n_keys,
+                    scale_log2, tanh_scale, s, dk, dv, CONSUMER, COLUMNS, DQ_WIDTH, RAGGED,
+                    is_causal, HAS_LEFT, ORDERED, True,
                 )  # fmt: skip
                 step += 1
                 if ORDERED:
-                    added = before
-                    turn = turn_of(
+                    last_added_tile = previous_tile
+                    n_predecessors = predecessor_warps(
                         first + j, first_key, all_keys, offset, n_tiles, KEYS, QUERIES, is_causal
                     )
-                before = head + first + j
+                previous_tile = head + first + j
         head += n_tiles
 
     named_barrier_sync_at(ds_written(1 - CONSUMER, steps), CONSUMERS)
     dq = start_dq(ds_smem.index((steps - 1) % DS_BUFFERS), k_smem.index(0), DQ_WIDTH, CONSUMER)
-    store_columns(own_v, dv)  # whose memory nobody else reads
+    store_columns(own_v, dv)  # the other consumer never reads this half of V
     fence_async_shared()
     store_tile(dv_desc, k_at, kv_head, own_key, own_v, PACKED)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     if ORDERED:
-        end_turn(turns_own + 2 * added, added >= 0)
-        wait_for_turn(turns_own + 2 * before, turn, before >= 0)
-    reduce_add(dq_own + gl.cast(before, gl.int64) * (QUERIES * D), dq, before >= 0)
+        signal_successors(own_counters + 2 * last_added_tile, last_added_tile >= 0)
+        wait_for_predecessors(own_counters + 2 * previous_tile, n_predecessors, previous_tile >= 0)
+    reduce_add(dq_own + gl.cast(previous_tile, gl.int64) * (QUERIES * D), dq, previous_tile >= 0)
     if ORDERED:
-        end_turn(turns_own + 2 * before, before >= 0)
+        signal_successors(own_counters + 2 * previous_tile, previous_tile >= 0)
     named_barrier_arrive_at(ds_written(CONSUMER, steps + 1), CONSUMERS)
     named_barrier_sync_at(ds_written(1 - CONSUMER, steps + 1), CONSUMERS)
-    store_columns(own_k, scaled(dk, scale))  # of which the other was reading until then
+    # dK replaces this half of K, which the other consumer's dQ read until it arrived above.
+    store_columns(own_k, scaled(dk, scale))
     fence_async_shared()
     store_tile(dk_desc, k_at, kv_head, own_key, own_k, PACKED)
     tma.store_wait(0)
@@ -488,7 +473,7 @@ def hopper_backward_kernel(
     dk_desc,  # (B, G, N_k, D), tiles of (OWN, D)
     dv_desc,
     tiles_ptr,  # the table of schedule.packed_tiles_kernel, of keys, if PACKED, else None
-    turns_ptr,  # (B · H · tiles, 2) int32, zeros, if ORDERED, else None
+    order_counters_ptr,  # (B · H · tiles, 2 consumers) int32, zeros, if ORDERED, else None
     N_QUERIES,
     N_KEYS,
     N_KV_HEADS,
@@ -552,13 +537,13 @@ def hopper_backward_kernel(
                 BOTTOM_RIGHT, ORDERED,
             )),
             (_consumer, (
-                dk_desc, dv_desc, full, buffers, ds_smem, dq_ptr, turns_ptr, scale, scale_log2,
-                tanh_scale, sizes, tiles_ptr, band, 0, COLUMNS, RAGGED, is_causal, HAS_LEFT, PACKED,
-                BOTTOM_RIGHT, ORDERED,
+                dk_desc, dv_desc, full, buffers, ds_smem, dq_ptr, order_counters_ptr, scale,
+                scale_log2, tanh_scale, sizes, tiles_ptr, band, 0, COLUMNS, RAGGED, is_causal,
+                HAS_LEFT, PACKED, BOTTOM_RIGHT, ORDERED,
             )),
             (_consumer, (
-                dk_desc, dv_desc, full, buffers, ds_smem, dq_ptr, turns_ptr, scale, scale_log2,
-                tanh_scale, sizes, tiles_ptr, band, 1, COLUMNS, RAGGED, is_causal, HAS_LEFT, PACKED,
-                BOTTOM_RIGHT, ORDERED,
+                dk_desc, dv_desc, full, buffers, ds_smem, dq_ptr, order_counters_ptr, scale,
+                scale_log2, tanh_scale, sizes, tiles_ptr, band, 1, COLUMNS, RAGGED, is_causal,
+                HAS_LEFT, PACKED, BOTTOM_RIGHT, ORDERED,
             )),
         ], [4, 4], [240, 240])  # fmt: skip

@@ -1,6 +1,6 @@
 # Kernels are typed by Triton's compiler, not by annotations.
 # mypy: disable-error-code="no-untyped-def,attr-defined"
-"""What starts those products of the backward kernel on sm_90 that give scores, dP or dQ.
+"""Issues the products of the backward kernel on sm_90 that give scores, dP and dQ.
 
 Legend as in ``backward_kernel``.
 """
@@ -67,9 +67,11 @@ def start_dq(ds_tile, k_tile, WIDTH: gl.constexpr, CONSUMER: gl.constexpr):
     """Issues a consumer's (64, WIDTH) part of a tile of dQ."""
     D: gl.constexpr = k_tile.shape[1]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    nothing = gl.zeros([64, WIDTH], gl.float32, LAYOUT)
+    zero_accumulator = gl.zeros([64, WIDTH], gl.float32, LAYOUT)
     if D == 128:  # of 64 queries a range of columns
         k_tile = k_tile.slice(CONSUMER * 64, WIDTH, dim=1)
     else:  # of 128 queries half
         ds_tile = ds_tile.slice(CONSUMER * 64, 64, dim=1)
-    return warpgroup_mma(ds_tile.permute((1, 0)), k_tile, nothing, use_acc=False, is_async=True)
+    return warpgroup_mma(
+        ds_tile.permute((1, 0)), k_tile, zero_accumulator, use_acc=False, is_async=True
+    )

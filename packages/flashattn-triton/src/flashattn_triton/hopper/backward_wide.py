@@ -39,14 +39,13 @@ from flashattn_triton.hopper.backward_kernel import (
     KEYS,
     Q_EMPTY,
     STAGES,
-    apply_mask,
     ds_written,
     fragment_offsets,
     wrapped,
 )
 from flashattn_triton.hopper.backward_products import OWN, STATISTICS, subtract
 from flashattn_triton.hopper.schedule import (
-    begin_turn,
+    allow_addition,
     key_tile_of_program,
     load_tile,
     next_query_tile,
@@ -55,12 +54,12 @@ from flashattn_triton.hopper.schedule import (
     tiles_before,
     walk,
 )
-from flashattn_triton.hopper.scores import tanh
+from flashattn_triton.hopper.scores import mask_probabilities, tanh
 from flashattn_triton.hopper.support import (
-    end_turn,
     exp2,
     named_barrier_arrive_at,
     named_barrier_sync_at,
+    signal_successors,
     tma_load,
 )
 from flashattn_triton.hopper.wide_products import (
@@ -86,7 +85,7 @@ def _producer(
     loads,
     full,
     buffers,
-    turns_ptr,
+    order_counters_ptr,
     sizes,
     tiles_ptr,
     band,
@@ -117,7 +116,7 @@ def _producer(
         load_tile(k_desc, k_at, kv_head, first_key, kv_full, k_part, PACKED, part * PART)
     load_tile(v_desc, k_at, kv_head, first_key, kv_full, v_smem.index(0), PACKED)
     n_heads = N_KV_HEADS * HEADS_PER_KV
-    before = tiles_before(q_at, n_queries, sequence, n_heads, n_tiles, QUERIES, PACKED)
+    first_tile = tiles_before(q_at, n_queries, sequence, n_heads, n_tiles, QUERIES, PACKED)
     tile = first
     head = kv_head * HEADS_PER_KV
     tile_to_add = tile
@@ -125,16 +124,17 @@ def _producer(
     for step in range(steps + STAGES):
         slot = step % STAGES
         if ORDERED:
-            ready = step - STAGES  # whose turn is awaited early, because a load takes long
+            # Of the step whose dQ comes next: its counter is read ahead, because that takes long.
+            ready = step - STAGES
             if ready >= 0:
-                begin_turn(
-                    may_add.index(slot), turns_ptr + before, tile_to_add, head_to_add, first_key,
-                    n_keys, offset, n_tiles, KEYS, QUERIES, is_causal,
+                allow_addition(
+                    may_add.index(slot), order_counters_ptr + first_tile, tile_to_add, head_to_add,
+                    first_key, n_keys, offset, n_tiles, KEYS, QUERIES, is_causal,
                 )  # fmt: skip
                 tile_to_add, head_to_add = next_query_tile(
                     tile_to_add, head_to_add, first, last, wrap
                 )
-        row = (before + head * n_tiles + tile) * QUERIES  # of all heads' tiles
+        row = (first_tile + head * n_tiles + tile) * QUERIES  # of all heads' tiles
         first_query = tile * QUERIES
         if step >= STAGES:
             named_barrier_sync_at(DO_EMPTY + slot, EVERYBODY)
@@ -144,7 +144,7 @@ def _producer(
             load_tile(do_desc, q_at, head, first_query, do_full.index(slot), do_tile, PACKED)
         if step >= STAGES:
             named_barrier_sync_at(Q_EMPTY + slot, EVERYBODY)
-        if step <= steps:  # consumers start one more product than they use
+        if step <= steps:  # the last step issues the scores of a tile that nobody uses
             arrived = q_full.index(slot)
             mbarrier.expect(arrived, QUERY_BYTES)
             for part in gl.static_range(PARTS):
@@ -159,9 +159,12 @@ def _producer(
 
 
 @gluon.jit
-def _zero(step):
-    """0, which the compiler cannot know: it would otherwise compute addresses before the loop, and
-    keep them in registers, of which there are too few."""
+def _opaque_zero(step):
+    """0, but the compiler cannot know that.
+
+    Added to an index, it keeps the compiler from computing addresses before the loop and keeping
+    them in registers, of which there are too few.
+    """
     return step >> 30
 
 
@@ -171,9 +174,9 @@ def _half_step(
     may_add,
     buffers,
     ds_smem,
-    dq_own,  # where this consumer's parts of the group's first tile of dQ lie
+    dq_own,  # pointers to this consumer's parts of the first tile of dQ of the group of heads
     step,
-    before,  # the tile before, of the tiles of the group's heads; -1 if there is none
+    previous_tile,  # the previous step's, counted from the group's first tile; -1 in step 0
     diagonal,
     band,
     n_keys,
@@ -191,7 +194,7 @@ def _half_step(
     ORDERED: gl.constexpr,
     MASKED: gl.constexpr,
 ):
-    """Adds what half a tile of queries contributes to dK and dV, and the tile before to dQ.
+    """Adds what half a tile of queries contributes to dK and dV, and the previous tile to dQ.
 
     The second half also waits until the next tile of Q has arrived.
 
@@ -204,8 +207,8 @@ def _half_step(
     DK_OPERAND: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
     DV_OPERAND: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
     slot = step % STAGES
-    again = _zero(step)
-    own_v = v_smem.index(again).slice(CONSUMER * OWN, OWN, dim=0)
+    opaque_zero = _opaque_zero(step)
+    own_v = v_smem.index(opaque_zero).slice(CONSUMER * OWN, OWN, dim=0)
     do_half = do_smem.index(slot).slice(SECOND * HALF, HALF, dim=0)
     statistics = statistics_smem.index(slot).slice(SECOND * HALF, HALF, dim=0)
     ds_before = ds_smem.index((step + DS_BUFFERS - 1) % DS_BUFFERS)
@@ -219,7 +222,7 @@ def _half_step(
     p = exp2(s_half * scale_log2)
     if MASKED:
         first = diagonal + SECOND * HALF
-        p = apply_mask(p, first, band, n_keys, RAGGED, is_causal, HAS_LEFT)
+        p = mask_probabilities(p, first, band, n_keys, RAGGED, is_causal, HAS_LEFT)
     dv = warpgroup_mma(gl.convert_layout(p.to(DTYPE), DV_OPERAND), do_half, dv, is_async=True)
     if HAS_SOFTCAP:
         p *= slope
@@ -236,19 +239,20 @@ def _half_step(
     # Before dQ, so that P and dS need no registers beside it.
     dk_0, dk_1, dk_2, dv = warpgroup_mma_wait(0, deps=(dk[0], dk[1], dk[2], dv))
     dk = (dk_0, dk_1, dk_2)
-    # In step 0 of whatever is there. The narrower product while half of the scores wait.
+    # In step 0 the buffer is uninitialised, and the result is not added. The first half issues the
+    # narrower product, because the scores of the second half still occupy registers.
     THIRD: gl.constexpr = not SECOND
-    dq = start_dq(ds_before, k_smem, again, THIRD, CONSUMER)
+    dq = start_dq(ds_before, k_smem, opaque_zero, THIRD, CONSUMER)
     if SECOND:
         named_barrier_arrive_at(DO_EMPTY + slot, EVERYBODY)
         named_barrier_arrive_at(Q_EMPTY + slot, EVERYBODY)
         mbarrier.wait(q_full.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    # By a branch, because a condition for each addition costs registers.
-    if before >= 0:
+    # One branch around all additions, because a condition on each of them costs registers.
+    if previous_tile >= 0:
         if ORDERED and not SECOND:
             mbarrier.wait(may_add.index((step - 1) % STAGES), ((step - 1) // STAGES) & 1)
-        add_dq(dq_own, before, dq, THIRD)
+        add_dq(dq_own, previous_tile, dq, THIRD)
     return ds, dk, dv
 
 
@@ -260,8 +264,8 @@ def _step(
     dq_own,
     step,
     steps,
-    before,
-    turns,  # counters of the group's tiles, if ORDERED
+    previous_tile,
+    order_counters,  # one for each tile of dQ of the group of heads, if ORDERED
     diagonal,
     band,
     n_keys,
@@ -284,20 +288,20 @@ def _step(
     next_phase = ((step + 1) // STAGES) & 1
     s_first, s_second = halves(s)
     ds, dk, dv = _half_step(
-        q_full, may_add, buffers, ds_smem, dq_own, step, before, diagonal, band,
+        q_full, may_add, buffers, ds_smem, dq_own, step, previous_tile, diagonal, band,
         n_keys, scale_log2, tanh_scale, s_first, None, dk, dv, False, CONSUMER, RAGGED, is_causal,
         HAS_LEFT, ORDERED, MASKED,
     )  # fmt: skip
     _, dk, dv = _half_step(
-        q_full, may_add, buffers, ds_smem, dq_own, step, before, diagonal, band,
+        q_full, may_add, buffers, ds_smem, dq_own, step, previous_tile, diagonal, band,
         n_keys, scale_log2, tanh_scale, s_second, ds, dk, dv, True, CONSUMER, RAGGED, is_causal,
         HAS_LEFT, ORDERED, MASKED,
     )  # fmt: skip
     HAS_SOFTCAP: gl.constexpr = tanh_scale is not None
-    again = _zero(step)
-    s = start_scores(k_smem, q_smem, statistics_smem, again, next_slot, CONSUMER, HAS_SOFTCAP)
-    if ORDERED:  # what was added arrives while the scores are computed
-        end_turn(turns + before, before >= 0)
+    opaque_zero = _opaque_zero(step)
+    s = start_scores(k_smem, q_smem, statistics_smem, opaque_zero, next_slot, CONSUMER, HAS_SOFTCAP)
+    if ORDERED:  # here the additions become visible while the tensor cores compute the scores
+        signal_successors(order_counters + previous_tile, previous_tile >= 0)
     mbarrier.wait(do_full.index(next_slot), next_phase, pred=step + 1 < steps)
     # ptxas runs every product by itself unless each iteration ends with nothing in flight.
     s = warpgroup_mma_wait(0, deps=(s,))
@@ -312,7 +316,7 @@ def _consumer(
     buffers,
     ds_smem,
     dq_ptr,
-    turns_ptr,
+    order_counters_ptr,
     scale,
     scale_log2,
     tanh_scale,
@@ -342,13 +346,13 @@ def _consumer(
         first_key, offset, band, n_tiles, KEYS, QUERIES, is_causal, HAS_LEFT, ORDERED
     )
     steps = per_head * HEADS_PER_KV
-    # A tile of queries sees all keys here if its first query does.
+    # Under a causal mask, all queries of a tile see all keys here if its first query does.
     diagonal = first * QUERIES + offset - own_key
     n_masked = 0
     if is_causal:
         n_masked = min(max(gl.cdiv(OWN - 1 - diagonal, QUERIES), 0), per_head)
-    n_seen = per_head  # of these steps, those before a window's left edge, or on it
-    if HAS_LEFT:  # a tile of queries sees all keys here if its last query does
+    n_seen = per_head  # from this step on, a window's left edge hides keys from some queries
+    if HAS_LEFT:  # all queries of a tile see all keys here if its last query does
         n_seen = min(max((band - diagonal + 1) // QUERIES, n_masked), per_head)
     if RAGGED:
         n_masked = gl.where(n_keys < OWN, per_head, n_masked)
@@ -363,9 +367,9 @@ def _consumer(
         dq_group + CONSUMER * 4096 + fragment_offsets(PART, DQ),
         dq_group + 2 * 4096 + CONSUMER * 2048 + fragment_offsets(PART // 2, DQ_THIRD),
     )
-    turns = turns_ptr
+    order_counters = order_counters_ptr
     if ORDERED:
-        turns += group
+        order_counters += group
 
     mbarrier.wait(kv_full, 0)
     mbarrier.wait(q_full.index(0), 0)
@@ -383,64 +387,71 @@ def _consumer(
     named_barrier_arrive_at(ds_written(CONSUMER, 0), CONSUMERS)
     step = 0
     head = 0  # the first tile of a head, of the tiles of the group's heads
-    before = -1
+    previous_tile = -1
     for _ in range(HEADS_PER_KV):
         if is_causal or RAGGED:
             for j in range(n_masked):
                 s, dk, dv = _step(
-                    full, buffers, ds_smem, dq_own, step, steps, before, turns,
+                    full, buffers, ds_smem, dq_own, step, steps, previous_tile, order_counters,
                     diagonal + j * QUERIES, band, n_keys, scale_log2, tanh_scale, s, dk, dv,
                     CONSUMER, RAGGED, is_causal, HAS_LEFT, ORDERED, True,
                 )  # fmt: skip
                 step += 1
-                before = head + wrapped(first + j, n_tiles)
+                previous_tile = head + wrapped(first + j, n_tiles)
         for j in range(n_masked, n_seen):
             s, dk, dv = _step(
-                full, buffers, ds_smem, dq_own, step, steps, before, turns,
+                full, buffers, ds_smem, dq_own, step, steps, previous_tile, order_counters,
                 diagonal, band, n_keys, scale_log2, tanh_scale, s, dk, dv, CONSUMER, RAGGED,
                 is_causal, HAS_LEFT, ORDERED, False,
             )  # fmt: skip
             step += 1
-            before = head + wrapped(first + j, n_tiles)
+            previous_tile = head + wrapped(first + j, n_tiles)
         if HAS_LEFT:
             for j in range(n_seen, per_head):
                 s, dk, dv = _step(
-                    full, buffers, ds_smem, dq_own, step, steps, before, turns,
+                    full, buffers, ds_smem, dq_own, step, steps, previous_tile, order_counters,
                     diagonal + j * QUERIES, band, n_keys, scale_log2, tanh_scale, s, dk, dv,
                     CONSUMER, RAGGED, is_causal, HAS_LEFT, ORDERED, True,
                 )  # fmt: skip
                 step += 1
-                before = head + first + j
+                previous_tile = head + first + j
         head += n_tiles
 
-    # Where the gradients go is found out again: see _zero.
-    zero = _zero(before)
-    sizes = (N_QUERIES + zero, N_KEYS + zero, N_KV_HEADS + zero, HEADS_PER_KV, first_offset)
+    # Computed once more, with numbers that the compiler takes for new ones: see _opaque_zero.
+    opaque_zero = _opaque_zero(previous_tile)
+    sizes = (
+        N_QUERIES + opaque_zero,
+        N_KEYS + opaque_zero,
+        N_KV_HEADS + opaque_zero,
+        HEADS_PER_KV,
+        first_offset,
+    )
     first_key, kv_head, _, _, _, _, k_at, _ = key_tile_of_program(
         sizes, tiles_ptr, KEYS, PACKED, BOTTOM_RIGHT, ORDERED
     )
     own_key = first_key + CONSUMER * OWN
     named_barrier_sync_at(ds_written(1 - CONSUMER, steps), CONSUMERS)
     ds_tile = ds_smem.index((steps - 1) % DS_BUFFERS)
-    dq = start_dq(ds_tile, k_smem, zero, False, CONSUMER)
-    own_v = v_smem.index(zero).slice(CONSUMER * OWN, OWN, dim=0)
-    own_v.store(dv.to(own_v.dtype))  # whose memory nobody else reads
+    dq = start_dq(ds_tile, k_smem, opaque_zero, False, CONSUMER)
+    own_v = v_smem.index(opaque_zero).slice(CONSUMER * OWN, OWN, dim=0)
+    own_v.store(dv.to(own_v.dtype))  # the other consumer never reads this half of V
     fence_async_shared()
     store_tile(dv_desc, k_at, kv_head, own_key, own_v, PACKED)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     if ORDERED:
         mbarrier.wait(may_add.index((steps - 1) % STAGES), ((steps - 1) // STAGES) & 1)
-    add_dq(dq_own, before, dq, False)
-    dq_third = start_dq(ds_tile, k_smem, zero, True, CONSUMER)
+    add_dq(dq_own, previous_tile, dq, False)
+    dq_third = start_dq(ds_tile, k_smem, opaque_zero, True, CONSUMER)
     dq_third = warpgroup_mma_wait(0, deps=(dq_third,))
-    add_dq(dq_own, before, dq_third, True)
+    add_dq(dq_own, previous_tile, dq_third, True)
     if ORDERED:
-        end_turn(turns + before, before >= 0)
+        signal_successors(order_counters + previous_tile, previous_tile >= 0)
     named_barrier_arrive_at(ds_written(CONSUMER, steps + 1), CONSUMERS)
     named_barrier_sync_at(ds_written(1 - CONSUMER, steps + 1), CONSUMERS)
     for part in gl.static_range(PARTS):
-        own_k = k_smem.index(zero + part).slice(CONSUMER * OWN, OWN, dim=0)
-        own_k.store((dk[part] * scale).to(own_k.dtype))  # the other was reading until then
+        own_k = k_smem.index(opaque_zero + part).slice(CONSUMER * OWN, OWN, dim=0)
+        # dK replaces this half of K, which the other consumer's dQ read until it arrived above.
+        own_k.store((dk[part] * scale).to(own_k.dtype))
         fence_async_shared()
         store_tile(dk_desc, k_at, kv_head, own_key, own_k, PACKED, part * PART)
     tma.store_wait(0)
@@ -464,8 +475,9 @@ def wide_backward_kernel(
     dq_ptr,  # (B · H · tiles, PARTS, QUERIES · PART) fp32, blocks in the order of fragment_offsets
     dk_desc,  # (B, G, N_k, D), tiles of (OWN, PART)
     dv_desc,  # (B, G, N_k, E), tiles of (OWN, VALUES)
-    tiles_ptr,  # this and all that follows as of hopper_backward_kernel
-    turns_ptr,  # one for a tile
+    # From here on, parameters are those of hopper_backward_kernel, but for the counters' shape.
+    tiles_ptr,
+    order_counters_ptr,  # (B · H · tiles,) int32, zeros, if ORDERED, else None
     N_QUERIES,
     N_KEYS,
     N_KV_HEADS,
@@ -519,17 +531,17 @@ def wide_backward_kernel(
     if present:
         gl.warp_specialize([
             (_producer, (
-                loads, full, buffers, turns_ptr, sizes, tiles_ptr, band, is_causal, HAS_LEFT,
+                loads, full, buffers, order_counters_ptr, sizes, tiles_ptr, band, is_causal,
+                HAS_LEFT, PACKED, BOTTOM_RIGHT, ORDERED,
+            )),
+            (_consumer, (
+                dk_desc, dv_desc, full, buffers, ds_smem, dq_ptr, order_counters_ptr, scale,
+                scale_log2, tanh_scale, sizes, tiles_ptr, band, 0, RAGGED, is_causal, HAS_LEFT,
                 PACKED, BOTTOM_RIGHT, ORDERED,
             )),
             (_consumer, (
-                dk_desc, dv_desc, full, buffers, ds_smem, dq_ptr, turns_ptr, scale, scale_log2,
-                tanh_scale, sizes, tiles_ptr, band, 0, RAGGED, is_causal, HAS_LEFT, PACKED,
-                BOTTOM_RIGHT, ORDERED,
-            )),
-            (_consumer, (
-                dk_desc, dv_desc, full, buffers, ds_smem, dq_ptr, turns_ptr, scale, scale_log2,
-                tanh_scale, sizes, tiles_ptr, band, 1, RAGGED, is_causal, HAS_LEFT, PACKED,
-                BOTTOM_RIGHT, ORDERED,
+                dk_desc, dv_desc, full, buffers, ds_smem, dq_ptr, order_counters_ptr, scale,
+                scale_log2, tanh_scale, sizes, tiles_ptr, band, 1, RAGGED, is_causal, HAS_LEFT,
+                PACKED, BOTTOM_RIGHT, ORDERED,
             )),
         ], [4, 4], [240, 240])  # fmt: skip

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from flashattn_triton.hopper.configs import columns_in_use, forward_config, forward_widths
 from flashattn_triton.hopper.forward_kernel import ROWS, hopper_forward_kernel
-from flashattn_triton.hopper.launch import FastLaunch, edges, packed_tile_map, tile_map
+from flashattn_triton.hopper.launch import (
+    FastLaunch,
+    Parameter,
+    edges,
+    packed_tile_map,
+    tile_map,
+)
 from flashattn_triton.hopper.packed import (
     PackedTiles,
     packed_tiles,
     without_offset,
 )
 from flashattn_triton.launch import (
+    Layout,
     Packing,
-    Strides,
+    allocator,
     current_device,
     empty_output,
     empty_row_statistic,
+    layout_of,
+    layout_of_tokens,
 )
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
 from flashattn_triton.options import AttentionOptions
@@ -76,13 +86,15 @@ def no_scores(
 class HopperForwardCall:
     """The forward kernel on one kind of input: what its launch needs, found out once.
 
-    ``out`` and ``logsumexp``: their shapes and strides. ``tiles``: those of a packed batch.
+    ``device``: its index. ``allocate``: makes tensors there, of the layouts of ``out`` and
+    ``logsumexp``. ``tiles``: those of a packed batch.
     """
 
     launch: FastLaunch
-    device: torch.device
-    out: tuple[torch.Size, Strides]
-    logsumexp: tuple[torch.Size, Strides]
+    device: int | None
+    allocate: Callable[..., Tensor]
+    out: Layout
+    logsumexp: Layout
     tiles: PackedTiles | None = None
 
     def __call__(
@@ -94,24 +106,32 @@ class HopperForwardCall:
         mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
     ) -> tuple[Tensor, Tensor]:
         """Output and logsumexp; of ``mask_and_bias`` there are sinks at most."""
-        out = query.new_empty_strided(*self.out)
-        logsumexp = query.new_empty_strided(*self.logsumexp, dtype=torch.float32)
-        addresses = [x.data_ptr() for x in (query, key, value, out, logsumexp)]
-        sinks = mask_and_bias.sinks
-        if self.device.index == current_device():
-            self._launch(addresses, packing, sinks)
-        else:
+        if self.device != current_device():
             with torch.cuda.device(self.device):
-                self._launch(addresses, packing, sinks)
+                return self(query, key, value, packing, mask_and_bias)
+        out, logsumexp = self.allocate(*self.out), self.allocate(*self.logsumexp)
+        addresses = {
+            "q_desc": query.data_ptr(),
+            "k_desc": key.data_ptr(),
+            "v_desc": value.data_ptr(),
+            "o_desc": out.data_ptr(),
+            "L_ptr": logsumexp.data_ptr(),
+        }
+        if packing is not None and self.tiles is not None:
+            table = self.tiles(packing)
+            addresses["tiles_ptr"] = table.data_ptr()
+        sinks = mask_and_bias.sinks
+        if sinks is not None:
+            addresses["sinks_ptr"] = sinks.data_ptr()
+        self.launch(addresses)
         return out, logsumexp
 
-    def _launch(self, addresses: list[int], packing: Packing | None, sinks: Tensor | None) -> None:
-        if self.tiles is not None and packing is not None:
-            table = self.tiles(packing)
-            addresses.append(table.data_ptr())
-        if sinks is not None:
-            addresses.append(sinks.data_ptr())
-        self.launch(addresses)
+    def of_tokens(self) -> HopperForwardCall:
+        """The same launch given (T, H, D) tensors, with results (T, H, E) and (H, T)."""
+        shape, strides, dtype = self.logsumexp
+        return replace(
+            self, out=layout_of_tokens(self.out), logsumexp=(shape[1:], strides[1:], dtype)
+        )
 
 
 def hopper_forward_call(
@@ -193,19 +213,23 @@ def hopper_forward_call(
     v_map = map_of(v_shape, strides[2], [1, 1, config.keys, value_columns], dtype)
     # In the place of Q, if there is no other, it is as wide as a part of Q.
     o_map = map_of(out.shape, out.stride(), query_block, dtype)
-    of_sinks = None if sinks is None else sinks.dtype
-    launch = FastLaunch(
-        hopper_forward_kernel,
-        min(n_tiles, programs),
-        [q_map, k_map, v_map, o_map, torch.float32, torch.int32 if packed else None, of_sinks],
-        numbers,
-        constants,
-    )
+    parameters: dict[str, Parameter] = {
+        "q_desc": q_map,
+        "k_desc": k_map,
+        "v_desc": v_map,
+        "o_desc": o_map,
+        "L_ptr": torch.float32,
+        "tiles_ptr": torch.int32 if packed else None,
+        "sinks_ptr": None if sinks is None else sinks.dtype,
+    }
     return HopperForwardCall(
-        launch=launch,
-        device=device,
-        out=(out.shape, out.stride()),
-        logsumexp=(lse.shape, lse.stride()),
+        launch=FastLaunch(
+            hopper_forward_kernel, min(n_tiles, programs), parameters, numbers, constants
+        ),
+        device=device.index,
+        allocate=allocator(device),
+        out=layout_of(out),
+        logsumexp=layout_of(lse),
         tiles=tiles,
     )
 

@@ -18,7 +18,7 @@ are read as zeros and not written: the descriptors know where a head ends.
 Tiles have powers of two as widths. Of tiles of 128 columns, products leave out those that a
 head_dim of 80 or 96 does not use (``products.py``). A head_dim of 192 is three PARTS of 64 columns
 that lie one after another in shared memory; Q·Kᵀ is the sum of their products. Where shared memory
-holds only one tile of Q, the output takes its place, and leaves before the next Q arrives.
+holds only one tile of Q, the output overwrites Q, and is stored before the next Q is loaded.
 
 Legend: B batch, H query heads, G key/value heads, N_q queries, N_k keys, D head_dim of query and
 key, E of value.
@@ -51,7 +51,7 @@ from flashattn_triton.hopper.schedule import (
     tile_of_round,
     whole_tiles,
 )
-from flashattn_triton.hopper.scores import apply_mask, finite_max, largest, pad_columns, tanh
+from flashattn_triton.hopper.scores import finite_max, largest, mask_scores, pad_columns, tanh
 from flashattn_triton.hopper.support import (
     exp2,
     named_barrier_arrive,
@@ -73,8 +73,8 @@ def _load(
 ):
     """Loads all parts of one tile of Q or K."""
     for part in gl.static_range(PARTS):
-        there = smem.index(tile * PARTS + part)
-        load_tile(descriptor, at, head, row, barrier, there, PACKED, part * smem.shape[2])
+        part_smem = smem.index(tile * PARTS + part)
+        load_tile(descriptor, at, head, row, barrier, part_smem, PACKED, part * smem.shape[2])
 
 
 @gluon.jit
@@ -177,7 +177,7 @@ def _parts_of(smem, tile, PARTS: gl.constexpr):
         parts = (smem.index(3 * tile), smem.index(3 * tile + 1), smem.index(3 * tile + 2))
     else:
         parts = (smem.index(tile),)  # type: ignore[assignment]
-    return parts  # at one place: Triton 3.6 wants one type of all returns
+    return parts  # one return statement, because Triton 3.6 wants all returns to have one type
 
 
 @gluon.jit
@@ -227,7 +227,7 @@ def _step(
     scale_log2,
     tanh_scale,
     acc,  # (ROWS, E) fp32, by ranges of columns
-    p,  # (ROWS, KEYS), P of the tile before
+    p,  # (ROWS, KEYS), P of the previous tile
     row_max,  # (ROWS,) fp32, in units of log2
     row_sum,  # (ROWS,) fp32
     CONSUMER: gl.constexpr,
@@ -241,7 +241,7 @@ def _step(
     MASKED: gl.constexpr,
     SCORES: gl.constexpr,
 ):
-    """Q·Kᵀ of this tile and P·V of the one before, and the softmax of this one meanwhile."""
+    """Q·Kᵀ of this tile, its softmax, and beside the softmax P·V of the previous tile."""
     _q_full, _q_empty, k_full, k_empty, v_full, v_empty = barriers
     _q_smem, k_smem, v_smem, _o_smem = buffers
     KEYS: gl.constexpr = k_smem.shape[1]
@@ -263,7 +263,7 @@ def _step(
     if tanh_scale is not None:
         s = tanh(s * tanh_scale)
     if MASKED:
-        s = apply_mask(s, first_row, first_key, band, NEGATIVE, HAS_LEFT, is_causal)
+        s = mask_scores(s, first_row, first_key, band, NEGATIVE, HAS_LEFT, is_causal)
     new_max = gl.maximum(row_max, largest(s, scale_log2, NEGATIVE))
     shift = finite_max(new_max, BLIND_ROWS and MASKED)
     exponentials = exp2(s * scale_log2 - gl.expand_dims(shift, 1))
@@ -346,7 +346,7 @@ def _consumer(
             tile_stop - stop, tiles_done, barriers, CONSUMER, CONSUMERS, STAGES
         )
 
-        # The last visible tile: nothing to multiply meanwhile, no maximum yet.
+        # The last visible tile: there is no P·V to issue beside its scores, and no maximum yet.
         slot = tiles_done % STAGES
         q_slot = round_index % Q_SLOTS
         q_parts = _parts_of(q_smem, q_slot * CONSUMERS + CONSUMER, PARTS)
@@ -361,7 +361,7 @@ def _consumer(
         if tanh_scale is not None:
             s = tanh(s * tanh_scale)
         if is_causal or HAS_LEFT or first_key + KEYS > own_band[0]:
-            s = apply_mask(s, first_row, first_key, own_band, NEGATIVE, HAS_LEFT, is_causal)
+            s = mask_scores(s, first_row, first_key, own_band, NEGATIVE, HAS_LEFT, is_causal)
         row_max = largest(s, scale_log2, NEGATIVE)
         if HAS_SINKS:  # one more score of each row, without a value
             sink = gl.load(sinks_ptr + head).to(gl.float32) * LOG2_E
@@ -427,7 +427,7 @@ def _consumer(
             )
 
         if Q_SLOTS > 1:
-            tma.store_wait(0)  # for the output of the tile before to have left
+            tma.store_wait(0)  # until the previous tile's output has left shared memory
         acc = scale_rows(acc, normaliser)
         o_tile = CONSUMER * PARTS
         _store_output(acc, o_desc, q_at, head, first_row, o_smem, o_tile, O_PARTS, PACKED)
@@ -437,12 +437,12 @@ def _consumer(
         else:
             l_row = (q_at[0] * N_HEADS + head).to(gl.int64) * N_QUERIES
         gl.store(L_ptr + l_row + rows, logsumexp, mask=rows < n_queries)
-        if Q_SLOTS == 1:  # the output lies in the place of Q
+        if Q_SLOTS == 1:  # the output is in Q's shared memory
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(q_slot), count=1)
     tma.store_wait(0)
     if CONSUMER == 0:
-        _scheduler_barrier_wait(CONSUMER)  # for the last arrival, which nobody waited for
+        _scheduler_barrier_wait(CONSUMER)  # takes the last arrival, which no consumer waited for
 
 
 # ---- kernel --------------------------------------------------------------------------------------

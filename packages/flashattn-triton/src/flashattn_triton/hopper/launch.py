@@ -26,7 +26,7 @@ _ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 @dataclass(frozen=True)
 class TileMap:
-    """The tiles that one copy moves of tensors of one shape: a descriptor without its address."""
+    """The tiles of one TMA load, of tensors of one shape: a descriptor without its address."""
 
     shape: Sequence[int]
     strides: Sequence[int]
@@ -50,7 +50,7 @@ def tile_map(
 
     Heads and batch have dimensions of their own, so that a tile that runs past the last row reads
     zeros and writes nothing, instead of touching the next head; likewise past the last column. A
-    tile of shape (1, 1, N, D) is copied from and to shared memory of shape (N, D).
+    tile of shape (1, 1, N, D) is loaded to, or stored from, shared memory of shape (N, D).
 
     Args:
         shape: of the tensor.
@@ -99,7 +99,7 @@ class FastLaunch:
         self,
         kernel: Any,
         programs: int,
-        parameters: Sequence[Parameter],
+        parameters: Mapping[str, Parameter],
         numbers: Mapping[str, Number],
         constants: Mapping[str, Any],
     ) -> None:
@@ -108,44 +108,53 @@ class FastLaunch:
         Args:
             kernel: of 4 warps, besides what it may start itself.
             programs: at least 1.
-            parameters: the kernel's first ones; pointers are multiples of 16 bytes.
+            parameters: the kernel's first ones, by name; pointers are multiples of 16 bytes.
             numbers: those that follow, by name.
             constants: the compile-time ones, by name.
+
+        Raises:
+            TypeError: the names are not those of the kernel's parameters.
         """
         self.kernel = kernel
         self.grid = (programs, 1, 1)
-        self.parameters = tuple(parameters)
-        self.numbers, self.constants = in_order(kernel, numbers, constants)
-        self.start: Callable[[Sequence[int]], None] | None = None
+        leading, middle, self.constants = in_order(
+            kernel, parameters, numbers, constants, whole=True
+        )
+        self.names = tuple(leading)
+        self.parameters: tuple[Parameter, ...] = tuple(leading.values())
+        self.numbers: tuple[Number, ...] = tuple(middle.values())
+        self.start: Callable[[Mapping[str, int]], None] | None = None
 
     def compile(self) -> Any:
         """The compiled kernel for the current device."""
         leading = [x.descriptor() if isinstance(x, TileMap) else x for x in self.parameters]
-        arguments = (*leading, *self.numbers)
-        return self.kernel.warmup(
-            *arguments,
-            **self.constants,
-            grid=self.grid,
+        return triton_versions.compile_kernel(
+            self.kernel,
+            self.grid,
+            (*leading, *self.numbers),
+            self.constants,
             num_warps=4,
             num_stages=1,
             **triton_versions.COMPILE_OPTIONS,
             **triton_versions.hopper_options(),
         )
 
-    def __call__(self, addresses: Sequence[int]) -> None:
+    def __call__(self, addresses: Mapping[str, int]) -> None:
         """Launches on the current device, which must always be the same, and its current stream.
 
-        ``addresses``: of what the parameters describe, but for those that are None.
+        ``addresses``: of tensors, by the names of all parameters that are not None.
         """
-        if self.start is None:
-            self.start = self._launcher()
-        self.start(addresses)
+        start = self.start
+        if start is None:
+            start = self.start = self._launcher()
+        start(addresses)
 
-    def _launcher(self) -> Callable[[Sequence[int]], None]:
+    def _launcher(self) -> Callable[[Mapping[str, int]], None]:
         rest = (*self.numbers, *self.constants.values())
-        parameters: list[triton_versions.Parameter] = [
-            "pointer" if isinstance(x, torch.dtype) else x for x in self.parameters
-        ]
+        parameters: dict[str, triton_versions.Parameter] = {
+            name: "pointer" if isinstance(x, torch.dtype) else x
+            for name, x in zip(self.names, self.parameters, strict=True)
+        }
         start = triton_versions.fast_launcher(self.compile(), self.grid, parameters, rest)
         if start is None:
             raise RuntimeError(

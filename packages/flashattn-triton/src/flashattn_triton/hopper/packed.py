@@ -37,9 +37,15 @@ class PackedTiles:
 
     def __call__(self, packing: Packing) -> Tensor:
         """The table, (1 + most, FIELDS) int32; its first element says how many tiles follow."""
-        starts = packing.cu_seqlens_q, packing.cu_seqlens_k
-        table = starts[0].new_empty((1 + self.most) * FIELDS.value)
-        self.launch((starts[0].data_ptr(), starts[1].data_ptr(), table.data_ptr()))
+        starts_q, starts_k = packing.cu_seqlens_q, packing.cu_seqlens_k
+        table = starts_q.new_empty((1 + self.most) * FIELDS.value)
+        self.launch(
+            {
+                "starts_q_ptr": starts_q.data_ptr(),
+                "starts_k_ptr": starts_k.data_ptr(),
+                "tiles_ptr": table.data_ptr(),
+            }
+        )
         return table
 
 
@@ -54,12 +60,13 @@ def packed_tiles(
         rows: tokens of a tile.
         of_keys: whether tiles are of keys.
         heads: how many there are.
-        group: tiles that heads computed at the same time shall have together.
+        group: how many tiles of one sequence are computed at the same time, see
+            :func:`~flashattn_triton.hopper.schedule.packed_tiles_kernel`.
     """
     launch = FastLaunch(
         packed_tiles_kernel,
         -(-sequences // SEQUENCES),
-        [torch.int32, torch.int32, torch.int32],
+        {"starts_q_ptr": torch.int32, "starts_k_ptr": torch.int32, "tiles_ptr": torch.int32},
         {"N_SEQUENCES": sequences, "N_HEADS": heads, "GROUP": group},
         {
             "ROWS_PER_TILE": rows,

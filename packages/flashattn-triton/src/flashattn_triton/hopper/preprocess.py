@@ -2,7 +2,7 @@
 # mypy: disable-error-code="no-untyped-def,attr-defined"
 """The small kernels that run before and after the backward kernel on sm_90, in plain Triton.
 
-Rows are padded to whole tiles (N_PADDED of a head), so that the main kernel's copies need no mask.
+Rows are padded to whole tiles (N_PADDED of a head), so that the main kernel's loads need no mask.
 Rows past the end have an L that makes P zero. Of packed sequences, each is padded to whole tiles of
 QUERIES rows; N_QUERIES then counts the tokens of all. Legend as in ``backward_kernel``; WIDTH is
 that of tiles. The sum of dQ has SUM_PARTS of columns; only of wide heads is that more than one.
@@ -132,12 +132,12 @@ def preprocess_kernel(
         delta -= tl.load(dl_rows, mask=inside, other=0.0)
     logsumexp = tl.load(L_ptr + head * N_QUERIES + rows, mask=inside, other=float("inf"))
     # A row that sees no key has L = -inf, a constant: P and whatever dL claims count for nothing.
-    nothing = tl.abs(logsumexp) == float("inf")
+    is_infinite = tl.abs(logsumexp) == float("inf")
     far = tl.where(factor > 0.0, FAR, -FAR)  # times the scale always negative
     row = (first_tile * QUERIES if PACKED else head * N_PADDED) + rows
     parts = statistics_ptr + row * 16
-    _store_parts(parts, tl.where(nothing, far, logsumexp * factor))
-    _store_parts(parts + 8, tl.where(nothing, 0.0, -delta))
+    _store_parts(parts, tl.where(is_infinite, far, logsumexp * factor))
+    _store_parts(parts + 8, tl.where(is_infinite, 0.0, -delta))
     sum_rows = dq_ptr + row[:, None] * (SUM_PARTS * SUM_WIDTH)
     for part in tl.static_range(SUM_PARTS):
         sum_columns = part * SUM_WIDTH + tl.arange(0, SUM_WIDTH)[None, :]

@@ -24,7 +24,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from flashattn_triton.hopper.support import tma_load, tma_store, wait_for_turn
+from flashattn_triton.hopper.support import tma_load, tma_store, wait_for_predecessors
 
 PACKED_END = 2**30  # where the descriptor of a packed tensor ends
 END = gl.constexpr(PACKED_END)
@@ -76,8 +76,9 @@ def packed_tiles_kernel(
     """Writes the table of tiles of queries, or of keys. Grid: B / SEQUENCES.
 
     Sequences come in the order of how many keys a tile of queries may see, or queries a tile of
-    keys, most first. Their places are counted, not sorted: each program looks at all sequences.
-    ``GROUP``: tiles of a sequence that heads computed at the same time shall have together.
+    keys, most first. There is no sort: each program looks at all sequences, and counts the tiles of
+    those that come before its own. ``GROUP``: how many tiles of one sequence are computed at the
+    same time; the number of heads in a group is this number divided by the sequence's tiles.
     """
     own = tl.program_id(0) * SEQUENCES + tl.arange(0, SEQUENCES)
     n_queries, end_q = _lengths(starts_q_ptr, own, N_SEQUENCES)
@@ -109,15 +110,15 @@ def packed_tiles_kernel(
     tiles, heads, _ = _tiles_and_groups(rows, own < N_SEQUENCES, N_HEADS, GROUP, ROWS_PER_TILE)
     for tile in range(tl.max(tiles, 0)):
         entry = tiles_ptr + (1 + first_tile + tile) * FIELDS
-        there = tile < tiles
-        tl.store(entry, first_tile, mask=there)
-        tl.store(entry + 1, end_q, mask=there)
-        tl.store(entry + 2, n_queries, mask=there)
-        tl.store(entry + 3, end_k, mask=there)
-        tl.store(entry + 4, n_keys, mask=there)
-        tl.store(entry + 5, heads, mask=there)
-        tl.store(entry + 6, all_groups - 1 - first_group, mask=there)
-        tl.store(entry + 7, own, mask=there)
+        present = tile < tiles
+        tl.store(entry, first_tile, mask=present)
+        tl.store(entry + 1, end_q, mask=present)
+        tl.store(entry + 2, n_queries, mask=present)
+        tl.store(entry + 3, end_k, mask=present)
+        tl.store(entry + 4, n_keys, mask=present)
+        tl.store(entry + 5, heads, mask=present)
+        tl.store(entry + 6, all_groups - 1 - first_group, mask=present)
+        tl.store(entry + 7, own, mask=present)
 
 
 @gluon.jit
@@ -143,7 +144,11 @@ def entry_of_tile(tiles_ptr, tile):
 
 @gluon.jit
 def load_tile(descriptor, at, head, row, barrier, tile, PACKED: gl.constexpr, COLUMN=0):
-    """A tile from global to shared memory, from a row of a batch element or sequence ``at``."""
+    """A tile from global to shared memory, from a row of a batch element or sequence.
+
+    ``at``: (batch element, 0), or of a packed sequence (its end, END less its length), as the
+    module's docstring describes.
+    """
     if PACKED:
         tma_load(descriptor, [END, at[0], head, at[1] + row, COLUMN], barrier, tile)
     else:
@@ -231,9 +236,9 @@ def tile_of_round(
     PACKED: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr,
 ):
-    """A tile of queries: (first row, head, rows, band, place of the rows, place of the keys).
+    """A tile of queries: (first row, head, rows, band, ``at`` of the rows, ``at`` of the keys).
 
-    Rows and band are those of the tile's sequence, a place is for :func:`load_tile`.
+    Rows and band are those of the tile's sequence; ``at`` is an argument of :func:`load_tile`.
 
     Groups of heads come one after another. Within a group, rows are outermost, so that under a
     causal mask lengths rise or fall steadily: they fall in the last group, and in each other group
@@ -263,7 +268,7 @@ def key_tiles(
     is_causal: gl.constexpr,
     PACKED: gl.constexpr,
 ):
-    """Tiles of keys that some of these rows sees: (first, what follows the last), at least one."""
+    """Tiles of keys that at least one of these rows sees: (first, last + 1), at least one tile."""
     N_KEYS, offset, width = band
     stop = N_KEYS
     if is_causal:
@@ -281,7 +286,7 @@ def key_tiles(
 def whole_tiles(
     first_row, stop_row, band, KEYS: gl.constexpr, HAS_LEFT: gl.constexpr, is_causal: gl.constexpr
 ):
-    """Tiles of keys that each of these rows sees whole: (first, what follows the last)."""
+    """Tiles of keys of which each of these rows sees every key: (first, last + 1)."""
     N_KEYS, offset, width = band
     stop = N_KEYS
     if is_causal:
@@ -304,10 +309,11 @@ def key_tile_of_program(
     BOTTOM_RIGHT: gl.constexpr,
     LAST_FIRST: gl.constexpr,
 ):
-    """A tile of KEYS keys: (first key, key head, queries, keys, offset, places of both, sequence).
+    """A tile of KEYS keys: (first key, key head, queries, keys, offset, q_at, k_at, sequence).
 
-    Queries, keys and offset are those of the tile's sequence, places as of :func:`tile_of_round`.
-    Head comes after head, and of each the longest tile first, or the last one if LAST_FIRST.
+    Queries, keys and offset are those of the tile's sequence; ``q_at`` and ``k_at`` are for
+    :func:`load_tile`. Programs take one head after another, and of a head the first tile of keys
+    first, which most queries see, or the last one first if LAST_FIRST.
     """
     N_QUERIES, N_KEYS, N_KV_HEADS, _HEADS_PER_KV, offset = sizes
     if PACKED:
@@ -349,10 +355,11 @@ def walk(
     HAS_LEFT: gl.constexpr,
     ORDERED: gl.constexpr,
 ):
-    """Which of a head's tiles of queries see some key here: (first, last, after the last, count).
+    """Which of a head's tiles of queries see some key here: (first, last, wrap, count).
 
-    The count is at least 1. Without a mask programs start at different tiles, so that they do not
-    all add to the same part of dQ, and go on with the first tile after the last.
+    The count is at least 1. ``wrap`` is the tile that comes after ``last``. Without a mask programs
+    start at different tiles, so that they do not all add to the same part of dQ: ``wrap`` is then
+    tile 0. Otherwise it is ``first``, of the next head.
     """
     first = 0
     last = n_tiles - 1
@@ -373,7 +380,7 @@ def next_query_tile(tile, head, first, last, wrap):
 
 
 @gluon.jit
-def turn_of(
+def predecessor_warps(
     tile,
     first_key,
     n_keys,
@@ -383,7 +390,7 @@ def turn_of(
     QUERIES: gl.constexpr,
     is_causal: gl.constexpr,
 ):
-    """How many warps of each consumer add to a tile of dQ before this program's do."""
+    """How many warps of one consumer add to a tile of dQ before those of this program do."""
     last_key = n_keys - 1
     if is_causal:  # the last tile of queries is walked over by all programs
         seen = min(last_key, (tile + 1) * QUERIES - 1 + offset)
@@ -392,9 +399,9 @@ def turn_of(
 
 
 @gluon.jit
-def begin_turn(
+def allow_addition(
     may_add,
-    turns,
+    order_counters,
     tile,
     head,
     first_key,
@@ -405,20 +412,24 @@ def begin_turn(
     QUERIES: gl.constexpr,
     is_causal: gl.constexpr,
 ):
-    """Waits until all that add to a tile of dQ before this program have done so; opens ``may_add``.
+    """Waits until all predecessors have added to a tile of dQ, and then arrives at ``may_add``.
 
-    The producer does it: a loop around a load within a consumer's loop makes ptxas keep all
-    addresses in vector registers, and spill. ``turns``: counters of all heads' tiles, to which each
-    warp of both consumers adds one.
+    The producer calls this, and consumers wait at ``may_add``: a loop around a load within a
+    consumer's loop makes ptxas keep all addresses in vector registers, and spill.
+    ``order_counters``: one for each tile of all heads, to which each warp of both consumers adds 1.
     """
-    turn = turn_of(tile, first_key, n_keys, offset, n_tiles, KEYS, QUERIES, is_causal)
-    wait_for_turn(turns + head * n_tiles + tile, 2 * turn, gl.to_tensor(True))
+    n_predecessors = predecessor_warps(
+        tile, first_key, n_keys, offset, n_tiles, KEYS, QUERIES, is_causal
+    )
+    wait_for_predecessors(
+        order_counters + head * n_tiles + tile, 2 * n_predecessors, gl.to_tensor(True)
+    )
     mbarrier.arrive(may_add, count=1)
 
 
 @gluon.jit
 def query_tiles(n_queries, QUERIES: gl.constexpr, PACKED: gl.constexpr):
-    """How many tiles of queries a head has; of an empty sequence one, without rows."""
+    """How many tiles of queries a head has: of an empty sequence one, without rows."""
     n_tiles = gl.cdiv(n_queries, QUERIES)
     if PACKED:
         n_tiles = max(n_tiles, 1)
@@ -431,11 +442,12 @@ def tiles_before(
 ):
     """How many tiles lie before those of a sequence, in the statistics and in the sum of dQ.
 
-    A packed sequence's begin at a multiple of QUERIES rows, so that no two sequences share one:
-    behind the tokens before the sequence, and one tile for each sequence before it.
+    Each packed sequence begins at a multiple of QUERIES rows there, so that no tile belongs to two
+    sequences. With n tokens and s sequences before it, it begins at tile
+    (n // QUERIES + s) · n_heads.
     """
     if PACKED:
-        before = ((q_at[0] - n_queries) // QUERIES + sequence) * n_heads
+        tiles = ((q_at[0] - n_queries) // QUERIES + sequence) * n_heads
     else:
-        before = sequence * n_heads * n_tiles
-    return before
+        tiles = sequence * n_heads * n_tiles
+    return tiles

@@ -1,6 +1,6 @@
 # Kernels are typed by Triton's compiler, not by annotations.
 # mypy: disable-error-code="no-untyped-def,attr-defined"
-"""Scores of one tile in registers, on sm_90: masks, maxima, and the tanh of soft-caps."""
+"""Scores and probabilities of one tile in registers, on sm_90: masks, maxima, soft-caps' tanh."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 
 @gluon.jit
 def tanh(x):
-    """By one exp2, as ``primitives.tanh``; near 0, where that cancels, by its series."""
+    """As ``primitives.tanh``, but exp2 and the reciprocal are the special function unit's alone."""
     far = 1.0 - 2.0 * reciprocal(1.0 + exp2(x * (2.0 * LOG2_E)))
     y = x * x
     near = x + x * y * (-1.0 / 3.0 + y * (2.0 / 15.0 + y * (-17.0 / 315.0 + y * (62.0 / 2835.0))))
@@ -22,7 +22,7 @@ def tanh(x):
 
 
 @gluon.jit
-def apply_mask(
+def mask_scores(
     s,
     first_row,
     first_key,
@@ -31,7 +31,10 @@ def apply_mask(
     HAS_LEFT: gl.constexpr,
     is_causal: gl.constexpr,
 ):
-    """Replaces scores of keys that a row does not see by one whose exponential is 0."""
+    """Replaces (queries, keys) scores by ones whose exponential is 0 where the mask hides the key.
+
+    For the forward kernel, which takes maxima of scores.
+    """
     N_KEYS, offset, width = band
     LAYOUT: gl.constexpr = s.type.layout
     keys = gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, LAYOUT)), 0)
@@ -45,6 +48,35 @@ def apply_mask(
     if HAS_LEFT:
         seen = seen & (keys >= gl.expand_dims(diagonal - width, 1))
     return gl.where(seen, s, float("inf") if NEGATIVE else -float("inf"))
+
+
+@gluon.jit
+def mask_probabilities(
+    p,
+    diagonal,
+    band,
+    n_keys,
+    RAGGED: gl.constexpr,
+    is_causal: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+):
+    """Replaces (keys, queries) probabilities by 0 where the mask hides the key from the query.
+
+    For the backward kernels, whose tiles are transposed, and which need no maximum.
+
+    Query i sees the rows of ``p`` from ``diagonal + i - band`` to ``diagonal + i``, which are among
+    the first ``n_keys``.
+    """
+    LAYOUT: gl.constexpr = p.type.layout
+    keys = gl.arange(0, p.shape[0], gl.SliceLayout(1, LAYOUT))
+    last = diagonal + gl.arange(0, p.shape[1], gl.SliceLayout(0, LAYOUT))
+    if is_causal:
+        p = gl.where(gl.expand_dims(keys, 1) <= gl.expand_dims(last, 0), p, 0.0)
+    if HAS_LEFT:
+        p = gl.where(gl.expand_dims(keys, 1) >= gl.expand_dims(last - band, 0), p, 0.0)
+    if RAGGED:
+        p = gl.where(gl.expand_dims(keys < n_keys, 1), p, 0.0)
+    return p
 
 
 @gluon.jit

@@ -39,11 +39,13 @@ def reduce_add(pointers, x, condition):
 
 
 @gluon.jit
-def wait_for_turn(counter, turn, condition):
-    """Waits until the number at ``counter`` in memory is at least ``turn``, if ``condition`` holds.
+def wait_for_predecessors(order_counter, n_predecessors, condition):
+    """If ``condition`` holds, waits until the ``order_counter`` has reached ``n_predecessors``.
 
-    What was added before others ended their turns is then seen. A warp may find a larger number:
-    other warps of its own group, which waited for the same turn, may have ended theirs by then.
+    Each predecessor, a warp that adds to the same tile earlier, increments the counter after its
+    additions (:func:`signal_successors`), which are visible when this wait ends. The counter may be
+    larger than ``n_predecessors``: other warps of this warp group wait for the same number, and may
+    have added and incremented the counter already.
     """
     gl.inline_asm_elementwise(
         """{
@@ -60,7 +62,7 @@ def wait_for_turn(counter, turn, condition):
         mov.b32 $0, 0;
         }""",
         "=r,l,r,r",
-        [counter.to(gl.int64), gl.to_tensor(turn), condition.to(gl.int32)],
+        [order_counter.to(gl.int64), gl.to_tensor(n_predecessors), condition.to(gl.int32)],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -68,8 +70,9 @@ def wait_for_turn(counter, turn, condition):
 
 
 @gluon.jit
-def end_turn(counter, condition):
-    """Adds one for each warp to the number at ``counter``, after all that the warp added before."""
+def signal_successors(order_counter, condition):
+    """Each warp adds 1 to ``order_counter``, after its additions have become visible, if
+    ``condition`` holds. Warps that wait by :func:`wait_for_predecessors` count these arrivals."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred holds;
@@ -82,7 +85,7 @@ def end_turn(counter, condition):
         mov.b32 $0, 0;
         }""",
         "=r,l,r",
-        [counter.to(gl.int64), condition.to(gl.int32)],
+        [order_counter.to(gl.int64), condition.to(gl.int32)],
         dtype=gl.int32,
         is_pure=False,
         pack=1,

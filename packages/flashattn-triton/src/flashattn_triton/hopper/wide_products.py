@@ -1,6 +1,6 @@
 # Kernels are typed by Triton's compiler, not by annotations.
 # mypy: disable-error-code="no-untyped-def,attr-defined"
-"""What starts the products of the backward kernel of heads up to 192 wide, and its tiles.
+"""Issues the products of the backward kernel of heads up to 192 wide, and holds its tile sizes.
 
 Legend as in ``backward_wide``.
 """
@@ -26,7 +26,7 @@ def start_scores(
     k_smem,
     q_smem,
     statistics_smem,
-    again,
+    opaque_zero,
     slot,
     CONSUMER: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr,
@@ -37,7 +37,7 @@ def start_scores(
     if not HAS_SOFTCAP:
         s = subtract(0, statistics_smem.index(slot), s, False, SCORES)
     for part in gl.static_range(PARTS):
-        own_k = k_smem.index(again + part).slice(CONSUMER * OWN, OWN, dim=0)
+        own_k = k_smem.index(opaque_zero + part).slice(CONSUMER * OWN, OWN, dim=0)
         q_part = q_smem.index(slot * PARTS + part)
         s = warpgroup_mma(own_k, q_part.permute((1, 0)), s, is_async=True)
     return s
@@ -66,37 +66,39 @@ def start_dk(ds, q_smem, slot, dk, SECOND: gl.constexpr):
 
 
 @gluon.jit
-def start_dq(ds_tile, k_smem, again, THIRD: gl.constexpr, CONSUMER: gl.constexpr):
+def start_dq(ds_tile, k_smem, opaque_zero, THIRD: gl.constexpr, CONSUMER: gl.constexpr):
     """Issues this consumer's columns of a tile of dQ: its own part, or half of the third one."""
     WIDTH: gl.constexpr = PART // 2 if THIRD else PART
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    nothing = gl.zeros([QUERIES, WIDTH], gl.float32, LAYOUT)
+    zero_accumulator = gl.zeros([QUERIES, WIDTH], gl.float32, LAYOUT)
     if THIRD:
-        columns = k_smem.index(again + 2).slice(CONSUMER * WIDTH, WIDTH, dim=1)
+        columns = k_smem.index(opaque_zero + 2).slice(CONSUMER * WIDTH, WIDTH, dim=1)
     else:
-        columns = k_smem.index(again + CONSUMER)
-    return warpgroup_mma(ds_tile.permute((1, 0)), columns, nothing, use_acc=False, is_async=True)
+        columns = k_smem.index(opaque_zero + CONSUMER)
+    return warpgroup_mma(
+        ds_tile.permute((1, 0)), columns, zero_accumulator, use_acc=False, is_async=True
+    )
 
 
 @gluon.jit
 def add_dq(dq_own, tile, dq, THIRD: gl.constexpr):
     """Adds what :func:`start_dq` computed to a tile of the sum."""
-    there = dq_own[1] if THIRD else dq_own[0]
-    there += gl.cast(tile, gl.int64) * (QUERIES * PARTS * PART)
-    reduce_add(there, dq, gl.to_tensor(True))
+    dq_tile_pointers = dq_own[1] if THIRD else dq_own[0]
+    dq_tile_pointers += gl.cast(tile, gl.int64) * (QUERIES * PARTS * PART)
+    reduce_add(dq_tile_pointers, dq, gl.to_tensor(True))
 
 
 @gluon.jit
 def side_by_side(left, right):
-    """(OWN, HALF) twice to (OWN, QUERIES), without moving anything between threads."""
+    """Joins two (OWN, HALF) tiles to one (OWN, QUERIES) tile; nothing moves between threads."""
     WHOLE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
-    both = gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), [OWN, QUERIES])
-    return gl.convert_layout(both, WHOLE, assert_trivial=True)
+    joined = gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), [OWN, QUERIES])
+    return gl.convert_layout(joined, WHOLE, assert_trivial=True)
 
 
 @gluon.jit
 def halves(whole):
-    """(OWN, QUERIES) as (OWN, HALF) twice, without moving anything between threads."""
+    """Splits an (OWN, QUERIES) tile into two (OWN, HALF) tiles; nothing moves between threads."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     left, right = gl.split(gl.permute(gl.reshape(whole, [OWN, 2, HALF]), (0, 2, 1)))
     left = gl.convert_layout(left, LAYOUT, assert_trivial=True)

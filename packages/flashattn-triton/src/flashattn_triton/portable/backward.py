@@ -1,7 +1,7 @@
 """The backward pass as portable Triton kernels: FlashAttention-2, Algorithm 2.
 
-Which of the kernels run, and on what, is decided here; they are in ``preprocess``, ``key_pass`` and
-``query_pass``.
+This file decides which passes run, and allocates what they write. Each pass has a file with its
+kernel and its launch: ``preprocess``, ``key_pass`` and ``query_pass``.
 
 P is recomputed from the stored logsumexp, tile by tile (assignment, Eq. 13-19; S: scaled scores):
 
@@ -24,37 +24,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
-from flashattn_triton.configs import Tiles, Tiling
+from flashattn_triton.configs import Tiling
 from flashattn_triton.launch import (
     Launch,
     Packing,
     Strides,
-    TileView,
-    alibi_constant,
     can_use_tma,
-    dot_precision,
     empty_output,
-    is_wide,
-    option_constants,
-    option_numbers,
-    outer,
     padded,
     problem_tensors,
-    register_limit,
-    stride_numbers,
     unit_last_stride,
 )
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
 from flashattn_triton.options import AttentionOptions
-from flashattn_triton.portable.key_pass import ATOMIC, NONE, TMA_REDUCE, key_pass_kernel
+from flashattn_triton.portable.backward_problem import BackwardProblem
+from flashattn_triton.portable.key_pass import ATOMIC, NONE, TMA_REDUCE, key_pass_launch
 from flashattn_triton.portable.preprocess import PREPROCESS_TILES, preprocess_launch
-from flashattn_triton.portable.query_pass import query_pass_kernel
+from flashattn_triton.portable.query_pass import query_pass_launch
 
 
 def triton_backward(
@@ -156,130 +146,55 @@ def backward_call(
     mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
 ) -> BackwardCall:
     """The call for inputs of these shapes, strides and types; their last stride is 1."""
-    device, dtype, kind = query.device, query.dtype, mask_and_bias.kind
-    shapes = (query.shape, key.shape, value.shape)
-    strides = tuple([x.stride() for x in (query, key, value, grad_out, out)])
+    device, dtype = query.device, query.dtype
+    (batch, heads, n_queries, head_dim), value_dim = query.shape, value.shape[3]
     grad_logsumexp_stride = None if grad_logsumexp is None else grad_logsumexp.stride()
     sizes = None if packing is None else packing.sizes
-    readable_by_tma = sizes is None and all(can_use_tma(x) for x in (query, key, value, grad_out))
-    (batch, heads, n_queries, head_dim), (_, kv_heads, n_keys, _), (*_, value_dim) = shapes
-    *inputs, out_stride = strides
     gradients = [
-        empty_output(torch.empty_strided(shape, stride, dtype=dtype, device="meta"), shape[3])
-        for shape, stride in zip(shapes, strides[:3], strict=True)
+        empty_output(torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta"), width)
+        for x, width in ((query, head_dim), (key, head_dim), (value, value_dim))
     ]
     dq, dk, dv = (x.stride() for x in gradients)
     fused = None if options.deterministic else tiling.fused
-    width, value_width = padded(head_dim, dtype), padded(value_dim, dtype)
-    if fused is not None:  # padded, so that a tile is one block of memory
+    width = padded(head_dim, dtype)
+    if fused is not None:  # the fp32 sum, padded, so that a tile is one block of memory
         dq = (heads * n_queries * width, n_queries * width, width, 1)
     longest_tile = max(t.queries for t in (PREPROCESS_TILES, tiling.key_pass, tiling.query_pass))
     multiple = max(longest_tile, 0 if fused is None else fused.queries)
     n_padded = -(-n_queries // multiple) * multiple
+    problem = BackwardProblem(
+        device=device,
+        dtype=dtype,
+        shapes=(query.shape, key.shape, value.shape),
+        strides=(query.stride(), key.stride(), value.stride(), grad_out.stride()),
+        gradient_strides=(dq, dk, dv),
+        sizes=sizes,
+        options=options,
+        specialization=mask_and_bias.specialization,
+        n_padded=n_padded,
+        readable_by_tma=sizes is None and all(map(can_use_tma, (query, key, value, grad_out))),
+    )
     preprocess = preprocess_launch(
         device,
         dtype,
         (batch, heads, n_queries),
         (head_dim, value_dim),
-        (out_stride, inputs[3], grad_logsumexp_stride),
+        (out.stride(), grad_out.stride(), grad_logsumexp_stride),
         n_padded,
         zeroes=fused is not None,
     )
-    key_tiles, query_tiles = fused or tiling.key_pass, tiling.query_pass
-    # Of Q, K, V, dO, the statistics and the sum of dQ for the key pass; Q, K, V for the query pass.
-    key_views: list[TileView | None] = [None] * 6
-    query_views: list[TileView | None] = [None] * 3
-    if fused is not None and tiling.tma_reduce:
-        rows = batch * heads * n_queries
-        key_views[5] = TileView([rows, width], [width, 1], [fused.queries, width])
-    # A copy is waited for where it stands unless the loop is pipelined; a load is not.
-    statistics_by_tma = readable_by_tma and key_tiles.use_tma and key_tiles.stages > 1
-    if readable_by_tma and key_tiles.use_tma:
-        do_shape, block = (*shapes[0][:3], value_dim), [1, 1, key_tiles.queries]
-        key_views[0] = TileView(shapes[0], strides[0], [*block, width])
-        key_views[3] = TileView(do_shape, strides[3], [*block, value_width])
-        if statistics_by_tma:
-            key_views[4] = TileView([2 * batch * heads, n_padded], [n_padded, 1], block[1:])
-    if readable_by_tma and query_tiles.use_tma:
-        block = [1, 1, query_tiles.keys]
-        query_views[1] = TileView(shapes[1], strides[1], [*block, width])
-        query_views[2] = TileView(shapes[2], strides[2], [*block, value_width])
-    statistics, dq_sum = (batch * heads, 2, n_padded), (batch, heads, n_queries, width)
-    if sizes is not None:
-        batch, n_queries, n_keys = sizes
-    constants = {
-        "D": head_dim,
-        "E": value_dim,
-        "D_PADDED": width,
-        "E_PADDED": value_width,
-        "PACKED": sizes is not None,
-        "WIDE": is_wide(*inputs, dq, dk, dv),
-        "PRECISION": dot_precision(dtype),
-        "INTERPRETED": not isinstance(key_pass_kernel, triton.JITFunction),
-        **option_constants(options),
-        **kind.constants,
-        **alibi_constant(options, kind),
-    }
-
-    q, k, v, do = (outer(stride, sizes) for stride in inputs)
-    numbers = {
-        **stride_numbers(q=q, k=k, v=v, do=do),
-        **kind.numbers,
-        "N_PADDED": n_padded,
-        "N_QUERIES": n_queries,
-        "N_KEYS": n_keys,
-        "HEADS_PER_KV": heads // kv_heads,
-        **option_numbers(options),
-    }
-
-    def shape(tiles: Tiles) -> dict[str, Any]:
-        return {
-            "Q_TILE_SIZE": tiles.queries,
-            "K_TILE_SIZE": tiles.keys,
-            "USE_TMA": readable_by_tma and tiles.use_tma,
-        }
-
-    mode = NONE if fused is None else TMA_REDUCE if tiling.tma_reduce else ATOMIC
-    dq_outer, dk_outer, dv_outer = (outer(stride, sizes) for stride in (dq, dk, dv))
-    # A descriptor counts rows, a pointer elements.
-    unit = width if mode is TMA_REDUCE else 1
-    target = tuple(stride // unit for stride in dq_outer)
-    key_pass = Launch(
-        key_pass_kernel,
-        device,
-        -(-n_keys // key_tiles.keys) * batch * kv_heads,
-        {
-            **numbers,
-            **stride_numbers(dq=target, dk=dk_outer, dv=dv_outer),
-            "N_KV_HEADS": kv_heads,
-        },
-        {
-            **constants,
-            **shape(key_tiles),
-            "DQ_MODE": mode.value,
-            "STATISTICS_BY_TMA": statistics_by_tma,
-        },
-        key_tiles,
-        key_views,
-    )
-    query_pass = None
     if fused is None:
-        query_pass = Launch(
-            query_pass_kernel,
-            device,
-            -(-n_queries // query_tiles.queries) * batch * heads,
-            {**numbers, **stride_numbers(dq=dq_outer), "N_HEADS": heads},
-            {**constants, **shape(query_tiles)},
-            query_tiles,
-            query_views,
-            register_limit(kind, query_tiles, dtype, max(width, value_width)),
-        )
+        key_pass = key_pass_launch(problem, tiling.key_pass, NONE)
+        query_pass = query_pass_launch(problem, tiling.query_pass)
+    else:
+        key_pass = key_pass_launch(problem, fused, TMA_REDUCE if tiling.tma_reduce else ATOMIC)
+        query_pass = None
     return BackwardCall(
         preprocess=preprocess,
         key_pass=key_pass,
         query_pass=query_pass,
-        statistics=statistics,
+        statistics=(batch * heads, 2, n_padded),
         gradients=[(x.shape, x.stride()) for x in gradients],
-        dq_sum=None if fused is None else dq_sum,
+        dq_sum=None if fused is None else (batch, heads, n_queries, width),
         scale=options.scale,
     )

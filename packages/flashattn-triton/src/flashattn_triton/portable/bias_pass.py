@@ -400,11 +400,11 @@ def bias_call(
         zeroes=False,
     )
     own_batch, own_heads, own_queries, own_keys = bias.shape
-    kind = mask_and_bias.kind
+    specialization = mask_and_bias.specialization
     q, k, v, do = (stride[:3] for stride in strides)
     numbers = {
         **stride_numbers(q=q, k=k, v=v, do=do),
-        **kind.numbers,
+        **specialization.numbers,
         "N_PADDED": n_padded,
         "N_QUERIES": n_queries,
         "N_KEYS": n_keys,
@@ -429,8 +429,8 @@ def bias_call(
         "INTERPRETED": not isinstance(bias_pass_kernel, triton.JITFunction),
         "USE_TMA": use_tma,
         **option_constants(options),
-        **kind.constants,
-        **alibi_constant(options, kind),
+        **specialization.constants,
+        **alibi_constant(options, specialization),
     }
     rows = 1 if own_queries < n_queries else -(-n_queries // tiles.queries)
     columns = 1 if own_keys < n_keys else -(-n_keys // tiles.keys)

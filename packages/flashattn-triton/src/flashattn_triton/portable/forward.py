@@ -436,7 +436,7 @@ def forward_call(
     bias, scores = mask_and_bias.bias, (query.shape[2], key.shape[2])
     use_tma = tiles.use_tma and packing is None and can_use_tma(key) and can_use_tma(value)
     bias_tma = use_tma and bias is not None and bias.shape[2:] == scores and can_use_tma(bias)
-    device, dtype, kind = query.device, query.dtype, mask_and_bias.kind
+    device, dtype, specialization = query.device, query.dtype, mask_and_bias.specialization
     shapes = (query.shape, key.shape, value.shape)
     strides = (query.stride(), key.stride(), value.stride())
     sizes = None if packing is None else packing.sizes
@@ -449,7 +449,7 @@ def forward_call(
     q, k, v, o, lse = (outer(stride, sizes) for stride in (*matrices, logsumexp.stride()))
     numbers = {
         **stride_numbers(q=q, k=k, v=v, o=o, l=lse[:2]),
-        **kind.numbers,
+        **specialization.numbers,
         "N_QUERIES": n_queries,
         "N_KEYS": n_keys,
         "N_HEADS": heads,
@@ -464,7 +464,7 @@ def forward_call(
         "Q_TILE_SIZE": tiles.queries,
         "K_TILE_SIZE": tiles.keys,
         "PACKED": sizes is not None,
-        "HAS_SINKS": kind.sinks,
+        "HAS_SINKS": specialization.sinks,
         "NEGATIVE_SCALE": options.scale < 0,
         "WIDE": is_wide(*matrices),
         "PRECISION": dot_precision(dtype),
@@ -472,8 +472,8 @@ def forward_call(
         "USE_TMA": use_tma,
         "BIAS_TMA": bias_tma,
         **option_constants(options),
-        **kind.constants,
-        **alibi_constant(options, kind),
+        **specialization.constants,
+        **alibi_constant(options, specialization),
     }
     programs = -(-n_queries // tiles.queries) * batch * heads
     views: list[TileView | None] = []
@@ -486,7 +486,7 @@ def forward_call(
         )
         views = [None, k_view, v_view]
     if bias_tma:
-        own_strides = [stride or 0 for stride in kind.bias_strides]
+        own_strides = [stride or 0 for stride in specialization.bias_strides]
         full = (batch, heads, n_queries, n_keys)
         own = [n if stride else 1 for n, stride in zip(full, own_strides, strict=True)]
         bias_view = TileView(own, own_strides, [1, 1, tiles.queries, tiles.keys])
@@ -499,6 +499,6 @@ def forward_call(
         constants,
         tiles,
         views,
-        register_limit(kind, tiles, dtype, max(head_dim, value_dim)),
+        register_limit(specialization, tiles, dtype, max(head_dim, value_dim)),
     )
     return ForwardCall(launch, out, logsumexp)

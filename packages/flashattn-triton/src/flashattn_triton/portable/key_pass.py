@@ -10,6 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashattn_triton.configs import Tiles
+from flashattn_triton.launch import Launch, TileView, stride_numbers
+from flashattn_triton.portable.backward_problem import BackwardProblem
 from flashattn_triton.primitives import (
     LOG2_E,
     dot,
@@ -24,8 +27,8 @@ from flashattn_triton.primitives import (
     tma_reload,
 )
 
-# How the key pass adds its part of dQ: not at all, by fp32 atomic additions, or by the bulk
-# reductions of sm_90 and later, which the TMA carries out on whole tiles.
+# How the key pass adds its part of dQ: not at all, by fp32 atomic additions, or by the TMA's
+# reductions of whole tiles (sm_90 and later).
 NONE = tl.constexpr(0)
 ATOMIC = tl.constexpr(1)
 TMA_REDUCE = tl.constexpr(2)
@@ -111,7 +114,8 @@ def _differentiate_keys(
             delta = statistics.load([2 * batch_head + 1, query_start]).reshape(Q_TILE_SIZE)
         else:
             delta = load_statistic(statistics + n_padded, queries, n_queries, 0.0, PACKED)
-        # Both products of scores are started before either is waited for, and so are the sums.
+        # The products that give S and dP are next to each other, so that the compiler issues both
+        # before it waits for either. The same holds for the products added to dV and dK below.
         s = dot(k, tl.trans(q), None, PRECISION, INTERPRETED)  # (K_TILE_SIZE, Q_TILE_SIZE)
         dp = dot(v, tl.trans(do), None, PRECISION, INTERPRETED)
         p, s = probabilities(
@@ -335,3 +339,42 @@ def key_pass_kernel(
     dk_tile = dK_ptr + first * stride_dkk
     store_rows(dk_tile, dk * scale, key_rows, columns, stride_dkk, n_rows, D)
     store_rows(dV_ptr + first * stride_dvk, dv, key_rows, value_columns, stride_dvk, n_rows, E)
+
+
+def key_pass_launch(problem: BackwardProblem, tiles: Tiles, dq_mode: tl.constexpr) -> Launch:
+    """The launch of the kernel on (Q, K, V, dO, statistics, dQ, dK, dV) and the problem's tensors.
+
+    Args:
+        problem: shapes, strides and options.
+        tiles: the kernel's shape.
+        dq_mode: NONE, ATOMIC or TMA_REDUCE. Unless it is NONE, dQ is the fp32 sum.
+    """
+    batch, _, n_keys = problem.lengths
+    heads, kv_heads = problem.heads
+    width, value_width = problem.widths
+    views: list[TileView | None] = [None] * 6  # of Q, K, V, dO, the statistics and the sum of dQ
+    constants = problem.constants(key_pass_kernel, tiles)
+    # Unless the loop is pipelined, the program waits for a TMA load where the load is issued. It
+    # does not wait for a load through pointers until it needs the values.
+    statistics_by_tma = constants["USE_TMA"] and tiles.stages > 1
+    if constants["USE_TMA"]:
+        block = [1, 1, tiles.queries]
+        views[0] = TileView(problem.shapes[0], problem.strides[0], [*block, width])
+        views[3] = TileView(problem.do_shape, problem.strides[3], [*block, value_width])
+        if statistics_by_tma:
+            n_padded = problem.n_padded
+            views[4] = TileView([2 * batch * heads, n_padded], [n_padded, 1], block[1:])
+    dq, dk, dv = problem.outer_gradients()
+    if dq_mode is TMA_REDUCE:
+        rows = problem.shapes[0][:3].numel()
+        views[5] = TileView([rows, width], [width, 1], [tiles.queries, width])
+        dq = tuple(stride // width for stride in dq)  # a descriptor counts rows, not elements
+    return Launch(
+        key_pass_kernel,
+        problem.device,
+        -(-n_keys // tiles.keys) * batch * kv_heads,
+        {**problem.numbers(), **stride_numbers(dq=dq, dk=dk, dv=dv), "N_KV_HEADS": kv_heads},
+        {**constants, "DQ_MODE": dq_mode.value, "STATISTICS_BY_TMA": statistics_by_tma},
+        tiles,
+        views,
+    )

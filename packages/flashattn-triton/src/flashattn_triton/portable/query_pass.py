@@ -10,6 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashattn_triton.configs import Tiles
+from flashattn_triton.launch import Launch, TileView, register_limit, stride_numbers
+from flashattn_triton.portable.backward_problem import BackwardProblem
 from flashattn_triton.primitives import (
     LOG2_E,
     dot,
@@ -249,3 +252,27 @@ def query_pass_kernel(
         HAS_ALIBI, HAS_BIAS, PRECISION, INTERPRETED, USE_TMA, is_causal, True,
     )  # fmt: skip
     store_rows(dQ_ptr + first * stride_dqq, dq * scale, rows, columns, stride_dqq, n_rows, D)
+
+
+def query_pass_launch(problem: BackwardProblem, tiles: Tiles) -> Launch:
+    """The launch of the kernel on (Q, K, V, dO, statistics, dQ) and the problem's tensors."""
+    batch, n_queries, _ = problem.lengths
+    heads, _ = problem.heads
+    width, value_width = problem.widths
+    views: list[TileView | None] = [None] * 3  # of Q, K and V
+    constants = problem.constants(query_pass_kernel, tiles)
+    if constants["USE_TMA"]:
+        block = [1, 1, tiles.keys]
+        views[1] = TileView(problem.shapes[1], problem.strides[1], [*block, width])
+        views[2] = TileView(problem.shapes[2], problem.strides[2], [*block, value_width])
+    dq, _, _ = problem.outer_gradients()
+    return Launch(
+        query_pass_kernel,
+        problem.device,
+        -(-n_queries // tiles.queries) * batch * heads,
+        {**problem.numbers(), **stride_numbers(dq=dq), "N_HEADS": heads},
+        constants,
+        tiles,
+        views,
+        register_limit(problem.specialization, tiles, problem.dtype, max(width, value_width)),
+    )

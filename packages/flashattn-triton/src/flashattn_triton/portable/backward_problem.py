@@ -1,0 +1,113 @@
+"""What the launches of the backward pass's kernels have in common: shapes, strides and options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from flashattn_triton.configs import Tiles
+from flashattn_triton.launch import (
+    Number,
+    Sizes,
+    Strides,
+    alibi_constant,
+    dot_precision,
+    is_wide,
+    option_constants,
+    option_numbers,
+    outer,
+    padded,
+    stride_numbers,
+)
+from flashattn_triton.mask_and_bias import MaskAndBiasSpecialization
+from flashattn_triton.options import AttentionOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardProblem:
+    """One kind of input of the key pass and the query pass.
+
+    shapes: of Q, K and V.
+    strides: of Q, K, V and dO.
+    gradient_strides: of dQ, or of the fp32 sum that the fused form adds to, of dK and of dV.
+    sizes: of a packed batch, else None.
+    n_padded: queries that have statistics; see ``preprocess``.
+    readable_by_tma: whether the TMA can read Q, K, V and dO.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    shapes: tuple[torch.Size, torch.Size, torch.Size]
+    strides: tuple[Strides, Strides, Strides, Strides]
+    gradient_strides: tuple[Strides, Strides, Strides]
+    sizes: Sizes | None
+    options: AttentionOptions
+    specialization: MaskAndBiasSpecialization
+    n_padded: int
+    readable_by_tma: bool
+
+    @property
+    def lengths(self) -> tuple[int, int, int]:
+        """Batch elements, queries and keys; of a packed batch, sequences and their longest ones."""
+        if self.sizes is not None:
+            return self.sizes
+        return self.shapes[0][0], self.shapes[0][2], self.shapes[1][2]
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """H and G."""
+        return self.shapes[0][1], self.shapes[1][1]
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """The powers of two at which D and E are computed."""
+        return padded(self.shapes[0][3], self.dtype), padded(self.shapes[2][3], self.dtype)
+
+    @property
+    def do_shape(self) -> tuple[int, int, int, int]:
+        """The shape of dO."""
+        batch, heads, n_queries, _ = self.shapes[0]
+        return batch, heads, n_queries, self.shapes[2][3]
+
+    def outer_gradients(self) -> tuple[Strides, Strides, Strides]:
+        """Batch, head and row strides of dQ, dK and dV."""
+        dq, dk, dv = (outer(stride, self.sizes) for stride in self.gradient_strides)
+        return dq, dk, dv
+
+    def numbers(self) -> dict[str, Number]:
+        """The kernels' arguments that are numbers, but for heads and strides of gradients."""
+        q, k, v, do = (outer(stride, self.sizes) for stride in self.strides)
+        _, n_queries, n_keys = self.lengths
+        heads, kv_heads = self.heads
+        return {
+            **stride_numbers(q=q, k=k, v=v, do=do),
+            **self.specialization.numbers,
+            "N_PADDED": self.n_padded,
+            "N_QUERIES": n_queries,
+            "N_KEYS": n_keys,
+            "HEADS_PER_KV": heads // kv_heads,
+            **option_numbers(self.options),
+        }
+
+    def constants(self, kernel: Any, tiles: Tiles) -> dict[str, Any]:
+        """The compile-time arguments that both kernels take."""
+        width, value_width = self.widths
+        return {
+            "D": self.shapes[0][3],
+            "E": self.shapes[2][3],
+            "D_PADDED": width,
+            "E_PADDED": value_width,
+            "Q_TILE_SIZE": tiles.queries,
+            "K_TILE_SIZE": tiles.keys,
+            "PACKED": self.sizes is not None,
+            "WIDE": is_wide(*self.strides, *self.gradient_strides),
+            "PRECISION": dot_precision(self.dtype),
+            "INTERPRETED": not isinstance(kernel, triton.JITFunction),
+            "USE_TMA": self.readable_by_tma and tiles.use_tma,
+            **option_constants(self.options),
+            **self.specialization.constants,
+            **alibi_constant(self.options, self.specialization),
+        }
