@@ -51,7 +51,7 @@ class ProcessMemory:
         """Waits for all ranks, for the group's timeout at most."""
         dist.barrier(self.group)
 
-    def turn(self) -> None:
+    def stagger(self) -> None:
         """Signals rank - 1 and waits for the signal of rank + 1."""
         rank, world_size = self.group.rank(), self.group.size()
         sent, received = torch.zeros(1), torch.zeros(1)

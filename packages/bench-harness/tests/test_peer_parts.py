@@ -53,7 +53,7 @@ class AloneMemory:
     def barrier(self) -> None:
         raise AssertionError("the other rank never comes")
 
-    def turn(self) -> None:
+    def stagger(self) -> None:
         raise AssertionError("the other rank never comes")
 
     def queued(self, event: object) -> None:

@@ -108,8 +108,8 @@ def test_each_rank_has_a_line_on_a_terminal_and_none_in_a_log(terminal: bool) ->
     with ConsoleReporter(console, [Planned(case("a"), False, None)]) as reporter:
         reporter.case_started(case("a"))
         reporter.case_progress("starting 2 ranks")
-        reporter.case_progress("rank 1: turn 1")
-        reporter.case_progress("rank 0: turn 1")
+        reporter.case_progress("rank 1: round 1")
+        reporter.case_progress("rank 0: round 1")
         reporter.case_progress("rank 1: turn 2")
         reporter._live.refresh()
         shown = [line.strip() for line in file.getvalue().splitlines()]
@@ -117,7 +117,7 @@ def test_each_rank_has_a_line_on_a_terminal_and_none_in_a_log(terminal: bool) ->
         reporter.case_finished(case("a"), Outcome(status="ok", value={"rows": []}, seconds=1.0))
     if terminal:
         first, second = at_once
-        assert first.endswith("rank 0: turn 1")
+        assert first.endswith("rank 0: round 1")
         assert second.endswith("rank 1: turn 2")
     else:
         assert "rank" not in file.getvalue()

@@ -76,7 +76,7 @@ class ThreadMemory:
     def barrier(self) -> None:
         self._together.barrier.wait(SECONDS)
 
-    def turn(self) -> None:
+    def stagger(self) -> None:
         signals = self._together.signals
         signals[self._rank - 1].release()
         assert signals[self._rank].acquire(timeout=SECONDS)

@@ -404,6 +404,12 @@ def outlived(rank: int, world_size: int) -> None:
     def refuse(event: object) -> None:
         raise PeerFailureError("an earlier one")
 
+    # CUDA loads a kernel at its first launch, and waits for the GPU meanwhile; and the allocator
+    # has room from now on. Later nothing but an exchange waits for rank 1.
+    kept = [torch.full((numel,), 1.0, device="cuda") for _ in range(6)]
+    copies.average(kept[:1]).wait()
+    torch.cuda.synchronize()
+    del kept
     for step in range(5):
         tensor = torch.full((numel,), float(rank + step), device="cuda")
         torch.cuda.synchronize()

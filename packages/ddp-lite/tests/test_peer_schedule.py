@@ -120,7 +120,7 @@ def races_between(
             while todo[rank] and todo[rank][-1][0].kind is not Kind.BARRIER:
                 operation, slot, program = todo[rank][-1]
                 clocks[rank][rank] += 1
-                if operation.kind is Kind.TURN:
+                if operation.kind is Kind.STAGGER:
                     if not signalled[rank]:
                         signals[(rank - 1) % world_size].append(list(clocks[rank]))
                         signalled[rank], moved = True, True
@@ -242,5 +242,5 @@ def test_no_two_copies_meet_at_one_gpu(world_size: int) -> None:
             assert sorted(peers) == [peer for peer in range(world_size) if peer != rank]
         for step in zip(*plans, strict=True):
             assert len(set(step)) == world_size
-        turns = [op.kind for op in schedule.average(0, world_size)].count(Kind.TURN)
-        assert turns == 2 * (world_size - 2)
+        staggers = [op.kind for op in schedule.average(0, world_size)].count(Kind.STAGGER)
+        assert staggers == 2 * (world_size - 2)

@@ -65,7 +65,7 @@ def refusal() -> str | None:
 # ---- launching -----------------------------------------------------------------------------------
 
 
-class Tiles(Protocol):
+class TensorTiles(Protocol):
     """A tensor descriptor without its address."""
 
     @property
@@ -78,7 +78,7 @@ class Tiles(Protocol):
 
 
 # What takes a tensor: a descriptor, a pointer, or nothing (the tensor is None at every launch).
-Parameter = Tiles | Literal["pointer"] | None
+Parameter = TensorTiles | Literal["pointer"] | None
 # Starts a compiled kernel: stream; launch metadata and two hooks; the kernel's arguments.
 _Launch = Callable[[int, Any, Any, Any, list[Any]], None]
 
@@ -238,7 +238,7 @@ def _launch(compiled: Any, grid: tuple[int, int, int]) -> _Launch:
 class _Encoded(dict[int, Any]):
     """Descriptors of one parameter as the TMA reads them, by address."""
 
-    def __init__(self, tiles: Tiles, encoding: Mapping[str, Any]) -> None:
+    def __init__(self, tiles: TensorTiles, encoding: Mapping[str, Any]) -> None:
         from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
         self.settings = (

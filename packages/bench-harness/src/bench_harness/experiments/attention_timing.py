@@ -188,14 +188,14 @@ def time_in_turns(
     measured: list[dict[tuple[str, str], Samples]] = [{} for _ in everyone]
     rounds, lengths = config["rounds"], max(1, len(config["sequences"]))
     least = -(-config["samples"] // rounds)
-    enough, turn = None, 0
+    enough, round_number = None, 0
     while enough is None or not enough.reached(
         samples.wall_ms for of_problem in measured for samples in of_problem.values()
     ):
         order = [(i, name) for i, attempts in enumerate(everyone) for name in attempts.calls]
-        for i, name in order if turn % 2 == 0 else order[::-1]:
+        for i, name in order if round_number % 2 == 0 else order[::-1]:
             attempts = everyone[i]
-            progress(f"{attempts.problem.name}, turn {turn + 1}: {name}")
+            progress(f"{attempts.problem.name}, round {round_number + 1}: {name}")
             with attempts.ending(name):
                 for each, call in attempts.passes(name, config["passes"]):
                     samples = measured[i].setdefault((name, each), Samples())
@@ -208,8 +208,8 @@ def time_in_turns(
                         warmup_ms=config["warmup_ms"] / rounds,
                         rep_ms=config["rep_ms"] / rounds,
                     )
-        turn += 1
-        if turn == rounds:
+        round_number += 1
+        if round_number == rounds:
             enough = Enough(config, parts=lengths)
     return [
         {key: samples for key, samples in found.items() if key[0] not in attempts.ended}

@@ -53,7 +53,7 @@ class Options(SubjectOptions, SamplingOptions):
     )
     optimizer: str = option("adamw", "Optimizer of the step.", choices=OPTIMIZERS)
     warmups: tuple[int, ...] = option((5,), "Warm-up steps; each count is a case of its own.")
-    samples: int = option(10, "Measured steps of a turn.")
+    samples: int = option(10, "Measured steps of a round.")
     device: str = option("auto", "Where to run.", choices=("auto", "cpu", "cuda"))
 
 

@@ -1,8 +1,8 @@
 """One rank's part of a training-step case: proof, memory, blocks of steps in turns, a profile.
 
-Every turn builds its variant anew from the same initial weights, warms it up, and lets go of it
+Every round builds its variant anew from the same initial weights, warms it up, and lets go of it
 afterwards: variants meet the same state of the machine, only one is in memory at a time, and each
-may change its model for good, as sharding does. The first turn of a variant also weighs it and
+may change its model for good, as sharding does. The first round of a variant also weighs it and
 keeps the losses of its first steps, which all variants must share.
 """
 
@@ -60,16 +60,16 @@ def measure_rank(
     with _compiling():
         _prove(variants, rows, config, device, progress)
         link = _all_reduces(variants[0], config, device) if config["all_reduces"] else {}
-        pairs, enough, turn = list(zip(variants, rows, strict=True)), None, 0
+        pairs, enough, round_number = list(zip(variants, rows, strict=True)), None, 0
         while enough is None or not on_rank_0(enough.reached(row["samples_ms"] for row in rows)):
-            for variant, row in pairs if turn % 2 == 0 else pairs[::-1]:
+            for variant, row in pairs if round_number % 2 == 0 else pairs[::-1]:
                 if "ended" not in row:
-                    progress(f"turn {turn + 1}: {row['variant']}")
-                    _turn(variant, row, turn, config, device, Path(folder))
-            if turn == 0:
+                    progress(f"round {round_number + 1}: {row['variant']}")
+                    _one_round(variant, row, round_number, config, device, Path(folder))
+            if round_number == 0:
                 _compare_losses(variants, rows)
-            turn += 1
-            if turn == config["rounds"]:
+            round_number += 1
+            if round_number == config["rounds"]:
                 enough = Enough(config)
     rows[0] |= link
     rates: dict[str, Row] = {}
@@ -159,18 +159,18 @@ def _all_reduces(variant: of.Settings, config: Mapping[str, Any], device: torch.
     return {"all_reduce": link, "largest_parameter_bytes": largest}
 
 
-def _turn(
+def _one_round(
     variant: of.Settings,
     row: Row,
-    turn: int,
+    round_number: int,
     config: Mapping[str, Any],
     device: torch.device,
     folder: Path,
 ) -> None:
-    """One turn of a variant: warm-up, blocks of steps, the optimizer alone; adds to its row."""
-    before = moments.held_before(device) if turn == 0 else 0
+    """One round of a variant: warm-up, blocks of steps, the optimizer alone; adds to its row."""
+    before = moments.held_before(device) if round_number == 0 else 0
     with training(variant, config, device) as steps:
-        if turn == 0:
+        if round_number == 0:
             row |= facts(steps) | work(steps, variant) | recomputation.predicted(steps, variant)
             row["held_before_bytes"] = before
             row["memory"], row["losses"] = moments.weigh(steps, variant, before)
@@ -179,7 +179,7 @@ def _turn(
             warmup = max(warmup, variant.wrapper.steps_before_recording)
         for number in range(1, warmup + 1):
             loss = steps.step()
-            if turn == 0 and number == config["warmup"]:
+            if round_number == 0 and number == config["warmup"]:
                 row["losses"].append(proof.mean_over_ranks(loss))
         with _collector_paused():
             synchronize(device)
@@ -188,13 +188,13 @@ def _turn(
             if variant.cuda_graph:
                 steps.capture()
             for _ in range(config["blocks"]):
-                row["round"].append(turn)
+                row["round"].append(round_number)
                 _block(steps.step, config["calls"], device, row)
             if device.type == "cuda":
                 peak = torch.cuda.max_memory_allocated(device) / 2**30
                 row["peak_gib"] = max(peak, row.get("peak_gib", 0.0))
             _optimizer_alone(steps, row)
-        if turn == config["rounds"] - 1:
+        if round_number == config["rounds"] - 1:
             row |= steps.stats()
             if config["profiled"]:
                 name = row["variant"].replace("/", "-").replace(" ", "-")

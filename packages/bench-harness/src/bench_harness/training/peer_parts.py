@@ -16,7 +16,7 @@ from ddp_lite.peer.schedule import SLOTS, Kind, Operation
 
 #: The operations that each part is made of.
 PARTS = {
-    "barriers": (Kind.BARRIER, Kind.TURN),
+    "barriers": (Kind.BARRIER, Kind.STAGGER),
     "averaging": (Kind.REDUCE, Kind.PUBLISH),
     "copies": (Kind.PUSH, Kind.PULL),
 }

@@ -1,6 +1,6 @@
 """The phases of a training step, each synchronised, and the step as a whole, on one device.
 
-Like :mod:`bench_harness.training.measure` it builds each variant anew in every turn, so that only
+Like :mod:`bench_harness.training.measure` it builds each variant anew in every round, so that only
 one is in memory and all meet the same state of the machine. Nothing is averaged over ranks, so
 nothing is proven first, and the very first step of a process is measured too.
 """
@@ -29,24 +29,24 @@ def measure_phases(
     """Samples by variant and phase.
 
     Args:
-        config: of a case: what is trained, ``modes``, ``warmup``, ``samples`` of a turn, and how
+        config: of a case: what is trained, ``modes``, ``warmup``, ``samples`` of a round, and how
             long sampling may go on (:class:`bench_harness.sampling.Enough`). Without warm-up
-            there is one turn, whose first sample is that of a cold start.
+            there is one round, whose first sample is that of a cold start.
     """
     timings: dict[str, dict[str, Samples]] = {name: {} for name in variants}
-    enough, turn = None, 0
+    enough, round_number = None, 0
     # Variants compile the same module anew; past the compiler's limit it would quietly run
     # uncompiled.
     with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
         while enough is None or not enough.reached(_readings(timings)):
             names = list(variants)
-            for name in names if turn % 2 == 0 else names[::-1]:
-                progress(f"turn {turn + 1}: {name}")
+            for name in names if round_number % 2 == 0 else names[::-1]:
+                progress(f"round {round_number + 1}: {name}")
                 with training(variants[name], config, device) as steps:
                     for index in range(config["warmup"] + config["samples"]):
                         found = _round(steps, config["modes"])
                         _keep(timings[name], found, measured=index >= config["warmup"])
-            turn += 1
+            round_number += 1
             if enough is None:
                 enough = Enough(config if config["warmup"] else {})
     return timings

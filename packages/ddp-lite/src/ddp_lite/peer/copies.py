@@ -214,8 +214,8 @@ class PeerCopies:
             match operation.kind:
                 case Kind.BARRIER:
                     memory.barrier()
-                case Kind.TURN:
-                    memory.turn()
+                case Kind.STAGGER:
+                    memory.stagger()
                 case Kind.PUSH:
                     _into(slots[peer][schedule.landing_row(rank, peer, world_size)], sent[peer])
                 case Kind.REDUCE if program is schedule.average:

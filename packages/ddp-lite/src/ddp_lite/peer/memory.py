@@ -65,7 +65,7 @@ class SharedMemory(Protocol):
     def barrier(self) -> None:
         """Waits for all ranks (on CUDA, the stream does)."""
 
-    def turn(self) -> None:
+    def stagger(self) -> None:
         """Signals rank - 1 and waits for the signal of rank + 1."""
 
     def follow(self, current: torch.cuda.Stream) -> None:
@@ -203,7 +203,7 @@ class PeerMemory:
         """The current stream waits for all ranks."""
         self._handle.barrier(_BARRIER_CHANNEL, self._kernel_timeout_ms)
 
-    def turn(self) -> None:
+    def stagger(self) -> None:
         """The current stream signals rank - 1 and waits for the signal of rank + 1."""
         before, after = (self._rank - 1) % self._world_size, (self._rank + 1) % self._world_size
         self._handle.put_signal(before, _TURN_CHANNEL, self._kernel_timeout_ms)

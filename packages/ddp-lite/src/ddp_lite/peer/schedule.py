@@ -41,7 +41,7 @@ class Kind(Enum):
     """Copy the peer's result from the peer's memory."""
     BARRIER = auto()
     """Wait until all ranks are here."""
-    TURN = auto()
+    STAGGER = auto()
     """Tell rank - 1 that this rank has finished its step; wait until rank + 1 says so."""
 
 
@@ -102,7 +102,7 @@ def _in_turns(kind: Kind, rank: int, world_size: int) -> list[Operation]:
     operations = []
     for step in range(1, world_size):
         if step > 1:
-            operations.append(Operation(Kind.TURN))
+            operations.append(Operation(Kind.STAGGER))
         operations.append(Operation(kind, (rank + step) % world_size))
     return operations
 
