@@ -75,6 +75,9 @@ def test_the_leaderboards_step_in_gib() -> None:
     assert found.kept / 2**30 == pytest.approx(17.0)
     assert found.recomputed / 2**30 == pytest.approx((8 * 4096 + 3 * 11_008) * 2 / 2**15)
     assert found.logits / 2**30 == pytest.approx(2048 * 151_936 * 10 / 2**30)
+    assert found.gradients / 2**30 == pytest.approx((3 * 11_008 + 2 * 4096) * 2 / 2**15)
+    # In the first block of backward there is more than in a chunk of the loss.
+    assert found.total == found.kept + found.ends + found.recomputed + found.gradients
     assert found.total < 34 * 2**30
 
 

@@ -8,6 +8,10 @@ rotary positions:
     compiled  8e·M + 3e·F bytes, at most: the compiler keeps what both passes need, once
 
 Attention is taken to be one fused operator, which keeps no scores.
+
+While backward goes through a block, it also holds gradients with respect to the block's values: of
+the feed-forward layers' inner values (three of width F) and of the residual stream (two of width
+M), e·(3·F + 2·M) bytes per token.
 """
 
 from __future__ import annotations
@@ -33,17 +37,19 @@ class ActivationMemory:
         recomputed: by the blocks that backward recomputes together, while it goes through them.
         ends: by the embedding, the final norm and the loss, gradient of the LM head included.
         logits: of one chunk of the loss.
+        gradients: with respect to the values of one block, while backward goes through it.
     """
 
     kept: float
     recomputed: float
     ends: float
     logits: float
+    gradients: float
 
     @property
     def total(self) -> float:
-        """The sum, in bytes."""
-        return self.kept + self.recomputed + self.ends + self.logits
+        """Bytes at the fullest moment: in the loss, or in the first block of the backward pass."""
+        return self.kept + self.ends + max(self.logits, self.recomputed + self.gradients)
 
 
 def activation_memory(
@@ -90,4 +96,5 @@ def activation_memory(
         recomputed=recomputed,
         ends=tokens * width * (2 * itemsize + 8) + 4 * config.vocab_size * width,
         logits=min(tokens, _CHUNK_TOKENS) * config.vocab_size * _LOGIT_BYTES,
+        gradients=float(tokens * (3 * config.d_ff + 2 * width) * itemsize),
     )
