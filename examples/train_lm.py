@@ -534,6 +534,8 @@ def run(settings: Settings, given: Collection[str]) -> None:
     )
     say(console, trainer.parallel.explain())
     say(console, f"predicted memory: {inputs.memory}")
+    if inputs.memory.recomputed:
+        say(console, f"predicted cost: {inputs.memory.recomputation()}")
     if trainer.step:
         say(console, f"continuing from step {trainer.step}")
     trainer.train()

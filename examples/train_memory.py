@@ -1,12 +1,15 @@
-"""Predicts the memory of one rank of ``train_lm.py``, before anything is allocated."""
+"""Predicts memory and recomputation of ``train_lm.py``, before anything is allocated.
+
+The prediction is an upper bound, so that what is said to fit does fit.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from train_settings import Settings, recomputation
+from train_settings import Settings, recomputation, uses_gpus
 
-from basics_model import ModelConfig, TransformerLM, activation_memory
+from basics_model import ModelConfig, TransformerLM, activation_memory, model_flops
 from shard_optim.accounting import Stage, fully_sharded_buffers, rank_memory
 
 GIB = 2**30
@@ -14,6 +17,8 @@ GIB = 2**30
 RESERVED = 3 * GIB
 #: What ``ddp_lite.peer.PeerMemory`` takes for copies between GPUs.
 SHARED_MEMORY = GIB / 2
+#: At most what cuBLAS keeps on a GPU: 64 MiB for each stream with products of matrices.
+WORKSPACES = GIB / 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,29 +28,72 @@ class Prediction:
     Attributes:
         held: parameters, gradients and optimizer state.
         buffers: gathered parameters and gradients on their way.
-        activations: what forward keeps, and what the loss needs.
+        activations: what forward keeps, and what the loss and the backward pass need.
+        replaced: of the gradients or the activations, those that are not there together: backward
+            frees the activations of a block before it makes the gradients of the next one.
+        recomputed: operations that backward repeats, as a part of the step's others.
     """
 
     held: float
     buffers: float
     activations: float
+    replaced: float
+    recomputed: float
 
     @property
     def total(self) -> float:
-        """The sum, in bytes."""
-        return self.held + self.buffers + self.activations
+        """Bytes at that moment."""
+        return self.held + self.buffers + self.activations - self.replaced
 
     def __str__(self) -> str:
+        replaced = (
+            f", less {written(self.replaced)} of activations that are freed before all gradients "
+            "are there"
+            if self.replaced
+            else ""
+        )
         return (
             f"{written(self.total)} per rank (parameters, gradients and optimizer state "
             f"{written(self.held)}, buffers {written(self.buffers)}, activations "
-            f"{written(self.activations)})"
+            f"{written(self.activations)}{replaced})"
         )
+
+    def recomputation(self) -> str:
+        """What recomputation costs, in words; nothing if there is none."""
+        if not self.recomputed:
+            return ""
+        return f"recomputation adds {self.recomputed:.0%} to the operations of a step"
 
 
 def written(size: float) -> str:
     """A number of bytes in GiB, or in MiB if it is less than one."""
     return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / 2**20:.2f} MiB"
+
+
+def recomputed_share(
+    config: ModelConfig, *, seq: int, checkpoint_blocks: int, keep_attention: bool
+) -> float:
+    """Operations of matrix products that backward repeats, as a part of all others of a step.
+
+    Backward repeats the forward pass of each group of recomputed blocks up to the group's last
+    product, whose result no gradient needs. A step takes three times the forward pass's operations
+    (``basics_model.model_flops``) without recomputation.
+
+    Args:
+        config: the model.
+        seq: tokens per sequence.
+        checkpoint_blocks: as given to ``TransformerLM``; 0 recomputes nothing.
+        keep_attention: as given to ``TransformerLM``.
+    """
+    if not checkpoint_blocks:
+        return 0.0
+    forward = model_flops(config, batch=1, seq=seq)
+    repeated = forward - 2 * seq * config.d_model * config.vocab_size
+    groups = -(-config.num_layers // checkpoint_blocks)
+    repeated -= groups * 2 * seq * config.d_ff * config.d_model
+    if keep_attention:
+        repeated -= config.num_layers * 4 * seq**2 * config.d_model
+    return repeated / (3 * forward)
 
 
 def predict(settings: Settings, config: ModelConfig, world_size: int) -> Prediction:
@@ -96,10 +144,21 @@ def predict(settings: Settings, config: ModelConfig, world_size: int) -> Predict
         keep_attention=keep_attention,
         compiled=settings.compile,
     )
+    # Stage 3 makes gradients while backward frees activations. With accumulation they are there
+    # from the first backward on, and of the other stages it has not been measured.
+    gradual = stage == 3 and settings.accumulate == 1
     return Prediction(
         held=memory.total - memory.buffers,
-        buffers=memory.buffers + copies,
+        buffers=memory.buffers + copies + (WORKSPACES if uses_gpus(settings) else 0.0),
         activations=activations.total,
+        replaced=min(memory.gradients, activations.kept) if gradual else 0.0,
+        recomputed=recomputed_share(
+            config,
+            seq=config.context_length,
+            checkpoint_blocks=checkpoint_blocks,
+            # Attention that is not one fused operator is computed again.
+            keep_attention=keep_attention and settings.attention != "softmax",
+        ),
     )
 
 
@@ -155,10 +214,9 @@ def check_memory(
             for name in names
             if getattr(fitting, name) != getattr(settings, name)
         ]
-        remedy = (
-            f"Use {' '.join(options)}, which needs "
-            f"{written(predict(fitting, config, world_size).total)}."
-        )
+        smaller = predict(fitting, config, world_size)
+        cost = f"; {smaller.recomputation()}" if smaller.recomputed else ""
+        remedy = f"Use {' '.join(options)}, which needs {written(smaller.total)}{cost}."
     raise ValueError(
         f"the memory of a rank must be what a step is predicted to need, {prediction}, but got "
         f"{written(available)}. {remedy}"

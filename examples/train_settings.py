@@ -306,6 +306,11 @@ class Settings:
         return ModelConfig(vocab_size=self.vocab_size, context_length=self.context, **dimensions)
 
 
+def uses_gpus(settings: Settings) -> bool:
+    """Whether ranks take GPUs."""
+    return settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
+
+
 def with_preset(settings: Settings, given: Collection[str]) -> Settings:
     """The settings with the preset's values for the device, except for those given.
 
@@ -314,7 +319,7 @@ def with_preset(settings: Settings, given: Collection[str]) -> Settings:
     """
     preset = choose("preset", PRESETS, settings.preset)
     choose("communication", COMMUNICATION, settings.communication)
-    gpus = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
+    gpus = uses_gpus(settings)
     values = preset["cuda" if gpus else "cpu"]
     chosen = replace(settings, **{name: values[name] for name in values if name not in given})
     sharded = chosen.wrapper in SHARDED_PARAMETERS

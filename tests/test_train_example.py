@@ -1,6 +1,6 @@
 """examples/train_lm.py as its users start it: alone, by torchrun, killed, resumed, misused."""
 
-import importlib.util
+import importlib
 import json
 import os
 import re
@@ -184,6 +184,32 @@ def test_ctrl_c_ends_in_one_line_and_the_same_command_continues_exactly(
     assert all(value.equal(two.model[name]) for name, value in one.model.items())
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_ctrl_c_under_torchrun_ends_in_one_line_and_the_same_command_continues(
+    text: Path, tmp_path: Path
+) -> None:
+    """The launcher hands SIGINT on to both ranks, adds lines of its own, and ends with 1."""
+    folder = tmp_path / "run"
+    command = [*TORCHRUN, str(SCRIPT), *arguments(data=text, checkpoint_dir=folder, steps=400)]
+    with start(command) as process:
+        try:
+            wait_for_checkpoint(folder, process)
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=100)
+        finally:
+            process.kill()
+    assert process.returncode == 1, errors
+    own = [line for line in errors.splitlines() if line.startswith("train_lm.py")]
+    assert own == ["train_lm.py: interrupted; with --checkpoint-dir the same command continues"]
+    left = list_checkpoints(folder)
+    reached = load_checkpoint(left[-1]).step
+    assert 0 < reached < 400
+    resumed = finish(start(command))
+    assert f"continuing from step {reached}" in resumed
+    assert load_checkpoint(list_checkpoints(folder)[-1]).step == 400
+
+
 @pytest.mark.parametrize("wrapper", ["bucketed", "stage-3-kept"])
 def test_a_rank_that_is_killed_is_named_in_one_line(
     examples: Examples, text: Path, tmp_path: Path, wrapper: str
@@ -257,8 +283,10 @@ def test_metrics_are_written_and_continued(examples: Examples, text: Path, tmp_p
     """Two ranks, recomputing blocks: one line per report; a continued run drops newer lines."""
     folder, path = tmp_path / "run", tmp_path / "logs" / "metrics.jsonl"
     common = {"data": text, "checkpoint_dir": folder, "metrics": path, "recompute": "block"}
-    code, _, errors = examples.run(arguments(**common, keep=9, peak_tflops=0.001), 2)
+    code, output, errors = examples.run(arguments(**common, keep=9, peak_tflops=0.001), 2)
     assert code == 0, errors
+    line = r"^predicted cost: recomputation adds \d+% to the operations of a step$"
+    assert re.search(line, output, re.M)
     whole = [json.loads(line) for line in path.read_text().splitlines()]
     reports = [record for record in whole if "loss" in record]
     assert [record["step"] for record in reports] == [1, *range(5, 41, 5)]
@@ -279,6 +307,44 @@ def test_metrics_are_written_and_continued(examples: Examples, text: Path, tmp_p
     for record, first in zip(again, whole, strict=True):
         assert record.get("loss") == first.get("loss")
         assert record.get("validation_loss") == first.get("validation_loss")
+
+
+def test_tensorboard_reads_back_what_was_written(
+    examples: Examples, text: Path, tmp_path: Path
+) -> None:
+    """The curves are those of the JSON lines; a continued run hides points after its start."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder, board, path = tmp_path / "run", tmp_path / "board", tmp_path / "metrics.jsonl"
+    command = arguments(data=text, checkpoint_dir=folder, tensorboard=board, metrics=path, keep=9)
+    code, _, errors = examples.run(command, 2)
+    assert code == 0, errors
+    for name in ("step-000000030.pt", "step-000000035.pt", "step-000000040.pt"):
+        (folder / name).unlink()
+    assert len(list(board.iterdir())) == 1  # rank 0 alone writes
+    for begun in (0, 25):
+        if begun:
+            code, output, errors = examples.run(command, 2)
+            assert code == 0, errors
+            assert f"continuing from step {begun}" in output
+        events = EventAccumulator(str(board))
+        events.Reload()
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        names = {"loss", "validation_loss", "learning_rate", "gradient_norm", "tokens_per_second"}
+        assert names <= set(events.Tags()["scalars"])
+        for name in sorted(names):
+            points = [(point.step, point.value) for point in events.Scalars(name)]
+            expected = [(record["step"], record[name]) for record in records if name in record]
+            assert [step for step, _ in points] == [step for step, _ in expected], name
+            assert [value for _, value in points] == pytest.approx([v for _, v in expected]), name
+
+
+def test_tensorboard_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    metrics = importlib.import_module("train_metrics")
+    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match="the package tensorboard must be installed for"):
+        metrics.check_tensorboard()
 
 
 def test_a_new_run_keeps_earlier_metrics_and_touches_no_other_file(
@@ -345,8 +411,6 @@ def test_bad_input_is_one_line(examples: Examples, text: Path, tmp_path: Path) -
         "num_heads must divide d_model": {"num_heads": 5},
         "--logger must be MODULE:FUNCTION of an installed module": {"logger": "no_such:init"},
     }
-    if importlib.util.find_spec("tensorboard") is None:
-        cases["the package tensorboard must be installed"] = {"tensorboard": tmp_path / "board"}
     common = {"data": text, "checkpoint_dir": folder}
     refused = (
         "--cuda-graph must come with GPUs, --fused and --wrapper stage-3 or stage-3-kept, but got"

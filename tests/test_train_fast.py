@@ -1,14 +1,28 @@
 """The fast preset of examples/train_lm.py on CPUs: what it shares, predicts, and leaves behind."""
 
+import importlib
+import json
 import re
 import resource
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from basics_model import checkpoint_path, list_checkpoints, load_checkpoint
-from tests.example_programs import Examples
+from basics_model import (
+    ModelConfig,
+    TransformerLM,
+    checkpoint_path,
+    list_checkpoints,
+    load_checkpoint,
+    model_flops,
+    softmax_attention,
+)
+from tests.example_programs import EXAMPLES, Examples
 
 SMALL = [
     *("--preset", "fast", "--device", "cpu", "--d-model", "32", "--d-ff", "64"),
@@ -78,22 +92,119 @@ def test_two_ranks_continue_exactly_and_with_every_other_division(
 @pytest.mark.parametrize(
     ("gib", "remedy"),
     [
-        (20.0, "Use --recompute block-keep-attention, which needs 18.06 GiB."),
-        (17.0, "Use --recompute block, which needs 16.66 GiB."),
+        (
+            20.0,
+            "Use --recompute block-keep-attention, which needs 19.62 GiB; recomputation adds 23% "
+            "to the operations of a step.",
+        ),
+        (
+            18.0,
+            "Use --recompute block, which needs 17.51 GiB; recomputation adds 26% to the "
+            "operations of a step.",
+        ),
         (1.0, "Use a smaller model, a shorter --context or more ranks."),
     ],
 )
 def test_what_does_not_fit_is_said_from_the_prediction(
     examples: Examples, text: Path, gib: float, remedy: str
 ) -> None:
-    """With the nearest options that fit; no model is made."""
+    """With the nearest options that fit and what they cost; no model is made."""
     options = ["--preset", "fast", "--size", "large", "--device", "cpu", "--data", str(text)]
-    options += ["--context", "1024", "--batch-size", "8", "--memory-gib", str(gib)]
+    options += ["--context", "1024", "--batch-size", "16", "--memory-gib", str(gib)]
     code, output, errors = examples.run(options)
     assert (code, output) == (2, ""), errors
     assert len(errors.splitlines()) == 1
     assert "the memory of a rank must be what a step is predicted to need" in errors
     assert f"but got {gib:.2f} GiB. {remedy}" in errors
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The example's module of predictions."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module("train_memory")
+
+
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [
+        ("fastest-step-8b.jsonl", {"wrapper": "stage-3", "recompute": "block-keep-attention"}),
+        ("fastest-step.jsonl", {"wrapper": "stage-3-kept", "cuda_graph": True}),
+    ],
+)
+def test_predicted_memory_bounds_the_published_peaks(
+    memory: ModuleType, rows: str, options: dict[str, object]
+) -> None:
+    """The prediction is never too low, and at most a fifth too high."""
+    settings = importlib.import_module("train_settings").Settings
+    documentation = EXAMPLES.parent / "docs"
+    page = (documentation / "explanations" / "fastest-step.md").read_text()
+    shown = 0
+    for line in (documentation / "results" / rows).read_text().splitlines():
+        case = json.loads(line)
+        config = case["config"]
+        for row in case["rows"]:
+            wrapper = row["settings"]["wrapper"]
+            if wrapper["name"] != "fully-sharded":
+                continue
+            chosen = settings(
+                device="cuda",
+                precision="bf16",
+                compile=True,
+                fused=True,
+                size=config["size"],
+                vocab_size=config["vocab_size"],
+                batch_size=config["batch"],
+                context=config["sequence"],
+                communication=wrapper.get("communication", "nccl"),
+                **options,
+            )
+            predicted = memory.predict(chosen, chosen.model_config(), config["world_size"])
+            ratio = predicted.total / 2**30 / row["peak_gib"]
+            assert 1.0 <= ratio <= 1.2, (case["label"], row["variant"], ratio)
+            shown += f" | {predicted.total / 2**30:.2f} | " in page
+    assert shown
+
+
+def test_gradients_beside_activations_where_a_step_accumulates(memory: ModuleType) -> None:
+    settings = importlib.import_module("train_settings").Settings
+
+    def predict(**options: object) -> Any:
+        chosen = settings(device="cpu", size="small", **options)
+        return memory.predict(chosen, chosen.model_config(), 2)
+
+    once, often = (predict(wrapper="stage-3", accumulate=count) for count in (1, 2))
+    assert once.total + once.replaced == often.total
+    assert once.replaced > 0
+    assert often.replaced == predict(wrapper="bucketed").replaced == 0
+    assert "freed before all gradients are there" in str(once)
+    assert "freed" not in str(often)
+
+
+@pytest.mark.parametrize("checkpoint_blocks", [0, 1, 2, 3])
+def test_predicted_recomputation_is_what_backward_repeats(
+    memory: ModuleType, checkpoint_blocks: int
+) -> None:
+    """Counted by torch in a step, of whose operations the prediction is a part."""
+    config = ModelConfig(
+        vocab_size=300, context_length=64, d_model=32, d_ff=96, num_layers=5, num_heads=2
+    )
+    counts = []
+    for together in (0, checkpoint_blocks):
+        model = TransformerLM(config, attention=softmax_attention, checkpoint_blocks=together)
+        token_ids = torch.randint(300, (2, 65))
+        with FlopCounterMode(display=False) as counter:
+            model(token_ids[:, :-1], token_ids[:, 1:]).backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == 3 * model_flops(config, batch=2, seq=64)
+    predicted = memory.recomputed_share(
+        config, seq=64, checkpoint_blocks=checkpoint_blocks, keep_attention=False
+    )
+    assert predicted == pytest.approx(counts[1] / counts[0] - 1, abs=1e-12)
+    if checkpoint_blocks == 1:
+        kept = memory.recomputed_share(config, seq=64, checkpoint_blocks=1, keep_attention=True)
+        attention = 5 * 4 * 64**2 * 32 / model_flops(config, batch=1, seq=64) / 3
+        assert predicted - kept == pytest.approx(attention)
 
 
 def test_a_full_disk_during_a_checkpoint_loses_nothing(
