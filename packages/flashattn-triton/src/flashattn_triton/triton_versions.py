@@ -89,7 +89,7 @@ def parameter_names(kernel: Any) -> Sequence[str]:
     return names
 
 
-def compile_kernel(
+def compile_version(
     kernel: Any,
     grid: tuple[int, int, int],
     arguments: Sequence[Any],

@@ -128,7 +128,7 @@ class FastLaunch:
     def compile(self) -> Any:
         """The compiled kernel for the current device."""
         leading = [x.descriptor() if isinstance(x, TileMap) else x for x in self.parameters]
-        return triton_versions.compile_kernel(
+        return triton_versions.compile_version(
             self.kernel,
             self.grid,
             (*leading, *self.numbers),
