@@ -502,11 +502,32 @@ def test_sharded_gradients_are_weighed_once_they_are_reduced(bucket_size_mb: flo
     optimizer = {**SHARDED["optimizer"], "bucket_size_mb": bucket_size_mb}
     config = {
         **TINY, "size": "custom", "batch": 2, "sequence": 16, "device": "cpu", "world_size": 2,
+        "first_step": False,
         "variants": [of.read({"optimizer": optimizer}, {}).table()],
     }  # fmt: skip
     (row,) = weigh_alone(config)
     before = next(m for m in row["memory"] if m["moment"] == "before the optimizer step")
     assert before["gradient_bytes"] == pytest.approx(before["predicted_gradient_bytes"], rel=0.03)
+
+
+def test_the_first_step_makes_the_optimizers_state() -> None:
+    """Alone on a CPU, where sizes of tensors are weighed; later steps hold the state throughout."""
+    from bench_harness.training.measure import weigh_alone
+
+    variant = {"wrapper": "bucketed", "optimizer": "sharded"}
+    held = {}
+    for first_step in (True, False):
+        options = {"sizes": ("custom",), "variants": (variant,), "lower_bound": False, **TINY}
+        cases = experiments.get("train-step").cases(
+            **options, world_size=2, alone=True, first_step=first_step, device="cpu"
+        )
+        (row,) = weigh_alone(cases[0].config)
+        held[first_step] = [moment["state_bytes"] for moment in row["memory"]]
+        predicted = [moment["predicted_state_bytes"] for moment in row["memory"]]
+        assert predicted == pytest.approx(held[first_step], rel=0.03)
+    state = held[False][3]
+    assert state > 0
+    assert held == {True: [0, 0, 0, state], False: [0, state, state, state]}
 
 
 @pytest.mark.parametrize(
@@ -528,7 +549,8 @@ def test_what_one_of_two_ranks_holds_at_each_moment_is_predicted(variant, stage)
     assert settings.zero_stage == stage
     config = {
         **TINY, "d_model": 64, "d_ff": 256, "size": "custom", "batch": 2, "sequence": 16,
-        "device": "cpu", "world_size": 2, "variants": [settings.table()],
+        "device": "cpu", "world_size": 2, "first_step": False,
+        "variants": [settings.table()],
     }  # fmt: skip
     (row,) = weigh_alone(config)
     for moment in row["memory"]:

@@ -74,6 +74,11 @@ class Options(SubjectOptions, NodeOptions, SamplingOptions):
     all_reduces: bool = option(
         False, "Also time all-reduces alone, which predict the best bucket of a sweep."
     )
+    first_step: bool = option(
+        False,
+        "Weigh memory at the moments of the first step, which makes the optimizer's state, instead "
+        "of the second.",
+    )
     alone: bool = option(
         False,
         "Instead of timing, weigh rank 0 of the ranks, alone on one device: its collectives move "
@@ -160,12 +165,13 @@ class TrainStep(Experiment):
             **chosen.sampling(),
             "profiled": chosen.profiled,
             "all_reduces": chosen.all_reduces,
+            "first_step": chosen.first_step,
             "alone": chosen.alone,
             "nsight": chosen.nsight,
             "coursework": chosen.coursework,
             "device": device,
         }
-        how = " rank 0 alone" * chosen.alone
+        how = " rank 0 alone" * chosen.alone + " first step" * chosen.first_step
         how += " Nsight Systems" if chosen.nsight else " profiled" * chosen.profiled
         return [
             Case(

@@ -224,7 +224,7 @@ def _memory(done: pd.DataFrame) -> Table:
                 "peak_gib": "peak until then (GiB)",
             },
         ),
-        "The second step of a variant that is alone in memory; sizes of the tensors themselves, "
+        "The second step, or the first where the case says so; sizes of the tensors themselves, "
         "the fullest rank's. On a GPU 'allocated' is the allocator's figure, and the peak, reset "
         "at each moment, holds activations and temporary buffers. Predicted: the accounting of "
         f"ZeRO's stages; a part that is off by more than {_TOLERANCE:.0%} is flagged.",

@@ -100,7 +100,8 @@ def weigh_alone(config: Mapping[str, Any]) -> list[Row]:
             row: Row = {"variant": label, "settings": variant.table(), "held_before_bytes": before}
             with _compiling(), training(variant, config, device) as steps:
                 row |= facts(steps)
-                row["memory"], _ = moments.weigh(steps, variant, before)
+                first = config["first_step"]
+                row["memory"], _ = moments.weigh(steps, variant, before, first_step=first)
             rows.append(row)
         return rows
     finally:
@@ -173,7 +174,9 @@ def _one_round(
         if round_number == 0:
             row |= facts(steps) | work(steps, variant) | recomputation.predicted(steps, variant)
             row["held_before_bytes"] = before
-            row["memory"], row["losses"] = moments.weigh(steps, variant, before)
+            row["memory"], row["losses"] = moments.weigh(
+                steps, variant, before, first_step=config["first_step"]
+            )
         warmup = config["warmup"]
         if variant.cuda_graph:
             warmup = max(warmup, variant.wrapper.steps_before_recording)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from bench_harness.training.build import Training
     from bench_harness.training.settings import Settings
 
-#: In their order. The second step counts: before it, there is no optimizer state.
+#: In their order.
 MOMENTS = (
     "after initialisation",
     "end of forward",
@@ -48,12 +48,16 @@ def held_before(device: torch.device) -> int:
     return before
 
 
-def weigh(training: Training, variant: Settings, before: int) -> tuple[list[Row], list[float]]:
+def weigh(
+    training: Training, variant: Settings, before: int, *, first_step: bool = False
+) -> tuple[list[Row], list[float]]:
     """Takes two steps, and weighs what is held before the first and at each moment of the second.
 
     Args:
         training: just built, no step taken.
         before: :func:`held_before`.
+        first_step: weigh the moments of the first step instead. It makes the optimizer's state,
+            which every later step holds throughout.
 
     Returns:
         One row per moment of :data:`MOMENTS`, and the losses of the two steps (averaged over
@@ -63,18 +67,20 @@ def weigh(training: Training, variant: Settings, before: int) -> tuple[list[Row]
     from bench_harness.training.proof import mean_over_ranks
 
     predicted = _predicted(training, variant)
-    rows, losses = [_moment(training, MOMENTS[0], before, predicted)], []
+    stateless = predicted | {"optimizer_state": 0}
+    rows, losses = [_moment(training, MOMENTS[0], before, stateless)], []
     for number in (1, 2):
+        known = stateless if number == 1 else predicted
         loss = training.forward()
-        forward = _moment(training, MOMENTS[1], before, predicted)
+        forward = _moment(training, MOMENTS[1], before, known)
         training.backward(loss)
         losses.append(mean_over_ranks(loss))
         del loss
-        backward = _moment(training, MOMENTS[2], before, predicted)
+        backward = _moment(training, MOMENTS[2], before, known)
         training.update()
         training.wait()
         after = _moment(training, MOMENTS[3], before, predicted)
-        if number == 2:
+        if number == (1 if first_step else 2):
             rows += [forward, backward, after]
     return rows, losses
 
@@ -83,7 +89,7 @@ def _moment(training: Training, name: str, before: int, predicted: Row) -> Row:
     """What is held now, by kind; the allocator's own figures; the peak since the last moment."""
     device = training.workload.device
     state = _state_bytes(training.optimizer)
-    expected = 0 if name == MOMENTS[0] else predicted["optimizer_state"]
+    expected = predicted["optimizer_state"]
     away = predicted["offloads"]
     row: Row = {
         "moment": name,
