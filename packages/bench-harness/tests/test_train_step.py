@@ -483,13 +483,12 @@ def test_copies_between_gpus_are_asked_for(settings: dict[str, object]) -> None:
 
 def test_a_variant_that_fails_alone_makes_its_row_an_error() -> None:
     from bench_harness import runner
-    from bench_harness.case import Case
     from bench_harness.process import Outcome
 
     rows = [{"variant": "a"}, {"variant": "b", "ended": {"status": "error", "error": "off"}}]
     value = {"rows": rows, "machine_before": {}, "machine_after": {}}
     outcome = Outcome(status="ok", seconds=1.0, value=value, error=None, detail=None)
-    found = runner._rows(Case(experiment="toy", config={}), outcome, {})
+    found = runner._rows(outcome, {"experiment": "toy"})
     assert [(row["status"], row["error"]) for row in found] == [("ok", None), ("error", "off")]
     assert all("ended" not in row for row in found)
 

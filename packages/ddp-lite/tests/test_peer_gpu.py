@@ -259,6 +259,23 @@ def refused(rank: int, world_size: int) -> None:
     assert tensor.tolist() == [(world_size - 1) / 2] * 3
 
 
+def beside_cached_blocks(rank: int, world_size: int) -> None:
+    """Torch keeps nearly all of the device's memory for reuse, of which nothing is in use."""
+    group = dist.group.WORLD
+    assert group is not None
+    free = torch.cuda.mem_get_info()[0]
+    blocks = [torch.empty(free - (64 << 20), dtype=torch.uint8, device="cuda")]
+    del blocks
+    assert torch.cuda.mem_get_info()[0] < 512 << 20
+    tensor = torch.full((3,), float(rank), device="cuda")
+    PeerCopies(PeerMemory(group, buffer_mb=512)).average([tensor]).wait()
+    assert tensor.tolist() == [(world_size - 1) / 2] * 3
+
+
+def test_memory_that_torch_caches_is_given_back_for_it() -> None:
+    run_ranks(beside_cached_blocks, gpus(), backend="nccl", timeout=120)
+
+
 def test_bad_input_is_refused_on_every_rank() -> None:
     run_ranks(refused, 2, backend="nccl", timeout=120)
 

@@ -18,8 +18,9 @@ from flashattn_triton import (
     flash_attention,
     flash_attention_varlen,
     primitives,
+    triton_versions,
 )
-from flashattn_triton.launch import can_use_tma, tma_refusal
+from flashattn_triton.launch import Launch, can_use_tma, tma_refusal
 from flashattn_triton.portable import forward, key_pass, query_pass
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -198,3 +199,35 @@ def test_the_first_part_of_what_is_not_finite() -> None:
     first = parts_of(torch.tensor([float("inf"), -float("inf"), float("nan"), 1.0]))[0]
     assert first[:2].tolist() == [float("inf"), -float("inf")]
     assert first[2].isnan()
+
+
+class Kernel:
+    """A kernel that is compiled to one that Triton must launch itself."""
+
+    arg_names = ("x_ptr", "y_ptr", "z_ptr", "n", "WIDTH")
+    __name__ = "kernel"
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., Any]:
+        def run(*arguments: Any, **named: Any) -> Any:
+            named = {name: x for name, x in named.items() if name in self.arg_names}
+            self.launched.append((grid, arguments, named))
+            return self
+
+        return run
+
+
+def test_launches_take_tensors_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_versions, "fast_launcher", lambda *given, **options: None)
+    kernel, grid = Kernel(), (3, 1, 1)
+    cpu = torch.device("cpu")
+    launch = Launch(kernel, cpu, 3, {"n": 7}, {"WIDTH": 64}, SMALL)
+    x, z = torch.zeros(1), torch.ones(1)
+    for _ in range(2):
+        launch({"z_ptr": z, "x_ptr": x})
+    named = {"x_ptr": x, "y_ptr": None, "z_ptr": z, "n": 7, "WIDTH": 64}
+    assert kernel.launched == [(grid, (), named), (grid, (x, None, z, 7, 64), {})]
+    with pytest.raises(TypeError, match=r"arguments of kernel must be .* but got .*w_ptr"):
+        Launch(kernel, cpu, 3, {"n": 7}, {"WIDTH": 64}, SMALL)({"w_ptr": x})

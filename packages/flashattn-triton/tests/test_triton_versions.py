@@ -23,6 +23,7 @@ known = pytest.mark.skipif(
 )
 
 GRID = (5, 1, 1)
+POINTERS = {"q": "pointer", "k": "pointer"}
 ENCODING = {
     "swizzle": 3,
     "elem_size": 2,
@@ -109,7 +110,7 @@ def compiled_with(launcher: Any, with_descriptor: bool) -> Any:
     )
 
 
-def started(driver: Driver, with_descriptor: bool, *parameters: Any) -> Any:
+def started(driver: Driver, with_descriptor: bool, **parameters: Any) -> Any:
     compiled = compiled_with(launcher_of(driver, with_descriptor), with_descriptor)
     return triton_versions.fast_launcher(compiled, GRID, parameters, REST)
 
@@ -131,16 +132,22 @@ REST = (300, 64)
 def test_arguments_are_tritons(driver: Driver, with_descriptor: bool) -> None:
     q, k = torch.empty(2, 3, 100, 64), torch.empty(2, 3, 100, 64)
     view = TileView(k.shape, k.stride(), [1, 1, 64, 64]) if with_descriptor else None
-    start = started(driver, with_descriptor, "pointer", view or "pointer")
-    start([q.data_ptr(), k.data_ptr()])
+    start = started(driver, with_descriptor, q="pointer", k=view or "pointer")
+    start({"k": k.data_ptr(), "q": q.data_ptr()})
     fast = driver.launched.pop()
+    compiled = compiled_with(launcher_of(driver, with_descriptor), with_descriptor)
+    parameters = {"q": "pointer", "k": view or "pointer"}
+    start = triton_versions.fast_launcher(compiled, GRID, parameters, REST, of_tensors=True)
+    assert start is not None
+    start({"k": k, "q": q})
+    assert driver.launched.pop() == fast
     described = view.of(k) if view else k.data_ptr()
     assert fast == by_triton(driver, with_descriptor, q.data_ptr(), described, *REST)
 
 
 @known
 def test_absent_tensors_are_passed_on(driver: Driver) -> None:
-    started(driver, False, "pointer", None)([16])
+    started(driver, False, q="pointer", k=None)({"q": 16})
     fast = driver.launched.pop()
     assert fast == by_triton(driver, False, 16, None, *REST)
 
@@ -151,19 +158,19 @@ def test_an_address_is_encoded_once_and_few_are_kept(
 ) -> None:
     monkeypatch.setattr(triton_versions, "_KEPT", 2)
     view = TileView([2, 3, 100, 64], [19200, 6400, 64, 1], [1, 1, 64, 64])
-    start = started(driver, True, "pointer", view)
+    start = started(driver, True, q="pointer", k=view)
     for address, encodings in ((16, 1), (32, 2), (16, 2), (32, 2), (48, 3), (16, 4)):
-        start([0, address])
+        start({"q": 0, "k": address})
         assert driver.encoded == encodings
         assert f"({address}, 3, 2," in str(driver.launched[-1])
 
 
 @known
 def test_streams_are_those_of_each_call(driver: Driver) -> None:
-    start = started(driver, False, "pointer", "pointer")
+    start = started(driver, False, q="pointer", k="pointer")
     for stream in (7, 8):
         driver.stream = stream
-        start([16, 32])
+        start({"q": 16, "k": 32})
         fast = driver.launched.pop()
         assert fast == by_triton(driver, False, 16, 32, *REST)
 
@@ -182,14 +189,14 @@ def hook() -> Iterator[Any]:
 
 @known
 def test_profilers_hooks_are_told(driver: Driver, hook: Any) -> None:
-    start = started(driver, False, "pointer", "pointer")
-    start([16, 32])
+    start = started(driver, False, q="pointer", k="pointer")
+    start({"q": 16, "k": 32})
     told = driver.launched.pop()
     hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
     seen = ("metadata", GRID, 7)
     assert told == by_triton(driver, False, 16, 32, *REST, hooks=(seen, *hooks))
     knobs.runtime.launch_exit_hook.remove(hook)
-    start([16, 32])
+    start({"q": 16, "k": 32})
     untold = driver.launched.pop()
     assert untold == by_triton(driver, False, 16, 32, *REST)
 
@@ -198,7 +205,7 @@ def test_profilers_hooks_are_told(driver: Driver, hook: Any) -> None:
 @pytest.mark.parametrize("which", ["global_scratch_size", "profile_scratch_size"])
 def test_scratch_memory_is_left_to_triton(driver: Driver, which: str) -> None:
     compiled = compiled_with(launcher_of(driver, False, **{which: 128}), False)
-    assert triton_versions.fast_launcher(compiled, GRID, ["pointer"] * 2, REST) is None
+    assert triton_versions.fast_launcher(compiled, GRID, POINTERS, REST) is None
 
 
 PUBLIC = ("", "language", "experimental", "tools.tensor_descriptor", "runtime.errors")
@@ -216,7 +223,7 @@ def test_nobody_else_imports_private_modules() -> None:
 
 def test_another_vendors_launcher_is_left_to_triton(driver: Driver) -> None:
     compiled = compiled_with(SimpleNamespace(launch=print), False)
-    assert triton_versions.fast_launcher(compiled, GRID, ["pointer"] * 2, REST) is None
+    assert triton_versions.fast_launcher(compiled, GRID, POINTERS, REST) is None
 
 
 def test_descriptors_without_a_tma_are_left_to_triton(driver: Driver) -> None:
@@ -224,7 +231,9 @@ def test_descriptors_without_a_tma_are_left_to_triton(driver: Driver) -> None:
     for encodings in (None, [], [None]):
         compiled = compiled_with(launcher_of(driver, False), False)
         compiled.metadata.tensordesc_meta = encodings
-        assert triton_versions.fast_launcher(compiled, GRID, ["pointer", view], REST) is None
+        assert (
+            triton_versions.fast_launcher(compiled, GRID, {"q": "pointer", "k": view}, REST) is None
+        )
 
 
 @pytest.fixture
@@ -242,7 +251,7 @@ def test_untested_versions_are_left_to_triton(driver: Driver) -> None:
     assert triton_versions.refusal() == (
         f"it needs {triton_versions.KNOWN}, and Triton 3.99.1+git1234 is installed"
     )
-    assert started(driver, False, "pointer", "pointer") is None
+    assert started(driver, False, q="pointer", k="pointer") is None
 
 
 def test_without_triton_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from bench_harness.case import Case, Row
-from bench_harness.store import RESERVED, Store
+from bench_harness.store import PARTIAL, RESERVED, Store
 
 Verdict: TypeAlias = Literal["faster", "slower", "same", "cannot tell"]
 
@@ -122,11 +122,14 @@ def compare(
     rows_a, rows_b = _measured(run_a), _measured(run_b)
     shared = [identity for identity in rows_a if identity in rows_b]
     if not shared:
-        damaged = sum(len(run.load().damaged) for run in (run_a, run_b))
+        loaded = [run.load() for run in (run_a, run_b)]
+        damaged = sum(len(each.damaged) for each in loaded)
+        partial = sum(row["status"] == PARTIAL for each in loaded for row in each.rows)
         raise ComparisonError(
             f"{run_a.folder} and {run_b.folder} must have a case in common, but got none"
-            f"{f' ({damaged} damaged lines were left out)' * (damaged > 0)}. Run both with the "
-            "same options."
+            f"{f' ({damaged} damaged lines were left out)' * (damaged > 0)}"
+            f"{f' ({partial} rows of stopped cases were left out)' * (partial > 0)}. Run both with "
+            "the same options."
         )
     different = [i for i in shared if rows_a[i]["environment"] != rows_b[i]["environment"]]
     if different and not across_hardware:

@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 #: Shows one line of text while a call runs.
 Progress: TypeAlias = Callable[[str], None]
 
-Status: TypeAlias = Literal["ok", "oom", "timeout", "error", "skipped"]
+#: How a call ends; "partial" is what the runner makes of one that was stopped between rounds.
+Status: TypeAlias = Literal["ok", "oom", "timeout", "error", "skipped", "partial"]
 
 #: Imported by the server. Nothing here may touch a device.
 _PRELOAD = [

@@ -21,7 +21,14 @@ from bench_harness.runner import Planned, ended_variants
 
 #: How :func:`bench_harness.ranks.launch` begins the words of a rank.
 _RANK = re.compile(r"rank (\d+): ")
-STYLES = {"ok": "green", "oom": "yellow", "skipped": "cyan", "timeout": "red", "error": "red"}
+STYLES = {
+    "ok": "green",
+    "oom": "yellow",
+    "skipped": "cyan",
+    "partial": "red",
+    "timeout": "red",
+    "error": "red",
+}
 
 
 def duration(seconds: float) -> str:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from bench_harness import environment, experiments, process
+from bench_harness import environment, experiments, process, rounds
 from bench_harness.case import Case, JsonValue, Row
 from bench_harness.process import Outcome, Status
-from bench_harness.store import ARTIFACTS, ENVIRONMENTS, RESERVED, RUN, Store, Writer
-
-#: Key under which an experiment's row says that this variant alone was skipped or failed:
-#: ``{"status": "skipped", "error": "why"}``.
-ENDED = "ended"
+from bench_harness.rounds import ENDED
+from bench_harness.store import (
+    ARTIFACTS,
+    ENVIRONMENTS,
+    RESERVED,
+    RUN,
+    Store,
+    Writer,
+    kept_rounds,
+    remove_rounds,
+)
 
 
 class Reporter(Protocol):
@@ -84,7 +90,7 @@ def run(
 
     Raises:
         StoreError: the folder cannot be written.
-        KeyboardInterrupt: the running case is killed first.
+        KeyboardInterrupt: the running case is killed first. Rows of its finished rounds are kept.
     """
     counts: dict[Status, int] = {}
     with store.open_for_writing() as writer:
@@ -96,10 +102,27 @@ def run(
             _record_run(store, writer, invocation, identity, description)
         for case in cases:
             reporter.case_started(case)
-            started = _now()
-            outcome = _measure(case, store, reporter, timeout_s)
-            about = {"environment": identity, "commit": _commit(description), "started": started}
-            writer.append(_rows(case, outcome, about))
+            about = {
+                "experiment": case.experiment,
+                "case_key": case.key,
+                "label": case.label,
+                "environment": identity,
+                "commit": _commit(description),
+                "started": _now(),
+                "config": dict(case.config),
+            }
+            with _folder(case, store) as folder:
+                rounds.prepare(folder, about)
+                outcome = process.call(
+                    run_case,
+                    case,
+                    timeout_s=timeout_s or case.timeout_s,
+                    folder=folder,
+                    on_progress=reporter.case_progress,
+                )
+                outcome = rounds.with_kept_rows(outcome, folder)
+                writer.append(_rows(outcome, about))
+                remove_rounds(folder)
             counts[outcome.status] = counts.get(outcome.status, 0) + 1
             reporter.case_finished(case, outcome)
     return counts
@@ -117,21 +140,16 @@ def ended_variants(outcome: Outcome) -> list[str]:
     return list(dict.fromkeys(texts))  # of several lengths, each reason once
 
 
-def _measure(case: Case, store: Store, reporter: Reporter, timeout_s: float | None) -> Outcome:
+@contextlib.contextmanager
+def _folder(case: Case, store: Store) -> Iterator[Path]:
+    """The folder in which a case runs; it stays if the case leaves anything in it."""
     folder = (store.folder / ARTIFACTS / case.key).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        return process.call(
-            run_case,
-            case,
-            timeout_s=timeout_s or case.timeout_s,
-            folder=folder,
-            on_progress=reporter.case_progress,
-        )
+        yield folder
     finally:
-        with contextlib.suppress(OSError):  # not empty: the case left artifacts
-            folder.rmdir()
-            folder.parent.rmdir()
+        if not kept_rounds(folder):  # else the next run moves them into the results
+            remove_rounds(folder)
 
 
 def run_case(case: Case, progress: process.Progress) -> JsonValue:
@@ -168,29 +186,22 @@ def _add_timer_overhead(rows: list[Row], case: Case) -> None:
             row["timer_overhead_ms"] = overhead
 
 
-def _rows(case: Case, outcome: Outcome, about: Row) -> list[Row]:
-    identified = {
-        "experiment": case.experiment,
-        "case_key": case.key,
-        "label": case.label,
+def _rows(outcome: Outcome, about: Row) -> list[Row]:
+    if outcome.status == "partial":
+        kept: list[Row] = outcome.value["rows"]
+        return kept
+    identity = {
+        **about,
         "status": outcome.status,
         "error": outcome.error,
         "detail": outcome.detail,
-        **about,
         "seconds": round(outcome.seconds, 3),
-        "config": dict(case.config),
     }
     if outcome.status != "ok":
-        return [identified]
-    first, *others = (_identified(identified, row) for row in outcome.value["rows"])
+        return [identity]
+    first, *others = (rounds.identified(identity, row) for row in outcome.value["rows"])
     machine = {name: outcome.value[name] for name in ("machine_before", "machine_after")}
     return [{**first, **machine}, *others]  # the state of the machine belongs to the case
-
-
-def _identified(identified: Row, row: Row) -> Row:
-    """A row with its case's identity; :data:`ENDED` in a row overrides the status of the case."""
-    measured = {name: value for name, value in row.items() if name != ENDED}
-    return {**identified, **row.get(ENDED, {}), **measured}
 
 
 def _record_run(

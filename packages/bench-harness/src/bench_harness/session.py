@@ -14,7 +14,7 @@ from bench_harness import experiments, runner, terminal
 from bench_harness.case import Case, Row
 from bench_harness.progress import ConsoleReporter
 from bench_harness.runner import Planned
-from bench_harness.store import Store, StoreError
+from bench_harness.store import PARTIAL, Store, StoreError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -173,6 +173,7 @@ def measure(request: Request, console: Console, *, tables: bool, as_json: bool =
         KeyboardInterrupt: after saying how to resume.
     """
     cases = select(request.cases, request.only)
+    keys = {case.key for case in cases}
     folder = request.output or choose_folder(request.name, cases)
     store = Store(folder)
     planned = runner.plan(cases, store)
@@ -180,11 +181,15 @@ def measure(request: Request, console: Console, *, tables: bool, as_json: bool =
     try:
         _measure(request, store, planned, console)
     except KeyboardInterrupt:
-        terminal.interrupted(runner.plan(cases, store), folder, console)
+        partial = {
+            f"{row['label']}: {row['error']}": None
+            for row in store.load().rows
+            if row["status"] == PARTIAL and row["case_key"] in keys
+        }
+        terminal.interrupted(runner.plan(cases, store), partial, folder, console)
         raise
     write_report(store, console, tables=tables, as_json=as_json)
-    keys = {case.key for case in cases}
-    failed = {"error", "timeout"}
+    failed = {"error", "timeout", PARTIAL}
     return not any(row["status"] in failed for row in store.load().rows if row["case_key"] in keys)
 
 

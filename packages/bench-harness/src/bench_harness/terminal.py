@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,10 +35,18 @@ def start(planned: Sequence[Planned], folder: Path, console: Console) -> None:
     line(console, f"{text}, into {folder}")
 
 
-def interrupted(planned: Sequence[Planned], folder: Path, console: Console) -> None:
-    """How to go on after Ctrl-C."""
+def interrupted(
+    planned: Sequence[Planned], partial: Iterable[str], folder: Path, console: Console
+) -> None:
+    """How to go on after Ctrl-C.
+
+    Args:
+        partial: why each case was stopped of which only finished rounds are kept.
+    """
     done = sum(item.finished for item in planned)
     line(console, f"Stopped: {done} of {plural(len(planned), 'case')} kept in {folder}.")
+    for text in partial:
+        line(console, f"Partial rows of {text}; bench-harness report {folder} shows them.")
     line(console, "The same command goes on with the rest.")
 
 
@@ -68,7 +76,7 @@ def plan(
 
 def summary(report: Report, page: Path, console: Console) -> None:
     """One line per experiment, what failed, and where the page is."""
-    names = ("ok", "oom", "skipped", "timeout", "error")
+    names = ("ok", "oom", "skipped", "partial", "timeout", "error")
     used = [name for name in names if report.counts[name] or name == "ok"]
     grid = _grid("experiment", "cases", *used, "time", numbers_from=1)
     for section in report.sections:

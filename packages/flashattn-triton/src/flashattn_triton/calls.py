@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -38,6 +38,9 @@ ForwardLauncher = Callable[..., tuple[Tensor, Tensor]]
 # mask_and_bias=...) to dQ, dK and dV.
 BackwardLauncher = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
+_Results = TypeVar("_Results")
+# Where a backward pass takes tensors of rows: query, key, value, out and grad_out.
+_ROWS_OF_BACKWARD = (0, 1, 2, 3, 5)
 # The cache is emptied at this many keys: lengths that never repeat would otherwise fill memory.
 _LIMIT = 4096
 
@@ -118,14 +121,7 @@ def forward_launcher(
     call = forward_call(q, k, v, options, plan.tiling.forward, packing, mask_and_bias)
     if all(x is y for x, y in zip(tensors, readable, strict=True)):
         return call
-
-    def launch_on_copies(
-        query: Tensor, key: Tensor, value: Tensor, *rest: Any
-    ) -> tuple[Tensor, Tensor]:
-        q, k, v = with_unit_last_strides(query, key, value)
-        return call(q, k, v, *rest)
-
-    return launch_on_copies
+    return _on_copies(call, (0, 1, 2))
 
 
 def backward_launcher(
@@ -161,20 +157,7 @@ def backward_launcher(
     )
     if all(x is y for x, y in zip(tensors, readable, strict=True)):
         return call
-
-    def launch_on_copies(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        logsumexp: Tensor,
-        grad_out: Tensor,
-        *rest: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, o, do = with_unit_last_strides(query, key, value, out, grad_out)
-        return call(q, k, v, o, logsumexp, do, *rest)
-
-    return launch_on_copies
+    return _on_copies(call, _ROWS_OF_BACKWARD)
 
 
 def forward_of_tokens(launcher: ForwardLauncher) -> ForwardLauncher:
@@ -242,20 +225,7 @@ def bias_launcher(
 
     q, k, v, o, do = with_unit_last_strides(query, key, value, out, grad_out)
     call = bias_call(q, k, v, o, do, grad_logsumexp, options, plan.tiling, mask_and_bias)
-
-    def launch(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        logsumexp: Tensor,
-        grad_out: Tensor,
-        *rest: Any,
-    ) -> Tensor:
-        q, k, v, o, do = with_unit_last_strides(query, key, value, out, grad_out)
-        return call(q, k, v, o, logsumexp, do, *rest)
-
-    return launch
+    return _on_copies(call, _ROWS_OF_BACKWARD)
 
 
 def sinks_launcher(
@@ -267,18 +237,29 @@ def sinks_launcher(
     from flashattn_triton.portable.sinks_pass import sinks_call
 
     call = sinks_call(unit_last_stride(out), unit_last_stride(grad_out), grad_logsumexp)
-
-    def launch(
-        sinks: Tensor, out: Tensor, logsumexp: Tensor, grad_out: Tensor, grad_lse: Tensor | None
-    ) -> Tensor:
-        return call(sinks, unit_last_stride(out), logsumexp, unit_last_stride(grad_out), grad_lse)
-
-    return launch
+    return _on_copies(call, (1, 3))
 
 
 def with_unit_last_strides(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors, copied where elements of one row are not neighbours."""
     return tuple([unit_last_stride(x) for x in tensors])
+
+
+def _on_copies(call: Callable[..., _Results], rows: Sequence[int]) -> Callable[..., _Results]:
+    """``call``, given copies of those tensors that it cannot read as they are.
+
+    Args:
+        call: reads tensors whose last stride is 1.
+        rows: the positions of these tensors among its arguments.
+    """
+
+    def launch(*given: Any) -> _Results:
+        readable = list(given)
+        for i in rows:
+            readable[i] = unit_last_stride(given[i])
+        return call(*readable)
+
+    return launch
 
 
 def _tiled_forward(

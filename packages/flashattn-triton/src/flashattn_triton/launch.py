@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashattn_triton import triton_versions
 from flashattn_triton.configs import Tiles
-from flashattn_triton.mask_and_bias import MaskAndBias, MaskAndBiasSpecialization
+from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias, MaskAndBiasSpecialization
 from flashattn_triton.options import AttentionOptions
 
 if TYPE_CHECKING:
@@ -66,11 +66,17 @@ def as_tokens(x: Tensor) -> Tensor:
 
 def problem_tensors(
     packing: Packing | None, mask_and_bias: MaskAndBias
-) -> tuple[Tensor | None, ...]:
-    """What kernels take behind inputs and outputs: starts of sequences, slopes, bias, prefixes."""
-    if packing is None:
-        return None, None, *mask_and_bias.of_scores
-    return packing.cu_seqlens_q, packing.cu_seqlens_k, *mask_and_bias.of_scores
+) -> dict[str, Tensor | None]:
+    """The kernels' arguments for the starts of sequences, slopes, bias and prefixes, if any."""
+    tensors: dict[str, Tensor | None] = {}
+    if packing is not None:
+        tensors["cu_seqlens_q_ptr"] = packing.cu_seqlens_q
+        tensors["cu_seqlens_k_ptr"] = packing.cu_seqlens_k
+    if mask_and_bias is not NO_MASK_OR_BIAS:
+        tensors["slopes_ptr"] = mask_and_bias.alibi_slopes
+        tensors["bias_ptr"] = mask_and_bias.bias
+        tensors["prefix_ptr"] = mask_and_bias.prefix_lengths
+    return tensors
 
 
 def padded(width: int, dtype: torch.dtype) -> int:
@@ -255,10 +261,6 @@ class TileView:
         return descriptor
 
 
-# Starts a compiled kernel on tensors; the addresses are those of them that are not None.
-_Start = Callable[[Sequence[Tensor | None], Sequence[int]], None]
-
-
 def current_device() -> int:
     """Of the calling thread, as an index. CUDA must have been used, as where tensors are on it."""
     index: int = torch._C._cuda_getDevice()
@@ -315,7 +317,7 @@ class Launch:
         numbers: Mapping[str, Number],
         constants: Mapping[str, Any],
         tiles: Tiles,
-        views: Sequence[TileView | None] = (),
+        views: Mapping[str, TileView] | None = None,
         registers: int | None = None,
     ) -> None:
         """Fixes everything but tensors.
@@ -327,70 +329,83 @@ class Launch:
             numbers: what follows the tensors, by name.
             constants: the compile-time arguments, by name.
             tiles: warps and stages.
-            views: how the TMA sees the first tensors; None, and all that follow: pointers.
+            views: how the TMA sees tensors, by name; the other tensors are passed as pointers.
             registers: the most that a thread may have; None leaves it to the compiler.
+
+        Raises:
+            TypeError: the names are not those of the kernel's parameters.
         """
         self.kernel = kernel
         self.device = device.index if device.type == "cuda" else None
         self.grid = (programs, 1, 1)
-        ordered, self.constants = in_order(kernel, numbers, constants)
-        self.numbers: tuple[Number, ...] = tuple(ordered.values())
+        self.numbers, self.constants = in_order(kernel, numbers, constants)
         self.tiles = tiles
         self.limits = {} if registers is None else {"maxnreg": registers}
-        self.views = tuple(views)
-        self.start: _Start | None = None
+        self.views = views or {}
+        n_tensors = -len(numbers) - len(constants)
+        self.names = tuple(triton_versions.parameter_names(kernel)[:n_tensors])
+        # What launches the compiled kernel: given tensors by name, or, by Triton, all arguments.
+        self.start: Callable[[Mapping[str, Tensor | None]], None] | None = None
+        self.run: Callable[..., None] | None = None
 
-    def __call__(self, *tensors: Tensor | None) -> None:
+    def __call__(self, tensors: Mapping[str, Tensor | None]) -> None:
         """Launches on the device's current stream; nothing if there is no program to run.
 
-        The same of ``tensors`` are None at every call, and their addresses have the same remainders
-        by 16.
+        Args:
+            tensors: by the names of the kernel's parameters; those left out are None. The same are
+                None at every call, and their addresses have the same remainders by 16.
+
+        Raises:
+            TypeError: at the first call, if the names are not those of the kernel's parameters.
         """
         if self.grid[0] == 0:
             return
         # Triton launches on the device that is current.
         if self.device is not None and self.device != current_device():
             with torch.cuda.device(self.device):
-                self(*tensors)
+                self(tensors)
             return
         if self.start is not None:
-            self.start(tensors, [x.data_ptr() for x in tensors if x is not None])
+            self.start(tensors)
             return
+        tensors = {**dict.fromkeys(self.names), **tensors}
+        if self.run is not None:
+            self.run(*self._described(tensors).values(), *self._rest())
+            return
+        in_order(self.kernel, tensors, self.numbers, self.constants, whole=True)
         compiled = self.kernel[self.grid](
-            *self._described(tensors),
-            *self.numbers,
+            **self._described(tensors),
+            **self.numbers,
             **self.constants,
             num_warps=self.tiles.warps,
             num_stages=self.tiles.stages,
             **self.limits,
             **triton_versions.COMPILE_OPTIONS,
         )
-        if compiled is not None:  # as in Triton's interpreter
-            self.start = self._launcher(compiled, tensors)
+        if compiled is None:  # as in Triton's interpreter
+            return
+        parameters: dict[str, triton_versions.Parameter] = {
+            name: None if x is None else self.views.get(name, "pointer")
+            for name, x in tensors.items()
+        }
+        self.start = triton_versions.fast_launcher(
+            compiled, self.grid, parameters, self._rest(), of_tensors=True
+        )
+        if self.start is None:
+            self.run = compiled[self.grid]
 
     def _described(
-        self, tensors: Sequence[Tensor | None]
-    ) -> list[Tensor | TensorDescriptor | None]:
+        self, tensors: Mapping[str, Tensor | None]
+    ) -> dict[str, Tensor | TensorDescriptor | None]:
         """The tensors as the kernel takes them."""
-        described: list[Tensor | TensorDescriptor | None] = list(tensors)
-        for i, (view, x) in enumerate(zip(self.views, tensors, strict=False)):
-            if view is not None and x is not None:
-                described[i] = view.of(x)
-        return described
+        return {
+            name: self.views[name].of(x) if x is not None and name in self.views else x
+            for name, x in tensors.items()
+        }
 
-    def _launcher(self, compiled: Any, tensors: Sequence[Tensor | None]) -> _Start:
-        rest = (*self.numbers, *self.constants.values())
-        parameters: list[triton_versions.Parameter] = [
-            None if x is None else "pointer" for x in tensors
-        ]
-        for i, view in enumerate(self.views):
-            if view is not None:
-                parameters[i] = view
-        start = triton_versions.fast_launcher(compiled, self.grid, parameters, rest)
-        if start is not None:
-            return lambda tensors, addresses: start(addresses)
-        run: Callable[..., None] = compiled[self.grid]
-        return lambda tensors, addresses: run(*self._described(tensors), *rest)
+    def _rest(self) -> tuple[Any, ...]:
+        """The arguments behind the tensors, in the order of the kernel's parameters."""
+        return (*self.numbers.values(), *self.constants.values())
 
 
 def dot_precision(dtype: torch.dtype) -> str:

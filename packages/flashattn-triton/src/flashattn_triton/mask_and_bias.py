@@ -70,12 +70,7 @@ class MaskAndBias:
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """The tensors, in the order of :data:`NAMES`; None where one is not given."""
-        return *self.of_scores, self.sinks
-
-    @property
-    def of_scores(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Those that every kernel needs to recompute scores: all but the sinks."""
-        return self.alibi_slopes, self.bias, self.prefix_lengths
+        return self.alibi_slopes, self.bias, self.prefix_lengths, self.sinks
 
     @property
     def names(self) -> tuple[str, ...]:

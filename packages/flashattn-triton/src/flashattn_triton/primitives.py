@@ -1,6 +1,6 @@
 # Kernels are typed by Triton's compiler, not by annotations.
 # mypy: disable-error-code="no-untyped-def,attr-defined"
-"""What the portable tier's kernels share: matrix products, loads and stores of tiles, masks, tanh.
+"""What the portable tier's kernels share: products, loads and stores of tiles, scores, masks, tanh.
 
 Products of fp32 operands are sums of bf16 products (:func:`dot_fp32`), and Triton's interpreter,
 which has no bf16 arithmetic and no loops over its own scalars, is served by :func:`dot` and
@@ -9,8 +9,13 @@ which has no bf16 arithmetic and no loops over its own scalars, is served by :fu
 
 The Hopper tier's kernels do not use this module. They are written in Gluon, where each tensor that
 a function creates, such as ``arange`` or ``zeros``, must name its layout in registers, and where
-products are wgmma instructions on tiles in shared memory; functions of ``tl`` express neither. What
-both could share, tanh, differs on purpose: there the special function unit computes it alone.
+products are wgmma instructions on tiles in shared memory; functions of ``tl`` express neither. So
+each tier has its own ``scores_tile``, the Hopper tier in :mod:`flashattn_triton.hopper.scores`.
+What both could share, tanh, differs on purpose: there the special function unit computes it alone.
+
+The fields of a problem (strides, lengths, options) are separate parameters of kernels and
+functions, because Triton 3.6 and 3.7 have aggregates only under a private name,
+``language.core._aggregate``; ``triton.aggregate`` exists from 3.8 on.
 """
 
 from __future__ import annotations
@@ -204,6 +209,18 @@ def subtract_distances(z, queries, keys, offset, base, slope):
 
 
 @triton.jit
+def of_queries(x, TRANSPOSED: tl.constexpr):
+    """(queries,) as a factor of a tile of scores, (queries, keys) or transposed."""
+    return x[None, :] if TRANSPOSED else x[:, None]
+
+
+@triton.jit
+def of_keys(x, TRANSPOSED: tl.constexpr):
+    """(keys,) as a factor of a tile of scores, (queries, keys) or transposed."""
+    return x[:, None] if TRANSPOSED else x[None, :]
+
+
+@triton.jit
 def load_bias(
     bias,  # a pointer to this head's, any of the dtypes of inputs
     queries,
@@ -223,58 +240,95 @@ def load_bias(
 
 
 @triton.jit
-def add_bias(
-    z,  # scores in units of log2
+def scores_tile(
+    s,  # Q Kᵀ of one tile (queries, keys), or TRANSPOSED (keys, queries)
     queries,
+    key_start,  # of the tile, whose keys are counted from it
     keys,
+    base,  # a key near those that count, from which positions are measured
+    first_position,  # of the tile's first key
     offset,
-    base,  # a key near those that count
     n_queries,
     n_keys,
+    window_left,
+    window_right,
+    prefix,
     slope,  # ALiBi's for this head, in units of log2
-    bias,
+    bias,  # a pointer to this head's, or if BIAS_TMA a descriptor of (1 or B, 1 or H, N_q, N_k)
+    bias_position,  # batch element, head and first query in the descriptor
     stride_bq,
     stride_bk,
+    scale,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_PREFIX: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    MASKED: tl.constexpr,
+    BIAS_TMA: tl.constexpr,
+    is_causal: tl.constexpr,
+    MASKED: tl.constexpr,  # some keys may lie past the end
+    HIDES: tl.constexpr,  # scores of keys that are not visible become -inf
+    TRANSPOSED: tl.constexpr,
 ):
-    """``z``, less ``slope`` for each position from the diagonal, plus the bias of its elements.
+    """Scaled, soft-capped, biased and hidden scores: (z, unit, s), z · unit in units of log2.
 
-    If HAS_ALIBI is :data:`CAUSAL_ALIBI`, what :func:`alibi_of_rows` returns is left out, which is
-    the same for all keys of a row. ``queries`` and ``keys`` are broadcast to ``z``.
+    With a soft-cap the last is its tanh, whose derivative is 1 - s². If HAS_ALIBI is
+    :data:`CAUSAL_ALIBI`, what :func:`alibi_of_rows` returns is left out of each row.
+
+    The caller computes the product, because a backward kernel issues another one beside it. A
+    backward kernel also takes no maximum, so it hides P instead (:func:`probabilities`), which
+    leaves the scale in one multiply-add.
     """
+    if HAS_SOFTCAP:
+        s = tanh(s * (scale / softcap))
+        factor = softcap * LOG2_E
+    else:
+        factor = scale * LOG2_E
+    if not (HIDES or HAS_ALIBI or HAS_BIAS):
+        return s, factor, s
+    if HIDES:
+        seen = visible(
+            of_queries(queries, TRANSPOSED), of_keys(key_start + keys, TRANSPOSED), offset, n_keys,
+            window_left, window_right, prefix, HAS_LEFT, is_causal, HAS_PREFIX,
+        )  # fmt: skip
+    # Scores have the bias's own units where there is one, so that adding it is one multiply-add.
+    unit: tl.constexpr = LOG2_E if HAS_BIAS else 1.0
+    in_unit: tl.constexpr = LN_2 if HAS_BIAS else 1.0
+    z = s * (factor * in_unit)
     if HAS_ALIBI == CAUSAL_ALIBI:
-        z += slope * (keys - base).to(tl.float32)
+        positions = key_positions(first_position, slope * in_unit, keys.shape[0])
+        z += of_keys(positions, TRANSPOSED)
     elif HAS_ALIBI:
-        z = subtract_distances(z, queries, keys, offset, base, slope)
+        z = subtract_distances(
+            z, of_queries(queries, TRANSPOSED), of_keys(key_start + keys, TRANSPOSED), offset, base,
+            slope * in_unit,
+        )  # fmt: skip
     if HAS_BIAS:
-        added = load_bias(bias, queries, keys, n_queries, n_keys, stride_bq, stride_bk, MASKED)
-        z += added.to(tl.float32) * LOG2_E
-    return z
+        if BIAS_TMA:
+            batch, head, first_query = bias_position
+            added = bias.load([batch, head, first_query, key_start])
+            added = added.reshape(queries.shape[0], keys.shape[0])
+        else:
+            added = load_bias(
+                bias, of_queries(queries, TRANSPOSED), of_keys(key_start + keys, TRANSPOSED),
+                n_queries, n_keys, stride_bq, stride_bk, MASKED,
+            )  # fmt: skip
+        z += added.to(tl.float32)
+    if HIDES:
+        z = tl.where(seen, z, float("-inf"))
+    return z, unit, s
 
 
 @triton.jit
 def alibi_of_rows(queries, offset, base, slope):
-    """What :func:`add_bias` leaves out of each row, where no key follows the diagonal."""
+    """What :func:`scores_tile` leaves out of each row, where no key follows the diagonal."""
     return slope * (queries + (offset - base)).to(tl.float32)
 
 
 @triton.jit
-def of_queries(x, TRANSPOSED: tl.constexpr):
-    """(queries,) as a factor of a tile of scores, (queries, keys) or transposed."""
-    return x[None, :] if TRANSPOSED else x[:, None]
-
-
-@triton.jit
-def of_keys(x, TRANSPOSED: tl.constexpr):
-    """(keys,) as a factor of a tile of scores, (queries, keys) or transposed."""
-    return x[:, None] if TRANSPOSED else x[None, :]
-
-
-@triton.jit
 def probabilities(
-    s,  # raw scores (queries, keys), or TRANSPOSED (keys, queries)
+    s,  # Q Kᵀ of one tile (queries, keys), or TRANSPOSED (keys, queries)
     logsumexp,  # (queries,), times log2(e)
     queries,
     key_start,  # of the tile, whose keys are counted from it
@@ -301,22 +355,17 @@ def probabilities(
     MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):
-    """P of one tile, and the scores: with a soft-cap its tanh, whose derivative is 1 - s²."""
-    if HAS_SOFTCAP:
-        s = tanh(s * (scale / softcap))
-        z = s * (softcap * LOG2_E)
-    else:
-        z = s * (scale * LOG2_E)
-    if HAS_ALIBI or HAS_BIAS:
-        z = add_bias(
-            z, of_queries(queries, TRANSPOSED), of_keys(key_start + keys, TRANSPOSED), offset, base,
-            n_queries, n_keys, slope, bias, stride_bq, stride_bk, HAS_ALIBI, HAS_BIAS, MASKED,
-        )  # fmt: skip
-        if HAS_BIAS:  # which may hide all keys of a query: -inf - -inf is NaN
-            logsumexp = tl.where(logsumexp == float("-inf"), float("inf"), logsumexp)
-        if HAS_ALIBI == CAUSAL_ALIBI:
-            logsumexp += alibi_of_rows(queries, offset, base, slope)
-    p = tl.exp2(z - of_queries(logsumexp, TRANSPOSED))
+    """P of one tile, and the third result of :func:`scores_tile`."""
+    z, unit, s = scores_tile(
+        s, queries, key_start, keys, base, 0, offset, n_queries, n_keys, window_left, window_right,
+        prefix, slope, bias, None, stride_bq, stride_bk, scale, softcap, HAS_SOFTCAP, HAS_LEFT,
+        HAS_PREFIX, HAS_ALIBI, HAS_BIAS, False, is_causal, MASKED, False, TRANSPOSED,
+    )  # fmt: skip
+    if HAS_BIAS:  # which may hide all keys of a query: -inf - -inf is NaN
+        logsumexp = tl.where(logsumexp == float("-inf"), float("inf"), logsumexp)
+    if HAS_ALIBI == CAUSAL_ALIBI:
+        logsumexp += alibi_of_rows(queries, offset, base, slope)
+    p = tl.exp2(z * unit - of_queries(logsumexp, TRANSPOSED))
     if MASKED:
         seen = visible(
             of_queries(queries, TRANSPOSED), of_keys(key_start + keys, TRANSPOSED), offset, n_keys,

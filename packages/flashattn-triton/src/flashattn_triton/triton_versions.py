@@ -26,8 +26,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 # Private interfaces are known, and the Hopper kernels compiled without spills in their main loops.
@@ -128,17 +127,20 @@ def unchecked_descriptor() -> Any:
 def fast_launcher(
     compiled: Any,
     grid: tuple[int, int, int],
-    parameters: Sequence[Parameter] | Mapping[str, Parameter],
+    parameters: Mapping[str, Parameter],
     rest: Sequence[Any],
-) -> Callable[[Any], None] | None:
+    *,
+    of_tensors: bool = False,
+) -> Callable[[Mapping[str, Any]], None] | None:
     """Starts a compiled kernel on the current stream, given addresses; None if it cannot be done.
 
     Args:
         compiled: what launching a ``triton.jit`` function returned, on the current device.
         grid: how many programs there are.
-        parameters: the kernel's first ones, by name, or in a sequence. One address is given for
-            each that is not None: by the same names, or in a sequence.
+        parameters: the kernel's first ones, by name, in its order. By the same names, addresses
+            are given for those that are not None.
         rest: all arguments after those, compile-time ones included.
+        of_tensors: whether tensors are given in place of their addresses.
     """
     if refusal() is not None:
         return None
@@ -149,15 +151,7 @@ def fast_launcher(
     # Scratch memory is allocated for each launch; none of these kernels wants any by itself.
     if getattr(launcher, "global_scratch_size", 1) or getattr(launcher, "profile_scratch_size", 1):
         return None
-    # What each address is found by: the parameter's name, or its place among the addresses.
-    keys: Iterator[Any]
-    kinds: Sequence[Parameter]
-    if isinstance(parameters, Mapping):
-        kinds = list(parameters.values())
-        keys = iter([name for name, x in parameters.items() if x is not None])
-    else:
-        kinds, keys = parameters, itertools.count()
-    described = [x for x in kinds if x not in ("pointer", None)]
+    described = [x for x in parameters.values() if x not in ("pointer", None)]
     encodings = list(getattr(compiled.metadata, "tensordesc_meta", None) or ())
     if len(encodings) != len(described) or None in encodings:  # not for the TMA
         return None
@@ -166,26 +160,31 @@ def fast_launcher(
     runtime = knobs.runtime
     template: list[Any] = []
     remaining = iter(encodings)
-    pointers: list[tuple[Any, int]] = []
-    descriptors: list[tuple[Any, int, _Encoded]] = []
-    for parameter in kinds:
+    pointers: list[tuple[str, int]] = []
+    descriptors: list[tuple[str, int, _Encoded]] = []
+    for name, parameter in parameters.items():
         position = len(template)
         template.append(None)
         if parameter == "pointer":
-            pointers.append((next(keys), position))
+            pointers.append((name, position))
         elif parameter is not None:
-            encoded = _Encoded(parameter, next(remaining))
-            descriptors.append((next(keys), position, encoded))
+            descriptors.append((name, position, _Encoded(parameter, next(remaining))))
             template += [*parameter.shape, *parameter.strides]
     template += rest
     launch = (_launch_3_6 if installed() == (3, 6) else _launch)(compiled, grid)
 
-    def start(addresses: Any) -> None:
+    def start(given: Mapping[str, Any]) -> None:
         arguments = template.copy()
-        for key, position in pointers:
-            arguments[position] = addresses[key]
-        for key, position, encoded in descriptors:
-            arguments[position] = encoded[addresses[key]]
+        if of_tensors:  # read here, because making a dictionary of addresses takes the host longer
+            for name, position in pointers:
+                arguments[position] = given[name].data_ptr()
+            for name, position, encoded in descriptors:
+                arguments[position] = encoded[given[name].data_ptr()]
+        else:
+            for name, position in pointers:
+                arguments[position] = given[name]
+            for name, position, encoded in descriptors:
+                arguments[position] = encoded[given[name]]
         stream = current_stream(device)
         enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
         if enter.calls or leave.calls:

@@ -13,6 +13,7 @@ from bench_harness.experiments.base import Table
 from bench_harness.experiments.bucket_model import MISS_TOLERANCE, fit_table
 from bench_harness.report import marks
 from bench_harness.stats import ratio_interval, with_summary
+from bench_harness.store import PARTIAL
 from bench_harness.traces import waterfall
 from bench_harness.training import settings as of
 
@@ -28,6 +29,10 @@ _CELL = {
     "compile": "compiled",
     "world_size": "world size (ranks)",
 }
+_PARTIAL_NOTE = (
+    " Partial: the case was stopped, and its figures are of the finished rounds alone; pictures "
+    "and the other tables leave them out."
+)
 #: A part of the memory further than this from its prediction is flagged.
 _TOLERANCE = 0.03
 _PARTS = ("parameter", "gradient", "state")
@@ -41,7 +46,7 @@ def tables(rows: pd.DataFrame) -> list[Table]:
     if "settings" not in frame:
         return [Table("Training steps", row_tables.columns(frame, _CELL | {"status": "status"}))]
     frame = roofline.with_roofline(compared(frame))
-    if "model_flops" in frame:
+    if "model_flops" in frame and "ceiling_tflop_s" in frame:  # a stopped case has no ceilings
         rate = frame["model_flops"].astype("float64") / frame["median_ms"] / 1e9
         frame["mfu"] = 100 * rate / frame["ceiling_tflop_s"]
     made = []
@@ -173,6 +178,7 @@ def _steps(frame: pd.DataFrame) -> Table:
                 "peak_gib": "peak memory (GiB)",
                 "mfu": "MFU (%)",
                 **roofline.COLUMNS,
+                "finished_rounds": "finished rounds (count)",
                 "status": "status",
                 "error": "why",
             },
@@ -182,7 +188,7 @@ def _steps(frame: pd.DataFrame) -> Table:
         "Where the host's time is close to the step's, the host is the limit. A busy host only "
         "adds time, so where samples scatter the fastest say more. MFU: the model's operations, "
         "causal and without recomputation, over the median step, relative to the rate of a matrix "
-        f"product. {roofline.NOTE}",
+        f"product. {roofline.NOTE}{_PARTIAL_NOTE * (PARTIAL in set(frame['status']))}",
     )
 
 

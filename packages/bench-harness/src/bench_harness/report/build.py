@@ -16,7 +16,7 @@ from bench_harness.experiments import Experiment, Figure, Table
 from bench_harness.report.findings import findings, on_cpu
 from bench_harness.report.frame import to_frame
 from bench_harness.report.published import measured_on
-from bench_harness.store import ARTIFACTS, Store, StoreError
+from bench_harness.store import ARTIFACTS, PARTIAL, ROUNDS, Store, StoreError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -32,7 +32,8 @@ class CaseLine:
     """How one case ended.
 
     Attributes:
-        status: of the case; "error" or "timeout" if one of its variants ended so.
+        status: of the case; "error" or "timeout" if one of its variants ended so, "partial" if
+            it was stopped and only its finished rounds are there.
         error: why the case, or which variant of it and why, was not measured.
         warnings: what makes its figures doubtful, as a throttled GPU.
         artifacts: files that it left, relative to the run folder.
@@ -204,7 +205,8 @@ def _made(
     bad: list[str] = []
     for own in by_case.values():
         try:
-            if own[0]["status"] == "ok":  # others hold nothing that could be shown alone
+            # Others hold nothing that could be shown alone.
+            if own[0]["status"] in ("ok", PARTIAL):
                 make(to_frame(own))
             good += own
         except Exception:  # noqa: BLE001 - the first error is shown
@@ -228,16 +230,18 @@ def where(error: Exception) -> str:
 def _line(rows: list[Row], folder: Path) -> CaseLine:
     row = rows[0]
     statuses = [each["status"] for each in rows]
-    worst = next((each for each in ("error", "timeout", "ok") if each in statuses), statuses[0])
-    # Without a variant the error is the case's own, and its only row.
+    order = (PARTIAL, "error", "timeout", "ok")
+    worst = next((each for each in order if each in statuses), statuses[0])
+    # Without a variant the error is the case's own, and its only row. Partial rows share one.
     errors = [
         f"{each['variant']} {each['status']}: {each['error']}"
-        if "variant" in each
+        if "variant" in each and each["status"] != PARTIAL
         else each["error"]
         for each in rows
         if each["error"] is not None
     ]
-    left = sorted((folder / ARTIFACTS / row["case_key"]).glob("*"))
+    files = sorted((folder / ARTIFACTS / row["case_key"]).glob("*"))
+    left = [file for file in files if not file.name.startswith(ROUNDS)]
     return CaseLine(
         experiment=row["experiment"],
         label=row["label"],

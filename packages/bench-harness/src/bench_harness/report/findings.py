@@ -15,12 +15,15 @@ from bench_harness.report import marks
 from bench_harness.report.frame import to_frame
 from bench_harness.report.units import quantity
 from bench_harness.stats import with_summary
+from bench_harness.store import PARTIAL
 
 if TYPE_CHECKING:
     import pandas as pd
 
 #: How many a report shows.
 MOST = 5
+#: Statuses of cases that did not finish.
+_STOPPED = ("error", "timeout", "oom", PARTIAL)
 
 
 def findings(rows: Iterable[Row]) -> list[str]:
@@ -50,7 +53,7 @@ def on_cpu(rows: Iterable[Row]) -> bool:
 
 
 def _unfinished(rows: list[Row]) -> str | None:
-    ended = {row["case_key"] for row in rows if row["status"] in ("error", "timeout", "oom")}
+    ended = {row["case_key"] for row in rows if row["status"] in _STOPPED}
     cases = {row["case_key"] for row in rows}
     if not ended:
         return None

@@ -19,10 +19,12 @@ import torch
 import torch.distributed as dist
 
 from basics_model import CaptureError
+from bench_harness import rounds
 from bench_harness.case import Row
 from bench_harness.experiments import recomputation
 from bench_harness.experiments.base import CaseSkipped
 from bench_harness.experiments.distributed import on_rank_0
+from bench_harness.experiments.train_step import merged
 from bench_harness.flops import step_work, training_flops
 from bench_harness.roofline import ceilings, step_bytes
 from bench_harness.sampling import Enough
@@ -69,6 +71,7 @@ def measure_rank(
             if round_number == 0:
                 _compare_losses(variants, rows)
             round_number += 1
+            _hand_over(rows, round_number, config, Path(folder))
             if round_number == config["rounds"]:
                 enough = Enough(config)
     rows[0] |= link
@@ -203,6 +206,15 @@ def _one_round(
                 name = row["variant"].replace("/", "-").replace(" ", "-")
                 path = folder / f"step-{name}-rank{dist.get_rank()}.json"
                 row |= _profile(steps, path)
+
+
+def _hand_over(rows: list[Row], finished: int, config: Mapping[str, Any], folder: Path) -> None:
+    """Keeps the rows of the finished rounds, once per machine, in case this one is stopped."""
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, rows)
+    if dist.get_rank() % (dist.get_world_size() // config["nnodes"]) == 0:
+        whole = [merged(list(each)) for each in zip(*ranks, strict=True)]
+        rounds.hand_over(folder, whole, finished=finished, asked=config["rounds"])
 
 
 def facts(steps: Training) -> Row:

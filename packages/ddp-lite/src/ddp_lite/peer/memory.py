@@ -159,6 +159,8 @@ class PeerMemory:
         from torch.distributed import _symmetric_memory
 
         memory, problem, nbytes = None, "", self.nbytes
+        if torch.cuda.mem_get_info(self.device)[0] < 2 * nbytes:
+            torch.cuda.empty_cache()  # freed blocks that torch keeps, which the driver cannot use
         free = torch.cuda.mem_get_info(self.device)[0]
         try:
             # Not ``_symmetric_memory.empty``, whose memory may come from a pool, at an offset.

@@ -52,9 +52,8 @@ from flashattn_triton.hopper.schedule import (
     tiles_before,
     walk,
 )
-from flashattn_triton.hopper.scores import mask_probabilities, tanh
+from flashattn_triton.hopper.scores import probabilities, tanh
 from flashattn_triton.hopper.support import (
-    exp2,
     named_barrier_arrive,
     named_barrier_arrive_at,
     named_barrier_sync,
@@ -207,14 +206,13 @@ def _probabilities(
     HAS_SOFTCAP: gl.constexpr = tanh_scale is not None
     SCORES: gl.constexpr = s.type.layout
     if HAS_SOFTCAP:
+        # Unlike in soft_cap, dP takes the derivative at once, which then needs no registers.
         s = tanh(s * tanh_scale)
         dp *= 1.0 - s * s
         statistics = statistics_smem.index(slot).slice(CONSUMER * HALF, HALF, dim=0)
         s = subtract(0, statistics, s, True, SCORES)
         s = warpgroup_mma_wait(0, deps=(s,))
-    p = exp2(s * scale_log2)
-    if is_causal or HAS_LEFT or RAGGED:
-        p = mask_probabilities(p, diagonal, band, n_keys, RAGGED, is_causal, HAS_LEFT)
+    p = probabilities(s, scale_log2, diagonal, band, n_keys, RAGGED, is_causal, HAS_LEFT, True)
     return p.to(DTYPE), (p * dp).to(DTYPE)
 
 

@@ -49,10 +49,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flashattn_triton.hopper.backward_products import (
     OWN,
     STATISTICS,
+    soft_cap,
     start_dp,
     start_dq,
     start_scores,
-    subtract,
 )
 from flashattn_triton.hopper.products import (
     FIRST,
@@ -73,9 +73,8 @@ from flashattn_triton.hopper.schedule import (
     tiles_before,
     walk,
 )
-from flashattn_triton.hopper.scores import mask_probabilities, tanh
+from flashattn_triton.hopper.scores import probabilities
 from flashattn_triton.hopper.support import (
-    exp2,
     named_barrier_arrive_at,
     named_barrier_sync_at,
     reduce_add,
@@ -261,16 +260,13 @@ def _step(
     HAS_SOFTCAP: gl.constexpr = tanh_scale is not None
     statistics = statistics_smem.index(slot)
     if HAS_SOFTCAP:
-        s = tanh(s * tanh_scale)
-        slope = (1.0 - s * s).to(DTYPE)  # in half the registers
-        s = warpgroup_mma_wait(0, deps=(subtract(0, statistics, s, True, SCORES),))
+        # The slope is rounded, to fit half the registers.
+        s, slope = soft_cap(s, tanh_scale, statistics, DTYPE, SCORES)
     else:
         dp = start_dp(own_v, do_tile, statistics, COLUMNS, SCORES)
     if ORDERED:  # not right after the additions, whose completion it would then wait for
         signal_successors(own_counters + 2 * last_added_tile, last_added_tile >= 0)
-    p = exp2(s * scale_log2)
-    if MASKED:
-        p = mask_probabilities(p, diagonal, band, n_keys, RAGGED, is_causal, HAS_LEFT)
+    p = probabilities(s, scale_log2, diagonal, band, n_keys, RAGGED, is_causal, HAS_LEFT, MASKED)
     dv = issue_columns(gl.convert_layout(p.to(DTYPE), OPERAND), do_tile, dv)
     if HAS_SOFTCAP:  # dP as late as this, for want of registers
         p *= slope.to(gl.float32)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from flashattn_triton.hopper.products import issue_over_columns
+from flashattn_triton.hopper.scores import tanh
 
 OWN = gl.constexpr(64)  # keys of one consumer: the rows that one warp group's wgmma computes
 STATISTICS = gl.constexpr(16)  # columns of a query: a half adds up to -L / scale, one to -delta
@@ -31,6 +32,15 @@ def subtract(HALF: gl.constexpr, statistics, s, USE_ACC: gl.constexpr, SCORES: g
     """Issues the subtraction of one half of the statistics: 0 is L / scale, 1 is delta."""
     ones = _ones(HALF, SCORES)
     return warpgroup_mma(ones, statistics.permute((1, 0)), s, use_acc=USE_ACC, is_async=True)
+
+
+@gluon.jit
+def soft_cap(s, tanh_scale, statistics, dtype: gl.constexpr, SCORES: gl.constexpr):
+    """tanh of raw scores, less L / scale, and the derivative of tanh, rounded to ``dtype``."""
+    s = tanh(s * tanh_scale)
+    slope = (1.0 - s * s).to(dtype)
+    s = warpgroup_mma_wait(0, deps=(subtract(0, statistics, s, True, SCORES),))
+    return s, slope
 
 
 @gluon.jit

@@ -43,7 +43,7 @@ from flashattn_triton.hopper.backward_kernel import (
     fragment_offsets,
     wrapped,
 )
-from flashattn_triton.hopper.backward_products import OWN, STATISTICS, subtract
+from flashattn_triton.hopper.backward_products import OWN, STATISTICS, soft_cap
 from flashattn_triton.hopper.schedule import (
     allow_addition,
     key_tile_of_program,
@@ -54,9 +54,8 @@ from flashattn_triton.hopper.schedule import (
     tiles_before,
     walk,
 )
-from flashattn_triton.hopper.scores import mask_probabilities, tanh
+from flashattn_triton.hopper.scores import probabilities
 from flashattn_triton.hopper.support import (
-    exp2,
     named_barrier_arrive_at,
     named_barrier_sync_at,
     signal_successors,
@@ -214,15 +213,10 @@ def _half_step(
     ds_before = ds_smem.index((step + DS_BUFFERS - 1) % DS_BUFFERS)
 
     if HAS_SOFTCAP:
-        s_half = tanh(s_half * tanh_scale)
-        slope = 1.0 - s_half * s_half
-        s_half = subtract(0, statistics, s_half, True, SCORES)
-        s_half = warpgroup_mma_wait(0, deps=(s_half,))
+        s_half, slope = soft_cap(s_half, tanh_scale, statistics, gl.float32, SCORES)
     dp = start_dp(own_v, do_half, statistics)
-    p = exp2(s_half * scale_log2)
-    if MASKED:
-        first = diagonal + SECOND * HALF
-        p = mask_probabilities(p, first, band, n_keys, RAGGED, is_causal, HAS_LEFT)
+    first = diagonal + SECOND * HALF
+    p = probabilities(s_half, scale_log2, first, band, n_keys, RAGGED, is_causal, HAS_LEFT, MASKED)
     dv = warpgroup_mma(gl.convert_layout(p.to(DTYPE), DV_OPERAND), do_half, dv, is_async=True)
     if HAS_SOFTCAP:
         p *= slope

@@ -51,7 +51,7 @@ from flashattn_triton.hopper.schedule import (
     tile_of_round,
     whole_tiles,
 )
-from flashattn_triton.hopper.scores import finite_max, largest, mask_scores, pad_columns, tanh
+from flashattn_triton.hopper.scores import finite_max, largest, pad_columns, scores_tile
 from flashattn_triton.hopper.support import (
     exp2,
     named_barrier_arrive,
@@ -260,10 +260,9 @@ def _step(
 
     s = warpgroup_mma_wait(len(acc), deps=(s,))
     mbarrier.arrive(k_empty.index(slot), count=1)
-    if tanh_scale is not None:
-        s = tanh(s * tanh_scale)
-    if MASKED:
-        s = mask_scores(s, first_row, first_key, band, NEGATIVE, HAS_LEFT, is_causal)
+    s = scores_tile(
+        s, tanh_scale, first_row, first_key, band, MASKED, NEGATIVE, HAS_LEFT, is_causal
+    )
     new_max = gl.maximum(row_max, largest(s, scale_log2, NEGATIVE))
     shift = finite_max(new_max, BLIND_ROWS and MASKED)
     exponentials = exp2(s * scale_log2 - gl.expand_dims(shift, 1))
@@ -358,10 +357,10 @@ def _consumer(
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(k_empty.index(slot), count=1)
         first_key = (stop - 1) * KEYS
-        if tanh_scale is not None:
-            s = tanh(s * tanh_scale)
-        if is_causal or HAS_LEFT or first_key + KEYS > own_band[0]:
-            s = mask_scores(s, first_row, first_key, own_band, NEGATIVE, HAS_LEFT, is_causal)
+        masked = is_causal or HAS_LEFT or first_key + KEYS > own_band[0]
+        s = scores_tile(
+            s, tanh_scale, first_row, first_key, own_band, masked, NEGATIVE, HAS_LEFT, is_causal
+        )
         row_max = largest(s, scale_log2, NEGATIVE)
         if HAS_SINKS:  # one more score of each row, without a value
             sink = gl.load(sinks_ptr + head).to(gl.float32) * LOG2_E

@@ -51,6 +51,49 @@ def mask_scores(
 
 
 @gluon.jit
+def scores_tile(
+    s,  # Q Kᵀ of one tile (queries, keys)
+    tanh_scale,  # None without a soft-cap
+    first_row,
+    first_key,
+    band,
+    masked,
+    NEGATIVE: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+    is_causal: gl.constexpr,
+):
+    """Soft-capped and masked scores, for the forward kernel; exp2's operand applies the scale.
+
+    The backward kernels share :func:`probabilities` instead: their scores are capped in between
+    products, because the tensor cores subtract logsumexps, and they take no maximum.
+    """
+    if tanh_scale is not None:
+        s = tanh(s * tanh_scale)
+    if masked:
+        s = mask_scores(s, first_row, first_key, band, NEGATIVE, HAS_LEFT, is_causal)
+    return s
+
+
+@gluon.jit
+def probabilities(
+    s,
+    scale_log2,
+    diagonal,
+    band,
+    n_keys,
+    RAGGED: gl.constexpr,
+    is_causal: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+    MASKED: gl.constexpr,
+):
+    """P of a tile of (keys, queries) scores from which L / scale has been subtracted."""
+    p = exp2(s * scale_log2)
+    if MASKED:
+        p = mask_probabilities(p, diagonal, band, n_keys, RAGGED, is_causal, HAS_LEFT)
+    return p
+
+
+@gluon.jit
 def mask_probabilities(
     p,
     diagonal,

@@ -113,20 +113,41 @@ class BackwardCall:
         dq, dk, dv = [query.new_empty_strided(*like) for like in self.gradients]
         statistics = query.new_empty(self.statistics, dtype=fp32)
         dq_sum = None if self.dq_sum is None else query.new_empty(self.dq_sum, dtype=fp32)
-        self.preprocess(out, grad_out, grad_logsumexp, logsumexp, statistics, dq_sum)
+        self.preprocess(
+            {
+                "O_ptr": out,
+                "dO_ptr": grad_out,
+                "dL_ptr": grad_logsumexp,
+                "L_ptr": logsumexp,
+                "statistics_ptr": statistics,
+                "dQ_ptr": dq_sum,
+            }
+        )
         self.key_pass(
-            query,
-            key,
-            value,
-            grad_out,
-            statistics,
-            dq if dq_sum is None else dq_sum,
-            dk,
-            dv,
-            *problem,
+            {
+                "Q": query,
+                "K_ptr": key,
+                "V_ptr": value,
+                "dO": grad_out,
+                "statistics": statistics,
+                "dQ": dq if dq_sum is None else dq_sum,
+                "dK_ptr": dk,
+                "dV_ptr": dv,
+                **problem,
+            }
         )
         if self.query_pass is not None:
-            self.query_pass(query, key, value, grad_out, statistics, dq, *problem)
+            self.query_pass(
+                {
+                    "Q_ptr": query,
+                    "K": key,
+                    "V": value,
+                    "dO_ptr": grad_out,
+                    "statistics_ptr": statistics,
+                    "dQ_ptr": dq,
+                    **problem,
+                }
+            )
         if dq_sum is not None:
             # One elementwise kernel: scale and cast.
             torch.mul(dq_sum[..., : query.shape[3]], self.scale, out=dq)
@@ -148,7 +169,6 @@ def backward_call(
     """The call for inputs of these shapes, strides and types; their last stride is 1."""
     device, dtype = query.device, query.dtype
     (batch, heads, n_queries, head_dim), value_dim = query.shape, value.shape[3]
-    grad_logsumexp_stride = None if grad_logsumexp is None else grad_logsumexp.stride()
     sizes = None if packing is None else packing.sizes
     gradients = [
         empty_output(torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta"), width)
@@ -175,13 +195,7 @@ def backward_call(
         readable_by_tma=sizes is None and all(map(can_use_tma, (query, key, value, grad_out))),
     )
     preprocess = preprocess_launch(
-        device,
-        dtype,
-        (batch, heads, n_queries),
-        (head_dim, value_dim),
-        (out.stride(), grad_out.stride(), grad_logsumexp_stride),
-        n_padded,
-        zeroes=fused is not None,
+        query, out, grad_out, grad_logsumexp, n_padded, zeroes=fused is not None
     )
     if fused is None:
         key_pass = key_pass_launch(problem, tiling.key_pass, NONE)

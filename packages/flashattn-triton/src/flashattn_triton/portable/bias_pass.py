@@ -357,8 +357,29 @@ class BiasCall:
         assert bias is not None
         statistics = query.new_empty(self.statistics, dtype=torch.float32)
         gradient = bias.new_empty(bias.shape)
-        self.preprocess(out, grad_out, grad_logsumexp, logsumexp, statistics, None)
-        self.launch(query, key, value, grad_out, statistics, *mask_and_bias.of_scores, gradient)
+        self.preprocess(
+            {
+                "O_ptr": out,
+                "dO_ptr": grad_out,
+                "dL_ptr": grad_logsumexp,
+                "L_ptr": logsumexp,
+                "statistics_ptr": statistics,
+                "dQ_ptr": None,
+            }
+        )
+        self.launch(
+            {
+                "Q_ptr": query,
+                "K_ptr": key,
+                "V_ptr": value,
+                "dO_ptr": grad_out,
+                "statistics_ptr": statistics,
+                "slopes_ptr": mask_and_bias.alibi_slopes,
+                "bias_ptr": bias,
+                "prefix_ptr": mask_and_bias.prefix_lengths,
+                "dB_ptr": gradient,
+            }
+        )
         return gradient
 
 
@@ -389,16 +410,7 @@ def bias_call(
     multiple = max(tiles.queries, PREPROCESS_TILES.queries)
     n_padded = -(-n_queries // multiple) * multiple
     strides = (query.stride(), key.stride(), value.stride(), grad_out.stride())
-    lse_stride = None if grad_logsumexp is None else grad_logsumexp.stride()
-    preprocess = preprocess_launch(
-        query.device,
-        query.dtype,
-        (batch, heads, n_queries),
-        (head_dim, value_dim),
-        (out.stride(), strides[3], lse_stride),
-        n_padded,
-        zeroes=False,
-    )
+    preprocess = preprocess_launch(query, out, grad_out, grad_logsumexp, n_padded, zeroes=False)
     own_batch, own_heads, own_queries, own_keys = bias.shape
     specialization = mask_and_bias.specialization
     q, k, v, do = (stride[:3] for stride in strides)
@@ -435,18 +447,18 @@ def bias_call(
     rows = 1 if own_queries < n_queries else -(-n_queries // tiles.queries)
     columns = 1 if own_keys < n_keys else -(-n_keys // tiles.keys)
     programs = rows * columns * own_heads * own_batch
-    views: list[TileView] = []
+    views: dict[str, TileView] = {}
     if use_tma:
         width, value_width = constants["D_PADDED"], constants["E_PADDED"]
-        views = [
-            TileView(x.shape, x.stride(), [1, 1, n, w])
-            for x, n, w in (
-                (query, tiles.queries, width),
-                (key, tiles.keys, width),
-                (value, tiles.keys, value_width),
-                (grad_out, tiles.queries, value_width),
+        views = {
+            name: TileView(x.shape, x.stride(), [1, 1, n, w])
+            for name, x, n, w in (
+                ("Q_ptr", query, tiles.queries, width),
+                ("K_ptr", key, tiles.keys, width),
+                ("V_ptr", value, tiles.keys, value_width),
+                ("dO_ptr", grad_out, tiles.queries, value_width),
             )
-        ]
+        }
     launch = Launch(bias_pass_kernel, query.device, programs, numbers, constants, tiles, views)
     statistics = (batch * heads, 2, n_padded)
     return BiasCall(preprocess=preprocess, launch=launch, statistics=statistics)

@@ -54,18 +54,14 @@ from flashattn_triton.primitives import (
     LOG2_E,
     alibi_of_rows,
     dot,
-    key_positions,
     key_range,
-    load_bias,
     load_rows,
     loop_bound,
     packed_offsets,
+    scores_tile,
     store_rows,
-    subtract_distances,
-    tanh,
     tile_indices,
     tma_load,
-    visible,
 )
 
 
@@ -100,7 +96,7 @@ def _attend(
     stride_bq,
     stride_bk,
     n_queries,
-    scale_log2,
+    scale,
     softcap,
     D: tl.constexpr,
     E: tl.constexpr,
@@ -128,50 +124,20 @@ def _attend(
             k_tile = K + key_start.to(tl.int64) * stride_kk
             k = load_rows(k_tile, keys, columns, stride_kk, n_keys - key_start, D, MASKED)
         s = dot(q, tl.trans(k), None, PRECISION, INTERPRETED)  # (Q_TILE_SIZE, K_TILE_SIZE)
-        if HAS_SOFTCAP:
-            s = tanh(s * (scale_log2 / (softcap * LOG2_E)))
-            factor = softcap * LOG2_E
-        else:
-            factor = scale_log2
-        if MASKED or HAS_ALIBI or HAS_BIAS:
-            if MASKED:
-                seen = visible(
-                    queries[:, None], (key_start + keys)[None, :], offset, n_keys, window_left,
-                    window_right, prefix, HAS_LEFT, is_causal, HAS_PREFIX,
-                )  # fmt: skip
-            # Scores have the bias's own units where there is one, so that adding it is one FMA.
-            unit: tl.constexpr = LOG2_E if HAS_BIAS else 1.0
-            in_unit: tl.constexpr = LN_2 if HAS_BIAS else 1.0
-            z = s * (factor * in_unit)
-            if HAS_ALIBI == CAUSAL_ALIBI:
-                positions = key_positions(key_start - first_diagonal, slope * in_unit, K_TILE_SIZE)
-                z += positions[None, :]
-            elif HAS_ALIBI:
-                z = subtract_distances(
-                    z, queries[:, None], (key_start + keys)[None, :], offset, first_diagonal,
-                    slope * in_unit,
-                )  # fmt: skip
-            if HAS_BIAS:
-                if BIAS_TMA:
-                    rows = [bias_batch, bias_head, first_diagonal - offset, key_start]
-                    added = bias.load(rows).reshape(queries.shape[0], K_TILE_SIZE)
-                else:
-                    added = load_bias(
-                        bias, queries[:, None], (key_start + keys)[None, :], n_queries, n_keys,
-                        stride_bq, stride_bk, MASKED,
-                    )  # fmt: skip
-                z += added.to(tl.float32)
-            if MASKED:
-                z = tl.where(seen, z, float("-inf"))
-            new_max = tl.maximum(row_max, tl.max(z, 1) * unit)
+        z, unit, _ = scores_tile(
+            s, queries, key_start, keys, first_diagonal, key_start - first_diagonal, offset,
+            n_queries, n_keys, window_left, window_right, prefix, slope, bias,
+            (bias_batch, bias_head, first_diagonal - offset), stride_bq, stride_bk, scale, softcap,
+            HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI, HAS_BIAS, BIAS_TMA, is_causal, MASKED,
+            MASKED, False,
+        )  # fmt: skip
+        # unit >= 0, so the maximum commutes with it, and the scale folds into one multiply-add.
+        new_max = tl.maximum(row_max, tl.max(z, 1) * unit)
+        shift = new_max
+        if MASKED or HAS_BIAS:
             # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-            p = tl.exp2(z * unit - shift[:, None])
-        else:
-            # factor >= 0, so the maximum commutes with it and the scale folds into the FMA.
-            new_max = tl.maximum(row_max, tl.max(s, 1) * factor)
-            shift = new_max
-            p = tl.exp2(s * factor - shift[:, None])
+        p = tl.exp2(z * unit - shift[:, None])
         correction = tl.exp2(row_max - shift)
         row_sum = row_sum * correction + tl.sum(p, 1)
         acc = acc * correction[:, None]
@@ -320,7 +286,7 @@ def flash_forward_kernel(
     q = load_rows(q_tile, rows, columns, stride_qq, n_rows, D, True)
     if NEGATIVE_SCALE:
         q = (-q.to(tl.float32)).to(q.dtype)
-    scale_log2 = tl.abs(scale) * LOG2_E
+    scale = tl.abs(scale)
 
     acc = tl.zeros([Q_TILE_SIZE, E_PADDED], tl.float32)
     row_sum = tl.zeros([Q_TILE_SIZE], tl.float32)
@@ -337,7 +303,7 @@ def flash_forward_kernel(
             queries, query_start + offset, keys, columns, value_columns, offset, N_KEYS,
             window_left, window_right,
             prefix, slope, bias_ptr, bias_batch, bias_head, stride_bq, stride_bk, N_QUERIES,
-            scale_log2, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI,
+            scale, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI,
             HAS_BIAS, PRECISION, INTERPRETED, USE_TMA, BIAS_TMA, is_causal, True,
         )  # fmt: skip
     acc, row_sum, row_max = _attend(
@@ -346,7 +312,7 @@ def flash_forward_kernel(
         queries, query_start + offset, keys, columns, value_columns, offset, N_KEYS,
         window_left, window_right,
         prefix, slope, bias_ptr, bias_batch, bias_head, stride_bq, stride_bk, N_QUERIES,
-        scale_log2, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI,
+        scale, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI,
         HAS_BIAS, PRECISION, INTERPRETED, USE_TMA, BIAS_TMA, is_causal, False,
     )  # fmt: skip
     acc, row_sum, row_max = _attend(
@@ -355,7 +321,7 @@ def flash_forward_kernel(
         queries, query_start + offset, keys, columns, value_columns, offset, N_KEYS,
         window_left, window_right,
         prefix, slope, bias_ptr, bias_batch, bias_head, stride_bq, stride_bk, N_QUERIES,
-        scale_log2, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI,
+        scale, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI,
         HAS_BIAS, PRECISION, INTERPRETED, USE_TMA, BIAS_TMA, is_causal, True,
     )  # fmt: skip
 
@@ -418,8 +384,17 @@ class ForwardCall:
         """Output and logsumexp of inputs whose last stride is 1."""
         out = query.new_empty_strided(*self.out)
         logsumexp = query.new_empty_strided(*self.logsumexp, dtype=torch.float32)
-        rest = problem_tensors(packing, mask_and_bias)
-        self.launch(query, key, value, out, logsumexp, *rest, mask_and_bias.sinks)
+        self.launch(
+            {
+                "Q_ptr": query,
+                "K_ptr": key,
+                "V_ptr": value,
+                "O_ptr": out,
+                "L_ptr": logsumexp,
+                "sinks_ptr": mask_and_bias.sinks,
+                **problem_tensors(packing, mask_and_bias),
+            }
+        )
         return out, logsumexp
 
 
@@ -476,21 +451,17 @@ def forward_call(
         **alibi_constant(options, specialization),
     }
     programs = -(-n_queries // tiles.queries) * batch * heads
-    views: list[TileView | None] = []
+    views: dict[str, TileView] = {}
     if use_tma:
         k_block = [1, 1, tiles.keys, constants["D_PADDED"]]
         v_block = [1, 1, tiles.keys, constants["E_PADDED"]]
-        k_view, v_view = (
-            TileView(shapes[1], strides[1], k_block),
-            TileView(shapes[2], strides[2], v_block),
-        )
-        views = [None, k_view, v_view]
+        views["K_ptr"] = TileView(shapes[1], strides[1], k_block)
+        views["V_ptr"] = TileView(shapes[2], strides[2], v_block)
     if bias_tma:
         own_strides = [stride or 0 for stride in specialization.bias_strides]
         full = (batch, heads, n_queries, n_keys)
         own = [n if stride else 1 for n, stride in zip(full, own_strides, strict=True)]
-        bias_view = TileView(own, own_strides, [1, 1, tiles.queries, tiles.keys])
-        views = [*views, *(None,) * 5, bias_view]
+        views["bias_ptr"] = TileView(own, own_strides, [1, 1, tiles.queries, tiles.keys])
     launch = Launch(
         flash_forward_kernel,
         device,

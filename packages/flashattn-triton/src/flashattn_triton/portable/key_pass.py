@@ -342,7 +342,7 @@ def key_pass_kernel(
 
 
 def key_pass_launch(problem: BackwardProblem, tiles: Tiles, dq_mode: tl.constexpr) -> Launch:
-    """The launch of the kernel on (Q, K, V, dO, statistics, dQ, dK, dV) and the problem's tensors.
+    """The launch of the kernel.
 
     Args:
         problem: shapes, strides and options.
@@ -352,22 +352,22 @@ def key_pass_launch(problem: BackwardProblem, tiles: Tiles, dq_mode: tl.constexp
     batch, _, n_keys = problem.lengths
     heads, kv_heads = problem.heads
     width, value_width = problem.widths
-    views: list[TileView | None] = [None] * 6  # of Q, K, V, dO, the statistics and the sum of dQ
+    views: dict[str, TileView] = {}
     constants = problem.constants(key_pass_kernel, tiles)
     # Unless the loop is pipelined, the program waits for a TMA load where the load is issued. It
     # does not wait for a load through pointers until it needs the values.
     statistics_by_tma = constants["USE_TMA"] and tiles.stages > 1
     if constants["USE_TMA"]:
         block = [1, 1, tiles.queries]
-        views[0] = TileView(problem.shapes[0], problem.strides[0], [*block, width])
-        views[3] = TileView(problem.do_shape, problem.strides[3], [*block, value_width])
+        views["Q"] = TileView(problem.shapes[0], problem.strides[0], [*block, width])
+        views["dO"] = TileView(problem.do_shape, problem.strides[3], [*block, value_width])
         if statistics_by_tma:
             n_padded = problem.n_padded
-            views[4] = TileView([2 * batch * heads, n_padded], [n_padded, 1], block[1:])
+            views["statistics"] = TileView([2 * batch * heads, n_padded], [n_padded, 1], block[1:])
     dq, dk, dv = problem.outer_gradients()
     if dq_mode is TMA_REDUCE:
         rows = problem.shapes[0][:3].numel()
-        views[5] = TileView([rows, width], [width, 1], [tiles.queries, width])
+        views["dQ"] = TileView([rows, width], [width, 1], [tiles.queries, width])
         dq = tuple(stride // width for stride in dq)  # a descriptor counts rows, not elements
     return Launch(
         key_pass_kernel,

@@ -4,12 +4,12 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from flashattn_triton.configs import Tiles
-from flashattn_triton.launch import Launch, Strides, padded, stride_numbers
+from flashattn_triton.launch import Launch, padded, stride_numbers
 from flashattn_triton.primitives import LOG2_E, load_rows, store_rows
 
 PREPROCESS_TILES = Tiles(64, 1, 4, 1)
@@ -80,43 +80,42 @@ def preprocess_kernel(
 
 
 def preprocess_launch(
-    device: torch.device,
-    dtype: torch.dtype,
-    sizes: tuple[int, int, int],
-    head_dims: tuple[int, int],
-    strides: tuple[Strides, Strides, Strides | None],
+    query: Tensor,
+    out: Tensor,
+    grad_out: Tensor,
+    grad_logsumexp: Tensor | None,
     n_padded: int,
+    *,
     zeroes: bool,
 ) -> Launch:
-    """The launch of the kernel on (out, dO, dL or None, logsumexp, statistics, dQ or None).
+    """The launch of the kernel on one kind of input.
 
     Args:
-        device: of the tensors.
-        dtype: of the inputs.
-        sizes: B, H and N_q; (1, H, T_q) of a packed batch.
-        head_dims: D and E.
-        strides: of out, dO and dL.
+        query: (B, H, N_q, D), or (1, H, T_q, D) of a packed batch.
+        out: (B, H, N_q, E).
+        grad_out: dO, the shape of ``out``.
+        grad_logsumexp: dL, (B, H, N_q), or None.
         n_padded: queries that have statistics, a multiple of every tile that reads them.
         zeroes: whether dQ is set to 0.
     """
-    batch, heads, n_queries = sizes
-    out, grad_out, grad_lse = strides
+    (batch, heads, n_queries, head_dim), value_dim = query.shape, out.shape[3]
+    dl_stride = (0, 0, 0) if grad_logsumexp is None else grad_logsumexp.stride()
     return Launch(
         preprocess_kernel,
-        device,
+        query.device,
         -(-n_padded // PREPROCESS_TILES.queries) * batch * heads,
         {
-            **stride_numbers(o=out[:3], do=grad_out[:3], dl=grad_lse or (0, 0, 0)),
+            **stride_numbers(o=out.stride()[:3], do=grad_out.stride()[:3], dl=dl_stride),
             "N_QUERIES": n_queries,
             "N_PADDED": n_padded,
             "N_HEADS": heads,
         },
         {
-            "E": head_dims[1],
-            "E_PADDED": padded(head_dims[1], dtype),
-            "D_PADDED": padded(head_dims[0], dtype),
+            "E": value_dim,
+            "E_PADDED": padded(value_dim, query.dtype),
+            "D_PADDED": padded(head_dim, query.dtype),
             "ROWS": PREPROCESS_TILES.queries,
-            "HAS_DL": grad_lse is not None,
+            "HAS_DL": grad_logsumexp is not None,
             "ZEROES": zeroes,
         },
         PREPROCESS_TILES,

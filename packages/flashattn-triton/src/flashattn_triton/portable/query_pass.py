@@ -255,16 +255,16 @@ def query_pass_kernel(
 
 
 def query_pass_launch(problem: BackwardProblem, tiles: Tiles) -> Launch:
-    """The launch of the kernel on (Q, K, V, dO, statistics, dQ) and the problem's tensors."""
+    """The launch of the kernel on one kind of input."""
     batch, n_queries, _ = problem.lengths
     heads, _ = problem.heads
     width, value_width = problem.widths
-    views: list[TileView | None] = [None] * 3  # of Q, K and V
+    views: dict[str, TileView] = {}
     constants = problem.constants(query_pass_kernel, tiles)
     if constants["USE_TMA"]:
         block = [1, 1, tiles.keys]
-        views[1] = TileView(problem.shapes[1], problem.strides[1], [*block, width])
-        views[2] = TileView(problem.shapes[2], problem.strides[2], [*block, value_width])
+        views["K"] = TileView(problem.shapes[1], problem.strides[1], [*block, width])
+        views["V"] = TileView(problem.shapes[2], problem.strides[2], [*block, value_width])
     dq, _, _ = problem.outer_gradients()
     return Launch(
         query_pass_kernel,

@@ -102,7 +102,16 @@ class SinksCall:
     ) -> Tensor:
         """The gradient of ``sinks``; the last stride of ``out`` and ``grad_out`` is 1."""
         sums = out.new_empty(self.sums, dtype=torch.float32)
-        self.launch(sinks, out, grad_out, lse, grad_lse, sums)
+        self.launch(
+            {
+                "sinks_ptr": sinks,
+                "O_ptr": out,
+                "dO_ptr": grad_out,
+                "L_ptr": lse,
+                "dL_ptr": grad_lse,
+                "sums_ptr": sums,
+            }
+        )
         return sums.sum((0, 2)).to(sinks.dtype)
 
 
