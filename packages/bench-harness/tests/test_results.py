@@ -92,9 +92,7 @@ def test_every_file_of_rows_has_the_command_that_measures_it_again(
     table = [cells for cells in lines if len(cells) == 3]
     linked = {name for cells in table for name in re.findall(r"\]\(([^/)]+)\)", cells[0])}
     assert linked == {file.name for file in RESULTS.glob("*.jsonl*")}
-    commands = [command for _, _, command in table if not command.startswith("no preset: ")]
-    assert len(commands) == len(table) - 2
-    for command in commands:
+    for _, _, command in table:
         words = shlex.split(command.strip("`"))
         if words[0] == "bench-harness":
             planned = bench(*words[1:], "--dry-run", "--json")
@@ -173,9 +171,10 @@ def test_a_rank_weighed_alone_holds_what_one_of_two_does(moment: str) -> None:
     two = "train-step xl b4 s512 bf16 2 ranks"
     alone = held("sharding-alone", f"{two} rank 0 alone")
     real = held("sharding-memory", f"{two} one after the other")
-    assert len(alone) == 5
-    for name, found in alone.items():
-        assert found == pytest.approx(real[name], rel=0.005), name
+    both = alone.keys() & real.keys()  # one has buckets of 250 MiB, the other the default's
+    assert len(both) == 4
+    for name in both:
+        assert alone[name] == pytest.approx(real[name], rel=0.005), name
 
 
 @pytest.mark.nightly

@@ -263,8 +263,12 @@ def beside_cached_blocks(rank: int, world_size: int) -> None:
     """Torch keeps nearly all of the device's memory for reuse, of which nothing is in use."""
     group = dist.group.WORLD
     assert group is not None
-    free = torch.cuda.mem_get_info()[0]
-    blocks = [torch.empty(free - (64 << 20), dtype=torch.uint8, device="cuda")]
+    gathered = [torch.zeros(1, device="cuda") for _ in range(world_size)]
+    dist.all_gather(gathered, gathered[0])  # NCCL takes its own memory now
+    torch.cuda.synchronize()
+    blocks = torch.empty(
+        torch.cuda.mem_get_info()[0] - (256 << 20), dtype=torch.uint8, device="cuda"
+    )
     del blocks
     assert torch.cuda.mem_get_info()[0] < 512 << 20
     tensor = torch.full((3,), float(rank), device="cuda")
