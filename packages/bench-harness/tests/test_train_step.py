@@ -529,6 +529,29 @@ def test_the_first_step_makes_the_optimizers_state() -> None:
     assert held == {True: [0, 0, 0, state], False: [0, state, state, state]}
 
 
+def test_nothing_is_left_of_a_variant_when_the_next_one_is_weighed(monkeypatch) -> None:
+    """On a GPU it would be subtracted from what the next one holds."""
+    from bench_harness.training import moments
+    from bench_harness.training.build import Training
+    from bench_harness.training.measure import weigh_alone
+
+    left = []
+
+    def held_before(device: torch.device) -> int:
+        gc.collect()
+        left.append(sum(isinstance(each, Training) for each in gc.get_objects()))
+        return 0
+
+    monkeypatch.setattr(moments, "held_before", held_before)
+    config = {
+        **TINY, "size": "custom", "batch": 2, "sequence": 16, "device": "cpu", "world_size": 2,
+        "first_step": False,
+        "variants": [of.read(each, {}).table() for each in ("none", "torch-ddp")],
+    }  # fmt: skip
+    assert len(weigh_alone(config)) == 2
+    assert left == [0, 0]
+
+
 @pytest.mark.parametrize(
     ("variant", "stage"),
     [

@@ -101,14 +101,20 @@ def weigh_alone(config: Mapping[str, Any]) -> list[Row]:
         for label, variant in zip(of.labels(variants), variants, strict=True):
             before = moments.held_before(device)
             row: Row = {"variant": label, "settings": variant.table(), "held_before_bytes": before}
-            with _compiling(), training(variant, config, device) as steps:
-                row |= facts(steps)
-                first = config["first_step"]
-                row["memory"], _ = moments.weigh(steps, variant, before, first_step=first)
-            rows.append(row)
+            rows.append(row | _weighed(variant, before, config, device))
         return rows
     finally:
         dist.destroy_process_group()
+
+
+def _weighed(
+    variant: of.Settings, before: int, config: Mapping[str, Any], device: torch.device
+) -> Row:
+    """A function of its own, so that nothing holds a training when the next variant is weighed."""
+    with _compiling(), training(variant, config, device) as steps:
+        row = facts(steps)
+        row["memory"], _ = moments.weigh(steps, variant, before, first_step=config["first_step"])
+    return row
 
 
 def _compiling() -> AbstractContextManager[Any]:
