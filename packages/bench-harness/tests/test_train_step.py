@@ -543,12 +543,10 @@ def test_nothing_is_left_of_a_variant_when_the_next_one_is_weighed(monkeypatch) 
         return 0
 
     monkeypatch.setattr(moments, "held_before", held_before)
-    config = {
-        **TINY, "size": "custom", "batch": 2, "sequence": 16, "device": "cpu", "world_size": 2,
-        "first_step": False,
-        "variants": [of.read(each, {}).table() for each in ("none", "torch-ddp")],
-    }  # fmt: skip
-    assert len(weigh_alone(config)) == 2
+    cases = experiments.get("train-step").cases(
+        sizes=("custom",), variants=("torch-ddp",), world_size=2, alone=True, device="cpu", **TINY
+    )
+    assert len(weigh_alone(cases[0].config)) == 2  # it and the step without communication
     assert left == [0, 0]
 
 
