@@ -52,7 +52,7 @@ class ProcessMemory:
         dist.barrier(self.group)
 
     def stagger(self) -> None:
-        """Signals rank - 1 and waits for the signal of rank + 1, for the group's timeout at most."""
+        """Signals rank - 1 and waits for rank + 1, for the group's timeout at most."""
         rank, world_size = self.group.rank(), self.group.size()
         sent, received = torch.zeros(1), torch.zeros(1)
         signals = [

@@ -158,7 +158,7 @@ def test_model(run):
     step, forward = (frame[frame["phase"] == p].iloc[0]["flops"] for p in ("step", "forward"))
     assert step == 3 * forward
     assert {"Effect of warm-up", "First step against steady state"} <= tables.keys()
-    # Of a CPU that other processes share: what a matrix product reached may be less than a step did.
+    # On a CPU that others use too, the product that utilisation refers to may be the slower one.
     assert tables["Time per phase"].frame["MFU (%)"].dropna().gt(0).all()
 
 

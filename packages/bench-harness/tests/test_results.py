@@ -179,7 +179,7 @@ def test_a_rank_weighed_alone_holds_what_one_of_two_does(moment: str) -> None:
 @pytest.mark.nightly
 def test_the_picture_of_throughput_draws_flash_attention_4_once_rows_hold_it() -> None:
     """It is drawn wherever it was measured: rows are made for it, at every length but one."""
-    rows = published.read(RESULTS / "attention-fp16.jsonl")
+    rows = published.read(RESULTS / "attention-fp16.jsonl.gz")
     rows = [row for row in rows if any(part in row["label"] for part in ("h32 d64", "h16 d128"))]
     made = [
         {**row, "variant": "flash-attn-4", "median_ms": 1.05 * row["median_ms"]}

@@ -490,6 +490,9 @@ def by_fault(results: Iterable[Result]) -> Iterator[dict[str, object]]:
 
 def main(target: Path) -> None:
     """Runs the suite and writes its rows, in the layout of published rows."""
+    from bench_harness.environment import git_state
+
+    commit = (git_state(Path(__file__).parent) or {}).get("commit")
     results: list[Result] = []
     for fault, name, world_size in itertools.product(NAMES, (*OURS, TORCHS), WORLD_SIZES):
         results.append(inject(fault, name, world_size))
@@ -501,6 +504,7 @@ def main(target: Path) -> None:
             ("by fault", list(by_fault(results))),
         ):
             about = {"experiment": "fault-suite", "case_key": label, "label": label}
+            about["commit"] = commit
             machine = f"{os.cpu_count()} CPU cores, gloo, torch {torch.__version__}"
             line = {**about, "measured_on": machine, "config": {}, "rows": rows}
             file.write(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n")

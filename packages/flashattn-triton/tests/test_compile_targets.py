@@ -130,8 +130,10 @@ def test_shared_memory_suffices(rows: list[dict[str, Any]]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_registers_suffice(rows: list[dict[str, Any]]) -> None:
-    """Of the kernels whose tiles were chosen for this; those with a bias may spill."""
+    """Of the kernels whose tiles were chosen for this; others with a bias may spill."""
     for row in rows:
+        if row["kernel"] == "bias_pass_kernel":
+            assert row["stack"] <= MOST_STACK, row
         if row["tensors"]:
             continue
         fp32 = row["dtype"] == "fp32"

@@ -43,7 +43,11 @@ from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
 from flashattn_triton.options import AttentionOptions
 from flashattn_triton.portable.backward_problem import BackwardProblem
 from flashattn_triton.portable.key_pass import ATOMIC, NONE, TMA_REDUCE, key_pass_launch
-from flashattn_triton.portable.preprocess import PREPROCESS_TILES, preprocess_launch
+from flashattn_triton.portable.preprocess import (
+    PREPROCESS_TILES,
+    preprocess_launch,
+    preprocess_tensors,
+)
 from flashattn_triton.portable.query_pass import query_pass_launch
 
 
@@ -114,14 +118,7 @@ class BackwardCall:
         statistics = query.new_empty(self.statistics, dtype=fp32)
         dq_sum = None if self.dq_sum is None else query.new_empty(self.dq_sum, dtype=fp32)
         self.preprocess(
-            {
-                "O_ptr": out,
-                "dO_ptr": grad_out,
-                "dL_ptr": grad_logsumexp,
-                "L_ptr": logsumexp,
-                "statistics_ptr": statistics,
-                "dQ_ptr": dq_sum,
-            }
+            preprocess_tensors(out, logsumexp, grad_out, grad_logsumexp, statistics, dq_sum)
         )
         self.key_pass(
             {

@@ -36,7 +36,11 @@ from flashattn_triton.launch import (
 )
 from flashattn_triton.mask_and_bias import MaskAndBias
 from flashattn_triton.options import AttentionOptions
-from flashattn_triton.portable.preprocess import PREPROCESS_TILES, preprocess_launch
+from flashattn_triton.portable.preprocess import (
+    PREPROCESS_TILES,
+    preprocess_launch,
+    preprocess_tensors,
+)
 from flashattn_triton.primitives import (
     LOG2_E,
     dot,
@@ -47,6 +51,36 @@ from flashattn_triton.primitives import (
     tile_indices,
     tma_load,
 )
+
+# Of a row, at a time: a line of the cache.
+_BYTES_OF_COLUMNS = 128
+
+
+@triton.jit
+def _product_by_columns(
+    a_tile,
+    b_tile,
+    a_rows,
+    b_rows,
+    stride_a,
+    stride_b,
+    n_a_rows,
+    n_b_rows,
+    WIDTH: tl.constexpr,
+    WIDTH_PADDED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """``a @ bᵀ`` of two tiles in memory, COLUMNS at a time: wide tiles do not fit the registers."""
+    columns = tl.arange(0, COLUMNS)
+    product = tl.zeros([a_rows.shape[0], b_rows.shape[0]], tl.float32)
+    for _ in range(0, WIDTH_PADDED, COLUMNS):
+        a = load_rows(a_tile, a_rows, columns, stride_a, n_a_rows, WIDTH, True)
+        b = load_rows(b_tile, b_rows, columns, stride_b, n_b_rows, WIDTH, True)
+        product = dot(a, tl.trans(b), product, PRECISION, INTERPRETED)
+        columns += COLUMNS
+    return product
 
 
 @triton.jit
@@ -93,6 +127,7 @@ def _gradient_of_scores(
     E: tl.constexpr,
     D_PADDED: tl.constexpr,
     E_PADDED: tl.constexpr,
+    COLUMNS: tl.constexpr,
     Q_TILE_SIZE: tl.constexpr,
     K_TILE_SIZE: tl.constexpr,
     HAS_LEFT: tl.constexpr,
@@ -112,24 +147,6 @@ def _gradient_of_scores(
     first, first_key = query_start.to(tl.int64), key_start.to(tl.int64)
     rows = tile_indices(Q_TILE_SIZE, WIDE)
     key_rows = tile_indices(K_TILE_SIZE, WIDE)
-    columns = tl.arange(0, D_PADDED)
-    value_columns = tl.arange(0, E_PADDED)
-    if USE_TMA:  # rows and columns past the end are 0
-        kv_head = head // HEADS_PER_KV
-        q = tma_load(Q_ptr, batch, head, query_start, Q_TILE_SIZE, D_PADDED)
-        k = tma_load(K_ptr, batch, kv_head, key_start, K_TILE_SIZE, D_PADDED)
-        v = tma_load(V_ptr, batch, kv_head, key_start, K_TILE_SIZE, E_PADDED)
-        do = tma_load(dO_ptr, batch, head, query_start, Q_TILE_SIZE, E_PADDED)
-    else:
-        n_rows, n_key_rows = N_QUERIES - query_start, N_KEYS - key_start
-        q_tile = Q_ptr + b * stride_qb + h * stride_qh + first * stride_qq
-        k_tile = K_ptr + b * stride_kb + kv_h * stride_kh + first_key * stride_kk
-        v_tile = V_ptr + b * stride_vb + kv_h * stride_vh + first_key * stride_vk
-        do_tile = dO_ptr + b * stride_dob + h * stride_doh + first * stride_doq
-        q = load_rows(q_tile, rows, columns, stride_qq, n_rows, D, True)
-        k = load_rows(k_tile, key_rows, columns, stride_kk, n_key_rows, D, True)
-        v = load_rows(v_tile, key_rows, value_columns, stride_vk, n_key_rows, E, True)
-        do = load_rows(do_tile, rows, value_columns, stride_doq, n_rows, E, True)
     queries = query_start + tl.arange(0, Q_TILE_SIZE)
     statistics = statistics_ptr + (b * N_HEADS + h) * 2 * N_PADDED
     logsumexp = tl.load(statistics + queries)
@@ -137,8 +154,28 @@ def _gradient_of_scores(
     slope = 0.0
     if HAS_ALIBI:
         slope = tl.load(slopes_ptr + batch * N_HEADS + head) * LOG2_E
-    s = dot(q, tl.trans(k), None, PRECISION, INTERPRETED)
-    dp = dot(do, tl.trans(v), None, PRECISION, INTERPRETED)
+    if USE_TMA:  # rows and columns past the end are 0
+        kv_head = head // HEADS_PER_KV
+        q = tma_load(Q_ptr, batch, head, query_start, Q_TILE_SIZE, D_PADDED)
+        k = tma_load(K_ptr, batch, kv_head, key_start, K_TILE_SIZE, D_PADDED)
+        v = tma_load(V_ptr, batch, kv_head, key_start, K_TILE_SIZE, E_PADDED)
+        do = tma_load(dO_ptr, batch, head, query_start, Q_TILE_SIZE, E_PADDED)
+        s = dot(q, tl.trans(k), None, PRECISION, INTERPRETED)
+        dp = dot(do, tl.trans(v), None, PRECISION, INTERPRETED)
+    else:
+        n_rows, n_key_rows = N_QUERIES - query_start, N_KEYS - key_start
+        q_tile = Q_ptr + b * stride_qb + h * stride_qh + first * stride_qq
+        k_tile = K_ptr + b * stride_kb + kv_h * stride_kh + first_key * stride_kk
+        v_tile = V_ptr + b * stride_vb + kv_h * stride_vh + first_key * stride_vk
+        do_tile = dO_ptr + b * stride_dob + h * stride_doh + first * stride_doq
+        s = _product_by_columns(
+            q_tile, k_tile, rows, key_rows, stride_qq, stride_kk, n_rows, n_key_rows, D, D_PADDED,
+            COLUMNS, PRECISION, INTERPRETED,
+        )  # fmt: skip
+        dp = _product_by_columns(
+            do_tile, v_tile, rows, key_rows, stride_doq, stride_vk, n_rows, n_key_rows, E,
+            E_PADDED, COLUMNS, PRECISION, INTERPRETED,
+        )  # fmt: skip
     p, _scores = probabilities(
         s, logsumexp, queries, key_start, key_rows, key_start, offset, N_QUERIES, N_KEYS,
         window_left, window_right, prefix, slope, bias_ptr + b * stride_bb + h * stride_bh,
@@ -196,6 +233,7 @@ def bias_pass_kernel(
     E: tl.constexpr,
     D_PADDED: tl.constexpr,
     E_PADDED: tl.constexpr,
+    COLUMNS: tl.constexpr,
     Q_TILE_SIZE: tl.constexpr,
     K_TILE_SIZE: tl.constexpr,
     BOTTOM_RIGHT: tl.constexpr,
@@ -263,8 +301,8 @@ def bias_pass_kernel(
                         stride_doh, stride_doq, stride_bb, stride_bh, stride_bq, stride_bk,
                         N_PADDED, N_QUERIES, N_KEYS, N_HEADS, HEADS_PER_KV, scale, softcap,
                         window_left, window_right, prefix, offset, D, E, D_PADDED, E_PADDED,
-                        Q_TILE_SIZE, K_TILE_SIZE, HAS_LEFT, HAS_SOFTCAP, HAS_PREFIX, HAS_ALIBI,
-                        HAS_BIAS, WIDE, PRECISION, INTERPRETED, is_causal, USE_TMA,
+                        COLUMNS, Q_TILE_SIZE, K_TILE_SIZE, HAS_LEFT, HAS_SOFTCAP, HAS_PREFIX,
+                        HAS_ALIBI, HAS_BIAS, WIDE, PRECISION, INTERPRETED, is_causal, USE_TMA,
                     )  # fmt: skip
     else:
         # One tile for each element that shares the bias: no other loop, so that the next element's
@@ -288,8 +326,8 @@ def bias_pass_kernel(
                 stride_kk, stride_vb, stride_vh, stride_vk, stride_dob, stride_doh, stride_doq,
                 stride_bb, stride_bh, stride_bq, stride_bk, N_PADDED, N_QUERIES, N_KEYS, N_HEADS,
                 HEADS_PER_KV, scale, softcap, window_left, window_right, prefix, offset, D, E,
-                D_PADDED, E_PADDED, Q_TILE_SIZE, K_TILE_SIZE, HAS_LEFT, HAS_SOFTCAP, HAS_PREFIX,
-                HAS_ALIBI, HAS_BIAS, WIDE, PRECISION, INTERPRETED, is_causal, USE_TMA,
+                D_PADDED, E_PADDED, COLUMNS, Q_TILE_SIZE, K_TILE_SIZE, HAS_LEFT, HAS_SOFTCAP,
+                HAS_PREFIX, HAS_ALIBI, HAS_BIAS, WIDE, PRECISION, INTERPRETED, is_causal, USE_TMA,
             )  # fmt: skip
 
     width = 1 if SHARED_BY_KEYS else N_KEYS
@@ -357,16 +395,7 @@ class BiasCall:
         assert bias is not None
         statistics = query.new_empty(self.statistics, dtype=torch.float32)
         gradient = bias.new_empty(bias.shape)
-        self.preprocess(
-            {
-                "O_ptr": out,
-                "dO_ptr": grad_out,
-                "dL_ptr": grad_logsumexp,
-                "L_ptr": logsumexp,
-                "statistics_ptr": statistics,
-                "dQ_ptr": None,
-            }
-        )
+        self.preprocess(preprocess_tensors(out, logsumexp, grad_out, grad_logsumexp, statistics))
         self.launch(
             {
                 "Q_ptr": query,
@@ -427,11 +456,13 @@ def bias_call(
         "SHARING_HEADS": heads // own_heads,
         **option_numbers(options),
     }
+    width, value_width = padded(head_dim, query.dtype), padded(value_dim, query.dtype)
     constants: dict[str, Any] = {
         "D": head_dim,
         "E": value_dim,
-        "D_PADDED": padded(head_dim, query.dtype),
-        "E_PADDED": padded(value_dim, query.dtype),
+        "D_PADDED": width,
+        "E_PADDED": value_width,
+        "COLUMNS": min(_BYTES_OF_COLUMNS // query.dtype.itemsize, width, value_width),
         "Q_TILE_SIZE": tiles.queries,
         "K_TILE_SIZE": tiles.keys,
         "SHARED_BY_QUERIES": own_queries < n_queries,
@@ -449,7 +480,6 @@ def bias_call(
     programs = rows * columns * own_heads * own_batch
     views: dict[str, TileView] = {}
     if use_tma:
-        width, value_width = constants["D_PADDED"], constants["E_PADDED"]
         views = {
             name: TileView(x.shape, x.stride(), [1, 1, n, w])
             for name, x, n, w in (

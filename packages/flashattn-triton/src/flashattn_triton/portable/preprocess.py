@@ -120,3 +120,31 @@ def preprocess_launch(
         },
         PREPROCESS_TILES,
     )
+
+
+def preprocess_tensors(
+    out: Tensor,
+    logsumexp: Tensor,
+    grad_out: Tensor,
+    grad_logsumexp: Tensor | None,
+    statistics: Tensor,
+    dq_sum: Tensor | None = None,
+) -> dict[str, Tensor | None]:
+    """The kernel's tensors by the names of its parameters.
+
+    Args:
+        out: (B, H, N_q, E).
+        logsumexp: contiguous (B, H, N_q) fp32.
+        grad_out: dO, the shape of ``out``.
+        grad_logsumexp: dL, the shape of ``logsumexp``, or None.
+        statistics: (B · H, 2, n_padded) fp32, which is written.
+        dq_sum: (B, H, N_q, D padded) fp32, where the launch sets dQ to 0.
+    """
+    return {
+        "O_ptr": out,
+        "dO_ptr": grad_out,
+        "dL_ptr": grad_logsumexp,
+        "L_ptr": logsumexp,
+        "statistics_ptr": statistics,
+        "dQ_ptr": dq_sum,
+    }
