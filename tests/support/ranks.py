@@ -27,6 +27,7 @@ import multiprocessing
 import multiprocessing.connection
 import multiprocessing.context
 import multiprocessing.forkserver
+import os
 import sys
 import tempfile
 import time
@@ -254,6 +255,9 @@ def _rank_main(
             pipe.recv()  # returns when the launcher has heard of every rank, and closes the pipe
     except BaseException:  # noqa: BLE001 - the test must see whatever ended the rank
         pipe.send((None, traceback.format_exc()))
+        if backend == "nccl":  # which destroys a group that has lost a rank in about a minute
+            sys.stderr.flush()
+            os._exit(1)
     finally:
         pipe.close()
         if dist.is_initialized():
