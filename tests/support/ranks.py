@@ -1,8 +1,8 @@
 """Runs a function on several ranks, each in its own process: the one launcher of all tests.
 
 Ranks meet through a file store, so no port can be taken; every wait has a deadline; a rank's
-traceback reaches the test; the process group is destroyed whatever happened. A rank that has
-stopped itself is killed as soon as every other rank has ended.
+traceback reaches the test; a rank destroys its process group, unless it failed over NCCL. A rank
+that has stopped itself is killed as soon as every other rank has ended.
 
 A rank whose function returned keeps its process group until every other rank has returned, raised
 or died. On a busy machine one rank may still be connecting when another is done, and gloo reports

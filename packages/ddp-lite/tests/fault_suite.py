@@ -504,9 +504,8 @@ def main(target: Path) -> None:
             ("by fault", list(by_fault(results))),
         ):
             about = {"experiment": "fault-suite", "case_key": label, "label": label}
-            about["commit"] = commit
             machine = f"{os.cpu_count()} CPU cores, gloo, torch {torch.__version__}"
-            line = {**about, "measured_on": machine, "config": {}, "rows": rows}
+            line = {**about, "commit": commit, "measured_on": machine, "config": {}, "rows": rows}
             file.write(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n")
 
 

@@ -20,12 +20,12 @@ from torch import nn
 from ranks import run_ranks, set_collective_timeout
 from shard_optim import FullyShardedDataParallel, load_fully_sharded, save_fully_sharded
 
-pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(2 * 240 + 60)]
-
 WIDTH, STEPS, SAVE_EVERY, FAULTY_STEP = 64, 6, 2, 3
 # Seconds after which the survivor's group gives up, within which it must have said so, and that a
 # run may take: ranks start afresh, and import torch from a disk that may be cold.
 COLLECTIVE_TIMEOUT, BOUND, PATIENCE = 6, 60, 240
+
+pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(3 * PATIENCE)]
 
 ANYWHERE = (
     "the (all-gather of parameters|reduce-scatter of gradients|"

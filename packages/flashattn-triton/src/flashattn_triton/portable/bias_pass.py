@@ -52,7 +52,7 @@ from flashattn_triton.primitives import (
     tma_load,
 )
 
-# Of a row, at a time: a line of the cache.
+# How much of each row is multiplied at a time: one line of the cache.
 _BYTES_OF_COLUMNS = 128
 
 
