@@ -1,8 +1,9 @@
 """Runs a function on several ranks, each in its own process: the one launcher of all tests.
 
 Ranks meet through a file store, so no port can be taken; every wait has a deadline; a rank's
-traceback reaches the test; a rank destroys its process group, unless it failed over NCCL. A rank
-that has stopped itself is killed as soon as every other rank has ended.
+traceback reaches the test, as do the stacks of one that is killed because it is still running; a
+rank destroys its process group, unless it failed over NCCL. A rank that has stopped itself is
+killed as soon as every other rank has ended.
 
 A rank whose function returned keeps its process group until every other rank has returned, raised
 or died. On a busy machine one rank may still be connecting when another is done, and gloo reports
@@ -20,6 +21,7 @@ used in a process whose parent has asked for it.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import importlib.util
 import inspect
@@ -28,6 +30,7 @@ import multiprocessing.connection
 import multiprocessing.context
 import multiprocessing.forkserver
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -48,6 +51,8 @@ _PRELOAD += ["ddp_lite", "shard_optim", "ranks"]
 
 # How long a rank that has reported may take to end, on a machine whose cores are busy.
 _SECONDS_TO_EXIT = 60.0
+# How long a rank that has not reported may take to say where its threads are.
+_SECONDS_TO_ANSWER = 5.0
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,7 @@ def run_ranks(
                 theirs.close()
                 processes.append(process)
                 pipes.append(ours)
-            outcomes = _collect(processes, pipes, start, timeout)
+            outcomes = _collect(processes, pipes, start, timeout, Path(folder))
         finally:  # nothing is left to do, unless the test itself was ended
             for process in processes:
                 process.kill()
@@ -161,6 +166,7 @@ def _collect(
     pipes: Sequence[multiprocessing.connection.Connection],
     start: float,
     timeout: float,
+    folder: Path,
 ) -> list[RankOutcome]:
     messages: dict[int, tuple[Any, str | None, float]] = {}
     while len(messages) < len(pipes) and time.monotonic() - start < timeout:
@@ -184,18 +190,32 @@ def _collect(
         process.join(0 if late else _SECONDS_TO_EXIT)
         late = late or process.is_alive()
         stopped = late and _is_stopped(process.pid)
+        stacks = _stacks(process.pid, folder / f"stacks-{rank}") if late and not stopped else ""
         if late:
             process.kill()
             process.join()
         value, error, seconds = messages.get(rank, (None, None, time.monotonic() - start))
         if late and error is None:
-            error = f"still running after {timeout:.0f} s; killed"
+            error = f"still running after {timeout:.0f} s; killed\n{stacks}"
             if stopped:
                 error = "stopped by SIGSTOP; killed"
         if error == "died without a report":
             error = f"died without a report (exit code {process.exitcode})"
         outcomes.append(RankOutcome(rank, value, error, process.exitcode, seconds))
     return outcomes
+
+
+def _stacks(pid: int, path: Path) -> str:
+    """Where the threads of a rank are, in its own words; nothing if it does not answer in time."""
+    with contextlib.suppress(OSError):
+        os.kill(pid, signal.SIGUSR1)
+    deadline, size = time.monotonic() + _SECONDS_TO_ANSWER, -1
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        before, size = size, path.stat().st_size if path.exists() else 0
+        if size == before > 0:
+            break
+    return path.read_text() if path.exists() else ""
 
 
 def _is_stopped(pid: int) -> bool:
@@ -236,6 +256,8 @@ def _rank_main(
     import torch
     import torch.distributed as dist
 
+    stacks = Path(folder, f"stacks-{rank}").open("w")  # noqa: SIM115 - until the process ends
+    faulthandler.register(signal.SIGUSR1, stacks)
     torch.set_num_threads(1)
     gc.freeze()  # what the server imported stays; no collection of garbage need look at it again
     try:

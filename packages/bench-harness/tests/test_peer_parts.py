@@ -18,6 +18,7 @@ from bench_harness.training import settings as of
 from bench_harness.training.peer_parts import PartialCopies
 from bench_harness.training.peer_ways import copies_without
 from ddp_lite.peer import PeerCopies
+from ddp_lite.peer import copies as peer_copies
 from ddp_lite.peer import schedule as peer_schedule
 
 CONFIG = {
@@ -122,13 +123,17 @@ def test_what_is_not_averaged_leaves_the_weights(
 def test_each_way_lacks_one_improvement(monkeypatch: pytest.MonkeyPatch) -> None:
     streams: list[tuple[object, ...]] = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda *given: streams.append(given))
-    ways: tuple[of.PeerWay, ...] = ("torch-sums", "default-priority")
+    ways: tuple[of.PeerWay, ...] = ("torch-sums", "default-priority", "single-copies")
+    monkeypatch.setattr(peer_copies, "driver_call", lambda: lambda *_: 0)
     for way in ways:
         memory: Any = AloneMemory()
         memory.device = torch.device("cuda", 0)
-        assert PeerCopies(memory).fused, "what is left out is there"
+        whole = PeerCopies(memory)
+        assert whole.fused, "what is left out is there"
+        assert whole.batched
         copies = copies_without(memory, way, None)
         assert copies.fused == (way != "torch-sums")
+        assert copies.batched == (way != "single-copies")
     assert streams == [(torch.device("cuda", 0),)], "of default priority"
     with pytest.raises(CaseSkipped, match="but got one-kernel"):
         copies_without(memory, "one-kernel", None)
@@ -157,4 +162,4 @@ def test_the_preset_leaves_out_each_part() -> None:
     unmoved = [each.label() for each in read if not each.communicates]
     assert "no communication + AdamW(lr=0)" in unmoved, "what the parts are compared with"
     ways = {each.wrapper.peer_way for each in read if isinstance(each.wrapper, of.Bucketed)}
-    assert ways == {None, "torch-sums", "default-priority"}
+    assert ways == {None, "torch-sums", "default-priority", "single-copies"}

@@ -143,6 +143,9 @@ def dropped(rank: int, world_size: int) -> None:
     """What ``test_lifetime.py`` shows on CPUs, with NCCL and in the allocator's own count."""
     device = torch.device("cuda", rank)
     gc.disable()  # it must not be needed
+    # cuBLAS keeps workspaces for each thread, and a barrier a tensor, from their first use on.
+    wide(device)(batch(rank, 0, device)).sum().backward()
+    dist.barrier()
     for build in (NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP):
         before = torch.cuda.memory_allocated()
         wrapped = build(wide(device))

@@ -1,12 +1,12 @@
 """Collectives by copies against exact sums: ranks are threads that share memory on the CPU."""
 
+import ctypes
 import re
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -22,85 +22,12 @@ from ddp_lite.errors import PeerProbe
 from ddp_lite.hooks import CompressTo, HierarchicalAverage, PowerSGD
 from ddp_lite.peer import PeerCopies, PeerCopyAverage, PeerMemory, choose_communication
 from ddp_lite.peer import copies as peer_copies
+from ddp_lite.peer import memcpy as peer_memcpy
 from ddp_lite.peer import schedule as peer_schedule
 from ddp_lite.peer.memory import Watch
 from process_memory import ProcessMemory
 from ranks import run_ranks
-
-SECONDS = 60.0
-
-
-class FakeGroup:
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
-        self.group_name = "fake"
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
-
-
-class Together:
-    """What the threads of one test share; floating-point memory begins as NaN."""
-
-    def __init__(self, world_size: int, row_bytes: int) -> None:
-        rows = peer_schedule.SLOTS * peer_schedule.rows_in_slot(world_size)
-        self.memory = [
-            torch.full((rows * row_bytes,), 255, dtype=torch.uint8) for _ in range(world_size)
-        ]
-        self.row_bytes = row_bytes
-        self.barrier = threading.Barrier(world_size)
-        self.signals = [threading.Semaphore(0) for _ in range(world_size)]
-
-
-class ThreadMemory:
-    """``PeerMemory`` for threads."""
-
-    def __init__(self, together: Together, rank: int) -> None:
-        self.group: Any = FakeGroup(rank, len(together.memory))
-        self.device = torch.device("cpu")
-        self.stream: Any = None
-        self.row_bytes = together.row_bytes
-        self._together, self._rank, self._windows = together, rank, 0
-
-    def next_slot(self) -> int:
-        self._windows += 1
-        return self._windows % peer_schedule.SLOTS
-
-    def slot(self, rank: int, number: int, dtype: torch.dtype) -> Tensor:
-        memory = self._together.memory[rank].view(dtype)
-        return memory.view(peer_schedule.SLOTS, -1, self.row_bytes // dtype.itemsize)[number]
-
-    def barrier(self) -> None:
-        self._together.barrier.wait(SECONDS)
-
-    def stagger(self) -> None:
-        signals = self._together.signals
-        signals[self._rank - 1].release()
-        assert signals[self._rank].acquire(timeout=SECONDS)
-
-    def queued(self, event: object) -> None:
-        assert event is None
-
-
-def on_threads(
-    world_size: int, work: Callable[[ThreadMemory, int], Any], row_bytes: int = 1024
-) -> list[Any]:
-    together = Together(world_size, row_bytes)
-
-    def guarded(rank: int) -> Any:
-        try:
-            return work(ThreadMemory(together, rank), rank)
-        except BaseException:
-            together.barrier.abort()
-            raise
-
-    with ThreadPoolExecutor(world_size) as pool:
-        return [
-            each.result(SECONDS) for each in [pool.submit(guarded, r) for r in range(world_size)]
-        ]
+from thread_memory import SECONDS, ThreadMemory, Together, on_threads
 
 
 def values(rank: int, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
@@ -181,10 +108,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     launched: list[int] = []
     lock, average = threading.Lock(), peer_kernel.average
 
-    def one_at_a_time(own: Tensor, *arguments: Any) -> None:
+    def one_at_a_time(owns: Sequence[Tensor], *arguments: Any) -> None:
         with lock:  # the interpreter keeps state that threads share
-            launched.append(own.numel())
-            average(own, *arguments)
+            launched.extend(own.numel() for own in owns)
+            average(owns, *arguments)
 
     monkeypatch.setattr(peer_kernel, "average", one_at_a_time)
     monkeypatch.setattr(peer_copies, "_FUSED_NUMEL", 30)
@@ -235,6 +162,59 @@ def test_the_kernel_leaves_some_to_torch(launches: list[int]) -> None:
     for tensors in on_threads(2, work):
         assert all((tensor == 0.5).all() for tensor in tensors)
     assert launches == []
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Stands for the driver's function on CPUs; holds how many copies each call started."""
+    started: list[int] = []
+
+    def copy_now(*arguments: Any) -> int:
+        targets, sources, sizes, count = arguments[:4]
+        assert len(targets) == len(sources) == len(sizes) == count.value
+        for target, source, size in zip(targets, sources, sizes, strict=True):
+            assert size > 0
+            ctypes.memmove(target, source, size)
+        started.append(count.value)
+        return 0
+
+    monkeypatch.setattr(peer_memcpy, "driver_call", lambda: copy_now)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Mock(cuda_stream=1))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return started
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_batches_of_copies(world_size: int, dtype: torch.dtype, batches: list[int]) -> None:
+    """What one call copies is what single copies bring, in average and all-gather."""
+    shapes = [(7, 33), (5,), (1,), (400,), (0,), (13,)]
+
+    def work(memory: ThreadMemory, rank: int) -> list[Tensor]:
+        batched, single = PeerCopies(memory), PeerCopies(memory)
+        assert not batched.batched, "not chosen on CPUs"
+        batched.batched = True
+        found = []
+        for copies in (batched, single):
+            tensors = values(rank, shapes, dtype)
+            copies.average(tensors).wait()
+            parts = [tensor.view(-1) for tensor in tensors]
+            wholes = [torch.full((part.numel() * world_size,), torch.nan) for part in parts]
+            wholes = [whole.to(dtype) for whole in wholes]
+            copies.all_gather(wholes, parts).wait()
+            found.append([*tensors, *wholes])
+        assert all(map(torch.equal, *found))
+        return found[0]
+
+    on_threads(world_size, work, row_bytes=512)
+    assert max(batches) > 1
+
+
+def test_a_batch_that_the_driver_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_memcpy, "driver_call", lambda: lambda *_: 719)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Mock(cuda_stream=1))
+    with pytest.raises(RuntimeError, match=r"accept 1 copies .* returned error 719"):
+        peer_memcpy.copy_batch([1], [2], [3])
 
 
 @pytest.mark.parametrize("world_size", range(2, 9))

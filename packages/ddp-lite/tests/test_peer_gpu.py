@@ -103,15 +103,19 @@ def test_collectives() -> None:
 
 
 def by_one_kernel(rank: int, world_size: int) -> None:
-    """Large float32 tensors, of which rows begin anywhere: the bits of exact sums, twice."""
+    """Large float32 tensors, of which rows begin anywhere: the bits of exact sums, twice.
+
+    So do torch's sums after single copies, which recorded exchanges and old drivers use.
+    """
     device = torch.device("cuda", rank)
     group = dist.group.WORLD
     assert group is not None
     numels = [5, 3 * 2**20 + 1, 2**20, 4 * 2**20, 7]
     copies = PeerCopies(PeerMemory(group, buffer_mb=16, timeout=timedelta(seconds=60)))
     assert copies.fused
+    assert copies.batched, "which needs a driver of CUDA 12.8 or later"
     torch_alone = PeerCopies(copies.memory)
-    torch_alone.fused = False
+    torch_alone.fused = torch_alone.batched = False
     launched = []
     count = patch.object(peer_kernel, "average", side_effect=peer_kernel.average)
     for step in range(2):

@@ -1,10 +1,12 @@
 """Exchanges by copies between GPUs without one of their improvements, to see what it saves.
 
-Averages are right in both.
+Averages are right in all of them.
 
 - "torch-sums": torch's operations average, and copy each average to the gradients: 20 bytes of
   memory traffic per element in place of the 16 of ddp-lite's kernel.
 - "default-priority": the copies' stream does not come first where kernels wait for SMs.
+- "single-copies": torch starts every copy by itself, in place of one call of the driver for all
+  copies to or from a peer.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import torch
 from bench_harness.experiments.base import CaseSkipped
 from bench_harness.training.settings import PeerWay
 from ddp_lite.peer import PeerCopies, PeerMemory
+
+_WAYS = ("torch-sums", "default-priority", "single-copies")
 
 
 def copies_without(memory: PeerMemory, way: PeerWay, wire_dtype: torch.dtype | None) -> PeerCopies:
@@ -27,13 +31,13 @@ def copies_without(memory: PeerMemory, way: PeerWay, wire_dtype: torch.dtype | N
     Raises:
         CaseSkipped: a way of earlier rows, which ddp-lite goes itself by now, or never will.
     """
-    if way not in ("torch-sums", "default-priority"):
-        raise CaseSkipped(
-            f"peer_way must be torch-sums or default-priority, but got {way}. Correct it."
-        )
+    if way not in _WAYS:
+        raise CaseSkipped(f"peer_way must be one of {', '.join(_WAYS)}, but got {way}. Correct it.")
     copies = PeerCopies(memory, wire_dtype=wire_dtype)
     if way == "torch-sums":
         copies.fused = False
+    if way == "single-copies":
+        copies.batched = False
     if way == "default-priority":
         memory.stream = torch.cuda.Stream(memory.device)
     return copies

@@ -36,7 +36,12 @@ PeerParts: TypeAlias = Literal["none", "barriers", "barriers+averaging", "barrie
 #: Other ways to carry out such an exchange; see :mod:`bench_harness.training.peer_ways`.
 #: The last three are those of earlier rows, which are read but cannot be measured again.
 PeerWay: TypeAlias = Literal[
-    "torch-sums", "default-priority", "one-kernel", "keep-by-memcpy", "high-priority"
+    "torch-sums",
+    "default-priority",
+    "single-copies",
+    "one-kernel",
+    "keep-by-memcpy",
+    "high-priority",
 ]
 Table: TypeAlias = dict[str, Any]
 

@@ -33,13 +33,14 @@ from torch import Tensor
 
 from ddp_lite.collectives import Completed, Queued, Waitable, require_floating
 from ddp_lite.peer import schedule
+from ddp_lite.peer.memcpy import copy_batch, driver_call
 from ddp_lite.peer.memory import SharedMemory
 from ddp_lite.peer.schedule import Chunk, Kind, Operation
 
 _Part = tuple[int, Tensor]  # first element in the row, values
 Program = Callable[[int, int], list[Operation]]
-# Between two ranks one call of torch averages many small tensors, which launches less. More ranks
-# need a launch for each tensor in any case.
+# Between two ranks torch averages in place, all small tensors in two launches. Among more ranks it
+# would first pack them.
 _FUSED_NUMEL = 2**20
 _NO_RANGE = nullcontext()
 
@@ -60,6 +61,8 @@ class PeerCopies:
         memory: as given.
         fused: whether ``average`` uses a Triton kernel for large float32 tensors: on CUDA, where
             Triton is installed.
+        batched: whether one call starts all copies to or from a peer: on CUDA, where the driver
+            has it. In the recording of a graph, which cannot hold such a call, they are single.
 
     Raises:
         TypeError: ``memory`` is something else, such as a process group.
@@ -77,7 +80,9 @@ class PeerCopies:
         self.memory = memory
         self._wire_dtype = wire_dtype
         self._rank, self._world_size = memory.group.rank(), memory.group.size()
-        self.fused = memory.device.type == "cuda" and importlib.util.find_spec("triton") is not None
+        on_cuda = memory.device.type == "cuda"
+        self.fused = on_cuda and importlib.util.find_spec("triton") is not None
+        self.batched = on_cuda and driver_call() is not None
         self._plans: dict[tuple[object, ...], list[list[list[Chunk]]]] = {}
 
     @property
@@ -217,7 +222,8 @@ class PeerCopies:
                 case Kind.STAGGER:
                     memory.stagger()
                 case Kind.PUSH:
-                    _into(slots[peer][schedule.landing_row(rank, peer, world_size)], sent[peer])
+                    landing = slots[peer][schedule.landing_row(rank, peer, world_size)]
+                    self._push(landing, sent[peer])
                 case Kind.REDUCE if program is schedule.average:
                     self._average(slots[rank], own_sent)
                 case Kind.REDUCE:
@@ -228,7 +234,27 @@ class PeerCopies:
                         # One kernel for all; the copies above are one by one for the copy engine.
                         _copy([whole for _, whole in own_received], [part for _, part in own_sent])
                 case Kind.PULL:
-                    _out_of(slots[peer][result], received[peer])
+                    self._pull(slots[peer][result], received[peer])
+
+    def _push(self, row: Tensor, parts: Sequence[_Part]) -> None:
+        """Copies values into a row of a peer's memory."""
+        if not self._in_batches():
+            _into(row, parts)
+        elif parts:
+            sources = [values.data_ptr() for _, values in parts]
+            copy_batch(_addresses(row, parts), sources, [values.nbytes for _, values in parts])
+
+    def _pull(self, row: Tensor, parts: Sequence[_Part]) -> None:
+        """Copies a row of a peer's memory to where it belongs."""
+        if not self._in_batches():
+            for at, target in parts:
+                target.copy_(row[at : at + target.numel()])
+        elif parts:
+            targets = [target.data_ptr() for _, target in parts]
+            copy_batch(targets, _addresses(row, parts), [target.nbytes for _, target in parts])
+
+    def _in_batches(self) -> bool:
+        return self.batched and not torch.cuda.is_current_stream_capturing()
 
     def _average(self, rows: Tensor, own: Sequence[_Part]) -> None:
         """Averages this rank's row, into its result row and into ``own``, which it is read from.
@@ -242,10 +268,10 @@ class PeerCopies:
             from ddp_lite.peer.kernel import average
 
             least = _FUSED_NUMEL if self._world_size == 2 else 0
-            for at, value in own:
-                if value.numel() >= least:
-                    average(value, rows, result, at, self._world_size)
+            large = [part for part in own if part[1].numel() >= least]
             own = [part for part in own if part[1].numel() < least]
+            starts, values = [at for at, _ in large], [value for _, value in large]
+            average(values, starts, rows, result, self._world_size)
         if not own:
             return
         values = [value for _, value in own]
@@ -374,9 +400,10 @@ def _into(row: Tensor, parts: Sequence[_Part]) -> None:
         row[at : at + values.numel()].copy_(values)
 
 
-def _out_of(row: Tensor, parts: Sequence[_Part]) -> None:
-    for at, target in parts:
-        target.copy_(row[at : at + target.numel()])
+def _addresses(row: Tensor, parts: Sequence[_Part]) -> list[int]:
+    """Where the parts lie in the row."""
+    base, size = row.data_ptr(), row.itemsize
+    return [base + at * size for at, _ in parts]
 
 
 def _same_memory(first: _Part, second: _Part) -> bool:
