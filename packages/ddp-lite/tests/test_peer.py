@@ -180,7 +180,6 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(peer_memcpy, "driver_call", lambda: copy_now)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: Mock(cuda_stream=1))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return started
 
 
@@ -193,7 +192,8 @@ def test_batches_of_copies(world_size: int, dtype: torch.dtype, batches: list[in
     def work(memory: ThreadMemory, rank: int) -> list[Tensor]:
         batched, single = PeerCopies(memory), PeerCopies(memory)
         assert not batched.batched, "not chosen on CPUs"
-        batched.batched = True
+        assert not batched.by_kernels
+        batched._transfer = peer_memcpy.copy_batch
         found = []
         for copies in (batched, single):
             tensors = values(rank, shapes, dtype)
@@ -210,11 +210,30 @@ def test_batches_of_copies(world_size: int, dtype: torch.dtype, batches: list[in
     assert max(batches) > 1
 
 
+def test_kernels_copy_while_the_gpu_waits_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does where it has passed the start of the exchange before; never in a recording."""
+    recording, stream = Mock(return_value=False), Mock()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", recording)
+    copies = PeerCopies(ThreadMemory(Together(2, 1024), 0))
+    copies.by_kernels = copies.batched = True
+    one_call, one_by_one, kernels = (
+        peer_memcpy.copy_batch, peer_memcpy.copy_each, peer_copies._copy
+    )  # fmt: skip
+    stream.record_event.return_value.query.side_effect = [False, True, True, True]
+    found = []
+    for place in range(7):
+        recording.return_value = place == 3
+        copies.batched, copies.by_kernels = place != 5, place < 5
+        copies._choose_transfer(stream)
+        found.append(copies._transfer)
+    assert found == [one_call, one_call, kernels, one_by_one, one_call, one_by_one, one_call]
+
+
 def test_a_batch_that_the_driver_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_memcpy, "driver_call", lambda: lambda *_: 719)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: Mock(cuda_stream=1))
     with pytest.raises(RuntimeError, match=r"accept 1 copies .* returned error 719"):
-        peer_memcpy.copy_batch([1], [2], [3])
+        peer_memcpy.copy_batch([torch.ones(1)], [torch.ones(1)])
 
 
 @pytest.mark.parametrize("world_size", range(2, 9))

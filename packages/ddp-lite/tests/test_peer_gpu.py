@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from ddp_lite import BucketedDDP, PeerFailureError
 from ddp_lite.hooks import HierarchicalAverage
 from ddp_lite.peer import PeerCopies, PeerCopyAverage, PeerMemory, choose_communication
+from ddp_lite.peer import copies as peer_copies
 from ddp_lite.peer import kernel as peer_kernel
 from ranks import run_ranks
 
@@ -105,7 +106,8 @@ def test_collectives() -> None:
 def by_one_kernel(rank: int, world_size: int) -> None:
     """Large float32 tensors, of which rows begin anywhere: the bits of exact sums, twice.
 
-    So do torch's sums after single copies, which recorded exchanges and old drivers use.
+    So do torch's sums after single copies, which recorded exchanges and old drivers use, and after
+    kernels that copy.
     """
     device = torch.device("cuda", rank)
     group = dist.group.WORLD
@@ -115,7 +117,8 @@ def by_one_kernel(rank: int, world_size: int) -> None:
     assert copies.fused
     assert copies.batched, "which needs a driver of CUDA 12.8 or later"
     torch_alone = PeerCopies(copies.memory)
-    torch_alone.fused = torch_alone.batched = False
+    torch_alone.fused = torch_alone.batched = torch_alone.by_kernels = False
+    by_kernels = PeerCopies(copies.memory)
     launched = []
     count = patch.object(peer_kernel, "average", side_effect=peer_kernel.average)
     for step in range(2):
@@ -125,6 +128,12 @@ def by_one_kernel(rank: int, world_size: int) -> None:
             copies.average(tensors).wait()
             launched.append(average.call_count)
         torch_alone.average(again).wait()
+        for _ in range(2):  # the GPU has passed the start of the first by the second
+            third = values(rank, step, numels, device)
+            torch.cuda.synchronize()
+            by_kernels.average(third).wait()
+        assert by_kernels._transfer is peer_copies._copy
+        assert all(map(torch.equal, third, tensors))
         each = [values(r, step, numels, device) for r in range(world_size)]
         for place in range(len(numels)):
             inputs = torch.stack([v[place].double() for v in each])

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_lite.base import DataParallelBase
 from ddp_lite.buckets import Bucket, BucketSizes, ParameterSpec, typical_bytes
+from ddp_lite.collectives import finish
 from ddp_lite.migration import refuse_arguments
 from ddp_lite.observers import Policy
 from ddp_lite.reduction import CommHook, Transport
@@ -136,7 +137,7 @@ class BucketedDDP(DataParallelBase):
         everything = [*arrived, *range(len(specs) - 1, -1, -1)]
         order = torch.tensor(list(dict.fromkeys(everything)), device=self.device)
         with self._step.naming_failures_of("the broadcast of the observed order"):
-            dist.broadcast(order, group=self.process_group, group_src=0)
+            finish(dist.broadcast(order, group=self.process_group, group_src=0, async_op=True))
         return self._sizes.plan([specs[index] for index in order.tolist()])
 
     # -- what it says of itself --------------------------------------------------------------

@@ -37,6 +37,16 @@ class Completed:
         """Returns at once."""
 
 
+def finish(work: dist.Work | None) -> None:
+    """Waits for a collective that was started asynchronously, and must have ended by now.
+
+    torch heeds TORCH_NCCL_BLOCKING_WAIT in asynchronous collectives alone: after another, the host
+    would wait without end for what a lost rank sends.
+    """
+    if work is not None:
+        work.wait()
+
+
 def backend_for(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """The name of the backend that serves ``device`` in ``group``, None if none does."""
     for pair in dist.get_backend_config(group).split(","):
@@ -282,7 +292,7 @@ def broadcast_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> 
         for values in kinds.values():
             for chunk in _chunks(values):
                 flat = torch.cat([value.reshape(-1) for value in chunk])
-                dist.broadcast(flat, group=group, group_src=0)
+                finish(dist.broadcast(flat, group=group, group_src=0, async_op=True))
                 pieces = flat.split([value.numel() for value in chunk])
                 for value, piece in zip(chunk, pieces, strict=True):
                     value.copy_(piece.view(value.shape))
@@ -322,7 +332,7 @@ def all_gather_json(value: Any, group: dist.ProcessGroup) -> list[Any]:
     message = bytearray(json.dumps(value).encode())
     size = torch.tensor([len(message)], device=device)
     sizes = [torch.empty_like(size) for _ in range(group.size())]
-    dist.all_gather(sizes, size, group=group)
+    finish(dist.all_gather(sizes, size, group=group, async_op=True))
     lengths = [int(size) for size in torch.cat(sizes).tolist()]
     longest = max(lengths)
     if longest * group.size() > _MOST_MESSAGE_BYTES:
@@ -335,7 +345,7 @@ def all_gather_json(value: Any, group: dist.ProcessGroup) -> list[Any]:
     padded[: len(message)] = torch.frombuffer(message, dtype=torch.uint8)
     sent = padded.to(device)
     received = [torch.empty_like(sent) for _ in range(group.size())]
-    dist.all_gather(received, sent, group=group)
+    finish(dist.all_gather(received, sent, group=group, async_op=True))
     return [
         json.loads(_to_bytes(part[:length])) for part, length in zip(received, lengths, strict=True)
     ]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ddp_lite.arrivals import ABSENT
 from ddp_lite.buckets import Bucket
-from ddp_lite.collectives import Averager, all_gather_json
+from ddp_lite.collectives import Averager, all_gather_json, finish
 from ddp_lite.errors import missing_gradients
 from ddp_lite.step import Observer, Step
 
@@ -171,7 +171,7 @@ class Join(Observer):
 
     def _count(self, mine: float, step: Step) -> Tensor:
         count = torch.tensor(mine, device=step.device)
-        dist.all_reduce(count, group=step.group)
+        finish(dist.all_reduce(count, group=step.group, async_op=True))
         return count
 
 

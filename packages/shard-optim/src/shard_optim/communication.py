@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 
 from shard_optim.changes import pending_change
-from shard_optim.exchange import all_gather_values
+from shard_optim.exchange import all_gather_values, finish
 
 Result = TypeVar("Result")
 
@@ -295,7 +295,9 @@ def check_agreement(
         guarded(
             "the comparison of what the ranks construct",
             each,
-            lambda each=each: dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=each),
+            lambda each=each: finish(
+                dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=each, async_op=True)
+            ),
         )
     largest, negated_smallest = bounds.tolist()
     if largest == -negated_smallest:

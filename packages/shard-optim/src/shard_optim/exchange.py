@@ -153,6 +153,16 @@ def decode(value: Any, classes: Sequence[type] = ()) -> Any:
     return by_name[value["class"]](**fields)
 
 
+def finish(work: dist.Work | None) -> None:
+    """Waits for a collective that was started asynchronously, and must have ended by now.
+
+    torch heeds TORCH_NCCL_BLOCKING_WAIT in asynchronous collectives alone: after another, the host
+    would wait without end for what a lost rank sends.
+    """
+    if work is not None:
+        work.wait()
+
+
 def tensor_bytes(values: Tensor) -> bytearray:
     """The memory of a contiguous vector on the CPU, copied."""
     memory = bytearray(values.nbytes)
@@ -166,7 +176,7 @@ def _all_gather_json(value: Any, group: dist.ProcessGroup) -> list[Any]:
     message = bytearray(json.dumps(value).encode())
     size = torch.tensor([len(message)], device=device)
     sizes = [torch.empty_like(size) for _ in range(group.size())]
-    dist.all_gather(sizes, size, group=group)
+    finish(dist.all_gather(sizes, size, group=group, async_op=True))
     lengths = [int(length) for length in torch.cat(sizes).tolist()]
     longest = max(lengths)
     _check_size(longest * group.size(), lengths.index(longest))
@@ -174,7 +184,7 @@ def _all_gather_json(value: Any, group: dist.ProcessGroup) -> list[Any]:
     padded[: len(message)] = torch.frombuffer(message, dtype=torch.uint8)
     sent = padded.to(device)
     received = [torch.empty_like(sent) for _ in range(group.size())]
-    dist.all_gather(received, sent, group=group)
+    finish(dist.all_gather(received, sent, group=group, async_op=True))
     return [
         json.loads(tensor_bytes(part[:length].cpu()))
         for part, length in zip(received, lengths, strict=True)
@@ -186,13 +196,13 @@ def _broadcast_json(value: Any, group: dist.ProcessGroup) -> Any:
     device = _message_device(group)
     message = bytearray(json.dumps(value).encode())
     size = torch.tensor([len(message)], device=device)
-    dist.broadcast(size, group=group, group_src=0)
+    finish(dist.broadcast(size, group=group, group_src=0, async_op=True))
     _check_size(int(size), 0)
     if dist.get_rank(group) == 0:
         data = torch.frombuffer(message, dtype=torch.uint8).to(device)
     else:
         data = torch.empty(int(size), dtype=torch.uint8, device=device)
-    dist.broadcast(data, group=group, group_src=0)
+    finish(dist.broadcast(data, group=group, group_src=0, async_op=True))
     return json.loads(tensor_bytes(data.cpu()))
 
 

@@ -21,6 +21,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from shard_optim.communication import guarded
+from shard_optim.exchange import finish
 from shard_optim.layout import shard_group_of
 
 # A stand-in of more elements is one element in memory, seen at every place.
@@ -162,8 +163,13 @@ def clip_sharded_(
         guarded(
             "the all-reduce of the gradient norm",
             group,
-            lambda: dist.all_reduce(
-                total, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group
+            lambda: finish(
+                dist.all_reduce(
+                    total,
+                    op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM,
+                    group=group,
+                    async_op=True,
+                )
             ),
         )
     if not largest:
@@ -232,5 +238,7 @@ class ShardedGradScaler(GradScaler):
         guarded(
             "the exchange of whether gradients are finite",
             group,
-            lambda: dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group),
+            lambda: finish(
+                dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group, async_op=True)
+            ),
         )

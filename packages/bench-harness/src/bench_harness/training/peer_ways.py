@@ -7,6 +7,7 @@ Averages are right in all of them.
 - "default-priority": the copies' stream does not come first where kernels wait for SMs.
 - "single-copies": torch starts every copy by itself, in place of one call of the driver for all
   copies to or from a peer.
+- "copies-only": no kernels in place of copies while the GPU waits for the host.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from bench_harness.experiments.base import CaseSkipped
 from bench_harness.training.settings import PeerWay
 from ddp_lite.peer import PeerCopies, PeerMemory
 
-_WAYS = ("torch-sums", "default-priority", "single-copies")
+_WAYS = ("torch-sums", "default-priority", "single-copies", "copies-only")
 
 
 def copies_without(memory: PeerMemory, way: PeerWay, wire_dtype: torch.dtype | None) -> PeerCopies:
@@ -38,6 +39,8 @@ def copies_without(memory: PeerMemory, way: PeerWay, wire_dtype: torch.dtype | N
         copies.fused = False
     if way == "single-copies":
         copies.batched = False
+    if way == "copies-only":
+        copies.by_kernels = False
     if way == "default-priority":
         memory.stream = torch.cuda.Stream(memory.device)
     return copies

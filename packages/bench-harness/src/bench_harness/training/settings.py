@@ -39,6 +39,7 @@ PeerWay: TypeAlias = Literal[
     "torch-sums",
     "default-priority",
     "single-copies",
+    "copies-only",
     "one-kernel",
     "keep-by-memcpy",
     "high-priority",

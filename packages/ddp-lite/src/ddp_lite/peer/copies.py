@@ -5,6 +5,10 @@ included, and matrix products that were tuned for all SMs become slower by much 
 share. Here the transfers are plain copies between GPUs with peer access, which need no SM. Sums
 are short kernels, and signals are kernels of one small thread block.
 
+Starting a copy takes the host several microseconds. So one call of the driver starts all copies to
+or from a peer (``memcpy.py``); and while the GPU waits for the host, which leaves SMs idle, one
+kernel does the work of all these copies.
+
 An average over N ranks, of which rank r averages row r of each message::
 
     push      my values of row q go to rank q's memory, for every other q      (copy engine)
@@ -33,14 +37,14 @@ from torch import Tensor
 
 from ddp_lite.collectives import Completed, Queued, Waitable, require_floating
 from ddp_lite.peer import schedule
-from ddp_lite.peer.memcpy import copy_batch, driver_call
+from ddp_lite.peer.memcpy import copy_batch, copy_each, driver_call
 from ddp_lite.peer.memory import SharedMemory
 from ddp_lite.peer.schedule import Chunk, Kind, Operation
 
 _Part = tuple[int, Tensor]  # first element in the row, values
 Program = Callable[[int, int], list[Operation]]
-# Between two ranks torch averages in place, all small tensors in two launches. Among more ranks it
-# would first pack them.
+# Smaller tensors that cannot share a launch of the kernel are left to torch, between two ranks, of
+# which it averages any number in two launches. Among more ranks it would first pack them.
 _FUSED_NUMEL = 2**20
 _NO_RANGE = nullcontext()
 
@@ -63,6 +67,7 @@ class PeerCopies:
             Triton is installed.
         batched: whether one call starts all copies to or from a peer: on CUDA, where the driver
             has it. In the recording of a graph, which cannot hold such a call, they are single.
+        by_kernels: whether kernels copy while the GPU waits for the host; never in a recording.
 
     Raises:
         TypeError: ``memory`` is something else, such as a process group.
@@ -83,6 +88,9 @@ class PeerCopies:
         on_cuda = memory.device.type == "cuda"
         self.fused = on_cuda and importlib.util.find_spec("triton") is not None
         self.batched = on_cuda and driver_call() is not None
+        self.by_kernels = on_cuda
+        self._last_start: torch.cuda.Event | None = None
+        self._transfer = copy_each
         self._plans: dict[tuple[object, ...], list[list[list[Chunk]]]] = {}
 
     @property
@@ -188,6 +196,7 @@ class PeerCopies:
         message = Queued(stream, tensors)
         with torch.no_grad(), _traced(), torch.cuda.stream(stream):
             memory.follow(current)
+            self._choose_transfer(current)
             run()
             message.event = stream.record_event()
         memory.queued(message.event)
@@ -223,38 +232,35 @@ class PeerCopies:
                     memory.stagger()
                 case Kind.PUSH:
                     landing = slots[peer][schedule.landing_row(rank, peer, world_size)]
-                    self._push(landing, sent[peer])
+                    self._transfer(_places(landing, sent[peer]), _values(sent[peer]))
                 case Kind.REDUCE if program is schedule.average:
                     self._average(slots[rank], own_sent)
                 case Kind.REDUCE:
                     self._reduce_into(own_received, slots[rank], own_sent)
                 case Kind.PUBLISH:
-                    _into(slots[rank][result], own_sent)
+                    copy_each(_places(slots[rank][result], own_sent), _values(own_sent))
                     if not all(map(_same_memory, own_sent, own_received)):
-                        # One kernel for all; the copies above are one by one for the copy engine.
-                        _copy([whole for _, whole in own_received], [part for _, part in own_sent])
+                        _copy(_values(own_received), _values(own_sent))
                 case Kind.PULL:
-                    self._pull(slots[peer][result], received[peer])
+                    source = _places(slots[peer][result], received[peer])
+                    self._transfer(_values(received[peer]), source)
 
-    def _push(self, row: Tensor, parts: Sequence[_Part]) -> None:
-        """Copies values into a row of a peer's memory."""
-        if not self._in_batches():
-            _into(row, parts)
-        elif parts:
-            sources = [values.data_ptr() for _, values in parts]
-            copy_batch(_addresses(row, parts), sources, [values.nbytes for _, values in parts])
+    def _choose_transfer(self, current: torch.cuda.Stream) -> None:
+        """Chooses what carries out this exchange's copies, once it is in its place in a recording.
 
-    def _pull(self, row: Tensor, parts: Sequence[_Part]) -> None:
-        """Copies a row of a peer's memory to where it belongs."""
-        if not self._in_batches():
-            for at, target in parts:
-                target.copy_(row[at : at + target.numel()])
-        elif parts:
-            targets = [target.data_ptr() for _, target in parts]
-            copy_batch(targets, _addresses(row, parts), [target.nbytes for _, target in parts])
-
-    def _in_batches(self) -> bool:
-        return self.batched and not torch.cuda.is_current_stream_capturing()
+        Every rank may choose for itself: the copies are the same.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            self._last_start = None
+            self._transfer = copy_each
+            return
+        # At most one exchange behind, the GPU soon waits for the host.
+        gpu_waits = self._last_start is not None and self._last_start.query()
+        self._last_start = current.record_event()
+        if self.by_kernels and gpu_waits:
+            self._transfer = _copy
+        else:
+            self._transfer = copy_batch if self.batched else copy_each
 
     def _average(self, rows: Tensor, own: Sequence[_Part]) -> None:
         """Averages this rank's row, into its result row and into ``own``, which it is read from.
@@ -265,22 +271,27 @@ class PeerCopies:
         """
         result = rows[schedule.result_row(self._world_size)]
         if self.fused and rows.dtype == torch.float32:
-            from ddp_lite.peer.kernel import average
+            from ddp_lite.peer.kernel import average, shares_launch
 
             least = _FUSED_NUMEL if self._world_size == 2 else 0
-            large = [part for part in own if part[1].numel() >= least]
-            own = [part for part in own if part[1].numel() < least]
-            starts, values = [at for at, _ in large], [value for _, value in large]
+            by_torch = []
+            starts, values = [], []
+            for at, value in own:
+                if value.numel() >= least or shares_launch(value, at):
+                    starts.append(at)
+                    values.append(value)
+                else:
+                    by_torch.append((at, value))
             average(values, starts, rows, result, self._world_size)
+            own = by_torch
         if not own:
             return
-        values = [value for _, value in own]
-        averages = [result[at : at + value.numel()] for at, value in own]
+        values, averages = _values(own), [result[at : at + value.numel()] for at, value in own]
         if self._world_size == 2:
             # a + (b - a)/2, computed in float32 and rounded once; the result is where a landed
             torch._foreach_lerp_(averages, values, 0.5)
         else:
-            _into(rows[self._world_size - 1], own)
+            copy_each(_places(rows[self._world_size - 1], own), values)
             length = max(at + value.numel() for at, value in own)
             torch.mean(rows[: self._world_size, :length], 0, out=result[:length])
         _copy(values, averages)
@@ -288,7 +299,7 @@ class PeerCopies:
     def _reduce_into(self, targets: Sequence[_Part], rows: Tensor, own: Sequence[_Part]) -> None:
         """Averages this rank's row into ``targets``, which divide it as ``own`` does."""
         if self._world_size > 2:
-            _into(rows[self._world_size - 1], own)
+            copy_each(_places(rows[self._world_size - 1], own), _values(own))
         for (at, target), (_, value) in zip(targets, own, strict=True):
             values = rows[: self._world_size, at : at + target.numel()]
             if self._world_size > 2:
@@ -390,20 +401,22 @@ def _flattened(rows: Sequence[Sequence[_Part]]) -> list[Tensor]:
     return [tensor for row in rows for _, tensor in row]
 
 
-def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     if targets:
-        torch._foreach_copy_(targets, sources)
+        torch._foreach_copy_(list(targets), list(sources))
 
 
-def _into(row: Tensor, parts: Sequence[_Part]) -> None:
-    for at, values in parts:
-        row[at : at + values.numel()].copy_(values)
+def _values(parts: Sequence[_Part]) -> list[Tensor]:
+    return [values for _, values in parts]
 
 
-def _addresses(row: Tensor, parts: Sequence[_Part]) -> list[int]:
-    """Where the parts lie in the row."""
-    base, size = row.data_ptr(), row.itemsize
-    return [base + at * size for at, _ in parts]
+def _places(row: Tensor, parts: Sequence[_Part]) -> list[Tensor]:
+    """Where the parts of a row lie in it, one after the other."""
+    if not parts:
+        return []
+    (first, _), (last, values) = parts[0], parts[-1]
+    sizes = [values.numel() for _, values in parts]
+    return list(row[first : last + values.numel()].split(sizes))
 
 
 def _same_memory(first: _Part, second: _Part) -> bool:

@@ -11,7 +11,12 @@ from torch import Tensor
 _BLOCK, _NUM_WARPS = 4096, 8  # elements that one program averages, and the warps that do it
 # Triton compiles a kernel for each number of tensors and for each pattern of what in them is
 # divisible by 16. So only tensors that are divisible throughout share a launch, by powers of two.
-_ALIGNMENT, _MOST_TENSORS = 16, 16
+_DIVISOR, _MOST_TENSORS = 16, 16
+
+
+def shares_launch(own: Tensor, start: int) -> bool:
+    """Whether these values are averaged in one launch with others; see ``average``."""
+    return (own.numel() | start | own.data_ptr()) % _DIVISOR == 0
 
 
 def average(
@@ -27,17 +32,19 @@ def average(
             because every element is read before it is written.
         world_size: number of ranks.
     """
-    aligned: list[tuple[Tensor, int]] = []
-    single: list[tuple[Tensor, int]] = []
-    for part in zip(owns, starts, strict=True):
-        own, start = part
-        divisible = (own.numel() | start | own.data_ptr()) % _ALIGNMENT == 0
-        (aligned if divisible else single).append(part)
-    groups = [aligned[i : i + _MOST_TENSORS] for i in range(0, len(aligned), _MOST_TENSORS)]
-    for group in [*groups, *([part] for part in single)]:
+    together: list[tuple[Tensor, int]] = []
+    groups: list[list[tuple[Tensor, int]]] = []
+    for own, start in zip(owns, starts, strict=True):
+        if shares_launch(own, start):
+            together.append((own, start))
+        else:
+            groups.append([(own, start)])
+    groups += [together[i : i + _MOST_TENSORS] for i in range(0, len(together), _MOST_TENSORS)]
+    for group in groups:
         missing = (1 << (len(group) - 1).bit_length()) - len(group)
         numels = [own.numel() for own, _ in group]
-        average_kernel[(sum(triton.cdiv(numel, _BLOCK) for numel in numels),)](
+        blocks = sum(-(-numel // _BLOCK) for numel in numels)  # triton.cdiv takes microseconds
+        average_kernel[(blocks,)](
             (*(own for own, _ in group), *[group[0][0]] * missing),
             (*(start for _, start in group), *[0] * missing),
             (*numels, *[0] * missing),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
+from torch import Tensor
 
 _ORDER_OF_STREAM = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read in the stream's order
 _PREFER_COPY_ENGINES = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
@@ -47,28 +48,36 @@ def driver_call() -> Callable[..., int] | None:
         return None
 
 
-def copy_batch(targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
-    """Queues copies on the current stream, in any order among themselves.
+def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Queues one copy after the other on the current stream."""
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+def copy_batch(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Queues copies on the current stream by one call, in any order among themselves.
 
     The stream must not be CUDA's default one, nor one that is being recorded in a graph.
 
     Args:
-        targets: addresses of memory that this GPU can reach.
-        sources: the same, of memory that nothing in the batch writes.
-        sizes: in bytes, none of them 0.
+        targets: contiguous, with elements, in memory that this GPU can reach.
+        sources: of the same sizes and dtype, which nothing in the batch writes.
 
     Raises:
         RuntimeError: if the driver refuses.
     """
+    count = len(targets)
+    if count == 0:
+        return
     call = driver_call()
     assert call is not None
-    addresses, lengths = ctypes.c_uint64 * len(targets), ctypes.c_size_t * len(sizes)
+    addresses = ctypes.c_uint64 * count
     failed = ctypes.c_size_t(0)
     status = call(
-        addresses(*targets),
-        addresses(*sources),
-        lengths(*sizes),
-        ctypes.c_size_t(len(sizes)),
+        addresses(*[target.data_ptr() for target in targets]),
+        addresses(*[source.data_ptr() for source in sources]),
+        (ctypes.c_size_t * count)(*[source.nbytes for source in sources]),
+        ctypes.c_size_t(count),
         ctypes.byref(_ATTRIBUTES),
         ctypes.byref(_FIRST_COPY),
         ctypes.c_size_t(1),
@@ -77,6 +86,6 @@ def copy_batch(targets: Sequence[int], sources: Sequence[int], sizes: Sequence[i
     )
     if status != 0:
         raise RuntimeError(
-            f"the CUDA driver must accept {len(sizes)} copies between GPUs, but cuMemcpyBatchAsync "
+            f"the CUDA driver must accept {count} copies between GPUs, but cuMemcpyBatchAsync "
             f"returned error {status}. Look for an earlier error on this GPU"
         )

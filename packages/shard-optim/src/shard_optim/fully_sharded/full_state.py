@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shard_optim.communication import all_gather, guarded
-from shard_optim.exchange import all_gather_values
+from shard_optim.exchange import all_gather_values, finish
 from shard_optim.fully_sharded.checkpoint import _optimizer_params
 from shard_optim.fully_sharded.checks import check_wrapper
 from shard_optim.fully_sharded.state import flat_slice, parameter_locations
@@ -86,7 +86,13 @@ def _from_owner(
         whole = torch.empty_strided(size, stride, dtype=dtype, device=model.device)
         if group.rank() == owner:
             whole.copy_(own[key])
-        guarded(words, group, lambda: dist.broadcast(whole, group=group, group_src=owner))  # noqa: B023
+        guarded(
+            words,
+            group,
+            lambda whole=whole: finish(
+                dist.broadcast(whole, group=group, group_src=owner, async_op=True)
+            ),
+        )
         yield key, whole
     yield from others.items()
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shard_optim.communication import CollectiveError, check_agreement, guarded, resolve_group
-from shard_optim.exchange import broadcast_value
+from shard_optim.exchange import broadcast_value, finish
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,11 @@ class Ranks:
         """
         for group in self.levels:
             guarded(
-                what, group, lambda group=group: dist.broadcast(values, group=group, group_src=0)
+                what,
+                group,
+                lambda group=group: finish(
+                    dist.broadcast(values, group=group, group_src=0, async_op=True)
+                ),
             )
 
     def broadcast_value(self, what: str, value: Any) -> Any:
