@@ -30,6 +30,7 @@ def test_tensors_outlive_the_copies(end: str) -> None:
     with (
         patch("torch.cuda.current_stream", return_value=current),
         patch("torch.cuda.stream", return_value=nullcontext()),
+        patch("torch.cuda.is_current_stream_capturing", return_value=False),
     ):
         try:
             message = copies._start(run, tensors)
