@@ -170,7 +170,7 @@ def test_a_rank_weighed_alone_holds_what_one_of_two_does(moment: str) -> None:
 
     two = "train-step xl b4 s512 bf16 2 ranks"
     alone = held("sharding-alone", f"{two} rank 0 alone")
-    real = held("sharding-memory", f"{two} one after the other")
+    real = held("sharding-memory", two)
     assert len(alone) == 5
     for name, found in alone.items():
         assert found == pytest.approx(real[name], rel=0.005), name
