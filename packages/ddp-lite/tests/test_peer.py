@@ -229,6 +229,14 @@ def test_kernels_copy_while_the_gpu_waits_for_the_host(monkeypatch: pytest.Monke
     assert found == [one_call, one_call, kernels, one_by_one, one_call, one_by_one, one_call]
 
 
+def test_a_driver_without_batches_for_this_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_memcpy, "driver_call", lambda: lambda *_: 801)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Mock(cuda_stream=1))
+    targets, sources = list(torch.zeros(3, 5)), list(torch.rand(3, 5))
+    peer_memcpy.copy_batch(targets, sources)
+    assert all(map(torch.equal, targets, sources))
+
+
 def test_a_batch_that_the_driver_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_memcpy, "driver_call", lambda: lambda *_: 719)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: Mock(cuda_stream=1))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 _ORDER_OF_STREAM = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read in the stream's order
+_NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED: a driver may have the function for other GPUs
 _PREFER_COPY_ENGINES = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 
 
@@ -57,6 +58,8 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def copy_batch(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Queues copies on the current stream by one call, in any order among themselves.
 
+    One by one instead, where the driver says that it cannot.
+
     The stream must not be CUDA's default one, nor one that is being recorded in a graph.
 
     Args:
@@ -84,7 +87,9 @@ def copy_batch(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         ctypes.byref(failed),
         ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
     )
-    if status != 0:
+    if status == _NOT_SUPPORTED:
+        copy_each(targets, sources)
+    elif status != 0:
         raise RuntimeError(
             f"the CUDA driver must accept {count} copies between GPUs, but cuMemcpyBatchAsync "
             f"returned error {status}. Look for an earlier error on this GPU"
