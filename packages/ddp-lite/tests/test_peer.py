@@ -183,31 +183,36 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return started
 
 
+@pytest.mark.parametrize("by_kernels", [False, True], ids=["one call", "kernels"])
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_batches_of_copies(world_size: int, dtype: torch.dtype, batches: list[int]) -> None:
-    """What one call copies is what single copies bring, in average and all-gather."""
+def test_many_copies_at_once(
+    world_size: int, dtype: torch.dtype, by_kernels: bool, batches: list[int]
+) -> None:
+    """What one call copies, or kernels do, is what single copies bring."""
     shapes = [(7, 33), (5,), (1,), (400,), (0,), (13,)]
 
     def work(memory: ThreadMemory, rank: int) -> list[Tensor]:
-        batched, single = PeerCopies(memory), PeerCopies(memory)
-        assert not batched.batched, "not chosen on CPUs"
-        assert not batched.by_kernels
-        batched._transfer = peer_memcpy.copy_batch
+        together, single = PeerCopies(memory), PeerCopies(memory)
+        assert not together.batched, "not chosen on CPUs"
+        assert not together.by_kernels
+        together._transfer = peer_copies._copy if by_kernels else peer_memcpy.copy_batch
         found = []
-        for copies in (batched, single):
+        for copies in (together, single):
             tensors = values(rank, shapes, dtype)
             copies.average(tensors).wait()
             parts = [tensor.view(-1) for tensor in tensors]
             wholes = [torch.full((part.numel() * world_size,), torch.nan) for part in parts]
             wholes = [whole.to(dtype) for whole in wholes]
             copies.all_gather(wholes, parts).wait()
-            found.append([*tensors, *wholes])
+            again = [torch.full_like(part, torch.nan) for part in parts]
+            copies.reduce_scatter(again, wholes).wait()
+            found.append([*tensors, *wholes, *again])
         assert all(map(torch.equal, *found))
         return found[0]
 
     on_threads(world_size, work, row_bytes=512)
-    assert max(batches) > 1
+    assert (max(batches, default=0) > 1) is not by_kernels
 
 
 def test_kernels_copy_while_the_gpu_waits_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
