@@ -156,8 +156,8 @@ def decode(value: Any, classes: Sequence[type] = ()) -> Any:
 def finish(work: dist.Work | None) -> None:
     """Waits for a collective that was started asynchronously, and must have ended by now.
 
-    torch heeds TORCH_NCCL_BLOCKING_WAIT in asynchronous collectives alone: after another, the host
-    would wait without end for what a lost rank sends.
+    torch heeds TORCH_NCCL_BLOCKING_WAIT in asynchronous collectives alone: after a synchronous one
+    the host would wait without end for what a lost rank sends.
     """
     if work is not None:
         work.wait()
