@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_lite import BucketedDDP, PeerFailureError
+from ddp_lite.collectives import Queued
 from ddp_lite.errors import PeerProbe
 from ddp_lite.hooks import CompressTo, HierarchicalAverage, PowerSGD
 from ddp_lite.peer import PeerCopies, PeerCopyAverage, PeerMemory, choose_communication
@@ -216,22 +217,34 @@ def test_many_copies_at_once(
 
 
 def test_kernels_copy_while_the_gpu_waits_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does where it has passed the start of the exchange before; never in a recording."""
-    recording, stream = Mock(return_value=False), Mock()
+    """Which it does if it has passed the start of a message that is still under way."""
+    recording = Mock(return_value=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", recording)
     copies = PeerCopies(ThreadMemory(Together(2, 1024), 0))
     copies.by_kernels = copies.batched = True
-    one_call, one_by_one, kernels = (
-        peer_memcpy.copy_batch, peer_memcpy.copy_each, peer_copies._copy
-    )  # fmt: skip
-    stream.record_event.return_value.query.side_effect = [False, True, True, True]
-    found = []
-    for place in range(7):
-        recording.return_value = place == 3
-        copies.batched, copies.by_kernels = place != 5, place < 5
-        copies._choose_transfer(stream)
-        found.append(copies._transfer)
-    assert found == [one_call, one_call, kernels, one_by_one, one_call, one_by_one, one_call]
+
+    def chosen(message: Queued, *, passed: bool = True, **settings: bool) -> object:
+        for name, value in settings.items():
+            setattr(copies, name, value)
+        copies._choose_transfer(
+            Mock(**{"record_event.return_value.query": lambda: passed}), message
+        )
+        return copies._transfer
+
+    one, two, three, four, five, six, seven, eight = (Queued(Mock(), [Mock()]) for _ in range(8))
+    assert chosen(one, passed=False) is peer_memcpy.copy_batch, "nothing is known yet"
+    assert chosen(two) is peer_memcpy.copy_batch, "the GPU has not come to the first"
+    assert chosen(three) is peer_copies._copy, "it has come to the second"
+    three._tensors = ()
+    assert chosen(four) is peer_memcpy.copy_batch, "the third was awaited"
+    recording.return_value = True
+    assert chosen(five) is peer_memcpy.copy_each
+    recording.return_value = False
+    assert chosen(six) is peer_memcpy.copy_batch, "a recording says nothing of the GPU"
+    assert chosen(seven, by_kernels=False) is peer_memcpy.copy_batch
+    assert chosen(eight, batched=False) is peer_memcpy.copy_each
+    del eight
+    assert chosen(one, by_kernels=True) is peer_memcpy.copy_each, "the one before was dropped"
 
 
 def test_a_driver_without_batches_for_this_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ Triton; torch's operations do the rest. ``schedule.py`` has the order of all ope
 from __future__ import annotations
 
 import importlib.util
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -89,7 +90,7 @@ class PeerCopies:
         self.fused = on_cuda and importlib.util.find_spec("triton") is not None
         self.batched = on_cuda and driver_call() is not None
         self.by_kernels = on_cuda
-        self._last_start: torch.cuda.Event | None = None
+        self._previous: Callable[[], Queued | None] = _nothing
         self._transfer = copy_each
         self._plans: dict[tuple[object, ...], list[list[list[Chunk]]]] = {}
 
@@ -196,7 +197,7 @@ class PeerCopies:
         message = Queued(stream, tensors)
         with torch.no_grad(), _traced(), torch.cuda.stream(stream):
             memory.follow(current)
-            self._choose_transfer(current)
+            self._choose_transfer(current, message)
             run()
             message.event = stream.record_event()
         memory.queued(message.event)
@@ -245,18 +246,25 @@ class PeerCopies:
                     source = _places(slots[peer][result], received[peer])
                     self._transfer(_values(received[peer]), source)
 
-    def _choose_transfer(self, current: torch.cuda.Stream) -> None:
-        """Chooses what carries out this exchange's copies, once it is in its place in a recording.
+    def _choose_transfer(self, current: torch.cuda.Stream, message: Queued) -> None:
+        """Chooses what carries out a message's copies, once it is in its place in a recording.
 
         Every rank may choose for itself: the copies are the same.
         """
+        previous = self._previous()
         if torch.cuda.is_current_stream_capturing():
-            self._last_start = None
-            self._transfer = copy_each
+            self._previous, self._transfer = _nothing, copy_each
             return
-        # At most one exchange behind, the GPU soon waits for the host.
-        gpu_waits = self._last_start is not None and self._last_start.query()
-        self._last_start = current.record_event()
+        self._previous, message.start = weakref.ref(message), current.record_event()
+        # While messages are under way, the GPU is busy until the host is more than one of them
+        # ahead. What the GPU did when the one before was awaited, such as in the step before, says
+        # nothing.
+        gpu_waits = (
+            previous is not None
+            and previous.start is not None
+            and not previous.awaited
+            and previous.start.query()
+        )
         if self.by_kernels and gpu_waits:
             self._transfer = _copy
         else:
@@ -362,6 +370,10 @@ class PeerCopies:
                     "a whole must have one dimension and world_size times the elements of its "
                     f"part, but got {whole} and {part} for {self._world_size} ranks. Pad both"
                 )
+
+
+def _nothing() -> None:
+    """In place of a weak reference."""
 
 
 def _traced() -> AbstractContextManager[object]:
