@@ -128,11 +128,13 @@ def by_one_kernel(rank: int, world_size: int) -> None:
             copies.average(tensors).wait()
             launched.append(average.call_count)
         torch_alone.average(again).wait()
-        for _ in range(2):  # the GPU has passed the start of the first by the second
-            third = values(rank, step, numels, device)
-            torch.cuda.synchronize()
-            by_kernels.average(third).wait()
+        before = by_kernels.average(values(rank, step, numels, device))
+        third = values(rank, step, numels, device)
+        torch.cuda.synchronize()  # the GPU has passed the start of a message under way
+        after = by_kernels.average(third)
         assert by_kernels._transfer is peer_copies._copy
+        before.wait()
+        after.wait()
         assert all(map(torch.equal, third, tensors))
         each = [values(r, step, numels, device) for r in range(world_size)]
         for place in range(len(numels)):
