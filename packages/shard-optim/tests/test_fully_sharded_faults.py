@@ -13,7 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ddp_lite.peer import PeerCopies
 from fully_sharded_models import OPTIMIZERS, loss_of, net
+from process_memory import ProcessMemory
 from ranks import run_ranks, set_collective_timeout
 from shard_optim import FullyShardedDataParallel, load_fully_sharded, save_fully_sharded
 from shard_optim.communication import CollectiveError, GroupCollectives
@@ -42,7 +44,7 @@ def fail(*_args, **_kwargs):
 def arm(model, where, fault):
     """Makes this rank fail when it gets there."""
     if where == "gather":
-        GroupCollectives.all_gather = fault
+        GroupCollectives.all_gather = PeerCopies.all_gather = fault
     elif where == "forward":
         model.module.blocks[2].register_forward_hook(fault)
     elif where == "backward":
@@ -59,9 +61,13 @@ def arm(model, where, fault):
         FileSystemReader.read_data = fault
 
 
-def run(rank, world_size, folder, where=None, fault=None, start_again=False):
+def run(rank, world_size, folder, where=None, fault=None, start_again=False, over="gloo"):
     """Trains; the last rank fails. With ``start_again``, from the newest checkpoint."""
-    model = FullyShardedDataParallel(net(seed=rank))
+    communication = None
+    if over == "copies":
+        memory = ProcessMemory(Path(folder) / f"memory-{start_again}", 1024)
+        communication = PeerCopies(memory)
+    model = FullyShardedDataParallel(net(seed=rank), communication=communication)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
 
     def arm_the_last():
@@ -88,12 +94,12 @@ def run(rank, world_size, folder, where=None, fault=None, start_again=False):
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """The weights, by the number of ranks; each number is trained once."""
+    """The weights, by the number of ranks and what they communicate over; each is trained once."""
 
     @functools.cache
-    def trained(world_size):
-        folder = tmp_path_factory.mktemp("whole")
-        return run_ranks(run, world_size, str(folder))[0].value
+    def trained(world_size, over):
+        folder = str(tmp_path_factory.mktemp("whole"))
+        return run_ranks(run, world_size, folder, None, None, False, over)[0].value
 
     return trained
 
@@ -113,15 +119,22 @@ def cases():
     for where, what in FAULTS:
         for fault in ("die", "fail", "stop"):
             marks = pytest.mark.nightly if fault == "stop" else ()  # waits for the timeout
-            yield pytest.param(where, fault, what, 2, marks=marks, id=f"{where}-{fault}-2")
-    yield pytest.param("backward", "die", IN_BACKWARD, 3, id="backward-die-3")
+            yield pytest.param(where, fault, what, 2, "gloo", marks=marks, id=f"{where}-{fault}-2")
+    yield pytest.param("backward", "die", IN_BACKWARD, 3, "gloo", id="backward-die-3")
     for where, what in FAULTS[3:5]:
-        yield pytest.param(where, "stop", what, 3, marks=pytest.mark.nightly, id=f"{where}-stop-3")
+        marks, name = pytest.mark.nightly, f"{where}-stop-3"
+        yield pytest.param(where, "stop", what, 3, "gloo", marks=marks, id=name)
+    # The memory that ranks copy to and from; test_fully_sharded_gpu_faults.py has that of GPUs.
+    for where, what in FAULTS[:3]:
+        for fault in ("die", "fail", "stop"):
+            marks = pytest.mark.nightly if fault == "stop" else ()
+            name = f"{where}-{fault}-copies"
+            yield pytest.param(where, fault, what, 2, "copies", marks=marks, id=name)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("where", "fault", "what", "world_size"), list(cases()))
-def test_restart_after_a_fault(where, fault, what, world_size, tmp_path, uninterrupted):
+@pytest.mark.parametrize(("where", "fault", "what", "world_size", "over"), list(cases()))
+def test_restart_after_a_fault(where, fault, what, world_size, over, tmp_path, uninterrupted):
     """Every other rank raises a named error in bounded time; the next start loses no bit."""
     folder = str(tmp_path)
     if where == "load":  # of what a run that was interrupted before has left
@@ -133,6 +146,7 @@ def test_restart_after_a_fault(where, fault, what, world_size, tmp_path, uninter
         where,
         fault,
         where == "load",
+        over,
         check=False,
         timeout=BOUND,
     )
@@ -144,8 +158,8 @@ def test_restart_after_a_fault(where, fault, what, world_size, tmp_path, uninter
         assert "ArithmeticError: only this rank fails" in faulty.error
     else:
         assert faulty.exitcode == -signal.SIGKILL
-    for outcome in run_ranks(run, world_size, folder, None, None, True):
-        assert outcome.value == uninterrupted(world_size)
+    for outcome in run_ranks(run, world_size, folder, None, None, True, over):
+        assert outcome.value == uninterrupted(world_size, over)
 
 
 def save_in_the_background(rank, world_size, folder, dies):
