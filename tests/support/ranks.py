@@ -206,7 +206,7 @@ def _collect(
 
 
 def _stacks(pid: int, path: Path) -> str:
-    """Where the threads of a rank are, in its own words; nothing if it does not answer in time."""
+    """The stacks of a rank's threads, which it writes itself; empty if it does not in time."""
     with contextlib.suppress(OSError):
         os.kill(pid, signal.SIGUSR1)
     deadline, size = time.monotonic() + _SECONDS_TO_ANSWER, -1

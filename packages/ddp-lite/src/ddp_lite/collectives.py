@@ -203,13 +203,11 @@ class Queued:
 
     Attributes:
         event: when all of it has been queued, what comes after it on the stream.
-        start: on the caller's stream, where it was queued, if somebody asks for that.
     """
 
     def __init__(self, stream: torch.cuda.Stream, tensors: Sequence[Tensor]) -> None:
         self._stream, self._tensors = stream, tensors
         self.event: torch.cuda.Event | None = None
-        self.start: torch.cuda.Event | None = None
 
     @property
     def awaited(self) -> bool:

@@ -5,9 +5,9 @@ included, and matrix products that were tuned for all SMs become slower by much 
 share. Here the transfers are plain copies between GPUs with peer access, which need no SM. Sums
 are short kernels, and signals are kernels of one small thread block.
 
-Starting a copy takes the host several microseconds. So one call of the driver starts all copies to
-or from a peer (``memcpy.py``); and while the GPU waits for the host, which leaves SMs idle, one
-kernel does the work of all these copies.
+Every copy that is started costs the host time. So one call of the driver starts all copies to or
+from a peer (``memcpy.py``); and while the GPU waits for the host, which leaves SMs idle, a kernel
+does the work of all these copies.
 
 An average over N ranks, of which rank r averages row r of each message::
 
@@ -19,7 +19,7 @@ An average over N ranks, of which rank r averages row r of each message::
 
 Values are sent from the tensors and received into them: nothing is packed, unless they travel in
 another dtype. Each row is averaged once and copied, so all ranks end with the same bits; they may
-differ from NCCL's in the last place. Of large float32 tensors one kernel reads all ranks' values,
+differ from NCCL's in the last place. Of float32 tensors one kernel reads all ranks' values,
 and writes their average both to the shared memory and to the tensor (``kernel.py``). It needs
 Triton; torch's operations do the rest. ``schedule.py`` has the order of all operations,
 ``memory.py`` the memory that the ranks share.
@@ -64,8 +64,8 @@ class PeerCopies:
 
     Attributes:
         memory: as given.
-        fused: whether ``average`` uses a Triton kernel for large float32 tensors: on CUDA, where
-            Triton is installed.
+        fused: whether ``average`` uses a Triton kernel for float32 tensors: on CUDA, where Triton
+            is installed.
         batched: whether one call starts all copies to or from a peer: on CUDA, where the driver
             has it. In the recording of a graph, which cannot hold such a call, they are single.
         by_kernels: whether kernels copy while the GPU waits for the host; never in a recording.
@@ -90,7 +90,7 @@ class PeerCopies:
         self.fused = on_cuda and importlib.util.find_spec("triton") is not None
         self.batched = on_cuda and driver_call() is not None
         self.by_kernels = on_cuda
-        self._previous: Callable[[], Queued | None] = _nothing
+        self._previous: tuple[weakref.ref[Queued], torch.cuda.Event] | None = None
         self._transfer = copy_each
         self._plans: dict[tuple[object, ...], list[list[list[Chunk]]]] = {}
 
@@ -247,24 +247,22 @@ class PeerCopies:
                     self._transfer(_values(received[peer]), source)
 
     def _choose_transfer(self, current: torch.cuda.Stream, message: Queued) -> None:
-        """Chooses what carries out a message's copies, once it is in its place in a recording.
+        """Chooses what copies for a message: copy engines, or kernels while the GPU waits.
 
-        Every rank may choose for itself: the copies are the same.
+        Every rank may choose for itself: what is copied is the same.
         """
-        previous = self._previous()
+        previous, self._previous = self._previous, None
         if torch.cuda.is_current_stream_capturing():
-            self._previous, self._transfer = _nothing, copy_each
+            self._transfer = copy_each
             return
-        self._previous, message.start = weakref.ref(message), current.record_event()
-        # While messages are under way, the GPU is busy until the host is more than one of them
-        # ahead. What the GPU did when the one before was awaited, such as in the step before, says
-        # nothing.
-        gpu_waits = (
-            previous is not None
-            and previous.start is not None
-            and not previous.awaited
-            and previous.start.query()
-        )
+        self._previous = weakref.ref(message), current.record_event()
+        gpu_waits = False
+        if previous is not None:
+            # If the GPU has come to where the message before was started, it is at most that far
+            # behind the host, and soon waits for it. If that message was awaited since, other work
+            # lies between the two, such as the rest of a step, and nothing follows.
+            before, start = previous[0](), previous[1]
+            gpu_waits = before is not None and not before.awaited and start.query()
         if self.by_kernels and gpu_waits:
             self._transfer = _copy
         else:
@@ -370,10 +368,6 @@ class PeerCopies:
                     "a whole must have one dimension and world_size times the elements of its "
                     f"part, but got {whole} and {part} for {self._world_size} ranks. Pad both"
                 )
-
-
-def _nothing() -> None:
-    """In place of a weak reference."""
 
 
 def _traced() -> AbstractContextManager[object]:

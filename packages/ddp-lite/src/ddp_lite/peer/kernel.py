@@ -43,7 +43,7 @@ def average(
     for group in groups:
         missing = (1 << (len(group) - 1).bit_length()) - len(group)
         numels = [own.numel() for own, _ in group]
-        blocks = sum(-(-numel // _BLOCK) for numel in numels)  # triton.cdiv takes microseconds
+        blocks = sum(-(-numel // _BLOCK) for numel in numels)  # triton.cdiv is slow on the host
         average_kernel[(blocks,)](
             (*(own for own, _ in group), *[group[0][0]] * missing),
             (*(start for _, start in group), *[0] * missing),
@@ -74,7 +74,7 @@ def average_kernel(  # type: ignore[no-untyped-def]
     index = tl.program_id(0)
     own, start, numel = owns[0], starts[0], numels[0]
     first = tl.cdiv(numels[0], block)
-    first_of_own = first - first
+    first_of_own = 0
     for i in tl.static_range(1, len(owns)):
         if index >= first:
             own, start, numel, first_of_own = owns[i], starts[i], numels[i], first

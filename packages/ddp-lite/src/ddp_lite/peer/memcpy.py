@@ -1,6 +1,6 @@
 """Many copies in one call of the CUDA driver.
 
-torch starts every copy by itself, which takes the host several microseconds. Drivers have
+torch starts every copy by itself, and each costs the host time. Drivers have
 ``cuMemcpyBatchAsync`` since CUDA 12.8: one call starts any number of copies, and asks for copy
 engines, which need no SM (CUDA Driver API, "Memory Management").
 """
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 _ORDER_OF_STREAM = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read in the stream's order
-_NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED: a driver may have the function for other GPUs
 _PREFER_COPY_ENGINES = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+_NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED: a driver may have the function for other GPUs
 
 
 class _Location(ctypes.Structure):
