@@ -65,7 +65,7 @@ class ProcessMemory:
             assert signal is not None
             signal.wait(timeout)
 
-    def follow(self, current: torch.cuda.Stream) -> None:
+    def follow(self, start: torch.cuda.Event) -> None:
         """Does nothing: there is no stream."""
 
     def queued(self, event: torch.cuda.Event | None) -> None:

@@ -1,12 +1,11 @@
 """Collectives by copies against exact sums: ranks are threads that share memory on the CPU."""
 
-import ctypes
 import re
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -18,23 +17,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_lite import BucketedDDP, PeerFailureError
-from ddp_lite.collectives import Queued
 from ddp_lite.errors import PeerProbe
 from ddp_lite.hooks import CompressTo, HierarchicalAverage, PowerSGD
 from ddp_lite.peer import PeerCopies, PeerCopyAverage, PeerMemory, choose_communication
-from ddp_lite.peer import copies as peer_copies
-from ddp_lite.peer import memcpy as peer_memcpy
 from ddp_lite.peer import schedule as peer_schedule
 from ddp_lite.peer.memory import Watch
 from process_memory import ProcessMemory
 from ranks import run_ranks
-from thread_memory import SECONDS, ThreadMemory, Together, on_threads
-
-
-def values(rank: int, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(rank)
-    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
-
+from thread_memory import SECONDS, ThreadMemory, Together, bound, on_threads, values
 
 # more than one window, rows without elements, tensors over several rows, none at all
 SHAPES: list[list[tuple[int, ...]]] = [
@@ -44,18 +34,6 @@ SHAPES: list[list[tuple[int, ...]]] = [
     [(2048,)],
     [],
 ]
-
-
-def bound(inputs: Tensor, exact: Tensor, wire_dtype: torch.dtype | None) -> Tensor:
-    """The largest error of an average, from its inputs, stacked in float64.
-
-    float32 sums round N times. bfloat16 on the wire rounds each value and the average once, by
-    2**-8 of it at most.
-    """
-    in_float32 = 2.0**-24 * (len(inputs) + 1) * inputs.abs().mean(0)
-    if wire_dtype is None:
-        return in_float32
-    return in_float32 + 1.01 * 2.0**-8 * (inputs.abs().mean(0) + exact.abs())
 
 
 @pytest.mark.parametrize("world_size", range(2, 9))
@@ -98,168 +76,6 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
             exact = torch.stack(each).mean(0).to(dtype)
             torch.testing.assert_close(results[0][place], exact)
             assert all(torch.equal(result[place], results[0][place]) for result in results)
-
-
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Has the kernel average on CPUs; holds how many elements it did each time."""
-    if torch.cuda.is_available():
-        pytest.skip("Triton's interpreter must be chosen before any kernel is imported")
-    peer_kernel = pytest.importorskip("ddp_lite.peer.kernel", reason="needs Triton")
-    launched: list[int] = []
-    lock, average = threading.Lock(), peer_kernel.average
-
-    def one_at_a_time(owns: Sequence[Tensor], *arguments: Any) -> None:
-        with lock:  # the interpreter keeps state that threads share
-            launched.extend(own.numel() for own in owns)
-            average(owns, *arguments)
-
-    monkeypatch.setattr(peer_kernel, "average", one_at_a_time)
-    monkeypatch.setattr(peer_copies, "_FUSED_NUMEL", 30)
-    return launched
-
-
-def fused(memory: ThreadMemory) -> PeerCopies:
-    copies = PeerCopies(memory)
-    assert not copies.fused, "not chosen on CPUs"
-    copies.fused = True
-    return copies
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 8])
-def test_the_kernel_averages(world_size: int, launches: list[int]) -> None:
-    """Small and large tensors in one message, several windows, rows that begin anywhere."""
-    shapes = [(7, 33), (5,), (1,), (400,), (0,), (13,)]
-
-    def work(memory: ThreadMemory, rank: int) -> list[Tensor]:
-        tensors = values(rank, shapes, torch.float32)
-        fused(memory).average(tensors).wait()
-        return tensors
-
-    results = on_threads(world_size, work, row_bytes=512)
-    numel = 7 * 33 + 5 + 1 + 400 + 13
-    assert 400 < sum(launches) < numel if world_size == 2 else sum(launches) == numel
-    for place in range(len(shapes)):
-        each = [values(r, shapes, torch.float32)[place].double() for r in range(world_size)]
-        inputs = torch.stack(each)
-        exact = inputs.mean(0)
-        error = (results[0][place] - exact).abs()
-        assert (error <= bound(inputs, exact, None)).all()
-        for result in results:
-            assert torch.equal(result[place], results[0][place]), "ranks have different bits"
-
-
-def test_the_kernel_leaves_some_to_torch(launches: list[int]) -> None:
-    """Between two ranks small tensors, and other dtypes always."""
-
-    def work(memory: ThreadMemory, rank: int) -> list[Tensor]:
-        small = torch.full((29,), float(rank))
-        tensors = [small, *(small.repeat(3).to(d) for d in (torch.float64, torch.bfloat16))]
-        copies = fused(memory)
-        for tensor in tensors:
-            copies.average([tensor]).wait()
-        return tensors
-
-    for tensors in on_threads(2, work):
-        assert all((tensor == 0.5).all() for tensor in tensors)
-    assert launches == []
-
-
-@pytest.fixture
-def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Stands for the driver's function on CPUs; holds how many copies each call started."""
-    started: list[int] = []
-
-    def copy_now(*arguments: Any) -> int:
-        targets, sources, sizes, count = arguments[:4]
-        assert len(targets) == len(sources) == len(sizes) == count.value
-        for target, source, size in zip(targets, sources, sizes, strict=True):
-            assert size > 0
-            ctypes.memmove(target, source, size)
-        started.append(count.value)
-        return 0
-
-    monkeypatch.setattr(peer_memcpy, "driver_call", lambda: copy_now)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Mock(cuda_stream=1))
-    return started
-
-
-@pytest.mark.parametrize("by_kernels", [False, True], ids=["one call", "kernels"])
-@pytest.mark.parametrize("world_size", [2, 3, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_many_copies_at_once(
-    world_size: int, dtype: torch.dtype, by_kernels: bool, batches: list[int]
-) -> None:
-    """What one call copies, or kernels do, is what single copies bring."""
-    shapes = [(7, 33), (5,), (1,), (400,), (0,), (13,)]
-
-    def work(memory: ThreadMemory, rank: int) -> list[Tensor]:
-        together, single = PeerCopies(memory), PeerCopies(memory)
-        assert not together.batched, "not chosen on CPUs"
-        assert not together.by_kernels
-        together._transfer = peer_copies._copy if by_kernels else peer_memcpy.copy_batch
-        found = []
-        for copies in (together, single):
-            tensors = values(rank, shapes, dtype)
-            copies.average(tensors).wait()
-            parts = [tensor.view(-1) for tensor in tensors]
-            wholes = [torch.full((part.numel() * world_size,), torch.nan) for part in parts]
-            wholes = [whole.to(dtype) for whole in wholes]
-            copies.all_gather(wholes, parts).wait()
-            again = [torch.full_like(part, torch.nan) for part in parts]
-            copies.reduce_scatter(again, wholes).wait()
-            found.append([*tensors, *wholes, *again])
-        assert all(map(torch.equal, *found))
-        return found[0]
-
-    on_threads(world_size, work, row_bytes=512)
-    assert (max(batches, default=0) > 1) is not by_kernels
-
-
-def test_kernels_copy_while_the_gpu_waits_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which it does if it has passed the start of a message that is still under way."""
-    recording = Mock(return_value=False)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", recording)
-    copies = PeerCopies(ThreadMemory(Together(2, 1024), 0))
-    copies.by_kernels = copies.batched = True
-
-    def chosen(message: Queued, *, passed: bool = True, **settings: bool) -> object:
-        for name, value in settings.items():
-            setattr(copies, name, value)
-        copies._choose_transfer(
-            Mock(**{"record_event.return_value.query": lambda: passed}), message
-        )
-        return copies._transfer
-
-    one, two, three, four, five, six, seven, eight = (Queued(Mock(), [Mock()]) for _ in range(8))
-    assert chosen(one, passed=False) is peer_memcpy.copy_batch, "nothing is known yet"
-    assert chosen(two) is peer_memcpy.copy_batch, "the GPU has not come to the first"
-    assert chosen(three) is peer_copies._copy, "it has come to the second"
-    three._tensors = ()
-    assert chosen(four) is peer_memcpy.copy_batch, "the third was awaited"
-    recording.return_value = True
-    assert chosen(five) is peer_memcpy.copy_each
-    recording.return_value = False
-    assert chosen(six) is peer_memcpy.copy_batch, "a recording says nothing of the GPU"
-    assert chosen(seven, by_kernels=False) is peer_memcpy.copy_batch
-    assert chosen(eight, batched=False) is peer_memcpy.copy_each
-    del eight
-    assert chosen(one, by_kernels=True) is peer_memcpy.copy_each, "the one before was dropped"
-
-
-def test_a_driver_without_batches_for_this_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_memcpy, "driver_call", lambda: lambda *_: 801)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Mock(cuda_stream=1))
-    targets, sources = list(torch.zeros(3, 5)), list(torch.rand(3, 5))
-    peer_memcpy.copy_batch(targets, sources)
-    assert all(map(torch.equal, targets, sources))
-
-
-def test_a_batch_that_the_driver_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_memcpy, "driver_call", lambda: lambda *_: 719)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Mock(cuda_stream=1))
-    with pytest.raises(RuntimeError, match=r"accept 1 copies .* returned error 719"):
-        peer_memcpy.copy_batch([torch.ones(1)], [torch.ones(1)])
 
 
 @pytest.mark.parametrize("world_size", range(2, 9))
@@ -347,7 +163,7 @@ class Streams:
     def __init__(self) -> None:
         self.recording = self.joined = False
 
-    def wait_stream(self, other: object) -> None:
+    def wait_event(self, other: object) -> None:
         self.joined |= self.recording
 
 

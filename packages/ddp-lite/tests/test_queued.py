@@ -40,7 +40,7 @@ def test_tensors_outlive_the_copies(end: str) -> None:
         except PeerFailureError:  # pytest.raises would keep the message in a traceback
             failed = True
     assert failed is end.endswith("fails")
-    shared.follow.assert_called_once_with(current)
+    shared.follow.assert_called_once_with(current.record_event.return_value)
     assert current.wait_event.called is (end == "waited for")
     for tensor in tensors:
         expected = [] if end == "waited for" else [call(shared.stream)]

@@ -5,9 +5,10 @@ included, and matrix products that were tuned for all SMs become slower by much 
 share. Here the transfers are plain copies between GPUs with peer access, which need no SM. Sums
 are short kernels, and signals are kernels of one small thread block.
 
-Every copy that is started costs the host time. So one call of the driver starts all copies to or
-from a peer (``memcpy.py``); and while the GPU waits for the host, which leaves SMs idle, a kernel
-does the work of all these copies.
+Every operation that is started costs the host time, and so does every view of a tensor. So copies
+and kernels are given addresses; one call of the driver starts all copies to or from a peer
+(``memcpy.py``); and while the GPU waits for the host, which leaves SMs idle, a kernel does the work
+of all these copies (``kernel.py``).
 
 An average over N ranks, of which rank r averages row r of each message::
 
@@ -31,6 +32,7 @@ import importlib.util
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import compress
 
 import torch
 import torch.distributed as dist
@@ -38,11 +40,11 @@ from torch import Tensor
 
 from ddp_lite.collectives import Completed, Queued, Waitable, require_floating
 from ddp_lite.peer import schedule
-from ddp_lite.peer.memcpy import copy_batch, copy_each, driver_call
+from ddp_lite.peer.memcpy import Transfer, copy_batch, copy_each, copy_on_host, driver_call
 from ddp_lite.peer.memory import SharedMemory
-from ddp_lite.peer.schedule import Chunk, Kind, Operation
+from ddp_lite.peer.rows import Layout, Row, packed
+from ddp_lite.peer.schedule import Kind, Operation
 
-_Part = tuple[int, Tensor]  # first element in the row, values
 Program = Callable[[int, int], list[Operation]]
 # Smaller tensors that cannot share a launch of the kernel are left to torch, between two ranks, of
 # which it averages any number in two launches. Among more ranks it would first pack them.
@@ -68,7 +70,8 @@ class PeerCopies:
             is installed.
         batched: whether one call starts all copies to or from a peer: on CUDA, where the driver
             has it. In the recording of a graph, which cannot hold such a call, they are single.
-        by_kernels: whether kernels copy while the GPU waits for the host; never in a recording.
+        by_kernels: whether kernels copy while the GPU waits for the host, where Triton is
+            installed; never in a recording.
 
     Raises:
         TypeError: ``memory`` is something else, such as a process group.
@@ -89,10 +92,12 @@ class PeerCopies:
         on_cuda = memory.device.type == "cuda"
         self.fused = on_cuda and importlib.util.find_spec("triton") is not None
         self.batched = on_cuda and driver_call() is not None
-        self.by_kernels = on_cuda
+        self.by_kernels = self.fused
         self._previous: tuple[weakref.ref[Queued], torch.cuda.Event] | None = None
-        self._transfer = copy_each
-        self._plans: dict[tuple[object, ...], list[list[list[Chunk]]]] = {}
+        self._singly = copy_each if on_cuda else copy_on_host
+        self._transfer: Transfer = self._singly
+        self._plans: dict[tuple[object, ...], list[list[Layout]]] = {}
+        self._slots: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -105,25 +110,27 @@ class PeerCopies:
         Args:
             tensors: contiguous, of one floating or complex dtype, any shapes.
         """
-        values = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
-        values = [value.view(-1) for value in self._checked(values)]
+        values = self._checked([torch.view_as_real(t) if t.is_complex() else t for t in tensors])
         dtype = values[0].dtype if values else torch.float32
         wire = self._wire_dtype or dtype
         numels = [value.numel() for value in values]
         alignment = schedule.ALIGNMENT_BYTES // wire.itemsize
 
         def run() -> None:
-            for rows in self._plan("together", wire, numels, alignment):
-                parts = [_parts(row, values) for row in rows]
+            addresses = _addresses(values)
+            for window in self._plan("together", wire, numels, alignment):
+                rows = [layout.row(values, addresses) for layout in window]
                 if wire == dtype:
-                    self._exchange(schedule.average, wire, parts, parts)
+                    self._exchange(schedule.average, wire, rows, rows)
                     continue
-                packed = [_empty(row, wire, self.memory.device) for row in rows]
-                views = [_parts_at(row, whole) for row, whole in zip(rows, packed, strict=True)]
-                _copy(_flattened(views), _flattened(parts))
-                whole = [[(0, row)] if row.numel() else [] for row in packed]
+                # The addresses in these rows count elements of the wire; only views are used.
+                sent = [packed(layout, wire, self.memory.device) for layout in window]
+                inside = [view for _, views in sent for view in views]
+                outside = [view for row in rows for view in row.views()]
+                _copy(inside, outside)
+                whole = [row for row, _ in sent]
                 self._exchange(schedule.average, wire, whole, whole)
-                _copy(_flattened(parts), _flattened(views))
+                _copy(outside, inside)
 
         return self._start(run, values)
 
@@ -139,20 +146,15 @@ class PeerCopies:
         wire = self._wire_dtype or dtype
 
         def run() -> None:
-            for rows in self._plan("each", wire, [whole.numel() for whole in inputs]):
-                sent = [_parts(row, inputs) for row in rows]
-                if wire != dtype:
-                    for peer in range(self._world_size):
+            whole_at, part_at = _addresses(inputs), _addresses(outputs)
+            for *window, own in self._plan("each", wire, [whole.numel() for whole in inputs]):
+                sent = [layout.row(inputs, whole_at) for layout in window]
+                if wire != dtype:  # so that addresses count elements of another size
+                    for peer, row in enumerate(sent):
                         if peer != self._rank:
-                            packed = _empty(rows[peer], wire, self.memory.device)
-                            _copy(
-                                _flattened([_parts_at(rows[peer], packed)]),
-                                [v for _, v in sent[peer]],
-                            )
-                            sent[peer] = [(0, packed)] if packed.numel() else []
-                mine = [_range_of(outputs[p.tensor], p, self._rank) for p in rows[self._rank]]
-                targets = [(p.at, t) for p, t in zip(rows[self._rank], mine, strict=True)]
-                self._exchange(schedule.reduce_scatter, wire, sent, [targets])
+                            sent[peer], inside = packed(row.layout, wire, self.memory.device)
+                            _copy(inside, row.views())
+                self._exchange(schedule.reduce_scatter, wire, sent, [own.row(outputs, part_at)])
 
         return self._start(run, [*outputs, *inputs])
 
@@ -168,11 +170,10 @@ class PeerCopies:
         dtype = wholes[0].dtype if wholes else torch.float32
 
         def run() -> None:
-            for rows in self._plan("each", dtype, [whole.numel() for whole in wholes]):
-                received = [_parts(row, wholes) for row in rows]
-                mine = [_range_of(parts[p.tensor], p, self._rank) for p in rows[self._rank]]
-                sent = [(p.at, t) for p, t in zip(rows[self._rank], mine, strict=True)]
-                self._exchange(schedule.all_gather, dtype, [sent], received)
+            whole_at, part_at = _addresses(wholes), _addresses(parts)
+            for *window, own in self._plan("each", dtype, [whole.numel() for whole in wholes]):
+                received = [layout.row(wholes, whole_at) for layout in window]
+                self._exchange(schedule.all_gather, dtype, [own.row(parts, part_at)], received)
 
         return self._start(run, [*wholes, *parts])
 
@@ -193,22 +194,18 @@ class PeerCopies:
                 run()
             memory.queued(None)
             return Completed()
-        current = torch.cuda.current_stream(memory.device)
         message = Queued(stream, tensors)
+        start = torch.cuda.current_stream(memory.device).record_event()
         with torch.no_grad(), _traced(), torch.cuda.stream(stream):
-            memory.follow(current)
-            self._choose_transfer(current, message)
+            memory.follow(start)
+            self._choose_transfer(start, message)
             run()
             message.event = stream.record_event()
         memory.queued(message.event)
         return message
 
     def _exchange(
-        self,
-        program: Program,
-        dtype: torch.dtype,
-        sent: Sequence[Sequence[_Part]],
-        received: Sequence[Sequence[_Part]],
+        self, program: Program, dtype: torch.dtype, sent: Sequence[Row], received: Sequence[Row]
     ) -> None:
         """Carries out one window.
 
@@ -219,8 +216,8 @@ class PeerCopies:
             received: where each row's results go; of its own row only, if nothing is pulled.
         """
         memory, rank, world_size = self.memory, self._rank, self._world_size
-        number = memory.next_slot()
-        slots = [memory.slot(peer, number, dtype) for peer in range(world_size)]
+        slots = self._slots_of(memory.next_slot(), dtype)
+        stream = 0 if memory.stream is None else memory.stream.cuda_stream
         result = schedule.result_row(world_size)
         own_sent = sent[rank if len(sent) > 1 else 0]
         own_received = received[rank if len(received) > 1 else 0]
@@ -232,82 +229,90 @@ class PeerCopies:
                 case Kind.STAGGER:
                     memory.stagger()
                 case Kind.PUSH:
-                    landing = slots[peer][schedule.landing_row(rank, peer, world_size)]
-                    self._transfer(_places(landing, sent[peer]), _values(sent[peer]))
+                    row = sent[peer]
+                    landing = schedule.landing_row(rank, peer, world_size)
+                    there = _places(slots[peer], landing, row.layout)
+                    self._transfer(there, row.addresses, row.layout.sizes, stream)
                 case Kind.REDUCE if program is schedule.average:
                     self._average(slots[rank], own_sent)
                 case Kind.REDUCE:
                     self._reduce_into(own_received, slots[rank], own_sent)
                 case Kind.PUBLISH:
-                    copy_each(_places(slots[rank][result], own_sent), _values(own_sent))
-                    if not all(map(_same_memory, own_sent, own_received)):
-                        _copy(_values(own_received), _values(own_sent))
+                    there = _places(slots[rank], result, own_sent.layout)
+                    self._singly(there, own_sent.addresses, own_sent.layout.sizes, stream)
+                    if own_sent.addresses != own_received.addresses:
+                        _copy(own_received.views(), own_sent.views())
                 case Kind.PULL:
-                    source = _places(slots[peer][result], received[peer])
-                    self._transfer(_values(received[peer]), source)
+                    row = received[peer]
+                    there = _places(slots[peer], result, row.layout)
+                    self._transfer(row.addresses, there, row.layout.sizes, stream)
 
-    def _choose_transfer(self, current: torch.cuda.Stream, message: Queued) -> None:
+    def _choose_transfer(self, start: torch.cuda.Event, message: Queued) -> None:
         """Chooses what copies for a message: copy engines, or kernels while the GPU waits.
 
         Every rank may choose for itself: what is copied is the same.
+
+        Args:
+            start: in the stream that the message follows.
+            message: before it is queued.
         """
         previous, self._previous = self._previous, None
         if torch.cuda.is_current_stream_capturing():
             self._transfer = copy_each
             return
-        self._previous = weakref.ref(message), current.record_event()
+        self._previous = weakref.ref(message), start
         gpu_waits = False
         if previous is not None:
             # If the GPU has come to where the message before was started, it is at most that far
             # behind the host, and soon waits for it. If that message was awaited since, other work
             # lies between the two, such as the rest of a step, and nothing follows.
-            before, start = previous[0](), previous[1]
-            gpu_waits = before is not None and not before.awaited and start.query()
+            before, start_before = previous[0](), previous[1]
+            gpu_waits = before is not None and not before.awaited and start_before.query()
         if self.by_kernels and gpu_waits:
-            self._transfer = _copy
+            self._transfer = copy_by_kernels
         else:
             self._transfer = copy_batch if self.batched else copy_each
 
-    def _average(self, rows: Tensor, own: Sequence[_Part]) -> None:
+    def _average(self, slot: Tensor, own: Row) -> None:
         """Averages this rank's row, into its result row and into ``own``, which it is read from.
 
         Args:
-            rows: this rank's slot, shape (rows in a slot, elements in a row).
+            slot: this rank's, shape (rows in a slot, elements in a row).
             own: this rank's values, of the same dtype.
         """
-        result = rows[schedule.result_row(self._world_size)]
-        if self.fused and rows.dtype == torch.float32:
+        layout, result_row = own.layout, schedule.result_row(self._world_size)
+        by_torch = [True] * len(own.addresses)
+        if self.fused and slot.dtype == torch.float32:
             from ddp_lite.peer.kernel import average, shares_launch
 
             least = _FUSED_NUMEL if self._world_size == 2 else 0
-            by_torch = []
-            starts, values = [], []
-            for at, value in own:
-                if value.numel() >= least or shares_launch(value, at):
-                    starts.append(at)
-                    values.append(value)
-                else:
-                    by_torch.append((at, value))
-            average(values, starts, rows, result, self._world_size)
-            own = by_torch
-        if not own:
+            entries = list(zip(own.addresses, layout.starts, layout.numels, strict=True))
+            by_torch = [entry[2] < least and not shares_launch(*entry) for entry in entries]
+            chosen = [e for e, other in zip(entries, by_torch, strict=True) if not other]
+            result_at = _row_at(slot, result_row)
+            average(chosen, slot.data_ptr(), result_at, slot.stride(0), self._world_size)
+        if not any(by_torch):
             return
-        values, averages = _values(own), [result[at : at + value.numel()] for at, value in own]
+        result = slot[result_row]
+        values = list(compress(own.views(), by_torch))
+        averages = list(compress(layout.views_in(result), by_torch))
         if self._world_size == 2:
             # a + (b - a)/2, computed in float32 and rounded once; the result is where a landed
             torch._foreach_lerp_(averages, values, 0.5)
         else:
-            copy_each(_places(rows[self._world_size - 1], own), values)
-            length = max(at + value.numel() for at, value in own)
-            torch.mean(rows[: self._world_size, :length], 0, out=result[:length])
+            self._add_own(slot, own)
+            length = layout.length
+            torch.mean(slot[: self._world_size, :length], 0, out=result[:length])
         _copy(values, averages)
 
-    def _reduce_into(self, targets: Sequence[_Part], rows: Tensor, own: Sequence[_Part]) -> None:
+    def _reduce_into(self, targets: Row, slot: Tensor, own: Row) -> None:
         """Averages this rank's row into ``targets``, which divide it as ``own`` does."""
         if self._world_size > 2:
-            copy_each(_places(rows[self._world_size - 1], own), _values(own))
-        for (at, target), (_, value) in zip(targets, own, strict=True):
-            values = rows[: self._world_size, at : at + target.numel()]
+            self._add_own(slot, own)
+        rows = slot[: self._world_size]
+        chunks = zip(own.layout.starts, own.layout.numels, strict=True)
+        for (at, numel), target, value in zip(chunks, targets.views(), own.views(), strict=True):
+            values = rows[:, at : at + numel]
             if self._world_size > 2:
                 torch.mean(values, 0, dtype=target.dtype, out=target)
             elif target.dtype == values.dtype:
@@ -315,9 +320,22 @@ class PeerCopies:
             else:
                 torch.add(value, values[0], out=target).mul_(0.5)
 
+    def _add_own(self, slot: Tensor, own: Row) -> None:
+        """Copies this rank's values beside those that have landed."""
+        _copy(own.layout.views_in(slot[self._world_size - 1]), own.views())
+
+    def _slots_of(self, number: int, dtype: torch.dtype) -> list[Tensor]:
+        """Each rank's slot of a number."""
+        key = (number, dtype)
+        if key not in self._slots:
+            ranks = range(self._world_size)
+            self._slots[key] = [self.memory.slot(peer, number, dtype) for peer in ranks]
+        return self._slots[key]
+
     def _plan(
         self, cut: str, dtype: torch.dtype, numels: Sequence[int], alignment: int = 1
-    ) -> list[list[list[Chunk]]]:
+    ) -> list[list[Layout]]:
+        """For each window the layout of each row, and for "each" that of this rank's own parts."""
         key = (cut, dtype, *numels)
         if key not in self._plans:
             rows = (
@@ -325,18 +343,30 @@ class PeerCopies:
                 if cut == "together"
                 else schedule.cut_each(numels, self._world_size)
             )
-            self._plans[key] = schedule.windows(rows, self.memory.row_bytes // dtype.itemsize)
+            windows = schedule.windows(rows, self.memory.row_bytes // dtype.itemsize)
+            if cut == "each":
+                lengths = [numel // self._world_size for numel in numels]
+                for window in windows:
+                    window.append(schedule.inside_parts(window[self._rank], self._rank, lengths))
+            self._plans[key] = [[Layout(row, dtype.itemsize) for row in w] for w in windows]
         return self._plans[key]
 
     # -- arguments ---------------------------------------------------------------------------
 
     def _checked(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        if not tensors:
+            return tensors
+        dtype, device = tensors[0].dtype, self.memory.device
+        floating = tensors[0].is_floating_point()
         for tensor in tensors:
-            first = tensors[0]
-            if tensor.dtype != first.dtype or not tensor.is_floating_point():
+            # There are hundreds, so the host asks for no more than it must.
+            same = tensor.dtype == dtype
+            if floating and same and tensor.device == device and tensor.is_contiguous():
+                continue
+            if not floating or not same:
                 raise ValueError(
                     "tensors of one message must have one floating dtype, but got "
-                    f"{first.dtype} and {tensor.dtype}. Start one message per dtype"
+                    f"{dtype} and {tensor.dtype}. Start one message per dtype"
                 )
             if tensor.device != self.memory.device:
                 raise ValueError(
@@ -377,53 +407,36 @@ def _traced() -> AbstractContextManager[object]:
     return torch.profiler.record_function("ddp_lite::exchange")
 
 
-def _parts(row: Sequence[Chunk], tensors: Sequence[Tensor]) -> list[_Part]:
-    """The chunks of a row as views of the one-dimensional tensors."""
-    parts = []
-    for chunk in row:
-        tensor = tensors[chunk.tensor]
-        if chunk.end - chunk.begin != tensor.numel():  # a view costs the host microseconds
-            tensor = tensor[chunk.begin : chunk.end]
-        parts.append((chunk.at, tensor))
-    return parts
+def copy_by_kernels(
+    targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: int
+) -> None:
+    """Copies as ``memcpy.copy_each`` does, on the current stream, which ``stream`` must be.
+
+    Copy engines do what is not divisible as the kernel wants it.
+    """
+    from ddp_lite.peer.kernel import can_copy, copy
+
+    entries = list(zip(targets, sources, sizes, strict=True))
+    copy([entry for entry in entries if can_copy(*entry)])
+    for target, source, size in entries:
+        if not can_copy(target, source, size):
+            copy_each([target], [source], [size], stream)
 
 
-def _parts_at(row: Sequence[Chunk], whole: Tensor) -> list[_Part]:
-    """The chunks of a row as views of the row itself."""
-    return [(p.at, whole[p.at : p.at + p.end - p.begin]) for p in row]
+def _addresses(tensors: Sequence[Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
 
 
-def _range_of(part: Tensor, chunk: Chunk, rank: int) -> Tensor:
-    """The chunk of a whole, as a view of this rank's part of that whole."""
-    first = rank * part.numel()
-    return part[chunk.begin - first : chunk.end - first]
+def _places(slot: Tensor, row: int, layout: Layout) -> list[int]:
+    """The addresses of a row's chunks in a slot."""
+    begin = _row_at(slot, row)
+    return [begin + place for place in layout.places]
 
 
-def _empty(row: Sequence[Chunk], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(schedule.length_of(row), dtype=dtype, device=device)
-
-
-def _flattened(rows: Sequence[Sequence[_Part]]) -> list[Tensor]:
-    return [tensor for row in rows for _, tensor in row]
+def _row_at(slot: Tensor, row: int) -> int:
+    return slot.data_ptr() + row * slot.stride(0) * slot.itemsize
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     if targets:
         torch._foreach_copy_(list(targets), list(sources))
-
-
-def _values(parts: Sequence[_Part]) -> list[Tensor]:
-    return [values for _, values in parts]
-
-
-def _places(row: Tensor, parts: Sequence[_Part]) -> list[Tensor]:
-    """Where the parts of a row lie in it, one after the other."""
-    if not parts:
-        return []
-    (first, _), (last, values) = parts[0], parts[-1]
-    sizes = [values.numel() for _, values in parts]
-    return list(row[first : last + values.numel()].split(sizes))
-
-
-def _same_memory(first: _Part, second: _Part) -> bool:
-    return first[1].data_ptr() == second[1].data_ptr()

@@ -68,7 +68,7 @@ class PeerCopyAverage:
             torch.zeros_like(parameter, memory_format=torch.contiguous_format) if g is None else g
             for parameter, g in zip(bucket.parameters, gradients, strict=True)
         ]
-        values = [target.contiguous() for target in targets]  # itself, if it is already
+        values = [target if target.is_contiguous() else target.contiguous() for target in targets]
         return PeerReduction(self.copies.average(values), targets, values)
 
 

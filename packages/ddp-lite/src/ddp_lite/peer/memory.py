@@ -68,8 +68,8 @@ class SharedMemory(Protocol):
     def stagger(self) -> None:
         """Signals rank - 1 and waits for the signal of rank + 1."""
 
-    def follow(self, current: torch.cuda.Stream) -> None:
-        """On CUDA, an exchange begins: ``stream`` waits for ``current``.
+    def follow(self, start: torch.cuda.Event) -> None:
+        """On CUDA, an exchange begins: ``stream``, the current one here, waits for ``start``.
 
         It waits for all ranks too, where the exchange may use a slot that peers still read.
         """
@@ -211,12 +211,12 @@ class PeerMemory:
         self._handle.put_signal(before, _TURN_CHANNEL, self._kernel_timeout_ms)
         self._handle.wait_signal(after, _TURN_CHANNEL, self._kernel_timeout_ms)
 
-    def follow(self, current: torch.cuda.Stream) -> None:
-        """``stream``, the current one here, waits for ``current``, and for all ranks if it must."""
+    def follow(self, start: torch.cuda.Event) -> None:
+        """``stream``, the current one here, waits for ``start``, and for all ranks if it must."""
         assert self.stream is not None
         # A stream that joins a recording by waiting belongs to it until the recording ends.
         joined = torch.cuda.is_current_stream_capturing()
-        self.stream.wait_stream(current)
+        self.stream.wait_event(start)
         recording = torch.cuda.is_current_stream_capturing()
         if self._recordings.begin(recording=recording, first=not joined):
             self.barrier()

@@ -17,7 +17,7 @@ that a CUDA graph repeats break the alternation; ``Recordings`` says where they 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 SLOTS = 2
@@ -235,3 +235,15 @@ def _inside(chunk: Chunk, first: int, last: int) -> list[Chunk]:
 def length_of(row: Sequence[Chunk]) -> int:
     """Elements from the begin of a row to the end of its last chunk."""
     return max((chunk.at + chunk.end - chunk.begin for chunk in row), default=0)
+
+
+def inside_parts(row: Sequence[Chunk], rank: int, numels: Sequence[int]) -> list[Chunk]:
+    """The chunks of row ``rank`` as ranges of that rank's own parts.
+
+    Args:
+        row: of ``cut_each``, or a window of it.
+        rank: whose row it is.
+        numels: elements of each tensor's part.
+    """
+    firsts = [rank * numel for numel in numels]
+    return [replace(c, begin=c.begin - firsts[c.tensor], end=c.end - firsts[c.tensor]) for c in row]

@@ -1,0 +1,85 @@
+"""What the rows of a message consist of: addresses for copies, and views for torch's operations.
+
+A view of a tensor costs the host microseconds, and a message has hundreds of tensors. So views are
+made only where torch computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ddp_lite.peer.schedule import Chunk, length_of
+
+
+class Layout:
+    """The chunks of one row, which all messages of tensors of the same sizes share.
+
+    Args:
+        chunks: in the order in which they lie in the row.
+        itemsize: bytes of an element.
+
+    Attributes:
+        chunks: as given.
+        starts: where each chunk begins in the row, in elements.
+        numels: elements of each chunk.
+        places: where each chunk begins in the row, in bytes.
+        sizes: bytes of each chunk.
+        length: elements of the row up to the end of its last chunk.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], itemsize: int) -> None:
+        self.chunks = chunks
+        self.starts = [chunk.at for chunk in chunks]
+        self.numels = [chunk.end - chunk.begin for chunk in chunks]
+        self.places = [start * itemsize for start in self.starts]
+        self.sizes = [numel * itemsize for numel in self.numels]
+        self.length = length_of(chunks)
+        self._begins = [(chunk.tensor, chunk.begin * itemsize) for chunk in chunks]
+
+    def row(self, tensors: Sequence[Tensor], addresses: Sequence[int]) -> Row:
+        """One message's row.
+
+        Args:
+            tensors: of the message, contiguous.
+            addresses: of the tensors.
+        """
+        at = [addresses[tensor] + begin for tensor, begin in self._begins]
+        return Row(self, tensors, at)
+
+    def views_in(self, row: Tensor) -> list[Tensor]:
+        """Each chunk in a tensor that holds the row from its first element on."""
+        return [row[chunk.at : chunk.at + chunk.end - chunk.begin] for chunk in self.chunks]
+
+
+@dataclass(slots=True)
+class Row:
+    """One row of one message.
+
+    Attributes:
+        layout: its chunks.
+        tensors: of the message.
+        addresses: of the chunks in these tensors.
+    """
+
+    layout: Layout
+    tensors: Sequence[Tensor]
+    addresses: list[int]
+
+    def views(self) -> list[Tensor]:
+        """The chunks, one-dimensional."""
+        return [
+            self.tensors[chunk.tensor].view(-1)[chunk.begin : chunk.end]
+            for chunk in self.layout.chunks
+        ]
+
+
+def packed(layout: Layout, dtype: torch.dtype, device: torch.device) -> tuple[Row, list[Tensor]]:
+    """A row that is a tensor of its own, as one chunk, and views of the layout's chunks in it."""
+    whole = torch.empty(layout.length, dtype=dtype, device=device)
+    chunks = [Chunk(tensor=0, begin=0, end=layout.length, at=0)] if layout.length else []
+    row = Layout(chunks, dtype.itemsize).row([whole], [whole.data_ptr()])
+    return row, layout.views_in(whole)

@@ -1,0 +1,236 @@
+"""What carries out the copies and averages of an exchange: kernels, and calls of the driver."""
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddp_lite.collectives import Queued
+from ddp_lite.peer import PeerCopies
+from ddp_lite.peer import copies as peer_copies
+from ddp_lite.peer import memcpy as peer_memcpy
+from thread_memory import ThreadMemory, Together, bound, on_threads, values
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Has the kernel average on CPUs; holds how many elements it did each time."""
+    if torch.cuda.is_available():
+        pytest.skip("Triton's interpreter must be chosen before any kernel is imported")
+    peer_kernel = pytest.importorskip("ddp_lite.peer.kernel", reason="needs Triton")
+    launched: list[int] = []
+    lock, average = threading.Lock(), peer_kernel.average
+
+    def one_at_a_time(entries: Sequence[tuple[int, int, int]], *arguments: Any) -> None:
+        with lock:  # the interpreter keeps state that threads share
+            launched.extend(numel for _, _, numel in entries)
+            average(entries, *arguments)
+
+    monkeypatch.setattr(peer_kernel, "average", one_at_a_time)
+    monkeypatch.setattr(peer_copies, "_FUSED_NUMEL", 30)
+    return launched
+
+
+def fused(memory: ThreadMemory) -> PeerCopies:
+    copies = PeerCopies(memory)
+    assert not copies.fused, "not chosen on CPUs"
+    copies.fused = True
+    return copies
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_the_kernel_averages(world_size: int, launches: list[int]) -> None:
+    """Small and large tensors in one message, several windows, rows that begin anywhere."""
+    shapes = [(7, 33), (5,), (1,), (400,), (0,), (13,)]
+
+    def work(memory: ThreadMemory, rank: int) -> list[Tensor]:
+        tensors = values(rank, shapes, torch.float32)
+        fused(memory).average(tensors).wait()
+        return tensors
+
+    results = on_threads(world_size, work, row_bytes=512)
+    numel = 7 * 33 + 5 + 1 + 400 + 13
+    assert 400 < sum(launches) < numel if world_size == 2 else sum(launches) == numel
+    for place in range(len(shapes)):
+        each = [values(r, shapes, torch.float32)[place].double() for r in range(world_size)]
+        inputs = torch.stack(each)
+        exact = inputs.mean(0)
+        error = (results[0][place] - exact).abs()
+        assert (error <= bound(inputs, exact, None)).all()
+        for result in results:
+            assert torch.equal(result[place], results[0][place]), "ranks have different bits"
+
+
+def test_the_kernel_leaves_some_to_torch(launches: list[int]) -> None:
+    """Between two ranks small tensors, and other dtypes always."""
+
+    def work(memory: ThreadMemory, rank: int) -> list[Tensor]:
+        small = torch.full((29,), float(rank))
+        tensors = [small, *(small.repeat(3).to(d) for d in (torch.float64, torch.bfloat16))]
+        copies = fused(memory)
+        for tensor in tensors:
+            copies.average([tensor]).wait()
+        return tensors
+
+    for tensors in on_threads(2, work):
+        assert all((tensor == 0.5).all() for tensor in tensors)
+    assert launches == []
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Stands for the driver's functions on CPUs; holds how many copies each call started."""
+    started: list[int] = []
+
+    def copy_now(targets: Any, sources: Any, sizes: Any, count: int, *rest: Any) -> int:
+        assert len(targets) == len(sources) == len(sizes) == count
+        assert all(size > 0 for size in sizes)
+        peer_memcpy.copy_on_host(targets, sources, sizes, 0)
+        started.append(count)
+        return 0
+
+    def copy_one(target: int, source: int, size: int, stream: int) -> int:
+        return copy_now([target], [source], [size], 1)
+
+    calls = {"cuMemcpyAsync": copy_one, "cuMemcpyBatchAsync": copy_now}
+    monkeypatch.setattr(
+        peer_memcpy, "driver_call", lambda name="cuMemcpyBatchAsync": calls.get(name)
+    )
+    return started
+
+
+@pytest.fixture
+def words(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Has the kernel copy on CPUs; holds how many copies it made each time."""
+    if torch.cuda.is_available():
+        pytest.skip("Triton's interpreter must be chosen before any kernel is imported")
+    peer_kernel = pytest.importorskip("ddp_lite.peer.kernel", reason="needs Triton")
+    lock, copy = threading.Lock(), peer_kernel.copy
+    made: list[int] = []
+
+    def one_at_a_time(entries: Sequence[tuple[int, int, int]]) -> None:
+        with lock:  # the interpreter keeps state that threads share
+            made.append(len(entries))
+            copy(entries)
+
+    monkeypatch.setattr(peer_kernel, "copy", one_at_a_time)
+    return made
+
+
+@pytest.mark.parametrize("by_kernels", [False, True], ids=["one call", "kernels"])
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_copies_at_once(
+    world_size: int, dtype: torch.dtype, by_kernels: bool, batches: list[int], words: list[int]
+) -> None:
+    """What one call copies, or kernels do, is what single copies bring."""
+    shapes = [(4096,), (1024,), (7, 33), (5,), (1,), (0,), (13,)]
+
+    def work(memory: ThreadMemory, rank: int) -> list[Tensor]:
+        together, single = PeerCopies(memory), PeerCopies(memory)
+        assert not together.batched, "not chosen on CPUs"
+        assert not together.by_kernels
+        together._transfer = peer_copies.copy_by_kernels if by_kernels else peer_memcpy.copy_batch
+        found = []
+        for copies in (together, single):
+            tensors = values(rank, shapes, dtype)
+            copies.average(tensors).wait()
+            parts = [tensor.view(-1) for tensor in tensors]
+            wholes = [torch.full((part.numel() * world_size,), torch.nan) for part in parts]
+            wholes = [whole.to(dtype) for whole in wholes]
+            copies.all_gather(wholes, parts).wait()
+            again = [torch.full_like(part, torch.nan) for part in parts]
+            copies.reduce_scatter(again, wholes).wait()
+            found.append([*tensors, *wholes, *again])
+        assert all(map(torch.equal, *found))
+        return found[0]
+
+    on_threads(world_size, work, row_bytes=2048)
+    assert (max(batches, default=0) > 1) is not by_kernels
+    assert any(words) is by_kernels
+    assert batches, "the kernel leaves some to the copy engines"
+
+
+@pytest.mark.parametrize("count", [1, 3, 16, 21])
+def test_the_kernel_copies(count: int, words: list[int]) -> None:
+    peer_kernel = pytest.importorskip("ddp_lite.peer.kernel", reason="needs Triton")
+    sources = [torch.rand(32 * (1 + 700 * (i % 3))) for i in range(count)]
+    targets = [torch.full_like(source, torch.nan) for source in sources]
+    entries = [
+        (t.data_ptr(), s.data_ptr(), s.nbytes) for t, s in zip(targets, sources, strict=True)
+    ]
+    assert all(peer_kernel.can_copy(*entry) for entry in entries)
+    peer_kernel.copy(entries)
+    assert all(map(torch.equal, targets, sources))
+    target, source, size = entries[0]
+    assert not peer_kernel.can_copy(target, source, size - 8)
+    assert not peer_kernel.can_copy(target + 8, source, size)
+    assert not peer_kernel.can_copy(target, source + 8, size)
+
+
+def test_kernels_copy_while_the_gpu_waits_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which it does if it has passed the start of a message that is still under way."""
+    recording = Mock(return_value=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", recording)
+    copies = PeerCopies(ThreadMemory(Together(2, 1024), 0))
+    copies.by_kernels = copies.batched = True
+
+    def chosen(message: Queued, *, passed: bool = True, **settings: bool) -> object:
+        for name, value in settings.items():
+            setattr(copies, name, value)
+        copies._choose_transfer(Mock(query=lambda: passed), message)
+        return copies._transfer
+
+    one, two, three, four, five, six, seven, eight = (Queued(Mock(), [Mock()]) for _ in range(8))
+    assert chosen(one, passed=False) is peer_memcpy.copy_batch, "nothing is known yet"
+    assert chosen(two) is peer_memcpy.copy_batch, "the GPU has not come to the first"
+    assert chosen(three) is peer_copies.copy_by_kernels, "it has come to the second"
+    three._tensors = ()
+    assert chosen(four) is peer_memcpy.copy_batch, "the third was awaited"
+    recording.return_value = True
+    assert chosen(five) is peer_memcpy.copy_each
+    recording.return_value = False
+    assert chosen(six) is peer_memcpy.copy_batch, "a recording says nothing of the GPU"
+    assert chosen(seven, by_kernels=False) is peer_memcpy.copy_batch
+    assert chosen(eight, batched=False) is peer_memcpy.copy_each
+    del eight
+    assert chosen(one, by_kernels=True) is peer_memcpy.copy_each, "the one before was dropped"
+
+
+def addresses(*tensors: Tensor) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def test_a_driver_without_batches_for_this_gpu(
+    monkeypatch: pytest.MonkeyPatch, batches: list[int]
+) -> None:
+    single = peer_memcpy.driver_call("cuMemcpyAsync")
+    monkeypatch.setattr(
+        peer_memcpy, "driver_call", lambda *name: single if name else lambda *_: 801
+    )
+    targets, sources = list(torch.zeros(3, 5)), list(torch.rand(3, 5))
+    peer_memcpy.copy_batch(addresses(*targets), addresses(*sources), [20] * 3, 0)
+    assert all(map(torch.equal, targets, sources))
+    assert batches == [1, 1, 1]
+
+
+@pytest.mark.parametrize("name", ["cuMemcpyAsync", "cuMemcpyBatchAsync"])
+def test_copies_that_the_driver_refuses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_memcpy, "driver_call", lambda *_: lambda *_: 719)
+    copy = peer_memcpy.copy_each if name == "cuMemcpyAsync" else peer_memcpy.copy_batch
+    with pytest.raises(RuntimeError, match=rf"accept 1 copies .* but {name} returned error 719"):
+        copy([1], [2], [4], 0)
+
+
+def test_a_host_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", Mock(side_effect=OSError))
+    peer_memcpy.driver_call.cache_clear()
+    try:
+        assert peer_memcpy.driver_call() is None
+    finally:
+        peer_memcpy.driver_call.cache_clear()
