@@ -9,12 +9,10 @@ import re
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,17 +22,13 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from ddp_lite import BucketedDDP, MissingGradientError, ModelMismatchError, PeerFailureError
-from ddp_lite.collectives import all_gather_json
-from ddp_lite.errors import Peer
 from ddp_lite.observers import Policy
-from ddp_lite.peer import PeerCopyAverage, PeerMemory
-from ddp_lite.peer import hook as peer_hook
+from ddp_lite.peer import PeerCopyAverage
 from ddp_lite.peer import memory as peer_memory
+from pretended_gpus import ROW_BYTES, pretended_gpus
 from process_memory import ProcessMemory
 from ranks import run_ranks
 
-ROW_BYTES = 512
-LARGE = 1000  # bytes of a message that is large enough here
 ON_CPU = "(collectives: copies are between GPUs, and the messages are on cpu)"
 
 
@@ -53,48 +47,6 @@ class Mixed(nn.Module):
             layer(torch.full((2, 17), scale, dtype=layer.weight.dtype)) for layer in self.layers
         ]
         return torch.stack([part.abs().double().square().mean() for part in parts]).sum()
-
-
-@contextmanager
-def pretended_gpus(
-    rank: int,
-    *,
-    host: str = "host",
-    gpu: int | None = None,
-    reaches: bool = True,
-    memory: Any = None,
-) -> Iterator[Mock]:
-    """Wrappers that are built inside see modules on CPUs as if they were on one GPU per rank.
-
-    Yields:
-        Counts the messages by which ranks ask each other about hosts and GPUs.
-    """
-    gpu = rank if gpu is None else gpu
-    here = replace(Peer.here(), host=host)
-    asked = Mock(side_effect=all_gather_json)
-    choose = peer_hook.chosen_hook
-
-    def chosen(group: Any, message_bytes: int, _device: object, wire_dtype: Any) -> Any:
-        return choose(group, message_bytes, torch.device("cuda", gpu), wire_dtype)
-
-    with ExitStack() as patches:
-        for target, name, value in (
-            (peer_memory, "all_gather_json", asked),
-            (peer_memory, "backend_for", lambda *_: "nccl"),
-            (peer_hook, "SMALLEST_MESSAGE_BYTES", LARGE),
-            (Peer, "here", lambda: here),
-            (torch.cuda, "is_available", lambda: True),
-            (torch.cuda, "current_device", lambda: gpu),
-            (torch.cuda, "device_count", lambda: 2),
-            (torch.cuda, "can_device_access_peer", lambda mine, other: reaches),
-            (torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid=str(i))),
-        ):
-            patches.enter_context(patch.object(target, name, value))
-        patches.enter_context(patch("ddp_lite.reduction.chosen_hook", chosen))
-        patches.enter_context(patch("ddp_lite.reduction.SMALLEST_MESSAGE_BYTES", LARGE))
-        if memory is not None:
-            patches.enter_context(patch.object(PeerMemory, "without_asking", memory))
-        yield asked
 
 
 def large() -> nn.Module:

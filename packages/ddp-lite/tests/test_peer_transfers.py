@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_lite.collectives import Queued
 from ddp_lite.peer import PeerCopies
 from ddp_lite.peer import copies as peer_copies
 from ddp_lite.peer import memcpy as peer_memcpy
@@ -104,38 +103,16 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return started
 
 
-@pytest.fixture
-def words(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Has the kernel copy on CPUs; holds how many copies it made each time."""
-    if torch.cuda.is_available():
-        pytest.skip("Triton's interpreter must be chosen before any kernel is imported")
-    peer_kernel = pytest.importorskip("ddp_lite.peer.kernel", reason="needs Triton")
-    lock, copy = threading.Lock(), peer_kernel.copy
-    made: list[int] = []
-
-    def one_at_a_time(entries: Sequence[tuple[int, int, int]]) -> None:
-        with lock:  # the interpreter keeps state that threads share
-            made.append(len(entries))
-            copy(entries)
-
-    monkeypatch.setattr(peer_kernel, "copy", one_at_a_time)
-    return made
-
-
-@pytest.mark.parametrize("by_kernels", [False, True], ids=["one call", "kernels"])
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_many_copies_at_once(
-    world_size: int, dtype: torch.dtype, by_kernels: bool, batches: list[int], words: list[int]
-) -> None:
-    """What one call copies, or kernels do, is what single copies bring."""
-    shapes = [(4096,), (1024,), (7, 33), (5,), (1,), (0,), (13,)]
+def test_many_copies_at_once(world_size: int, dtype: torch.dtype, batches: list[int]) -> None:
+    """What one call copies is what single copies bring."""
+    shapes = [(7, 33), (5,), (1,), (400,), (0,), (13,)]
 
     def work(memory: ThreadMemory, rank: int) -> list[Tensor]:
         together, single = PeerCopies(memory), PeerCopies(memory)
         assert not together.batched, "not chosen on CPUs"
-        assert not together.by_kernels
-        together._transfer = peer_copies.copy_by_kernels if by_kernels else peer_memcpy.copy_batch
+        together._transfer = peer_memcpy.copy_batch
         found = []
         for copies in (together, single):
             tensors = values(rank, shapes, dtype)
@@ -150,56 +127,23 @@ def test_many_copies_at_once(
         assert all(map(torch.equal, *found))
         return found[0]
 
-    on_threads(world_size, work, row_bytes=2048)
-    assert (max(batches, default=0) > 1) is not by_kernels
-    assert any(words) is by_kernels
-    assert batches, "the kernel leaves some to the copy engines"
+    on_threads(world_size, work, row_bytes=512)
+    assert max(batches) > 1
 
 
-@pytest.mark.parametrize("count", [1, 3, 16, 21])
-def test_the_kernel_copies(count: int, words: list[int]) -> None:
-    peer_kernel = pytest.importorskip("ddp_lite.peer.kernel", reason="needs Triton")
-    sources = [torch.rand(32 * (1 + 700 * (i % 3))) for i in range(count)]
-    targets = [torch.full_like(source, torch.nan) for source in sources]
-    entries = [
-        (t.data_ptr(), s.data_ptr(), s.nbytes) for t, s in zip(targets, sources, strict=True)
-    ]
-    assert all(peer_kernel.can_copy(*entry) for entry in entries)
-    peer_kernel.copy(entries)
-    assert all(map(torch.equal, targets, sources))
-    target, source, size = entries[0]
-    assert not peer_kernel.can_copy(target, source, size - 8)
-    assert not peer_kernel.can_copy(target + 8, source, size)
-    assert not peer_kernel.can_copy(target, source + 8, size)
-
-
-def test_kernels_copy_while_the_gpu_waits_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which it does if it has passed the start of a message that is still under way."""
+def test_recordings_hold_single_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     recording = Mock(return_value=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", recording)
-    copies = PeerCopies(ThreadMemory(Together(2, 1024), 0))
-    copies.by_kernels = copies.batched = True
-
-    def chosen(message: Queued, *, passed: bool = True, **settings: bool) -> object:
-        for name, value in settings.items():
-            setattr(copies, name, value)
-        copies._choose_transfer(Mock(query=lambda: passed), message)
-        return copies._transfer
-
-    one, two, three, four, five, six, seven, eight = (Queued(Mock(), [Mock()]) for _ in range(8))
-    assert chosen(one, passed=False) is peer_memcpy.copy_batch, "nothing is known yet"
-    assert chosen(two) is peer_memcpy.copy_batch, "the GPU has not come to the first"
-    assert chosen(three) is peer_copies.copy_by_kernels, "it has come to the second"
-    three._tensors = ()
-    assert chosen(four) is peer_memcpy.copy_batch, "the third was awaited"
-    recording.return_value = True
-    assert chosen(five) is peer_memcpy.copy_each
-    recording.return_value = False
-    assert chosen(six) is peer_memcpy.copy_batch, "a recording says nothing of the GPU"
-    assert chosen(seven, by_kernels=False) is peer_memcpy.copy_batch
-    assert chosen(eight, batched=False) is peer_memcpy.copy_each
-    del eight
-    assert chosen(one, by_kernels=True) is peer_memcpy.copy_each, "the one before was dropped"
+    memory = ThreadMemory(Together(2, 1024), 0)
+    memory.device = torch.device("cuda", 0)
+    copies = PeerCopies(memory)
+    for batched in (True, False):
+        copies.batched = batched
+        expected = peer_memcpy.copy_batch if batched else peer_memcpy.copy_each
+        assert copies._choose_transfer() is expected
+        recording.return_value = True
+        assert copies._choose_transfer() is peer_memcpy.copy_each
+        recording.return_value = False
 
 
 def addresses(*tensors: Tensor) -> list[int]:

@@ -1,9 +1,8 @@
 """Step 4: one asynchronous all-reduce per bucket, during backward.
 
-Buckets of parameters in reverse registration order combine the second step's large messages with
-the third step's overlap. The bucket that completes last has nothing to hide under, so it is
-small. From the first step on buckets are reduced while backward runs; after it, the buckets are
-planned once more in the order in which rank 0's gradients really arrived.
+Buckets in reverse registration order combine the second step's large messages with the third's
+overlap. The bucket that completes last has nothing to hide under, so it is small. After the first
+step the buckets are planned once more, in the order in which rank 0's gradients really arrived.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ class BucketedDDP(DataParallelBase):
         comm_hook: ``hook(flat, bucket)`` reduces the flat tensor in place (or keeps what it
             needs of it), averages, and returns something with ``wait()``. Or a ``GradientHook``.
             Ranks compare its attribute ``settings``, a string, if it has one. "collectives" or
-            None: the process group's own, such as NCCL's. "auto": copies between GPUs if
-            ``ddp_lite.peer.choose_communication`` finds them possible and buckets large enough,
-            else "collectives"; ``explain()`` says which and why.
+            None: the process group's own, such as NCCL's. "auto": copies between GPUs where
+            ``ddp_lite.peer.choose_communication`` finds them possible, for large buckets and GPUs
+            that do not wait for their hosts, else "collectives"; ``explain()`` says which and why.
         rebucket: plan again in observed order after the first step; costs one broadcast. None:
             yes, unless a hook is the caller's, who may rely on the buckets.
         process_group, missing_gradients, auto_finish: see ``DataParallelBase``.
@@ -125,7 +124,7 @@ class BucketedDDP(DataParallelBase):
         self._rebucket_next = self._rebucket
         plan = self._sizes.plan(specs[::-1])  # backward meets the last registered ones first
         with self._step.naming_failures_of("the choice between copies and collectives"):
-            self._transport.choose(self.process_group, self.device, typical_bytes(plan, specs))
+            self._transport.choose(self._step, typical_bytes(plan, specs))
         return plan
 
     def _plan_again(self, arrived: Sequence[int]) -> list[tuple[int, ...]] | None:

@@ -209,11 +209,6 @@ class Queued:
         self._stream, self._tensors = stream, tensors
         self.event: torch.cuda.Event | None = None
 
-    @property
-    def awaited(self) -> bool:
-        """Whether ``wait`` has been called."""
-        return not self._tensors
-
     def wait(self) -> None:
         """The current stream waits, not the host."""
         assert self.event is not None

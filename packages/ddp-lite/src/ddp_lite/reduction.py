@@ -27,7 +27,9 @@ from torch import Tensor
 
 from ddp_lite.buckets import Bucket, ParameterSpec
 from ddp_lite.collectives import Averager, Both, Chain, SideStream, Waitable, require_floating
+from ddp_lite.host_limit import HostLimit
 from ddp_lite.peer.hook import SMALLEST_MESSAGE_BYTES, Communication, chosen_hook
+from ddp_lite.step import Step
 
 
 class Reduction(Protocol):
@@ -162,6 +164,8 @@ class Transport:
 
     Attributes:
         name: "auto" or "collectives"; None where a hook of the user averages.
+        host_limit: has collectives take the place of the copies that "auto" has led to, while the
+            hosts limit the steps; None where nothing does.
 
     Raises:
         ValueError: a ``wire_dtype`` that is not floating-point, or a hook besides it; something
@@ -180,6 +184,8 @@ class Transport:
         self._side = SideStream()
         self.name: str | None = None
         self._choice: Communication | None = None  # for a name, and why
+        self.host_limit: HostLimit | None = None
+        self._deterministic = torch.are_deterministic_algorithms_enabled()
         self._settled = False
         if wire_dtype is not None:
             require_floating(wire_dtype, "wire_dtype")
@@ -208,14 +214,13 @@ class Transport:
                 "reduce_gradients(bucket, gradients); see ddp_lite.hooks"
             )
 
-    def choose(self, group: dist.ProcessGroup, device: torch.device, message_bytes: int) -> None:
+    def choose(self, step: Step, message_bytes: int) -> None:
         """For "auto": takes copies between GPUs if they are possible and worth it.
 
         Collective for messages that are large enough, and then once: later calls change nothing.
 
         Args:
-            group: the ranks.
-            device: of the gradients.
+            step: whose gradients travel. If copies are chosen, ``host_limit`` observes it.
             message_bytes: size of the buckets that most of the gradients travel in.
         """
         if self.name != "auto" or self._settled:
@@ -225,9 +230,13 @@ class Transport:
             self._choice = Communication(name="collectives", reason=reason)
             return
         self._gradient_hook, self._choice = chosen_hook(
-            group, message_bytes, device, self._wire_dtype
+            step.group, message_bytes, step.device, self._wire_dtype
         )
         self._settled = message_bytes >= SMALLEST_MESSAGE_BYTES  # what is left does not change
+        # NCCL's sums over three ranks or more may differ in their last bits.
+        if self._gradient_hook is not None and not self._deterministic:
+            self.host_limit = HostLimit(step.device)
+            step.observe(self.host_limit)
 
     def release(self) -> None:
         """Lets go of the memory that was shared for an automatic choice."""
@@ -250,17 +259,20 @@ class Transport:
             messages: of the bucket's dtype. Without a hook and a ``wire_dtype`` they travel in the
                 same collective.
         """
-        if self._wire_dtype is not None and self._gradient_hook is None:
+        limit, hook = self.host_limit, self._gradient_hook
+        if limit is not None and limit.asks_for_collectives:
+            hook = None
+        if self._wire_dtype is not None and hook is None:
 
             def send(flat: Tensor) -> Waitable:
                 return _and(average_on_wire(flat, average), messages, average)
 
             stream = self._side.on(bucket.device)
             return WireReduction(bucket, gradients, send, self._wire_dtype, stream)
-        if self._gradient_hook is not None:
+        if hook is not None:
             average.collectives += 1
             average.bytes += bucket.nbytes
-            reduction = self._gradient_hook.reduce_gradients(bucket, gradients)
+            reduction = hook.reduce_gradients(bucket, gradients)
             return _WithMessages(reduction, average(messages)) if messages else reduction
         if self._flat_hook is not None:
             bucket.flat = flat = bucket.parameters[0].new_empty(bucket.padded_numel)
@@ -295,6 +307,8 @@ class Transport:
             hook = self._flat_hook if self._gradient_hook is None else self._gradient_hook
             kind = hook if isinstance(hook, type | FunctionType) else type(hook)
             name = f"{kind.__qualname__} {getattr(hook, 'settings', '')}"
+        elif name == "auto" and self._deterministic:
+            name = "auto, with deterministic algorithms"
         return {"copy": str(self._copy), "wire_dtype": str(self._wire_dtype), "comm_hook": name}
 
     def __str__(self) -> str:
@@ -303,6 +317,8 @@ class Transport:
 
     def _words(self) -> str:
         copied = self._choice is not None and self._choice.name == "peer-copy"
+        if self.host_limit is not None and self.host_limit.found:
+            return "averaged by collectives while the hosts limit the steps, else copied"
         if self._wire_dtype is not None:
             how = "copied between GPUs" if copied else "flattened and sent"
             return f"{how} as {str(self._wire_dtype).removeprefix('torch.')}"

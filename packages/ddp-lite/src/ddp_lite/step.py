@@ -32,10 +32,10 @@ from torch import Tensor, nn
 from ddp_lite.arrivals import Arrivals, EndOfBackward, TrainableParameters
 from ddp_lite.buckets import Bucket, ParameterSpec, make_buckets
 from ddp_lite.errors import MissingGradientError, PeerProbe, SynchronizationError, unfinished
-from ddp_lite.reduction import Reduction
 
 if TYPE_CHECKING:
     from ddp_lite.base import DataParallelBase
+    from ddp_lite.reduction import Reduction
 
 
 class Observer:
@@ -117,11 +117,10 @@ class Step:
     ) -> None:
         self.wrapper, self.group, self.device = wrapper.__name__, group, device
         self.peer_probe = PeerProbe(group, self.wrapper)
-        self.observers = list(observers)
-        # This event happens once per bucket, so those that ignore it are not called.
-        self.observers_of_gradients = [
-            o for o in observers if type(o).gradients_taken != Observer.gradients_taken
-        ]
+        self.observers: list[Observer] = []
+        self.observers_of_gradients: list[Observer] = []
+        for observer in observers:
+            self.observe(observer)
         self.number = -1  # errors of the constructor speak of step 0
         self.specs: list[ParameterSpec] = []
         self.parameters: list[nn.Parameter] = []
@@ -131,6 +130,13 @@ class Step:
         self.buckets: list[Bucket] = []
         self.in_flight: dict[Bucket, Reduction] = {}
         self.started: list[Bucket] = []
+
+    def observe(self, observer: Observer) -> None:
+        """Tells ``observer`` of each event from here on, after the others."""
+        self.observers.append(observer)
+        # This event happens once per bucket, so those that ignore it are not called.
+        if type(observer).gradients_taken != Observer.gradients_taken:
+            self.observers_of_gradients.append(observer)
 
     # -- its parameters and its end ----------------------------------------------------------
 

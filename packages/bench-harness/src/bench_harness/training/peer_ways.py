@@ -5,9 +5,8 @@ Averages are right in all of them.
 - "torch-sums": torch's operations average, and copy each average to the gradients: 20 bytes of
   memory traffic per element in place of the 16 of ddp-lite's kernel.
 - "default-priority": the copies' stream does not come first where kernels wait for SMs.
-- "single-copies": torch starts every copy by itself, in place of one call of the driver for all
-  copies to or from a peer.
-- "copies-only": no kernels in place of copies while the GPU waits for the host.
+- "single-copies": the driver is called for every copy, in place of once for all copies to or from
+  a peer.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from bench_harness.experiments.base import CaseSkipped
 from bench_harness.training.settings import PeerWay
 from ddp_lite.peer import PeerCopies, PeerMemory
 
-_WAYS = ("torch-sums", "default-priority", "single-copies", "copies-only")
+_WAYS = ("torch-sums", "default-priority", "single-copies")
 
 
 def copies_without(memory: PeerMemory, way: PeerWay, wire_dtype: torch.dtype | None) -> PeerCopies:
@@ -39,8 +38,6 @@ def copies_without(memory: PeerMemory, way: PeerWay, wire_dtype: torch.dtype | N
         copies.fused = False
     if way == "single-copies":
         copies.batched = False
-    if way == "copies-only":
-        copies.by_kernels = False
     if way == "default-priority":
         memory.stream = torch.cuda.Stream(memory.device)
     return copies

@@ -39,7 +39,6 @@ PeerWay: TypeAlias = Literal[
     "torch-sums",
     "default-priority",
     "single-copies",
-    "copies-only",
     "one-kernel",
     "keep-by-memcpy",
     "high-priority",

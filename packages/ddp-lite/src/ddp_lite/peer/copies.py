@@ -6,9 +6,8 @@ share. Here the transfers are plain copies between GPUs with peer access, which 
 are short kernels, and signals are kernels of one small thread block.
 
 Every operation that is started costs the host time, and so does every view of a tensor. So copies
-and kernels are given addresses; one call of the driver starts all copies to or from a peer
-(``memcpy.py``); and while the GPU waits for the host, which leaves SMs idle, a kernel does the work
-of all these copies (``kernel.py``).
+and kernels are given addresses, and one call of the driver starts all copies to or from a peer
+(``memcpy.py``, ``kernel.py``).
 
 An average over N ranks, of which rank r averages row r of each message::
 
@@ -29,7 +28,6 @@ Triton; torch's operations do the rest. ``schedule.py`` has the order of all ope
 from __future__ import annotations
 
 import importlib.util
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import compress
@@ -70,8 +68,6 @@ class PeerCopies:
             is installed.
         batched: whether one call starts all copies to or from a peer: on CUDA, where the driver
             has it. In the recording of a graph, which cannot hold such a call, they are single.
-        by_kernels: whether kernels copy while the GPU waits for the host, where Triton is
-            installed; never in a recording.
 
     Raises:
         TypeError: ``memory`` is something else, such as a process group.
@@ -92,8 +88,6 @@ class PeerCopies:
         on_cuda = memory.device.type == "cuda"
         self.fused = on_cuda and importlib.util.find_spec("triton") is not None
         self.batched = on_cuda and driver_call() is not None
-        self.by_kernels = self.fused
-        self._previous: tuple[weakref.ref[Queued], torch.cuda.Event] | None = None
         self._singly = copy_each if on_cuda else copy_on_host
         self._transfer: Transfer = self._singly
         self._plans: dict[tuple[object, ...], list[list[Layout]]] = {}
@@ -198,7 +192,7 @@ class PeerCopies:
         start = torch.cuda.current_stream(memory.device).record_event()
         with torch.no_grad(), _traced(), torch.cuda.stream(stream):
             memory.follow(start)
-            self._choose_transfer(start, message)
+            self._transfer = self._choose_transfer()
             run()
             message.event = stream.record_event()
         memory.queued(message.event)
@@ -247,31 +241,11 @@ class PeerCopies:
                     there = _places(slots[peer], result, row.layout)
                     self._transfer(row.addresses, there, row.layout.sizes, stream)
 
-    def _choose_transfer(self, start: torch.cuda.Event, message: Queued) -> None:
-        """Chooses what copies for a message: copy engines, or kernels while the GPU waits.
-
-        Every rank may choose for itself: what is copied is the same.
-
-        Args:
-            start: in the stream that the message follows.
-            message: before it is queued.
-        """
-        previous, self._previous = self._previous, None
-        if torch.cuda.is_current_stream_capturing():
-            self._transfer = copy_each
-            return
-        self._previous = weakref.ref(message), start
-        gpu_waits = False
-        if previous is not None:
-            # If the GPU has come to where the message before was started, it is at most that far
-            # behind the host, and soon waits for it. If that message was awaited since, other work
-            # lies between the two, such as the rest of a step, and nothing follows.
-            before, start_before = previous[0](), previous[1]
-            gpu_waits = before is not None and not before.awaited and start_before.query()
-        if self.by_kernels and gpu_waits:
-            self._transfer = copy_by_kernels
-        else:
-            self._transfer = copy_batch if self.batched else copy_each
+    def _choose_transfer(self) -> Transfer:
+        """What copies to and from peers: a recording cannot hold the driver's one call for many."""
+        if self.batched and not torch.cuda.is_current_stream_capturing():
+            return copy_batch
+        return self._singly
 
     def _average(self, slot: Tensor, own: Row) -> None:
         """Averages this rank's row, into its result row and into ``own``, which it is read from.
@@ -405,22 +379,6 @@ def _traced() -> AbstractContextManager[object]:
     if not torch._C._autograd._profiler_enabled():  # a range costs microseconds even then
         return _NO_RANGE
     return torch.profiler.record_function("ddp_lite::exchange")
-
-
-def copy_by_kernels(
-    targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: int
-) -> None:
-    """Copies as ``memcpy.copy_each`` does, on the current stream, which ``stream`` must be.
-
-    Copy engines do what is not divisible as the kernel wants it.
-    """
-    from ddp_lite.peer.kernel import can_copy, copy
-
-    entries = list(zip(targets, sources, sizes, strict=True))
-    copy([entry for entry in entries if can_copy(*entry)])
-    for target, source, size in entries:
-        if not can_copy(target, source, size):
-            copy_each([target], [source], [size], stream)
 
 
 def _addresses(tensors: Sequence[Tensor]) -> list[int]:

@@ -1,6 +1,6 @@
-"""The kernels of an exchange: averages of a row, and copies; a module of its own for Triton's sake.
+"""The kernel that averages one row of an exchange; a module of its own because it needs Triton.
 
-They are given addresses. Of a tensor Triton's launcher asks for its address, and the driver for
+It is given addresses. Of a tensor Triton's launcher asks for its address, and the driver for
 what lies there, which takes the host longer than the rest of a launch.
 """
 
@@ -17,7 +17,6 @@ _BLOCK, _NUM_WARPS = 4096, 8  # elements that one program averages, and the warp
 # Triton compiles a kernel for each number of tensors and for each pattern of what in them is
 # divisible by 16. So only tensors that are divisible throughout share a launch, by powers of two.
 _DIVISOR, _MOST_TENSORS = 16, 16
-_WORD_BYTES = 8  # which copies are made in
 
 
 def shares_launch(own: int, start: int, numel: int) -> bool:
@@ -58,25 +57,6 @@ def average(
         )
 
 
-def can_copy(target: int, source: int, size: int) -> bool:
-    """Whether ``copy`` takes this."""
-    return (target | source) % _DIVISOR == 0 and size % (_DIVISOR * _WORD_BYTES) == 0
-
-
-def copy(entries: Sequence[Entry]) -> None:
-    """Copies between addresses, queued on the current stream, in any order among themselves.
-
-    Args:
-        entries: target, source and size in bytes of each copy, as ``can_copy`` wants them. This
-            GPU can reach the addresses.
-    """
-    words = [(target, source, size // _WORD_BYTES) for target, source, size in entries]
-    for group in _groups(words):
-        copy_kernel[(_blocks(group),)](
-            *zip(*group, strict=True), _BLOCK, num_warps=_NUM_WARPS, enable_fp_fusion=False
-        )
-
-
 def _groups(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
     """What each launch works on, with entries of no elements up to a power of two.
 
@@ -106,9 +86,18 @@ def average_kernel(  # type: ignore[no-untyped-def]
     block: tl.constexpr,
 ):
     """See ``average``; ``aligned`` is whether everything is divisible by 16."""
-    address, start, numel, offset = _locate(owns, starts, numels, block)
-    own = _pointer(address, tl.float32, aligned)
-    rows, published = _pointer(landed, tl.float32, aligned), _pointer(result, tl.float32, aligned)
+    # Which tensor this program works on, and which of its blocks.
+    index = tl.program_id(0)
+    address, start, numel = owns[0], starts[0], numels[0]
+    first = tl.cdiv(numels[0], block)
+    first_of_own = 0
+    for i in tl.static_range(1, len(owns)):
+        if index >= first:
+            address, start, numel, first_of_own = owns[i], starts[i], numels[i], first
+        first += tl.cdiv(numels[i], block)
+    offset = (index - first_of_own).to(tl.int64) * block + tl.arange(0, block)
+    own, rows = _pointer(address, aligned), _pointer(landed, aligned)
+    published = _pointer(result, aligned)
     inside = offset < numel
     total = tl.load(own + offset, inside)
     for row in tl.static_range(world_size - 1):
@@ -119,31 +108,7 @@ def average_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def copy_kernel(targets, sources, words, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """See ``copy``."""
-    target, source, count, offset = _locate(targets, sources, words, block)
-    inside = offset < count
-    values = tl.load(_pointer(source, tl.int64, True) + offset, inside)
-    tl.store(_pointer(target, tl.int64, True) + offset, values, inside)
-
-
-@triton.jit
-def _pointer(address, dtype: tl.constexpr, aligned: tl.constexpr):  # type: ignore[no-untyped-def]
+def _pointer(address, aligned: tl.constexpr):  # type: ignore[no-untyped-def]
     """Without the hint Triton loads and stores single elements, whatever the address is."""
-    pointer = address.to(tl.pointer_type(dtype))
+    pointer = address.to(tl.pointer_type(tl.float32))
     return tl.multiple_of(pointer, 16) if aligned else pointer
-
-
-@triton.jit
-def _locate(firsts, seconds, numels, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The entry of the three tuples that this program works on, and its elements there."""
-    index = tl.program_id(0)
-    first, second, numel = firsts[0], seconds[0], numels[0]
-    end = tl.cdiv(numels[0], block)  # of the blocks of all entries so far
-    begin = 0
-    for i in tl.static_range(1, len(firsts)):
-        if index >= end:
-            first, second, numel, begin = firsts[i], seconds[i], numels[i], end
-        end += tl.cdiv(numels[i], block)
-    offset = (index - begin).to(tl.int64) * block + tl.arange(0, block)
-    return first, second, numel, offset
