@@ -65,6 +65,8 @@ def test_labels_say_what_differs_and_nothing_else() -> None:
         of.read({"wrapper": "flat", "compile": "blocks"}, {"precision": "bf16"}),
     ]
     assert of.labels(variants) == ["FlatDDP", "FlatDDP, compile=blocks"]
+    most = of.read({"wrapper": "overlap", "compile": "blocks"}, {"precision": "bf16"})
+    assert of.labels([*variants, most]) == ["FlatDDP, compile=off", "FlatDDP", "OverlapDDP"]
     with pytest.raises(ValueError, match="variants must differ, but got 'FlatDDP' twice"):
         of.labels([variants[0], variants[0]])
 

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from bench_harness.convert import converted
@@ -468,11 +470,11 @@ class Settings:
             **{name: getattr(self, name) for name in SHARED},
         }
 
-    def label(self, *, differing: Sequence[str] = ()) -> str:
+    def label(self, *, usual: Mapping[str, Any] = MappingProxyType({})) -> str:
         """The variant's name.
 
         Args:
-            differing: those of :data:`SHARED` in which the variants of the case differ.
+            usual: values of :data:`SHARED`; the name gives others, and none that is not in it.
         """
         if not self.communicates:
             parts = ["no communication"]
@@ -483,10 +485,10 @@ class Settings:
         if not (plain and self.optimizer.label == AdamW.title):
             parts.append(self.optimizer.label)
         text = " + ".join(parts)
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name in differing and value != field.default:
-                text += f", {field.name}={value}"
+        for name in usual:
+            value = getattr(self, name)
+            if value != usual[name]:
+                text += f", {name}={value}"
         return text
 
 
@@ -519,11 +521,20 @@ def read(variant: Mapping[str, Any] | str, defaults: Mapping[str, Any]) -> Setti
 def labels(variants: Sequence[Settings]) -> list[str]:
     """The variants' names within one case.
 
+    Where they differ in what they share, a name gives what is not the default; of what the case's
+    own label says, precision and compilation, it gives what most variants do not have.
+
     Raises:
         ValueError: two variants are the same.
     """
-    differing = [name for name in SHARED if len({getattr(v, name) for v in variants}) > 1]
-    made = [variant.label(differing=differing) for variant in variants]
+    usual: dict[str, Any] = {}
+    for field in dataclasses.fields(Settings):
+        counts = Counter(getattr(variant, field.name) for variant in variants)
+        if field.name in SHARED and len(counts) > 1:
+            value, count = counts.most_common(1)[0]
+            most = field.name in ("precision", "compile") and count > len(variants) / 2
+            usual[field.name] = value if most else field.default
+    made = [variant.label(usual=usual) for variant in variants]
     for name in made:
         if made.count(name) > 1:
             raise ValueError(
