@@ -19,6 +19,7 @@ from __future__ import annotations
 import builtins
 import random
 import threading
+import time
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -259,6 +260,8 @@ class Machine:
         self.copies: list[Callable[[], None]] = []
         self.back = threading.Semaphore(0)
         self.error: BaseException | None = None
+        self.waiting = 0  # partitions that wait for predecessors
+        self.idle_since: float | None = None
         self.hardware: dict[int, HardwareBarrier] = {}
         self.transaction: dict[int, TransactionBarrier] = {}
         self.memory: list[Any] = []  # kept, so that addresses stay unique
@@ -281,8 +284,12 @@ class Machine:
             able: list[Any] = [p for p in self.partitions if not p.done and p.condition()]
             weights = [p.weight for p in able] + [copies_weight] * len(self.copies)
             if not weights:
-                self.error = SimulationError("deadlock")
+                if self._others_may_signal():
+                    continue
+                stuck = "a predecessor that never signals" if self.waiting else "deadlock"
+                self.error = SimulationError(stuck)
                 break
+            self.idle_since = None
             chosen = self.random.choices([*able, *self.copies], weights)[0]
             if isinstance(chosen, Partition):
                 self.here = chosen
@@ -302,6 +309,13 @@ class Machine:
                 raise SimulationError(f"{partition.name} ends with something under way")
         if self.copies or any(b.arrived for b in self.hardware.values()):
             raise SimulationError("the end leaves copies, or arrivals at a barrier")
+
+    def _others_may_signal(self) -> bool:
+        """Waits a moment for programs that run at the same time, for a second in all."""
+        now = time.monotonic()
+        self.idle_since = self.idle_since or now
+        time.sleep(0.001)
+        return self.waiting > 0 and now < self.idle_since + 1
 
     def _run_one(self, partition: Partition, function: Any, arguments: Sequence[Any]) -> None:
         partition.turn.acquire()
@@ -437,10 +451,13 @@ class Machine:
         self.pause()
 
     def wait_for_predecessors(self, counter: Pointer, n_predecessors: int, condition: bool) -> None:
-        """Programs run one after another: those before this one have signalled by now."""
-        self.pause()
-        if condition and counter.memory[counter.offsets] < n_predecessors:
-            raise SimulationError("a predecessor that never signals")
+        """Of programs that run at the same time, or that have ended."""
+        if condition:
+            self.waiting += 1
+            self.pause(lambda: counter.memory[counter.offsets] >= n_predecessors)
+            self.waiting -= 1
+        else:
+            self.pause()
 
     def signal_successors(self, counter: Pointer, condition: bool) -> None:
         """Of all warps of a partition."""

@@ -136,11 +136,13 @@ def shipped() -> list[Request]:
     requests += [Request(64, "bf16", capped)]
     for options in (capped, capped | {"window": (500, None)}):
         requests += [Request(128, "bf16", options, direction=direction) for direction in both]
-    # Packed sequences, and dQ added up in order: one mask, the one with most code.
+    # Packed sequences, with the mask that has most code, and dQ added up in order, also in rings.
     for d in (64, 128):
-        causal = {"causal": True}
-        requests += [Request(d, "bf16", causal, direction=x, sequences=9) for x in both]
-        requests += [Request(d, "bf16", causal | {"deterministic": True}, direction="backward")]
+        requests += [Request(d, "bf16", {"causal": True}, direction=x, sequences=9) for x in both]
+        requests += [
+            Request(d, "bf16", {"causal": causal, "deterministic": True}, direction="backward")
+            for causal in (True, False)
+        ]
     return requests
 
 

@@ -55,6 +55,10 @@ MORE_SPILLS = {
     ("3.8", "backward", 128, "causal, ordered"): (48, 2),
     ("3.9", "backward", 64, "causal, ordered"): (784, 29),
     ("3.9", "backward", 128, "causal, ordered"): (364, 10),
+    ("3.6", "backward", 64, "full, ordered"): (120, 0),
+    ("3.7", "backward", 64, "full, ordered"): (112, 0),
+    ("3.9", "backward", 64, "full, ordered"): (88, 1),
+    ("3.9", "backward", 128, "full, ordered"): (200, 8),
     # dK and dV take two thirds of the registers.
     ("3.6", "backward", 192, "full"): (264, 3),
     ("3.6", "backward", 192, "causal"): (692, 14),

@@ -7,6 +7,7 @@ fp64, so that results are the definition's, or wrong.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -62,7 +63,10 @@ def run(
     seed: int,
     changes: dict[str, Any],
 ) -> None:
-    """All programs of one launch, one after another, on ``memory``: contiguous arrays."""
+    """All programs of one launch on ``memory``, contiguous arrays.
+
+    One after another; those that add in a fixed order, which wait for others, at the same time.
+    """
     parameters: list[Any] = []
     for like, array in zip(launch.parameters, memory, strict=True):
         if isinstance(like, TileMap):
@@ -73,10 +77,15 @@ def run(
                 parameters.append(Descriptor(array.reshape(like.shape), like.block, dtype))
         else:
             parameters.append(None if like is None else Pointer(array.reshape(-1)))
-    for program in range(launch.grid[0]):
+
+    def run_one(program: int) -> None:
         functions = load(module, Machine(seed, program, launch.grid[0]), **changes)
         kernel = functions[launch.kernel.__name__]
         kernel(*parameters, *launch.numbers, **launch.constants)
+
+    programs = range(launch.grid[0])
+    with ThreadPoolExecutor(len(programs) if launch.constants.get("ORDERED") else 1) as pool:
+        list(pool.map(run_one, programs))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,6 +248,8 @@ PROBLEMS: dict[str, dict[str, Any]] = {
 # Backward, deterministic gradients.
 ORDERED: dict[str, dict[str, Any]] = {
     "full, grouped": {"heads": (2, 1), "lengths": (200, 300)},
+    "full, in a ring": {"heads": (2, 1), "lengths": (500, 400)},
+    "full, in a ring, ragged": {"lengths": (650, 300)},
     "causal": {"lengths": (400, 400), "causal": True},
     "more keys than queries": {"lengths": (100, 400), "causal": True},
     "fewer, bottom-right": {"lengths": (400, 200), "causal": "bottom-right"},
@@ -319,7 +330,10 @@ def test_backward_of_wide_heads(name: str, head_dim: int, value_dim: int) -> Non
 
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), *WIDE], ids=str)
 @pytest.mark.parametrize("name", ORDERED)
-def test_ordered_backward_on_random_schedules(name: str, head_dims: tuple[int, int]) -> None:
+def test_ordered_backward_on_random_schedules(
+    name: str, head_dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward, "multiprocessors", lambda device: 10)  # rings of five
     head_dim, value_dim = head_dims
     problem = problem_of(
         head_dim=head_dim, value_dim=value_dim, deterministic=True, **ORDERED[name]
@@ -336,6 +350,7 @@ PACKED: dict[str, dict[str, Any]] = {
     "empty": {"lengths": [(0, 0), (0, 70), (65, 0), (128, 128)], "causal": True},
     "window": {"lengths": [(200, 200), (70, 70)], "causal": True, "window": (40, None)},
     "ordered": {"lengths": [(70, 0), (300, 300), (1, 140)], "causal": True, "deterministic": True},
+    "rings": {"lengths": [(500, 400), (300, 300), (1, 900)], "deterministic": True},
 }
 
 
@@ -419,7 +434,10 @@ def test_packed_forward_on_random_schedules(name: str, head_dims: tuple[int, int
 @interpreted
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), *WIDE], ids=str)
 @pytest.mark.parametrize("name", PACKED)
-def test_packed_backward_on_random_schedules(name: str, head_dims: tuple[int, int]) -> None:
+def test_packed_backward_on_random_schedules(
+    name: str, head_dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward, "multiprocessors", lambda device: 10)  # rings of five
     seed = list(PACKED).index(name)
     packed = packed_problem(name, head_dims, seed)
     width, _ = forward_widths(head_dims)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashattn_triton.hopper import forward
 from flashattn_triton.hopper.backward_256 import backward_256_kernel
 from flashattn_triton.hopper.backward_kernel import hopper_backward_kernel
 from flashattn_triton.hopper.backward_products import OWN, STATISTICS
@@ -328,7 +329,13 @@ def hopper_backward_call(
         },
         {**shape, "WIDTH": sum_width, "NARROW": head_dim < width},
     )
-    narrow = {"COLUMNS": columns_in_use(head_dim, width)} if width <= 128 else {}
+    narrow = {}
+    if width <= 128:
+        may_ring = options.deterministic and options.band == (None, None)
+        narrow = {
+            "COLUMNS": columns_in_use(head_dim, width),
+            "RING": most_in_ring(device) if may_ring else 0,
+        }
     main = FastLaunch(
         kernel,
         programs[1],
@@ -381,3 +388,11 @@ def hopper_backward_call(
         order_counters=rows // queries * 2 if options.deterministic else 0,
         copied=None if all(part is None for part in copied) else copied,
     )
+
+
+def most_in_ring(device: torch.device) -> int:
+    """How many programs surely run at the same time, also beside another kernel's.
+
+    With larger rings, programs that do not fit on the GPU beside whole ones would wait too long.
+    """
+    return min(32, forward.multiprocessors(device) // 2)

@@ -32,6 +32,12 @@ its diagonal, the first tile of queries that sees its keys, and its predecessors
 tiles. Predecessors have smaller program indices, and the hardware starts those first, so that no
 program waits for one that cannot start.
 
+Without a mask all programs of a head would begin at its first tile of queries, and each would wait
+for all before it. If there are at most RING of them, which surely run at the same time, they form a
+ring instead: each begins at the tile of queries that lies beside its keys, goes on after the last
+tile with the first one, and the order in a tile is that of the steps in which programs come to it.
+A program waits only for earlier steps of others, so that none waits for itself.
+
 Legend: B batch, H query heads, G key/value heads, N_q queries, N_k keys, D head_dim.
 """
 
@@ -69,6 +75,7 @@ from flashattn_triton.hopper.schedule import (
     next_query_tile,
     predecessor_warps,
     query_tiles,
+    ring_of,
     store_tile,
     tiles_before,
     walk,
@@ -115,6 +122,7 @@ def _producer(
     PACKED: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr,
     ORDERED: gl.constexpr,
+    RING: gl.constexpr,
 ):
     """Fetches K and V once, then each step's Q with L and delta, and dO."""
     q_desc, k_desc, v_desc, do_desc, statistics_desc = loads
@@ -124,12 +132,13 @@ def _producer(
     KEY_BYTES: gl.constexpr = 2 * KEYS * D * 2
     QUERY_BYTES: gl.constexpr = QUERIES * D * 2
     _, _, N_KV_HEADS, HEADS_PER_KV, _ = sizes
-    first_key, kv_head, n_queries, _, offset, q_at, k_at, sequence = key_tile_of_program(
+    first_key, kv_head, n_queries, n_keys, offset, q_at, k_at, sequence = key_tile_of_program(
         sizes, tiles_ptr, KEYS, PACKED, BOTTOM_RIGHT, ORDERED
     )
     n_tiles = query_tiles(n_queries, QUERIES, PACKED)
+    ring = ring_of(n_keys, n_tiles, RING, KEYS, QUERIES)
     first, last, wrap, per_head = walk(
-        first_key, offset, band, n_tiles, KEYS, QUERIES, is_causal, HAS_LEFT, ORDERED
+        first_key, offset, band, n_tiles, KEYS, QUERIES, is_causal, HAS_LEFT, ORDERED, ring
     )
     steps = per_head * HEADS_PER_KV
     mbarrier.expect(kv_full, KEY_BYTES)
@@ -325,6 +334,7 @@ def _consumer(
     PACKED: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr,
     ORDERED: gl.constexpr,
+    RING: gl.constexpr,
 ):
     """dK and dV of 64 keys, and half of each tile of dQ."""
     kv_full, q_full, do_full = full
@@ -344,8 +354,9 @@ def _consumer(
     all_keys = n_keys
     n_keys -= own_key
     n_tiles = query_tiles(n_queries, QUERIES, PACKED)
+    ring = ring_of(all_keys, n_tiles, RING, KEYS, QUERIES)
     first, _, _, per_head = walk(
-        first_key, offset, band, n_tiles, KEYS, QUERIES, is_causal, HAS_LEFT, ORDERED
+        first_key, offset, band, n_tiles, KEYS, QUERIES, is_causal, HAS_LEFT, ORDERED, ring
     )
     steps = per_head * HEADS_PER_KV
     # Under a causal mask, all queries of a tile see all keys here if its first query does.
@@ -396,7 +407,15 @@ def _consumer(
                 if ORDERED:
                     last_added_tile = previous_tile
                     n_predecessors = predecessor_warps(
-                        first + j, first_key, all_keys, offset, n_tiles, KEYS, QUERIES, is_causal
+                        first + j,
+                        first_key,
+                        all_keys,
+                        offset,
+                        n_tiles,
+                        KEYS,
+                        QUERIES,
+                        is_causal,
+                        ring,
                     )
                 previous_tile = head + wrapped(first + j, n_tiles)
         for j in range(n_masked, n_seen):
@@ -409,7 +428,15 @@ def _consumer(
             if ORDERED:
                 last_added_tile = previous_tile
                 n_predecessors = predecessor_warps(
-                    first + j, first_key, all_keys, offset, n_tiles, KEYS, QUERIES, is_causal
+                    first + j,
+                    first_key,
+                    all_keys,
+                    offset,
+                    n_tiles,
+                    KEYS,
+                    QUERIES,
+                    is_causal,
+                    ring,
                 )
             previous_tile = head + wrapped(first + j, n_tiles)
         if HAS_LEFT:
@@ -424,7 +451,15 @@ def _consumer(
                 if ORDERED:
                     last_added_tile = previous_tile
                     n_predecessors = predecessor_warps(
-                        first + j, first_key, all_keys, offset, n_tiles, KEYS, QUERIES, is_causal
+                        first + j,
+                        first_key,
+                        all_keys,
+                        offset,
+                        n_tiles,
+                        KEYS,
+                        QUERIES,
+                        is_causal,
+                        ring,
                     )
                 previous_tile = head + first + j
         head += n_tiles
@@ -486,13 +521,15 @@ def hopper_backward_kernel(
     PACKED: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr,
     ORDERED: gl.constexpr,
+    RING: gl.constexpr,
 ):
     """dK and dV, and dQ / scale added to ``dq_ptr``. Grid: key tiles · B · G.
 
     ``offset``: key index minus query index of the last key that a query sees, if ``is_causal``.
     ``COLUMNS``: of tiles, those in use. ``band``: how many keys before that one a query sees, if
     ``HAS_LEFT``. ``RAGGED``: the last tile has keys past the end. ``PACKED``, ``BOTTOM_RIGHT``: as
-    of the forward kernel; there are at most as many tiles as programs.
+    of the forward kernel; there are at most as many tiles as programs. ``RING``: how many programs
+    may form a ring; 0 unless ORDERED and without a mask.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     QUERIES: gl.constexpr = q_desc.block_shape[-2]
@@ -530,16 +567,16 @@ def hopper_backward_kernel(
         gl.warp_specialize([
             (_producer, (
                 loads, full, buffers, sizes, tiles_ptr, band, QUERIES, is_causal, HAS_LEFT, PACKED,
-                BOTTOM_RIGHT, ORDERED,
+                BOTTOM_RIGHT, ORDERED, RING,
             )),
             (_consumer, (
                 dk_desc, dv_desc, full, buffers, ds_smem, dq_ptr, order_counters_ptr, scale,
                 scale_log2, tanh_scale, sizes, tiles_ptr, band, 0, COLUMNS, RAGGED, is_causal,
-                HAS_LEFT, PACKED, BOTTOM_RIGHT, ORDERED,
+                HAS_LEFT, PACKED, BOTTOM_RIGHT, ORDERED, RING,
             )),
             (_consumer, (
                 dk_desc, dv_desc, full, buffers, ds_smem, dq_ptr, order_counters_ptr, scale,
                 scale_log2, tanh_scale, sizes, tiles_ptr, band, 1, COLUMNS, RAGGED, is_causal,
-                HAS_LEFT, PACKED, BOTTOM_RIGHT, ORDERED,
+                HAS_LEFT, PACKED, BOTTOM_RIGHT, ORDERED, RING,
             )),
         ], [4, 4], [240, 240])  # fmt: skip

@@ -354,12 +354,14 @@ def walk(
     is_causal: gl.constexpr,
     HAS_LEFT: gl.constexpr,
     ORDERED: gl.constexpr,
+    ring=0,
 ):
     """Which of a head's tiles of queries see some key here: (first, last, wrap, count).
 
     The count is at least 1. ``wrap`` is the tile that comes after ``last``. Without a mask programs
     start at different tiles, so that they do not all add to the same part of dQ: ``wrap`` is then
-    tile 0. Otherwise it is ``first``, of the next head.
+    tile 0. Otherwise it is ``first``, of the next head. If ORDERED they start at different tiles
+    only in a ``ring``, see :func:`ring_of`.
     """
     first = 0
     last = n_tiles - 1
@@ -367,8 +369,10 @@ def walk(
         first = min(max(first_key - offset, 0) // QUERIES, last)
     if HAS_LEFT:
         last = max(min((first_key + KEYS - 1 - offset + band) // QUERIES, last), first)
-    if is_causal or HAS_LEFT or ORDERED:
+    if is_causal or HAS_LEFT:
         return first, last, first, last - first + 1
+    if ORDERED:
+        return gl.where(ring > 0, first_key // QUERIES, 0), last, 0, n_tiles
     return (first_key // QUERIES) % n_tiles, last, 0, n_tiles
 
 
@@ -389,13 +393,35 @@ def predecessor_warps(
     KEYS: gl.constexpr,
     QUERIES: gl.constexpr,
     is_causal: gl.constexpr,
+    ring=0,
 ):
-    """How many warps of one consumer add to a tile of dQ before those of this program do."""
+    """How many warps of one consumer add to a tile of dQ before those of this program do.
+
+    In a ring, the step in which a program comes to a tile decides, and ``tile`` counts on after the
+    last one.
+    """
     last_key = n_keys - 1
     if is_causal:  # the last tile of queries is walked over by all programs
         seen = min(last_key, (tile + 1) * QUERIES - 1 + offset)
         last_key = gl.where(tile == n_tiles - 1, last_key, seen)
-    return (max(last_key, 0) // KEYS - first_key // KEYS) * WARPS
+    last_tile = max(last_key, 0) // KEYS
+    n = last_tile - first_key // KEYS
+    if not is_causal:
+        STRIDE: gl.constexpr = KEYS // QUERIES  # of first tiles of queries in a ring
+        wrapped = gl.where(tile < n_tiles, 0, (tile - n_tiles) // STRIDE + 1)
+        in_ring = min(tile // STRIDE, last_tile) - first_key // KEYS + wrapped
+        n = gl.where(ring > 0, in_ring, n)
+    return n * WARPS
+
+
+@gluon.jit
+def ring_of(n_keys, n_tiles, RING: gl.constexpr, KEYS: gl.constexpr, QUERIES: gl.constexpr):
+    """How many programs form a ring, which the backward kernel's docstring describes; 0 for none.
+
+    All programs of a head, if they are at most RING and have different first tiles of queries.
+    """
+    n = gl.cdiv(max(n_keys, 1), KEYS)
+    return gl.where((n <= RING) & ((n - 1) * (KEYS // QUERIES) < n_tiles), n, 0)
 
 
 @gluon.jit
