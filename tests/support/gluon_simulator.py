@@ -19,7 +19,6 @@ from __future__ import annotations
 import builtins
 import random
 import threading
-import time
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -250,10 +249,47 @@ class Partition:
     unfenced: list[tuple[Any, Any]] = field(default_factory=list)
 
 
+class Grid:
+    """Programs that run at the same time, each in its thread, and may wait for others' signals."""
+
+    def __init__(self, programs: int) -> None:
+        self.signals = 0
+        self._running, self._idle = programs, 0
+        self._changed = threading.Condition()
+
+    def signalled(self) -> None:
+        """To be called after each signal."""
+        with self._changed:
+            self.signals += 1
+            self._idle = 0
+            self._changed.notify_all()
+
+    def ended(self) -> None:
+        """To be called when a program has ended, also by an error."""
+        with self._changed:
+            self._running -= 1
+            self._changed.notify_all()
+
+    def wait(self, signals: int) -> bool:
+        """Waits for more than so many signals; False if nobody is left to give one."""
+        with self._changed:
+            if self.signals == signals:
+                self._idle += 1
+            while self.signals == signals:
+                if self._idle >= self._running:
+                    self._changed.notify_all()
+                    return False
+                self._changed.wait()
+        return True
+
+
 class Machine:
     """One program of a kernel, on one random schedule."""
 
-    def __init__(self, seed: int, program: int, programs: int = 1) -> None:
+    def __init__(
+        self, seed: int, program: int, programs: int = 1, grid: Grid | None = None
+    ) -> None:
+        self.grid = grid or Grid(1)
         self.random = random.Random(seed)
         self.program, self.programs = program, programs
         self.partitions: list[Partition] = []
@@ -261,7 +297,6 @@ class Machine:
         self.back = threading.Semaphore(0)
         self.error: BaseException | None = None
         self.waiting = 0  # partitions that wait for predecessors
-        self.idle_since: float | None = None
         self.hardware: dict[int, HardwareBarrier] = {}
         self.transaction: dict[int, TransactionBarrier] = {}
         self.memory: list[Any] = []  # kept, so that addresses stay unique
@@ -281,15 +316,15 @@ class Machine:
         for thread in threads:
             thread.start()
         while not self.error and not all(p.done for p in self.partitions):
+            signals = self.grid.signals
             able: list[Any] = [p for p in self.partitions if not p.done and p.condition()]
             weights = [p.weight for p in able] + [copies_weight] * len(self.copies)
             if not weights:
-                if self._others_may_signal():
+                if self.waiting and self.grid.wait(signals):
                     continue
                 stuck = "a predecessor that never signals" if self.waiting else "deadlock"
                 self.error = SimulationError(stuck)
                 break
-            self.idle_since = None
             chosen = self.random.choices([*able, *self.copies], weights)[0]
             if isinstance(chosen, Partition):
                 self.here = chosen
@@ -309,13 +344,6 @@ class Machine:
                 raise SimulationError(f"{partition.name} ends with something under way")
         if self.copies or any(b.arrived for b in self.hardware.values()):
             raise SimulationError("the end leaves copies, or arrivals at a barrier")
-
-    def _others_may_signal(self) -> bool:
-        """Waits a moment for programs that run at the same time, for a second in all."""
-        now = time.monotonic()
-        self.idle_since = self.idle_since or now
-        time.sleep(0.001)
-        return self.waiting > 0 and now < self.idle_since + 1
 
     def _run_one(self, partition: Partition, function: Any, arguments: Sequence[Any]) -> None:
         partition.turn.acquire()
@@ -464,6 +492,7 @@ class Machine:
         self.pause()
         if condition:
             counter.memory[counter.offsets] += WARP_GROUP // 32
+            self.grid.signalled()
 
     def load(self, pointer: Pointer) -> Integer:
         """Of one integer."""

@@ -38,6 +38,7 @@ from flashattn_triton.launch import Packing
 from flashattn_triton.options import AttentionOptions, resolve_options
 from gluon_simulator import (
     Descriptor,
+    Grid,
     Machine,
     PackedDescriptor,
     Pointer,
@@ -78,13 +79,19 @@ def run(
         else:
             parameters.append(None if like is None else Pointer(array.reshape(-1)))
 
-    def run_one(program: int) -> None:
-        functions = load(module, Machine(seed, program, launch.grid[0]), **changes)
-        kernel = functions[launch.kernel.__name__]
-        kernel(*parameters, *launch.numbers, **launch.constants)
-
     programs = range(launch.grid[0])
-    with ThreadPoolExecutor(len(programs) if launch.constants.get("ORDERED") else 1) as pool:
+    together = len(programs) if launch.constants.get("ORDERED") else 1
+    grid = Grid(together)
+
+    def run_one(program: int) -> None:
+        machine = Machine(seed, program, launch.grid[0], grid if together > 1 else None)
+        kernel = load(module, machine, **changes)[launch.kernel.__name__]
+        try:
+            kernel(*parameters, *launch.numbers, **launch.constants)
+        finally:
+            grid.ended()
+
+    with ThreadPoolExecutor(together) as pool:
         list(pool.map(run_one, programs))
 
 
