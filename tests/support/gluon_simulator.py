@@ -26,6 +26,8 @@ from typing import Any
 
 import numpy as np
 
+from gluon_grid import Grid
+
 WARP_GROUP = 128  # threads of a partition
 BYTES = {"half": 2, "float32": 4}
 
@@ -247,40 +249,6 @@ class Partition:
     products: list[Callable[[], None]] = field(default_factory=list)
     stores: list[Callable[[], None]] = field(default_factory=list)
     unfenced: list[tuple[Any, Any]] = field(default_factory=list)
-
-
-class Grid:
-    """Programs that run at the same time, each in its thread, and may wait for others' signals."""
-
-    def __init__(self, programs: int) -> None:
-        self.signals = 0
-        self._running, self._idle = programs, 0
-        self._changed = threading.Condition()
-
-    def signalled(self) -> None:
-        """To be called after each signal."""
-        with self._changed:
-            self.signals += 1
-            self._idle = 0
-            self._changed.notify_all()
-
-    def ended(self) -> None:
-        """To be called when a program has ended, also by an error."""
-        with self._changed:
-            self._running -= 1
-            self._changed.notify_all()
-
-    def wait(self, signals: int) -> bool:
-        """Waits for more than so many signals; False if nobody is left to give one."""
-        with self._changed:
-            if self.signals == signals:
-                self._idle += 1
-            while self.signals == signals:
-                if self._idle >= self._running:
-                    self._changed.notify_all()
-                    return False
-                self._changed.wait()
-        return True
 
 
 class Machine:

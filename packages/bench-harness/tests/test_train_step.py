@@ -60,12 +60,10 @@ def test_a_label_is_made_from_the_settings(variant: object, label: str) -> None:
 
 
 def test_labels_say_what_differs_and_nothing_else() -> None:
-    variants = [
-        of.read("flat", {"precision": "bf16"}),
-        of.read({"wrapper": "flat", "compile": "blocks"}, {"precision": "bf16"}),
-    ]
+    bf16 = {"precision": "bf16"}
+    variants = [of.read("flat", bf16), of.read({"wrapper": "flat", "compile": "blocks"}, bf16)]
     assert of.labels(variants) == ["FlatDDP", "FlatDDP, compile=blocks"]
-    most = of.read({"wrapper": "overlap", "compile": "blocks"}, {"precision": "bf16"})
+    most = of.read({"wrapper": "overlap", "compile": "blocks"}, bf16)
     assert of.labels([*variants, most]) == ["FlatDDP, compile=off", "FlatDDP", "OverlapDDP"]
     with pytest.raises(ValueError, match="variants must differ, but got 'FlatDDP' twice"):
         of.labels([variants[0], variants[0]])

@@ -36,9 +36,9 @@ from flashattn_triton.hopper.launch import FastLaunch, TileMap, edges
 from flashattn_triton.hopper.schedule import FIELDS, packed_tiles_kernel
 from flashattn_triton.launch import Packing
 from flashattn_triton.options import AttentionOptions, resolve_options
+from gluon_grid import Grid
 from gluon_simulator import (
     Descriptor,
-    Grid,
     Machine,
     PackedDescriptor,
     Pointer,

@@ -233,7 +233,7 @@ class Transport:
             step.group, message_bytes, step.device, self._wire_dtype
         )
         self._settled = message_bytes >= SMALLEST_MESSAGE_BYTES  # what is left does not change
-        # NCCL's sums over three ranks or more may differ in their last bits.
+        # Changing over changes the last bits of averages, so deterministic programs always copy.
         if self._gradient_hook is not None and not self._deterministic:
             self.host_limit = HostLimit(step.device)
             step.observe(self.host_limit)

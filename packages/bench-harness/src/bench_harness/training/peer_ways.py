@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import torch
 
-from bench_harness.experiments.base import CaseSkipped
 from bench_harness.training.settings import PeerWay
 from ddp_lite.peer import PeerCopies, PeerMemory
-
-_WAYS = ("torch-sums", "default-priority", "single-copies")
 
 
 def copies_without(memory: PeerMemory, way: PeerWay, wire_dtype: torch.dtype | None) -> PeerCopies:
@@ -27,12 +24,7 @@ def copies_without(memory: PeerMemory, way: PeerWay, wire_dtype: torch.dtype | N
         memory: see ``PeerCopies``.
         way: see the module.
         wire_dtype: see ``PeerCopies``.
-
-    Raises:
-        CaseSkipped: a way of earlier rows, which ddp-lite goes itself by now, or never will.
     """
-    if way not in _WAYS:
-        raise CaseSkipped(f"peer_way must be one of {', '.join(_WAYS)}, but got {way}. Correct it.")
     copies = PeerCopies(memory, wire_dtype=wire_dtype)
     if way == "torch-sums":
         copies.fused = False

@@ -36,15 +36,7 @@ Wire: TypeAlias = Literal["exact", "rounded", "compressed"]
 #: Parts of an exchange by copies between GPUs; see :mod:`bench_harness.training.peer_parts`.
 PeerParts: TypeAlias = Literal["none", "barriers", "barriers+averaging", "barriers+copies"]
 #: Other ways to carry out such an exchange; see :mod:`bench_harness.training.peer_ways`.
-#: The last three are those of earlier rows, which are read but cannot be measured again.
-PeerWay: TypeAlias = Literal[
-    "torch-sums",
-    "default-priority",
-    "single-copies",
-    "one-kernel",
-    "keep-by-memcpy",
-    "high-priority",
-]
+PeerWay: TypeAlias = Literal["torch-sums", "default-priority", "single-copies"]
 Table: TypeAlias = dict[str, Any]
 
 
@@ -528,12 +520,12 @@ def labels(variants: Sequence[Settings]) -> list[str]:
         ValueError: two variants are the same.
     """
     usual: dict[str, Any] = {}
-    for field in dataclasses.fields(Settings):
-        counts = Counter(getattr(variant, field.name) for variant in variants)
-        if field.name in SHARED and len(counts) > 1:
+    for name in SHARED:
+        counts = Counter(getattr(variant, name) for variant in variants)
+        if len(counts) > 1:
             value, count = counts.most_common(1)[0]
-            most = field.name in ("precision", "compile") and count > len(variants) / 2
-            usual[field.name] = value if most else field.default
+            most = name in ("precision", "compile") and count > len(variants) / 2
+            usual[name] = value if most else getattr(Settings, name)
     made = [variant.label(usual=usual) for variant in variants]
     for name in made:
         if made.count(name) > 1:

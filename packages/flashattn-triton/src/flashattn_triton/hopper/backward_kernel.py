@@ -407,16 +407,9 @@ def _consumer(
                 if ORDERED:
                     last_added_tile = previous_tile
                     n_predecessors = predecessor_warps(
-                        first + j,
-                        first_key,
-                        all_keys,
-                        offset,
-                        n_tiles,
-                        KEYS,
-                        QUERIES,
-                        is_causal,
+                        first + j, first_key, all_keys, offset, n_tiles, KEYS, QUERIES, is_causal,
                         ring,
-                    )
+                    )  # fmt: skip
                 previous_tile = head + wrapped(first + j, n_tiles)
         for j in range(n_masked, n_seen):
             s, dk, dv = _step(
@@ -428,16 +421,9 @@ def _consumer(
             if ORDERED:
                 last_added_tile = previous_tile
                 n_predecessors = predecessor_warps(
-                    first + j,
-                    first_key,
-                    all_keys,
-                    offset,
-                    n_tiles,
-                    KEYS,
-                    QUERIES,
-                    is_causal,
+                    first + j, first_key, all_keys, offset, n_tiles, KEYS, QUERIES, is_causal,
                     ring,
-                )
+                )  # fmt: skip
             previous_tile = head + wrapped(first + j, n_tiles)
         if HAS_LEFT:
             for j in range(n_seen, per_head):
@@ -451,16 +437,9 @@ def _consumer(
                 if ORDERED:
                     last_added_tile = previous_tile
                     n_predecessors = predecessor_warps(
-                        first + j,
-                        first_key,
-                        all_keys,
-                        offset,
-                        n_tiles,
-                        KEYS,
-                        QUERIES,
-                        is_causal,
+                        first + j, first_key, all_keys, offset, n_tiles, KEYS, QUERIES, is_causal,
                         ring,
-                    )
+                    )  # fmt: skip
                 previous_tile = head + first + j
         head += n_tiles
 
