@@ -446,14 +446,11 @@ class Machine:
                 pointers.memory[at + i] += values  # no address comes twice
         self.pause()
 
-    def wait_for_predecessors(self, counter: Pointer, n_predecessors: int, condition: bool) -> None:
+    def wait_for_predecessors(self, counter: Pointer, n_signals: int) -> None:
         """Of programs that run at the same time, or that have ended."""
-        if condition:
-            self.waiting += 1
-            self.pause(lambda: counter.memory[counter.offsets] >= n_predecessors)
-            self.waiting -= 1
-        else:
-            self.pause()
+        self.waiting += 1
+        self.pause(lambda: counter.memory[counter.offsets] >= n_signals)
+        self.waiting -= 1
 
     def signal_successors(self, counter: Pointer, condition: bool) -> None:
         """Of all warps of a partition."""

@@ -172,7 +172,8 @@ def check_forward(problem: Problem, seed: int, **changes: Any) -> None:
     close(out, p @ problem.repeated(v))
 
 
-def check_backward(problem: Problem, seed: int, **changes: Any) -> None:
+def check_backward(problem: Problem, seed: int, schedule: int | None = None, **changes: Any) -> Any:
+    """Returns the sum of dQ. ``schedule``: the seed of the partitions' order, if another."""
     q, k, v, do = problem.inputs(seed)
     scale = problem.options.scale
     head_dims = problem.head_dim, problem.value_dim or problem.head_dim
@@ -200,18 +201,19 @@ def check_backward(problem: Problem, seed: int, **changes: Any) -> None:
     launch = backward.hopper_backward_call(tensors, None, problem.options).main
     turns = counters(dq_sum, queries, problem.options)
     memory = [q, k, v, do, statistics, dq_sum, dk, dv, None, turns]
-    run(launch, BACKWARD_MODULES[width], memory, seed, changes)
+    run(launch, BACKWARD_MODULES[width], memory, seed if schedule is None else schedule, changes)
     dq = in_order(dq_sum)[:, :, :n_queries, : problem.head_dim]
     close(dq * scale, ds @ keys)
     close(dk, problem.summed(ds.swapaxes(2, 3) @ q))
     close(dv, problem.summed(p.swapaxes(2, 3) @ do))
+    return dq_sum
 
 
 def counters(dq_sum: Any, queries: int, options: AttentionOptions) -> Any:
     """Zeros that count who has added to each tile of dQ, if there is an order."""
     if not options.deterministic:
         return None
-    return np.zeros(dq_sum.size // dq_sum.shape[-1] // queries * 2, dtype=np.int64)
+    return np.zeros(dq_sum.size // dq_sum.shape[-1] // queries, dtype=np.int64)
 
 
 def in_order(dq_sum: Any) -> Any:
@@ -346,6 +348,18 @@ def test_ordered_backward_on_random_schedules(
         head_dim=head_dim, value_dim=value_dim, deterministic=True, **ORDERED[name]
     )
     check_backward(problem, list(ORDERED).index(name))
+
+
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), *WIDE], ids=str)
+@pytest.mark.parametrize("name", ["full, in a ring", "causal", "window"])
+def test_no_schedule_changes_ordered_gradients(name: str, head_dims: tuple[int, int]) -> None:
+    head_dim, value_dim = head_dims
+    problem = problem_of(
+        head_dim=head_dim, value_dim=value_dim, deterministic=True, **ORDERED[name]
+    )
+    first, *others = (check_backward(problem, 0, schedule) for schedule in range(3))
+    for other in others:
+        np.testing.assert_array_equal(first, other)
 
 
 # ---- packed sequences ----------------------------------------------------------------------------
@@ -528,3 +542,12 @@ def test_the_simulation_finds_programs_that_do_not_signal() -> None:
     problem = problem_of((200, 300), 64, deterministic=True)
     with pytest.raises(SimulationError, match="a predecessor that never signals"):
         check_backward(problem, 0, signal_successors=NOTHING)
+
+
+def test_the_simulation_finds_additions_that_are_not_in_order() -> None:
+    problem = problem_of((400, 400), 64, causal=True, deterministic=True)
+    first, *others = (
+        check_backward(problem, 0, schedule, wait_for_predecessors=NOTHING)
+        for schedule in range(10)
+    )
+    assert not all(np.array_equal(first, other) for other in others)

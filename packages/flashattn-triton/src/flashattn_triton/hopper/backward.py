@@ -385,7 +385,7 @@ def hopper_backward_call(
         shared=((rows * (columns // 2 + width),), (1,), fp32),
         query_tiles=query_tiles,
         key_tiles=key_tiles,
-        order_counters=rows // queries * 2 if options.deterministic else 0,
+        order_counters=rows // queries if options.deterministic else 0,
         copied=None if all(part is None for part in copied) else copied,
     )
 

@@ -43,6 +43,7 @@ from flashattn_triton.hopper.backward_kernel import (
 )
 from flashattn_triton.hopper.backward_products import STATISTICS, subtract
 from flashattn_triton.hopper.schedule import (
+    WARPS,
     allow_addition,
     key_tile_of_program,
     load_tile,
@@ -122,8 +123,10 @@ def _producer(
             ready = step - STAGES
             if ready >= 0:
                 allow_addition(
-                    may_add.index(slot), order_counters_ptr + first_tile, tile_to_add, head_to_add,
-                    first_key, n_keys, offset, n_tiles, TILE, TILE, is_causal,
+                    may_add.index(slot),
+                    order_counters_ptr + first_tile + head_to_add * n_tiles + tile_to_add,
+                    tile_to_add, first, first_key, n_keys, offset, n_tiles, TILE, TILE, is_causal,
+                    2 * WARPS,
                 )  # fmt: skip
                 tile_to_add, head_to_add = next_query_tile(
                     tile_to_add, head_to_add, first, last, wrap
@@ -413,9 +416,9 @@ def backward_256_kernel(
     dq_ptr,  # (B · H · tiles, WIDTH / PART, TILE · PART) fp32, blocks as fragment_offsets says
     dk_desc,  # (B, G, N_k, D)
     dv_desc,  # (B, G, N_k, E)
-    # From here on, parameters are those of hopper_backward_kernel, but for the counters' shape.
+    # From here on, parameters are those of hopper_backward_kernel.
     tiles_ptr,
-    order_counters_ptr,  # (B · H · tiles,) int32, zeros, if ORDERED, else None
+    order_counters_ptr,
     N_QUERIES,
     N_KEYS,
     N_KV_HEADS,

@@ -24,10 +24,10 @@ that would be a fifth (D = 64) or a tenth (128) of the traffic of shared memory,
 With a soft-cap c the tanh T of S · scale / c takes the place of S. L / c is subtracted from T, and
 dS has a factor 1 - T².
 
-The order in which programs add to dQ is not fixed unless ORDERED. Then each consumer's part of a
-tile of dQ has an order counter, and programs add to the tile in the order of their tiles of keys,
-from the last to the first. A program waits until its predecessors, those with later keys, have
-added and incremented the counter. Under a causal mask that wait is short: each program begins at
+The order in which programs add to dQ is not fixed unless ORDERED. Then each tile of dQ has an order
+counter, and programs add to the tile in the order of their tiles of keys, from the last to the
+first. A program waits until its predecessors, those with later keys, have added and incremented the
+counter. Under a causal mask that wait is short: each program begins at
 its diagonal, the first tile of queries that sees its keys, and its predecessors begin at later
 tiles. Predecessors have smaller program indices, and the hardware starts those first, so that no
 program waits for one that cannot start.
@@ -70,10 +70,11 @@ from flashattn_triton.hopper.products import (
     zero_columns,
 )
 from flashattn_triton.hopper.schedule import (
+    WARPS,
+    allow_addition,
     key_tile_of_program,
     load_tile,
     next_query_tile,
-    predecessor_warps,
     query_tiles,
     ring_of,
     store_tile,
@@ -87,7 +88,6 @@ from flashattn_triton.hopper.support import (
     reduce_add,
     signal_successors,
     tma_load,
-    wait_for_predecessors,
 )
 
 KEYS = gl.constexpr(128)  # of one program
@@ -112,7 +112,9 @@ EVERYBODY = gl.constexpr(384)
 def _producer(
     loads,  # descriptors of Q, K, V, dO and the statistics
     full,  # barriers: the TMA has loaded K and V, a tile of Q, a tile of dO
+    may_add,
     buffers,
+    order_counters_ptr,
     sizes,
     tiles_ptr,
     band,
@@ -124,7 +126,12 @@ def _producer(
     ORDERED: gl.constexpr,
     RING: gl.constexpr,
 ):
-    """Fetches K and V once, then each step's Q with L and delta, and dO."""
+    """Fetches K and V once, then each step's Q with L and delta, and dO.
+
+    If ORDERED, it also lets the consumers add to a tile of dQ when the tile's predecessors have,
+    and signals their additions to its successors: in the consumers both would cost registers, and
+    time in which the tensor cores have nothing to do.
+    """
     q_desc, k_desc, v_desc, do_desc, statistics_desc = loads
     kv_full, q_full, do_full = full
     k_smem, v_smem, q_smem, do_smem, statistics_smem = buffers
@@ -148,6 +155,9 @@ def _producer(
     first_tile = tiles_before(q_at, n_queries, sequence, n_heads, n_tiles, QUERIES, PACKED)
     tile = first
     head = kv_head * HEADS_PER_KV
+    tile_to_add = tile
+    head_to_add = head
+    order_counter = order_counters_ptr
     for step in range(steps + STAGES):
         slot = step % STAGES
         row = (first_tile + head * n_tiles + tile) * QUERIES  # of all heads' tiles
@@ -165,8 +175,26 @@ def _producer(
             q_tile = q_smem.index(slot)
             load_tile(q_desc, q_at, head, first_query, q_full.index(slot), q_tile, PACKED)
             tma_load(statistics_desc, [row, 0], q_full.index(slot), statistics_smem.index(slot))
+        if ORDERED:
+            # The consumers have given back Q of STAGES steps before, in which they added to the
+            # tile of one step before that. In their next step they add to this one's.
+            if step > STAGES:
+                signal_successors(order_counter, gl.to_tensor(True))
+            if step >= STAGES:
+                order_counter = order_counters_ptr + first_tile + head_to_add * n_tiles
+                order_counter += tile_to_add
+                allow_addition(
+                    may_add, order_counter, tile_to_add, first, first_key, n_keys, offset, n_tiles,
+                    KEYS, QUERIES, is_causal, WARPS, ring,
+                )  # fmt: skip
+                tile_to_add, head_to_add = next_query_tile(
+                    tile_to_add, head_to_add, first, last, wrap
+                )
         if step + 1 < steps:
             tile, head = next_query_tile(tile, head, first, last, wrap)
+    if ORDERED:  # after the loop, the consumers add to the last tile
+        named_barrier_sync_at(Q_EMPTY + steps % STAGES, EVERYBODY)
+        signal_successors(order_counter, gl.to_tensor(True))
 
 
 # ---- consumer ------------------------------------------------------------------------------------
@@ -212,15 +240,13 @@ def ds_written(CONSUMER: gl.constexpr, steps):
 @gluon.jit
 def _step(
     full,
+    may_add,
     buffers,
     ds_smem,
     dq_own,  # pointers to this consumer's half of the first tile of dQ of the group of heads
     step,
     steps,  # in all
     previous_tile,  # the previous step's, counted from the group's first tile; -1 in step 0
-    own_counters,  # the order counters of this consumer's half of each tile, if ORDERED
-    n_predecessors,  # warps that add to the previous tile earlier
-    last_added_tile,  # the tile of dQ that this consumer added to last; -1 if there is none
     diagonal,
     band,
     n_keys,
@@ -273,8 +299,6 @@ def _step(
         s, slope = soft_cap(s, tanh_scale, statistics, DTYPE, SCORES)
     else:
         dp = start_dp(own_v, do_tile, statistics, COLUMNS, SCORES)
-    if ORDERED:  # not right after the additions, whose completion it would then wait for
-        signal_successors(own_counters + 2 * last_added_tile, last_added_tile >= 0)
     p = probabilities(s, scale_log2, diagonal, band, n_keys, RAGGED, is_causal, HAS_LEFT, MASKED)
     dv = issue_columns(gl.convert_layout(p.to(DTYPE), OPERAND), do_tile, dv)
     if HAS_SOFTCAP:  # dP as late as this, for want of registers
@@ -302,7 +326,7 @@ def _step(
     AFTER_DQ: gl.constexpr = 1 if DK_FIRST else 2
     dq = warpgroup_mma_wait(RANGES + AFTER_DQ - (1 if HAS_SOFTCAP else 0), deps=(dq,))
     if ORDERED:
-        wait_for_predecessors(own_counters + 2 * previous_tile, n_predecessors, previous_tile >= 0)
+        mbarrier.wait(may_add, (step - 1) & 1, pred=previous_tile >= 0)
     reduce_add(dq_own + gl.cast(previous_tile, gl.int64) * (QUERIES * D), dq, previous_tile >= 0)
     mbarrier.wait(do_full.index(next_slot), next_phase, pred=step + 1 < steps)
     # ptxas runs every product by itself unless each iteration ends with nothing in flight.
@@ -316,10 +340,10 @@ def _consumer(
     dk_desc,
     dv_desc,
     full,
+    may_add,
     buffers,
     ds_smem,
     dq_ptr,
-    order_counters_ptr,
     scale,
     scale_log2,
     tanh_scale,
@@ -375,9 +399,6 @@ def _consumer(
     group += kv_head * HEADS_PER_KV * n_tiles
     dq_own = dq_ptr + gl.cast(group, gl.int64) * (QUERIES * D) + CONSUMER * 4096
     dq_own += fragment_offsets(DQ_WIDTH, DQ)
-    own_counters = order_counters_ptr
-    if ORDERED:
-        own_counters += group * 2 + CONSUMER
 
     mbarrier.wait(kv_full, 0)
     mbarrier.wait(q_full.index(0), 0)
@@ -392,54 +413,32 @@ def _consumer(
     step = 0
     head = 0  # the first tile of a head, of the tiles of the group's heads
     previous_tile = -1
-    n_predecessors = 0
-    last_added_tile = -1
     for _ in range(HEADS_PER_KV):
         if is_causal or RAGGED:
             for j in range(n_masked):
                 s, dk, dv = _step(
-                    full, buffers, ds_smem, dq_own, step, steps, previous_tile, own_counters,
-                    n_predecessors, last_added_tile, diagonal + j * QUERIES, band, n_keys,
-                    scale_log2, tanh_scale, s, dk, dv, CONSUMER, COLUMNS, DQ_WIDTH, RAGGED,
-                    is_causal, HAS_LEFT, ORDERED, True,
+                    full, may_add, buffers, ds_smem, dq_own, step, steps, previous_tile,
+                    diagonal + j * QUERIES, band, n_keys, scale_log2, tanh_scale, s, dk, dv,
+                    CONSUMER, COLUMNS, DQ_WIDTH, RAGGED, is_causal, HAS_LEFT, ORDERED, True,
                 )  # fmt: skip
                 step += 1
-                if ORDERED:
-                    last_added_tile = previous_tile
-                    n_predecessors = predecessor_warps(
-                        first + j, first_key, all_keys, offset, n_tiles, KEYS, QUERIES, is_causal,
-                        ring,
-                    )  # fmt: skip
                 previous_tile = head + wrapped(first + j, n_tiles)
         for j in range(n_masked, n_seen):
             s, dk, dv = _step(
-                full, buffers, ds_smem, dq_own, step, steps, previous_tile, own_counters,
-                n_predecessors, last_added_tile, diagonal, band, n_keys, scale_log2, tanh_scale, s,
-                dk, dv, CONSUMER, COLUMNS, DQ_WIDTH, RAGGED, is_causal, HAS_LEFT, ORDERED, False,
+                full, may_add, buffers, ds_smem, dq_own, step, steps, previous_tile, diagonal,
+                band, n_keys, scale_log2, tanh_scale, s, dk, dv, CONSUMER, COLUMNS, DQ_WIDTH,
+                RAGGED, is_causal, HAS_LEFT, ORDERED, False,
             )  # fmt: skip
             step += 1
-            if ORDERED:
-                last_added_tile = previous_tile
-                n_predecessors = predecessor_warps(
-                    first + j, first_key, all_keys, offset, n_tiles, KEYS, QUERIES, is_causal,
-                    ring,
-                )  # fmt: skip
             previous_tile = head + wrapped(first + j, n_tiles)
         if HAS_LEFT:
             for j in range(n_seen, per_head):
                 s, dk, dv = _step(
-                    full, buffers, ds_smem, dq_own, step, steps, previous_tile, own_counters,
-                    n_predecessors, last_added_tile, diagonal + j * QUERIES, band, n_keys,
-                    scale_log2, tanh_scale, s, dk, dv, CONSUMER, COLUMNS, DQ_WIDTH, RAGGED,
-                    is_causal, HAS_LEFT, ORDERED, True,
+                    full, may_add, buffers, ds_smem, dq_own, step, steps, previous_tile,
+                    diagonal + j * QUERIES, band, n_keys, scale_log2, tanh_scale, s, dk, dv,
+                    CONSUMER, COLUMNS, DQ_WIDTH, RAGGED, is_causal, HAS_LEFT, ORDERED, True,
                 )  # fmt: skip
                 step += 1
-                if ORDERED:
-                    last_added_tile = previous_tile
-                    n_predecessors = predecessor_warps(
-                        first + j, first_key, all_keys, offset, n_tiles, KEYS, QUERIES, is_causal,
-                        ring,
-                    )  # fmt: skip
                 previous_tile = head + first + j
         head += n_tiles
 
@@ -450,11 +449,10 @@ def _consumer(
     store_tile(dv_desc, k_at, kv_head, own_key, own_v, PACKED)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     if ORDERED:
-        signal_successors(own_counters + 2 * last_added_tile, last_added_tile >= 0)
-        wait_for_predecessors(own_counters + 2 * previous_tile, n_predecessors, previous_tile >= 0)
+        mbarrier.wait(may_add, (steps - 1) & 1)
     reduce_add(dq_own + gl.cast(previous_tile, gl.int64) * (QUERIES * D), dq, previous_tile >= 0)
     if ORDERED:
-        signal_successors(own_counters + 2 * previous_tile, previous_tile >= 0)
+        named_barrier_arrive_at(Q_EMPTY + steps % STAGES, EVERYBODY)
     named_barrier_arrive_at(ds_written(CONSUMER, steps + 1), CONSUMERS)
     named_barrier_sync_at(ds_written(1 - CONSUMER, steps + 1), CONSUMERS)
     # dK replaces this half of K, which the other consumer's dQ read until it arrived above.
@@ -483,7 +481,7 @@ def hopper_backward_kernel(
     dk_desc,  # (B, G, N_k, D), tiles of (OWN, D)
     dv_desc,
     tiles_ptr,  # the table of schedule.packed_tiles_kernel, of keys, if PACKED, else None
-    order_counters_ptr,  # (B · H · tiles, 2 consumers) int32, zeros, if ORDERED, else None
+    order_counters_ptr,  # (B · H · tiles,) int32, zeros, if ORDERED, else None
     N_QUERIES,
     N_KEYS,
     N_KV_HEADS,
@@ -534,6 +532,10 @@ def hopper_backward_kernel(
         mbarrier.init(do_full.index(i), count=1)
     loads = (q_desc, k_desc, v_desc, do_desc, statistics_desc)
     full = (kv_full, q_full, do_full)
+    may_add = kv_full  # of no use unless ORDERED
+    if ORDERED:
+        may_add = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+        mbarrier.init(may_add, count=1)
     buffers = (k_smem, v_smem, q_smem, do_smem, statistics_smem)
 
     sizes = (N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_PER_KV, offset)
@@ -545,17 +547,17 @@ def hopper_backward_kernel(
     if present:
         gl.warp_specialize([
             (_producer, (
-                loads, full, buffers, sizes, tiles_ptr, band, QUERIES, is_causal, HAS_LEFT, PACKED,
-                BOTTOM_RIGHT, ORDERED, RING,
+                loads, full, may_add, buffers, order_counters_ptr, sizes, tiles_ptr, band, QUERIES,
+                is_causal, HAS_LEFT, PACKED, BOTTOM_RIGHT, ORDERED, RING,
             )),
             (_consumer, (
-                dk_desc, dv_desc, full, buffers, ds_smem, dq_ptr, order_counters_ptr, scale,
-                scale_log2, tanh_scale, sizes, tiles_ptr, band, 0, COLUMNS, RAGGED, is_causal,
-                HAS_LEFT, PACKED, BOTTOM_RIGHT, ORDERED, RING,
+                dk_desc, dv_desc, full, may_add, buffers, ds_smem, dq_ptr, scale, scale_log2,
+                tanh_scale, sizes, tiles_ptr, band, 0, COLUMNS, RAGGED, is_causal, HAS_LEFT,
+                PACKED, BOTTOM_RIGHT, ORDERED, RING,
             )),
             (_consumer, (
-                dk_desc, dv_desc, full, buffers, ds_smem, dq_ptr, order_counters_ptr, scale,
-                scale_log2, tanh_scale, sizes, tiles_ptr, band, 1, COLUMNS, RAGGED, is_causal,
-                HAS_LEFT, PACKED, BOTTOM_RIGHT, ORDERED, RING,
+                dk_desc, dv_desc, full, may_add, buffers, ds_smem, dq_ptr, scale, scale_log2,
+                tanh_scale, sizes, tiles_ptr, band, 1, COLUMNS, RAGGED, is_causal, HAS_LEFT,
+                PACKED, BOTTOM_RIGHT, ORDERED, RING,
             )),
         ], [4, 4], [240, 240])  # fmt: skip

@@ -45,6 +45,7 @@ from flashattn_triton.hopper.backward_kernel import (
 )
 from flashattn_triton.hopper.backward_products import OWN, STATISTICS, soft_cap
 from flashattn_triton.hopper.schedule import (
+    WARPS,
     allow_addition,
     key_tile_of_program,
     load_tile,
@@ -127,8 +128,10 @@ def _producer(
             ready = step - STAGES
             if ready >= 0:
                 allow_addition(
-                    may_add.index(slot), order_counters_ptr + first_tile, tile_to_add, head_to_add,
-                    first_key, n_keys, offset, n_tiles, KEYS, QUERIES, is_causal,
+                    may_add.index(slot),
+                    order_counters_ptr + first_tile + head_to_add * n_tiles + tile_to_add,
+                    tile_to_add, first, first_key, n_keys, offset, n_tiles, KEYS, QUERIES,
+                    is_causal, 2 * WARPS,
                 )  # fmt: skip
                 tile_to_add, head_to_add = next_query_tile(
                     tile_to_add, head_to_add, first, last, wrap

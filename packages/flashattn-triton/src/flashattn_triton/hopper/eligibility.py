@@ -83,11 +83,12 @@ def forward_only(head_dims: tuple[int, int], options: AttentionOptions) -> bool:
 def orders_gradients(head_dims: tuple[int, int], options: AttentionOptions) -> bool:
     """Whether deterministic gradients are faster here than by the portable tier's separate pass.
 
-    Under a causal mask each program begins at its own diagonal, so few programs wait for others,
-    and without a mask short sequences form rings. With a window each works on few tiles: see
-    docs/measured.md. Of wide heads the portable tier takes twice as long anyway.
+    Under a mask with a right edge each program begins at its own diagonal, so few programs wait for
+    others, and without a mask short sequences form rings. A left edge alone leaves all programs to
+    begin at the same queries. Of wide heads the portable tier takes twice as long anyway.
     """
-    return is_wide(head_dims) or options.band in ((None, 0), (None, None))
+    left, right = options.band
+    return is_wide(head_dims) or right is not None or left is None
 
 
 def _other_refusal(options: AttentionOptions, tensors: tuple[str, ...]) -> str | None:

@@ -29,7 +29,7 @@ from flashattn_triton.hopper.support import tma_load, tma_store, wait_for_predec
 PACKED_END = 2**30  # where the descriptor of a packed tensor ends
 END = gl.constexpr(PACKED_END)
 FIELDS = gl.constexpr(8)  # of an entry
-WARPS = gl.constexpr(4)  # of one of the backward kernels' consumers
+WARPS = gl.constexpr(4)  # of the backward kernels' producer, and of each consumer
 SEQUENCES = 128  # whose tiles one program of packed_tiles_kernel writes
 
 
@@ -384,8 +384,9 @@ def next_query_tile(tile, head, first, last, wrap):
 
 
 @gluon.jit
-def predecessor_warps(
+def predecessors(
     tile,
+    first,
     first_key,
     n_keys,
     offset,
@@ -395,10 +396,9 @@ def predecessor_warps(
     is_causal: gl.constexpr,
     ring=0,
 ):
-    """How many warps of one consumer add to a tile of dQ before those of this program do.
+    """How many programs add to a tile of dQ before this one, whose walk begins at ``first``.
 
-    In a ring, the step in which a program comes to a tile decides, and ``tile`` counts on after the
-    last one.
+    In a ring, the step in which a program comes to the tile decides.
     """
     last_key = n_keys - 1
     if is_causal:  # the last tile of queries is walked over by all programs
@@ -408,10 +408,11 @@ def predecessor_warps(
     n = last_tile - first_key // KEYS
     if not is_causal:
         STRIDE: gl.constexpr = KEYS // QUERIES  # of first tiles of queries in a ring
-        wrapped = gl.where(tile < n_tiles, 0, (tile - n_tiles) // STRIDE + 1)
-        in_ring = min(tile // STRIDE, last_tile) - first_key // KEYS + wrapped
+        wrapped = gl.where(tile < first, tile // STRIDE + 1, 0)
+        counted = gl.where(tile < first, tile + n_tiles, tile)
+        in_ring = min(counted // STRIDE, last_tile) - first_key // KEYS + wrapped
         n = gl.where(ring > 0, in_ring, n)
-    return n * WARPS
+    return n
 
 
 @gluon.jit
@@ -427,9 +428,9 @@ def ring_of(n_keys, n_tiles, RING: gl.constexpr, KEYS: gl.constexpr, QUERIES: gl
 @gluon.jit
 def allow_addition(
     may_add,
-    order_counters,
+    order_counter,
     tile,
-    head,
+    first,
     first_key,
     n_keys,
     offset,
@@ -437,19 +438,20 @@ def allow_addition(
     KEYS: gl.constexpr,
     QUERIES: gl.constexpr,
     is_causal: gl.constexpr,
+    SIGNALS: gl.constexpr,
+    ring=0,
 ):
     """Waits until all predecessors have added to a tile of dQ, and then arrives at ``may_add``.
 
     The producer calls this, and consumers wait at ``may_add``: a loop around a load within a
     consumer's loop makes ptxas keep all addresses in vector registers, and spill.
-    ``order_counters``: one for each tile of all heads, to which each warp of both consumers adds 1.
+    ``order_counter``: the tile's, which a program increments SIGNALS times, once by each warp that
+    signals.
     """
-    n_predecessors = predecessor_warps(
-        tile, first_key, n_keys, offset, n_tiles, KEYS, QUERIES, is_causal
+    n = predecessors(
+        tile, first, first_key, n_keys, offset, n_tiles, KEYS, QUERIES, is_causal, ring
     )
-    wait_for_predecessors(
-        order_counters + head * n_tiles + tile, 2 * n_predecessors, gl.to_tensor(True)
-    )
+    wait_for_predecessors(order_counter, n * SIGNALS)
     mbarrier.arrive(may_add, count=1)
 
 

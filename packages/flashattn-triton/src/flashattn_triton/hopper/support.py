@@ -39,30 +39,25 @@ def reduce_add(pointers, x, condition):
 
 
 @gluon.jit
-def wait_for_predecessors(order_counter, n_predecessors, condition):
-    """If ``condition`` holds, waits until the ``order_counter`` has reached ``n_predecessors``.
+def wait_for_predecessors(order_counter, n_signals):
+    """Waits until the ``order_counter`` has reached ``n_signals``.
 
-    Each predecessor, a warp that adds to the same tile earlier, increments the counter after its
-    additions (:func:`signal_successors`), which are visible when this wait ends. The counter may be
-    larger than ``n_predecessors``: other warps of this warp group wait for the same number, and may
-    have added and incremented the counter already.
+    Predecessors increment the counter after their additions (:func:`signal_successors`), which are
+    visible when this wait ends. The counter may be larger: other warps of this warp group wait for
+    the same number, and may have gone on and incremented it already.
     """
     gl.inline_asm_elementwise(
         """{
         .reg .pred waits;
-        .reg .pred holds;
         .reg .b32 now;
-        setp.ne.s32 holds, $3, 0;
-        @!holds bra done;
         again:
         ld.acquire.gpu.global.b32 now, [$1];
         setp.lt.s32 waits, now, $2;
         @waits bra again;
-        done:
         mov.b32 $0, 0;
         }""",
-        "=r,l,r,r",
-        [order_counter.to(gl.int64), gl.to_tensor(n_predecessors), condition.to(gl.int32)],
+        "=r,l,r",
+        [order_counter.to(gl.int64), gl.to_tensor(n_signals)],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -71,8 +66,11 @@ def wait_for_predecessors(order_counter, n_predecessors, condition):
 
 @gluon.jit
 def signal_successors(order_counter, condition):
-    """Each warp adds 1 to ``order_counter``, after its additions have become visible, if
-    ``condition`` holds. Warps that wait by :func:`wait_for_predecessors` count these arrivals."""
+    """If ``condition`` holds, each warp adds 1 to ``order_counter``, for successors that wait.
+
+    What the warp has added to memory is visible to them then, and what other warps had added when
+    they arrived at a barrier at which this warp has waited since.
+    """
     gl.inline_asm_elementwise(
         """{
         .reg .pred holds;
