@@ -329,13 +329,8 @@ def hopper_backward_call(
         },
         {**shape, "WIDTH": sum_width, "NARROW": head_dim < width},
     )
-    narrow = {}
-    if width <= 128:
-        may_ring = options.deterministic and options.band == (None, None)
-        narrow = {
-            "COLUMNS": columns_in_use(head_dim, width),
-            "RING": most_in_ring(device) if may_ring else 0,
-        }
+    may_ring = options.deterministic and options.band == (None, None)
+    narrow = {"COLUMNS": columns_in_use(head_dim, width)} if width <= 128 else {}
     main = FastLaunch(
         kernel,
         programs[1],
@@ -372,6 +367,7 @@ def hopper_backward_call(
             "PACKED": packed,
             "BOTTOM_RIGHT": packed and options.bottom_right,
             "ORDERED": options.deterministic,
+            "RING": most_in_ring(device) if may_ring else 0,
         },
     )
     return HopperBackwardCall(

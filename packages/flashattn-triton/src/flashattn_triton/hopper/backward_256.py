@@ -49,6 +49,7 @@ from flashattn_triton.hopper.schedule import (
     load_tile,
     next_query_tile,
     query_tiles,
+    ring_of,
     store_tile,
     tiles_before,
     walk,
@@ -92,6 +93,7 @@ def _producer(
     PACKED: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr,
     ORDERED: gl.constexpr,
+    RING: gl.constexpr,
 ):
     """Fetches K and V once, then each step's Q with L and delta, and dO."""
     q_desc, k_desc, v_desc, do_desc, statistics_desc = loads
@@ -103,8 +105,9 @@ def _producer(
         sizes, tiles_ptr, TILE, PACKED, BOTTOM_RIGHT, ORDERED
     )
     n_tiles = query_tiles(n_queries, TILE, PACKED)
+    ring = ring_of(n_keys, n_tiles, RING, TILE, TILE)
     first, last, wrap, per_head = walk(
-        first_key, offset, band, n_tiles, TILE, TILE, is_causal, HAS_LEFT, ORDERED
+        first_key, offset, band, n_tiles, TILE, TILE, is_causal, HAS_LEFT, ORDERED, ring
     )
     steps = per_head * HEADS_PER_KV
     mbarrier.expect(kv_full, 2 * TILE_BYTES)
@@ -126,7 +129,7 @@ def _producer(
                     may_add.index(slot),
                     order_counters_ptr + first_tile + head_to_add * n_tiles + tile_to_add,
                     tile_to_add, first, first_key, n_keys, offset, n_tiles, TILE, TILE, is_causal,
-                    2 * WARPS,
+                    2 * WARPS, ring,
                 )  # fmt: skip
                 tile_to_add, head_to_add = next_query_tile(
                     tile_to_add, head_to_add, first, last, wrap
@@ -328,6 +331,7 @@ def _consumer(
     PACKED: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr,
     ORDERED: gl.constexpr,
+    RING: gl.constexpr,
 ):
     """Half of the columns of dK, dV and each tile of dQ."""
     kv_full, q_full, do_full, _ = full
@@ -337,10 +341,12 @@ def _consumer(
     first_key, kv_head, n_queries, n_keys, offset, q_at, k_at, sequence = key_tile_of_program(
         sizes, tiles_ptr, TILE, PACKED, BOTTOM_RIGHT, ORDERED
     )
+    all_keys = n_keys
     n_keys -= first_key
     n_tiles = query_tiles(n_queries, TILE, PACKED)
+    ring = ring_of(all_keys, n_tiles, RING, TILE, TILE)
     first, _, _, per_head = walk(
-        first_key, offset, band, n_tiles, TILE, TILE, is_causal, HAS_LEFT, ORDERED
+        first_key, offset, band, n_tiles, TILE, TILE, is_causal, HAS_LEFT, ORDERED, ring
     )
     steps = per_head * HEADS_PER_KV
     n_heads = N_KV_HEADS * HEADS_PER_KV
@@ -434,6 +440,7 @@ def backward_256_kernel(
     PACKED: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr,
     ORDERED: gl.constexpr,
+    RING: gl.constexpr,
 ):
     """dK and dV, and dQ / scale added to ``dq_ptr``. Grid: key tiles · B · G."""
     DTYPE: gl.constexpr = q_desc.dtype
@@ -471,16 +478,16 @@ def backward_256_kernel(
         gl.warp_specialize([
             (_producer, (
                 loads, full, buffers, order_counters_ptr, sizes, tiles_ptr, band, is_causal,
-                HAS_LEFT, PACKED, BOTTOM_RIGHT, ORDERED,
+                HAS_LEFT, PACKED, BOTTOM_RIGHT, ORDERED, RING,
             )),
             (_consumer, (
                 dk_desc, dv_desc, full, buffers, p_smem, ds_smem, dq_ptr, order_counters_ptr, scale,
                 scale_log2, tanh_scale, sizes, tiles_ptr, band, 0, RAGGED, is_causal, HAS_LEFT,
-                PACKED, BOTTOM_RIGHT, ORDERED,
+                PACKED, BOTTOM_RIGHT, ORDERED, RING,
             )),
             (_consumer, (
                 dk_desc, dv_desc, full, buffers, p_smem, ds_smem, dq_ptr, order_counters_ptr, scale,
                 scale_log2, tanh_scale, sizes, tiles_ptr, band, 1, RAGGED, is_causal, HAS_LEFT,
-                PACKED, BOTTOM_RIGHT, ORDERED,
+                PACKED, BOTTOM_RIGHT, ORDERED, RING,
             )),
         ], [4, 4], [240, 240])  # fmt: skip

@@ -51,6 +51,7 @@ from flashattn_triton.hopper.schedule import (
     load_tile,
     next_query_tile,
     query_tiles,
+    ring_of,
     store_tile,
     tiles_before,
     walk,
@@ -94,6 +95,7 @@ def _producer(
     PACKED: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr,
     ORDERED: gl.constexpr,
+    RING: gl.constexpr,
 ):
     """Fetches K and V once, then each step's Q with L and delta, and dO."""
     q_desc, k_desc, v_desc, do_desc, statistics_desc = loads
@@ -106,8 +108,9 @@ def _producer(
         sizes, tiles_ptr, KEYS, PACKED, BOTTOM_RIGHT, ORDERED
     )
     n_tiles = query_tiles(n_queries, QUERIES, PACKED)
+    ring = ring_of(n_keys, n_tiles, RING, KEYS, QUERIES)
     first, last, wrap, per_head = walk(
-        first_key, offset, band, n_tiles, KEYS, QUERIES, is_causal, HAS_LEFT, ORDERED
+        first_key, offset, band, n_tiles, KEYS, QUERIES, is_causal, HAS_LEFT, ORDERED, ring
     )
     steps = per_head * HEADS_PER_KV
     mbarrier.expect(kv_full, KEY_BYTES)
@@ -131,7 +134,7 @@ def _producer(
                     may_add.index(slot),
                     order_counters_ptr + first_tile + head_to_add * n_tiles + tile_to_add,
                     tile_to_add, first, first_key, n_keys, offset, n_tiles, KEYS, QUERIES,
-                    is_causal, 2 * WARPS,
+                    is_causal, 2 * WARPS, ring,
                 )  # fmt: skip
                 tile_to_add, head_to_add = next_query_tile(
                     tile_to_add, head_to_add, first, last, wrap
@@ -327,6 +330,7 @@ def _consumer(
     PACKED: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr,
     ORDERED: gl.constexpr,
+    RING: gl.constexpr,
 ):
     """dK and dV of 64 keys, and half of each tile of dQ."""
     kv_full, q_full, do_full, may_add = full
@@ -337,10 +341,12 @@ def _consumer(
         sizes, tiles_ptr, KEYS, PACKED, BOTTOM_RIGHT, ORDERED
     )
     own_key = first_key + CONSUMER * OWN
+    all_keys = n_keys
     n_keys -= own_key
     n_tiles = query_tiles(n_queries, QUERIES, PACKED)
+    ring = ring_of(all_keys, n_tiles, RING, KEYS, QUERIES)
     first, _, _, per_head = walk(
-        first_key, offset, band, n_tiles, KEYS, QUERIES, is_causal, HAS_LEFT, ORDERED
+        first_key, offset, band, n_tiles, KEYS, QUERIES, is_causal, HAS_LEFT, ORDERED, ring
     )
     steps = per_head * HEADS_PER_KV
     # Under a causal mask, all queries of a tile see all keys here if its first query does.
@@ -490,6 +496,7 @@ def wide_backward_kernel(
     PACKED: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr,
     ORDERED: gl.constexpr,
+    RING: gl.constexpr,
 ):
     """dK and dV, and dQ / scale added to ``dq_ptr``. Grid: key tiles · B · G."""
     DTYPE: gl.constexpr = q_desc.dtype
@@ -529,16 +536,16 @@ def wide_backward_kernel(
         gl.warp_specialize([
             (_producer, (
                 loads, full, buffers, order_counters_ptr, sizes, tiles_ptr, band, is_causal,
-                HAS_LEFT, PACKED, BOTTOM_RIGHT, ORDERED,
+                HAS_LEFT, PACKED, BOTTOM_RIGHT, ORDERED, RING,
             )),
             (_consumer, (
                 dk_desc, dv_desc, full, buffers, ds_smem, dq_ptr, order_counters_ptr, scale,
                 scale_log2, tanh_scale, sizes, tiles_ptr, band, 0, RAGGED, is_causal, HAS_LEFT,
-                PACKED, BOTTOM_RIGHT, ORDERED,
+                PACKED, BOTTOM_RIGHT, ORDERED, RING,
             )),
             (_consumer, (
                 dk_desc, dv_desc, full, buffers, ds_smem, dq_ptr, order_counters_ptr, scale,
                 scale_log2, tanh_scale, sizes, tiles_ptr, band, 1, RAGGED, is_causal, HAS_LEFT,
-                PACKED, BOTTOM_RIGHT, ORDERED,
+                PACKED, BOTTOM_RIGHT, ORDERED, RING,
             )),
         ], [4, 4], [240, 240])  # fmt: skip
