@@ -259,6 +259,7 @@ ORDERED: dict[str, dict[str, Any]] = {
     "full, grouped": {"heads": (2, 1), "lengths": (200, 300)},
     "full, in a ring": {"heads": (2, 1), "lengths": (500, 400)},
     "full, in a ring, ragged": {"lengths": (650, 300)},
+    "full, in a ring of ten": {"lengths": (1160, 1250)},
     "causal": {"lengths": (400, 400), "causal": True},
     "more keys than queries": {"lengths": (100, 400), "causal": True},
     "fewer, bottom-right": {"lengths": (400, 200), "causal": "bottom-right"},
@@ -342,7 +343,7 @@ def test_backward_of_wide_heads(name: str, head_dim: int, value_dim: int) -> Non
 def test_ordered_backward_on_random_schedules(
     name: str, head_dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forward, "multiprocessors", lambda device: 10)  # rings of five
+    monkeypatch.setattr(forward, "multiprocessors", lambda device: 20)  # rings of five, nine or ten
     head_dim, value_dim = head_dims
     problem = problem_of(
         head_dim=head_dim, value_dim=value_dim, deterministic=True, **ORDERED[name]
@@ -458,7 +459,7 @@ def test_packed_forward_on_random_schedules(name: str, head_dims: tuple[int, int
 def test_packed_backward_on_random_schedules(
     name: str, head_dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forward, "multiprocessors", lambda device: 10)  # rings of five
+    monkeypatch.setattr(forward, "multiprocessors", lambda device: 20)  # rings of five, nine or ten
     seed = list(PACKED).index(name)
     packed = packed_problem(name, head_dims, seed)
     width, _ = forward_widths(head_dims)

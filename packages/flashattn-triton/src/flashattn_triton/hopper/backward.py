@@ -387,8 +387,5 @@ def hopper_backward_call(
 
 
 def most_in_ring(device: torch.device) -> int:
-    """How many programs surely run at the same time, also beside another kernel's.
-
-    With larger rings, programs that do not fit on the GPU beside whole ones would wait too long.
-    """
-    return min(32, forward.multiprocessors(device) // 2)
+    """How many programs surely run at the same time, also beside another kernel's."""
+    return forward.multiprocessors(device) // 2

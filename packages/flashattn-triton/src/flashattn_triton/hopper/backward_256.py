@@ -43,11 +43,10 @@ from flashattn_triton.hopper.backward_kernel import (
 )
 from flashattn_triton.hopper.backward_products import STATISTICS, subtract
 from flashattn_triton.hopper.schedule import (
-    WARPS,
-    allow_addition,
     key_tile_of_program,
     load_tile,
     next_query_tile,
+    order_additions,
     query_tiles,
     ring_of,
     store_tile,
@@ -119,21 +118,9 @@ def _producer(
     head = kv_head * HEADS_PER_KV
     tile_to_add = tile
     head_to_add = head
+    order_counter = order_counters_ptr
     for step in range(steps + STAGES):
         slot = step % STAGES
-        if ORDERED:
-            # Of the step whose dQ comes next: its counter is read ahead, because that takes long.
-            ready = step - STAGES
-            if ready >= 0:
-                allow_addition(
-                    may_add.index(slot),
-                    order_counters_ptr + first_tile + head_to_add * n_tiles + tile_to_add,
-                    tile_to_add, first, first_key, n_keys, offset, n_tiles, TILE, TILE, is_causal,
-                    2 * WARPS, ring,
-                )  # fmt: skip
-                tile_to_add, head_to_add = next_query_tile(
-                    tile_to_add, head_to_add, first, last, wrap
-                )
         row = (first_tile + head * n_tiles + tile) * TILE  # of all heads' tiles
         if step >= STAGES:
             named_barrier_sync_at(Q_EMPTY + slot, EVERYBODY)
@@ -149,6 +136,15 @@ def _producer(
             mbarrier.expect(do_arrived, TILE_BYTES)
             load_tile(do_desc, q_at, head, tile * TILE, do_arrived, do_smem.index(slot), PACKED)
             tile, head = next_query_tile(tile, head, first, last, wrap)
+        if ORDERED:
+            order_counter, tile_to_add, head_to_add = order_additions(
+                step, may_add, order_counters_ptr + first_tile, tile_to_add, head_to_add, first,
+                last, wrap, first_key, n_keys, offset, n_tiles, ring, order_counter, TILE, TILE,
+                STAGES, is_causal,
+            )  # fmt: skip
+    if ORDERED:  # after the loop, the consumers add to the last tile
+        named_barrier_sync_at(Q_EMPTY + steps % STAGES, EVERYBODY)
+        signal_successors(order_counter, gl.to_tensor(True))
 
 
 # ---- consumer ------------------------------------------------------------------------------------
@@ -245,8 +241,6 @@ def _step(
     previous_dq_pointer,  # where the previous step's begins; in step 0 the same
     step,
     steps,  # in all
-    order_counters,  # one for each tile of dQ of the group of heads, if ORDERED
-    previous_tile,  # the previous step's, counted from the group's first tile
     diagonal,  # of the next tile
     band,
     n_keys,
@@ -300,8 +294,7 @@ def _step(
     second = _start_dq(ds_tile, k_smem, opaque_zero, zero_accumulator, True, CONSUMER)
     dq = warpgroup_mma_wait(1, deps=(dq,))
     if ORDERED:
-        signal_successors(order_counters + previous_tile, step > 0)
-        mbarrier.wait(may_add.index(slot), (step // STAGES) & 1)
+        mbarrier.wait(may_add, step & 1)
     _add_dq(dq_pointer, dq, False, CONSUMER)
     second = warpgroup_mma_wait(0, deps=(second,))
     named_barrier_sync(WRITTEN + 1 - CONSUMER, CONSUMERS)
@@ -353,9 +346,6 @@ def _consumer(
     group = tiles_before(q_at, n_queries, sequence, n_heads, n_tiles, TILE, PACKED)
     group += kv_head * HEADS_PER_KV * n_tiles
     dq_group = dq_ptr + gl.cast(group, gl.int64) * (TILE * WIDTH)
-    order_counters = order_counters_ptr
-    if ORDERED:
-        order_counters += group
     diagonal = first * TILE + offset - first_key + CONSUMER * HALF
     mbarrier.wait(kv_full, 0)
     mbarrier.wait(q_full.index(0), 0)
@@ -374,7 +364,6 @@ def _consumer(
     dv = gl.zeros([TILE, COLUMNS], gl.float32, GRADIENT)
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     dq = gl.zeros([TILE, PART], gl.float32, DQ)
-    previous_tile = first  # step 0 adds zeros to this tile
     previous_dq_pointer = dq_group + gl.cast(first, gl.int64) * (TILE * WIDTH)
     for step in range(steps):
         tile = (step // per_head) * n_tiles + wrapped(first + step % per_head, n_tiles)
@@ -382,14 +371,13 @@ def _consumer(
         next_diagonal = diagonal + ((step + 1) % per_head) * TILE
         dk, dv, dq = _step(
             full, buffers, p_smem, ds_smem, dq_pointer, previous_dq_pointer, step, steps,
-            order_counters, previous_tile, next_diagonal, band, n_keys, scale_log2, tanh_scale, dk,
+            next_diagonal, band, n_keys, scale_log2, tanh_scale, dk,
             dv, dq, CONSUMER, RAGGED, is_causal, HAS_LEFT, ORDERED,
         )  # fmt: skip
-        previous_tile = tile
         previous_dq_pointer = dq_pointer
     _add_dq(previous_dq_pointer, dq, True, CONSUMER)
     if ORDERED:
-        signal_successors(order_counters + previous_tile, gl.to_tensor(True))
+        named_barrier_arrive_at(Q_EMPTY + steps % STAGES, EVERYBODY)
     # The other consumer has arrived at WRITTEN, so that its scores are complete. After them it does
     # not read V, and of K only its own columns: this consumer's columns may be overwritten.
     own_v = v_smem.index(0).slice(CONSUMER * COLUMNS, COLUMNS, dim=1)
@@ -459,13 +447,15 @@ def backward_256_kernel(
     kv_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    may_add = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     mbarrier.init(kv_full, count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(do_full.index(i), count=1)
-        mbarrier.init(may_add.index(i), count=1)
     loads = (q_desc, k_desc, v_desc, do_desc, statistics_desc)
+    may_add = kv_full  # of no use unless ORDERED
+    if ORDERED:
+        may_add = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+        mbarrier.init(may_add, count=1)
     full = (kv_full, q_full, do_full, may_add)
     buffers = (k_smem, v_smem, q_smem, do_smem, statistics_smem)
     sizes = (N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_PER_KV, offset)

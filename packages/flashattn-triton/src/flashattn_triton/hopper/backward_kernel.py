@@ -26,17 +26,17 @@ dS has a factor 1 - T².
 
 The order in which programs add to dQ is not fixed unless ORDERED. Then each tile of dQ has an order
 counter, and programs add to the tile in the order of their tiles of keys, from the last to the
-first. A program waits until its predecessors, those with later keys, have added and incremented the
-counter. Under a causal mask that wait is short: each program begins at
-its diagonal, the first tile of queries that sees its keys, and its predecessors begin at later
-tiles. Predecessors have smaller program indices, and the hardware starts those first, so that no
-program waits for one that cannot start.
+first. The producer waits until the program's predecessors, those with later keys, have incremented
+the counter, lets the consumers add, and increments it when they have. Under a causal mask the wait
+is short: each program begins at its diagonal, the first tile of queries that sees its keys, and its
+predecessors begin at later tiles. Predecessors have smaller program indices, and the hardware
+starts those first, so that no program waits for one that cannot start.
 
 Without a mask all programs of a head would begin at its first tile of queries, and each would wait
-for all before it. If there are at most RING of them, which surely run at the same time, they form a
-ring instead: each begins at the tile of queries that lies beside its keys, goes on after the last
-tile with the first one, and the order in a tile is that of the steps in which programs come to it.
-A program waits only for earlier steps of others, so that none waits for itself.
+for all before it. Where ``schedule.ring_of`` says so, they form a ring instead: each begins at the
+tile of queries that lies beside its keys, goes on after the last tile with the first one, and the
+order in a tile is that of the steps in which programs come to it. A program waits only for earlier
+steps of others, which surely run at the same time, so that none waits for itself.
 
 Legend: B batch, H query heads, G key/value heads, N_q queries, N_k keys, D head_dim.
 """
@@ -70,11 +70,10 @@ from flashattn_triton.hopper.products import (
     zero_columns,
 )
 from flashattn_triton.hopper.schedule import (
-    WARPS,
-    allow_addition,
     key_tile_of_program,
     load_tile,
     next_query_tile,
+    order_additions,
     query_tiles,
     ring_of,
     store_tile,
@@ -126,12 +125,7 @@ def _producer(
     ORDERED: gl.constexpr,
     RING: gl.constexpr,
 ):
-    """Fetches K and V once, then each step's Q with L and delta, and dO.
-
-    If ORDERED, it also lets the consumers add to a tile of dQ when the tile's predecessors have,
-    and signals their additions to its successors: in the consumers both would cost registers, and
-    time in which the tensor cores have nothing to do.
-    """
+    """Fetches K and V once, then each step's Q with L and delta, and dO."""
     q_desc, k_desc, v_desc, do_desc, statistics_desc = loads
     kv_full, q_full, do_full = full
     k_smem, v_smem, q_smem, do_smem, statistics_smem = buffers
@@ -176,20 +170,11 @@ def _producer(
             load_tile(q_desc, q_at, head, first_query, q_full.index(slot), q_tile, PACKED)
             tma_load(statistics_desc, [row, 0], q_full.index(slot), statistics_smem.index(slot))
         if ORDERED:
-            # The consumers have given back Q of STAGES steps before, in which they added to the
-            # tile of one step before that. In their next step they add to this one's.
-            if step > STAGES:
-                signal_successors(order_counter, gl.to_tensor(True))
-            if step >= STAGES:
-                order_counter = order_counters_ptr + first_tile + head_to_add * n_tiles
-                order_counter += tile_to_add
-                allow_addition(
-                    may_add, order_counter, tile_to_add, first, first_key, n_keys, offset, n_tiles,
-                    KEYS, QUERIES, is_causal, WARPS, ring,
-                )  # fmt: skip
-                tile_to_add, head_to_add = next_query_tile(
-                    tile_to_add, head_to_add, first, last, wrap
-                )
+            order_counter, tile_to_add, head_to_add = order_additions(
+                step, may_add, order_counters_ptr + first_tile, tile_to_add, head_to_add, first,
+                last, wrap, first_key, n_keys, offset, n_tiles, ring, order_counter, KEYS, QUERIES,
+                STAGES, is_causal,
+            )  # fmt: skip
         if step + 1 < steps:
             tile, head = next_query_tile(tile, head, first, last, wrap)
     if ORDERED:  # after the loop, the consumers add to the last tile
@@ -505,8 +490,8 @@ def hopper_backward_kernel(
     ``offset``: key index minus query index of the last key that a query sees, if ``is_causal``.
     ``COLUMNS``: of tiles, those in use. ``band``: how many keys before that one a query sees, if
     ``HAS_LEFT``. ``RAGGED``: the last tile has keys past the end. ``PACKED``, ``BOTTOM_RIGHT``: as
-    of the forward kernel; there are at most as many tiles as programs. ``RING``: how many programs
-    may form a ring; 0 unless ORDERED and without a mask.
+    of the forward kernel; there are at most as many tiles as programs. ``RING``: the most
+    programs of a ring; 0 unless ORDERED and without a mask.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     QUERIES: gl.constexpr = q_desc.block_shape[-2]

@@ -24,7 +24,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from flashattn_triton.hopper.support import tma_load, tma_store, wait_for_predecessors
+from flashattn_triton.hopper.support import (
+    signal_successors,
+    tma_load,
+    tma_store,
+    wait_for_predecessors,
+)
 
 PACKED_END = 2**30  # where the descriptor of a packed tensor ends
 END = gl.constexpr(PACKED_END)
@@ -419,10 +424,13 @@ def predecessors(
 def ring_of(n_keys, n_tiles, RING: gl.constexpr, KEYS: gl.constexpr, QUERIES: gl.constexpr):
     """How many programs form a ring, which the backward kernel's docstring describes; 0 for none.
 
-    All programs of a head, if they are at most RING and have different first tiles of queries.
+    All programs of a head, if they have different first tiles of queries and at most RING, half of
+    those that run at the same time, are enough. Of rings larger than half of that, only those are
+    formed of which two almost fill the GPU: where a third one began, it would wait for long.
     """
     n = gl.cdiv(max(n_keys, 1), KEYS)
-    return gl.where((n <= RING) & ((n - 1) * (KEYS // QUERIES) < n_tiles), n, 0)
+    fits = (n <= RING // 2) | ((n <= RING) & (8 * n >= 7 * RING))
+    return gl.where(fits & ((n - 1) * (KEYS // QUERIES) < n_tiles), n, 0)
 
 
 @gluon.jit
@@ -453,6 +461,48 @@ def allow_addition(
     )
     wait_for_predecessors(order_counter, n * SIGNALS)
     mbarrier.arrive(may_add, count=1)
+
+
+@gluon.jit
+def order_additions(
+    step,
+    may_add,
+    order_counters,
+    tile,
+    head,
+    first,
+    last,
+    wrap,
+    first_key,
+    n_keys,
+    offset,
+    n_tiles,
+    ring,
+    order_counter,
+    KEYS: gl.constexpr,
+    QUERIES: gl.constexpr,
+    STAGES: gl.constexpr,
+    is_causal: gl.constexpr,
+):
+    """What a producer does at the end of a step, so that consumers add to dQ in order.
+
+    The consumers have given back the tile of Q of STAGES steps before, so they have added to the
+    tile of one step before that, whose ``order_counter`` is incremented. To the tile after it,
+    ``tile`` of ``head``, they may add when its predecessors have. If the consumers themselves
+    signalled, the tensor cores would have nothing to do meanwhile.
+
+    Returns the order counter of that tile, and the next tile with its head.
+    """
+    if step > STAGES:
+        signal_successors(order_counter, gl.to_tensor(True))
+    if step >= STAGES:
+        order_counter = order_counters + head * n_tiles + tile
+        allow_addition(
+            may_add, order_counter, tile, first, first_key, n_keys, offset, n_tiles, KEYS, QUERIES,
+            is_causal, WARPS, ring,
+        )  # fmt: skip
+        tile, head = next_query_tile(tile, head, first, last, wrap)
+    return order_counter, tile, head
 
 
 @gluon.jit
