@@ -10,6 +10,7 @@ class Grid:
 
     def __init__(self, programs: int) -> None:
         self.signals = 0
+        self.addition = threading.Lock()  # additions to memory are atomic
         self._running, self._idle = programs, 0
         self._changed = threading.Condition()
 

@@ -443,7 +443,8 @@ class Machine:
             at = np.broadcast_to(pointers.offsets, x.shape)[first]
             for i, (dr, dc) in enumerate(((0, 0), (0, 1), (8, 0), (8, 1))):
                 values = x.value[rows[first] + dr, columns[first] + dc]
-                pointers.memory[at + i] += values  # no address comes twice
+                with self.grid.addition:
+                    pointers.memory[at + i] += values  # no address comes twice
         self.pause()
 
     def wait_for_predecessors(self, counter: Pointer, n_signals: int) -> None:

@@ -34,19 +34,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashattn_triton.hopper.backward_kernel import (
     CONSUMERS,
-    DO_EMPTY,
     EVERYBODY,
-    Q_EMPTY,
     STAGES,
     fragment_offsets,
     wrapped,
 )
 from flashattn_triton.hopper.backward_products import STATISTICS, subtract
 from flashattn_triton.hopper.schedule import (
+    WARPS,
+    allow_addition,
     key_tile_of_program,
     load_tile,
     next_query_tile,
-    order_additions,
     query_tiles,
     ring_of,
     store_tile,
@@ -70,8 +69,12 @@ HALF = gl.constexpr(32)  # queries whose scores a consumer computes
 COLUMNS = gl.constexpr(128)  # of the gradients, of a consumer
 PART = gl.constexpr(64)  # columns of dQ that a consumer computes at a time
 DS_BUFFERS = gl.constexpr(2)  # tiles of dS: read for dQ, and written
-# Hardware barriers, the first of two each. Consumer c arrives at READ + c when it has read this
-# tile's P, and at WRITTEN + c when it has written its half of P and dS of the next tile.
+# Hardware barriers, the first of two each. Consumers arrive at EMPTY + slot when they have read
+# Q and dO there, and if ORDERED at ADDED + slot when they have added to all of the tile of dQ of
+# the step before. Consumer c arrives at READ + c when it has read this tile's P, and at WRITTEN + c
+# when it has written its half of P and dS of the next tile.
+EMPTY = gl.constexpr(0)
+ADDED = gl.constexpr(2)
 READ = gl.constexpr(4)
 WRITTEN = gl.constexpr(6)
 
@@ -118,33 +121,34 @@ def _producer(
     head = kv_head * HEADS_PER_KV
     tile_to_add = tile
     head_to_add = head
-    order_counter = order_counters_ptr
     for step in range(steps + STAGES):
         slot = step % STAGES
         row = (first_tile + head * n_tiles + tile) * TILE  # of all heads' tiles
         if step >= STAGES:
-            named_barrier_sync_at(Q_EMPTY + slot, EVERYBODY)
+            named_barrier_sync_at(EMPTY + slot, EVERYBODY)
         if step < steps:
             q_arrived = q_full.index(slot)
             mbarrier.expect(q_arrived, TILE_BYTES + TILE * STATISTICS * 2)
             load_tile(q_desc, q_at, head, tile * TILE, q_arrived, q_smem.index(slot), PACKED)
             tma_load(statistics_desc, [row, 0], q_arrived, statistics_smem.index(slot))
-        if step >= STAGES:
-            named_barrier_sync_at(DO_EMPTY + slot, EVERYBODY)
-        if step < steps:
             do_arrived = do_full.index(slot)
             mbarrier.expect(do_arrived, TILE_BYTES)
             load_tile(do_desc, q_at, head, tile * TILE, do_arrived, do_smem.index(slot), PACKED)
             tile, head = next_query_tile(tile, head, first, last, wrap)
         if ORDERED:
-            order_counter, tile_to_add, head_to_add = order_additions(
-                step, may_add, order_counters_ptr + first_tile, tile_to_add, head_to_add, first,
-                last, wrap, first_key, n_keys, offset, n_tiles, ring, order_counter, TILE, TILE,
-                STAGES, is_causal,
-            )  # fmt: skip
-    if ORDERED:  # after the loop, the consumers add to the last tile
-        named_barrier_sync_at(Q_EMPTY + steps % STAGES, EVERYBODY)
-        signal_successors(order_counter, gl.to_tensor(True))
+            order_counter = order_counters_ptr + first_tile + head_to_add * n_tiles + tile_to_add
+            if step >= STAGES:
+                allow_addition(
+                    may_add, order_counter, tile_to_add, first, first_key, n_keys, offset, n_tiles,
+                    TILE, TILE, is_causal, WARPS, ring,
+                )  # fmt: skip
+                tile_to_add, head_to_add = next_query_tile(
+                    tile_to_add, head_to_add, first, last, wrap
+                )
+            if step > 0:
+                named_barrier_sync_at(ADDED + (step - 1) % STAGES, EVERYBODY)
+            if step >= STAGES:
+                signal_successors(order_counter, gl.to_tensor(True))
 
 
 # ---- consumer ------------------------------------------------------------------------------------
@@ -281,11 +285,12 @@ def _step(
     dv = warpgroup_mma(p_smem.index(0), do_columns, dv, is_async=True)
     dk = warpgroup_mma(ds_tile, q_columns, dk, is_async=True)
     _add_dq(previous_dq_pointer, dq, True, CONSUMER)
+    if ORDERED:
+        named_barrier_arrive_at(ADDED + slot, EVERYBODY)
     dq = _start_dq(ds_tile, k_smem, opaque_zero, dq, False, CONSUMER)
     s, dp, dk, dv = warpgroup_mma_wait(1, deps=(s, dp, dk, dv))
     named_barrier_arrive(READ + CONSUMER, CONSUMERS)
-    named_barrier_arrive_at(Q_EMPTY + slot, EVERYBODY)
-    named_barrier_arrive_at(DO_EMPTY + slot, EVERYBODY)
+    named_barrier_arrive_at(EMPTY + slot, EVERYBODY)
     p, ds = _probabilities(
         s, dp, statistics_smem, next_slot, diagonal, band, n_keys, scale_log2, tanh_scale,
         CONSUMER, q_smem.dtype, RAGGED, is_causal, HAS_LEFT,
@@ -377,7 +382,7 @@ def _consumer(
         previous_dq_pointer = dq_pointer
     _add_dq(previous_dq_pointer, dq, True, CONSUMER)
     if ORDERED:
-        named_barrier_arrive_at(Q_EMPTY + steps % STAGES, EVERYBODY)
+        named_barrier_arrive_at(ADDED + steps % STAGES, EVERYBODY)
     # The other consumer has arrived at WRITTEN, so that its scores are complete. After them it does
     # not read V, and of K only its own columns: this consumer's columns may be overwritten.
     own_v = v_smem.index(0).slice(CONSUMER * COLUMNS, COLUMNS, dim=1)

@@ -70,10 +70,11 @@ from flashattn_triton.hopper.products import (
     zero_columns,
 )
 from flashattn_triton.hopper.schedule import (
+    WARPS,
+    allow_addition,
     key_tile_of_program,
     load_tile,
     next_query_tile,
-    order_additions,
     query_tiles,
     ring_of,
     store_tile,
@@ -170,11 +171,20 @@ def _producer(
             load_tile(q_desc, q_at, head, first_query, q_full.index(slot), q_tile, PACKED)
             tma_load(statistics_desc, [row, 0], q_full.index(slot), statistics_smem.index(slot))
         if ORDERED:
-            order_counter, tile_to_add, head_to_add = order_additions(
-                step, may_add, order_counters_ptr + first_tile, tile_to_add, head_to_add, first,
-                last, wrap, first_key, n_keys, offset, n_tiles, ring, order_counter, KEYS, QUERIES,
-                STAGES, is_causal,
-            )  # fmt: skip
+            # The consumers have given back Q of STAGES steps before, in which they added to the
+            # tile of one step before that. In their next step they add to this one's.
+            if step > STAGES:
+                signal_successors(order_counter, gl.to_tensor(True))
+            if step >= STAGES:
+                order_counter = order_counters_ptr + first_tile + head_to_add * n_tiles
+                order_counter += tile_to_add
+                allow_addition(
+                    may_add, order_counter, tile_to_add, first, first_key, n_keys, offset, n_tiles,
+                    KEYS, QUERIES, is_causal, WARPS, ring,
+                )  # fmt: skip
+                tile_to_add, head_to_add = next_query_tile(
+                    tile_to_add, head_to_add, first, last, wrap
+                )
         if step + 1 < steps:
             tile, head = next_query_tile(tile, head, first, last, wrap)
     if ORDERED:  # after the loop, the consumers add to the last tile

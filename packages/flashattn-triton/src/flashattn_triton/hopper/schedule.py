@@ -24,12 +24,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from flashattn_triton.hopper.support import (
-    signal_successors,
-    tma_load,
-    tma_store,
-    wait_for_predecessors,
-)
+from flashattn_triton.hopper.support import tma_load, tma_store, wait_for_predecessors
 
 PACKED_END = 2**30  # where the descriptor of a packed tensor ends
 END = gl.constexpr(PACKED_END)
@@ -461,48 +456,6 @@ def allow_addition(
     )
     wait_for_predecessors(order_counter, n * SIGNALS)
     mbarrier.arrive(may_add, count=1)
-
-
-@gluon.jit
-def order_additions(
-    step,
-    may_add,
-    order_counters,
-    tile,
-    head,
-    first,
-    last,
-    wrap,
-    first_key,
-    n_keys,
-    offset,
-    n_tiles,
-    ring,
-    order_counter,
-    KEYS: gl.constexpr,
-    QUERIES: gl.constexpr,
-    STAGES: gl.constexpr,
-    is_causal: gl.constexpr,
-):
-    """What a producer does at the end of a step, so that consumers add to dQ in order.
-
-    The consumers have given back the tile of Q of STAGES steps before, so they have added to the
-    tile of one step before that, whose ``order_counter`` is incremented. To the tile after it,
-    ``tile`` of ``head``, they may add when its predecessors have. If the consumers themselves
-    signalled, the tensor cores would have nothing to do meanwhile.
-
-    Returns the order counter of that tile, and the next tile with its head.
-    """
-    if step > STAGES:
-        signal_successors(order_counter, gl.to_tensor(True))
-    if step >= STAGES:
-        order_counter = order_counters + head * n_tiles + tile
-        allow_addition(
-            may_add, order_counter, tile, first, first_key, n_keys, offset, n_tiles, KEYS, QUERIES,
-            is_causal, WARPS, ring,
-        )  # fmt: skip
-        tile, head = next_query_tile(tile, head, first, last, wrap)
-    return order_counter, tile, head
 
 
 @gluon.jit
