@@ -99,7 +99,7 @@ def test_the_same_command_on_two_machines_measures_one_case(first_machine, bench
     monkeypatch.chdir(place)
     done = bench(*second_machine)
     output, _ = other.communicate(timeout=200)
-    assert other.returncode == 0, output
+    assert other.returncode == 0, output + (place / "node-0" / "results.jsonl").read_text()
     assert done.returncode == 0, done.stdout + done.stderr
     first, second = (
         [json.loads(line) for line in (place / folder / "results.jsonl").read_text().splitlines()]

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench_harness.nodes import Nodes
 from bench_harness.process import start_server, temporary_prefix
-from bench_harness.ranks import Nodes, RankError, launch
+from bench_harness.ranks import RankError, launch
 from processes import all_end, free_port
 
 

@@ -51,7 +51,7 @@ Status: TypeAlias = Literal["ok", "oom", "timeout", "error", "skipped", "partial
 _PRELOAD = [
     "torch",
     "torch._dynamo",  # what making any optimizer imports
-    "torch.distributed.launcher.api",
+    "torch.distributed",
     "bench_harness.process",
     "bench_harness.ranks",
 ]

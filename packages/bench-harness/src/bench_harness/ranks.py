@@ -1,8 +1,14 @@
-"""Runs a function on several ranks through torch's own elastic launcher.
+"""Runs a function on several ranks, each in a process of its own, and tells how each rank ended.
 
-Ranks are forked from a process that has torch imported. Those of one machine meet through a file,
-those of several through a store on the network. They end together: a rank that raises, dies or
-outlives the deadline ends the launch with one error that names it and carries its traceback.
+:func:`launch` is for measurements: its ranks end together, and it returns their results or raises
+one error, which names the rank that failed first. :func:`launch_each` is what it is built on, and
+what tests of faults need: it reports every rank's own end.
+
+Ranks of one machine meet through a file, those of several through a store on the network. A rank
+whose function has returned keeps its process group until every other rank has returned, raised or
+died. On a busy machine one rank may still be connecting when another is done, and gloo reports a
+rank that leaves meanwhile as a broken connection. A rank whose function raises leaves at once, as a
+failing training script does.
 
 The process of a case was itself forked from a server with torch imported and has not computed
 anything yet, so ranks are forked from it directly. Any other process may hold thread pools that a
@@ -14,33 +20,43 @@ and ends when that is gone.
 from __future__ import annotations
 
 import faulthandler
-import fcntl
 import gc
-import json
-import logging
 import multiprocessing
+import multiprocessing.connection
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
 import traceback
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from bench_harness.nodes import Meeting, Nodes, NodesDidNotMeetError, meeting
 from bench_harness.process import PROCESS_NAME, Progress, temporary_prefix
 
-_LIFELINE = "launcher-is-alive"
-#: Of the file through which the ranks of one machine meet.
-_STORE = "store"
-#: The name under which torch's launcher finds :func:`_one_machine`.
-_RENDEZVOUS = "bench-one-machine"
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+StartMethod: TypeAlias = Literal["fork", "forkserver", "spawn"]
+
+#: What ranks need of torch. ``torch._dynamo`` is what making any torch optimizer imports.
+PRELOAD = ("torch", "torch.distributed", "torch._dynamo", __name__)
+
+# Of what a rank printed, so many characters are kept.
+_TAIL = 4000
+# How long a rank that has reported may take to end, on a machine whose cores are busy.
+_SECONDS_TO_EXIT = 60.0
+# How long a rank that has not reported may take to say where its threads are.
+_SECONDS_TO_ANSWER = 5.0
+# How long other ranks that are to end with the first one may take to report their own errors.
+_SECONDS_TO_FOLLOW = 0.5
 
 
 class RankError(RuntimeError):
@@ -48,41 +64,36 @@ class RankError(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Nodes:
-    """The machines that take part in a launch; the default is this one alone.
+class RankOutcome:
+    """How one rank ended.
 
     Attributes:
-        nnodes: number of machines, each running the same command.
-        rdzv_endpoint: ``host:port`` of the machine that hosts the rendezvous; port 0 means free.
-        node_rank: this machine's number; that of 0 hosts the rendezvous.
-        run_id: name that the machines share; None makes a fresh one (one machine only).
+        rank: its number, over all machines.
+        value: what its function returned.
+        error: formatted traceback of what it raised, or one line about how else it ended; None if
+            the function returned.
+        stacks: of its threads, if it was killed because it was still running.
+        exitcode: of its process; negative if a signal killed it.
+        seconds: from the launch until it reported or ended.
+        died: whether it ended without a report, and the launcher had not killed it.
+        killed: whether the launcher killed it.
+        output: the end of what it printed.
     """
 
-    nnodes: int = 1
-    rdzv_endpoint: str = "localhost:0"
-    node_rank: int = 0
-    run_id: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.nnodes < 1:
-            raise ValueError(f"nnodes must be at least 1, but got {self.nnodes}")
-        if not 0 <= self.node_rank < self.nnodes:
-            raise ValueError(
-                f"node_rank must be from 0 to {self.nnodes - 1}, but got {self.node_rank}"
-            )
-        if self.nnodes == 1:
-            return
-        host, _, port = self.rdzv_endpoint.rpartition(":")
-        if self.run_id is None or not host or not port.isdigit() or int(port) == 0:
-            raise ValueError(
-                "several nodes must share run_id and a rdzv_endpoint host:port with a fixed port, "
-                f"but got run_id={self.run_id!r}, rdzv_endpoint={self.rdzv_endpoint!r}"
-            )
+    rank: int
+    value: Any = None
+    error: str | None = None
+    stacks: str = ""
+    exitcode: int | None = None
+    seconds: float = 0.0
+    died: bool = False
+    killed: bool = False
+    output: str = ""
 
     @property
-    def on_loopback(self) -> bool:
-        """Whether the machines meet on the loopback address, so that all of them are this one."""
-        return self.rdzv_endpoint.rpartition(":")[0] in ("localhost", "127.0.0.1")
+    def ok(self) -> bool:
+        """Whether the function returned."""
+        return self.error is None and self.exitcode == 0
 
 
 def launch(
@@ -92,7 +103,7 @@ def launch(
     backend: str = "gloo",
     timeout_s: float = 300.0,
     nodes: Nodes | None = None,
-    start_method: Literal["fork", "forkserver", "spawn"] | None = None,
+    start_method: StartMethod | None = None,
     progress: Progress | None = None,
 ) -> list[Any]:
     """Calls ``function(rank, world_size, device, *args)`` on every rank of a new process group.
@@ -102,13 +113,13 @@ def launch(
         world_size: ranks over all nodes; must be a multiple of the number of nodes.
         args: picklable arguments.
         backend: "gloo" (CPU tensors) or "nccl" (local rank r uses ``cuda:r``).
-        timeout_s: seconds after which a rank prints where it is and ends; also the process
+        timeout_s: seconds after which a rank prints where it is and is killed; also the process
             group's own timeout for one collective.
         nodes: machines that take part.
         start_method: how ranks come to be; None chooses fork or forkserver, as above. A profiler
             that follows programs rather than forks needs "spawn".
         progress: shows one line of text. If given, the function also gets ``progress=``, whose
-            lines begin with ``rank N:``. Only forked ranks can reach it; others are silent.
+            lines begin with ``rank N:``.
 
     Returns:
         The functions' results in rank order, those of other machines included.
@@ -118,9 +129,64 @@ def launch(
         torch.OutOfMemoryError: a rank ran out of device memory.
         RankError: a rank raised, died or outlived the deadline, or a machine did not come.
     """
+    nodes = nodes or Nodes()
+    outcomes = launch_each(
+        function if nodes.nnodes == 1 else _with_results_of_all,
+        world_size,
+        *(args if nodes.nnodes == 1 else (function, *args)),
+        backend=backend,
+        timeout_s=timeout_s,
+        end_together=True,
+        nodes=nodes,
+        start_method=start_method,
+        progress=progress,
+    )
+    if any(outcome.error is not None for outcome in outcomes):
+        import torch
+
+        message = _describe(outcomes, timeout_s)
+        if torch.OutOfMemoryError.__name__ in message.rstrip().rpartition("\n")[2]:
+            raise torch.OutOfMemoryError(message)
+        raise RankError(message)
+    if nodes.nnodes > 1:
+        everyone: list[Any] = outcomes[0].value
+        return everyone
+    return [outcome.value for outcome in outcomes]
+
+
+def launch_each(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    backend: str = "gloo",
+    timeout_s: float = 300.0,
+    collective_timeout_s: float | None = None,
+    end_together: bool = False,
+    nodes: Nodes | None = None,
+    start_method: StartMethod | None = None,
+    progress: Progress | None = None,
+) -> list[RankOutcome]:
+    """Calls a function on every rank as :func:`launch` does, and reports how each rank ended.
+
+    A rank that has stopped itself (SIGSTOP) is killed as soon as every other rank has ended.
+
+    Args:
+        function: and the arguments that are not listed here, as of :func:`launch`.
+        collective_timeout_s: the process group's own timeout, which its first connections need as
+            well; None for ``timeout_s``.
+        end_together: kill the other ranks when one has raised or died. Otherwise they live on to
+            their own ends.
+
+    Returns:
+        One outcome for each rank of this machine, in rank order.
+
+    Raises:
+        ValueError: unknown backend, or a world size that the nodes cannot share evenly.
+        RankError: another machine did not come.
+    """
+    nodes = nodes or Nodes()
     if backend not in ("gloo", "nccl"):
         raise ValueError(f"backend must be gloo or nccl, but got {backend!r}")
-    nodes = nodes or Nodes()
     if world_size < 1 or world_size % nodes.nnodes:
         raise ValueError(
             f"world_size must be a positive multiple of {nodes.nnodes} nodes, but got {world_size}"
@@ -129,264 +195,344 @@ def launch(
         fresh = multiprocessing.current_process().name == PROCESS_NAME
         start_method = "fork" if fresh else "forkserver"
     if start_method == "forkserver":
-        # Before torch is imported here, so that both imports overlap. torch._dynamo is what making
-        # any torch optimizer imports.
-        multiprocessing.set_forkserver_preload(
-            ["torch", "torch.distributed", "torch._dynamo", __name__]
-        )
-
-    import torch
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError, rendezvous_handler_registry
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-    from torch.numa.binding import AffinityMode, NumaOptions
-
-    with (
-        tempfile.TemporaryDirectory(prefix=temporary_prefix(os.getpid())) as folder,
-        _held_lock(Path(folder) / _LIFELINE),
-        _quiet_launcher(),
-    ):
-        alone = nodes.nnodes == 1
-        if alone:
-            rendezvous_handler_registry.register(_RENDEZVOUS, _one_machine)
-        config = LaunchConfig(
-            min_nodes=nodes.nnodes,
-            max_nodes=nodes.nnodes,
-            nproc_per_node=world_size // nodes.nnodes,
-            run_id=nodes.run_id or uuid.uuid4().hex,
-            rdzv_backend=_RENDEZVOUS if alone else "c10d",
-            rdzv_endpoint=str(Path(folder) / _STORE) if alone else nodes.rdzv_endpoint,
-            rdzv_configs={
-                "timeout": max(1, int(timeout_s)),
-                "join_timeout": max(1, int(timeout_s)),
-                "is_host": nodes.node_rank == 0,
-            },
-            max_restarts=0,
-            monitor_interval=0.05,
-            start_method=start_method,
-            logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL),
-            local_addr="127.0.0.1" if alone or nodes.on_loopback else None,
-            # Without any, the configuration would count CUDA devices to choose a default, and then
-            # no fork of this process may use CUDA. Ranks are not bound, as by that default.
-            numa_options=NumaOptions(affinity_mode=AffinityMode.NODE),
-        )
-        config.numa_options = None
-        try:
-            reach = progress if start_method == "fork" or progress is None else _silent
-            results = elastic_launch(config, _rank_main)(
-                function, backend, timeout_s, folder, not alone, args, reach
-            )
-        except RendezvousError as error:
-            raise RankError(
-                f"{nodes.nnodes} machines must meet at {nodes.rdzv_endpoint} within "
-                f"{timeout_s:g} s, but got {error or type(error).__name__}. Give the same command "
-                "on each, and check that they can reach that address."
-            ) from None
-        except ChildFailedError as error:
-            message = _describe(error, Path(folder), world_size, timeout_s)
-            if torch.OutOfMemoryError.__name__ in message.rstrip().rpartition("\n")[2]:
-                raise torch.OutOfMemoryError(message) from None
-            raise RankError(message) from None
-    if not alone:
-        everyone: list[Any] = next(iter(results.values()))
-        return everyone
-    return [results[rank] for rank in sorted(results)]
-
-
-def _rank_main(
-    function: Callable[..., Any],
-    backend: str,
-    timeout_s: float,
-    folder: str,
-    several_machines: bool,
-    args: tuple[Any, ...],
-    progress: Progress | None,
-) -> Any:
-    """What every rank runs: deadline, process group, the function, and an orderly end.
-
-    Args:
-        several_machines: the ranks meet through the network, and each returns the results of all,
-            so that those of other machines reach the launcher.
-    """
-    import torch
-    import torch.distributed as dist
-
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_rank = int(os.environ["LOCAL_RANK"])
-    threading.Thread(target=_end_with_launcher, args=(Path(folder),), daemon=True).start()
-    with (Path(folder) / f"late-{rank}").open("w", encoding="utf-8") as late:
-        # Ends the process from a thread that needs no interpreter lock: a hang cannot block it.
-        faulthandler.dump_traceback_later(timeout_s, exit=True, file=late)
-        try:
-            if backend == "nccl":
-                device = torch.device("cuda", local_rank)
-                torch.cuda.set_device(device)
-            else:
-                device = torch.device("cpu")
-                torch.set_num_threads(max(1, _cores() // int(os.environ["LOCAL_WORLD_SIZE"])))
-            meeting: dict[str, Any] = {}
-            if not several_machines:
-                # A store on a port would be open to the network, and torch cannot bind it to the
-                # loopback.
-                meeting_point = str(Path(folder) / f"{_STORE}-of-ranks")
-                store = dist.FileStore(meeting_point, world_size)  # type: ignore[attr-defined]
-                meeting = {"store": store, "rank": rank, "world_size": world_size}
-            dist.init_process_group(
-                backend,
-                timeout=timedelta(seconds=timeout_s),
-                device_id=device if backend == "nccl" else None,
-                **meeting,
-            )
-            extra: dict[str, Any] = {}
-            if progress is not None:
-                # Lines shorter than a page are written to a pipe as a whole, from any process.
-                extra["progress"] = lambda text: progress(f"rank {rank}: {text}"[:1000])
-            # What has been imported stays; looking through it takes most of a collection's time.
-            gc.freeze()
-            result = function(rank, world_size, device, *args, **extra)
-            if several_machines:
-                everyone: list[Any] = [None] * world_size
-                dist.all_gather_object(everyone, result)
-                result = everyone
-            (Path(folder) / f"done-{rank}").touch()
-            return result
-        except BaseException:  # noqa: BLE001 - whatever it is, the rank has failed
-            # Before the group is destroyed: that makes the peers fail too, with errors that would
-            # otherwise be older than this one.
-            report = {"time_ns": time.time_ns(), "traceback": traceback.format_exc()}
-            (Path(folder) / f"error-{rank}").write_text(json.dumps(report), encoding="utf-8")
-            # Any other exception would make torch leave a file in the folder for temporary files.
-            raise SystemExit(1) from None
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            faulthandler.cancel_dump_traceback_later()
+        multiprocessing.set_forkserver_preload(list(PRELOAD))  # unless the server runs already
+    context: Any = multiprocessing.get_context(start_method)
+    local_size = world_size // nodes.nnodes
+    start = time.monotonic()
+    processes: list[Any] = []
+    pipes: list[Connection] = []
+    prefix = temporary_prefix(os.getpid())
+    try:
+        with tempfile.TemporaryDirectory(prefix=prefix) as name, meeting(nodes, timeout_s) as met:
+            try:
+                for local_rank in range(local_size):
+                    ours, theirs = context.Pipe()
+                    rank = _Rank(
+                        rank=nodes.node_rank * local_size + local_rank,
+                        world_size=world_size,
+                        local_rank=local_rank,
+                        local_size=local_size,
+                        nodes=nodes,
+                        backend=backend,
+                        timeout_s=timeout_s,
+                        collective_timeout_s=collective_timeout_s or timeout_s,
+                        folder=Path(name),
+                        reports_progress=progress is not None,
+                    )
+                    # A forked rank inherits the other ends of the pipes before it, which would keep
+                    # them open when the launcher closes its own.
+                    inherited = [*pipes, ours] if start_method == "fork" else []
+                    process = context.Process(
+                        target=_rank_main, args=(rank, theirs, inherited, function, args)
+                    )
+                    process.start()
+                    theirs.close()
+                    processes.append(process)
+                    pipes.append(ours)
+                launched = _Launched(processes, pipes, met, start, timeout_s, Path(name))
+                return launched.outcomes(
+                    nodes.node_rank * local_size, end_together, progress or _silent
+                )
+            finally:  # nothing is left to do, unless the launch itself was ended
+                for process in processes:
+                    process.kill()
+                    process.join()
+    except NodesDidNotMeetError as error:
+        raise RankError(str(error)) from None
 
 
 def _silent(text: str) -> None:
     """Shows nothing."""
 
 
-def _one_machine(parameters: Any) -> Any:
-    """The rendezvous of a launch that has this machine alone, which is over when it begins.
+# ---- launcher ------------------------------------------------------------------------------------
 
-    torch's own would open a port on all interfaces, and wait up to 0.3 seconds for other machines.
 
-    Args:
-        parameters: torch's ``RendezvousParameters``, whose endpoint is the path of a file.
+@dataclass
+class _Report:
+    """What the launcher has heard of a rank; ``died``: nothing, before its pipe was closed."""
+
+    value: Any
+    error: str | None
+    seconds: float
+    died: bool = False
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """Ranks that run, and the launcher's ends of their pipes."""
+
+    processes: Sequence[Any]
+    pipes: Sequence[Connection]
+    meeting: Meeting
+    start: float
+    timeout_s: float
+    folder: Path
+
+    def outcomes(
+        self, first_rank: int, end_together: bool, progress: Progress
+    ) -> list[RankOutcome]:
+        """Waits until all ranks have ended, or kills them at the deadline."""
+        reports = self._reports(first_rank, end_together, progress)
+        failed = any(report.error is not None for report in reports.values())
+        late = [i for i in range(len(self.pipes)) if i not in reports]
+        stopped = [i for i in late if _is_stopped(self.processes[i].pid)]
+        ended = [i for i in late if i not in stopped] if end_together and failed else []
+        stacks = {
+            i: _stacks(self.processes[i].pid, _stacks_file(self.folder, first_rank + i))
+            for i in late
+            if i not in stopped and i not in ended
+        }
+        self.meeting.wait_for_all("reported")
+        for pipe in self.pipes:
+            pipe.close()  # ranks that have returned wait for this
+        found = []
+        for i, process in enumerate(self.processes):
+            if i not in late:
+                process.join(_SECONDS_TO_EXIT)
+            overdue = process.is_alive()
+            if overdue:
+                process.kill()
+                process.join()
+            report = reports.get(i)
+            error = report.error if report else None
+            if report and report.died:
+                error = f"died without a report (exit code {process.exitcode})"
+            elif i in stopped:
+                error = "stopped by SIGSTOP; killed"
+            elif i in ended:
+                error = "killed, because another rank had failed"
+            elif i in late or (overdue and error is None):
+                error = f"still running after {self.timeout_s:g} s; killed"
+            found.append(
+                RankOutcome(
+                    rank=first_rank + i,
+                    value=report.value if report else None,
+                    error=error,
+                    stacks=stacks.get(i, ""),
+                    exitcode=process.exitcode,
+                    seconds=report.seconds if report else time.monotonic() - self.start,
+                    died=report is not None and report.died,
+                    killed=i in late or overdue,
+                    output=_output(self.folder, first_rank + i) if error else "",
+                )
+            )
+        return found
+
+    def _reports(
+        self, first_rank: int, end_together: bool, progress: Progress
+    ) -> dict[int, _Report]:
+        """What ranks report until all have, or until the deadline; see ``end_together``."""
+        reports: dict[int, _Report] = {}
+        deadline = self.start + self.timeout_s
+        while len(reports) < len(self.pipes) and (left := deadline - time.monotonic()) > 0:
+            waited_for = [i for i in range(len(self.pipes)) if i not in reports]
+            if all(_is_stopped(self.processes[i].pid) for i in waited_for):
+                break
+            ready = multiprocessing.connection.wait(
+                [self.pipes[i] for i in waited_for], timeout=min(0.2, left)
+            )
+            for i in waited_for:
+                if self.pipes[i] not in ready:
+                    continue
+                try:
+                    kind, *content = self.pipes[i].recv()
+                except (EOFError, OSError):
+                    kind, content = "died", [None, "died without a report"]
+                if kind == "progress":
+                    progress(f"rank {first_rank + i}: {content[0]}")
+                    continue
+                value, error = content
+                seconds = time.monotonic() - self.start
+                reports[i] = _Report(value, error, seconds, died=kind == "died")
+                if error is not None and end_together:
+                    deadline = min(deadline, time.monotonic() + _SECONDS_TO_FOLLOW)
+        return reports
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process waits for SIGCONT; always False where there is no /proc."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] == "T"
+
+
+def _stacks_file(folder: Path, rank: int) -> Path:
+    return folder / f"stacks-{rank}"
+
+
+def _stacks(pid: int, path: Path) -> str:
+    """The stacks of a rank's threads, which it writes itself; empty if it does not in time."""
+    with suppress(OSError):
+        os.kill(pid, signal.SIGUSR1)
+    deadline, size = time.monotonic() + _SECONDS_TO_ANSWER, -1
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        before, size = size, path.stat().st_size if path.exists() else 0
+        if size == before > 0:
+            break
+    return path.read_text() if path.exists() else ""
+
+
+def _output_file(folder: Path, rank: int) -> Path:
+    return folder / f"output-{rank}"
+
+
+def _output(folder: Path, rank: int) -> str:
+    """The end of what a rank printed."""
+    try:
+        text = _output_file(folder, rank).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:  # it died before it was ready
+        return ""
+    return text[-_TAIL:].strip()
+
+
+def _describe(outcomes: Sequence[RankOutcome], timeout_s: float) -> str:
+    """One message for ranks that ended together: which failed first, why, and who did not report.
+
+    Others that lose the connection to a dead rank may report that before the launcher learns of the
+    death, so a death counts as earlier than it was noticed.
     """
+    own = [o for o in outcomes if o.error is not None and not o.killed]
+    killed = [outcome for outcome in outcomes if outcome.killed]
+    if not own:
+        first = killed[0]
+        return (
+            f"rank {first.rank} was still running after {timeout_s:g} s and was ended at:\n"
+            f"{first.stacks}"
+        )
+    first = min(own, key=lambda o: o.seconds - (_SECONDS_TO_FOLLOW if o.died else 0.0))
+    if first.died:
+        code = first.exitcode
+        how = f"ended with exit code {code}"
+        if code is not None and code < 0:
+            how = f"was ended by signal {signal.Signals(-code).name}"
+        return f"rank {first.rank} {how}\n{first.output}"
+    others = ""
+    if killed:
+        others = f" (rank {', '.join(str(o.rank) for o in killed)} left no report, and was killed)"
+    return f"rank {first.rank} failed{others}:\n{first.error}"
+
+
+# ---- rank ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rank:
+    """What a rank is told about itself."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int
+    nodes: Nodes
+    backend: str
+    timeout_s: float
+    collective_timeout_s: float
+    folder: Path
+    reports_progress: bool
+
+
+def _rank_main(
+    rank: _Rank,
+    pipe: Connection,
+    inherited: Sequence[Connection],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    """What every rank runs: the process group, the function, and an orderly end."""
+    for other in inherited:
+        other.close()
+    with _output_file(rank.folder, rank.rank).open("wb") as output:
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
+    stacks = _stacks_file(rank.folder, rank.rank).open("w")
+    faulthandler.register(signal.SIGUSR1, stacks)
+    done = threading.Event()
+    watch = threading.Thread(target=_watch_launcher, args=(pipe, done, rank.folder), daemon=True)
+    watch.start()
+
     import torch.distributed as dist
-    from torch.distributed.elastic.rendezvous import (
-        RendezvousHandler,
-        RendezvousInfo,
-        RendezvousStoreInfo,
-    )
 
-    class OneMachine(RendezvousHandler):
-        """Answers the launcher like a rendezvous in which this machine is the only participant."""
-
-        closed = False
-
-        def get_backend(self) -> str:
-            return _RENDEZVOUS
-
-        def get_run_id(self) -> str:
-            return str(parameters.run_id)
-
-        def next_rendezvous(self) -> RendezvousInfo:
-            store = dist.FileStore(parameters.endpoint)  # type: ignore[attr-defined]
-            nowhere = RendezvousStoreInfo("127.0.0.1", 0)  # ranks meet through a file too
-            return RendezvousInfo(store, 0, 1, nowhere)
-
-        def num_nodes_waiting(self) -> int:
-            return 0
-
-        def is_closed(self) -> bool:
-            return self.closed
-
-        def set_closed(self) -> None:
-            self.closed = True
-
-        def shutdown(self) -> bool:
-            return True
-
-    return OneMachine()
+    # What has been imported stays; looking through it takes most of a collection's time.
+    gc.freeze()
+    try:
+        device = _device(rank)
+        dist.init_process_group(
+            rank.backend,
+            store=_store(rank),
+            rank=rank.rank,
+            world_size=rank.world_size,
+            timeout=timedelta(seconds=rank.collective_timeout_s),
+            device_id=device if rank.backend == "nccl" else None,
+        )
+        extra: dict[str, Any] = {}
+        if rank.reports_progress:
+            extra["progress"] = lambda text: pipe.send(("progress", text[:1000]))
+        value = function(rank.rank, rank.world_size, device, *args, **extra)
+        done.set()
+        pipe.send(("returned", value, None))
+        watch.join()  # until the launcher has heard of every rank, and closes the pipe
+    except BaseException:  # noqa: BLE001 - whatever it is, the rank has failed
+        # Before the group is destroyed: that makes the peers fail too, with errors that would
+        # otherwise be older than this one.
+        done.set()
+        pipe.send(("raised", None, traceback.format_exc()))
+        if rank.backend == "nccl":  # which destroys a group that has lost a rank in about a minute
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
-@contextmanager
-def _held_lock(path: Path) -> Iterator[None]:
-    """Holds a lock that the kernel releases when this process ends, however it ends."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def _device(rank: _Rank) -> Any:
+    """The rank's ``torch.device``, which is made the current one; a CPU's cores are shared."""
+    import torch
+
+    if rank.backend == "nccl":
+        device = torch.device("cuda", rank.local_rank)
+        torch.cuda.set_device(device)
+        return device
+    torch.set_num_threads(max(1, _cores() // rank.local_size))
+    return torch.device("cpu")
 
 
-def _end_with_launcher(folder: Path) -> None:
-    """Waits for the launcher's lock. A rank gets it once the launcher is gone; removes its folder.
+def _store(rank: _Rank) -> Any:
+    """Where ranks meet. A store on a port would be open to the network, so one machine's is a file:
+    torch cannot bind the other to the loopback."""
+    import torch.distributed as dist
 
-    A rank that finds no lock has come too late: the folder is gone already.
+    if rank.nodes.nnodes > 1:
+        return rank.nodes.store_of_ranks(rank.timeout_s)
+    return dist.FileStore(str(rank.folder / "store"), rank.world_size)  # type: ignore[attr-defined]
+
+
+def _watch_launcher(pipe: Connection, done: threading.Event, folder: Path) -> None:
+    """Waits until the launcher closes the pipe; ends a rank that has not reported by then.
+
+    That is when the launcher is gone, so the rank also removes the launcher's folder.
     """
-    with suppress(FileNotFoundError), (folder / _LIFELINE).open("r+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.kill(os.getpid(), signal.SIGKILL)
+    with suppress(EOFError, OSError):
+        pipe.recv()
+    if not done.is_set():
+        shutil.rmtree(folder, ignore_errors=True)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _describe(error: Any, folder: Path, world_size: int, timeout_s: float) -> str:
-    """One message for a failed launch: the rank that failed first, why, and who left no word."""
-    for rank in range(world_size):
-        late = folder / f"late-{rank}"
-        if late.is_file() and (stack := late.read_text(encoding="utf-8")):
-            return f"rank {rank} was still running after {timeout_s:g} s and was ended at:\n{stack}"
-    reports = {
-        int(file.name.partition("-")[2]): json.loads(file.read_text(encoding="utf-8"))
-        for file in folder.glob("error-*")
-    }
-    silent = [
-        rank
-        for rank in range(world_size)
-        if rank not in reports and not (folder / f"done-{rank}").exists()
-    ]
-    rank, failure = error.get_first_failure()
-    if failure.exitcode < 0:
-        return f"rank {rank} was ended by signal {failure.signal_name()}\n{_output(folder, rank)}"
-    if not reports:
-        return f"rank {rank} ended with exit code {failure.exitcode}\n{_output(folder, rank)}"
-    first = min(reports, key=lambda rank: int(reports[rank]["time_ns"]))
-    others = ""
-    if silent:
-        others = (
-            f" (rank {', '.join(map(str, silent))} left no report: "
-            "killed, or still running when the launch was ended)"
-        )
-    return f"rank {first} failed{others}:\n{reports[first]['traceback']}"
+def _with_results_of_all(
+    rank: int, world_size: int, device: Any, function: Callable[..., Any], *args: Any, **extra: Any
+) -> list[Any]:
+    """Calls the function, and returns the results of all ranks, those of other machines too."""
+    import torch.distributed as dist
 
-
-def _output(folder: Path, rank: int) -> str:
-    """The end of what the rank wrote to its standard error."""
-    texts = [
-        file.read_text(encoding="utf-8", errors="replace")
-        for file in folder.glob(f"**/{rank}/stderr.log")
-    ]
-    return "".join(texts)[-4000:].strip()
-
-
-@contextmanager
-def _quiet_launcher() -> Iterator[None]:
-    """The launcher logs each failure that is raised here anyway; keeps that off the terminal."""
-    loggers = [
-        logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")
-    ]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+    everyone: list[Any] = [None] * world_size
+    dist.all_gather_object(everyone, function(rank, world_size, device, *args, **extra))
+    return everyone

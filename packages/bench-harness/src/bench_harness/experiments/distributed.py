@@ -9,7 +9,7 @@ from typing import Any
 from bench_harness.case import Case, Row
 from bench_harness.environment import gpu_count
 from bench_harness.experiments.base import CaseSkipped, option
-from bench_harness.ranks import Nodes
+from bench_harness.nodes import Nodes
 
 
 @dataclass(frozen=True, kw_only=True)
