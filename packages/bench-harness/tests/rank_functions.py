@@ -53,6 +53,19 @@ def die_on_last(rank, world_size, device):
     dist.barrier()
 
 
+def fail_on_last_while_others_sleep(rank, world_size, device):
+    if rank == world_size - 1:
+        raise ValueError("no such luck")
+    time.sleep(600)
+
+
+def say_and_die_on_last(rank, world_size, device):
+    if rank == world_size - 1:
+        os.write(2, b"what it said last")
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
 def run_out_of_memory(rank, world_size, device):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 

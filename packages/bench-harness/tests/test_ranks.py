@@ -9,7 +9,7 @@ import torch
 
 from bench_harness.nodes import Nodes
 from bench_harness.process import start_server, temporary_prefix
-from bench_harness.ranks import RankError, launch
+from bench_harness.ranks import RankError, launch, launch_each
 from processes import all_end, free_port
 
 
@@ -76,6 +76,28 @@ def test_a_hang_ends_at_the_deadline_and_says_where(functions):
 def test_a_killed_rank_is_named(functions):
     with pytest.raises(RankError, match=r"rank 1 .*(SIGKILL|left no report)"):
         launch(functions.die_on_last, 2, timeout_s=120)
+
+
+def test_a_killed_rank_has_its_last_words(functions):
+    with pytest.raises(RankError, match=r"(?s)rank 1 was ended by SIGKILL.*what it said last"):
+        launch(functions.say_and_die_on_last, 2, timeout_s=120)
+
+
+def test_ranks_end_together(functions):
+    start = time.monotonic()
+    message = r"(?s)rank 1 failed \(rank 0 left no report, and was killed\).*no such luck"
+    with pytest.raises(RankError, match=message):
+        launch(functions.fail_on_last_while_others_sleep, 2, timeout_s=500)
+    assert time.monotonic() - start < 300
+
+
+def test_each_rank_has_its_own_end(functions):
+    failed, healthy = reversed(launch_each(functions.fail_on_last, 2, timeout_s=120))
+    assert not failed.ok
+    assert "no such luck" in failed.error
+    assert not failed.died
+    assert not failed.killed
+    assert "Connection closed" in healthy.error or "reset" in healthy.error
 
 
 def test_running_out_of_memory_keeps_its_type(functions):

@@ -140,8 +140,12 @@ def shipped() -> list[Request]:
     for d in (64, 128):
         requests += [Request(d, "bf16", {"causal": True}, direction=x, sequences=9) for x in both]
         requests += [
-            Request(d, "bf16", {"causal": causal, "deterministic": True}, direction="backward")
-            for causal in (True, False)
+            Request(d, "bf16", options | {"deterministic": True}, direction="backward")
+            for options in (
+                {"causal": True},
+                {"causal": False},
+                {"causal": True, "window": (500, None)},
+            )
         ]
     return requests
 

@@ -408,7 +408,7 @@ def _describe(outcomes: Sequence[RankOutcome], timeout_s: float) -> str:
         code = first.exitcode
         how = f"ended with exit code {code}"
         if code is not None and code < 0:
-            how = f"was ended by signal {signal.Signals(-code).name}"
+            how = f"was ended by {signal.Signals(-code).name}"
         return f"rank {first.rank} {how}\n{first.output}"
     others = ""
     if killed:
