@@ -49,7 +49,7 @@ StartMethod: TypeAlias = Literal["fork", "forkserver", "spawn"]
 #: What ranks need of torch. ``torch._dynamo`` is what making any torch optimizer imports.
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", __name__)
 
-# Of what a rank printed, so many characters are kept.
+# Of what a rank printed, so many bytes are kept.
 _TAIL = 4000
 # How long a rank that has reported may take to end, on a machine whose cores are busy.
 _SECONDS_TO_EXIT = 60.0
@@ -144,7 +144,7 @@ def launch(
     if any(outcome.error is not None for outcome in outcomes):
         import torch
 
-        message = _describe(outcomes, timeout_s)
+        message = _describe(outcomes)
         if torch.OutOfMemoryError.__name__ in message.rstrip().rpartition("\n")[2]:
             raise torch.OutOfMemoryError(message)
         raise RankError(message)
@@ -275,49 +275,52 @@ class _Launched:
         """Waits until all ranks have ended, or kills them at the deadline."""
         reports = self._reports(first_rank, end_together, progress)
         failed = any(report.error is not None for report in reports.values())
-        late = [i for i in range(len(self.pipes)) if i not in reports]
-        stopped = [i for i in late if _is_stopped(self.processes[i].pid)]
-        ended = [i for i in late if i not in stopped] if end_together and failed else []
-        stacks = {
-            i: _stacks(self.processes[i].pid, _stacks_file(self.folder, first_rank + i))
-            for i in late
-            if i not in stopped and i not in ended
-        }
+        killed: dict[int, str] = {}
+        stacks: dict[int, str] = {}
+        for i, process in enumerate(self.processes):
+            if i in reports:
+                continue
+            if _is_stopped(process.pid):
+                killed[i] = "stopped by SIGSTOP; killed"
+            elif end_together and failed:
+                killed[i] = "killed, because another rank had failed"
+            else:
+                killed[i] = self._late()
+                stacks[i] = _stacks(process.pid, _stacks_file(self.folder, first_rank + i))
+            process.kill()  # before its pipe is closed, which it would take for our end
+            process.join()
         self.meeting.wait_for_all("reported")
         for pipe in self.pipes:
             pipe.close()  # ranks that have returned wait for this
+        for i in reports:
+            self.processes[i].join(_SECONDS_TO_EXIT)
+            if self.processes[i].is_alive():
+                killed[i] = self._late()
+                self.processes[i].kill()
+                self.processes[i].join()
         found = []
         for i, process in enumerate(self.processes):
-            if i not in late:
-                process.join(_SECONDS_TO_EXIT)
-            overdue = process.is_alive()
-            if overdue:
-                process.kill()
-                process.join()
-            report = reports.get(i)
-            error = report.error if report else None
-            if report and report.died:
-                error = f"died without a report (exit code {process.exitcode})"
-            elif i in stopped:
-                error = "stopped by SIGSTOP; killed"
-            elif i in ended:
-                error = "killed, because another rank had failed"
-            elif i in late or (overdue and error is None):
-                error = f"still running after {self.timeout_s:g} s; killed"
+            report = reports.get(i) or _Report(None, None, time.monotonic() - self.start)
+            error = report.error or killed.get(i)
+            if report.died:
+                error = f"{report.error} (exit code {process.exitcode})"
             found.append(
                 RankOutcome(
                     rank=first_rank + i,
-                    value=report.value if report else None,
+                    value=report.value,
                     error=error,
                     stacks=stacks.get(i, ""),
                     exitcode=process.exitcode,
-                    seconds=report.seconds if report else time.monotonic() - self.start,
-                    died=report is not None and report.died,
-                    killed=i in late or overdue,
+                    seconds=report.seconds,
+                    died=report.died,
+                    killed=i in killed,
                     output=_output(self.folder, first_rank + i) if error else "",
                 )
             )
         return found
+
+    def _late(self) -> str:
+        return f"still running after {self.timeout_s:g} s; killed"
 
     def _reports(
         self, first_rank: int, end_together: bool, progress: Progress
@@ -383,13 +386,14 @@ def _output_file(folder: Path, rank: int) -> Path:
 def _output(folder: Path, rank: int) -> str:
     """The end of what a rank printed."""
     try:
-        text = _output_file(folder, rank).read_text(encoding="utf-8", errors="replace")
+        with _output_file(folder, rank).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+            return file.read().decode(errors="replace").strip()
     except FileNotFoundError:  # it died before it was ready
         return ""
-    return text[-_TAIL:].strip()
 
 
-def _describe(outcomes: Sequence[RankOutcome], timeout_s: float) -> str:
+def _describe(outcomes: Sequence[RankOutcome]) -> str:
     """One message for ranks that ended together: which failed first, why, and who did not report.
 
     Others that lose the connection to a dead rank may report that before the launcher learns of the
@@ -398,11 +402,7 @@ def _describe(outcomes: Sequence[RankOutcome], timeout_s: float) -> str:
     own = [o for o in outcomes if o.error is not None and not o.killed]
     killed = [outcome for outcome in outcomes if outcome.killed]
     if not own:
-        first = killed[0]
-        return (
-            f"rank {first.rank} was still running after {timeout_s:g} s and was ended at:\n"
-            f"{first.stacks}"
-        )
+        return f"rank {killed[0].rank} was {killed[0].error}\n{killed[0].stacks}"
     first = min(own, key=lambda o: o.seconds - (_SECONDS_TO_FOLLOW if o.died else 0.0))
     if first.died:
         code = first.exitcode
