@@ -9,6 +9,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from bench_harness.nodes import Nodes
+from bench_harness.ranks import launch
+
 
 def report(rank, world_size, device, text):
     total = torch.full((3,), float(rank))
@@ -64,6 +67,36 @@ def say_and_die_on_last(rank, world_size, device):
         os.write(2, b"what it said last")
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
+
+
+def end_apart(rank, world_size, device):
+    """Ranks 0 to 4 return, raise, are killed, are stopped, and go on for ever."""
+    os.write(1, f"words of {rank}".encode())
+    if rank == 1:
+        raise ValueError("no such luck")
+    if rank in (2, 3):
+        os.kill(os.getpid(), {2: signal.SIGKILL, 3: signal.SIGSTOP}[rank])
+    if rank == 4:
+        time.sleep(600)
+    return 10 * rank
+
+
+def crash(rank, world_size, device):
+    os.abort()
+
+
+def die_beside_a_child(rank, world_size, device):
+    if not os.fork():
+        time.sleep(100)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def launch_on_node(node_rank, nnodes, endpoint, run_ids, answers):
+    """Launches two ranks on one of several machines, once for each name of a launch."""
+    for run_id in run_ids:
+        nodes = Nodes(nnodes=nnodes, rdzv_endpoint=endpoint, node_rank=node_rank, run_id=run_id)
+        answers.send(launch(report, 2 * nnodes, run_id, timeout_s=120, nodes=nodes))
 
 
 def run_out_of_memory(rank, world_size, device):

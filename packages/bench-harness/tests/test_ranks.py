@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench_harness.nodes import Nodes
-from bench_harness.process import start_server, temporary_prefix
+from bench_harness.process import PROCESS_NAME, start_server, temporary_prefix
 from bench_harness.ranks import RankError, launch, launch_each
 from processes import all_end, free_port
 
@@ -21,23 +21,30 @@ def functions():
         yield importlib.import_module("rank_functions")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def launcher(functions, tmp_path_factory):
-    """A launcher of ranks that sleep, and the folder where they leave their process ids.
-
-    Started before all tests: its fork server imports torch anew, which goes on beside them. The
-    server that it and the tests' own ranks come from imports torch once for all of them.
-    """
+def process(target, *args, name=None, **kwargs):
+    """A process of the server that the tests' own ranks come from, which has torch imported."""
     start_server()
-    folder = tmp_path_factory.mktemp("sleeping")
     context = multiprocessing.get_context("forkserver")
-    process = context.Process(
-        target=launch, args=(functions.sleep_and_say, 2, str(folder)), kwargs={"timeout_s": 300}
-    )
-    process.start()
-    yield process, folder
-    process.kill()
-    process.join()
+    started = context.Process(name=name, target=target, args=args, kwargs=kwargs)
+    started.start()
+    return started
+
+
+@pytest.fixture(scope="module", autouse=True)
+def launchers(functions, tmp_path_factory):
+    """By start method, a launcher of ranks that sleep, and where they leave their process ids.
+
+    Started before all tests: the fork server of one imports torch anew, which goes on beside them.
+    """
+    started = {}
+    for method, name in (("forkserver", None), ("fork", PROCESS_NAME)):
+        folder = tmp_path_factory.mktemp(method)
+        arguments = (functions.sleep_and_say, 2, str(folder))
+        started[method] = (process(launch, *arguments, name=name, timeout_s=300), folder)
+    yield started
+    for launcher, _ in started.values():
+        launcher.kill()
+        launcher.join()
 
 
 def test_results_come_back_in_rank_order(functions):
@@ -91,13 +98,36 @@ def test_ranks_end_together(functions):
     assert time.monotonic() - start < 300
 
 
-def test_each_rank_has_its_own_end(functions):
-    failed, healthy = reversed(launch_each(functions.fail_on_last, 2, timeout_s=120))
-    assert not failed.ok
-    assert "no such luck" in failed.error
-    assert not failed.died
-    assert not failed.killed
-    assert "Connection closed" in healthy.error or "reset" in healthy.error
+def test_ranks_that_end_apart_are_reported_one_by_one(functions):
+    for timeout_s in (5, 20, 80):  # on a busy machine ranks have not met by the first
+        outcomes = launch_each(functions.end_apart, 5, timeout_s=timeout_s)
+        if outcomes[0].ok and outcomes[4].output:
+            break
+    returned, raised, killed, stopped, late = outcomes
+    assert (returned.value, returned.exitcode, returned.error) == (0, 0, None)
+    assert "ValueError: no such luck" in raised.error
+    assert raised.output == "words of 1"
+    assert killed.error == "died without a report (exit code -9)"
+    assert stopped.error == "stopped by SIGSTOP; killed"
+    assert late.error == f"still running after {timeout_s} s; killed"
+    assert "in end_apart" in late.stacks
+    assert [each.ok for each in outcomes] == [True, False, False, False, False]
+    assert [each.died for each in outcomes] == [False, False, True, False, False]
+    assert [each.killed for each in outcomes] == [False, False, False, True, True]
+    assert raised.seconds < timeout_s <= late.seconds
+
+
+def test_a_crash_says_where(functions):
+    words = r"rank 0 was ended by SIGABRT(.|\n)*rank_functions.py\", line \d+ in crash"
+    with pytest.raises(RankError, match=words):
+        launch(functions.crash, 1, timeout_s=120)
+
+
+def test_a_rank_that_dies_is_noticed_although_its_child_lives(functions):
+    start = time.monotonic()
+    with pytest.raises(RankError, match="rank 0 was ended by SIGKILL"):
+        launch(functions.die_beside_a_child, 1, timeout_s=120)
+    assert time.monotonic() - start < 60
 
 
 def test_running_out_of_memory_keeps_its_type(functions):
@@ -105,8 +135,9 @@ def test_running_out_of_memory_keeps_its_type(functions):
         launch(functions.run_out_of_memory, 1, timeout_s=120)
 
 
-def test_ranks_end_when_their_launcher_is_killed(launcher):
-    process, folder = launcher
+@pytest.mark.parametrize("start_method", ["forkserver", "fork"])
+def test_ranks_end_when_their_launcher_is_killed(launchers, start_method):
+    launcher, folder = launchers[start_method]
     deadline = time.monotonic() + 200
     pids = []
     while len(pids) < 2 and time.monotonic() < deadline:
@@ -114,10 +145,10 @@ def test_ranks_end_when_their_launcher_is_killed(launcher):
         written = [file.read_text() for file in folder.glob("pid-*")]
         pids = [int(text) for text in written if text]  # a file is empty before it is written
     assert len(pids) == 2
-    process.kill()
-    process.join()
+    launcher.kill()
+    launcher.join()
     assert all_end(pids)
-    left = Path(tempfile.gettempdir()).glob(f"{temporary_prefix(process.pid)}*")
+    left = Path(tempfile.gettempdir()).glob(f"{temporary_prefix(launcher.pid)}*")
     assert not list(left)
 
 
@@ -126,6 +157,30 @@ def test_a_machine_that_does_not_come_is_said(functions):
     nodes = Nodes(nnodes=2, rdzv_endpoint=endpoint, run_id="lonely")
     with pytest.raises(RankError, match=rf"2 machines must meet at {endpoint} within 2 s"):
         launch(functions.report, 2, "hello", timeout_s=2, nodes=nodes)
+
+
+def test_machines_meet_at_the_same_endpoint_launch_after_launch(functions):
+    endpoint, run_ids = f"localhost:{free_port()}", ["first", "second", "second"]
+    ends = [multiprocessing.Pipe() for _ in range(2)]
+    launchers = [
+        process(functions.launch_on_node, node, 2, endpoint, run_ids, theirs, name=PROCESS_NAME)
+        for node, (_, theirs) in enumerate(ends)
+    ]
+    try:
+        for _, theirs in ends:
+            theirs.close()
+        for run_id in run_ids:
+            for answers, _ in ends:
+                results = answers.recv()
+                assert [each["rank"] for each in results] == [0, 1, 2, 3]
+                assert all(each["total"] == [6.0] * 3 for each in results)
+                assert {each["text"] for each in results} == {run_id}
+                listening = {address for each in results for address in each["ports"]}
+                assert not {"0.0.0.0", "::"} & listening
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+            launcher.join()
 
 
 def test_bad_arguments_are_refused_before_anything_starts(functions):

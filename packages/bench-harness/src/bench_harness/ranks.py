@@ -74,7 +74,7 @@ class RankOutcome:
             the function returned.
         stacks: of its threads, if it was killed because it was still running.
         exitcode: of its process; negative if a signal killed it.
-        seconds: from the launch until it reported or ended.
+        seconds: from when all ranks had been started until it reported or ended.
         died: whether it ended without a report, and the launcher had not killed it.
         killed: whether the launcher killed it.
         output: the end of what it printed.
@@ -198,7 +198,6 @@ def launch_each(
         multiprocessing.set_forkserver_preload(list(PRELOAD))  # unless the server runs already
     context: Any = multiprocessing.get_context(start_method)
     local_size = world_size // nodes.nnodes
-    start = time.monotonic()
     processes: list[Any] = []
     pipes: list[Connection] = []
     prefix = temporary_prefix(os.getpid())
@@ -229,6 +228,7 @@ def launch_each(
                     theirs.close()
                     processes.append(process)
                     pipes.append(ours)
+                start = time.monotonic()  # a fork server may have imported torch before
                 launched = _Launched(processes, pipes, met, start, timeout_s, Path(name))
                 return launched.outcomes(
                     nodes.node_rank * local_size, end_together, progress or _silent
@@ -332,13 +332,18 @@ class _Launched:
             waited_for = [i for i in range(len(self.pipes)) if i not in reports]
             if all(_is_stopped(self.processes[i].pid) for i in waited_for):
                 break
+            # Asked before the pipes, in which ranks that have ended may have left their reports.
+            # What a rank forked may keep its pipe open.
+            ended = [i for i in waited_for if self.processes[i].exitcode is not None]
             ready = multiprocessing.connection.wait(
-                [self.pipes[i] for i in waited_for], timeout=min(0.2, left)
+                [self.pipes[i] for i in waited_for], timeout=0.0 if ended else min(0.2, left)
             )
             for i in waited_for:
-                if self.pipes[i] not in ready:
+                if self.pipes[i] not in ready and i not in ended:
                     continue
                 try:
+                    if not self.pipes[i].poll():
+                        raise EOFError
                     kind, *content = self.pipes[i].recv()
                 except (EOFError, OSError):
                     kind, content = "died", [None, "died without a report"]
@@ -450,6 +455,7 @@ def _rank_main(
             os.dup2(output.fileno(), stream)
     stacks = _stacks_file(rank.folder, rank.rank).open("w")
     faulthandler.register(signal.SIGUSR1, stacks)
+    faulthandler.enable(sys.__stderr__ or stacks)
     done = threading.Event()
     watch = threading.Thread(target=_watch_launcher, args=(pipe, done, rank.folder), daemon=True)
     watch.start()
