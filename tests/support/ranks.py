@@ -25,7 +25,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from bench_harness.ranks import PRELOAD, RankOutcome, launch_each
+from bench_harness.process import PRELOAD
+from bench_harness.ranks import RankOutcome, launch_each
 
 # Test files import pytest and what they test, which takes longer than the start of a rank and most
 # checks.

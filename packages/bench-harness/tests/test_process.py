@@ -131,7 +131,7 @@ def program(plugin: Path, *lines: str) -> list[str]:
         "import multiprocessing.forkserver, os, signal, toy_calls",
         "from pathlib import Path",
         "from bench_harness import process",
-        "process._PRELOAD = []",
+        "process.PRELOAD = []",
     )
     return [sys.executable, "-c", "\n".join([*start, *lines])]
 

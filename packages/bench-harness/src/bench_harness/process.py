@@ -47,8 +47,8 @@ Progress: TypeAlias = Callable[[str], None]
 #: How a call ends; "partial" is what the runner makes of one that was stopped between rounds.
 Status: TypeAlias = Literal["ok", "oom", "timeout", "error", "skipped", "partial"]
 
-#: Imported by the server. Nothing here may touch a device.
-_PRELOAD = [
+#: Imported by the server, also by that of ranks. Nothing here may touch a device.
+PRELOAD = [
     "torch",
     "torch._dynamo",  # what making any optimizer imports
     "torch.distributed",
@@ -99,7 +99,7 @@ def temporary_prefix(worker: int) -> str:
 
 def start_server() -> None:
     """Starts the fork server; returns at once, while the server is still importing torch."""
-    multiprocessing.set_forkserver_preload(_PRELOAD)
+    multiprocessing.set_forkserver_preload(PRELOAD)
     # A killed process cannot release its semaphores; the tracker does so, and need not say so.
     sys.warnoptions.append(_QUIET_TRACKER)
     try:

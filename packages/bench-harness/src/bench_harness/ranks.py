@@ -39,15 +39,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from bench_harness.nodes import Meeting, Nodes, NodesDidNotMeetError, meeting
-from bench_harness.process import PROCESS_NAME, Progress, temporary_prefix
+from bench_harness.process import PRELOAD, PROCESS_NAME, Progress, temporary_prefix
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 StartMethod: TypeAlias = Literal["fork", "forkserver", "spawn"]
-
-#: What ranks need of torch. ``torch._dynamo`` is what making any torch optimizer imports.
-PRELOAD = ("torch", "torch.distributed", "torch._dynamo", __name__)
 
 # Of what a rank printed, so many bytes are kept.
 _TAIL = 4000
@@ -195,7 +192,7 @@ def launch_each(
         fresh = multiprocessing.current_process().name == PROCESS_NAME
         start_method = "fork" if fresh else "forkserver"
     if start_method == "forkserver":
-        multiprocessing.set_forkserver_preload(list(PRELOAD))  # unless the server runs already
+        multiprocessing.set_forkserver_preload(PRELOAD)  # unless the server runs already
     context: Any = multiprocessing.get_context(start_method)
     local_size = world_size // nodes.nnodes
     processes: list[Any] = []
@@ -285,7 +282,7 @@ class _Launched:
             elif end_together and failed:
                 killed[i] = "killed, because another rank had failed"
             else:
-                killed[i] = self._late()
+                killed[i] = f"still running after {self.timeout_s:g} s; killed"
                 stacks[i] = _stacks(process.pid, _stacks_file(self.folder, first_rank + i))
             process.kill()  # before its pipe is closed, which it would take for our end
             process.join()
@@ -295,7 +292,10 @@ class _Launched:
         for i in reports:
             self.processes[i].join(_SECONDS_TO_EXIT)
             if self.processes[i].is_alive():
-                killed[i] = self._late()
+                if reports[i].error is None:
+                    killed[i] = (
+                        f"still running {_SECONDS_TO_EXIT:g} s after it had reported; killed"
+                    )
                 self.processes[i].kill()
                 self.processes[i].join()
         found = []
@@ -318,9 +318,6 @@ class _Launched:
                 )
             )
         return found
-
-    def _late(self) -> str:
-        return f"still running after {self.timeout_s:g} s; killed"
 
     def _reports(
         self, first_rank: int, end_together: bool, progress: Progress
@@ -450,6 +447,13 @@ def _rank_main(
     """What every rank runs: the process group, the function, and an orderly end."""
     for other in inherited:
         other.close()
+    # As torchrun sets them, for code that asks.
+    os.environ |= {
+        "RANK": str(rank.rank),
+        "LOCAL_RANK": str(rank.local_rank),
+        "WORLD_SIZE": str(rank.world_size),
+        "LOCAL_WORLD_SIZE": str(rank.local_size),
+    }
     with _output_file(rank.folder, rank.rank).open("wb") as output:
         for stream in (1, 2):
             os.dup2(output.fileno(), stream)
@@ -508,8 +512,7 @@ def _device(rank: _Rank) -> Any:
 
 
 def _store(rank: _Rank) -> Any:
-    """Where ranks meet. A store on a port would be open to the network, so one machine's is a file:
-    torch cannot bind the other to the loopback."""
+    """Where ranks meet: on one machine in a file, because a port would be open to the network."""
     import torch.distributed as dist
 
     if rank.nodes.nnodes > 1:

@@ -419,9 +419,9 @@ def predecessors(
 def ring_of(n_keys, n_tiles, RING: gl.constexpr, KEYS: gl.constexpr, QUERIES: gl.constexpr):
     """How many programs form a ring, which the backward kernel's docstring describes; 0 for none.
 
-    All programs of a head, if they have different first tiles of queries and at most RING, half of
-    those that run at the same time, are enough. Of rings larger than half of that, only those are
-    formed of which two almost fill the GPU: where a third one began, it would wait for long.
+    All programs of a head, if they have different first tiles of queries. They must also be at most
+    RING, which is half of what runs at the same time, and if they are more than half of RING, two
+    rings must almost fill the GPU: where a third one began, it would wait for long.
     """
     n = gl.cdiv(max(n_keys, 1), KEYS)
     fits = (n <= RING // 2) | ((n <= RING) & (8 * n >= 7 * RING))
