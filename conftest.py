@@ -62,6 +62,14 @@ def _seed() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _share_gpus(request: pytest.FixtureRequest) -> None:
+    """Processes that test side by side take the GPUs in turn; ranks choose their own."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")  # gw0, gw1, …
+    if worker and request.node.get_closest_marker("gpu") and torch.cuda.device_count() > 1:
+        torch.cuda.set_device(int(worker[2:]) % torch.cuda.device_count())
+
+
+@pytest.fixture(autouse=True)
 def _return_device_memory() -> Iterator[None]:
     """What a large test leaves in torch's cache is given back: other processes test beside it."""
     yield

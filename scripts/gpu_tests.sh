@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Runs every test marked gpu or multi_gpu, one after the other. Arguments go to pytest.
-#   bash scripts/gpu_tests.sh [-n PROCESSES] [-x] [-k NAME]
-# With -n 26, for instance, 26 processes share the GPUs; two GPUs of 141 GB have room for them.
+# Runs every test marked gpu or multi_gpu, in two parts: tests of one GPU, many processes at a time,
+# which share all GPUs; then tests whose ranks need several GPUs, a few at a time.
+#   bash scripts/gpu_tests.sh [-n PROCESSES] [-x] [-k NAME] [PATH ...]
+# -n says how many processes the first part has; without it, 13 for each GPU, at most one a core.
+# All other arguments go to pytest.
 # Uses the python3 of the environment it runs in if that one has torch, else the workspace's own.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -18,6 +20,35 @@ if [[ $devices -lt 1 ]]; then
     echo "gpu_tests.sh needs a CUDA device; torch sees none" >&2
     exit 2
 fi
-echo "running the GPU tests on $devices device(s)"
-# Where pytest-benchmark is installed, it warns beside pytest-xdist, and warnings are errors here.
-exec "${python[@]}" -m pytest -n 0 -p no:benchmark -m "gpu or multi_gpu" "$@"
+cores=$(nproc)
+processes=$((13 * devices < cores ? 13 * devices : cores))
+if [[ ${1:-} == -n ]]; then
+    processes=$2
+    shift 2
+fi
+
+# Exit code 5 says that the selection has no test, which -k NAME may well mean for one part.
+failed=0 empty=0
+part() {
+    local code=0
+    # Where pytest-benchmark is installed, it warns beside pytest-xdist, and warnings are errors here.
+    # A kernel that one process has compiled is in Triton's cache for all others.
+    "${python[@]}" -m pytest -p no:benchmark --dist=worksteal "$@" || code=$?
+    case $code in
+    0) ;;
+    5) empty=$((empty + 1)) ;;
+    *) failed=$code ;;
+    esac
+}
+
+echo "tests of one GPU: $processes processes share $devices device(s)"
+part -m "gpu and not multi_gpu" -n "$processes" "$@"
+if [[ $devices -gt 1 ]]; then
+    echo "tests of several GPUs: 4 processes, whose ranks share $devices devices"
+    part -m multi_gpu -n 4 "$@"
+else
+    echo "tests of several GPUs: left out on one device"
+    empty=$((empty + 1))
+fi
+[[ $failed -ne 0 || $empty -lt 2 ]] || failed=5
+exit "$failed"

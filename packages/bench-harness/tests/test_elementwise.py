@@ -77,6 +77,7 @@ def test_the_layers_call_the_library_with_what_it_wants() -> None:
 
 @pytest.mark.gpu
 def test_the_library_trains_like_torch() -> None:
+    pytest.importorskip("liger_kernel", reason="needs bench-harness[liger]")
     loss, gradients = trained("cuda", "fp32", elementwise="liger")
     expected_loss, expected = trained("cuda", "fp32")
     torch.testing.assert_close(loss, expected_loss)
