@@ -7,6 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+# Before torch and NumPy read them. The products of the interpreter and of the simulator are small:
+# OpenBLAS's second thread spins on a core that another process of tests wants. A process of several
+# computes with one thread, unless the caller has chosen otherwise.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 from selection import starts_processes
@@ -53,6 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """What is there now stays until the end: no collection of garbage need look at it again."""
     gc.freeze()
+    gc.set_threshold(20_000, 20, 100)  # a simulated kernel makes many small objects
     atexit.register(gc.unfreeze)
 
 
