@@ -58,7 +58,8 @@ def test_refused_and_the_step_is_right(read):
         READS[read](model)
     assert model[0].bias.grad.shape == (6,)
     norm = optimizer.clip_grad_norm_(0.01)
-    assert norm == nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+    # One sum over the buffer of all shards, and torch's over norms of tensors: two orders.
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.01))
     optimizer.step()
     stepper.step()
     stepper.zero_grad()
