@@ -28,10 +28,11 @@ MOST_PROCESSES = 4  # each needs 1 GB of memory and more, and starts ranks of it
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """How many processes share the files of tests: one for each core, or 0, which is this one.
+    """Number of processes that share the files of tests; 0 runs them in this one.
 
-    A process more takes seconds to start and hides what tests print, so a single file stays here.
-    So does a run on a GPU, whose memory one process of tests may need for itself.
+    There is one more than cores, because tests that start ranks wait more than they compute. A
+    process takes seconds to start and hides what tests print, so a single file stays here. So does
+    a run on a GPU, whose memory one process of tests may need for itself.
     """
     options = config.option
     if options.collectonly or options.trace or options.capture == "no":
@@ -42,20 +43,24 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     files = MOST_PROCESSES if any(path.is_dir() for path in paths) else len(paths)
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    processes = min(cores, files, MOST_PROCESSES)
+    processes = min(cores + 1, files, MOST_PROCESSES)
     return processes if processes > 1 else 0
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     devices = torch.cuda.device_count()
+    slow_files = set()
     for item in items:
         if isinstance(item, pytest.Function) and starts_processes(item):
             item.add_marker("processes")
+            slow_files.add(item.path)
         if item.get_closest_marker("gpu") and devices < 1:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.get_closest_marker("multi_gpu") and devices < 2:
             item.add_marker(pytest.mark.skip(reason=f"needs two CUDA devices, found {devices}"))
+    # A long file that begins last would leave the other processes without work.
+    items.sort(key=lambda item: item.path not in slow_files)
 
 
 def pytest_collection_finish() -> None:
