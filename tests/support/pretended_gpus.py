@@ -12,11 +12,10 @@ from unittest.mock import Mock, patch
 import torch
 from torch import Tensor
 
-from ddp_lite.collectives import all_gather_json
-from ddp_lite.errors import Peer
 from ddp_lite.peer import PeerMemory
 from ddp_lite.peer import hook as peer_hook
 from ddp_lite.peer import memory as peer_memory
+from ddp_lite.ranks import Peer, all_gather_json
 
 ROW_BYTES = 512
 LARGE = 1000  # bytes of a message that is large enough here

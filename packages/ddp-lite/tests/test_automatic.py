@@ -330,7 +330,7 @@ def symmetric_memory(rank: int, fails: str | None) -> Iterator[list[weakref.ref[
         # Mocks would hold what they are called with.
         patch.object(_SymmetricMemory, "empty_strided_p2p", allocate),
         patch("torch.distributed._symmetric_memory.rendezvous", lambda *_: Handle()),
-        patch.object(peer_memory, "PeerProbe", side_effect=probe),
+        patch.object(peer_memory, "Ranks", side_effect=probe),
     ):
         yield allocated
 

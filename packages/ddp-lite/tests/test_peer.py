@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_lite import BucketedDDP, PeerFailureError
-from ddp_lite.errors import PeerProbe
 from ddp_lite.hooks import CompressTo, HierarchicalAverage, PowerSGD
 from ddp_lite.peer import PeerCopies, PeerCopyAverage, PeerMemory, choose_communication
 from ddp_lite.peer import schedule as peer_schedule
 from ddp_lite.peer.memory import Watch
+from ddp_lite.ranks import Ranks
 from process_memory import ProcessMemory
 from ranks import run_ranks
 from thread_memory import SECONDS, ThreadMemory, Together, bound, on_threads, values
@@ -299,7 +299,9 @@ class Event:
 
 
 def lost(rank: int, world_size: int) -> str:
-    watch = Watch(PeerProbe(dist.group.WORLD, "PeerMemory"), 0.2, torch.device("cpu"))
+    watch = Watch(
+        Ranks(dist.group.WORLD, torch.device("cpu"), "PeerMemory"), 0.2, torch.device("cpu")
+    )
     if rank == 1:
         dist.barrier()
         return ""
@@ -319,7 +321,7 @@ def lost(rank: int, world_size: int) -> str:
 def test_a_dropped_watch_ends_its_thread() -> None:
     """Although it waits for an event that does not come, and for whatever else is queued."""
     before = set(threading.enumerate())
-    watch = Watch(cast("PeerProbe", None), 600.0, torch.device("cpu"))
+    watch = Watch(cast("Ranks", None), 600.0, torch.device("cpu"))
     started = set(threading.enumerate()) - before
     (thread,) = (each for each in started if each.name == "ddp_lite watch over copies")
     for _ in range(3):
@@ -333,6 +335,7 @@ def test_a_dropped_watch_ends_its_thread() -> None:
 ENDS_AT_ONCE = """
 import torch
 from ddp_lite.peer.memory import Watch
+from ddp_lite.ranks import Ranks
 
 watch = Watch(None, 600.0, torch.device("cuda", 0))
 torch.cuda._sleep(2_000_000_000)  # about a second

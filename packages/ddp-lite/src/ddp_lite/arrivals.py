@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +19,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from ddp_lite.buckets import ParameterSpec
-from ddp_lite.checks import ModuleWatch, shortened, verify_same_model
-from ddp_lite.errors import ModelMismatchError, name_ranks, overlapping_backwards
+from ddp_lite.checks import ModuleWatch, verify_same_model
+from ddp_lite.errors import ModelMismatchError, UnfinishedSynchronizationError
+from ddp_lite.ranks import name_ranks, shortened
 
 if TYPE_CHECKING:
     from ddp_lite.base import DataParallelBase
@@ -279,7 +279,7 @@ class TrainableParameters:
         if self._watch.has_new_structure():
             if change := self._watch.describe_change():
                 report = f"{change} since {step.wrapper} wrapped the module"
-                step.peer_probe.leave_report(report, step.number + 1)
+                step.ranks.tell(report)
                 raise ModelMismatchError(
                     f"a wrapped module must keep its parameters, but before step {step.number + 1} "
                     f"on rank {step.group.rank()} {report}. Change the module first and "
@@ -290,7 +290,7 @@ class TrainableParameters:
             return False
         with step.naming_failures_of("the comparison of models after requires_grad changed"):
             _await_change_everywhere(self._watch.changed_requirements(), step)
-            verify_same_model(self._module, step.group, settings())
+            verify_same_model(self._module, step.ranks, settings())
         return True
 
 
@@ -304,14 +304,13 @@ def _await_change_everywhere(names: Sequence[str], step: Step) -> None:
     Raises:
         ModelMismatchError: not all ranks did.
     """
-    changed = ", ".join(shortened(names))
+    changed = shortened(names)
     number = step.number + 1
     report = (
         f"requires_grad of {changed} changed on this rank before step {number}, which waits for "
         "all ranks to change it"
     )
-    timeout: timedelta = step.group._get_backend(step.device).options._timeout
-    if absent := step.peer_probe.absentees(report, number, timeout):
+    if absent := step.ranks.absentees(report):
         raise ModelMismatchError(
             "requires_grad must be changed on all ranks before the same step, but that of "
             f"{changed} changed on rank {step.group.rank()} before step {number} and not on "
@@ -351,3 +350,18 @@ def _hooks_of(parameter: nn.Parameter) -> dict[int, Any]:
 def _remove_all(hooks: list[ParameterHooks]) -> None:
     while hooks:
         hooks.pop().remove()
+
+
+def overlapping_backwards(wrapper: str, rank: int, step: int) -> UnfinishedSynchronizationError:
+    """The error for a backward that begins while another one of the same wrapper is under way.
+
+    Args:
+        wrapper: its class.
+        rank: where.
+        step: the step that both belong to.
+    """
+    return UnfinishedSynchronizationError(
+        f"backward passes through one {wrapper} must run one after another, but in step {step} on "
+        f"rank {rank} one began while another was under way, or after it had failed. Add the "
+        "losses and call backward once, from one thread"
+    )

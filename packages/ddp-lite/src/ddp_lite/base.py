@@ -24,7 +24,7 @@ from torch import nn
 from ddp_lite import checks
 from ddp_lite.arrivals import TrainableParameters, refuse_parameters_of_others
 from ddp_lite.buckets import Bucket, ParameterSpec
-from ddp_lite.collectives import Averager, broadcast_coalesced
+from ddp_lite.collectives import Averager
 from ddp_lite.migration import refuse_arguments
 from ddp_lite.observers import (
     AverageOver,
@@ -89,9 +89,9 @@ class DataParallelBase(TransparentWrapper, ABC):
         observers = [*same_step, self._stats, missing]
         self._step = Step(type(self), self.process_group, self.device, auto_finish, observers)
         with self._step.naming_failures_of("the comparison and broadcast of models"):
-            checks.verify_same_model(module, self.process_group, self._settings())
-            broadcast_coalesced([*module.parameters(), *module.buffers()], self.process_group)
-        self._step.number = 0
+            checks.verify_same_model(module, self._step.ranks, self._settings())
+            self._step.ranks.overwrite_with_rank_0([*module.parameters(), *module.buffers()])
+        self._step.ranks.step = 1
         self._trainable = TrainableParameters(module, self)
         self._step.adopt(self._trainable, self)
         checks.warn_of_nothing_to_train(self._step.parameters, type(self))
@@ -212,7 +212,7 @@ class DataParallelBase(TransparentWrapper, ABC):
     def sync_buffers(self) -> None:
         """Overwrites the buffers (such as BatchNorm statistics) with rank 0's. Collective."""
         with self._step.naming_failures_of("the broadcast of buffers"):
-            broadcast_coalesced(list(self.module.buffers()), self.process_group)
+            self._step.ranks.overwrite_with_rank_0(list(self.module.buffers()))
 
     def stats(self) -> SynchronizationStats | None:
         """The last synchronised step; None before the first. On CUDA the host waits for it."""

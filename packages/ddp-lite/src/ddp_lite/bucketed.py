@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_lite.base import DataParallelBase
 from ddp_lite.buckets import Bucket, BucketSizes, ParameterSpec, typical_bytes
-from ddp_lite.collectives import finish
 from ddp_lite.migration import refuse_arguments
 from ddp_lite.observers import Policy
+from ddp_lite.ranks import finish
 from ddp_lite.reduction import CommHook, Transport
 
 

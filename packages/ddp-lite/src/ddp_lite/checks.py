@@ -11,14 +11,9 @@ cheap to read, in loops that run in C: which objects the dictionaries of all sub
 
 from __future__ import annotations
 
-import atexit
-import functools
-import hashlib
 import os
-import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import zip_longest
 from operator import attrgetter
 from typing import Any
 
@@ -28,12 +23,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_lite.collectives import all_gather_json, backend_for
-from ddp_lite.errors import ModelMismatchError, name_ranks
+from ddp_lite.ranks import Ranks, backend_for, resolve_group, shortened
 
-_MOST_DIFFERENCES_SHOWN = 8
 _requires_grad = attrgetter("requires_grad")
-_PAUSE_BEFORE_EXIT_SECONDS = 0.1
 
 
 def check_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
@@ -109,52 +101,6 @@ def common_device(module: nn.Module) -> torch.device:
             "module with module.to(device)"
         )
     return next(iter(first_names), torch.device("cpu"))
-
-
-def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
-    """The process group meant by a group, a one-dimensional mesh, or None (the default group).
-
-    Raises:
-        RuntimeError: no process group is initialised.
-        ValueError: the mesh has several dimensions, or this rank is not in the group.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        raise RuntimeError(
-            "a process group must exist before a module is wrapped. Call "
-            "torch.distributed.init_process_group() first."
-        )
-    _pause_before_exit()
-    if group is None:
-        default = dist.group.WORLD
-        assert default is not None
-        return default
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(
-                f"a device mesh must have one dimension, but got {group.ndim} "
-                f"({group.mesh_dim_names}). Pass one of them (mesh['name']), and a "
-                "HierarchicalAverage as comm_hook to use two"
-            )
-        return group.get_group()
-    if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(
-            "this rank must belong to the process group, but got a group it is not part of. "
-            "Wrap only on the ranks of the group"
-        )
-    return group
-
-
-@functools.cache
-def _pause_before_exit() -> None:
-    """Gives gloo's threads a moment before the interpreter finalises; works once per process.
-
-    A collective that is started during backward keeps a Python object of torch's, the context in
-    which backward runs. The gloo thread that carried the collective out releases it afterwards, for
-    which it needs Python's global lock. If the program has begun to exit by then, the interpreter
-    ends that thread and the process aborts with "terminate called without an active exception"
-    after all its work is done (seen with torch 2.15). A sleeping main thread hands over the lock.
-    """
-    atexit.register(time.sleep, _PAUSE_BEFORE_EXIT_SECONDS)
 
 
 def check_backend(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -253,8 +199,8 @@ class ModuleWatch:
             "removed": [name for name in then if name not in now],
             "replaced": [name for name in now if name in then and now[name] is not then[name]],
         }
-        return ", ".join(
-            f"{name} was {what}" for what, names in changes.items() for name in shortened(names)
+        return shortened(
+            [f"{name} was {what}" for what, names in changes.items() for name in names]
         )
 
 
@@ -279,57 +225,24 @@ def describe_module(module: nn.Module) -> list[tuple[str, str]]:
     return described
 
 
-def verify_same_model(
-    module: nn.Module, group: dist.ProcessGroup, settings: Mapping[str, str]
-) -> None:
+def verify_same_model(module: nn.Module, ranks: Ranks, settings: Mapping[str, str]) -> None:
     """Checks that every rank wraps the same module with the same settings. Collective.
 
     Args:
         module: what is wrapped.
-        group: the ranks.
+        ranks: that wrap it.
         settings: of the wrapper, in words.
 
     Raises:
         ModelMismatchError: on every rank, naming what differs and on which ranks.
     """
-    mine = [*settings.items(), *describe_module(module)]
-    digest = hashlib.sha256(repr(mine).encode()).hexdigest()
-    if len(set(all_gather_json(digest, group))) == 1:
-        return
-    everyone = all_gather_json(mine, group)
-    differences = _differences([[(name, text) for name, text in entries] for entries in everyone])
-    shown = "\n".join(f"  {line}" for line in differences[:_MOST_DIFFERENCES_SHOWN])
-    more = len(differences) - _MOST_DIFFERENCES_SHOWN
-    tail = f"\n  and {more} more" if more > 0 else ""
-    raise ModelMismatchError(
-        "every rank must wrap the same model (names, shapes, dtypes, order, requires_grad) with "
-        f"the same settings, but {len(differences)} entries differ:\n{shown}{tail}\n"
-        "Build the model and its wrapper from the same configuration on every rank; nothing was "
-        "sent yet"
+    ranks.agree(
+        [*settings.items(), *describe_module(module)],
+        must="wrap the same model (names, shapes, dtypes, order, requires_grad) with the same "
+        "settings",
+        remedy="Build the model and its wrapper from the same configuration on every rank; nothing "
+        "was sent yet",
     )
-
-
-def _differences(everyone: Sequence[Sequence[tuple[str, str]]]) -> list[str]:
-    """One line per position at which not all ranks agree, the values grouped by rank."""
-    lines = []
-    for entries in zip_longest(*everyone):
-        ranks_by_entry: dict[tuple[str, str] | None, list[int]] = {}
-        for rank, entry in enumerate(entries):
-            ranks_by_entry.setdefault(entry, []).append(rank)
-        if len(ranks_by_entry) > 1:
-            lines.append(
-                "; ".join(
-                    f"{name_ranks(ranks)}: " + ("nothing" if entry is None else " ".join(entry))
-                    for entry, ranks in ranks_by_entry.items()
-                )
-            )
-    return lines
-
-
-def shortened(names: Sequence[str], most: int = 8) -> list[str]:
-    """The first few names, and how many more there are."""
-    more = [f"{len(names) - most} more"] if len(names) > most else []
-    return [*names[:most], *more]
 
 
 def _tensors(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:

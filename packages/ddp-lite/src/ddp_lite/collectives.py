@@ -6,21 +6,17 @@ makes the current stream wait and returns at once; on CPU it blocks the caller.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_lite.buckets import MEBIBYTE
+from ddp_lite.ranks import backend_for
 
 _BACKENDS_WITH_AVG = frozenset({"nccl", "gloo", "fake"})
-_BROADCAST_CHUNK_BYTES = 256 * MEBIBYTE
-# Every rank holds the messages of all ranks, padded to the longest.
-_MOST_MESSAGE_BYTES = 256 * MEBIBYTE
 
 
 class Waitable(Protocol):
@@ -35,25 +31,6 @@ class Completed:
 
     def wait(self) -> None:
         """Returns at once."""
-
-
-def finish(work: dist.Work | None) -> None:
-    """Waits for a collective that was started asynchronously, and must have ended by now.
-
-    torch heeds TORCH_NCCL_BLOCKING_WAIT in asynchronous collectives alone: after a synchronous one
-    the host would wait without end for what a lost rank sends.
-    """
-    if work is not None:
-        work.wait()
-
-
-def backend_for(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """The name of the backend that serves ``device`` in ``group``, None if none does."""
-    for pair in dist.get_backend_config(group).split(","):
-        kind, _, name = pair.partition(":")
-        if kind == device.type:
-            return name
-    return None
 
 
 def require_floating(dtype: object, argument: str) -> None:
@@ -269,90 +246,3 @@ class Chain:
             if (work := stage()) is not None:
                 work.wait()
         self._rest = []
-
-
-def broadcast_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrites tensors with rank 0's values, many tensors per broadcast.
-
-    Tensors of one dtype and device are packed into chunks of at most 256 MB, so the extra
-    memory is bounded whatever the model's size.
-
-    Args:
-        tensors: the same shapes and dtypes in the same order on every rank.
-        group: rank 0 of this group is the source.
-    """
-    if group.size() == 1:
-        return
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        value = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        if value.numel():
-            kinds.setdefault((value.dtype, value.device), []).append(value)
-    with torch.no_grad():
-        for values in kinds.values():
-            for chunk in _chunks(values):
-                flat = torch.cat([value.reshape(-1) for value in chunk])
-                finish(dist.broadcast(flat, group=group, group_src=0, async_op=True))
-                pieces = flat.split([value.numel() for value in chunk])
-                for value, piece in zip(chunk, pieces, strict=True):
-                    value.copy_(piece.view(value.shape))
-
-
-def _chunks(values: Sequence[Tensor]) -> list[list[Tensor]]:
-    chunks: list[list[Tensor]] = []
-    used = 0
-    for value in values:
-        if not chunks or used + value.nbytes > _BROADCAST_CHUNK_BYTES:
-            chunks.append([])
-            used = 0
-        chunks[-1].append(value)
-        used += value.nbytes
-    return chunks
-
-
-def all_gather_json(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Gathers one JSON value from every rank of a group. Collective.
-
-    torch's object collectives unpickle what peers send, which can run code, and they need NumPy,
-    which torch does not require. JSON can do neither harm nor more than the wrappers need.
-
-    Args:
-        value: None, a bool, number or string, or lists and string-keyed dictionaries of these.
-        group: the ranks.
-
-    Returns:
-        Each rank's value in the group's rank order. Tuples have become lists.
-
-    Raises:
-        ValueError: on every rank, if the messages need more than 256 MiB in all.
-    """
-    device = torch.device("cpu")
-    if backend_for(group, device) is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    message = bytearray(json.dumps(value).encode())
-    size = torch.tensor([len(message)], device=device)
-    sizes = [torch.empty_like(size) for _ in range(group.size())]
-    finish(dist.all_gather(sizes, size, group=group, async_op=True))
-    lengths = [int(size) for size in torch.cat(sizes).tolist()]
-    longest = max(lengths)
-    if longest * group.size() > _MOST_MESSAGE_BYTES:
-        raise ValueError(
-            f"messages between ranks must fit into {_MOST_MESSAGE_BYTES // MEBIBYTE} MiB in all, "
-            f"but got {longest:,} bytes from rank {lengths.index(longest)} and as much room for "
-            f"each of {group.size()} ranks. Wrap a model with fewer or shorter parameter names"
-        )
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: len(message)] = torch.frombuffer(message, dtype=torch.uint8)
-    sent = padded.to(device)
-    received = [torch.empty_like(sent) for _ in range(group.size())]
-    finish(dist.all_gather(received, sent, group=group, async_op=True))
-    return [
-        json.loads(_to_bytes(part[:length])) for part, length in zip(received, lengths, strict=True)
-    ]
-
-
-def _to_bytes(values: torch.Tensor) -> bytearray:
-    """The elements of a uint8 vector: a copy into memory that Python can read."""
-    memory = bytearray(values.numel())
-    torch.frombuffer(memory, dtype=torch.uint8).copy_(values)
-    return memory

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from ddp_lite.arrivals import ABSENT
 from ddp_lite.buckets import Bucket
-from ddp_lite.collectives import Averager, all_gather_json, finish
-from ddp_lite.errors import missing_gradients
+from ddp_lite.collectives import Averager
+from ddp_lite.errors import MissingGradientError
+from ddp_lite.ranks import finish, name_ranks
 from ddp_lite.step import Observer, Step
 
 Policy = Literal["skip-if-all", "zeros", "error"]
@@ -101,13 +102,32 @@ class MissingGradients(Observer):
             if float(self._presence.float().min()) < 1 - 0.5 / step.group.size():
                 with step.naming_failures_of("the exchange of missing gradients' names"):
                     absent = [step.specs[index].name for index in sorted(self._absent)]
-                    names = all_gather_json(absent, step.group)
+                    names = step.ranks.gather(absent)
                 raise missing_gradients(names, step.number + 1)
         elif self._absent:
             anywhere = self._presence.tolist()
             for index in self._absent:
                 if anywhere[index] == 0:
                     step.parameters[index].grad = None
+
+
+def missing_gradients(names_by_rank: Sequence[Sequence[str]], step: int) -> MissingGradientError:
+    """The error for parameters that got no gradient, the same on every rank.
+
+    Args:
+        names_by_rank: for each rank, the parameters that got none there.
+        step: the step in which they did not.
+    """
+    ranks_by_name: dict[str, list[int]] = {}
+    for rank, names in enumerate(names_by_rank):
+        for name in names:
+            ranks_by_name.setdefault(name, []).append(rank)
+    shown = "; ".join(f"{name} on {name_ranks(ranks)}" for name, ranks in ranks_by_name.items())
+    return MissingGradientError(
+        "with missing_gradients='error' every trainable parameter must get a gradient on every "
+        f"rank, but in step {step} these got none: {shown}. Use them in the loss, freeze them "
+        "with requires_grad_(False), or choose missing_gradients='skip-if-all' or 'zeros'"
+    )
 
 
 class Join(Observer):
@@ -216,7 +236,7 @@ class SameStep(Observer):
     def _require_equal_steps(self, step: Step) -> None:
         if self._check is not None and self._check.ranks_differ():
             report = self._check.describe([spec.name for spec in step.specs])
-            raise step.peer_probe.disagreement(report, step.number + 1)
+            raise step.ranks.disagreement(report)
 
 
 class StepCheck:

@@ -31,7 +31,8 @@ from torch import Tensor, nn
 
 from ddp_lite.arrivals import Arrivals, EndOfBackward, TrainableParameters
 from ddp_lite.buckets import Bucket, ParameterSpec, make_buckets
-from ddp_lite.errors import MissingGradientError, PeerProbe, SynchronizationError, unfinished
+from ddp_lite.errors import MissingGradientError, UnfinishedSynchronizationError
+from ddp_lite.ranks import Ranks
 
 if TYPE_CHECKING:
     from ddp_lite.base import DataParallelBase
@@ -96,8 +97,7 @@ class Step:
         observers: are told of each event in this order.
 
     Attributes:
-        peer_probe: finds out what happened when a collective fails. Making it is collective.
-        number: synchronised steps completed; -1 while the wrapper is constructed.
+        ranks: name failures of collectives, and count the steps.
         specs: the trainable parameters, described.
         parameters: the same ones, themselves.
         arrivals: which of their gradients have arrived.
@@ -116,12 +116,11 @@ class Step:
         observers: Sequence[Observer],
     ) -> None:
         self.wrapper, self.group, self.device = wrapper.__name__, group, device
-        self.peer_probe = PeerProbe(group, self.wrapper)
+        self.ranks = Ranks(group, device, self.wrapper)
         self.observers: list[Observer] = []
         self.observers_of_gradients: list[Observer] = []
         for observer in observers:
             self.observe(observer)
-        self.number = -1  # errors of the constructor speak of step 0
         self.specs: list[ParameterSpec] = []
         self.parameters: list[nn.Parameter] = []
         self.arrivals: Arrivals
@@ -137,6 +136,11 @@ class Step:
         # This event happens once per bucket, so those that ignore it are not called.
         if type(observer).gradients_taken != Observer.gradients_taken:
             self.observers_of_gradients.append(observer)
+
+    @property
+    def number(self) -> int:
+        """Synchronised steps completed; -1 while the wrapper is constructed."""
+        return self.ranks.step - 1
 
     # -- its parameters and its end ----------------------------------------------------------
 
@@ -184,7 +188,7 @@ class Step:
             except MissingGradientError:  # on every rank, so that all may go on
                 self.reset()
                 raise
-        self.number += 1
+        self.ranks.step += 1
         for observer in self.observers:
             observer.ended(self)
         self.reset()
@@ -258,10 +262,7 @@ class Step:
         """
         if not isinstance(error, RuntimeError):
             return
-        if isinstance(error, SynchronizationError | torch.OutOfMemoryError):
-            return
-        seconds = time.monotonic() - begin
-        raise self.peer_probe.failure(what, self.number + 1, seconds, error) from error
+        self.ranks.raise_named(what, begin, error)
 
 
 class _Naming:
@@ -332,3 +333,28 @@ class _Waiting:
     ) -> None:
         if error is not None:
             self._step.raise_named(self._bucket.describe(), self._begin, error)
+
+
+def unfinished(
+    arrived: int, rank: int, step: int, auto_finish: bool
+) -> UnfinishedSynchronizationError:
+    """The error for a backward whose gradients were never synchronised.
+
+    Args:
+        arrived: number of parameters whose gradients it produced.
+        rank: where.
+        step: the last one that was synchronised.
+        auto_finish: whether the wrapper finishes by itself.
+    """
+    remedy = (
+        "That backward raised an error. To go on without it, call detach() and wrap the module "
+        "again, on all ranks"
+        if auto_finish
+        else "Call finish_gradient_synchronization() after backward, or use no_sync() or "
+        "auto_finish=True"
+    )
+    return UnfinishedSynchronizationError(
+        f"every backward must be finished before the next forward, but after step {step} a "
+        f"backward produced gradients of {arrived} parameters on rank {rank} that were never "
+        f"synchronised, so an optimizer step would make the ranks differ. {remedy}"
+    )
