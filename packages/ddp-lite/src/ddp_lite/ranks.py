@@ -185,6 +185,7 @@ class Ranks:
         self.step = 0
         self._error = error
         self._meetings = 0
+        self._used_timeout: timedelta | None = None  # by connections of our own
         self._me = Peer.here()
         begin = time.monotonic()
         try:
@@ -206,8 +207,13 @@ class Ranks:
             return self.group
         from torch.distributed import ProcessGroupGloo  # only some builds of torch have it
 
-        options = self.group._get_backend(self.device).options
-        return ProcessGroupGloo(self._store(purpose), self.rank, self.size, options)
+        prefix = self._store(purpose)
+        return ProcessGroupGloo(prefix, self.rank, self.size, timeout=self._timeout())
+
+    def _timeout(self) -> timedelta:
+        """The group's own, which a program may change at any time."""
+        timeout: timedelta = self.group._get_backend(self.device).options._timeout
+        return timeout
 
     # -- running collectives -------------------------------------------------------------------
 
@@ -218,7 +224,7 @@ class Ranks:
             PeerFailureError: from the backend's own error; see ``error``.
             SynchronizationError: this process is a child that was forked after construction.
         """
-        self.require_same_process()
+        self.prepare()
         begin = time.monotonic()
         try:
             return call(*arguments)
@@ -234,9 +240,14 @@ class Ranks:
         Raises:
             StepMismatchError: on every rank, if a rank is about to run something else.
         """
-        return self.call(what, self._compare_and_call, what, call, *arguments)
 
-    def _compare_and_call(self, what: str, call: Callable[..., Result], *arguments: Any) -> Result:
+        def compare_and_call() -> Result:
+            self._compare(what)
+            return call(*arguments)
+
+        return self.call(what, compare_and_call)
+
+    def _compare(self, what: str) -> None:
         if self.control is not self.group:
             digest = hashlib.sha256(f"{what} {self.step}".encode()).digest()
             number = int.from_bytes(digest[:7], "big")
@@ -257,8 +268,10 @@ class Ranks:
         if not isinstance(error, SynchronizationError | torch.OutOfMemoryError):
             raise self.failure(what, self.step, time.monotonic() - begin, error) from error
 
-    def require_same_process(self) -> None:
-        """Refuses a child process, whose messages no rank would answer.
+    def prepare(self) -> None:
+        """Call before collectives that do not go through ``call``, such as once in every step.
+
+        The group's timeout, if it was changed, holds from here on for connections of our own.
 
         Raises:
             SynchronizationError: this process was forked from the one that built this object.
@@ -270,6 +283,10 @@ class Ranks:
                 "backward there on the plain module (wrapped.detach()), or start the process with "
                 'the method "spawn"'
             )
+        if self.control is not self.group and (timeout := self._timeout()) != self._used_timeout:
+            self._used_timeout = timeout
+            self.communicator._set_default_timeout(timeout)
+            self.control._set_default_timeout(timeout)
 
     # -- messages ------------------------------------------------------------------------------
 
@@ -398,8 +415,7 @@ class Ranks:
         Args:
             report: shown in the errors of ranks whose collectives fail meanwhile.
         """
-        timeout: timedelta = self.group._get_backend(self.device).options._timeout
-        seconds = timeout.total_seconds()
+        seconds = self._timeout().total_seconds()
         self._meetings += 1
         occasion = f"attendance/{self._meetings}"
 
@@ -550,7 +566,9 @@ def broadcast(communicator: Any, tensor: Tensor) -> None:
 
 def all_gather(communicator: Any, tensor: Tensor) -> list[Tensor]:
     """Every rank's ``tensor``, of equal shapes, in rank order."""
-    options = dist.distributed_c10d.AllgatherOptions()
+    from torch._C._distributed_c10d import AllgatherOptions  # dist has the others
+
+    options = AllgatherOptions()
     options.asyncOp = True
     received = [torch.empty_like(tensor) for _ in range(communicator.size())]
     finish(communicator.allgather([received], [tensor], options))
