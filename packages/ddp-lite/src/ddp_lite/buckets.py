@@ -231,21 +231,22 @@ def _by_completion(
     return sorted(groups, key=lambda group: max(position[index] for index in group))
 
 
-def typical_bytes(plan: Iterable[Sequence[int]], specs: Sequence[ParameterSpec]) -> int:
-    """The size of the buckets that most of the gradients travel in.
+def typical_bytes(sizes: Iterable[int]) -> int:
+    """The size in bytes of the buckets that most of the gradients travel in.
 
     Args:
-        plan: groups of parameter indices.
-        specs: all parameters, by index.
+        sizes: of all buckets, in bytes.
 
     Returns:
-        Half of all bytes are in buckets of at least so many bytes; 0 if there are none.
+        Half of all bytes are in buckets of at least this size; 0 if there are none.
     """
-    sizes = sorted((sum(specs[index].nbytes for index in group) for group in plan), reverse=True)
-    sums = itertools.accumulate(sizes)
-    return next(
-        (size for size, so_far in zip(sizes, sums, strict=True) if 2 * so_far >= sum(sizes)), 0
-    )
+    largest_first = sorted(sizes, reverse=True)
+    half, so_far = sum(largest_first) / 2, 0
+    for size in largest_first:
+        so_far += size
+        if so_far >= half:
+            return size
+    return 0
 
 
 def make_buckets(

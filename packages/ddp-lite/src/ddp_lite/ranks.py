@@ -377,7 +377,7 @@ class Ranks:
             seconds: how long it was waited for.
             cause: raised by the backend; raise the result from it.
         """
-        findings = self._findings("", step)
+        findings = self._findings(f"{what} failed here", step)
         return self._error(
             f"every rank must take part in every collective, but {what} failed on rank "
             f"{self.rank} in step {step} after {seconds:.1f} s: {'; '.join(findings)}. "
@@ -450,7 +450,11 @@ class Ranks:
             for rank, trouble in sorted(troubles.items())
             if rank not in answers
         ]
-        findings += [f"rank {rank} says: {text}" for rank, text in sorted(answers.items()) if text]
+        findings += [
+            f"rank {rank} says: {text}"
+            for rank, text in sorted(answers.items())
+            if text not in ("", report)
+        ]
         silent = [rank for rank in others if rank not in answers and rank not in troubles]
         if store_trouble:
             findings.append(store_trouble)

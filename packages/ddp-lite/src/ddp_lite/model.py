@@ -1,35 +1,36 @@
-"""Whether a module can be wrapped as asked, alike on all ranks, and whether it stays the same.
+"""May a module be wrapped, is it alike on all ranks, and is it still the one that was wrapped?
 
 Local checks come first. Then, before a single byte of a model moves, every rank describes the
-wrapper's settings, its parameters and buffers. The descriptions are compared by digest, so that a
-thousand ranks with equal models exchange 64 bytes each. Only when digests differ are the
-descriptions themselves gathered, and then every rank raises the same error.
+wrapper's settings, its parameters and buffers, and the ranks compare the descriptions
+(``Ranks.agree``).
 
-Whether the module still has these parameters is asked at every forward, so that compares what is
+Every forward asks if the module still has these parameters, so that compares only data that is
 cheap to read, in loops that run in C: which objects the dictionaries of all submodules hold.
+Changes of a parameter's dtype or size are found when its gradient is about to be sent.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_lite.ranks import Ranks, backend_for, resolve_group, shortened
+from ddp_lite.engine import owner_of
+from ddp_lite.errors import ModelMismatchError
+from ddp_lite.ranks import Ranks, backend_for, name_ranks, shortened
 
 _requires_grad = attrgetter("requires_grad")
 
 
 def check_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
-    """Refuses what no rank can wrap.
+    """Refuses a module that no rank can wrap.
 
     Args:
         module: the candidate.
@@ -68,21 +69,6 @@ def check_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
                 f"every parameter and buffer must hold data, but {name} is on the meta device. "
                 "Materialise the module first (module.to_empty(device=...) and initialise it)."
             )
-
-
-def where_to_run(
-    module: nn.Module, group: dist.ProcessGroup | DeviceMesh | None
-) -> tuple[dist.ProcessGroup, torch.device]:
-    """The group and the device of a module's collectives.
-
-    Raises:
-        RuntimeError: no process group is initialised.
-        ValueError: ``group`` is none, or does not serve the module's one device.
-    """
-    resolved, device = resolve_group(group), common_device(module)
-    check_backend(resolved, device)
-    warn_about_environment(device)
-    return resolved, device
 
 
 def common_device(module: nn.Module) -> torch.device:
@@ -130,18 +116,23 @@ def warn_about_environment(device: torch.device) -> None:
             )
 
 
-def warn_of_nothing_to_train(parameters: Sequence[nn.Parameter], wrapper: type) -> None:
-    """Warns, where the wrapper is constructed, that there is nothing to synchronise."""
-    if not parameters:
-        warnings.warn(
-            f"{wrapper.__name__}: the module has no trainable parameters, so there is nothing to "
-            "synchronise",
-            stacklevel=4,
-        )
+def refuse_parameters_of_others(module: nn.Module) -> None:
+    """Refuses a module whose gradients another wrapper synchronises.
+
+    Raises:
+        TypeError: a parameter has the hook of a wrapper that is in use.
+    """
+    for name, parameter in module.named_parameters():
+        if (owner := owner_of(parameter)) is not None:
+            raise TypeError(
+                f"module must not share parameters with a wrapped module, but {name} is "
+                f"synchronised by a {owner}. Call detach() on that wrapper first, or put modules "
+                "that share parameters into one module and wrap that"
+            )
 
 
 class ModuleWatch:
-    """Remembers a module's structure.
+    """Remembers a module's structure, and which of its parameters require a gradient.
 
     Args:
         module: with all of its submodules and parameters.
@@ -149,6 +140,10 @@ class ModuleWatch:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self._remember()
+
+    def _remember(self) -> None:
+        module = self._module
         modules = list(module.modules())
         self._tables: list[dict[str, Any]] = [
             *(m._parameters for m in modules),
@@ -166,8 +161,36 @@ class ModuleWatch:
         self._required = list(map(_requires_grad, self._parameters))
         self._by_name = dict(module.named_parameters(remove_duplicate=False))
 
-    def has_new_structure(self) -> bool:
-        """Whether a parameter or submodule was added, replaced or removed."""
+    def trainable(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters to average, with their names. Empty ones have nothing to average."""
+        named = self._module.named_parameters()
+        return [(name, p) for name, p in named if p.requires_grad and p.numel()]
+
+    def has_changed(self, ranks: Ranks, settings: Callable[[], Mapping[str, str]]) -> bool:
+        """True if ``requires_grad`` changed since the last call, alike on every rank.
+
+        Args:
+            ranks: that wrap the module.
+            settings: returns those of the wrapper, in words.
+
+        Raises:
+            ModelMismatchError: a parameter was added, replaced or removed, or not all ranks changed
+                ``requires_grad`` alike.
+        """
+        if self._has_new_structure():
+            if change := self._describe_change():
+                self._refuse(change, ranks)
+            self._remember()
+        if list(map(_requires_grad, self._parameters)) == self._required:
+            return False
+        what = "the comparison of models after requires_grad changed"
+        ranks.call(what, self._await_change_everywhere, ranks)
+        ranks.together(what, verify_same_model, self._module, ranks, settings())
+        self._required = list(map(_requires_grad, self._parameters))
+        return True
+
+    def _has_new_structure(self) -> bool:
+        """True if a parameter or submodule was added, replaced or removed."""
         try:
             # Python compares the values by identity first, so tensors are compared only if one was
             # replaced by another; that raises unless both hold one number.
@@ -177,38 +200,66 @@ class ModuleWatch:
             return True
         return any(table[name] is not value for table, name, value in self._numbers)
 
-    def has_new_requirements(self) -> bool:
-        """Whether ``requires_grad`` of a parameter changed."""
-        return list(map(_requires_grad, self._parameters)) != self._required
-
-    def changed_requirements(self) -> list[str]:
-        """Names of the parameters whose ``requires_grad`` changed."""
-        names = {id(p): name for name, p in reversed(self._by_name.items())}
-        return [
-            names[id(p)]
-            for p, was in zip(self._parameters, self._required, strict=True)
-            if p.requires_grad != was
-        ]
-
-    def describe_change(self) -> str:
-        """What happened to the parameters, in words; empty if they are the same."""
-        now = dict(self._module.named_parameters(remove_duplicate=False))
+    def _describe_change(self) -> str:
+        """Changes of the parameters in words; empty if they are the same."""
+        now = dict(self._named_now())
         then = self._by_name
         changes = {
             "added": [name for name in now if name not in then],
             "removed": [name for name in then if name not in now],
             "replaced": [name for name in now if name in then and now[name] is not then[name]],
         }
-        return shortened(
-            [f"{name} was {what}" for what, names in changes.items() for name in names]
+        return shortened([f"{name} was {how}" for how, names in changes.items() for name in names])
+
+    def _named_now(self) -> Iterable[tuple[str, Tensor]]:
+        return self._module.named_parameters(remove_duplicate=False)
+
+    def _refuse(self, change: str, ranks: Ranks) -> NoReturn:
+        report = f"{change} since {ranks.owner} wrapped the module"
+        ranks.tell(report)
+        remedy = (
+            "torch.func.functional_call must be given the plain module, wrapped.module: gradients "
+            "that arrive at its parameters are averaged all the same"
+            if any(not isinstance(tensor, nn.Parameter) for _, tensor in self._named_now())
+            else "Change the module first and wrap it then: "
+            f"{ranks.owner}(wrapped.detach()) after the change"
         )
+        raise ModelMismatchError(
+            f"a wrapped module must keep its parameters, but before step {ranks.step} on rank "
+            f"{ranks.rank} {report}. {remedy}"
+        )
+
+    def _await_change_everywhere(self, ranks: Ranks) -> None:
+        """Waits until all ranks have changed ``requires_grad``, for as long as a collective would.
+
+        Raises:
+            ModelMismatchError: not all ranks did.
+        """
+        names = {id(p): name for name, p in reversed(self._by_name.items())}
+        changed = shortened(
+            [
+                names[id(p)]
+                for p, was in zip(self._parameters, self._required, strict=True)
+                if p.requires_grad != was
+            ]
+        )
+        report = (
+            f"requires_grad of {changed} changed on this rank before step {ranks.step}, which "
+            "waits for all ranks to change it"
+        )
+        if absent := ranks.absentees(report):
+            raise ModelMismatchError(
+                "requires_grad must be changed on all ranks before the same step, but that of "
+                f"{changed} changed on rank {ranks.rank} before step {ranks.step} and not on "
+                f"{name_ranks(absent)} within the process group's timeout; change it on every rank"
+            )
 
 
 def describe_module(module: nn.Module) -> list[tuple[str, str]]:
     """One (name, description) per parameter and buffer, in registration order.
 
-    The description holds shape, dtype, device type, whether a gradient is required, and the
-    name it shares memory with if the tensor was seen before.
+    The description holds shape, strides unless they are the usual ones, dtype, device type,
+    whether a gradient is required, and the first name of a tensor that has several.
     """
     first_names: dict[int, str] = {}
     described = []
@@ -220,8 +271,9 @@ def describe_module(module: nn.Module) -> list[tuple[str, str]]:
             first = first_names.setdefault(id(tensor), name)
             tied = f", tied to {first}" if first != name else ""
             needs = ", requires grad" if tensor.requires_grad else ""
+            strides = "" if tensor.is_contiguous() else f", strides {tensor.stride()}"
             text = f"{kind} {tuple(tensor.shape)} {tensor.dtype} on {tensor.device.type}"
-            described.append((name, text + needs + tied))
+            described.append((name, text + strides + needs + tied))
     return described
 
 
@@ -229,12 +281,12 @@ def verify_same_model(module: nn.Module, ranks: Ranks, settings: Mapping[str, st
     """Checks that every rank wraps the same module with the same settings. Collective.
 
     Args:
-        module: what is wrapped.
+        module: the one that is wrapped.
         ranks: that wrap it.
         settings: of the wrapper, in words.
 
     Raises:
-        ModelMismatchError: on every rank, naming what differs and on which ranks.
+        ModelMismatchError: on every rank, naming the differences and their ranks.
     """
     ranks.agree(
         [*settings.items(), *describe_module(module)],
@@ -245,6 +297,6 @@ def verify_same_model(module: nn.Module, ranks: Ranks, settings: Mapping[str, st
     )
 
 
-def _tensors(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+def _tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
