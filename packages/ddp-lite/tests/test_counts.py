@@ -18,7 +18,6 @@ from ddp_lite import BucketedDDP, DataParallelBase, FlatDDP, NaiveDDP, OverlapDD
 from ddp_lite.buckets import MEBIBYTE, ParameterSpec, automatic_bucket_bytes, plan_buckets
 from ddp_lite.engine import Engine
 from ddp_lite.model import ModuleWatch
-from ddp_lite.ranks import Ranks
 from ddp_lite.same_step import SameStep
 
 LAYERS, WIDTH, INNER, VOCABULARY = 48, 1600, 6400, 10_000
@@ -280,7 +279,6 @@ def test_always_on_checks_take_little_of_a_step(monkeypatch) -> None:
         (ModuleWatch, ["has_changed"]),
         (SameStep, ["begin", "message", "message_averaged", "backward_ended"]),
         (Engine, ["begin_forward", "finish_after_backward_of", "finish_after_this_backward"]),
-        (Ranks, ["prepare"]),
     ):
         for name in names:
             monkeypatch.setattr(owner, name, timed(getattr(owner, name)))

@@ -164,9 +164,10 @@ class Arrivals:
     def _first_arrived(self) -> None:
         engine = self.engine()
         if engine is not None:  # else its user has dropped it
-            engine.ranks.prepare()
             self.begun = True
             engine.finish_after_this_backward()
+            if engine.ranks.has_own_connections:
+                engine.ranks.follow_timeout()
 
     def _completed(self) -> None:
         """Starts buckets strictly in the plan's order, because all ranks must agree on the order.
@@ -315,7 +316,8 @@ class Engine:
             ModelMismatchError: a gradient is not like the parameter that was wrapped.
             PeerFailureError: a peer died, hangs, or runs other collectives.
         """
-        self.ranks.prepare()
+        if self.ranks.has_own_connections and not self.arrivals.begun:
+            self.ranks.follow_timeout()
         with torch.no_grad():
             for task in self.tasks:
                 task.backward_ended(self)

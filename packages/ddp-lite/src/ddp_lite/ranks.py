@@ -170,6 +170,7 @@ class Ranks:
         communicator: takes the collectives whose order and sizes all ranks have agreed on. It has
             the methods of a ``ProcessGroup`` (``allreduce``, ``broadcast``, ...).
         control: takes all other collectives; see ``together``.
+        has_own_connections: these two are connections of its own, not the group itself.
     """
 
     def __init__(
@@ -185,7 +186,8 @@ class Ranks:
         self.step = 0
         self._error = error
         self._meetings = 0
-        self._used_timeout: timedelta | None = None  # by connections of our own
+        self.has_own_connections = self.size > 1 and backend_for(group, device) == "gloo"
+        self._used_timeout: timedelta | None = None
         self._me = Peer.here()
         begin = time.monotonic()
         try:
@@ -203,17 +205,12 @@ class Ranks:
 
     def _connect(self, purpose: str) -> Any:
         """Connections of the ranks that nothing else uses, on gloo; elsewhere the group itself."""
-        if self.size == 1 or backend_for(self.group, self.device) != "gloo":
+        if not self.has_own_connections:
             return self.group
         from torch.distributed import ProcessGroupGloo  # only some builds of torch have it
 
-        prefix = self._store(purpose)
-        return ProcessGroupGloo(prefix, self.rank, self.size, timeout=self._timeout())
-
-    def _timeout(self) -> timedelta:
-        """The group's own, which a program may change at any time."""
-        timeout: timedelta = self.group._get_backend(self.device).options._timeout
-        return timeout
+        timeout = self.group._get_backend(self.device).options._timeout
+        return ProcessGroupGloo(self._store(purpose), self.rank, self.size, timeout=timeout)
 
     # -- running collectives -------------------------------------------------------------------
 
@@ -224,7 +221,9 @@ class Ranks:
             PeerFailureError: from the backend's own error; see ``error``.
             SynchronizationError: this process is a child that was forked after construction.
         """
-        self.prepare()
+        self.require_same_process()
+        if self.has_own_connections:
+            self.follow_timeout()
         begin = time.monotonic()
         try:
             return call(*arguments)
@@ -248,7 +247,7 @@ class Ranks:
         return self.call(what, compare_and_call)
 
     def _compare(self, what: str) -> None:
-        if self.control is not self.group:
+        if self.has_own_connections:
             digest = hashlib.sha256(f"{what} {self.step}".encode()).digest()
             number = int.from_bytes(digest[:7], "big")
             # max(x) == -max(-x) exactly when every rank sent the same x.
@@ -268,10 +267,8 @@ class Ranks:
         if not isinstance(error, SynchronizationError | torch.OutOfMemoryError):
             raise self.failure(what, self.step, time.monotonic() - begin, error) from error
 
-    def prepare(self) -> None:
-        """Call before collectives that do not go through ``call``, such as once in every step.
-
-        The group's timeout, if it was changed, holds from here on for connections of our own.
+    def require_same_process(self) -> None:
+        """Refuses a child process, whose messages no rank would answer.
 
         Raises:
             SynchronizationError: this process was forked from the one that built this object.
@@ -283,7 +280,15 @@ class Ranks:
                 "backward there on the plain module (wrapped.detach()), or start the process with "
                 'the method "spawn"'
             )
-        if self.control is not self.group and (timeout := self._timeout()) != self._used_timeout:
+
+    def follow_timeout(self) -> None:
+        """The group's timeout, which a program may change, holds from here on.
+
+        Call once in every step in which collectives do not go through ``call``, if
+        ``has_own_connections``.
+        """
+        timeout: timedelta = self.group._get_backend(self.device).options._timeout
+        if self.has_own_connections and timeout != self._used_timeout:
             self._used_timeout = timeout
             self.communicator._set_default_timeout(timeout)
             self.control._set_default_timeout(timeout)
@@ -415,7 +420,8 @@ class Ranks:
         Args:
             report: shown in the errors of ranks whose collectives fail meanwhile.
         """
-        seconds = self._timeout().total_seconds()
+        timeout: timedelta = self.group._get_backend(self.device).options._timeout
+        seconds = timeout.total_seconds()
         self._meetings += 1
         occasion = f"attendance/{self._meetings}"
 

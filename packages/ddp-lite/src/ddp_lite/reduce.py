@@ -17,6 +17,7 @@ returns at once; on CPU it blocks the caller.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType
 from typing import Protocol, runtime_checkable
@@ -114,6 +115,7 @@ class Averager:
         self._plain = dist.ReduceOp(dist.ReduceOp.AVG if has_avg else dist.ReduceOp.SUM)
         self._sum = dist.ReduceOp(dist.ReduceOp.SUM)
         self._scale_after = None if has_avg else 1.0 / ranks.size
+        self._process = os.getpid()
 
     def __call__(self, tensors: Sequence[Tensor], nbytes: int | None = None) -> Waitable:
         """Starts averaging contiguous tensors of one dtype in place.
@@ -125,6 +127,8 @@ class Averager:
         """
         if self.ranks.size == 1:
             return Completed()
+        if os.getpid() != self._process:
+            self.ranks.require_same_process()
         values = list(tensors)
         dtype = values[0].dtype
         operation, after = self._plain, self._scale_after
