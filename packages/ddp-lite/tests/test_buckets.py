@@ -15,12 +15,10 @@ from ddp_lite.buckets import (
     typical_bytes,
 )
 
-CPU = torch.device("cpu")
-
 
 def specs(*sizes: int, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> list[ParameterSpec]:
     return [
-        ParameterSpec(index=i, name=f"p{i}", numel=n, dtype=dtypes[i % len(dtypes)], device=CPU)
+        ParameterSpec(index=i, name=f"p{i}", numel=n, dtype=dtypes[i % len(dtypes)])
         for i, n in enumerate(sizes)
     ]
 

@@ -128,7 +128,6 @@ def real_xl() -> list[ParameterSpec]:
             name=f"p{i}",
             numel=torch.Size(s).numel(),
             dtype=torch.float32,
-            device=torch.device("cuda"),
         )
         for i, s in enumerate(shapes(1))
     ]

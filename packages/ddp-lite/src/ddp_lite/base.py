@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_lite import model
 from ddp_lite.engine import Engine, Plan, When
+from ddp_lite.grad_hooks import refuse_averaged_parameters
 from ddp_lite.missing import MissingGradients, Policy
 from ddp_lite.ranks import Ranks, resolve_group
 from ddp_lite.reduce import Way
@@ -75,7 +76,7 @@ class DataParallelBase(TransparentWrapper, ABC):
         refuse_unknown(type(self), unknown)
         missing = MissingGradients(missing_gradients)
         model.check_module(module, DataParallelBase)
-        model.refuse_parameters_of_others(module)
+        refuse_averaged_parameters(module)
         super().__init__(module)
         self.process_group, self.device = resolve_group(process_group), model.common_device(module)
         model.check_backend(self.process_group, self.device)

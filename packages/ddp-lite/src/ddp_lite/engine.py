@@ -23,7 +23,6 @@ is freed at once and takes its hooks along. Outputs hold the engine until their 
 
 from __future__ import annotations
 
-import functools
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -33,14 +32,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
 
 from ddp_lite.buckets import Bucket, ParameterSpec, make_buckets
-from ddp_lite.errors import (
-    MissingGradientError,
-    ModelMismatchError,
-    UnfinishedSynchronizationError,
-)
+from ddp_lite.errors import MissingGradientError, UnfinishedSynchronizationError
+from ddp_lite.grad_hooks import Hooks, remove_all
+from ddp_lite.model import refuse_other_gradients
 from ddp_lite.ranks import Ranks, broadcast
 from ddp_lite.reduce import Averager, PendingGradients, Way
 
@@ -61,25 +57,16 @@ class SideTask:
     def forward_begins(self, engine: Engine) -> None:
         """A forward pass begins whose gradients will be synchronised."""
 
-    def taken(
-        self, engine: Engine, bucket: Bucket, gradients: Sequence[Tensor | None], again: bool
-    ) -> None:
-        """A bucket's reduction is about to start.
+    def taken(self, engine: Engine, bucket: Bucket, absent: Sequence[int], again: bool) -> None:
+        """A bucket is about to be reduced; this rank has no gradient of the parameters ``absent``.
 
-        Args:
-            engine: the engine.
-            bucket: the parameters.
-            gradients: theirs on this rank; None where there is none.
-            again: the bucket was reduced in this step already and got more gradient since.
+        ``again``: for the second time in this step, because more gradient has arrived since.
         """
 
     def message(self, engine: Engine, dtype: torch.dtype, again: bool) -> Tensor | None:
-        """A tensor to average in place together with the last bucket, at no extra collective.
+        """A tensor of this real dtype to average in place together with the last bucket.
 
-        Args:
-            engine: the engine.
-            dtype: real, the dtype of the tensor.
-            again: the last bucket is reduced a second time in this step.
+        It costs no extra collective. ``again`` is that of ``taken`` for the last bucket.
         """
 
     def message_averaged(self, engine: Engine) -> None:
@@ -157,8 +144,9 @@ class Arrivals:
         elif self.marks[index] < COUNTED:
             self.marks[index] = COUNTED
             self.order.append(index)
-            self.outstanding[bucket_index] -= 1
-            if bucket_index == self.next and not self.outstanding[bucket_index]:
+            outstanding = self.outstanding[bucket_index] - 1
+            self.outstanding[bucket_index] = outstanding
+            if not outstanding and bucket_index == self.next:
                 self._completed()
 
     def _first_arrived(self) -> None:
@@ -233,7 +221,7 @@ class Engine:
         self._plan, self._rebucket, self._rebucket_next = plan, rebucket, rebucket
         self._backward: int | None = None  # the one that ends the step, by autograd's number
         self._hooks: list[Hooks] = []  # one, or none before ``adopt`` and after ``detach``
-        weakref.finalize(self, _remove_all, self._hooks).atexit = False
+        weakref.finalize(self, remove_all, self._hooks).atexit = False
 
     def adopt(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Averages the gradients of these parameters from here on."""
@@ -241,10 +229,10 @@ class Engine:
         named = list(named)
         self.parameters = [parameter for _, parameter in named]
         self.specs = [
-            ParameterSpec(index=index, name=name, numel=p.numel(), dtype=p.dtype, device=p.device)
+            ParameterSpec(index=index, name=name, numel=p.numel(), dtype=p.dtype)
             for index, (name, p) in enumerate(named)
         ]
-        self._hooks.append(Hooks(self.parameters, self.arrivals))
+        self._hooks.append(Hooks(self.parameters, self.arrivals.arrived, self.ranks.owner))
         self._rebucket_next = self._rebucket
         # Backward meets the parameters that were registered last first.
         self._use(self.specs[::-1] if self.when == "in backward" else self.specs)
@@ -286,10 +274,14 @@ class Engine:
 
     def _start(self, bucket: Bucket, again: bool = False) -> None:
         gradients = [parameter.grad for parameter in bucket.parameters]
+        absent: list[int] = []
         if not _as_wrapped(bucket, gradients):
-            self._refuse_others(bucket, gradients)
+            specs = [self.specs[index] for index in bucket.indices]
+            refuse_other_gradients(specs, gradients, self.ranks)
+            pairs = zip(bucket.indices, gradients, strict=True)
+            absent = [index for index, gradient in pairs if gradient is None]
         for task in self.tasks:
-            task.taken(self, bucket, gradients, again)
+            task.taken(self, bucket, absent, again)
         for parameter in bucket.parameters:
             parameter.grad = None
         self.started.append(bucket)
@@ -423,7 +415,7 @@ class Engine:
 
         On CUDA the current stream waits for them, because their memory is freed here.
         """
-        _remove_all(self._hooks)
+        remove_all(self._hooks)
         if not self.buckets:
             return
         if self.ranks.device.type == "cuda":
@@ -434,35 +426,6 @@ class Engine:
         self._begin_step()
 
     # -- errors --------------------------------------------------------------------------------
-
-    def _refuse_others(self, bucket: Bucket, gradients: Sequence[Tensor | None]) -> None:
-        """Raises if a gradient is not like its parameter was when the module was wrapped.
-
-        Raises:
-            ValueError: a sparse gradient.
-            ModelMismatchError: another dtype or size, before other ranks receive it.
-        """
-        for index, gradient in zip(bucket.indices, gradients, strict=True):
-            spec, ranks = self.specs[index], self.ranks
-            if gradient is None:
-                continue
-            if gradient.layout is not torch.strided:
-                raise ValueError(
-                    f"gradients must be dense, but {spec.name} got a {gradient.layout} gradient in "
-                    f"step {ranks.step}. Build its layer with sparse=False."
-                )
-            now, then = (gradient.dtype, gradient.numel()), (spec.dtype, spec.numel)
-            if now != then:
-                report = (
-                    f"the gradient of {spec.name} has {now[1]} elements of {now[0]}, and the "
-                    f"parameter had {then[1]} of {then[0]} when {ranks.owner} wrapped the module"
-                )
-                ranks.tell(report)
-                raise ModelMismatchError(
-                    "a wrapped module must keep its parameters' dtypes and shapes, but in step "
-                    f"{ranks.step} on rank {ranks.rank} {report}. Change the module first and "
-                    f"wrap it then: {ranks.owner}(wrapped.detach()) after the change"
-                )
 
     def _unfinished(self) -> UnfinishedSynchronizationError:
         remedy = (
@@ -497,58 +460,3 @@ def _as_wrapped(bucket: Bucket, gradients: Sequence[Any]) -> bool:
 
 def _nothing() -> None:
     """No collective of its own; comparing its name is all."""
-
-
-# -- hooks on parameters -----------------------------------------------------------------------
-
-
-class Hooks:
-    """The engine's hook on each of its parameters, run after the hooks of all others.
-
-    A user's hook that ran after it would find ``grad`` taken by a reduction.
-
-    Args:
-        parameters: by index.
-        arrivals: told of each gradient.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter], arrivals: Arrivals) -> None:
-        self._handles: list[RemovableHandle] = [
-            p.register_post_accumulate_grad_hook(functools.partial(arrivals.arrived, index))
-            for index, p in enumerate(parameters)
-        ]
-        self._tables = [_hooks_of(p) for p in parameters]
-        self._counts = list(map(len, self._tables))
-
-    def run_last(self) -> None:
-        """Moves the hooks behind those that were registered since."""
-        if list(map(len, self._tables)) == self._counts:
-            return
-        for table, handle in zip(self._tables, self._handles, strict=True):
-            if handle.id in table:
-                table[handle.id] = table.pop(handle.id)
-        self._counts = list(map(len, self._tables))
-
-    def remove(self) -> None:
-        """Takes the hooks from the parameters."""
-        for handle in self._handles:
-            handle.remove()
-
-
-def owner_of(parameter: nn.Parameter) -> str | None:
-    """The class of the wrapper, if there is one in use, that averages a parameter's gradient."""
-    for hook in _hooks_of(parameter).values():
-        arrivals = getattr(getattr(hook, "func", None), "__self__", None)
-        if isinstance(arrivals, Arrivals) and (engine := arrivals.engine()) is not None:
-            return engine.ranks.owner
-    return None
-
-
-def _hooks_of(parameter: nn.Parameter) -> dict[int, Any]:
-    hooks: dict[int, Any] | None = parameter._post_accumulate_grad_hooks
-    return {} if hooks is None else hooks
-
-
-def _remove_all(hooks: list[Hooks]) -> None:
-    while hooks:
-        hooks.pop().remove()

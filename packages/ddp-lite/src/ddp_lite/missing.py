@@ -45,16 +45,11 @@ class MissingGradients(SideTask):
         """Forgets the last step."""
         self._absent, self._presence = set(), None
 
-    def taken(
-        self, engine: Engine, bucket: Bucket, gradients: Sequence[Tensor | None], again: bool
-    ) -> None:
+    def taken(self, engine: Engine, bucket: Bucket, absent: Sequence[int], again: bool) -> None:
         """Notes which parameters got no gradient; under "error", from this step's backward."""
         if self._policy == "error":
             marks = engine.arrivals.marks
             absent = [index for index in bucket.indices if marks[index] == ABSENT]
-        else:
-            pairs = zip(bucket.indices, gradients, strict=True)
-            absent = [index for index, gradient in pairs if gradient is None]
         if again:
             self._absent -= set(bucket.indices) - set(absent)
         elif absent:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_lite.engine import owner_of
+from ddp_lite.buckets import ParameterSpec
 from ddp_lite.errors import ModelMismatchError
 from ddp_lite.ranks import Ranks, backend_for, name_ranks, shortened
 
@@ -113,21 +113,6 @@ def warn_about_environment(device: torch.device) -> None:
                 f"{name}={bad} is set: it serialises communication with the backward pass, so "
                 "nothing will overlap; unset it",
                 stacklevel=5,
-            )
-
-
-def refuse_parameters_of_others(module: nn.Module) -> None:
-    """Refuses a module whose gradients another wrapper synchronises.
-
-    Raises:
-        TypeError: a parameter has the hook of a wrapper that is in use.
-    """
-    for name, parameter in module.named_parameters():
-        if (owner := owner_of(parameter)) is not None:
-            raise TypeError(
-                f"module must not share parameters with a wrapped module, but {name} is "
-                f"synchronised by a {owner}. Call detach() on that wrapper first, or put modules "
-                "that share parameters into one module and wrap that"
             )
 
 
@@ -252,6 +237,37 @@ class ModuleWatch:
                 "requires_grad must be changed on all ranks before the same step, but that of "
                 f"{changed} changed on rank {ranks.rank} before step {ranks.step} and not on "
                 f"{name_ranks(absent)} within the process group's timeout; change it on every rank"
+            )
+
+
+def refuse_other_gradients(
+    specs: Sequence[ParameterSpec], gradients: Sequence[Tensor | None], ranks: Ranks
+) -> None:
+    """Raises if a gradient is not like its parameter was when the module was wrapped.
+
+    Raises:
+        ValueError: a sparse gradient.
+        ModelMismatchError: another dtype or size, before other ranks receive it.
+    """
+    for spec, gradient in zip(specs, gradients, strict=True):
+        if gradient is None:
+            continue
+        if gradient.layout is not torch.strided:
+            raise ValueError(
+                f"gradients must be dense, but {spec.name} got a {gradient.layout} gradient in "
+                f"step {ranks.step}. Build its layer with sparse=False."
+            )
+        now, then = (gradient.dtype, gradient.numel()), (spec.dtype, spec.numel)
+        if now != then:
+            report = (
+                f"the gradient of {spec.name} has {now[1]} elements of {now[0]}, and the "
+                f"parameter had {then[1]} of {then[0]} when {ranks.owner} wrapped the module"
+            )
+            ranks.tell(report)
+            raise ModelMismatchError(
+                "a wrapped module must keep its parameters' dtypes and shapes, but in step "
+                f"{ranks.step} on rank {ranks.rank} {report}. Change the module first and "
+                f"wrap it then: {ranks.owner}(wrapped.detach()) after the change"
             )
 
 

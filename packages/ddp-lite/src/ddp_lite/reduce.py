@@ -7,7 +7,7 @@ gradients:
 - ``InPlace``: the collective works on the gradients where autograd put them. Nothing is copied.
 - ``FlatCopy``: one copy into a flat tensor, and the gradients become views of it (2N).
 - ``wire.OnWire``: one converting copy into a flat tensor of a smaller dtype and one back.
-- ``ByHook``: a function or object of the user's averages.
+- ``by_hook.ByHook``: a function or object of the user's averages.
 
 A gradient that is missing on this rank takes part as zeros. ``messages`` are small tensors of the
 bucket's dtype that are averaged along with it. On CUDA, waiting makes the current stream wait and
@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
-from types import FunctionType
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -211,11 +210,7 @@ class InPlace:
         self, average: Averager, bucket: Bucket, gradients: Gradients, messages: Sequence[Tensor]
     ) -> Reduction:
         """See ``Way``."""
-        own = [
-            torch.zeros_like(parameter) if gradient is None else gradient
-            for parameter, gradient in zip(bucket.parameters, gradients, strict=True)
-        ]
-        values, copies = contiguous(own)
+        own, values, copies = contiguous(bucket, gradients)
         nbytes = bucket.nbytes
         if messages:
             values = [*values, *messages]
@@ -253,79 +248,34 @@ class FlatCopy:
         return "copied into a flat tensor"
 
 
-@runtime_checkable
-class GradientHook(Protocol):
-    """A comm hook that takes the gradients where autograd put them, not in a flat tensor."""
-
-    def reduce_gradients(self, bucket: Bucket, gradients: Gradients) -> PendingGradients:
-        """Starts averaging the gradients of a complete bucket; None stands for zeros."""
-
-
-CommHook = Callable[[Tensor, Bucket], Waitable] | GradientHook
-
-
-class ByHook:
-    """Averages as a hook does: a function ``hook(flat, bucket)``, or a ``GradientHook``.
-
-    Raises:
-        ValueError: ``hook`` is neither.
-    """
-
-    def __init__(self, hook: CommHook) -> None:
-        if not (isinstance(hook, GradientHook) or callable(hook)):
-            raise ValueError(
-                'comm_hook must be "auto", "collectives" or a hook, but got '
-                f"{type(hook).__name__}. A hook can be called with (flat, bucket), or has "
-                "reduce_gradients(bucket, gradients); see ddp_lite.hooks"
-            )
-        self._hook = hook
-
-    def __call__(
-        self, average: Averager, bucket: Bucket, gradients: Gradients, messages: Sequence[Tensor]
-    ) -> PendingGradients:
-        """See ``Way``."""
-        if isinstance(self._hook, GradientHook):
-            average.count(bucket.nbytes)
-            pending = self._hook.reduce_gradients(bucket, gradients)
-            return _WithMessages(pending, average(messages)) if messages else pending
-        bucket.flat = flat = bucket.parameters[0].new_empty(bucket.padded_numel)
-        views = pack(bucket, gradients, flat)
-        average.count(flat.nbytes)
-        work = self._hook(flat, bucket)
-        return Reduction((work, average(messages)) if messages else (work,), views)
-
-    @property
-    def settings(self) -> str:
-        """The part of the settings on which ranks must agree, in words."""
-        kind = self._hook if isinstance(self._hook, type | FunctionType) else type(self._hook)
-        return f"{kind.__qualname__} {getattr(self._hook, 'settings', '')}"
-
-    def __str__(self) -> str:
-        return "handed to the comm hook"
-
-
-class _WithMessages:
-    def __init__(self, gradients: PendingGradients, messages: Waitable) -> None:
-        self._gradients, self._messages = gradients, messages
-
-    def wait(self) -> Sequence[Tensor]:
-        averages = self._gradients.wait()
-        self._messages.wait()
-        return averages
-
-
 # -- memory ------------------------------------------------------------------------------------
 
 
 def contiguous(
-    gradients: Sequence[Tensor],
-) -> tuple[Sequence[Tensor], Sequence[tuple[Tensor, Tensor]]]:
-    """The gradients as collectives need them, and pairs of those that had to be copied for that."""
-    if all(map(Tensor.is_contiguous, gradients)):
-        return gradients, ()
-    values = [gradient.contiguous() for gradient in gradients]
-    pairs = zip(gradients, values, strict=True)
-    return values, [(gradient, value) for gradient, value in pairs if gradient is not value]
+    bucket: Bucket, gradients: Gradients
+) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[tuple[Tensor, Tensor]]]:
+    """Gradients as collectives need them.
+
+    Args:
+        bucket: the parameters.
+        gradients: theirs on this rank; None where there is none.
+
+    Returns:
+        The gradients with zeros for None, contiguous tensors with the same values, and pairs of
+        those that had to be copied.
+    """
+    try:
+        if all(map(Tensor.is_contiguous, gradients)):  # type: ignore[arg-type] # None raises
+            return gradients, gradients, ()  # type: ignore[return-value]
+    except TypeError:
+        pass
+    own = [
+        torch.zeros_like(parameter) if gradient is None else gradient
+        for parameter, gradient in zip(bucket.parameters, gradients, strict=True)
+    ]
+    values = [gradient.contiguous() for gradient in own]
+    pairs = zip(own, values, strict=True)
+    return own, values, [(gradient, value) for gradient, value in pairs if gradient is not value]
 
 
 def pack(bucket: Bucket, gradients: Gradients, flat: Tensor) -> list[Tensor]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -26,7 +28,8 @@ class SynchronizationStats:
         group_bytes: size of each group's gradients, in the order of reduction.
         group_parameters: names in each group, in the same order.
         exposed_wait_ms: time for which the step stood still waiting for communication: on CUDA
-            between device events around the wait, on CPU wall-clock time of the wait.
+            between device events around the wait, on CPU wall-clock time of the wait; not a number
+            for a step that was recorded in a CUDA graph.
     """
 
     step: int
@@ -47,7 +50,8 @@ class StepStats(SideTask):
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._timer = WaitTimer(device)
+        self._device = device
+        self._marks: list[Any] = []  # of the wait's begin and end: seconds, on CUDA events
         self._before = (0, 0)
         self._started_in_backward = 0
         self._last: Callable[[], SynchronizationStats] | None = None
@@ -63,62 +67,49 @@ class StepStats(SideTask):
     def backward_ended(self, engine: Engine) -> None:
         """Reductions that start from here on do not overlap with backward."""
         self._started_in_backward = len(engine.started)
-        self._timer.start()
+        self._marks = [self._mark()]
 
     def averaged(self, engine: Engine) -> None:
         """The wait is over; keeps the parts of the result."""
-        self._timer.stop()
+        self._marks.append(self._mark())
         collectives, nbytes = self._before
         self._last = functools.partial(
             _statistics,
             engine.started,
-            self._timer,
+            self._marks,
             step=engine.ranks.step,
             collectives=engine.average.collectives - collectives,
             bytes=engine.average.bytes - nbytes,
             started_in_backward=self._started_in_backward,
         )
 
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        if torch.cuda.is_current_stream_capturing():  # a graph's waits have no clock
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
-def _statistics(buckets: Sequence[Bucket], timer: WaitTimer, **counts: int) -> SynchronizationStats:
+
+def _statistics(
+    buckets: Sequence[Bucket], marks: Sequence[Any], **counts: int
+) -> SynchronizationStats:
     return SynchronizationStats(
         reductions=len(buckets),
         group_bytes=tuple(bucket.nbytes for bucket in buckets),
         group_parameters=tuple(bucket.names for bucket in buckets),
-        exposed_wait_ms=timer.milliseconds(),
+        exposed_wait_ms=_milliseconds(*marks),
         **counts,
     )
 
 
-class WaitTimer:
-    """Measures a wait on the device's own clock, without making the host wait for it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_device = device.type == "cuda"
-        self._device = device
-        self._seconds = [0.0, 0.0]
-        self._events: list[torch.cuda.Event] = []
-
-    def start(self) -> None:
-        """Marks the beginning of the wait."""
-        self._mark(0)
-
-    def stop(self) -> None:
-        """Marks its end."""
-        self._mark(1)
-
-    def milliseconds(self) -> float:
-        """The last wait's length; on CUDA the host waits until it is over."""
-        if not self._events:
-            begin, end = self._seconds
-            return (end - begin) * 1e3
-        self._events[1].synchronize()
-        return float(self._events[0].elapsed_time(self._events[1]))
-
-    def _mark(self, slot: int) -> None:
-        if not self._on_device:
-            self._seconds[slot] = time.perf_counter()
-        elif not torch.cuda.is_current_stream_capturing():  # a graph's waits have no clock
-            if not self._events:
-                self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            self._events[slot].record(torch.cuda.current_stream(self._device))
+def _milliseconds(begin: Any, end: Any) -> float:
+    """The time between two marks; on CUDA the host waits until it is over."""
+    if begin is None or end is None:
+        return math.nan
+    if isinstance(begin, float):
+        return float(end - begin) * 1e3
+    end.synchronize()
+    return float(begin.elapsed_time(end))

@@ -18,7 +18,8 @@ until those before it have been started.
 
 from __future__ import annotations
 
-from typing import Literal, Never
+from types import FunctionType
+from typing import TYPE_CHECKING, Literal, Never
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from ddp_lite.base import DataParallelBase, refuse_unknown
 from ddp_lite.buckets import Bucket, BucketSizes, one_per_kind, one_per_parameter, typical_bytes
 from ddp_lite.missing import Policy
-from ddp_lite.reduce import ByHook, CommHook, FlatCopy, InPlace, Way
+from ddp_lite.reduce import FlatCopy, InPlace, Way
+
+if TYPE_CHECKING:
+    from ddp_lite.by_hook import CommHook
 
 
 class NaiveDDP(DataParallelBase):
@@ -135,11 +139,10 @@ class BucketedDDP(DataParallelBase):
         self._plan = self._sizes.plan
         self._copy, self._wire_dtype = copy, wire_dtype
         self._way = _chosen_way(copy, wire_dtype, comm_hook)
-        self._rebucket = not isinstance(self._way, ByHook) if rebucket is None else rebucket
-        self._automatic = comm_hook == "auto"
-        self._choice = "collectives: " + (
-            "there is nothing to average" if self._automatic else "as comm_hook asks"
-        )
+        self._hook = comm_hook if comm_hook is not None else "collectives"
+        self._rebucket = isinstance(self._hook, str) if rebucket is None else rebucket
+        asked = "there is nothing to average" if comm_hook == "auto" else "as comm_hook asks"
+        self._choice = f"collectives: {asked}"
         super().__init__(
             module,
             process_group=process_group,
@@ -167,7 +170,7 @@ class BucketedDDP(DataParallelBase):
                         f"wire_dtype can carry real gradients only, but {spec.name} is "
                         f"{spec.dtype}. Leave wire_dtype out or freeze the parameter."
                     )
-        if self._automatic and self._engine.way is self._way and self._engine.buckets:
+        if self._hook == "auto" and self._engine.way is self._way and self._engine.buckets:
             what = "the choice between copies and collectives"
             self._choice = self._ranks.call(what, self._choose_copies)
 
@@ -186,6 +189,7 @@ class BucketedDDP(DataParallelBase):
             return "collectives: wire_dtype is sent by them, and copies send gradients as they are"
         if not _is_gpu(self.device):
             return f"collectives: copies are between GPUs, and the messages are on {self.device}"
+        from ddp_lite.by_hook import ByHook
         from ddp_lite.peer.hook import chosen_hook
 
         size = typical_bytes(bucket.nbytes for bucket in self._engine.buckets)
@@ -195,24 +199,18 @@ class BucketedDDP(DataParallelBase):
         return str(choice)
 
     def _settings(self) -> dict[str, str]:
-        hook = "auto" if self._automatic else "collectives"
-        if isinstance(self._way, ByHook):
-            hook = self._way.settings
         own = {
             "copy": str(self._copy),
             "wire_dtype": str(self._wire_dtype),
-            "comm_hook": hook,
+            "comm_hook": self._hook if isinstance(self._hook, str) else named(self._hook),
             "rebucket": str(self._rebucket),
         }
         return super()._settings() | self._sizes.settings | own
 
     def _explain_when(self) -> str:
-        if isinstance(self._way, ByHook):
-            how = str(self._way)
-        elif self._engine.way is not self._way:
-            how = f"copied between GPUs ({self._choice})"
-        else:
-            how = f"{self._way} ({self._choice})"
+        how = "copied between GPUs" if self._engine.way is not self._way else str(self._way)
+        if isinstance(self._hook, str):
+            how += f" ({self._choice})"
         return f"buckets of {self._sizes}, {how}, each started during backward"
 
 
@@ -226,6 +224,8 @@ def _chosen_way(
                 "wire_dtype and a comm hook exclude each other, but got both. Convert inside the "
                 "hook (see ddp_lite.hooks)"
             )
+        from ddp_lite.by_hook import ByHook
+
         return ByHook(comm_hook)
     if comm_hook not in (None, "auto", "collectives"):
         raise ValueError(
@@ -237,6 +237,12 @@ def _chosen_way(
 
         return OnWire(wire_dtype)
     return FlatCopy(keep=True) if copy else InPlace()
+
+
+def named(hook: object) -> str:
+    """A hook and its settings, on which ranks must agree, in words."""
+    kind = hook if isinstance(hook, type | FunctionType) else type(hook)
+    return f"{kind.__qualname__} {getattr(hook, 'settings', '')}"
 
 
 def _is_gpu(device: torch.device) -> bool:

@@ -57,11 +57,7 @@ class PeerCopyAverage:
                 f"{bucket.process_group.group_name} ({bucket.process_group.size()} ranks). Build "
                 "PeerCopyAverage from the group that the wrapper is given"
             )
-        targets = [
-            torch.zeros_like(parameter, memory_format=torch.contiguous_format) if g is None else g
-            for parameter, g in zip(bucket.parameters, gradients, strict=True)
-        ]
-        values, copies = contiguous(targets)
+        targets, values, copies = contiguous(bucket, gradients)
         return Reduction((self.copies.average(values),), targets, copies)
 
 
