@@ -215,7 +215,6 @@ def test_train_step(run):
             "bucketed",
             {"wrapper": {"name": "bucketed", "wire_dtype": "bf16"}},
             {"wrapper": {"name": "bucketed", "comm_hook": "peer-copy"}},
-            {"wrapper": {"name": "bucketed", "comm_hook": "peer-copy", "wire_dtype": "bf16"}},
             {
                 "optimizer": {
                     "name": "sharded",

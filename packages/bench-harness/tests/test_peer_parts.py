@@ -82,9 +82,8 @@ def test_gradients_stay_finite() -> None:
     memory.barrier = lambda: None  # type: ignore[method-assign]
     PartialCopies(memory, "barriers+averaging").average([tensor]).wait()
     assert torch.isfinite(tensor).all()
-    tensor = torch.full((300,), 1 / 3)
-    PartialCopies(AloneMemory(), "none", wire_dtype=torch.bfloat16).average([tensor]).wait()
-    assert (tensor == torch.tensor(1 / 3).bfloat16()).all(), "packing remains"
+    PartialCopies(AloneMemory(), "none").average([tensor]).wait()
+    assert torch.isfinite(tensor).all()
 
 
 @pytest.mark.parametrize("parts", [None, "none", "barriers+copies"])
@@ -130,7 +129,7 @@ def test_each_way_lacks_one_improvement(monkeypatch: pytest.MonkeyPatch) -> None
         whole = PeerCopies(memory)
         assert whole.fused, "what is left out is there"
         assert whole.batched
-        copies = copies_without(memory, way, None)
+        copies = copies_without(memory, way)
         assert copies.fused == (way != "torch-sums")
         assert copies.batched == (way != "single-copies")
     assert streams == [(torch.device("cuda", 0),)], "of default priority"

@@ -24,7 +24,7 @@ def tool(monkeypatch):
     ("package", "check"),
     [
         ("ddp_lite", ("SameStep", "backward_ended")),
-        ("ddp_lite", ("TrainableParameters", "have_changed")),
+        ("ddp_lite", ("ModuleWatch", "has_changed")),
         ("shard_optim", ("Bucket", "check_storage")),
     ],
 )

@@ -31,8 +31,8 @@ from bench_harness.ranks import launch
 from bench_harness.report.published import measured_on
 from bench_harness.stats import summarize
 from ddp_lite import BucketedDDP
-from ddp_lite.arrivals import TrainableParameters
-from ddp_lite.observers import SameStep
+from ddp_lite.model import ModuleWatch
+from ddp_lite.same_step import SameStep
 from shard_optim import ShardedOptimizer
 from shard_optim.layout import Bucket
 
@@ -61,14 +61,14 @@ def not_looked_at(*_: object) -> None:
 @contextmanager
 def unchecked_ddp(wrapped: BucketedDDP) -> Iterator[None]:
     """Without the search for changed modules and without the comparison of the ranks' steps."""
-    step = wrapped._step
-    observers = step.observers
-    with mock.patch.object(TrainableParameters, "have_changed", unchanged):
-        step.observers = [one for one in observers if not isinstance(one, SameStep)]
+    engine = wrapped._engine
+    tasks = engine.tasks
+    with mock.patch.object(ModuleWatch, "has_changed", unchanged):
+        engine.tasks = [task for task in tasks if not isinstance(task, SameStep)]
         try:
             yield
         finally:
-            step.observers = observers
+            engine.tasks = tasks
 
 
 def ddp_lite(net: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer, Any]:

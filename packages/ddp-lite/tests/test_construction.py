@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_lite import BucketedDDP, FlatDDP, ModelMismatchError, NaiveDDP, OverlapDDP
-from ddp_lite.checks import check_backend, common_device
+from ddp_lite.model import check_backend, common_device
 from ranks import run_ranks
 
 ALL = (NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP)
@@ -181,9 +181,10 @@ def transparent(rank: int, world_size: int) -> None:
 
         assert wrapped.detach() is model
         again = wrapper(model)
+        assert again.stats() is None
         again(torch.ones(2, 3)).sum().backward()
         again.finish_gradient_synchronization()
-        assert again.stats().reductions == len(again._step.buckets)
+        assert again.stats().reductions == len(again._engine.buckets)
         again.detach()
         model.zero_grad()
 

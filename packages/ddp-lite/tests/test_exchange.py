@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_lite import BucketedDDP, MissingGradientError, ModelMismatchError, collectives
-from ddp_lite.collectives import all_gather_json
+from ddp_lite import BucketedDDP, MissingGradientError, ModelMismatchError, ranks
+from ddp_lite.ranks import all_gather_json
 from ranks import run_ranks
 
 
@@ -17,7 +17,7 @@ def refuse(*_args: object, **_kwargs: object) -> None:
 def gathered(rank: int, world_size: int) -> None:
     values = [["a", 1, {"ü": None}], "x" * 1000, []]
     assert all_gather_json(values[rank], dist.group.WORLD) == values
-    collectives._MOST_MESSAGE_BYTES = 3 * 500
+    ranks._MOST_MESSAGE_BYTES = 3 * 500
     with pytest.raises(ValueError, match=r"but got 1,002 bytes from rank 1 .* each of 3 ranks"):
         all_gather_json(values[rank], dist.group.WORLD)
 

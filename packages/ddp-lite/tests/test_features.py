@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ddp_lite import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP
-from ddp_lite.hooks import CompressTo, HierarchicalAverage, PowerSGD
+from ddp_lite.hooks import HierarchicalAverage
 from ranks import run_ranks
 
 ALL = (NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP)
@@ -308,6 +308,7 @@ def rebucketing(rank: int, world_size: int) -> None:
     wrapped = BucketedDDP(Backwards(), 0.0001)
     assert [bucket.names for bucket in wrapped.buckets] == [(n,) for n in reversed(names)]
     orders, early = [], []
+    assert wrapped.stats() is None  # and from here on they are kept
     for _ in range(3):
         wrapped.zero_grad()
         wrapped(batch(rank)).sum().backward()
@@ -403,8 +404,6 @@ def hooks(rank: int, world_size: int) -> None:
     for hook, tolerance in (
         (plain, {}),
         (HierarchicalAverage(mesh), {}),
-        (CompressTo(torch.bfloat16), {"rtol": 0.02, "atol": 0.02}),
-        (PowerSGD(rank=8), {}),
     ):
         wrapped = BucketedDDP(mlp(), 0.0002, comm_hook=hook)
         for _ in range(2):
@@ -430,9 +429,7 @@ def convergence(rank: int, world_size: int) -> dict[str, float]:
     losses = {}
     for name, kwargs in {
         "exact": {},
-        "bf16": {"comm_hook": CompressTo(torch.bfloat16)},
         "wire": {"wire_dtype": torch.bfloat16},
-        "powersgd": {"comm_hook": PowerSGD(rank=1)},
     }.items():
         torch.manual_seed(1)
         student = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16))
@@ -456,9 +453,7 @@ def test_compressed_training_converges() -> None:
     for outcome in run_ranks(convergence, 2):
         exact = outcome.value["exact"]
         assert exact < 0.02
-        assert outcome.value["bf16"] < 1.2 * exact + 1e-3
         assert outcome.value["wire"] < 1.2 * exact + 1e-3
-        assert outcome.value["powersgd"] < 0.1  # the untrained loss is about 1
 
 
 def uneven(rank: int, world_size: int) -> None:

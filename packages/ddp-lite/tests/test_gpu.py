@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_lite import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP
-from ddp_lite.hooks import HierarchicalAverage, PowerSGD
+from ddp_lite.hooks import HierarchicalAverage
 from ddp_lite.peer import PeerCopyAverage, PeerMemory
 from ranks import run_ranks
 
@@ -60,13 +60,13 @@ def equal_to_torch(rank: int, world_size: int) -> None:
         "zeros": lambda m: BucketedDDP(m, 0.6, missing_gradients="zeros"),
         "error": lambda m: BucketedDDP(m, 0.6, missing_gradients="error"),
         "hierarchical": lambda m: BucketedDDP(m, 0.6, comm_hook=HierarchicalAverage(mesh)),
-        "powersgd": lambda m: BucketedDDP(m, 0.6, comm_hook=PowerSGD(rank=1000)),
         "peer copies": lambda m: BucketedDDP(
             m, 0.6, comm_hook=PeerCopyAverage(PeerMemory(group, buffer_mb=4))
         ),
     }
     for name, build in builds.items():
         wrapped = build(mlp(device))
+        assert wrapped.stats() is None
         actual = train(wrapped, rank, device)
         torch.testing.assert_close(actual, expected, **TOLERANCE, msg=lambda m, n=name: f"{n}: {m}")
         from_rank_0 = actual.clone()

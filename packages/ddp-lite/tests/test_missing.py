@@ -13,7 +13,7 @@ from ddp_lite import (
     OverlapDDP,
     UnfinishedSynchronizationError,
 )
-from ddp_lite.checks import warn_about_environment
+from ddp_lite.model import warn_about_environment
 from ranks import run_ranks
 
 ALL = (NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP)
@@ -130,6 +130,7 @@ def test_a_forgotten_finish_is_named_at_the_next_forward() -> None:
 
 def no_sync_survives_errors(rank: int, world_size: int) -> None:
     wrapped = OverlapDDP(nn.Linear(2, 1, bias=False))
+    assert wrapped.stats() is None
     with pytest.raises(ZeroDivisionError), wrapped.no_sync():
         _ = 1 / 0
     (wrapped(torch.ones(1, 2)) * (rank + 1)).sum().backward()
@@ -147,6 +148,7 @@ def flips(rank: int, world_size: int) -> None:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
         model[0].requires_grad_(False)
         wrapped = wrapper(model)
+        assert wrapped.stats() is None
         for trainable in (False, True, False):
             model[0].requires_grad_(trainable)
             model.zero_grad()

@@ -334,7 +334,7 @@ def store_host_stops(rank: int, world_size: int) -> tuple[str, float]:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     wrapped = BucketedDDP(mlp())
     loss_of(wrapped, rank).backward()
-    pids = [peer.pid for peer in wrapped._step.peer_probe._peers]
+    pids = [peer.pid for peer in wrapped._ranks._peers]
     set_collective_timeout(3)
     if rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from ddp_lite.errors import Peer
 from ddp_lite.peer import PeerCopyAverage, PeerMemory, choose_communication
 from ddp_lite.peer import memory as peer_memory
 from ddp_lite.peer.memory import SharedMemory
+from ddp_lite.ranks import Peer
 
 HERE, THERE = "host-a", "host-b"
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ddp_lite import PeerFailureError
-from ddp_lite.collectives import Chain
 from ddp_lite.peer import PeerCopies
+from ddp_lite.wire import Chain
 
 
 @pytest.mark.parametrize("end", ["waited for", "dropped", "run fails", "queued fails"])

@@ -34,7 +34,11 @@ from libcst.metadata import (
     QualifiedNameSource,
 )
 
-PACKAGES = ("ddp_lite", "shard_optim", "flashattn_triton")
+MODULES = (
+    "bench_harness.migrate_ddp",
+    "shard_optim.migration",
+    "flashattn_triton.migration",
+)
 PAGES = "https://github.com/training-systems/training-systems/blob/main/"
 
 Rule = Mapping[str, Any]
@@ -53,11 +57,7 @@ class Change:
 
 def rules() -> list[Rule]:
     """The rules of all packages."""
-    return [
-        rule
-        for package in PACKAGES
-        for rule in importlib.import_module(f"{package}.migration").RULES
-    ]
+    return [rule for module in MODULES for rule in importlib.import_module(module).RULES]
 
 
 def changes(source: str, known: Sequence[Rule]) -> list[Change]:

@@ -1,7 +1,8 @@
 """Data-parallel training in four documented steps: naive, flat, overlapped, bucketed."""
 
+from typing import TYPE_CHECKING, Any
+
 from ddp_lite.base import DataParallelBase
-from ddp_lite.bucketed import BucketedDDP
 from ddp_lite.buckets import Bucket
 from ddp_lite.errors import (
     MissingGradientError,
@@ -11,10 +12,10 @@ from ddp_lite.errors import (
     SynchronizationError,
     UnfinishedSynchronizationError,
 )
-from ddp_lite.flat import FlatDDP
-from ddp_lite.naive import NaiveDDP
-from ddp_lite.observers import SynchronizationStats
-from ddp_lite.overlap import OverlapDDP
+from ddp_lite.wrappers import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP
+
+if TYPE_CHECKING:
+    from ddp_lite.stats import SynchronizationStats
 
 __all__ = [
     "Bucket",
@@ -31,3 +32,11 @@ __all__ = [
     "SynchronizationStats",
     "UnfinishedSynchronizationError",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "SynchronizationStats":  # loaded by those who ask for statistics
+        from ddp_lite.stats import SynchronizationStats
+
+        return SynchronizationStats
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,42 +1,32 @@
-"""What all four wrappers share: construction, the public interface, a step's begin and end.
+"""The part that all four wrappers share: construction, and the calls of a training loop.
 
-A wrapper adds which parameters travel together, when they do, and how they are averaged. It hears
-of two moments::
-
-    forward                          nothing is sent
-    a bucket's gradients are there   _bucket_ready(bucket)    overlap: start its reduction
-    backward has ended               _backward_ended()        start what is left, wait for all
-
-``step.py`` has what a wrapper does at these moments, and what else observes them.
+``engine.py`` has the step itself, ``wrappers.py`` the answers that differ between the wrappers.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from abc import ABC
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Never
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Never
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from ddp_lite import checks
-from ddp_lite.arrivals import TrainableParameters, refuse_parameters_of_others
-from ddp_lite.buckets import Bucket, ParameterSpec
-from ddp_lite.collectives import Averager, broadcast_coalesced
-from ddp_lite.migration import refuse_arguments
-from ddp_lite.observers import (
-    AverageOver,
-    Join,
-    MissingGradients,
-    Policy,
-    SameStep,
-    StepStats,
-    SynchronizationStats,
-)
-from ddp_lite.step import Step
+from ddp_lite import model
+from ddp_lite.engine import Engine, Plan, When
+from ddp_lite.grad_hooks import refuse_averaged_parameters
+from ddp_lite.missing import MissingGradients, Policy
+from ddp_lite.ranks import Ranks, resolve_group
+from ddp_lite.reduce import Way
+from ddp_lite.same_step import SameStep
 from ddp_lite.transparent import TransparentWrapper
+
+if TYPE_CHECKING:
+    from ddp_lite.stats import StepStats, SynchronizationStats
 
 
 class DataParallelBase(TransparentWrapper, ABC):
@@ -50,11 +40,11 @@ class DataParallelBase(TransparentWrapper, ABC):
             gradients are not.
         process_group: ranks to synchronise with: a group or a one-dimensional device mesh. None
             means the default group.
-        missing_gradients: what a parameter without a gradient on this rank means.
+        missing_gradients: the meaning of a parameter without a gradient on this rank.
             ``"skip-if-all"``: it counts as zeros, and if no rank has a gradient, ``grad`` stays
             None everywhere. ``"zeros"``: it counts as zeros always. ``"error"``: every rank
             raises and names it; on CUDA this makes the host wait once a step.
-        auto_finish: whether every backward ends with synchronised gradients. False leaves that to
+        auto_finish: every backward ends with synchronised gradients. False leaves that to
             ``finish_gradient_synchronization``, and until it is called ``grad`` of a parameter may
             be None. True uses a private hook of torch's autograd engine.
 
@@ -67,64 +57,71 @@ class DataParallelBase(TransparentWrapper, ABC):
         ModelMismatchError: on every rank, if the ranks' models or settings differ.
     """
 
+    # The answers of a wrapper. ``_plan`` and ``_when`` are documented in ``Engine``.
+    _plan: Plan
+    _when: ClassVar[When]
+    _way: Way
+    _rebucket: bool = False
+    _words: str
+
     def __init__(
         self,
         module: nn.Module,
         *,
-        process_group: dist.ProcessGroup | dist.device_mesh.DeviceMesh | None = None,
+        process_group: dist.ProcessGroup | DeviceMesh | None = None,
         missing_gradients: Policy = "skip-if-all",
         auto_finish: bool = True,
         **unknown: Never,
     ) -> None:
-        refuse_arguments(type(self), unknown)
+        refuse_unknown(type(self), unknown)
         missing = MissingGradients(missing_gradients)
-        checks.check_module(module, DataParallelBase)
-        refuse_parameters_of_others(module)
+        model.check_module(module, DataParallelBase)
+        refuse_averaged_parameters(module)
         super().__init__(module)
-        self.process_group, self.device = checks.where_to_run(module, process_group)
-        self._policy = missing_gradients
-        self._average = Averager(self.process_group, self.device)
-        self._stats = StepStats(self._average, self.device)
-        same_step = [SameStep(self.device)] if self.process_group.size() > 1 else []
-        observers = [*same_step, self._stats, missing]
-        self._step = Step(type(self), self.process_group, self.device, auto_finish, observers)
-        with self._step.naming_failures_of("the comparison and broadcast of models"):
-            checks.verify_same_model(module, self.process_group, self._settings())
-            broadcast_coalesced([*module.parameters(), *module.buffers()], self.process_group)
-        self._step.number = 0
-        self._trainable = TrainableParameters(module, self)
-        self._step.adopt(self._trainable, self)
-        checks.warn_of_nothing_to_train(self._step.parameters, type(self))
+        self.process_group, self.device = resolve_group(process_group), model.common_device(module)
+        model.check_backend(self.process_group, self.device)
+        model.warn_about_environment(self.device)
+        self._policy, self._auto_finish = missing_gradients, auto_finish
+        self._stats: StepStats | None = None
+        self._ranks = Ranks(self.process_group, self.device, type(self).__name__)
+        self._ranks.together("the comparison and broadcast of models", self._make_models_equal)
+        self._ranks.step = 1
+        self._watch = model.ModuleWatch(module)
+        self._same_step = SameStep(self.device)
+        self._engine = Engine(
+            self._ranks,
+            plan=self._plan,
+            when=self._when,
+            way=self._way,
+            rebucket=self._rebucket,
+            auto_finish=auto_finish,
+            tasks=[self._same_step, missing] if self._ranks.size > 1 else [missing],
+        )
+        self._adopt()
+        if not self._engine.parameters:
+            warnings.warn(
+                f"{type(self).__name__}: the module has no trainable parameters, so there is "
+                "nothing to synchronise",
+                stacklevel=3,
+            )
 
-    # -- what a wrapper adds -----------------------------------------------------------------
+    def _make_models_equal(self) -> None:
+        model.verify_same_model(self.module, self._ranks, self._settings())
+        self._ranks.overwrite_with_rank_0([*self.module.parameters(), *self.module.buffers()])
 
-    @abstractmethod
-    def _plan(self, specs: Sequence[ParameterSpec]) -> list[tuple[int, ...]]:
-        """Groups of parameter indices that travel together, in the order of reduction."""
-
-    def _bucket_ready(self, bucket: Bucket) -> None:
-        """Called in backward when a bucket's gradients, and all before them, have arrived."""
-
-    @abstractmethod
-    def _backward_ended(self) -> None:
-        """Starts, in the plan's order, what is left, and puts all averages back."""
-
-    def _plan_again(self, arrived: Sequence[int]) -> list[tuple[int, ...]] | None:
-        """Called after each step with the order in which gradients arrived; None keeps the plan."""
-
-    @abstractmethod
-    def _explain_when(self) -> str:
-        """When gradients move, in words."""
+    def _adopt(self) -> None:
+        """Synchronises the module's trainable parameters from here on."""
+        self._engine.adopt(self._watch.trainable())
 
     def _settings(self) -> dict[str, str]:
-        """Everything in which ranks must not differ, in words."""
+        """All settings in which ranks must not differ, in words."""
         return {
             "class": type(self).__name__,
             "missing_gradients": self._policy,
-            "auto_finish": str(self._step.auto_finish),
+            "auto_finish": str(self._auto_finish),
         }
 
-    # -- using the wrapper -------------------------------------------------------------------
+    # -- using the wrapper ---------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Calls the module. No collective runs here.
@@ -137,18 +134,16 @@ class DataParallelBase(TransparentWrapper, ABC):
         """
         if not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
-        step = self._step
-        accumulating = step.arrivals.accumulating
-        step.require_finished()
-        step.end_of_backward.begin()
-        if self._trainable.have_changed(step, self._settings):
-            step.adopt(self._trainable, self)
-            step.arrivals.accumulating = accumulating
-        if accumulating:
+        engine = self._engine
+        engine.begin_forward()
+        if self._watch.has_changed(self._ranks, self._settings):
+            self._adopt()
+        if engine.arrivals.accumulating:
             return self.module(*inputs, **kwargs)
-        step.forward_begins()
+        for task in engine.tasks:
+            task.forward_begins(engine)
         outputs = self.module(*inputs, **kwargs)
-        step.end_of_backward.watch(outputs, self)
+        engine.finish_after_backward_of(outputs)
         return outputs
 
     def finish_gradient_synchronization(self) -> None:
@@ -161,34 +156,54 @@ class DataParallelBase(TransparentWrapper, ABC):
 
         Raises:
             MissingGradientError: policy ``"error"``, on every rank.
+            ModelMismatchError: a parameter's dtype or size changed since the module was wrapped.
             PeerFailureError: a peer died, hangs, or runs other collectives.
             StepMismatchError: on every rank, if ranks make different synchronisations or make them
                 from different weights. On CUDA the next call raises it.
             RuntimeError: called inside ``no_sync``.
         """
-        if self._step.arrivals.accumulating:
+        if self._engine.arrivals.accumulating:
             raise RuntimeError(
                 "finish_gradient_synchronization() must be called outside no_sync(), whose "
                 "purpose is to accumulate without synchronising. Leave the block first."
             )
-        if self._step.end_of_backward.finished:
-            self._step.end_of_backward.finished = False  # another call has other gradients in mind
+        if self._engine.finished:
+            self._engine.finished = False  # another call has other gradients in mind
         else:
-            self._finish()
+            self._engine.finish()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside only accumulate locally; the next one outside sends the sum."""
-        before = self._step.arrivals.accumulating
-        self._step.arrivals.accumulating = True
+        arrivals = self._engine.arrivals
+        before = arrivals.accumulating
+        arrivals.accumulating = True
         try:
             yield
         finally:
-            self._step.arrivals.accumulating = before
+            arrivals.accumulating = before
+
+    @contextmanager
+    def different_weights(self) -> Iterator[None]:
+        """Synchronises gradients that ranks compute at different weights, on all ranks alike.
+
+        Elsewhere such a step raises ``StepMismatchError``. Sharpness-aware minimisation needs it:
+        each rank moves its weights by its own gradient, and the gradients at the moved weights are
+        averaged. Run that forward and backward inside, and restore the weights after it.
+        """
+        before = self._same_step.compare_weights
+        self._same_step.compare_weights = False
+        try:
+            yield
+        finally:
+            self._same_step.compare_weights = before
 
     @contextmanager
     def join(
-        self, shadow_step: Callable[[], object], *, average_over: AverageOver = "active"
+        self,
+        shadow_step: Callable[[], object],
+        *,
+        average_over: Literal["active", "world"] = "active",
     ) -> Iterator[None]:
         """For ranks with different numbers of batches; wrap the whole training loop in it.
 
@@ -197,38 +212,53 @@ class DataParallelBase(TransparentWrapper, ABC):
         followed by its backward. Gradients accumulated in ``no_sync`` and never sent are lost.
 
         Args:
-            shadow_step: called after each such step with the averages in place; do what the
-                loop does there: step the optimizer and zero the gradients.
+            shadow_step: called after each such step with the averages in place; do there the same
+                as in the loop: step the optimizer and zero the gradients.
             average_over: "active" averages over the ranks that had a batch, "world" over all.
         """
+        from ddp_lite.join import Join
+
         join = Join(average_over)
-        self._step.observers.append(join)
+        self._engine.tasks.append(join)
         try:
             yield
-            join.shadow(self._step, self._finish, shadow_step)
+            join.shadow(self._engine, shadow_step)
         finally:
-            self._step.observers.remove(join)
+            self._engine.tasks.remove(join)
 
     def sync_buffers(self) -> None:
         """Overwrites the buffers (such as BatchNorm statistics) with rank 0's. Collective."""
-        with self._step.naming_failures_of("the broadcast of buffers"):
-            broadcast_coalesced(list(self.module.buffers()), self.process_group)
+        buffers = list(self.module.buffers())
+        ranks = self._ranks
+        ranks.together("the broadcast of buffers", ranks.overwrite_with_rank_0, buffers)
 
     def stats(self) -> SynchronizationStats | None:
-        """The last synchronised step; None before the first. On CUDA the host waits for it."""
+        """The last synchronised step. Statistics are kept from the first call on.
+
+        Returns:
+            None until a step has ended after the first call. On CUDA the host waits for the step.
+        """
+        from ddp_lite.stats import StepStats
+
+        if self._stats is None:
+            self._stats = StepStats(self.device)
+            self._stats.begin(self._engine)
+            self._engine.tasks.append(self._stats)
         return self._stats.last()
 
     def explain(self) -> str:
         """One line: what is sent, when, how and among whom."""
-        specs = self._step.specs
-        megabytes = sum(spec.nbytes for spec in specs) / 2**20
+        engine = self._engine
+        megabytes = sum(spec.nbytes for spec in engine.specs) / 2**20
         return (
-            f"{type(self).__name__}: {megabytes:.1f} MB of gradients of {len(specs)} parameters in "
-            f"{len(self._step.buckets)} reductions, {self._explain_when()}; "
-            f"{self._average.describe(spec.dtype for spec in specs)}, "
-            f"{self._average.world_size} ranks on {self.device.type}; missing gradients: "
-            f"{self._policy}"
+            f"{type(self).__name__}: {megabytes:.1f} MB of gradients of {len(engine.specs)} "
+            f"parameters in {len(engine.buckets)} reductions, {self._explain_when()}; "
+            f"{engine.average.describe(spec.dtype for spec in engine.specs)}, "
+            f"{self._ranks.size} ranks on {self.device.type}; missing gradients: {self._policy}"
         )
+
+    def _explain_when(self) -> str:
+        return self._words
 
     def detach(self) -> nn.Module:
         """Removes every hook and returns the module, ready to be wrapped again.
@@ -236,13 +266,13 @@ class DataParallelBase(TransparentWrapper, ABC):
         Flat tensors are let go. On CUDA the current stream waits for reductions under way, because
         their memory is freed here. A wrapper that is no longer referenced detaches itself.
         """
-        self._trainable.release()
-        self._step.give_up()
+        self._engine.detach()
         return self.module
 
-    def _finish(self) -> None:
-        """Ends the step: called at the end of a backward, or explicitly."""
-        arrived = self._step.arrivals.order
-        self._step.finish(self._backward_ended)
-        if (plan := self._plan_again(arrived)) is not None:
-            self._step.plan(plan)
+
+def refuse_unknown(wrapper: type, unknown: dict[str, Any]) -> None:
+    """Refuses keyword arguments that a wrapper does not have; says what to write for torch's."""
+    if unknown:
+        from ddp_lite.migration import refuse_arguments
+
+        refuse_arguments(wrapper, unknown)

@@ -28,14 +28,12 @@ class ParameterSpec:
         name: the first name under which the module registered it.
         numel: number of elements.
         dtype: gradients of different dtypes never share a bucket.
-        device: neither do gradients on different devices.
     """
 
     index: int
     name: str
     numel: int
     dtype: torch.dtype
-    device: torch.device
 
     @property
     def nbytes(self) -> int:
@@ -158,10 +156,10 @@ def one_per_parameter(specs: Iterable[ParameterSpec]) -> list[tuple[int, ...]]:
 
 
 def one_per_kind(specs: Iterable[ParameterSpec]) -> list[tuple[int, ...]]:
-    """One group per (dtype, device), each in the order given."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    """One group per dtype, each in the order given."""
+    kinds: dict[torch.dtype, list[int]] = {}
     for spec in specs:
-        kinds.setdefault((spec.dtype, spec.device), []).append(spec.index)
+        kinds.setdefault(spec.dtype, []).append(spec.index)
     return [tuple(indices) for indices in kinds.values()]
 
 
@@ -172,7 +170,7 @@ def plan_buckets(
     *,
     taper: bool = False,
 ) -> list[tuple[int, ...]]:
-    """Fills buckets greedily in the order given, one open bucket per (dtype, device).
+    """Fills buckets greedily in the order given, one open bucket per dtype.
 
     The reduction of the last bucket has nothing left to hide under, so it can have a smaller
     limit of its own: it is filled backwards from the end of the order.
@@ -194,10 +192,10 @@ def plan_buckets(
     tail = _tail(specs, least)
     head = specs[: len(specs) - len(tail)]
     groups: list[list[int]] = []
-    open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    open_groups: dict[torch.dtype, tuple[list[int], int]] = {}
     left = sum(spec.nbytes for spec in specs)
     for spec in head:
-        kind = (spec.dtype, spec.device)
+        kind = spec.dtype
         group, room = open_groups.get(kind, ([], 0))
         if not group or spec.nbytes > room:
             group = []
@@ -216,7 +214,7 @@ def _tail(specs: Sequence[ParameterSpec], limit: int) -> Sequence[ParameterSpec]
     start = len(specs)
     for spec in reversed(specs):
         last = specs[-1]
-        same_kind = (spec.dtype, spec.device) == (last.dtype, last.device)
+        same_kind = spec.dtype == last.dtype
         if start < len(specs) and (not same_kind or used + spec.nbytes > limit):
             break
         used += spec.nbytes
@@ -231,21 +229,22 @@ def _by_completion(
     return sorted(groups, key=lambda group: max(position[index] for index in group))
 
 
-def typical_bytes(plan: Iterable[Sequence[int]], specs: Sequence[ParameterSpec]) -> int:
-    """The size of the buckets that most of the gradients travel in.
+def typical_bytes(sizes: Iterable[int]) -> int:
+    """The size in bytes of the buckets that most of the gradients travel in.
 
     Args:
-        plan: groups of parameter indices.
-        specs: all parameters, by index.
+        sizes: of all buckets, in bytes.
 
     Returns:
-        Half of all bytes are in buckets of at least so many bytes; 0 if there are none.
+        Half of all bytes are in buckets of at least this size; 0 if there are none.
     """
-    sizes = sorted((sum(specs[index].nbytes for index in group) for group in plan), reverse=True)
-    sums = itertools.accumulate(sizes)
-    return next(
-        (size for size, so_far in zip(sizes, sums, strict=True) if 2 * so_far >= sum(sizes)), 0
-    )
+    largest_first = sorted(sizes, reverse=True)
+    half, so_far = sum(largest_first) / 2, 0
+    for size in largest_first:
+        so_far += size
+        if so_far >= half:
+            return size
+    return 0
 
 
 def make_buckets(
@@ -275,7 +274,7 @@ def make_buckets(
             numel=ends[-1],
             padded_numel=-(-ends[-1] // group.size()) * group.size(),
             dtype=first.dtype,
-            device=first.device,
+            device=parameters[indices[0]].device,
             process_group=group,
         )
         buckets.append(bucket)

@@ -1,13 +1,11 @@
-"""What a program that uses torch's ``DistributedDataParallel`` changes.
+"""Arguments of torch's ``DistributedDataParallel``, and their replacements here.
 
-``RULES`` is data for ``bench-harness migrate``, which documents the fields. A wrapper that gets an
-argument of torch's says the same (``refuse_arguments``).
+Loaded by a wrapper that gets an argument which it does not have, and by ``bench-harness migrate``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 #: What torch's ``DistributedDataParallel`` calls its arguments, and what to write here instead.
 TORCH_ARGUMENTS = {
@@ -35,37 +33,6 @@ TORCH_ARGUMENTS = {
     "skip_all_reduce_unused_params": "leave it out",
     "static_graph": "leave it out: it is never needed",
 }
-
-RULES: tuple[dict[str, Any], ...] = (
-    {
-        "names": (
-            "torch.nn.parallel.DistributedDataParallel",
-            "torch.nn.parallel.distributed.DistributedDataParallel",
-        ),
-        "instead": "use ddp_lite.BucketedDDP(module); move the module to its device before",
-        "positional": ("module", "device_ids", "output_device", "dim", "broadcast_buffers"),
-        "arguments": TORCH_ARGUMENTS,
-        "methods": {
-            "register_comm_hook": "pass comm_hook=hook to BucketedDDP; the hook is hook(flat, "
-            "bucket), averages, and returns an object with wait()",
-            "_set_static_graph": "leave it out: it is never needed",
-        },
-        "also": {
-            "torch.distributed.algorithms.join.Join": "use wrapped.join(shadow_step)",
-            "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook": "pass "
-            "wire_dtype=torch.bfloat16 to BucketedDDP",
-            "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook": "pass "
-            "wire_dtype=torch.float16 to BucketedDDP",
-            "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.powerSGD_hook": "pass "
-            "comm_hook=ddp_lite.hooks.PowerSGD(rank) to BucketedDDP",
-        },
-        "texts": {
-            "module.": "names in BucketedDDP's state_dict have no prefix; its load_state_dict "
-            "reads both kinds"
-        },
-        "page": "packages/ddp-lite/docs/from-torch-ddp.md",
-    },
-)
 
 
 def refuse_arguments(wrapper: type, names: Iterable[str]) -> None:

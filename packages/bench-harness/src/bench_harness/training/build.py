@@ -264,21 +264,25 @@ def _ddp_lite(wrapper: of.Arguments, module: nn.Module) -> Any:
             of.Flat: ddp_lite.FlatDDP,
             of.Overlap: ddp_lite.OverlapDDP,
         }
-        return classes[type(wrapper)](module, missing_gradients=wrapper.missing_gradients)
+        simple = classes[type(wrapper)](module, missing_gradients=wrapper.missing_gradients)
+        simple.stats()  # kept from here on
+        return simple
     group = dist.group.WORLD
     if wrapper.nccl_high_priority or wrapper.nccl_max_ctas is not None:
         group = _nccl_group(wrapper.nccl_high_priority, wrapper.nccl_max_ctas)
     size, last = wrapper.bucket_size_mb, wrapper.last_bucket_size_mb
-    return ddp_lite.BucketedDDP(
+    wrapped = ddp_lite.BucketedDDP(
         module,
         None if size == "one" else size,
         last_bucket_size_mb=None if last == "same" else last,
         copy=wrapper.copy,
-        wire_dtype=None if wrapper.comm_hook == "peer-copy" else dtype_of(wrapper.wire_dtype),
+        wire_dtype=dtype_of(wrapper.wire_dtype),
         comm_hook=_comm_hook(wrapper, group),
         missing_gradients=wrapper.missing_gradients,
         process_group=group,
     )
+    wrapped.stats()  # kept from here on
+    return wrapped
 
 
 def _comm_hook(wrapper: of.Bucketed, group: Any) -> Any:
@@ -288,16 +292,19 @@ def _comm_hook(wrapper: of.Bucketed, group: Any) -> Any:
         return "collectives"
     if name == "auto":
         return "auto"
-    if name == "peer-copy":
-        return peer_hook(wrapper, group, dtype_of(wrapper.wire_dtype))
-    if name == "reduce-scatter":
-        raise CaseSkipped(
-            "comm_hook must be measurable, but got 'reduce-scatter', which only earlier rows have. "
-            "Use the optimizer 'sharded' with reduce_gradients = true and without a wrapper."
-        )
-    from ddp_lite import hooks
-
-    return hooks.PowerSGD() if name == "power-sgd" else hooks.CompressTo(torch.bfloat16)
+    if name == "peer-copy" and wrapper.wire_dtype is None:
+        return peer_hook(wrapper, group)
+    instead = {
+        "peer-copy": "Leave out wire_dtype, or comm_hook",
+        "compress-bf16": "Use wire_dtype = 'bf16'",
+        "power-sgd": "Copy the hook of examples/power_sgd.py",
+        "reduce-scatter": "Use the optimizer 'sharded' with reduce_gradients = true and without a "
+        "wrapper",
+    }
+    raise CaseSkipped(
+        f"comm_hook must be measurable, but got {name!r} (wire_dtype {wrapper.wire_dtype}), which "
+        f"only earlier rows have. {instead[name]}."
+    )
 
 
 _NCCL_GROUPS: dict[tuple[dist.ProcessGroup, bool, int | None], dist.ProcessGroup] = {}

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from bench_harness.experiments.base import CaseSkipped
 from bench_harness.training import settings as of
 
 
-def peer_hook(wrapper: of.Bucketed, group: Any, wire_dtype: torch.dtype | None) -> Any:
+def peer_hook(wrapper: of.Bucketed, group: Any) -> Any:
     """The comm hook of a wrapper with ``comm_hook="peer-copy"``; collective.
 
     Raises:
@@ -20,15 +19,15 @@ def peer_hook(wrapper: of.Bucketed, group: Any, wire_dtype: torch.dtype | None) 
     from ddp_lite.peer import PeerCopyAverage
 
     memory = peer_memory(group)
-    hook = PeerCopyAverage(memory, wire_dtype=wire_dtype)
+    hook = PeerCopyAverage(memory)
     if wrapper.peer_parts is not None:
         from bench_harness.training.peer_parts import PartialCopies
 
-        hook.copies = PartialCopies(memory, wrapper.peer_parts, wire_dtype=wire_dtype)
+        hook.copies = PartialCopies(memory, wrapper.peer_parts)
     if wrapper.peer_way is not None:
         from bench_harness.training.peer_ways import copies_without
 
-        hook.copies = copies_without(memory, wrapper.peer_way, wire_dtype)
+        hook.copies = copies_without(memory, wrapper.peer_way)
     if wrapper.copy:
         return lambda flat, bucket: hook.copies.average([flat])
     return hook

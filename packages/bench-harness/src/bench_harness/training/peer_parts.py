@@ -28,13 +28,10 @@ class PartialCopies(PeerCopies):
     Args:
         memory: see ``PeerCopies``.
         parts: keys of :data:`PARTS` with "+" between, or "none".
-        wire_dtype: see ``PeerCopies``.
     """
 
-    def __init__(
-        self, memory: SharedMemory, parts: PeerParts, *, wire_dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__(memory, wire_dtype=wire_dtype)
+    def __init__(self, memory: SharedMemory, parts: PeerParts) -> None:
+        super().__init__(memory)
         self._kinds = {kind for part in parts.split("+") for kind in PARTS.get(part, ())}
         for number in range(SLOTS):
             memory.slot(memory.group.rank(), number, torch.uint8).zero_()

@@ -17,15 +17,14 @@ from bench_harness.training.settings import PeerWay
 from ddp_lite.peer import PeerCopies, PeerMemory
 
 
-def copies_without(memory: PeerMemory, way: PeerWay, wire_dtype: torch.dtype | None) -> PeerCopies:
+def copies_without(memory: PeerMemory, way: PeerWay) -> PeerCopies:
     """Carries out exchanges in another way.
 
     Args:
         memory: see ``PeerCopies``.
         way: see the module.
-        wire_dtype: see ``PeerCopies``.
     """
-    copies = PeerCopies(memory, wire_dtype=wire_dtype)
+    copies = PeerCopies(memory)
     if way == "torch-sums":
         copies.fused = False
     if way == "single-copies":

@@ -117,9 +117,9 @@ class Bucketed(Arguments):
         last_bucket_size_mb: the same for the bucket that is reduced last; "same" keeps it as
             large as the others.
         copy: with "peer-copy", each bucket is packed into a flat tensor, whose copies are few.
-        comm_hook: "peer-copy" is :class:`ddp_lite.peer.PeerCopyAverage`, "compress-bf16" and
-            "power-sgd" are those of :mod:`ddp_lite.hooks`. "auto" is ddp-lite's own choice.
-            "reduce-scatter" stands in rows of earlier versions; it cannot be measured any more.
+        comm_hook: "peer-copy" is :class:`ddp_lite.peer.PeerCopyAverage`. "auto" is ddp-lite's own
+            choice. "compress-bf16", "power-sgd", "reduce-scatter", and "peer-copy" with a
+            wire_dtype, stand in rows of earlier versions; they cannot be measured any more.
             None is "collectives", those of the group.
         peer_parts: which parts of an exchange by "peer-copy" are carried out, to see what each
             costs; gradients are not averaged then. "none" leaves the hooks and the packing.

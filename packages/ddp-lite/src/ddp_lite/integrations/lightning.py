@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 
-from ddp_lite.bucketed import BucketedDDP
+from ddp_lite.wrappers import BucketedDDP
 
 try:
     from lightning.pytorch.strategies import DDPStrategy

@@ -17,12 +17,11 @@ An average over N ranks, of which rank r averages row r of each message::
     barrier   all rows are averaged
     pull      row q comes from rank q's memory into my tensors                 (copy engine)
 
-Values are sent from the tensors and received into them: nothing is packed, unless they travel in
-another dtype. Each row is averaged once and copied, so all ranks end with the same bits; they may
-differ from NCCL's in the last place. Of float32 tensors one kernel reads all ranks' values,
-and writes their average both to the shared memory and to the tensor (``kernel.py``). It needs
-Triton; torch's operations do the rest. ``schedule.py`` has the order of all operations,
-``memory.py`` the memory that the ranks share.
+Values are sent from the tensors and received into them: nothing is packed. Each row is averaged
+once and copied, so all ranks end with the same bits; they may differ from NCCL's in the last place.
+For float32 tensors one kernel reads all ranks' values, and writes their average both to the shared
+memory and to the tensor (``kernel.py``). It needs Triton; torch's operations do the rest.
+``schedule.py`` has the order of all operations, ``memory.py`` the memory that the ranks share.
 """
 
 from __future__ import annotations
@@ -31,17 +30,19 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import compress
+from typing import Any, Never
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_lite.collectives import Completed, Queued, Waitable, require_floating
 from ddp_lite.peer import schedule
 from ddp_lite.peer.memcpy import Transfer, copy_batch, copy_each, copy_on_host, driver_call
 from ddp_lite.peer.memory import SharedMemory
-from ddp_lite.peer.rows import Layout, Row, packed
+from ddp_lite.peer.rows import Layout, Row
 from ddp_lite.peer.schedule import Kind, Operation
+from ddp_lite.reduce import Completed, Waitable
+from ddp_lite.wire import Queued
 
 Program = Callable[[int, int], list[Operation]]
 # Smaller tensors that cannot share a launch of the kernel are left to torch, between two ranks, of
@@ -59,8 +60,6 @@ class PeerCopies:
 
     Args:
         memory: what the ranks share.
-        wire_dtype: sums travel in this dtype, such as ``torch.bfloat16``, and are made in float32;
-            None for the tensors' own. What ``all_gather`` sends keeps its dtype always.
 
     Attributes:
         memory: as given.
@@ -70,20 +69,18 @@ class PeerCopies:
             has it. In the recording of a graph, which cannot hold such a call, they are single.
 
     Raises:
-        TypeError: ``memory`` is something else, such as a process group.
-        ValueError: a ``wire_dtype`` that is not floating-point.
+        TypeError: ``memory`` is something else, such as a process group, or ``wire_dtype`` is
+            given, which there was.
     """
 
-    def __init__(self, memory: SharedMemory, *, wire_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, memory: SharedMemory, **removed: Never) -> None:
+        refuse_removed(type(self), removed)
         if not hasattr(memory, "row_bytes"):
             raise TypeError(
                 f"memory must be what the ranks share, but got {type(memory).__name__}. Build "
                 "PeerMemory(group) first"
             )
-        if wire_dtype is not None:
-            require_floating(wire_dtype, "wire_dtype")
         self.memory = memory
-        self._wire_dtype = wire_dtype
         self._rank, self._world_size = memory.group.rank(), memory.group.size()
         on_cuda = memory.device.type == "cuda"
         self.fused = on_cuda and importlib.util.find_spec("triton") is not None
@@ -106,25 +103,14 @@ class PeerCopies:
         """
         values = self._checked([torch.view_as_real(t) if t.is_complex() else t for t in tensors])
         dtype = values[0].dtype if values else torch.float32
-        wire = self._wire_dtype or dtype
         numels = [value.numel() for value in values]
-        alignment = schedule.ALIGNMENT_BYTES // wire.itemsize
+        alignment = schedule.ALIGNMENT_BYTES // dtype.itemsize
 
         def run() -> None:
             addresses = _addresses(values)
-            for window in self._plan("together", wire, numels, alignment):
+            for window in self._plan("together", dtype, numels, alignment):
                 rows = [layout.row(values, addresses) for layout in window]
-                if wire == dtype:
-                    self._exchange(schedule.average, wire, rows, rows)
-                    continue
-                # The addresses in these rows count elements of the wire; only views are used.
-                sent = [packed(layout, wire, self.memory.device) for layout in window]
-                inside = [view for _, views in sent for view in views]
-                outside = [view for row in rows for view in row.views()]
-                _copy(inside, outside)
-                whole = [row for row, _ in sent]
-                self._exchange(schedule.average, wire, whole, whole)
-                _copy(outside, inside)
+                self._exchange(schedule.average, dtype, rows, rows)
 
         return self._start(run, values)
 
@@ -137,18 +123,12 @@ class PeerCopies:
         """
         self._check_shapes(parts=outputs, wholes=inputs)
         dtype = inputs[0].dtype if inputs else torch.float32
-        wire = self._wire_dtype or dtype
 
         def run() -> None:
             whole_at, part_at = _addresses(inputs), _addresses(outputs)
-            for *window, own in self._plan("each", wire, [whole.numel() for whole in inputs]):
+            for *window, own in self._plan("each", dtype, [whole.numel() for whole in inputs]):
                 sent = [layout.row(inputs, whole_at) for layout in window]
-                if wire != dtype:  # so that addresses count elements of another size
-                    for peer, row in enumerate(sent):
-                        if peer != self._rank:
-                            sent[peer], inside = packed(row.layout, wire, self.memory.device)
-                            _copy(inside, row.views())
-                self._exchange(schedule.reduce_scatter, wire, sent, [own.row(outputs, part_at)])
+                self._exchange(schedule.reduce_scatter, dtype, sent, [own.row(outputs, part_at)])
 
         return self._start(run, [*outputs, *inputs])
 
@@ -288,11 +268,9 @@ class PeerCopies:
         for (at, numel), target, value in zip(chunks, targets.views(), own.views(), strict=True):
             values = rows[:, at : at + numel]
             if self._world_size > 2:
-                torch.mean(values, 0, dtype=target.dtype, out=target)
-            elif target.dtype == values.dtype:
-                torch.lerp(values[0], value, 0.5, out=target)
+                torch.mean(values, 0, out=target)
             else:
-                torch.add(value, values[0], out=target).mul_(0.5)
+                torch.lerp(values[0], value, 0.5, out=target)
 
     def _add_own(self, slot: Tensor, own: Row) -> None:
         """Copies this rank's values beside those that have landed."""
@@ -372,6 +350,20 @@ class PeerCopies:
                     "a whole must have one dimension and world_size times the elements of its "
                     f"part, but got {whole} and {part} for {self._world_size} ranks. Pad both"
                 )
+
+
+def refuse_removed(owner: type, removed: dict[str, Any]) -> None:
+    """Refuses keyword arguments, and names the replacement of one that there was.
+
+    Raises:
+        TypeError: if there are any.
+    """
+    if removed:
+        raise TypeError(
+            f"{owner.__name__} has no argument {', '.join(removed)}. Copies send gradients in "
+            "their own dtype; to send fewer bytes, pass wire_dtype= to BucketedDDP, which then "
+            "sends them by collectives"
+        )
 
 
 def _traced() -> AbstractContextManager[object]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Never
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ddp_lite.buckets import MEBIBYTE, Bucket
-from ddp_lite.collectives import Waitable, require_floating
-from ddp_lite.peer.copies import PeerCopies
+from ddp_lite.peer.copies import PeerCopies, refuse_removed
 from ddp_lite.peer.memory import NEEDS, PeerMemory, SharedMemory, obstacle
 from ddp_lite.peer.schedule import SLOTS, rows_in_slot
+from ddp_lite.reduce import Reduction, contiguous
 
 #: Smaller messages are faster over NCCL: bus bandwidth on 4 H200s crosses at about this size.
 SMALLEST_MESSAGE_BYTES = 100 * MEBIBYTE
@@ -26,8 +27,6 @@ class PeerCopyAverage:
 
     Args:
         group: the wrapper's process group, or the memory that its ranks share.
-        wire_dtype: gradients travel in this dtype, such as ``torch.bfloat16``; sums are made in
-            float32, and every value is rounded twice.
 
     Attributes:
         settings: what ranks must agree on, in words.
@@ -39,22 +38,16 @@ class PeerCopyAverage:
             a GPU has not enough.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | SharedMemory,
-        *,
-        wire_dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup | SharedMemory, **removed: Never) -> None:
+        refuse_removed(type(self), removed)
         if group is None or isinstance(group, dist.ProcessGroup):
-            if wire_dtype is not None:
-                require_floating(wire_dtype, "wire_dtype")  # before there is memory to give back
             memory: SharedMemory = PeerMemory(group)  # explains why a group may be None
         else:
             memory = group
-        self.copies = PeerCopies(memory, wire_dtype=wire_dtype)
-        self.settings = f"wire_dtype {wire_dtype}, rows of {memory.row_bytes} bytes"
+        self.copies = PeerCopies(memory)
+        self.settings = f"rows of {memory.row_bytes} bytes"
 
-    def reduce_gradients(self, bucket: Bucket, gradients: Sequence[Tensor | None]) -> PeerReduction:
+    def reduce_gradients(self, bucket: Bucket, gradients: Sequence[Tensor | None]) -> Reduction:
         """Starts averaging the gradients where they lie; None stands for zeros."""
         group = self.copies.memory.group
         if bucket.process_group.group_name != group.group_name:
@@ -64,30 +57,8 @@ class PeerCopyAverage:
                 f"{bucket.process_group.group_name} ({bucket.process_group.size()} ranks). Build "
                 "PeerCopyAverage from the group that the wrapper is given"
             )
-        targets = [
-            torch.zeros_like(parameter, memory_format=torch.contiguous_format) if g is None else g
-            for parameter, g in zip(bucket.parameters, gradients, strict=True)
-        ]
-        values = [target if target.is_contiguous() else target.contiguous() for target in targets]
-        return PeerReduction(self.copies.average(values), targets, values)
-
-
-class PeerReduction:
-    """One bucket on its way; see ``ddp_lite.reduction``."""
-
-    def __init__(
-        self, work: Waitable, gradients: Sequence[Tensor], values: Sequence[Tensor]
-    ) -> None:
-        self._work, self._gradients, self._values = work, gradients, values
-
-    def wait(self) -> Sequence[Tensor]:
-        """The averaged gradients, in the bucket's order."""
-        self._work.wait()
-        for gradient, value in zip(self._gradients, self._values, strict=True):
-            if gradient is not value:
-                gradient.copy_(value)
-        self._values = self._gradients
-        return self._gradients
+        targets, values, copies = contiguous(bucket, gradients)
+        return Reduction((self.copies.average(values),), targets, copies)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +116,6 @@ def chosen_hook(
     group: dist.ProcessGroup,
     message_bytes: int,
     device: torch.device,
-    wire_dtype: torch.dtype | None,
 ) -> tuple[PeerCopyAverage | None, Communication]:
     """The hook that ``choose_communication`` leads to, None for the group's collectives, and why.
 
@@ -163,4 +133,4 @@ def chosen_hook(
         f"{choice.reason}; each GPU has {shared:.4g} MB of memory that they share, which "
         "torch.cuda.memory_allocated does not count"
     )
-    return PeerCopyAverage(memory, wire_dtype=wire_dtype), replace(choice, reason=reason)
+    return PeerCopyAverage(memory), replace(choice, reason=reason)

@@ -23,9 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_lite.buckets import MEBIBYTE, bytes_from_mb
-from ddp_lite.collectives import all_gather_json, backend_for
-from ddp_lite.errors import Peer, PeerProbe
 from ddp_lite.peer.schedule import ALIGNMENT_BYTES, SLOTS, Recordings, rows_in_slot
+from ddp_lite.ranks import Peer, Ranks, all_gather_json, backend_for
 
 LARGEST_GROUP = 8
 NEEDS = (
@@ -151,7 +150,7 @@ class PeerMemory:
         seconds = timeout.total_seconds()
         self._kernel_timeout_ms = int(1000 * (seconds + _SECONDS_FOR_THE_WATCH))
         self._handle, self._peers = self._allocate()
-        self._watch = Watch(PeerProbe(group, "PeerMemory"), seconds, self.device)
+        self._watch = Watch(Ranks(group, self.device, "PeerMemory"), seconds, self.device)
 
     def _allocate(self) -> tuple[Any, list[Tensor]]:
         """Torch's handle of the memory, which has the signals; each rank's memory, mapped here."""
@@ -246,18 +245,18 @@ class Watch:
     next exchange is started.
 
     Args:
-        peer_probe: finds out who is lost.
+        ranks: find out who is lost.
         seconds: how long to wait for an event after the one before it has come.
         device: of the events.
     """
 
-    def __init__(self, peer_probe: PeerProbe, seconds: float, device: torch.device) -> None:
+    def __init__(self, ranks: Ranks, seconds: float, device: torch.device) -> None:
         self._events: queue.SimpleQueue[torch.cuda.Event | None] = queue.SimpleQueue()
         self._errors: list[Exception] = []
         stop = threading.Event()
         thread = threading.Thread(
             target=_watch,
-            args=(self._events, self._errors, stop, peer_probe, seconds, device),
+            args=(self._events, self._errors, stop, ranks, seconds, device),
             daemon=True,
             name="ddp_lite watch over copies",
         )
@@ -290,7 +289,7 @@ def _watch(
     events: queue.SimpleQueue[torch.cuda.Event | None],
     errors: list[Exception],
     stop: threading.Event,
-    peer_probe: PeerProbe,
+    ranks: Ranks,
     seconds: float,
     device: torch.device,
 ) -> None:
@@ -308,7 +307,7 @@ def _watch(
                     return
         except RuntimeError as cause:  # CUDA's errors are RuntimeErrors too
             waited = time.monotonic() - begin
-            error = peer_probe.failure("an exchange between GPUs", number, waited, cause)
+            error = ranks.failure("an exchange between GPUs", number, waited, cause)
             errors.append(error)
             _log.error("%s", error)
             return

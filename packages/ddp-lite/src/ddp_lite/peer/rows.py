@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ddp_lite.peer.schedule import Chunk, length_of
@@ -75,11 +74,3 @@ class Row:
             self.tensors[chunk.tensor].view(-1)[chunk.begin : chunk.end]
             for chunk in self.layout.chunks
         ]
-
-
-def packed(layout: Layout, dtype: torch.dtype, device: torch.device) -> tuple[Row, list[Tensor]]:
-    """A row that is a tensor of its own, as one chunk, and views of the layout's chunks in it."""
-    whole = torch.empty(layout.length, dtype=dtype, device=device)
-    chunks = [Chunk(tensor=0, begin=0, end=layout.length, at=0)] if layout.length else []
-    row = Layout(chunks, dtype.itemsize).row([whole], [whole.data_ptr()])
-    return row, layout.views_in(whole)

@@ -1,0 +1,66 @@
+"""Gradients that a comm hook averages. Loaded where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from ddp_lite.buckets import Bucket
+from ddp_lite.reduce import Averager, Gradients, PendingGradients, Reduction, Waitable, pack
+
+
+@runtime_checkable
+class GradientHook(Protocol):
+    """A comm hook that takes the gradients where autograd put them, not in a flat tensor."""
+
+    def reduce_gradients(self, bucket: Bucket, gradients: Gradients) -> PendingGradients:
+        """Starts averaging the gradients of a complete bucket; None stands for zeros."""
+
+
+CommHook = Callable[[Tensor, Bucket], Waitable] | GradientHook
+
+
+class ByHook:
+    """Averages as a hook does: a function ``hook(flat, bucket)``, or a ``GradientHook``.
+
+    Raises:
+        ValueError: ``hook`` is neither.
+    """
+
+    def __init__(self, hook: CommHook) -> None:
+        if not (isinstance(hook, GradientHook) or callable(hook)):
+            raise ValueError(
+                'comm_hook must be "auto", "collectives" or a hook, but got '
+                f"{type(hook).__name__}. A hook can be called with (flat, bucket), or has "
+                "reduce_gradients(bucket, gradients); see ddp_lite.hooks"
+            )
+        self._hook = hook
+
+    def __call__(
+        self, average: Averager, bucket: Bucket, gradients: Gradients, messages: Sequence[Tensor]
+    ) -> PendingGradients:
+        """See ``Way``."""
+        if isinstance(self._hook, GradientHook):
+            average.count(bucket.nbytes)
+            pending = self._hook.reduce_gradients(bucket, gradients)
+            return _WithMessages(pending, average(messages)) if messages else pending
+        bucket.flat = flat = bucket.parameters[0].new_empty(bucket.padded_numel)
+        views = pack(bucket, gradients, flat)
+        average.count(flat.nbytes)
+        work = self._hook(flat, bucket)
+        return Reduction((work, average(messages)) if messages else (work,), views)
+
+    def __str__(self) -> str:
+        return "handed to the comm hook"
+
+
+class _WithMessages:
+    def __init__(self, gradients: PendingGradients, messages: Waitable) -> None:
+        self._gradients, self._messages = gradients, messages
+
+    def wait(self) -> Sequence[Tensor]:
+        averages = self._gradients.wait()
+        self._messages.wait()
+        return averages

@@ -1,0 +1,74 @@
+"""The hook on every parameter, which autograd calls when it has accumulated a gradient."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+
+class Hooks:
+    """One hook on each parameter, run after the hooks of all others.
+
+    A user's hook that ran after it would find ``grad`` taken by a reduction.
+
+    Args:
+        parameters: by index.
+        arrived: called with the parameter's index and the parameter.
+        owner: name of the wrapper that averages the gradients.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], arrived: Callable[[int, Any], None], owner: str
+    ) -> None:
+        self._handles: list[RemovableHandle] = []
+        for index, parameter in enumerate(parameters):
+            hook = functools.partial(arrived, index)
+            hook.averaged_by = owner  # type: ignore[attr-defined] # for refuse_averaged_parameters
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        self._tables = [_hooks_of(p) for p in parameters]
+        self._counts = list(map(len, self._tables))
+
+    def run_last(self) -> None:
+        """Moves the hooks behind those that were registered since."""
+        if list(map(len, self._tables)) == self._counts:
+            return
+        for table, handle in zip(self._tables, self._handles, strict=True):
+            if handle.id in table:
+                table[handle.id] = table.pop(handle.id)
+        self._counts = list(map(len, self._tables))
+
+    def remove(self) -> None:
+        """Takes the hooks from the parameters."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def remove_all(hooks: list[Hooks]) -> None:
+    """Takes all of these hooks from their parameters, and empties the list."""
+    while hooks:
+        hooks.pop().remove()
+
+
+def refuse_averaged_parameters(module: nn.Module) -> None:
+    """Refuses a module whose gradients a wrapper averages already.
+
+    Raises:
+        TypeError: a parameter has the hook of a wrapper that is in use.
+    """
+    for name, parameter in module.named_parameters():
+        for hook in _hooks_of(parameter).values():
+            if (owner := getattr(hook, "averaged_by", None)) is not None:
+                raise TypeError(
+                    f"module must not share parameters with a wrapped module, but {name} is "
+                    f"synchronised by a {owner}. Call detach() on that wrapper first, or put "
+                    "modules that share parameters into one module and wrap that"
+                )
+
+
+def _hooks_of(parameter: nn.Parameter) -> dict[int, Any]:
+    hooks: dict[int, Any] | None = parameter._post_accumulate_grad_hooks
+    return {} if hooks is None else hooks

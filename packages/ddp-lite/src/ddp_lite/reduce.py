@@ -1,0 +1,305 @@
+"""The ways in which one bucket's gradients are averaged.
+
+A *way* is called as ``way(average, bucket, gradients, messages)``. It starts the average and
+returns an object whose ``wait()`` returns the averaged gradients. Memory traffic for N bytes of
+gradients:
+
+- ``InPlace``: the collective works on the gradients where autograd put them. Nothing is copied.
+- ``FlatCopy``: one copy into a flat tensor, and the gradients become views of it (2N).
+- ``wire.OnWire``: one converting copy into a flat tensor of a smaller dtype and one back.
+- ``by_hook.ByHook``: a function or object of the user's averages.
+
+A gradient that is missing on this rank takes part as zeros. ``messages`` are small tensors of the
+bucket's dtype that are averaged along with it. On CUDA, waiting makes the current stream wait and
+returns at once; on CPU it blocks the caller.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_lite.buckets import Bucket
+from ddp_lite.ranks import Ranks, backend_for
+
+Gradients = Sequence[Tensor | None]
+
+_BACKENDS_WITH_AVG = frozenset({"nccl", "gloo", "fake"})
+
+
+# -- waiting -----------------------------------------------------------------------------------
+
+
+class Waitable(Protocol):
+    """A collective in flight, or several."""
+
+    def wait(self) -> object:
+        """Returns when the result may be used (on CUDA: by work queued on the current stream)."""
+
+
+class PendingGradients(Protocol):
+    """One bucket's gradients while they are being averaged."""
+
+    def wait(self) -> Sequence[Tensor]:
+        """Returns the averages in the bucket's order, when they may be used (see ``Waitable``)."""
+
+
+class Reduction:
+    """Gradients whose average is the result of some collectives.
+
+    Args:
+        works: collectives to wait for, in this order.
+        averages: the tensors that hold the averages then.
+        copies: pairs of a gradient and the contiguous copy that travels in its place.
+    """
+
+    __slots__ = ("_averages", "_copies", "_works")
+
+    def __init__(
+        self,
+        works: Sequence[Waitable],
+        averages: Sequence[Tensor],
+        copies: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> None:
+        self._works, self._averages, self._copies = works, averages, copies
+
+    def wait(self) -> Sequence[Tensor]:
+        """Returns the averages, in the bucket's order."""
+        for work in self._works:
+            work.wait()
+        for gradient, value in self._copies:
+            gradient.copy_(value)
+        self._copies = ()  # waiting twice copies once
+        return self._averages
+
+
+class Completed:
+    """A result that is there already."""
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+
+# -- the collective ----------------------------------------------------------------------------
+
+
+class Averager:
+    """Averages tensors over the ranks, in place, in one collective per call.
+
+    ``ReduceOp.AVG`` is used where the backend has it, SUM and a multiplication elsewhere. One
+    rank averages nothing: tensors stay bitwise as they are and nothing is sent. float16 is
+    divided by about √N before and by the rest after the sum, so that neither a large sum
+    overflows nor a small term vanishes; the first factor is a power of two and thus exact.
+
+    Args:
+        ranks: to average over.
+
+    Attributes:
+        ranks: as given.
+        collectives: number started so far.
+        bytes: payload handed to them so far.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.collectives = 0
+        self.bytes = 0
+        has_avg = backend_for(ranks.group, ranks.device) in _BACKENDS_WITH_AVG
+        self._plain = dist.ReduceOp(dist.ReduceOp.AVG if has_avg else dist.ReduceOp.SUM)
+        self._sum = dist.ReduceOp(dist.ReduceOp.SUM)
+        self._scale_after = None if has_avg else 1.0 / ranks.size
+        self._process = os.getpid()
+
+    def __call__(self, tensors: Sequence[Tensor], nbytes: int | None = None) -> Waitable:
+        """Starts averaging contiguous tensors of one dtype in place.
+
+        Args:
+            tensors: at least one; complex ones are averaged as pairs of reals (a real one may be
+                among them).
+            nbytes: size of all, for the count; None asks the tensors, which takes longer.
+        """
+        if self.ranks.size == 1:
+            return Completed()
+        if os.getpid() != self._process:
+            self.ranks.require_same_process()
+        values = list(tensors)
+        dtype = values[0].dtype
+        operation, after = self._plain, self._scale_after
+        if dtype.is_complex:
+            values = [torch.view_as_real(t) if t.is_complex() else t for t in values]
+        elif dtype == torch.float16:
+            before = self._half_divisor()
+            torch._foreach_mul_(values, 1.0 / before)
+            operation, after = self._sum, before / self.ranks.size
+        self.count(sum(value.nbytes for value in values) if nbytes is None else nbytes)
+        work = self._start_all_reduce(values, operation)
+        return work if after is None or after == 1.0 else _Scaled(work, values, after)
+
+    def _start_all_reduce(self, values: list[Tensor], operation: dist.ReduceOp) -> Waitable:
+        # Methods of the communicator: dist.all_reduce re-checks its arguments on every call, and
+        # dist._coalescing_manager leaves the group unusable if a call inside it raises.
+        started: Waitable
+        if len(values) == 1:
+            single = dist.AllreduceOptions()
+            single.reduceOp = operation
+            single.asyncOp = True
+            started = self.ranks.communicator.allreduce(values, single)
+        else:
+            several = dist.AllreduceCoalescedOptions()
+            several.reduceOp = operation
+            several.asyncOp = True
+            started = self.ranks.communicator.allreduce_coalesced(values, several)
+        return started
+
+    def count(self, nbytes: int) -> None:
+        """Counts a collective that was started elsewhere."""
+        self.collectives += 1
+        self.bytes += nbytes
+
+    def describe(self, dtypes: Iterable[torch.dtype]) -> str:
+        """The reductions used for some dtypes, in words."""
+        return ", ".join(
+            f"{self._describe(dtype)} in {str(dtype).removeprefix('torch.')}"
+            for dtype in sorted(set(dtypes), key=str)
+        )
+
+    def _describe(self, dtype: torch.dtype) -> str:
+        if self.ranks.size == 1:
+            return "none (one rank)"
+        if dtype == torch.float16:
+            return f"SUM of values/{self._half_divisor()}, then scaled"
+        return "AVG" if self._scale_after is None else "SUM, then scaled"
+
+    def _half_divisor(self) -> int:
+        return 1 << math.ceil(math.log2(self.ranks.size) / 2)
+
+
+class _Scaled:
+    def __init__(self, work: Waitable, values: list[Tensor], factor: float) -> None:
+        self._work, self._values, self._factor = work, values, factor
+
+    def wait(self) -> None:
+        self._work.wait()
+        values, self._values = self._values, []  # waiting twice scales once
+        if values:
+            torch._foreach_mul_(values, self._factor)
+
+
+# -- the ways ----------------------------------------------------------------------------------
+
+
+class Way(Protocol):
+    """Starts averaging a bucket; ``str()`` describes it."""
+
+    def __call__(
+        self, average: Averager, bucket: Bucket, gradients: Gradients, messages: Sequence[Tensor], /
+    ) -> PendingGradients:
+        """Starts averaging ``gradients`` (None stands for zeros), and ``messages`` in place."""
+
+
+class InPlace:
+    """Averages all gradients of the bucket where they lie, in one coalesced collective."""
+
+    def __call__(
+        self, average: Averager, bucket: Bucket, gradients: Gradients, messages: Sequence[Tensor]
+    ) -> Reduction:
+        """See ``Way``."""
+        own, values, copies = contiguous(bucket, gradients)
+        nbytes = bucket.nbytes
+        if messages:
+            values = [*values, *messages]
+            nbytes += sum(message.nbytes for message in messages)
+        return Reduction((average(values, nbytes),), own, copies)
+
+    def __str__(self) -> str:
+        return "coalesced in place"
+
+
+class FlatCopy:
+    """Averages a flat copy, of which the gradients become views.
+
+    The flat tensor is allocated when the bucket is complete and replaces the gradients, so both
+    exist for one bucket at a time only.
+
+    Args:
+        keep: keep the flat tensor as ``bucket.flat`` until the bucket's next reduction.
+    """
+
+    def __init__(self, keep: bool = False) -> None:
+        self._keep = keep
+
+    def __call__(
+        self, average: Averager, bucket: Bucket, gradients: Gradients, messages: Sequence[Tensor]
+    ) -> Reduction:
+        """See ``Way``."""
+        flat = bucket.parameters[0].new_empty(bucket.numel)
+        if self._keep:
+            bucket.flat = flat
+        views = pack(bucket, gradients, flat)
+        return Reduction((average([flat, *messages]),), views)
+
+    def __str__(self) -> str:
+        return "copied into a flat tensor"
+
+
+# -- memory ------------------------------------------------------------------------------------
+
+
+def contiguous(
+    bucket: Bucket, gradients: Gradients
+) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[tuple[Tensor, Tensor]]]:
+    """Gradients as collectives need them.
+
+    Args:
+        bucket: the parameters.
+        gradients: theirs on this rank; None where there is none.
+
+    Returns:
+        The gradients with zeros for None, contiguous tensors with the same values, and pairs of
+        those that had to be copied.
+    """
+    try:
+        if all(map(Tensor.is_contiguous, gradients)):  # type: ignore[arg-type] # None raises
+            return gradients, gradients, ()  # type: ignore[return-value]
+    except TypeError:
+        pass
+    own = [
+        torch.zeros_like(parameter) if gradient is None else gradient
+        for parameter, gradient in zip(bucket.parameters, gradients, strict=True)
+    ]
+    values = [gradient.contiguous() for gradient in own]
+    pairs = zip(own, values, strict=True)
+    return own, values, [(gradient, value) for gradient, value in pairs if gradient is not value]
+
+
+def pack(bucket: Bucket, gradients: Gradients, flat: Tensor) -> list[Tensor]:
+    """Copies gradients, zeros for None, one after the other; returns a view of each.
+
+    Args:
+        bucket: the parameters.
+        gradients: theirs on this rank; None where there is none.
+        flat: the target. Elements past the gradients are set to zero.
+    """
+    if flat.numel() > bucket.numel:
+        flat[bucket.numel :].zero_()
+    pieces = flat[: bucket.numel].split([parameter.numel() for parameter in bucket.parameters])
+    views = [
+        piece.view(parameter.shape)
+        for piece, parameter in zip(pieces, bucket.parameters, strict=True)
+    ]
+    targets, sources = [], []
+    for view, gradient in zip(views, gradients, strict=True):
+        if gradient is None:
+            view.zero_()
+        else:
+            targets.append(view)
+            sources.append(gradient)
+    if targets:
+        torch._foreach_copy_(targets, sources)
+    return views
