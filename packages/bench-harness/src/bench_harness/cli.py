@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeAlias
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from bench_harness import compare, experiments, options, presets, user_code
+from bench_harness import compare, experiments, options, presets, user_code, verdict
 from bench_harness.case import Case, plural
 from bench_harness.experiments import Experiment
 from bench_harness.store import Store, StoreError
@@ -326,7 +326,7 @@ def _compare(
     run_b: RunFolder,
     tolerance: Annotated[
         float, typer.Option(min=0.0, help="Relative difference that still counts as the same.")
-    ] = compare.TOLERANCE,
+    ] = verdict.TOLERANCE,
     across_hardware: Annotated[
         bool, typer.Option("--across-hardware", help="Compare different machines, and mark it.")
     ] = False,
@@ -334,8 +334,9 @@ def _compare(
         str | None,
         typer.Option(
             "--fail-on",
-            metavar="slower[:PERCENT]",
-            help="Exit with 1 if a row of B is surely slower than A by more than so much (5).",
+            metavar="slower[:PERCENT][,unsure]",
+            help="Exit with 1 if a row of B is slower by more than so much (5), if a case is in "
+            "one run alone, or, with unsure, if a row may be slower.",
             show_default=False,
         ),
     ] = None,
@@ -349,17 +350,18 @@ def _compare(
 
     from bench_harness import terminal
 
-    beyond = None if fail_on is None else compare.limit(fail_on)
+    gate = None if fail_on is None else compare.Gate.parse(fail_on)
     found = compare.compare(
         Store(run_a), Store(run_b), tolerance=tolerance, across_hardware=across_hardware
     )
+    failures = [] if gate is None else gate.failures(found)
     if as_json:
-        typer.echo(json.dumps([dataclasses.asdict(each) for each in found]))
+        typer.echo(json.dumps({**found.as_json(), "gate": failures}))
     elif markdown:
         typer.echo(compare.markdown(found))
     else:
-        terminal.comparisons(found, Console())
-    return FAILED if beyond is not None and compare.slower(found, beyond) else 0
+        terminal.comparisons(found, Console(), None if gate is None else failures)
+    return FAILED if failures else 0
 
 
 def _render(
