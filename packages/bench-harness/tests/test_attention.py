@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from bench_harness import attentions, experiments
-from bench_harness.case import Case, Row
+from bench_harness.core import Case, Row
+from bench_harness.display.plots import png_bytes
 from bench_harness.experiments import attention_proof
 from bench_harness.experiments.attention_problem import Problem
 from bench_harness.experiments.attention_timing import Attempts
 from bench_harness.report.frame import to_frame
-from bench_harness.report.plots import png_bytes
 
 CPU = torch.device("cpu")
 QUICK: dict[str, Any] = {

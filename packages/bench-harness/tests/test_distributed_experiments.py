@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from bench_harness import experiments, process, runner
+from bench_harness.display.plots import png_bytes
 from bench_harness.report.frame import to_frame
-from bench_harness.report.plots import png_bytes
 from processes import free_port
 from ranks import run_ranks
 

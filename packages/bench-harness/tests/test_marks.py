@@ -9,12 +9,12 @@ import pandas as pd
 import pytest
 
 from bench_harness import experiments
-from bench_harness.case import plural
-from bench_harness.report import marks
+from bench_harness.core import plural
+from bench_harness.display import marks
+from bench_harness.display.plots import COLOURS, new_figure, png_bytes
+from bench_harness.display.units import quantity, readable, scale
 from bench_harness.report.findings import MOST, findings, on_cpu
 from bench_harness.report.frame import to_frame
-from bench_harness.report.plots import COLOURS, new_figure, png_bytes
-from bench_harness.report.units import quantity, readable, scale
 from bench_harness.stats import with_summary
 
 STEADY, SHAKY = [10.0, 10.1, 9.9, 10.0, 10.05, 9.95], [10.0, 30.0, 5.0, 22.0, 8.0, 40.0]

@@ -17,8 +17,8 @@ from rich.console import Console
 from tests.support import browser
 
 from bench_harness import experiments, report, runner, terminal
-from bench_harness.experiments import Figure, Table
-from bench_harness.report.cells import cell, split
+from bench_harness.core import Figure, Table
+from bench_harness.display.cells import cell, split
 from bench_harness.report.frame import to_frame
 from bench_harness.report.write import csv as as_csv
 from bench_harness.report.write import markdown, table_stem
@@ -281,7 +281,7 @@ def test_no_wrong_value_costs_more_than_its_row(store: Store, bench: Bench) -> N
 def test_a_picture_that_cannot_be_drawn_costs_itself_only(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bench_harness.report.plots import new_figure
+    from bench_harness.display.plots import new_figure
 
     def figures(self: object, rows: object) -> list[Figure]:
         good, _ = new_figure()

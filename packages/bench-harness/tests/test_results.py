@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bench_harness.case import Row
+from bench_harness.core import Row
 from bench_harness.experiments import get
 from bench_harness.report import published
 from bench_harness.report.frame import to_frame

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from bench_harness import experiments, options, process, report, rounds, runner
-from bench_harness.case import Case, Row
 from bench_harness.compare import ComparisonError, compare
+from bench_harness.core import Case, Row
 from bench_harness.process import Outcome
 from bench_harness.progress import ConsoleReporter
 from bench_harness.report import published

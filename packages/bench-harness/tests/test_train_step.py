@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 
 from bench_harness import experiments, options, presets
-from bench_harness.experiments.base import CaseSkipped
-from bench_harness.experiments.train_step import merged, over_ranks
+from bench_harness.core import CaseSkipped
+from bench_harness.display.plots import png_bytes
 from bench_harness.report.frame import to_frame
-from bench_harness.report.plots import png_bytes
+from bench_harness.traces.step import over_ranks
 from bench_harness.training import settings as of
 from bench_harness.training.build import _ddp_lite, training
+from bench_harness.training.merge import merged
 from ranks import run_ranks
 
 TINY = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 64}

@@ -30,7 +30,7 @@ import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from bench_harness.experiments.base import CaseSkipped
+from bench_harness.core import CaseSkipped
 
 if TYPE_CHECKING:
     from torch import Tensor

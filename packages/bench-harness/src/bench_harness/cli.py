@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from bench_harness import compare, experiments, options, presets, user_code, verdict
-from bench_harness.case import Case, plural
+from bench_harness.core import Case, plural
 from bench_harness.experiments import Experiment
 from bench_harness.store import Store, StoreError
 
@@ -435,7 +435,7 @@ def _trace(
 
     found = [recording for file in files for recording in recordings.load(file)]
     if picture is not None:
-        from bench_harness.report.plots import png_bytes
+        from bench_harness.display.plots import png_bytes
         from bench_harness.store import replace_file
         from bench_harness.traces.picture import draw_overlap
 

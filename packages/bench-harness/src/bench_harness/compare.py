@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bench_harness.case import Case, Row, plural
+from bench_harness.core import Case, Row, plural
 from bench_harness.environment import throttled
 from bench_harness.store import PARTIAL, RESERVED, Store
 from bench_harness.verdict import TOLERANCE, Verdict, judge

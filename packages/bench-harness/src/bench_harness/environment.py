@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from bench_harness.case import JsonValue, Row
+from bench_harness.core import JsonValue, Row
 
 #: Distributions whose version changes a measurement.
 OWN_PACKAGES = ("bench-harness", "basics-model", "flashattn-triton", "ddp-lite", "shard-optim")

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from bench_harness.case import JsonValue, Row
+from bench_harness.core import JsonValue, Row
 
 #: How a case may end.
 STATUSES = frozenset({"ok", "oom", "skipped", "partial", "timeout", "error"})

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from bench_harness import environment, experiments, process, rounds
-from bench_harness.case import Case, JsonValue, Row
+from bench_harness.core import Case, JsonValue, Row
 from bench_harness.process import Outcome, Status
 from bench_harness.rounds import ENDED
 from bench_harness.store import (

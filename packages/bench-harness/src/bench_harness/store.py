@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import IO
 
 from bench_harness import row_checks
-from bench_harness.case import JsonValue, Row
+from bench_harness.core import JsonValue, Row
 
 #: Ends the name of a file that :func:`replace_file` is still writing.
 _UNDER_WAY = ".partial"

@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from bench_harness.case import JsonValue, Row, plural
+from bench_harness.core import JsonValue, Row, plural
 from bench_harness.progress import STYLES, duration, total_estimate
 from bench_harness.runner import Planned
 
 if TYPE_CHECKING:
     from bench_harness.compare import Comparison, Comparisons
-    from bench_harness.experiments import Table
+    from bench_harness.core import Table
     from bench_harness.report import Report, Section
 
 _VERDICTS = {"faster": "green", "slower": "red", "same": "", "cannot tell": "yellow"}
@@ -107,8 +107,8 @@ def tables(sections: Sequence[Section], console: Console) -> None:
 
 def _fitting(table: Table, console: Console, stem: str) -> Grid:
     """The leading columns that fit; the caption counts the rest, which the CSV file holds."""
-    from bench_harness.report.cells import cell, split
-    from bench_harness.report.units import readable
+    from bench_harness.display.cells import cell, split
+    from bench_harness.display.units import readable
 
     constant, frame = split(readable(table.frame))
     grid = Grid(title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
@@ -135,7 +135,7 @@ def _fitting(table: Table, console: Console, stem: str) -> Grid:
 
 def plain_tables(found: Mapping[str, Sequence[Row]], console: Console) -> None:
     """Prints tables by title with all columns; long cells are folded."""
-    from bench_harness.report.cells import cell
+    from bench_harness.display.cells import cell
 
     for title, rows in found.items():
         if not rows:

@@ -23,10 +23,10 @@ from typing import Any
 
 import psutil
 
-from bench_harness.case import Case, JsonValue, Row
+from bench_harness.core import Case, JsonValue, Row
 from bench_harness.workload import DIMENSIONS
 
-#: What a configuration says of a user's model; see :mod:`bench_harness.imported_model`.
+#: What a configuration says of a user's model; see :mod:`bench_harness.subject`.
 SUBJECT = ("model", "model_args", "input", "target", "loss")
 #: Seconds for importing, making and calling it once.
 _LIMIT_S = 300.0
@@ -138,7 +138,7 @@ def _look_at(names: list[str], subject: Row, device: str, progress: Any) -> Json
     """
     import torch
 
-    from bench_harness.imported_model import fitting
+    from bench_harness.subject import fitting
     from bench_harness.workload import imported, missing_package
 
     worker = os.getpid()

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bench_harness.case import Row
+from bench_harness.core import Row
 from bench_harness.experiments.attention_problem import Problem, learned
 
 if TYPE_CHECKING:

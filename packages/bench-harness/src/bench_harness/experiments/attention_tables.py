@@ -6,12 +6,11 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from bench_harness import roofline
-from bench_harness.experiments import row_tables
+from bench_harness.core import Figure, Table
+from bench_harness.display import row_tables, units
+from bench_harness.display.marks import steady
 from bench_harness.experiments.attention_problem import Problem
 from bench_harness.experiments.attention_timing import PASSES
-from bench_harness.experiments.base import Figure, Table
-from bench_harness.report import units
-from bench_harness.report.marks import steady
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -380,8 +379,8 @@ def draw(
         ends: columns with the ends of the 95 % interval; None for what does not vary.
         log: whether that axis is logarithmic.
     """
-    from bench_harness.report import marks
-    from bench_harness.report.plots import new_figure
+    from bench_harness.display import marks
+    from bench_harness.display.plots import new_figure
 
     done = done.sort_values(["dtype", "head_dim", "mask"], kind="stable")
     by = ["dtype", "head_dim", "value_head_dim", "mask", "softcap", "feature"]
@@ -438,7 +437,7 @@ def _labelled(plot: Any) -> list[tuple[Any, str]]:
 
 def _by_length(group: pd.DataFrame, column: str, ends: tuple[str, str] | None) -> pd.DataFrame:
     """One line per length: cases that measured the same length are put together."""
-    from bench_harness.report import marks
+    from bench_harness.display import marks
 
     known = group.assign(steady=marks.steady(group) if ends else True, below=0.0, above=0.0)
     if ends is not None:

@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from bench_harness.attentions import find, stores_scores
-from bench_harness.case import Row
+from bench_harness.core import CaseSkipped, Row
 from bench_harness.experiments.attention_problem import Problem, learned
 from bench_harness.experiments.attention_proof import errors, exact
-from bench_harness.experiments.base import CaseSkipped
 from bench_harness.sampling import Enough
 from bench_harness.timing import Samples, record_sample, synchronize
 

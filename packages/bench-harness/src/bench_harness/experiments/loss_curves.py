@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench_harness.case import Case, Row
+from bench_harness.core import Case, CaseSkipped, Figure, Row, Table, option
+from bench_harness.display import row_tables
+from bench_harness.distributed import NodeOptions, default_world_size, run_on_ranks
 from bench_harness.environment import resolve_device
-from bench_harness.experiments import row_tables
-from bench_harness.experiments.base import CaseSkipped, Experiment, Figure, Table, option
-from bench_harness.experiments.distributed import NodeOptions, default_world_size, run_on_ranks
+from bench_harness.experiments.base import Experiment
 from bench_harness.training import settings
 from bench_harness.workload import DIMENSIONS, SIZES
 
@@ -207,7 +207,7 @@ class LossCurves(Experiment):
         """The mean curve of every variant, and its difference beside the spread of seeds."""
         import textwrap
 
-        from bench_harness.report.plots import COLOURS, new_figure
+        from bench_harness.display.plots import COLOURS, new_figure
 
         done = row_tables.finished(rows)
         if "losses" not in done or done.empty:

@@ -7,20 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench_harness.case import Case, Row
-from bench_harness.environment import resolve_device
-from bench_harness.experiments.base import Experiment, Figure, Table, option
-from bench_harness.experiments.distributed import (
+from bench_harness.core import Case, Figure, Row, Table, option
+from bench_harness.distributed import (
     NodeOptions,
     default_world_size,
     require_gpus,
     run_on_ranks,
-    slowest_of,
-    slowest_rank,
 )
+from bench_harness.environment import resolve_device
+from bench_harness.experiments.base import Experiment
 from bench_harness.experiments.shape import SubjectOptions, subject_label
 from bench_harness.sampling import SamplingOptions
-from bench_harness.traces.step import over_ranks
 from bench_harness.training import settings
 from bench_harness.workload import SIZES
 
@@ -191,6 +188,7 @@ class TrainStep(Experiment):
             require_gpus(case.config)
             return nsight.rows(dict(case.config), case.timeout_s / 3, progress)
         from bench_harness.training.measure import measure_rank, weigh_alone
+        from bench_harness.training.merge import merged
 
         if case.config["alone"]:
             return weigh_alone(case.config)
@@ -218,37 +216,3 @@ def _label(subject: Row, variants: list[settings.Settings], world_size: int) -> 
         *(f"compiled {each}" for each in compiled),
     ]
     return " ".join([*parts, f"{world_size} ranks"])
-
-
-def merged(ranks: list[Row]) -> Row:
-    """One variant's row from those of all ranks: times of the slowest, memory of the fullest."""
-    row = slowest_rank(ranks)
-    if not row["samples_ms"]:  # skipped, or it did not agree
-        return {name: value for name, value in row.items() if value not in ([], None)}
-    for name in ("host_ms", "optimizer_ms"):
-        row[name] = slowest_of([rank[name] for rank in ranks])
-    for name in ("peak_gib", "device_allocations", "compilations"):
-        if name in row:
-            row[name] = max(rank[name] for rank in ranks)
-    row["memory"] = [_fullest(list(moment)) for moment in zip(*_each(ranks, "memory"), strict=True)]
-    if "all_reduce" in row:
-        sweeps = [rank["all_reduce"]["samples_ms"] for rank in ranks]
-        row["all_reduce"] = {
-            "size_bytes": row["all_reduce"]["size_bytes"],
-            "samples_ms": [slowest_of(list(size)) for size in zip(*sweeps, strict=True)],
-        }
-    if "communication_ms" in row:
-        del row["arrivals"]
-        row |= over_ranks(ranks)
-    return row
-
-
-def _each(ranks: list[Row], name: str) -> list[Any]:
-    return [rank[name] for rank in ranks]
-
-
-def _fullest(ranks: list[Row]) -> Row:
-    return {
-        name: max(rank[name] for rank in ranks) if isinstance(value, int) else value
-        for name, value in ranks[0].items()
-    }

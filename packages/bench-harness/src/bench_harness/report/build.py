@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from bench_harness import environment, experiments
-from bench_harness.case import JsonValue, Row
-from bench_harness.experiments import Experiment, Figure, Table
+from bench_harness.core import Figure, JsonValue, Row, Table
+from bench_harness.experiments import Experiment
 from bench_harness.report.findings import findings, on_cpu
 from bench_harness.report.frame import to_frame
 from bench_harness.report.published import measured_on

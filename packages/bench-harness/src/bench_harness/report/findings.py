@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from bench_harness.case import Row, plural
-from bench_harness.experiments import row_tables
-from bench_harness.report import marks
+from bench_harness.core import Row, plural
+from bench_harness.display import marks, row_tables
+from bench_harness.display.units import quantity
 from bench_harness.report.frame import to_frame
-from bench_harness.report.units import quantity
 from bench_harness.stats import with_summary
 from bench_harness.store import PARTIAL
 

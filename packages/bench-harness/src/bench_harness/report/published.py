@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_harness.case import Row
+from bench_harness.core import Row
 from bench_harness.store import PARTIAL, Store, replace_file
 
 #: Columns of a case, the same in all of its rows. The label is also in the configuration.

@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench_harness.case import Row, plural
-from bench_harness.experiments import Table
+from bench_harness.core import Row, Table, plural
+from bench_harness.display.cells import cell, is_missing, split
+from bench_harness.display.marks import LEGEND
+from bench_harness.display.plots import data_uri, png_bytes, svg_bytes
+from bench_harness.display.units import readable
 from bench_harness.report.build import Report, Section, where
-from bench_harness.report.cells import cell, is_missing, split
-from bench_harness.report.marks import LEGEND
-from bench_harness.report.plots import data_uri, png_bytes
-from bench_harness.report.units import readable
 from bench_harness.store import RESULTS, StoreError, replace_file
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ def write(report: Report, folder: Path) -> Path:
             stem = folder / "figures" / f"{section.name}-{figure.name}"
             with _or_left_out(section, section.figures, figure, f"picture {figure.name}"):
                 replace_file(stem.with_suffix(".png"), png_bytes(figure.figure))
-                replace_file(stem.with_suffix(".svg"), figure.svg)
+                replace_file(stem.with_suffix(".svg"), svg_bytes(figure.figure))
     page = folder / PAGE
     replace_file(page, render(report).encode())
     return page

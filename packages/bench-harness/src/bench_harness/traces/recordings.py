@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench_harness.case import Row
+from bench_harness.core import Row
 from bench_harness.traces import kineto, nsight
 from bench_harness.traces.intervals import Interval
 from bench_harness.traces.step import of_rank

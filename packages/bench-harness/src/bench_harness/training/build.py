@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch import nn
 
 from basics_model import CapturedStep
-from bench_harness.experiments.base import CaseSkipped
+from bench_harness.core import CaseSkipped
+from bench_harness.subject import workload_of
 from bench_harness.training import settings as of
 from bench_harness.training.elementwise import use_liger
 from bench_harness.training.optimizers import dtype_of, make_optimizer, matrix_names, state_bytes
 from bench_harness.training.peer import peer_copies, peer_hook
-from bench_harness.workload import attention_by_name, workload_of
+from bench_harness.workload import attention_by_name
 
 if TYPE_CHECKING:
     from torch import Tensor

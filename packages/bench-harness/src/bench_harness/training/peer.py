@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench_harness.experiments.base import CaseSkipped
+from bench_harness.core import CaseSkipped
 from bench_harness.training import settings as of
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bench_harness.case import Case, Row
+from bench_harness.core import Case, CaseSkipped, Row, option
 from bench_harness.environment import gpu_count
-from bench_harness.experiments.base import CaseSkipped, option
 from bench_harness.nodes import Nodes
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +32,7 @@ class NodeOptions:
         nodes(self.placement(), "check")
 
     def placement(self) -> Row:
-        """How this machine takes part, for :attr:`bench_harness.case.Case.placement`."""
+        """How this machine takes part, for :attr:`bench_harness.core.Case.placement`."""
         return {
             "nnodes": self.nnodes,
             "rdzv_endpoint": self.rdzv_endpoint,
@@ -130,3 +132,24 @@ def slowest_rank(ranks: list[Row]) -> Row:
 def slowest_of(ranks: list[list[float]]) -> list[float]:
     """The samples of all ranks combined: each takes as long as on its slowest rank."""
     return [max(sample) for sample in zip(*ranks, strict=True)]
+
+
+def sweep(
+    size_bytes: Sequence[int], device: torch.device, *, warmup: int, samples: int
+) -> list[list[float]]:
+    """Milliseconds of this rank's all-reduces of each size; all ranks call it together."""
+    import torch
+    import torch.distributed as dist
+
+    from bench_harness.timing import Samples, record_sample
+
+    found = []
+    for size in size_bytes:
+        vector = torch.zeros(size // 4, device=device)
+        timed = Samples()
+        for _ in range(warmup + samples):
+            dist.barrier()
+            with record_sample(timed, device):
+                dist.all_reduce(vector)
+        found.append(timed.wall_ms[warmup:])
+    return found
