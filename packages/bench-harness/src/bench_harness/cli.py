@@ -5,7 +5,6 @@ What measures and shows is imported by the command that needs it, so ``--help`` 
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import json
 import sys
@@ -27,6 +26,18 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 # The class of every wrong use. Some versions of typer bring their own click, others use the
 # installed one; either way it is the parent of a class that typer exports.
 _UsageError: type[Any] = typer.BadParameter.__mro__[1]
+
+#: Commands and options that earlier versions had, and what to do instead.
+_REMOVED = {
+    "migrate": "Read the page of the package that you move to: from-torch-ddp.md of ddp-lite, "
+    "from-fsdp2.md and from-zero-redundancy-optimizer.md of shard-optim, from-flash-attn.md and "
+    "from-flex-attention.md of flashattn-triton.",
+    **dict.fromkeys(
+        ("--nnodes", "--rdzv-endpoint", "--node-rank"),
+        "bench-harness measures the GPUs of one machine; start programs of several machines with "
+        "torchrun.",
+    ),
+}
 
 _EXPERIMENTS, _RUNS, _ANY = "Experiments", "Runs and reports", "Options of every run"
 
@@ -98,6 +109,8 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
+            if args[0] in _REMOVED:
+                raise ValueError(f"{args[0]} was removed. {_REMOVED[args[0]]}")
             valid = ", ".join(self.list_commands(ctx))
             raise ValueError(f"command must be one of {valid}, but got {args[0]!r}")
         return super().resolve_command(ctx, args)
@@ -123,7 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = application(given)(args=given, prog_name="bench-harness", standalone_mode=False)
     except _UsageError as error:
-        return _complain(error.format_message())
+        removed = [text for name, text in _REMOVED.items() if name in given]
+        return _complain(" ".join([error.format_message(), *removed[:1]]))
     except (ValueError, StoreError, compare.ComparisonError) as error:
         return _complain(str(error))
     except OSError as error:  # a full disk or a missing permission, wherever it shows
@@ -425,8 +439,8 @@ def _trace(
 ) -> int:
     """Analyse recordings of any program: overlap, kernels, stragglers, late gathers.
 
-    Reads torch.profiler traces (.json, .json.gz), Nsight Systems (.nsys-rep, .sqlite) and Proton
-    (.hatchet). Runs nothing.
+    Reads torch.profiler traces (.json, .json.gz) and Nsight Systems (.nsys-rep, .sqlite). Runs
+    nothing.
     """
     from rich.console import Console
 
@@ -524,28 +538,6 @@ def _preset(
     return 0
 
 
-def _migrate(
-    files: Annotated[list[Path], typer.Argument(help="Python files.", show_default=False)],
-    as_json: AsJson = False,
-) -> int:
-    """Say what programs change to use these packages instead of torch's or flash-attn.
-
-    The files are read and never run. Exits with 1 if there is anything to change.
-    """
-    from bench_harness import migrate
-
-    found = [(file, change) for file in files for change in migrate.read(file)]
-    if as_json:
-        listed = [{"file": str(file), **dataclasses.asdict(change)} for file, change in found]
-        typer.echo(json.dumps(listed))
-        return FAILED if found else 0
-    for file, each in found:
-        typer.echo(f"{file}:{each.line}:{each.column}: {each.what}: {each.advice}")
-    for page in sorted({each.page for _, each in found}):
-        typer.echo(f"see {page}")
-    return FAILED if found else 0
-
-
 _OTHERS: dict[str, Callable[..., int]] = {
     "list": _list,
     "open": _open,
@@ -556,5 +548,4 @@ _OTHERS: dict[str, Callable[..., int]] = {
     "render": _render,
     "preset": _preset,
     "env": _env,
-    "migrate": _migrate,
 }

@@ -37,13 +37,11 @@ class Case:
         config: everything that defines the measurement, as JSON. The entry ``"label"``, if
             given, is only its name and takes no part in the identity.
         timeout_s: seconds after which the case's processes are killed.
-        placement: how this machine takes part in a case of several machines; not in the key.
     """
 
     experiment: str
     config: Mapping[str, JsonValue]
     timeout_s: float = 300.0
-    placement: Mapping[str, JsonValue] = field(default_factory=dict)
 
     @property
     def label(self) -> str:

@@ -69,8 +69,7 @@ class Experiment(abc.ABC):
 
         config = case.config
         if config.get("device") == "cuda":
-            shared = config.get("nnodes", 1)
-            wanted = 1 if config.get("alone") else config.get("world_size", 1) // shared
+            wanted = 1 if config.get("alone") else config.get("world_size", 1)
             if gpu_count() < wanted:
                 return f"needs {plural(wanted, 'CUDA device')}, but found {gpu_count()}"
         if config.get("nsight") or config.get("tool") == "nsight":

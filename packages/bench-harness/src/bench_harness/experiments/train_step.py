@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.core import Case, Figure, Row, Table, option
 from bench_harness.distributed import (
-    NodeOptions,
     default_world_size,
     require_gpus,
     run_on_ranks,
@@ -28,7 +27,7 @@ _PRECISIONS = ("fp32", "tf32", "bf16")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(SubjectOptions, NodeOptions, SamplingOptions):
+class Options(SubjectOptions, SamplingOptions):
     """Options of :class:`TrainStep`."""
 
     sizes: tuple[str, ...] = option(("xl",), "Model sizes.", choices=SIZES)
@@ -94,7 +93,6 @@ class Options(SubjectOptions, NodeOptions, SamplingOptions):
 
     def __post_init__(self) -> None:
         SubjectOptions.__post_init__(self)
-        NodeOptions.__post_init__(self)
         if self.model is not None and self.own_loss is None and self.loss != "logits":
             raise ValueError(
                 f"loss must be package.module:function beside model, but got {self.loss!r}, which "
@@ -146,7 +144,7 @@ class TrainStep(Experiment):
         """One case per size, batch and context length; all variants in each."""
         chosen = Options(**options)
         device = resolve_device(chosen.device)
-        world_size = chosen.world_size or default_world_size(device, chosen.nnodes)
+        world_size = chosen.world_size or default_world_size(device)
         variants = chosen.settings()
         if world_size > 1 and chosen.nsight:  # nothing to see without communication
             variants = [variant for variant in variants if variant.communicates]
@@ -154,7 +152,7 @@ class TrainStep(Experiment):
         common: Row = {
             "variants": [variant.table() for variant in variants],
             "world_size": world_size,
-            "nnodes": chosen.nnodes,
+            "nnodes": 1,  # as in published rows, whose keys stay
             "rounds": chosen.rounds,
             "blocks": chosen.blocks,
             "calls": chosen.calls,
@@ -174,7 +172,6 @@ class TrainStep(Experiment):
             Case(
                 experiment=self.name,
                 config={**subject, **common, "label": _label(subject, variants, world_size) + how},
-                placement=chosen.placement(),
                 timeout_s=900,
             )
             for subject in subjects

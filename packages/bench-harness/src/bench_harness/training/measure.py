@@ -215,10 +215,10 @@ def _one_round(
 
 
 def _hand_over(rows: list[Row], finished: int, config: Mapping[str, Any], folder: Path) -> None:
-    """Keeps the rows of the finished rounds, once per machine, in case this one is stopped."""
+    """Keeps the rows of the finished rounds, once, in case this one is stopped."""
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, rows)
-    if dist.get_rank() % (dist.get_world_size() // config["nnodes"]) == 0:
+    if dist.get_rank() == 0:
         whole = [merged(list(each)) for each in zip(*ranks, strict=True)]
         rounds.hand_over(folder, whole, finished=finished, asked=config["rounds"])
 

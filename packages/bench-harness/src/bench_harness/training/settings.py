@@ -33,9 +33,9 @@ Elementwise: TypeAlias = Literal["torch", "liger"]
 MissingGradients: TypeAlias = Literal["skip-if-all", "zeros", "error"]
 #: "exact", "rounded" to 16 bits, or "compressed" with loss.
 Wire: TypeAlias = Literal["exact", "rounded", "compressed"]
-#: Parts of an exchange by copies between GPUs; see :mod:`bench_harness.training.peer_parts`.
+#: Parts of an exchange by copies between GPUs, in published rows.
 PeerParts: TypeAlias = Literal["none", "barriers", "barriers+averaging", "barriers+copies"]
-#: Other ways to carry out such an exchange; see :mod:`bench_harness.training.peer_ways`.
+#: Other ways to carry out such an exchange, in published rows.
 PeerWay: TypeAlias = Literal["torch-sums", "default-priority", "single-copies"]
 Table: TypeAlias = dict[str, Any]
 
@@ -121,9 +121,8 @@ class Bucketed(Arguments):
             "power-sgd" are those of :mod:`ddp_lite.hooks`. "auto" is ddp-lite's own choice.
             "reduce-scatter" stands in rows of earlier versions; it cannot be measured any more.
             None is "collectives", those of the group.
-        peer_parts: which parts of an exchange by "peer-copy" are carried out, to see what each
-            costs; gradients are not averaged then. "none" leaves the hooks and the packing.
-        peer_way: carries out an exchange by "peer-copy" without an improvement, to see its gain.
+        peer_parts, peer_way: stand in rows of earlier versions, which carried out parts of an
+            exchange, or lacked an improvement; they cannot be measured any more.
         nccl_high_priority: NCCL's kernels run on a stream of high priority.
         nccl_max_ctas: at most so many thread blocks for a NCCL kernel.
     """
@@ -141,19 +140,6 @@ class Bucketed(Arguments):
     missing_gradients: MissingGradients = "skip-if-all"
     nccl_high_priority: bool = False
     nccl_max_ctas: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("peer_parts", "peer_way"):
-            if getattr(self, name) is not None and self.comm_hook != "peer-copy":
-                raise ValueError(
-                    f"{name} must be left out where comm_hook is {self.comm_hook!r}, but got "
-                    f'{getattr(self, name)!r}. Remove it, or set comm_hook = "peer-copy".'
-                )
-        if self.peer_parts is not None and self.peer_way is not None:
-            raise ValueError(
-                f"peer_way must be left out beside peer_parts, but got {self.peer_way!r} beside "
-                f"{self.peer_parts!r}. Measure them one at a time."
-            )
 
     @property
     def averages(self) -> bool:
