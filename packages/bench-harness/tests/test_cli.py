@@ -144,7 +144,7 @@ def test_help_of_an_experiment_teaches_by_commands_that_work(
         (["toy", "--repeats", "0"], "toy: repeats must be at least 1, but got 0"),
         (["toy", "--only", "nothing"], "--only must name one of the experiments toy"),
         (["run"], "Missing argument"),
-        (["run", "quik"], "assignment, attention-deterministic, attention-features, "),
+        (["run", "quik"], "assignment, attention, memory, "),
         (
             ["run", "none.toml"],
             "preset none.toml must be a readable file, but got an error: No such",
@@ -154,7 +154,7 @@ def test_help_of_an_experiment_teaches_by_commands_that_work(
             "must be a run folder, but got nowhere, which has no results.jsonl",
         ),
         (["compare", "a", "b"], "RUN must be a run folder, but got a,"),
-        (["preset", "quik"], "assignment, attention-deterministic, attention-features, "),
+        (["preset", "quik"], "assignment, attention, memory, "),
         (
             ["toy", "--output", "file/run"],
             "must be a folder to write to, but got file/run (Not a directory)",

@@ -1,7 +1,6 @@
 """The experiments of several ranks, small, with gloo; and their checks, which must catch errors."""
 
 import json
-import subprocess
 
 import pandas as pd
 import pytest
@@ -11,7 +10,6 @@ import torch.distributed as dist
 from bench_harness import experiments, process, runner
 from bench_harness.display.plots import png_bytes
 from bench_harness.report.frame import to_frame
-from processes import free_port
 from ranks import run_ranks
 
 TINY = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 64}

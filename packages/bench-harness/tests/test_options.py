@@ -92,7 +92,10 @@ def test_a_choice_is_completed_after_the_last_comma(toy: Experiment) -> None:
     assert options._completion(kinds)("ok,han") == ["ok,hangs"]
 
 
-@pytest.mark.parametrize("name", presets.shipped())
+PAGES = sorted(Path(__file__).parents[3].glob("tools/pages/presets/*.toml"))
+
+
+@pytest.mark.parametrize("name", [*presets.shipped(), *(str(file) for file in PAGES)])
 def test_a_shipped_preset_gives_cases_with_keys_of_their_own(name: str) -> None:
     preset = presets.load(name)
     assert preset.description

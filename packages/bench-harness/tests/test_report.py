@@ -275,7 +275,6 @@ def test_no_wrong_value_costs_more_than_its_row(store: Store, bench: Bench) -> N
     assert toy.tables, toy.problems
     assert "more lines are damaged and were left out" in page
     assert bench("compare", str(store.folder), str(store.folder)).returncode == 0
-    assert bench("publish", "rows.jsonl", str(store.folder)).returncode == 0
 
 
 def test_a_picture_that_cannot_be_drawn_costs_itself_only(

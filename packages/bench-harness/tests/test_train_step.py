@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import inspect
 import json
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -166,11 +167,18 @@ def test_arguments_are_those_of_the_class(arguments: type, target: str) -> None:
         assert field.default in (default, None) or default is None, field.name
 
 
+PRESETS = Path(__file__).parents[3] / "tools" / "pages" / "presets"
+
+
 @pytest.mark.parametrize("preset", ["8b", "fastest-step"])
 def test_eight_billion_parameters_are_compared_without_the_step_that_does_not_fit(
     preset: str,
 ) -> None:
-    cases = [case for case in presets.load(preset).cases() if case.config["size"] == "8B"]
+    cases = [
+        case
+        for case in presets.load(str(PRESETS / f"{preset}.toml")).cases()
+        if case.config["size"] == "8B"
+    ]
     assert {case.config["world_size"] for case in cases} == ({2, 4} if preset == "8b" else {2})
     assert len({case.key for case in cases}) == len(cases)
     labels = {

@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from bench_harness import compare, experiments, options, presets, user_code, verdict
-from bench_harness.core import Case, plural
+from bench_harness.core import Case
 from bench_harness.experiments import Experiment
 from bench_harness.store import Store, StoreError
 
@@ -32,6 +32,10 @@ _REMOVED = {
     "migrate": "Read the page of the package that you move to: from-torch-ddp.md of ddp-lite, "
     "from-fsdp2.md and from-zero-redundancy-optimizer.md of shard-optim, from-flash-attn.md and "
     "from-flex-attention.md of flashattn-triton.",
+    **dict.fromkeys(
+        ("render", "publish"),
+        "It is a tool of the repository: python -m tools.pages fill, or publish.",
+    ),
     **dict.fromkeys(
         ("--nnodes", "--rdzv-endpoint", "--node-rank"),
         "bench-harness measures the GPUs of one machine; start programs of several machines with "
@@ -378,53 +382,6 @@ def _compare(
     return FAILED if failures else 0
 
 
-def _render(
-    files: Annotated[list[Path], typer.Argument(help="Markdown files.", show_default=False)],
-    check: Annotated[
-        bool, typer.Option("--check", help="Change nothing; exit 1 if a file is outdated.")
-    ] = False,
-) -> int:
-    """Fill the marked blocks of Markdown files from published rows."""
-    from bench_harness.report.render import render
-    from bench_harness.store import replace_file
-
-    failed = False
-    for file in files:
-        made = render(file)
-        for problem in made.problems:
-            typer.echo(f"bench-harness: {problem}", err=True)
-        failed |= bool(made.problems)
-        outdated = made.text != file.read_text(encoding="utf-8")
-        if check:
-            if outdated:
-                typer.echo(f"bench-harness: {file} is outdated. Run render {file}.", err=True)
-            failed |= outdated
-            continue
-        for path, draw in made.pictures.items():
-            try:
-                replace_file(path, draw())
-            except ValueError as error:
-                typer.echo(f"bench-harness: {file}: {error}", err=True)
-                failed = True
-        if outdated:
-            replace_file(file, made.text.encode())
-    return FAILED if failed else 0
-
-
-def _publish(
-    target: Annotated[Path, typer.Argument(help="The file of rows to write.", show_default=False)],
-    runs: Annotated[list[Path], typer.Argument(help="Run folders.", show_default=False)],
-    only: Only = "",
-) -> int:
-    """Write the rows of runs into one file that a rendered block can name."""
-    from bench_harness.report.published import publish
-
-    texts = [item.strip() for item in only.split(",") if item.strip()]
-    count = publish(map(Store, runs), target, texts)
-    typer.echo(f"{plural(count, 'case')} in {target}")
-    return 0
-
-
 def _trace(
     files: Annotated[
         list[Path], typer.Argument(help="Recordings, one of each rank.", show_default=False)
@@ -544,8 +501,6 @@ _OTHERS: dict[str, Callable[..., int]] = {
     "report": _report,
     "compare": _compare,
     "trace": _trace,
-    "publish": _publish,
-    "render": _render,
     "preset": _preset,
     "env": _env,
 }

@@ -133,6 +133,17 @@ def fingerprint(description: Row) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 
 
+def measured_on(environment: Mapping[str, Any]) -> str:
+    """Hardware and versions in one phrase."""
+    names = [gpu["name"] for gpu in environment.get("gpus", [])]
+    packages = environment.get("packages", {})
+    hardware = f"{len(names)} × {names[0]}" if names else environment.get("cpu", "unknown machine")
+    versions = [f"{name} {packages[name]}" for name in ("torch", "triton") if packages.get(name)]
+    if environment.get("driver"):
+        versions.insert(0, f"driver {environment['driver']}")
+    return ", ".join([str(hardware), *versions])
+
+
 def describe_torch() -> Row:
     """What torch itself reports: its build, CUDA, cuDNN, NCCL, threads, and matmul precision."""
     import torch

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from bench_harness import environment, experiments
 from bench_harness.core import Figure, JsonValue, Row, Table
+from bench_harness.environment import measured_on
 from bench_harness.experiments import Experiment
 from bench_harness.report.findings import findings, on_cpu
 from bench_harness.report.frame import to_frame
-from bench_harness.report.published import measured_on
 from bench_harness.store import ARTIFACTS, PARTIAL, ROUNDS, Store, StoreError
 
 if TYPE_CHECKING:

@@ -47,10 +47,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tools.pages import rows as published
+
 from bench_harness import experiments
 from bench_harness.core import Row
 from bench_harness.display.cells import is_missing
-from bench_harness.report import published
 from bench_harness.report.frame import to_frame
 
 if TYPE_CHECKING:
