@@ -143,7 +143,7 @@ def ended_variants(outcome: Outcome) -> list[str]:
 @contextlib.contextmanager
 def _folder(case: Case, store: Store) -> Iterator[Path]:
     """The folder in which a case runs; it stays if the case leaves anything in it."""
-    folder = (store.folder / ARTIFACTS / case.key).absolute()
+    folder = store.subfolder(ARTIFACTS, case.key).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     try:
         yield folder

@@ -240,8 +240,8 @@ def _line(rows: list[Row], folder: Path) -> CaseLine:
         for each in rows
         if each["error"] is not None
     ]
-    files = sorted((folder / ARTIFACTS / row["case_key"]).glob("*"))
-    left = [file for file in files if not file.name.startswith(ROUNDS)]
+    files = sorted(Store(folder).subfolder(ARTIFACTS, row["case_key"]).glob("*"))
+    left = [f for f in files if not f.name.startswith(ROUNDS) and not f.is_symlink()]
     return CaseLine(
         experiment=row["experiment"],
         label=row["label"],
