@@ -17,6 +17,7 @@ import typer
 
 from bench_harness.convert import allows_none, converted, is_list, kinds
 from bench_harness.experiments import Experiment
+from bench_harness.training.calls import split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +99,8 @@ def _checked(option: Declared, value: Any, written: bool) -> Any:
 def _read(option: Declared, text: str) -> Any:
     """A text of the command line, cut at commas where the option takes several values."""
     if is_list(option.hint):
+        if "dict" in kinds(option.hint):  # variants, whose arguments have commas of their own
+            return split(text)
         return [item.strip() for item in text.split(",") if item.strip()]
     if text == "none" and allows_none(option.hint):
         return None
