@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,21 @@ def test_texts_become_values(toy: Experiment, name: str, text: str, value: objec
 def test_a_choice_is_completed_after_the_last_comma(toy: Experiment) -> None:
     (kinds, *_) = options.declared(toy)
     assert options._completion(kinds)("ok,han") == ["ok,hangs"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("model", "--model-size", "small", "--context-length", "64", "--num-steps", "3"),
+        ("attention", "--implementation", "naive,sdpa", "--batch-size", "2"),
+        ("allreduce", "--world-size", "2"),
+    ],
+)
+def test_names_of_other_programs_of_the_assignment_are_understood(
+    bench: Callable[..., subprocess.CompletedProcess[str]], arguments: tuple[str, ...]
+) -> None:
+    done = bench(*arguments, "--device", "cpu", "--dry-run", "--json")
+    assert done.returncode == 0, done.stderr
 
 
 PAGES = sorted(Path(__file__).parents[3].glob("tools/pages/presets/*.toml"))

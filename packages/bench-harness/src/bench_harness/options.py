@@ -19,6 +19,17 @@ from bench_harness.convert import allows_none, converted, is_list, kinds
 from bench_harness.experiments import Experiment
 from bench_harness.training.calls import split
 
+#: Names that other programs of the course's assignment have for an option.
+ALIASES = {
+    "sizes": ("--model-size",),
+    "sequences": ("--context-length",),
+    "batch": ("--batch-size",),
+    "samples": ("--num-steps",),
+    "warmups": ("--num-warmups",),
+    "variants": ("--implementation",),
+    "world_sizes": ("--world-size",),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Declared:
@@ -134,7 +145,13 @@ def _parameter(option: Declared) -> inspect.Parameter:
         # Kept as text here and read by :func:`build`, so that one place words the errors.
         annotation = Annotated[
             str,
-            typer.Option(flag, help=text, metavar=metavar, autocompletion=_completion(option)),
+            typer.Option(
+                flag,
+                *ALIASES.get(option.name, ()),
+                help=text,
+                metavar=metavar,
+                autocompletion=_completion(option),
+            ),
         ]
         default = _written(option.default)
     return inspect.Parameter(

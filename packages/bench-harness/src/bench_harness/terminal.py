@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.cells import cell_len
@@ -17,6 +17,8 @@ from bench_harness.progress import STYLES, duration, total_estimate
 from bench_harness.runner import Planned
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from bench_harness.compare import Comparison, Comparisons
     from bench_harness.core import Table
     from bench_harness.report import Report, Section
@@ -97,40 +99,56 @@ def summary(report: Report, page: Path, console: Console) -> None:
 
 
 def tables(sections: Sequence[Section], console: Console) -> None:
-    """The experiments' own tables, as many columns as fit."""
-    from bench_harness.report.write import table_stem
-
+    """The experiments' own tables, with every column."""
     for section in sections:
         for table in section.tables:
-            console.print(_fitting(table, console, table_stem(section.name, table.title)))
+            for grid in _fitting(table, console):
+                console.print(grid)
 
 
-def _fitting(table: Table, console: Console, stem: str) -> Grid:
-    """The leading columns that fit; the caption counts the rest, which the CSV file holds."""
+def _fitting(table: Table, console: Console) -> list[Grid]:
+    """A table as grids that fit: columns that are equal in all rows stand once, in the caption.
+
+    Columns that do not fit beside the others go into a grid below, behind the first column.
+    """
     from bench_harness.display.cells import cell, split
     from bench_harness.display.units import readable
 
-    constant, frame = split(readable(table.frame))
-    grid = Grid(title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    room, shown = console.width - 1, []
-    for name in map(str, frame.columns):
-        values = [cell(value) for value in frame[name]]
-        # A heading may break between words; a column's frame takes three more.
-        width = max(map(cell_len, [*name.split(), *values])) + 3
-        if width > room:
-            break
-        room -= width
-        shown.append(values)
-        numeric = all(value == "" or _is_number(value) for value in values)
-        grid.add_column(name, justify="right" if numeric else "left", width=width - 3)
-    for row in zip(*shown, strict=True):
-        grid.add_row(*map(Text, row))
-    caption = [", ".join(f"{name} {text}" for name, text in constant.items())]
-    if len(shown) < len(frame.columns):
-        caption.append(f"{len(frame.columns) - len(shown)} more columns in tables/{stem}.csv")
-    grid.caption = "; ".join(filter(None, caption)) or None
-    grid.caption_justify = "left"
-    return grid
+    frame = readable(table.frame)
+    constant, frame = split(frame, wide=0 if _width(frame, cell) > console.width else None)
+    columns = {str(name): [cell(value) for value in frame[name]] for name in frame.columns}
+    first, *rest = columns
+    parts: list[list[str]] = [[first]]
+    for name in rest:
+        if sum(_column_width(each, columns[each]) for each in [*parts[-1], name]) > console.width:
+            parts.append([first])
+        parts[-1].append(name)
+    grids = []
+    for number, names in enumerate(parts):
+        title = table.title if number == 0 else None
+        grid = Grid(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+        for name in names:
+            values = columns[name]
+            numeric = all(value == "" or _is_number(value) for value in values)
+            width = _column_width(name, values) - 3
+            grid.add_column(
+                name, justify="right" if numeric else "left", width=width, overflow="fold"
+            )
+        for row in zip(*(columns[name] for name in names), strict=True):
+            grid.add_row(*map(Text, row))
+        grids.append(grid)
+    caption = ", ".join(f"{name} {text}" for name, text in constant.items())
+    grids[-1].caption, grids[-1].caption_justify = caption or None, "left"
+    return grids
+
+
+def _column_width(name: str, values: Sequence[str]) -> int:
+    """Characters of a column with its frame; its heading may break between words."""
+    return max(map(cell_len, [*name.split(), *values])) + 3
+
+
+def _width(frame: pd.DataFrame, cell: Callable[[Any], str]) -> int:
+    return sum(_column_width(str(name), [cell(v) for v in frame[name]]) for name in frame.columns)
 
 
 def plain_tables(found: Mapping[str, Sequence[Row]], console: Console) -> None:

@@ -35,7 +35,7 @@ _PROBLEM = {
 _DIGITS = 6
 #: Of these, what makes problems of one kind.
 _SIZES = ("batch", "heads", "kv_heads", "sequence")
-_VARIANT = {"variant": "attention", "tier": "tier"}
+_VARIANT = {"variant": "attention", "tier": "tier", "kernel": "PyTorch's kernel"}
 _QUANTILES = {"p20_ms": "20 % quantile (ms)", "p80_ms": "80 % quantile (ms)"}
 _ERRORS = {
     "error_out": "error of output (share of max)",
@@ -116,6 +116,8 @@ def _frame(rows: pd.DataFrame) -> pd.DataFrame:
         frame["kv_heads"] = None
     if "plan" in frame:
         frame["tier"] = frame["plan"].map(lambda plan: plan["tier"], na_action="ignore")
+    if "ran" in frame:
+        frame["kernel"] = frame["ran"].where(frame["variant"].str.startswith("sdpa"))
     if "flops" in frame:
         frame["tflop_s"] = frame["flops"] / frame["median_ms"] / 1e9
     if "saved_bytes" in frame:
