@@ -77,7 +77,7 @@ def plan(
 
 
 def summary(report: Report, page: Path, console: Console) -> None:
-    """One line per experiment, what failed, and where the page is."""
+    """One line per experiment, what failed, where the page is; last, what matters most."""
     names = ("ok", "oom", "skipped", "partial", "timeout", "error")
     used = [name for name in names if report.counts[name] or name == "ok"]
     grid = _grid("experiment", "cases", *used, "time", numbers_from=1)
@@ -96,6 +96,8 @@ def summary(report: Report, page: Path, console: Console) -> None:
         for problem in section.problems:
             line(console, f"{section.name} could not be shown: {problem}", style="red")
     console.print(Text(f"Report: {page}"), soft_wrap=True)
+    if report.headlines:
+        line(console, report.headlines[0])
 
 
 def tables(sections: Sequence[Section], console: Console) -> None:
