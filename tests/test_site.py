@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-from scripts import draw_pictures
+from tools.pages import draw as draw_pictures
 
 from tests.support import browser
 

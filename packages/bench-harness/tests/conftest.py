@@ -59,6 +59,7 @@ def bench(
     """The command line in this process, in an empty current directory and 80 columns."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as in command_line, whose rows have the same id
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         code = cli.main(arguments)

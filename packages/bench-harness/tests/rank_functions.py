@@ -9,9 +9,6 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from bench_harness.nodes import Nodes
-from bench_harness.ranks import launch
-
 
 def report(rank, world_size, device, text):
     total = torch.full((3,), float(rank))
@@ -90,13 +87,6 @@ def die_beside_a_child(rank, world_size, device):
         time.sleep(100)
         os._exit(0)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def launch_on_node(node_rank, nnodes, endpoint, run_ids, answers):
-    """Launches two ranks on one of several machines, once for each name of a launch."""
-    for run_id in run_ids:
-        nodes = Nodes(nnodes=nnodes, rdzv_endpoint=endpoint, node_rank=node_rank, run_id=run_id)
-        answers.send(launch(report, 2 * nnodes, run_id, timeout_s=120, nodes=nodes))
 
 
 def run_out_of_memory(rank, world_size, device):

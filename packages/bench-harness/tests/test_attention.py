@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from bench_harness import attentions, experiments
-from bench_harness.case import Case, Row
+from bench_harness.core import Case, Row
+from bench_harness.display.plots import png_bytes
 from bench_harness.experiments import attention_proof
 from bench_harness.experiments.attention_problem import Problem
 from bench_harness.experiments.attention_timing import Attempts
 from bench_harness.report.frame import to_frame
-from bench_harness.report.plots import png_bytes
 
 CPU = torch.device("cpu")
 QUICK: dict[str, Any] = {
@@ -200,6 +200,42 @@ def test_what_is_wrong_or_fails_is_out_and_the_others_go_on(module: ModuleType) 
     assert errors["raises"] == "RuntimeError: illegal memory"
     assert "must get CUDA tensors" in errors["refuses"]
     assert "must be importable" in errors["missing"]
+
+
+def test_rows_say_which_of_pytorch_s_kernels_really_ran() -> None:
+    variants = ("sdpa", "sdpa-math", "flashattn-triton-tiled", "naive")
+    frame, tables = run(variants=variants, passes=("forward",))
+    by_name = frame.set_index("variant")["ran"].to_dict()
+    assert by_name["sdpa"] in ("flash", "math"), "what PyTorch chooses on this processor"
+    assert (by_name["sdpa-math"], by_name["flashattn-triton-tiled"]) == ("math", "tiled")
+    assert pd.isna(by_name["naive"])
+    shown = tables["Attention grid"].set_index("attention")["PyTorch's kernel"]
+    assert shown["sdpa-math"] == "math"
+
+
+def test_an_implementation_without_backward_is_compared_and_timed_in_forward_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def heads_last(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
+        inputs = (x.transpose(1, 2) for x in (query, key, value))
+        return attentions.naive(*inputs, causal=causal).transpose(1, 2) * scale
+
+    package = ModuleType("fa3_fwd_interface")
+    package.flash_attn_func = heads_last  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fa3_fwd_interface", package)
+    monkeypatch.setattr(attentions, "_refuse_cpu", lambda *_: None)
+    scale = 1.0
+    frame, _ = run(variants=("fa3-fwd", "naive"), passes=("forward", "backward"))
+    timed = frame[["variant", "phase"]].itertuples(index=False, name=None)
+    assert set(timed) == {("fa3-fwd", "forward"), ("naive", "forward"), ("naive", "backward")}
+    own = frame[frame["variant"] == "fa3-fwd"].iloc[0]
+    assert own["error_out"] < 1e-5
+    assert pd.isna(own["error_dq"])
+    scale = 1.5
+    frame, _ = run(variants=("fa3-fwd", "naive"), passes=("forward",))
+    wrong = frame[frame["variant"] == "fa3-fwd"].iloc[0]
+    assert wrong["status"] == "error"
+    assert "error of out must be at most" in wrong["error"]
 
 
 def test_lack_of_memory_ends_the_case(module: ModuleType) -> None:

@@ -144,7 +144,7 @@ def test_help_of_an_experiment_teaches_by_commands_that_work(
         (["toy", "--repeats", "0"], "toy: repeats must be at least 1, but got 0"),
         (["toy", "--only", "nothing"], "--only must name one of the experiments toy"),
         (["run"], "Missing argument"),
-        (["run", "quik"], "assignment, attention-deterministic, attention-features, "),
+        (["run", "quik"], "assignment, attention, memory, "),
         (
             ["run", "none.toml"],
             "preset none.toml must be a readable file, but got an error: No such",
@@ -154,7 +154,7 @@ def test_help_of_an_experiment_teaches_by_commands_that_work(
             "must be a run folder, but got nowhere, which has no results.jsonl",
         ),
         (["compare", "a", "b"], "RUN must be a run folder, but got a,"),
-        (["preset", "quik"], "assignment, attention-deterministic, attention-features, "),
+        (["preset", "quik"], "assignment, attention, memory, "),
         (
             ["toy", "--output", "file/run"],
             "must be a folder to write to, but got file/run (Not a directory)",
@@ -246,6 +246,22 @@ def children_of(pid: int) -> Iterator[str]:
                 yield " ".join(child.cmdline())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "instead"),
+    [
+        (["migrate", "train.py"], "from-torch-ddp.md of ddp-lite"),
+        (["allreduce", "--nnodes", "2"], "start programs of several machines with torchrun"),
+    ],
+)
+def test_what_was_removed_names_its_replacement(
+    bench: Bench, arguments: list[str], instead: str
+) -> None:
+    done = bench(*arguments)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert instead in done.stderr
+
+
 def test_help_is_fast(command_line: tuple[list[str], dict[str, str]]) -> None:
     """It imports little; a count, because times of a busy machine are noise."""
     command, environment = command_line
@@ -276,7 +292,9 @@ def test_a_report_is_rebuilt_and_a_run_is_the_same_as_itself(bench: Bench, tmp_p
     (tmp_path / "out" / "report.html").unlink()
     rebuilt = bench("report", "out")
     assert rebuilt.returncode == 0
-    assert rebuilt.stdout.rstrip().endswith("Report: out/report.html")
+    *_, page, said = rebuilt.stdout.rstrip().splitlines()
+    assert page == "Report: out/report.html"
+    assert "plain takes" in said or "scatter or drift" in said
     assert "/trace.txt" in (tmp_path / "out" / "report.html").read_text()
     same = bench("compare", "out", "out")
     assert same.returncode == 0

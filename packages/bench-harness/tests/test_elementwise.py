@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from basics_model import TransformerLM, model_config
-from bench_harness.experiments.base import CaseSkipped
+from bench_harness.core import CaseSkipped
 from bench_harness.training import elementwise
 from bench_harness.training import settings as of
 from bench_harness.training.build import training

@@ -24,6 +24,20 @@ def test_description_is_json_and_needs_no_torch():
     assert device == ("cuda" if gpus else "cpu")
 
 
+def test_runs_with_other_numbers_of_threads_have_other_environments(monkeypatch):
+    found = set()
+    for threads in ("1", "2", "2,1", None):
+        if threads is None:
+            monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+            monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+        else:
+            monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        described = environment.describe()
+        found.add((described["torch_threads"], environment.fingerprint(described)))
+    assert {threads for threads, _ in found} == {1, 2, "default"}
+    assert len({identity for _, identity in found}) == 3
+
+
 def test_our_own_version_is_known_even_from_the_source_tree(monkeypatch):
     installed = environment.package_version("bench-harness")
 

@@ -11,10 +11,10 @@ import torch
 
 from bench_harness import experiments, timing
 from bench_harness.activations import saved_for_backward
-from bench_harness.case import Case
+from bench_harness.core import Case
+from bench_harness.display.plots import png_bytes
 from bench_harness.experiments import profile
 from bench_harness.report.frame import to_frame
-from bench_harness.report.plots import png_bytes
 from bench_harness.traces import kineto
 from bench_harness.traces.trace import phase
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from bench_harness import experiments
+from bench_harness.display.plots import png_bytes
 from bench_harness.report.frame import to_frame
-from bench_harness.report.plots import png_bytes
 
 TINY = {"d_model": 128, "d_ff": 512, "num_layers": 2, "num_heads": 2, "vocab_size": 256}
 pytestmark = pytest.mark.gpu

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from bench_harness import experiments, options
-from bench_harness.imported_model import fitting, imported_module, parse_inputs, scalar_loss
 from bench_harness.report.frame import to_frame
+from bench_harness.subject import fitting, imported_module, parse_inputs, scalar_loss
 
 Bench = Callable[..., subprocess.CompletedProcess[str]]
 CPU = torch.device("cpu")

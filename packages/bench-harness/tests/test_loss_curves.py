@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from bench_harness import experiments
-from bench_harness.case import Row
-from bench_harness.experiments.base import CaseSkipped
+from bench_harness.core import CaseSkipped, Row
+from bench_harness.display.plots import png_bytes
 from bench_harness.experiments.loss_curves import WINDOWS, Options, corpus
 from bench_harness.report.frame import to_frame
-from bench_harness.report.plots import png_bytes
 
 CURVES = experiments.get("loss-curves")
 TINY = {"size": "custom", "d_model": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2}

@@ -13,8 +13,8 @@ from contextlib import closing
 import pytest
 
 from bench_harness import experiments
+from bench_harness.display.plots import png_bytes
 from bench_harness.report.frame import to_frame
-from bench_harness.report.plots import png_bytes
 from bench_harness.traces import nsight
 
 TINY = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 64}

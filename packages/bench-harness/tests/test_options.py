@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +94,25 @@ def test_a_choice_is_completed_after_the_last_comma(toy: Experiment) -> None:
     assert options._completion(kinds)("ok,han") == ["ok,hangs"]
 
 
-@pytest.mark.parametrize("name", presets.shipped())
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("model", "--model-size", "small", "--context-length", "64", "--num-steps", "3"),
+        ("attention", "--implementation", "naive,sdpa", "--batch-size", "2"),
+        ("allreduce", "--world-size", "2"),
+    ],
+)
+def test_names_of_other_programs_of_the_assignment_are_understood(
+    bench: Callable[..., subprocess.CompletedProcess[str]], arguments: tuple[str, ...]
+) -> None:
+    done = bench(*arguments, "--device", "cpu", "--dry-run", "--json")
+    assert done.returncode == 0, done.stderr
+
+
+PAGES = sorted(Path(__file__).parents[3].glob("tools/pages/presets/*.toml"))
+
+
+@pytest.mark.parametrize("name", [*presets.shipped(), *(str(file) for file in PAGES)])
 def test_a_shipped_preset_gives_cases_with_keys_of_their_own(name: str) -> None:
     preset = presets.load(name)
     assert preset.description

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench_harness.case import Row
+from bench_harness.core import Row
+from bench_harness.display.plots import png_bytes
 from bench_harness.experiments import recomputation
 from bench_harness.report.frame import to_frame
-from bench_harness.report.plots import png_bytes
 from bench_harness.stats import with_summary
-from bench_harness.training import settings
+from bench_harness.training import moments, settings
 from bench_harness.training.build import training
 from bench_harness.training.moments import MOMENTS
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 def predicted(**given: object) -> Row:
     variant = settings.read({"loss": "chunked", **given}, {})
     with training(variant, CONFIG, CPU) as steps:
-        return recomputation.predicted(steps, variant)
+        return moments.predicted_recomputation(steps, variant)
 
 
 def kept_bytes(blocks: int) -> int:

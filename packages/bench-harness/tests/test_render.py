@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tools.pages import __main__ as pages
+from tools.pages import rows as published
+from tools.pages.fill import figure, render
 
-from bench_harness.report import published
-from bench_harness.report.render import figure, render
 from bench_harness.report.write import grid
 from bench_harness.store import Store
 
@@ -65,6 +66,24 @@ def row(variant: str, samples: list[float], **more: object) -> dict[str, object]
 
 
 @pytest.fixture
+def tool(
+    installed: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Bench:
+    """``python -m tools.pages`` in this process, in an empty current directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        code = pages.main(arguments)
+        captured = capsys.readouterr()
+        return subprocess.CompletedProcess(list(arguments), code, captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
 def page(installed: Path, tmp_path: Path) -> Path:
     """A page beside published rows."""
     with Store(tmp_path / "run").open_for_writing() as writer:
@@ -90,8 +109,8 @@ def test_a_case_is_one_line_that_says_once_what_its_rows_share(page: Path) -> No
     assert all(each["clock"] == "wall" and each["status"] == "ok" for each in rows)
 
 
-def test_blocks_are_filled_and_the_rest_stays(bench: Bench, page: Path) -> None:
-    done = bench("render", str(page))
+def test_blocks_are_filled_and_the_rest_stays(tool: Bench, page: Path) -> None:
+    done = tool("fill", str(page))
     assert done.returncode == 0, done.stderr
     text = page.read_text()
     assert "- 2 × GPU 9000, driver 1.2, torch 9.9, commit c0ffee" in text
@@ -105,13 +124,15 @@ def test_blocks_are_filled_and_the_rest_stays(bench: Bench, page: Path) -> None:
     assert text.endswith("\nThe end.\n")
     again = render(page)
     assert again.text == text
-    assert bench("render", str(page), "--check").returncode == 0
+    assert tool("fill", str(page), "--check").returncode == 0
 
 
-def test_an_outdated_page_fails_the_check_and_is_left_alone(bench: Bench, page: Path) -> None:
-    done = bench("render", str(page), "--check")
+def test_an_outdated_page_fails_the_check_and_is_left_alone(tool: Bench, page: Path) -> None:
+    done = tool("fill", str(page), "--check")
     assert done.returncode == 1
-    assert f"{page} is outdated. Run render {page}." in " ".join(done.stderr.split())
+    assert f"{page} is outdated. Run python -m tools.pages fill {page}." in " ".join(
+        done.stderr.split()
+    )
     assert page.read_text() == PAGE
     assert not (page.parent / "line.png").exists()
 
@@ -143,24 +164,24 @@ def test_an_outdated_page_fails_the_check_and_is_left_alone(bench: Bench, page: 
     ],
 )
 def test_what_is_wrong_in_a_block_is_one_line(
-    bench: Bench, page: Path, old: str, new: str, message: str
+    tool: Bench, page: Path, old: str, new: str, message: str
 ) -> None:
     """It names file, line and key; the block stays as it is, and so does the file."""
     import re
 
     page.write_text(PAGE.replace(old, new))
-    done = bench("render", str(page))
+    done = tool("fill", str(page))
     assert done.returncode in (1, 2)
     assert re.search(message, done.stderr), done.stderr
     assert str(page) in done.stderr
 
 
-def test_the_other_blocks_go_on(bench: Bench, page: Path) -> None:
+def test_the_other_blocks_go_on(tool: Bench, page: Path) -> None:
     broken = (
         '<!-- bench-harness\n[source.no]\nrows = "gone.jsonl"\n-->\nkept\n<!-- /bench-harness -->\n'
     )
     page.write_text(broken + PAGE)
-    done = bench("render", str(page))
+    done = tool("fill", str(page))
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert f"{page}:1: rows must be a readable file" in done.stderr
@@ -179,11 +200,11 @@ def test_a_block_in_a_code_block_is_an_example(page: Path) -> None:
 
 @pytest.mark.parametrize("after", ["", "<!-- bench-harness\n-->\n<!-- /bench-harness -->\n"])
 def test_a_block_that_is_not_closed_is_named_and_the_page_kept(
-    bench: Bench, page: Path, after: str
+    tool: Bench, page: Path, after: str
 ) -> None:
     text = "# Title\n\n<!-- bench-harness\n[show]\n-->\n" + after
     page.write_text(text)
-    done = bench("render", str(page))
+    done = tool("fill", str(page))
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert f"{page}:3: a block must end with <!-- /bench-harness -->, but got none. Add it." in line
@@ -219,11 +240,11 @@ def test_rows_themselves_are_shown_with_a_column_per_pass(page: Path) -> None:
     assert "| b |  | 4 |" in made.text
 
 
-def test_publishing_nothing_says_so(bench: Bench, page: Path) -> None:
-    done = bench("publish", "other.jsonl", str(page.parent / "run"), "--only", "nothing")
+def test_publishing_nothing_says_so(tool: Bench, page: Path) -> None:
+    done = tool("publish", "other.jsonl", str(page.parent / "run"), "--only", "nothing")
     assert done.returncode == 2
     assert "cases must be in the runs, but got none for nothing" in done.stderr
-    done = bench("publish", "other.jsonl", str(page.parent / "run"), "--only", "toy")
+    done = tool("publish", "other.jsonl", str(page.parent / "run"), "--only", "toy")
     assert done.returncode == 0
     assert done.stdout == "1 case in other.jsonl\n"
 

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tools.pages import rows as published
+from tools.pages.fill import render
 
-from bench_harness.case import Row
+from bench_harness.core import Row
 from bench_harness.experiments import get
-from bench_harness.report import published
 from bench_harness.report.frame import to_frame
-from bench_harness.report.render import render
 from bench_harness.training import settings as of
 from bench_harness.training.moments import MOMENTS
 
@@ -66,9 +66,9 @@ def test_pages_show_what_the_rows_say(page: Path) -> None:
     made = render(page)
     assert made.problems == []
     relative = page.relative_to(ROOT)
-    assert made.text == page.read_text(encoding="utf-8"), f"run bench-harness render {relative}"
+    assert made.text == page.read_text(encoding="utf-8"), f"fill {relative}"
     for picture in made.pictures:
-        assert picture.is_file(), f"run bench-harness render {relative}"
+        assert picture.is_file(), f"fill {relative}"
 
 
 def test_every_problem_has_its_page() -> None:
@@ -95,6 +95,7 @@ def test_every_file_of_rows_has_the_command_that_measures_it_again(
     for _, _, command in table:
         words = shlex.split(command.strip("`"))
         if words[0] == "bench-harness":
+            words = [str(ROOT / word) if word.endswith(".toml") else word for word in words]
             planned = bench(*words[1:], "--dry-run", "--json")
             assert planned.returncode == 0, (command, planned.stderr)
             assert json.loads(planned.stdout)["cases"], command

@@ -14,13 +14,13 @@ from typing import Any
 
 import psutil
 import pytest
+from tools.pages import rows as published
 
 from bench_harness import experiments, options, process, report, rounds, runner
-from bench_harness.case import Case, Row
 from bench_harness.compare import ComparisonError, compare
+from bench_harness.core import Case, Row
 from bench_harness.process import Outcome
 from bench_harness.progress import ConsoleReporter
-from bench_harness.report import published
 from bench_harness.store import Store, kept_rounds
 
 Bench = Callable[..., subprocess.CompletedProcess[str]]
@@ -238,9 +238,9 @@ def test_partial_rows_are_shown_as_such_and_neither_compared_nor_published(
     assert "rounds.json" not in page
     assert "to run" in bench(*arguments, "--dry-run").stdout
 
-    refused = bench("publish", "rows.jsonl", "out")
-    assert refused.returncode == 2
-    assert "cases must be complete, but got toy rounds 0, stopped after 1 of" in refused.stderr
+    stopped = "cases must be complete, but got toy rounds 0, stopped after 1 of"
+    with pytest.raises(published.PublishedError, match=stopped):
+        published.publish([Store(tmp_path / "out")], tmp_path / "rows.jsonl")
     assert not (tmp_path / "rows.jsonl").exists()
     refused = bench("compare", "out", "out")
     assert refused.returncode == 2
@@ -248,7 +248,7 @@ def test_partial_rows_are_shown_as_such_and_neither_compared_nor_published(
 
     goes_on(Store(tmp_path / "out"))
     assert bench(*arguments).returncode == 0
-    assert bench("publish", "rows.jsonl", "out").returncode == 0
+    assert published.publish([Store(tmp_path / "out")], tmp_path / "rows.jsonl") == 1
     assert bench("compare", "out", "out").returncode == 0
 
 

@@ -1,6 +1,6 @@
 import pandas as pd
 
-from bench_harness.experiments import row_tables
+from bench_harness.display import row_tables
 
 
 def test_columns_keep_order_names_and_digits():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench_harness import experiments, runner
-from bench_harness.case import Case, Row
+from bench_harness.core import Case, Row
 from bench_harness.process import Outcome
 from bench_harness.store import Store
 

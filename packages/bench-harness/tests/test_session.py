@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from bench_harness import experiments, session
-from bench_harness.case import Case
+from bench_harness.core import Case
 from bench_harness.process import Outcome
 from bench_harness.progress import ConsoleReporter, RemainingTime, duration
 from bench_harness.runner import Planned

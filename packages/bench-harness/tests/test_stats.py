@@ -38,7 +38,7 @@ def test_too_few_samples_have_no_interval(samples):
     summary = summarize(samples)
     assert summary["ci_low"] is None
     assert summary["ci_high"] is None
-    assert not summary["unstable"]
+    assert summary["unstable"], "fewer than three samples are never steady"
 
 
 def test_equal_samples_are_stable():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bench_harness import store as store_module
 from bench_harness.store import SCHEMA_VERSION, Store, StoreError
 
 
@@ -146,12 +147,13 @@ def test_a_replaced_file_is_whole_or_old(store: Store, monkeypatch: pytest.Monke
     with store.open_for_writing() as writer:
         writer.write_json("run.json", [first])
 
-        def fail(self: Path, content: bytes) -> int:
+        def fail(*_: object, **__: object) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(Path, "write_bytes", fail)
-        with pytest.raises(StoreError, match="No space left"):
-            writer.write_json("run.json", [{**first, "command": "second"}])
+        with monkeypatch.context() as full:
+            full.setattr(store_module, "open", fail, raising=False)
+            with pytest.raises(StoreError, match="No space left"):
+                writer.write_json("run.json", [{**first, "command": "second"}])
     assert store.runs() == [first]
     assert store.environments() == {}
 

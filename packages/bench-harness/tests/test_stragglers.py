@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench_harness.case import Row
+from bench_harness.core import Row
 from bench_harness.traces.stragglers import arrivals, stragglers
 from bench_harness.traces.trace import Event, Trace
 

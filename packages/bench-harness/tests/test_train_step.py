@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import inspect
 import json
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -13,12 +14,13 @@ import torch
 import torch.distributed as dist
 
 from bench_harness import experiments, options, presets
-from bench_harness.experiments.base import CaseSkipped
-from bench_harness.experiments.train_step import merged, over_ranks
+from bench_harness.core import CaseSkipped
+from bench_harness.display.plots import png_bytes
 from bench_harness.report.frame import to_frame
-from bench_harness.report.plots import png_bytes
+from bench_harness.traces.step import over_ranks
 from bench_harness.training import settings as of
 from bench_harness.training.build import _ddp_lite, training
+from bench_harness.training.merge import merged
 from ranks import run_ranks
 
 TINY = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 64}
@@ -165,11 +167,18 @@ def test_arguments_are_those_of_the_class(arguments: type, target: str) -> None:
         assert field.default in (default, None) or default is None, field.name
 
 
+PRESETS = Path(__file__).parents[3] / "tools" / "pages" / "presets"
+
+
 @pytest.mark.parametrize("preset", ["8b", "fastest-step"])
 def test_eight_billion_parameters_are_compared_without_the_step_that_does_not_fit(
     preset: str,
 ) -> None:
-    cases = [case for case in presets.load(preset).cases() if case.config["size"] == "8B"]
+    cases = [
+        case
+        for case in presets.load(str(PRESETS / f"{preset}.toml")).cases()
+        if case.config["size"] == "8B"
+    ]
     assert {case.config["world_size"] for case in cases} == ({2, 4} if preset == "8b" else {2})
     assert len({case.key for case in cases}) == len(cases)
     labels = {

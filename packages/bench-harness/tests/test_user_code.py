@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench_harness import experiments, user_code
-from bench_harness.case import Case
+from bench_harness.core import Case
 
 Bench = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import flashattn_triton
+from bench_harness.display.plots import png_bytes
 from bench_harness.flops import step_work
-from bench_harness.report.plots import png_bytes
 from bench_harness.traces import kineto
 from bench_harness.traces.trace import Event, Trace, kind, phase
 from bench_harness.traces.waterfall import PARTS, draw, waterfall

@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from bench_harness.experiments.base import CaseSkipped
-from bench_harness.imported_model import imported_module, parse_inputs, scalar_loss
+from bench_harness.core import CaseSkipped
+from bench_harness.subject import imported_module, parse_inputs, scalar_loss
 from bench_harness.training.optimizers import optimizer_by_name
 from bench_harness.workload import (
     Workload,

@@ -26,9 +26,8 @@ from unittest import mock
 import torch
 from torch import nn
 
-from bench_harness.environment import describe, git_state, gpu_count
+from bench_harness.environment import describe, git_state, gpu_count, measured_on
 from bench_harness.ranks import launch
-from bench_harness.report.published import measured_on
 from bench_harness.stats import summarize
 from ddp_lite import BucketedDDP
 from ddp_lite.model import ModuleWatch

@@ -4,7 +4,7 @@ The names here are what a package needs that adds an experiment of its own, thro
 group ``bench_harness.experiments``. Importing them imports neither torch nor pandas.
 """
 
-from bench_harness.case import Case
-from bench_harness.experiments.base import CaseSkipped, Experiment, Figure, Table, option
+from bench_harness.core import Case, CaseSkipped, Figure, Table, option
+from bench_harness.experiments.base import Experiment
 
 __all__ = ["Case", "CaseSkipped", "Experiment", "Figure", "Table", "option"]

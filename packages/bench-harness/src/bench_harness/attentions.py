@@ -30,7 +30,7 @@ import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from bench_harness.experiments.base import CaseSkipped
+from bench_harness.core import CaseSkipped
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,6 +62,44 @@ def check(name: str) -> None:
 def stores_scores(name: str) -> bool:
     """Whether an implementation keeps all scores in memory, as far as its name tells."""
     return name.startswith("naive")
+
+
+def forward_only(name: str) -> bool:
+    """Whether an implementation has no backward, so that only its output is compared and timed."""
+    return name == "fa3-fwd"
+
+
+def ran(
+    name: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    **settings: Any,
+) -> str | None:
+    """The kernel of PyTorch's attention that runs on this problem; None for other implementations.
+
+    ``sdpa`` leaves the choice to PyTorch, which may fall back to the one that stores all scores.
+    """
+    if not name.startswith("sdpa"):
+        return None
+    if name != "sdpa":  # one kernel alone is allowed, else the problem is skipped
+        return name.removeprefix("sdpa-")
+    import torch
+    from torch.nn.attention import SDPBackend
+
+    grouped = query.shape[1] != key.shape[1]
+    number = torch._fused_sdp_choice(query, key, value, is_causal=causal, enable_gqa=grouped)
+    kernels = {
+        SDPBackend.MATH: "math",
+        SDPBackend.FLASH_ATTENTION: "flash",
+        SDPBackend.EFFICIENT_ATTENTION: "efficient",
+        SDPBackend.CUDNN_ATTENTION: "cudnn",
+    }
+    return {int(backend.value): text for backend, text in kernels.items()}.get(int(number))
 
 
 def find(name: str) -> Attend:
@@ -296,7 +334,7 @@ def _flex() -> Attend:
         prefix_lengths: Tensor | None = None,
         document_ids: Tensor | None = None,
     ) -> Tensor:
-        _refuse_cpu(query)
+        _refuse_cpu(query, "compiled FlexAttention")
         problem = (query.shape[-2], causal, window)
         if problem not in masks:
             masks[problem] = _block_mask(*problem, query.device, prefix_lengths, document_ids)
@@ -313,11 +351,9 @@ def _flex() -> Attend:
     return attend
 
 
-def _refuse_cpu(query: Tensor) -> None:
+def _refuse_cpu(query: Tensor, name: str) -> None:
     if query.device.type != "cuda":
-        raise CaseSkipped(
-            "compiled FlexAttention must get CUDA tensors, but got others. Use naive-compiled."
-        )
+        raise CaseSkipped(f"{name} must get CUDA tensors, but got others. Use naive-compiled.")
 
 
 #: Longest sequence whose block mask is made without compiling: its pairs take 64 MiB.
@@ -434,6 +470,35 @@ def _flash_attn_4() -> Attend:
     return attend
 
 
+def _fa3_fwd() -> Attend:
+    """FlashAttention-3 by the package fa3-fwd, which has no backward.
+
+    Its layout puts the sequence before the heads.
+    """
+    try:
+        package = importlib.import_module("fa3_fwd_interface")
+    except ImportError as error:
+        raise CaseSkipped(
+            f"fa3-fwd must be importable, but got an error: {error}. Install the package fa3-fwd, "
+            "or leave it out of variants."
+        ) from error
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
+        _refuse_cpu(query, "fa3-fwd")
+        heads_last = (x.detach().transpose(1, 2) for x in (query, key, value))
+        try:
+            return _first(package.flash_attn_func(*heads_last, causal=causal)).transpose(1, 2)
+        except RuntimeError as error:  # how it refuses what it was not built for
+            if "out of memory" in str(error):
+                raise
+            raise CaseSkipped(
+                f"the problem must be one that fa3-fwd takes, but got an error: {error}. Leave it "
+                "out of variants."
+            ) from error
+
+    return attend
+
+
 def _first(out: Any) -> Tensor:
     """The output, which some versions return together with the logsumexp."""
     first: Tensor = out[0] if isinstance(out, tuple) else out
@@ -457,4 +522,5 @@ BUILT_IN: dict[str, Callable[[], Attend]] = {
     "sdpa-math": functools.partial(_sdpa, "MATH"),
     "flex": _flex,
     "flash-attn-4": _flash_attn_4,
+    "fa3-fwd": _fa3_fwd,
 }

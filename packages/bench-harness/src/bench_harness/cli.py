@@ -5,7 +5,6 @@ What measures and shows is imported by the command that needs it, so ``--help`` 
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import json
 import sys
@@ -16,8 +15,8 @@ from typing import Annotated, Any, TypeAlias
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from bench_harness import compare, experiments, options, presets, user_code
-from bench_harness.case import Case, plural
+from bench_harness import compare, experiments, options, presets, user_code, verdict
+from bench_harness.core import Case
 from bench_harness.experiments import Experiment
 from bench_harness.store import Store, StoreError
 
@@ -27,6 +26,22 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 # The class of every wrong use. Some versions of typer bring their own click, others use the
 # installed one; either way it is the parent of a class that typer exports.
 _UsageError: type[Any] = typer.BadParameter.__mro__[1]
+
+#: Commands and options that earlier versions had, and what to do instead.
+_REMOVED = {
+    "migrate": "Read the page of the package that you move to: from-torch-ddp.md of ddp-lite, "
+    "from-fsdp2.md and from-zero-redundancy-optimizer.md of shard-optim, from-flash-attn.md and "
+    "from-flex-attention.md of flashattn-triton.",
+    **dict.fromkeys(
+        ("render", "publish"),
+        "It is a tool of the repository: python -m tools.pages fill, or publish.",
+    ),
+    **dict.fromkeys(
+        ("--nnodes", "--rdzv-endpoint", "--node-rank"),
+        "bench-harness measures the GPUs of one machine; start programs of several machines with "
+        "torchrun.",
+    ),
+}
 
 _EXPERIMENTS, _RUNS, _ANY = "Experiments", "Runs and reports", "Options of every run"
 
@@ -98,6 +113,8 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
+            if args[0] in _REMOVED:
+                raise ValueError(f"{args[0]} was removed. {_REMOVED[args[0]]}")
             valid = ", ".join(self.list_commands(ctx))
             raise ValueError(f"command must be one of {valid}, but got {args[0]!r}")
         return super().resolve_command(ctx, args)
@@ -123,7 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = application(given)(args=given, prog_name="bench-harness", standalone_mode=False)
     except _UsageError as error:
-        return _complain(error.format_message())
+        removed = [text for name, text in _REMOVED.items() if name in given]
+        return _complain(" ".join([error.format_message(), *removed[:1]]))
     except (ValueError, StoreError, compare.ComparisonError) as error:
         return _complain(str(error))
     except OSError as error:  # a full disk or a missing permission, wherever it shows
@@ -326,7 +344,7 @@ def _compare(
     run_b: RunFolder,
     tolerance: Annotated[
         float, typer.Option(min=0.0, help="Relative difference that still counts as the same.")
-    ] = compare.TOLERANCE,
+    ] = verdict.TOLERANCE,
     across_hardware: Annotated[
         bool, typer.Option("--across-hardware", help="Compare different machines, and mark it.")
     ] = False,
@@ -334,8 +352,9 @@ def _compare(
         str | None,
         typer.Option(
             "--fail-on",
-            metavar="slower[:PERCENT]",
-            help="Exit with 1 if a row of B is surely slower than A by more than so much (5).",
+            metavar="slower[:PERCENT][,unsure]",
+            help="Exit with 1 if a row of B is slower by more than so much (5), if a case is in "
+            "one run alone, or, with unsure, if a row may be slower.",
             show_default=False,
         ),
     ] = None,
@@ -349,64 +368,18 @@ def _compare(
 
     from bench_harness import terminal
 
-    beyond = None if fail_on is None else compare.limit(fail_on)
+    gate = None if fail_on is None else compare.Gate.parse(fail_on)
     found = compare.compare(
         Store(run_a), Store(run_b), tolerance=tolerance, across_hardware=across_hardware
     )
+    failures = [] if gate is None else gate.failures(found)
     if as_json:
-        typer.echo(json.dumps([dataclasses.asdict(each) for each in found]))
+        typer.echo(json.dumps({**found.as_json(), "gate": failures}))
     elif markdown:
         typer.echo(compare.markdown(found))
     else:
-        terminal.comparisons(found, Console())
-    return FAILED if beyond is not None and compare.slower(found, beyond) else 0
-
-
-def _render(
-    files: Annotated[list[Path], typer.Argument(help="Markdown files.", show_default=False)],
-    check: Annotated[
-        bool, typer.Option("--check", help="Change nothing; exit 1 if a file is outdated.")
-    ] = False,
-) -> int:
-    """Fill the marked blocks of Markdown files from published rows."""
-    from bench_harness.report.render import render
-    from bench_harness.store import replace_file
-
-    failed = False
-    for file in files:
-        made = render(file)
-        for problem in made.problems:
-            typer.echo(f"bench-harness: {problem}", err=True)
-        failed |= bool(made.problems)
-        outdated = made.text != file.read_text(encoding="utf-8")
-        if check:
-            if outdated:
-                typer.echo(f"bench-harness: {file} is outdated. Run render {file}.", err=True)
-            failed |= outdated
-            continue
-        for path, draw in made.pictures.items():
-            try:
-                replace_file(path, draw())
-            except ValueError as error:
-                typer.echo(f"bench-harness: {file}: {error}", err=True)
-                failed = True
-        if outdated:
-            replace_file(file, made.text.encode())
-    return FAILED if failed else 0
-
-
-def _publish(
-    target: Annotated[Path, typer.Argument(help="The file of rows to write.", show_default=False)],
-    runs: Annotated[list[Path], typer.Argument(help="Run folders.", show_default=False)],
-    only: Only = "",
-) -> int:
-    """Write the rows of runs into one file that a rendered block can name."""
-    from bench_harness.report.published import publish
-
-    texts = [item.strip() for item in only.split(",") if item.strip()]
-    count = publish(map(Store, runs), target, texts)
-    typer.echo(f"{plural(count, 'case')} in {target}")
-    return 0
+        terminal.comparisons(found, Console(), None if gate is None else failures)
+    return FAILED if failures else 0
 
 
 def _trace(
@@ -423,8 +396,8 @@ def _trace(
 ) -> int:
     """Analyse recordings of any program: overlap, kernels, stragglers, late gathers.
 
-    Reads torch.profiler traces (.json, .json.gz), Nsight Systems (.nsys-rep, .sqlite) and Proton
-    (.hatchet). Runs nothing.
+    Reads torch.profiler traces (.json, .json.gz) and Nsight Systems (.nsys-rep, .sqlite). Runs
+    nothing.
     """
     from rich.console import Console
 
@@ -433,7 +406,7 @@ def _trace(
 
     found = [recording for file in files for recording in recordings.load(file)]
     if picture is not None:
-        from bench_harness.report.plots import png_bytes
+        from bench_harness.display.plots import png_bytes
         from bench_harness.store import replace_file
         from bench_harness.traces.picture import draw_overlap
 
@@ -522,37 +495,12 @@ def _preset(
     return 0
 
 
-def _migrate(
-    files: Annotated[list[Path], typer.Argument(help="Python files.", show_default=False)],
-    as_json: AsJson = False,
-) -> int:
-    """Say what programs change to use these packages instead of torch's or flash-attn.
-
-    The files are read and never run. Exits with 1 if there is anything to change.
-    """
-    from bench_harness import migrate
-
-    found = [(file, change) for file in files for change in migrate.read(file)]
-    if as_json:
-        listed = [{"file": str(file), **dataclasses.asdict(change)} for file, change in found]
-        typer.echo(json.dumps(listed))
-        return FAILED if found else 0
-    for file, each in found:
-        typer.echo(f"{file}:{each.line}:{each.column}: {each.what}: {each.advice}")
-    for page in sorted({each.page for _, each in found}):
-        typer.echo(f"see {page}")
-    return FAILED if found else 0
-
-
 _OTHERS: dict[str, Callable[..., int]] = {
     "list": _list,
     "open": _open,
     "report": _report,
     "compare": _compare,
     "trace": _trace,
-    "publish": _publish,
-    "render": _render,
     "preset": _preset,
     "env": _env,
-    "migrate": _migrate,
 }

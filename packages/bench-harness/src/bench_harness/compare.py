@@ -1,35 +1,42 @@
-"""Compares two runs, row by row: faster, slower, the same, or "cannot tell", with an interval.
+"""Compares two runs, row by row, and says which cases only one of them has.
 
-The ratio of the two medians is judged by its 95 % bootstrap interval against a tolerance: two runs
-of the same code differ by more than the samples within one of them show (placement of memory,
-clocks, neighbours), so an interval that merely excludes 1 is not yet a difference.
-
-The bootstrap of a few samples is too sure of itself. So a row whose samples scatter or drift too
-much to quote decides nothing, and "faster" and "slower" also need samples that Mann–Whitney's test
-tells apart at 1 %. Where nothing can be told, the number of samples that probably would tell is
-estimated from the width of the interval, which shrinks as one over the root of that number.
+:mod:`bench_harness.verdict` judges the samples of a row. This module pairs the rows, collects what
+else differs between the two runs (environment, clock, throttling, a control), and decides whether a
+gate (``--fail-on``) closes. A gate closes too on a case that only one run has: a benchmark that no
+longer runs must not pass.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from bench_harness.case import Case, Row
+from bench_harness.core import Case, Row, plural
+from bench_harness.environment import throttled
 from bench_harness.store import PARTIAL, RESERVED, Store
+from bench_harness.verdict import TOLERANCE, Verdict, judge
 
-Verdict: TypeAlias = Literal["faster", "slower", "same", "cannot tell"]
-
-#: The fewest samples of each run that can tell two runs apart.
-FEWEST = 5
-#: More samples than this are not worth asking for: something else is wrong.
-MOST = 10_000
-
-#: Relative difference below which two times count as the same.
-TOLERANCE = 0.05
+#: Relative difference of clocks, and of controls, from which a row is not sure.
+CONTROL = 0.03
+#: Measured on each row's own device, and not touched by a change of the code that is compared.
+CONTROLS = {"ceiling_tflop_s": "matrix products", "bandwidth_gb_s": "memory bandwidth"}
+#: Numbers beside the samples that tell what changed in a row.
+SIGNS = {
+    "host_ms": "Python (ms)",
+    "peak_gib": "peak (GiB)",
+    "device_allocations": "allocations",
+    "optimizer_ms": "optimizer (ms)",
+    "compilations": "compilations",
+}
+#: A row's text that says which backend or kernel really ran; two rows that differ in nothing else
+#: are the same row, which changed.
+RAN = "ran"
+#: Kernels whose change is named.
+KERNELS = 3
 
 
 class ComparisonError(Exception):
@@ -43,13 +50,9 @@ class Comparison:
     Attributes:
         variant: what tells the row from others of its case, as far as the label does not say it.
         median_a, median_b: milliseconds.
-        ratio: ``median_b / median_a``; below 1 means that B is faster.
-        low, high: 95 % bootstrap interval of the ratio; None below three samples in either run.
-        conclusive: whether "faster" or "slower" may be said at all: the samples of both runs are
-            steady, and tell the runs apart.
-        samples_needed: of each run, so that there probably is a verdict; None if there is one, or
-            if more samples would not help, as where they drift.
-        same_hardware: whether both rows come from the same environment.
+        verdict: B beside A.
+        changed: what else differs, as ``peak (GiB) 31.7 → 39.7``.
+        same_environment: whether both rows come from the same hardware and libraries.
     """
 
     experiment: str
@@ -57,72 +60,107 @@ class Comparison:
     variant: str
     median_a: float
     median_b: float
-    ratio: float
-    low: float | None
-    high: float | None
     verdict: Verdict
-    conclusive: bool
-    samples_needed: int | None
-    same_hardware: bool
+    changed: tuple[str, ...]
+    same_environment: bool
 
 
-def verdict(low: float | None, high: float | None, tolerance: float) -> Verdict:
-    """What an interval of B's time over A's says, allowing for ``tolerance`` around 1."""
-    if low is None or high is None:
-        return "cannot tell"
-    if high < 1 - tolerance:
-        return "faster"
-    if low > 1 + tolerance:
-        return "slower"
-    if low >= 1 - tolerance and high <= 1 + tolerance:
-        return "same"
-    return "cannot tell"
+@dataclass(frozen=True, kw_only=True)
+class Comparisons:
+    """Two runs side by side.
 
-
-def samples_needed(
-    ratio: float, low: float | None, high: float | None, count: int, tolerance: float
-) -> int | None:
-    """How many samples probably give a verdict, from how wide the interval of ``count`` is.
-
-    Args:
-        ratio: of the medians; the interval around it must come to lie on one side of each end of
-            the tolerance.
-        count: samples of the run that has fewer.
-
-    Returns:
-        The number; None where it is larger than :data:`MOST`.
+    Attributes:
+        rows: what both have measured.
+        only_a, only_b: cases and rows that one run alone has measured, and why, if it is known.
+        environment: fields of the environment that differ, with both values.
+        kernels: the profiled kernels whose time changed most, with both times.
+        runs: a line about each run: commit, date, samples.
     """
-    from bench_harness.stats import UNSTABLE_WIDTH
 
-    if low is None or high is None:
-        return FEWEST
-    margin = min(abs(ratio - (1 - tolerance)), abs(ratio - (1 + tolerance)))
-    allowed = min(margin, ratio * UNSTABLE_WIDTH / 2)
-    if not allowed:
-        return None
-    needed = count * (max(high - ratio, ratio - low) / allowed) ** 2
-    return max(FEWEST, count + 1, math.ceil(needed)) if needed <= MOST else None
+    rows: list[Comparison]
+    only_a: list[str]
+    only_b: list[str]
+    environment: list[str]
+    kernels: list[str]
+    runs: tuple[str, str]
+
+    def as_json(self) -> Row:
+        """All of it, as ``--json`` prints it."""
+        found = asdict(self)
+        for given, row in zip(self.rows, found["rows"], strict=True):
+            row["verdict"] = given.verdict.direction
+            row |= {k: v for k, v in asdict(given.verdict).items() if k != "direction"}
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """``--fail-on``: when a comparison fails a build.
+
+    Attributes:
+        beyond: the slow-down that it lets pass, a share of A's time.
+        unsure: whether rows that may be slower by more than that fail it, too.
+    """
+
+    beyond: float
+    unsure: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Gate:
+        """``slower``, ``slower:PERCENT``, or one of them with ``,unsure``.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        first, *others = (part.strip() for part in text.split(","))
+        name, _, percent = first.partition(":")
+        try:
+            value = float(percent) / 100 if percent else TOLERANCE
+        except ValueError:
+            value = -1.0
+        if name != "slower" or not 0 <= value < math.inf or others not in ([], ["unsure"]):
+            raise ValueError(
+                "--fail-on must be slower or slower:PERCENT with a percentage of at least 0, and "
+                f"may end with ,unsure, but got {text!r}. Write slower:5 or slower,unsure."
+            )
+        return cls(beyond=value, unsure=bool(others))
+
+    def failures(self, found: Comparisons) -> list[str]:
+        """Why the gate closes, a phrase for each kind of failure; empty if it stays open."""
+        slower = [each for each in found.rows if each.verdict.slower_by(self.beyond)]
+        unsure = [
+            each
+            for each in found.rows
+            if each not in slower and each.verdict.may_be_slower_by(self.beyond)
+        ]
+        alone = len(found.only_a) + len(found.only_b)
+        kinds = {
+            f"{plural(len(slower), 'row')} slower": len(slower),
+            f"{plural(len(unsure), 'row')} not sure": len(unsure) if self.unsure else 0,
+            f"{plural(alone, 'case')} in one run alone": alone,
+        }
+        return [text for text, count in kinds.items() if count]
 
 
 def compare(
     run_a: Store, run_b: Store, *, tolerance: float = TOLERANCE, across_hardware: bool = False
-) -> list[Comparison]:
-    """Every row with samples that both runs hold.
+) -> Comparisons:
+    """Every row with samples that both runs hold, and what only one of them holds.
 
     Args:
         tolerance: relative difference that still counts as the same.
-        across_hardware: compare rows of different environments too; each is marked.
+        across_hardware: compare rows of different environments too; none of them is sure.
 
     Raises:
-        ComparisonError: the runs share no row, or only rows of different environments.
+        ComparisonError: the runs share no row, or hold rows of different environments.
         StoreError: a run cannot be read.
     """
     for run in (run_a, run_b):
         run.check_is_run()
-    rows_a, rows_b = _measured(run_a), _measured(run_b)
+    loaded = [run.load() for run in (run_a, run_b)]
+    rows_a, rows_b = (_measured(each.rows) for each in loaded)
     shared = [identity for identity in rows_a if identity in rows_b]
     if not shared:
-        loaded = [run.load() for run in (run_a, run_b)]
         damaged = sum(len(each.damaged) for each in loaded)
         partial = sum(row["status"] == PARTIAL for each in loaded for row in each.rows)
         raise ComparisonError(
@@ -131,104 +169,251 @@ def compare(
             f"{f' ({partial} rows of stopped cases were left out)' * (partial > 0)}. Run both with "
             "the same options."
         )
-    different = [i for i in shared if rows_a[i]["environment"] != rows_b[i]["environment"]]
-    if different and not across_hardware:
+    pairs = {(rows_a[i]["environment"], rows_b[i]["environment"]) for i in shared}
+    known = {**run_a.environments(), **run_b.environments()}
+    differences = list(
+        dict.fromkeys(
+            text
+            for a, b in sorted(pairs)
+            for text in _differences(known.get(a), known.get(b), a, b)
+        )
+    )
+    if differences and not across_hardware:
+        different = sum(rows_a[i]["environment"] != rows_b[i]["environment"] for i in shared)
         raise ComparisonError(
             "rows must come from the same hardware and libraries, but got different ones for "
-            f"{len(different)} of {len(shared)}. Add --across-hardware to compare and mark them."
+            f"{different} of {len(shared)}: {'; '.join(differences)}. Add --across-hardware to "
+            "compare and mark them."
         )
-    return [
-        _comparison(rows_a[identity], rows_b[identity], identity[1], tolerance)
-        for identity in shared
-    ]
-
-
-def _comparison(a: Row, b: Row, texts: tuple[str, ...], tolerance: float) -> Comparison:
-    from bench_harness.stats import ratio_interval, separated, summarize
-
-    old, new = a["samples_ms"], b["samples_ms"]
-    ratio, low, high = ratio_interval(new, old)
-    summaries = summarize(old), summarize(new)
-    steady = not any(summary["unstable"] for summary in summaries)
-    conclusive = steady and separated(old, new)
-    found = verdict(low, high, tolerance)
-    if not (steady if found == "same" else conclusive):
-        found = "cannot tell"
-    drifting = any(summary["drift"] for summary in summaries)
-    needed = None
-    if found == "cannot tell" and not drifting:
-        needed = samples_needed(ratio, low, high, min(len(old), len(new)), tolerance)
-    return Comparison(
-        experiment=a["experiment"],
-        label=a["label"],
-        variant=_described(texts, a["label"]),
-        median_a=summaries[0]["median"],
-        median_b=summaries[1]["median"],
-        ratio=ratio,
-        low=low,
-        high=high,
-        verdict=found,
-        conclusive=conclusive,
-        samples_needed=needed,
-        same_hardware=a["environment"] == b["environment"],
+    machines = [_machines(each.rows) for each in loaded]
+    return Comparisons(
+        rows=[
+            _comparison(rows_a[i], rows_b[i], i, tolerance, [each.get(i[0]) for each in machines])
+            for i in shared
+        ],
+        only_a=_alone(loaded[0].rows, loaded[1].rows, rows_a, rows_b),
+        only_b=_alone(loaded[1].rows, loaded[0].rows, rows_b, rows_a),
+        environment=differences,
+        kernels=_kernels(loaded[0].rows, loaded[1].rows, tolerance),
+        runs=(_about(rows_a), _about(rows_b)),
     )
 
 
-def limit(text: str) -> float:
-    """The relative slow-down that ``--fail-on`` names: ``slower`` or ``slower:PERCENT``.
+def _comparison(
+    a: Row,
+    b: Row,
+    identity: tuple[str, tuple[str, ...]],
+    tolerance: float,
+    machines: Sequence[tuple[Row, Row] | None],
+) -> Comparison:
+    same = a["environment"] == b["environment"]
+    doubts = [] if same else ["another environment"]
+    doubts += _controls(a, b)
+    if machines[0] is not None and machines[1] is not None:
+        doubts += _machine_doubts(machines[0], machines[1])
+    found = judge(a["samples_ms"], b["samples_ms"], tolerance=tolerance, doubts=doubts)
+    median_a, median_b = (_median(row["samples_ms"]) for row in (a, b))
+    return Comparison(
+        experiment=a["experiment"],
+        label=a["label"],
+        variant=_described(identity[1], a["label"]),
+        median_a=median_a,
+        median_b=median_b,
+        verdict=found,
+        changed=tuple(_changed(a, b, tolerance)),
+        same_environment=same,
+    )
 
-    Raises:
-        ValueError: it names something else.
-    """
-    name, _, percent = text.partition(":")
-    try:
-        value = float(percent) / 100 if percent else TOLERANCE
-    except ValueError:
-        value = -1.0
-    if name != "slower" or not value >= 0:
-        raise ValueError(
-            f"--fail-on must be slower or slower:PERCENT with a percentage of at least 0, but got "
-            f"{text!r}. Write slower:5."
-        )
-    return value
+
+def _median(samples: Sequence[float]) -> float:
+    import statistics
+
+    return float(statistics.median(samples))
 
 
-def slower(found: Sequence[Comparison], beyond: float) -> list[Comparison]:
-    """The rows of which B is surely slower than A by more than ``beyond``, a share of A's time."""
+def _controls(a: Row, b: Row) -> list[str]:
+    """What the device itself did faster or slower, which no change of the code explains."""
+    found = []
+    for name, title in CONTROLS.items():
+        if _positive(a.get(name)) and _positive(b.get(name)):
+            ratio = a[name] / b[name]
+            if abs(ratio - 1) > CONTROL:
+                found.append(f"control: {title} {100 * (ratio - 1):+.0f} % in time")
+    return found
+
+
+def _machine_doubts(a: tuple[Row, Row], b: tuple[Row, Row]) -> list[str]:
+    """Throttling, and another clock; each argument is the machine before and after a case."""
+    found = []
+    for name, (before, after) in (("A", a), ("B", b)):
+        if reasons := throttled(before, after):
+            found.append(f"{name} was throttled ({', '.join(reasons)})")
+    clock_a, clock_b = (_clock(each) for each in (a, b))
+    if clock_a and clock_b and abs(clock_b / clock_a - 1) > CONTROL:
+        found.append(f"clock {clock_a:.0f} → {clock_b:.0f} MHz")
+    return found
+
+
+def _clock(machine: tuple[Row, Row]) -> float | None:
+    """The slowest GPU's clock right after the case, before which the GPU may have been idle."""
+    clocks = [gpu.get("sm_clock_mhz") for gpu in machine[1].get("gpus", [])]
+    return min((float(clock) for clock in clocks if _positive(clock)), default=None)
+
+
+def _machines(rows: Sequence[Row]) -> dict[str, tuple[Row, Row]]:
+    """The machine before and after each case."""
+    return {
+        _case(row): (row["machine_before"], row["machine_after"])
+        for row in rows
+        if row.get("machine_before") and row.get("machine_after")
+    }
+
+
+def _changed(a: Row, b: Row, tolerance: float) -> list[str]:
+    found = []
+    if a.get(RAN) != b.get(RAN):
+        found.append(f"ran {a.get(RAN, 'unknown')} → {b.get(RAN, 'unknown')}")
+    for name, title in SIGNS.items():
+        old, new = (_figure(row.get(name)) for row in (a, b))
+        if old is not None and new is not None and abs(new - old) > tolerance * abs(old):
+            found.append(f"{title} {old:.4g} → {new:.4g}")
+    return found
+
+
+def _kernels(a: Sequence[Row], b: Sequence[Row], tolerance: float) -> list[str]:
+    """The kernels of profiled steps that changed by more than the tolerance, the most first."""
+
+    def times(rows: Sequence[Row]) -> dict[tuple[str, str, str], float]:
+        return {
+            (_case(row), str(row.get("phase", "")), row["kernel"]): row["total_ms"]
+            for row in rows
+            if isinstance(row.get("kernel"), str) and _is_number(row.get("total_ms"))
+        }
+
+    before, after = times(a), times(b)
+    changes = {
+        key: (old, after.get(key, 0.0))
+        for key, old in before.items()
+        if abs(after.get(key, 0.0) - old) > tolerance * old
+    }
+    changes |= {key: (0.0, new) for key, new in after.items() if key not in before}
+    largest = sorted(changes, key=lambda key: -abs(changes[key][1] - changes[key][0]))
     return [
-        each
-        for each in found
-        if each.conclusive and verdict(each.low, each.high, beyond) == "slower"
+        f"{key[2]} ({key[1]}) {changes[key][0]:.4g} → {changes[key][1]:.4g} ms"
+        for key in (largest[:KERNELS] if before and after else [])
     ]
 
 
-def markdown(found: Sequence[Comparison]) -> str:
+def _figure(value: Any) -> float | None:
+    """A number, or the median of a list of them."""
+    if isinstance(value, list) and value and all(_is_number(each) for each in value):
+        return _median(value)
+    return float(value) if _is_number(value) else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _positive(value: Any) -> bool:
+    return _is_number(value) and value > 0
+
+
+def _differences(
+    a: Mapping[str, Any] | None, b: Mapping[str, Any] | None, id_a: str, id_b: str
+) -> list[str]:
+    """The fields in which two environments differ, with both values."""
+    if id_a == id_b:
+        return []
+    flat_a, flat_b = (_flat(each or {}) for each in (a, b))
+    found = [
+        f"{name} {flat_a.get(name, 'unknown')} → {flat_b.get(name, 'unknown')}"
+        for name in dict.fromkeys([*flat_a, *flat_b])
+        if flat_a.get(name) != flat_b.get(name)
+    ]
+    return found if found and a and b else [f"environment {id_a} → {id_b}"]
+
+
+def _flat(environment: Mapping[str, Any]) -> dict[str, str]:
+    """The fields that make two timings comparable, each with its value as text."""
+    from bench_harness.environment import compared
+
+    found: dict[str, str] = {}
+    for name, value in compared(environment).items():
+        if isinstance(value, dict):
+            found |= {key: json.dumps(item) for key, item in value.items()}
+        else:
+            found[name] = json.dumps(value)
+    return {name: text.strip('"') for name, text in found.items()}
+
+
+def _alone(
+    rows: Sequence[Row],
+    others: Sequence[Row],
+    measured: Mapping[tuple[str, tuple[str, ...]], Row],
+    measured_there: Mapping[tuple[str, tuple[str, ...]], Row],
+) -> list[str]:
+    """Cases that are ``ok`` in ``rows`` and not in ``others``, and rows that their cases lack."""
+    there = {_case(row): row for row in others}
+    found: dict[str, None] = {}  # in order, each once
+    for row in rows:
+        other = there.get(_case(row))
+        if row["status"] == "ok" and (other is None or other["status"] != "ok"):
+            why = "" if other is None else f" (there: {other['status']})"
+            found[f"{row['experiment']}: {row['label']}{why}"] = None
+    for identity, row in measured.items():
+        other = there.get(identity[0])
+        if other is not None and other["status"] == "ok" and identity not in measured_there:
+            variant = _described(identity[1], row["label"])
+            found[f"{row['experiment']}: {row['label']}: {variant}"] = None
+    return list(found)
+
+
+def _about(rows: Mapping[tuple[str, tuple[str, ...]], Row]) -> str:
+    """A run in one line: commits, first start, and the number of samples."""
+    commits = dict.fromkeys((row["commit"] or "no commit")[:8] for row in rows.values())
+    started = min(row["started"] for row in rows.values())[:16].replace("T", " ")
+    counts = [len(row["samples_ms"]) for row in rows.values()]
+    low, high = min(counts), max(counts)
+    samples = plural(low, "sample") if low == high else f"{low} to {high} samples"
+    return f"{', '.join(commits)}, {started}, {samples} a row"
+
+
+def markdown(found: Comparisons) -> str:
     """A summary to paste into a pull request: counts, and every row that is not the same."""
-    counts = Counter(each.verdict for each in found)
-    lines = [
-        ", ".join(f"{count} {name}" for name, count in sorted(counts.items())),
-        "",
-        "| case | A (ms) | B (ms) | B / A | 95 % interval | verdict | needs (samples) |",
-        "| --- | ---: | ---: | ---: | --- | --- | ---: |",
-    ]
-    for each in found:
-        if each.verdict != "same":
-            name = f"{each.label}: {each.variant}" if each.variant else each.label
-            name = name.replace("|", "\\|")
-            interval = "" if each.low is None else f"{each.low:.3f}–{each.high:.3f}"
-            lines.append(
-                f"| {name} | {each.median_a:.4g} | {each.median_b:.4g} | {each.ratio:.3f} | "
-                f"{interval} | {each.verdict} | {each.samples_needed or ''} |"
-            )
-    return "\n".join(lines if any(each.verdict != "same" for each in found) else lines[:1])
+    counts = Counter(str(each.verdict) for each in found.rows)
+    lines = [", ".join(f"{count} {name}" for name, count in sorted(counts.items()))]
+    lines += [f"\nThe environments differ: {'; '.join(found.environment)}"] * bool(
+        found.environment
+    )
+    for name, cases in (("A", found.only_a), ("B", found.only_b)):
+        lines += [f"\nOnly {name} has: {'; '.join(cases)}"] * bool(cases)
+    shown = [each for each in found.rows if each.verdict.direction != "same"]
+    if shown:
+        lines += [
+            "",
+            "| case | A (ms) | B (ms) | B / A | 95 % interval | verdict | why |",
+            "| --- | ---: | ---: | ---: | --- | --- | --- |",
+        ]
+    for each in shown:
+        name = f"{each.label}: {each.variant}" if each.variant else each.label
+        name = name.replace("|", "\\|")
+        verdict = each.verdict
+        interval = "" if verdict.low is None else f"{verdict.low:.3f}–{verdict.high:.3f}"
+        why = "; ".join([*verdict.reasons, *each.changed]).replace("|", "\\|")
+        lines.append(
+            f"| {name} | {each.median_a:.4g} | {each.median_b:.4g} | {verdict.ratio:.3f} | "
+            f"{interval} | {verdict} | {why} |"
+        )
+    return "\n".join(lines)
 
 
-def _measured(run: Store) -> dict[tuple[str, tuple[str, ...]], Row]:
+def _measured(rows: Sequence[Row]) -> dict[tuple[str, tuple[str, ...]], Row]:
     """Rows with samples, by case and by what tells them from the other rows of the case: their
     own text values, as ``("compiled bf16", "forward")``."""
     return {
         (_case(row), _texts(row)): row
-        for row in run.load().rows
+        for row in rows
         if row["status"] == "ok" and row.get("samples_ms")
     }
 
@@ -243,7 +428,8 @@ def _case(row: Row) -> str:
 
 
 def _texts(row: Row) -> tuple[str, ...]:
-    return tuple(v for n, v in row.items() if n not in RESERVED and isinstance(v, str))
+    apart = RESERVED | {RAN}
+    return tuple(v for n, v in row.items() if n not in apart and isinstance(v, str))
 
 
 def _described(texts: tuple[str, ...], label: str) -> str:

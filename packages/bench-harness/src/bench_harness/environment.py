@@ -15,14 +15,14 @@ import os
 import platform
 import subprocess
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from bench_harness.case import Row
+from bench_harness.core import JsonValue, Row
 
 #: Distributions whose version changes a measurement.
 OWN_PACKAGES = ("bench-harness", "basics-model", "flashattn-triton", "ddp-lite", "shard-optim")
@@ -80,6 +80,18 @@ def resolve_device(device: str) -> str:
     return "cuda" if gpu_count() else "cpu"
 
 
+def _torch_threads() -> int | str:
+    """The threads that torch is told to compute with, without asking torch.
+
+    :func:`describe_torch` has the number that torch took.
+    """
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        value = os.environ.get(name, "").partition(",")[0].strip()
+        if value.isdecimal() and int(value):
+            return int(value)
+    return "default"
+
+
 def describe() -> Row:
     """The fixed facts of the machine and the software, as JSON."""
     memory = psutil.virtual_memory()
@@ -92,29 +104,44 @@ def describe() -> Row:
         if hasattr(psutil.Process, "cpu_affinity")
         else psutil.cpu_count(),
         "memory_gib": round(memory.total / 2**30, 1),
+        "torch_threads": _torch_threads(),
         "packages": {name: package_version(name) for name in PACKAGES},
         "git": git_state(Path(__file__).parent),
         **_describe_gpus(),
     }
 
 
-def fingerprint(description: Row) -> str:
-    """Twelve hexadecimal digits over what makes two timings comparable: hardware and libraries.
+def compared(description: Mapping[str, JsonValue]) -> Row:
+    """The fields that make two timings comparable: hardware, libraries and threads.
 
     The commit, this toolbox's own versions and free memory take no part: a change of ours is what
     a comparison is there to show.
     """
-    libraries = {
-        name: version
-        for name, version in description["packages"].items()
-        if name not in OWN_PACKAGES
+    packages = description.get("packages", {})
+    names = ("cpu", "cpu_cores", "cpu_threads", "memory_gib", "driver", "gpus", "torch_threads")
+    return {
+        **{name: description.get(name) for name in names},
+        "packages": {n: version for n, version in packages.items() if n not in OWN_PACKAGES},
     }
-    hardware = {
-        name: description[name]
-        for name in ("cpu", "cpu_cores", "cpu_threads", "memory_gib", "driver", "gpus")
-    }
+
+
+def fingerprint(description: Row) -> str:
+    """Twelve hexadecimal digits over the fields of :func:`compared`."""
+    hardware = compared(description)
+    libraries = hardware.pop("packages")
     canonical = json.dumps([hardware, libraries], sort_keys=True)
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]
+
+
+def measured_on(environment: Mapping[str, Any]) -> str:
+    """Hardware and versions in one phrase."""
+    names = [gpu["name"] for gpu in environment.get("gpus", [])]
+    packages = environment.get("packages", {})
+    hardware = f"{len(names)} × {names[0]}" if names else environment.get("cpu", "unknown machine")
+    versions = [f"{name} {packages[name]}" for name in ("torch", "triton") if packages.get(name)]
+    if environment.get("driver"):
+        versions.insert(0, f"driver {environment['driver']}")
+    return ", ".join([str(hardware), *versions])
 
 
 def describe_torch() -> Row:

@@ -17,6 +17,18 @@ import typer
 
 from bench_harness.convert import allows_none, converted, is_list, kinds
 from bench_harness.experiments import Experiment
+from bench_harness.training.calls import split
+
+#: Names that other programs of the course's assignment have for an option.
+ALIASES = {
+    "sizes": ("--model-size",),
+    "sequences": ("--context-length",),
+    "batch": ("--batch-size",),
+    "samples": ("--num-steps",),
+    "warmups": ("--num-warmups",),
+    "variants": ("--implementation",),
+    "world_sizes": ("--world-size",),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +110,8 @@ def _checked(option: Declared, value: Any, written: bool) -> Any:
 def _read(option: Declared, text: str) -> Any:
     """A text of the command line, cut at commas where the option takes several values."""
     if is_list(option.hint):
+        if "dict" in kinds(option.hint):  # variants, whose arguments have commas of their own
+            return split(text)
         return [item.strip() for item in text.split(",") if item.strip()]
     if text == "none" and allows_none(option.hint):
         return None
@@ -131,7 +145,13 @@ def _parameter(option: Declared) -> inspect.Parameter:
         # Kept as text here and read by :func:`build`, so that one place words the errors.
         annotation = Annotated[
             str,
-            typer.Option(flag, help=text, metavar=metavar, autocompletion=_completion(option)),
+            typer.Option(
+                flag,
+                *ALIASES.get(option.name, ()),
+                help=text,
+                metavar=metavar,
+                autocompletion=_completion(option),
+            ),
         ]
         default = _written(option.default)
     return inspect.Parameter(

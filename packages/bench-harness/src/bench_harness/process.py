@@ -35,8 +35,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import psutil
 
-from bench_harness.case import JsonValue
-from bench_harness.experiments.base import CaseSkipped
+from bench_harness.core import CaseSkipped, JsonValue
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

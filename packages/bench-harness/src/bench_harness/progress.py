@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
-from bench_harness.case import Case
+from bench_harness.core import Case
 from bench_harness.process import Outcome
 from bench_harness.runner import Planned, ended_variants
 

@@ -4,11 +4,10 @@
 one error, which names the rank that failed first. :func:`launch_each` is what it is built on, and
 what tests of faults need: it reports every rank's own end.
 
-Ranks of one machine meet through a file, those of several through a store on the network. A rank
-whose function has returned keeps its process group until every other rank has returned, raised or
-died. On a busy machine one rank may still be connecting when another is done, and gloo reports a
-rank that leaves meanwhile as a broken connection. A rank whose function raises leaves at once, as a
-failing training script does.
+Ranks meet through a file. A rank whose function has returned keeps its process group until every
+other rank has returned, raised or died. On a busy machine one rank may still be connecting when
+another is done, and gloo reports a rank that leaves meanwhile as a broken connection. A rank whose
+function raises leaves at once, as a failing training script does.
 
 The process of a case was itself forked from a server with torch imported and has not computed
 anything yet, so ranks are forked from it directly. Any other process may hold thread pools that a
@@ -38,7 +37,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from bench_harness.nodes import Meeting, Nodes, NodesDidNotMeetError, meeting
 from bench_harness.process import PRELOAD, PROCESS_NAME, Progress, temporary_prefix
 
 if TYPE_CHECKING:
@@ -99,7 +97,6 @@ def launch(
     *args: Any,
     backend: str = "gloo",
     timeout_s: float = 300.0,
-    nodes: Nodes | None = None,
     start_method: StartMethod | None = None,
     progress: Progress | None = None,
 ) -> list[Any]:
@@ -107,34 +104,31 @@ def launch(
 
     Args:
         function: importable (module-level) function; ``device`` is the rank's ``torch.device``.
-        world_size: ranks over all nodes; must be a multiple of the number of nodes.
+        world_size: number of ranks, at least 1.
         args: picklable arguments.
         backend: "gloo" (CPU tensors) or "nccl" (local rank r uses ``cuda:r``).
         timeout_s: seconds after which a rank prints where it is and is killed; also the process
             group's own timeout for one collective.
-        nodes: machines that take part.
         start_method: how ranks come to be; None chooses fork or forkserver, as above. A profiler
             that follows programs rather than forks needs "spawn".
         progress: shows one line of text. If given, the function also gets ``progress=``, whose
             lines begin with ``rank N:``.
 
     Returns:
-        The functions' results in rank order, those of other machines included.
+        The functions' results in rank order.
 
     Raises:
-        ValueError: unknown backend, or a world size that the nodes cannot share evenly.
+        ValueError: unknown backend, or no rank.
         torch.OutOfMemoryError: a rank ran out of device memory.
-        RankError: a rank raised, died or outlived the deadline, or a machine did not come.
+        RankError: a rank raised, died or outlived the deadline.
     """
-    nodes = nodes or Nodes()
     outcomes = launch_each(
-        function if nodes.nnodes == 1 else _with_results_of_all,
+        function,
         world_size,
-        *(args if nodes.nnodes == 1 else (function, *args)),
+        *args,
         backend=backend,
         timeout_s=timeout_s,
         end_together=True,
-        nodes=nodes,
         start_method=start_method,
         progress=progress,
     )
@@ -145,9 +139,6 @@ def launch(
         if torch.OutOfMemoryError.__name__ in message.rstrip().rpartition("\n")[2]:
             raise torch.OutOfMemoryError(message)
         raise RankError(message)
-    if nodes.nnodes > 1:
-        everyone: list[Any] = outcomes[0].value
-        return everyone
     return [outcome.value for outcome in outcomes]
 
 
@@ -159,7 +150,6 @@ def launch_each(
     timeout_s: float = 300.0,
     collective_timeout_s: float | None = None,
     end_together: bool = False,
-    nodes: Nodes | None = None,
     start_method: StartMethod | None = None,
     progress: Progress | None = None,
 ) -> list[RankOutcome]:
@@ -175,67 +165,54 @@ def launch_each(
             their own ends.
 
     Returns:
-        One outcome for each rank of this machine, in rank order.
+        One outcome for each rank, in rank order.
 
     Raises:
-        ValueError: unknown backend, or a world size that the nodes cannot share evenly.
-        RankError: another machine did not come.
+        ValueError: unknown backend, or no rank.
     """
-    nodes = nodes or Nodes()
     if backend not in ("gloo", "nccl"):
         raise ValueError(f"backend must be gloo or nccl, but got {backend!r}")
-    if world_size < 1 or world_size % nodes.nnodes:
-        raise ValueError(
-            f"world_size must be a positive multiple of {nodes.nnodes} nodes, but got {world_size}"
-        )
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, but got {world_size}")
     if start_method is None:
         fresh = multiprocessing.current_process().name == PROCESS_NAME
         start_method = "fork" if fresh else "forkserver"
     if start_method == "forkserver":
         multiprocessing.set_forkserver_preload(PRELOAD)  # unless the server runs already
     context: Any = multiprocessing.get_context(start_method)
-    local_size = world_size // nodes.nnodes
     processes: list[Any] = []
     pipes: list[Connection] = []
     prefix = temporary_prefix(os.getpid())
-    try:
-        with tempfile.TemporaryDirectory(prefix=prefix) as name, meeting(nodes, timeout_s) as met:
-            try:
-                for local_rank in range(local_size):
-                    ours, theirs = context.Pipe()
-                    rank = _Rank(
-                        rank=nodes.node_rank * local_size + local_rank,
-                        world_size=world_size,
-                        local_rank=local_rank,
-                        local_size=local_size,
-                        nodes=nodes,
-                        backend=backend,
-                        timeout_s=timeout_s,
-                        collective_timeout_s=collective_timeout_s or timeout_s,
-                        folder=Path(name),
-                        reports_progress=progress is not None,
-                    )
-                    # A forked rank inherits the other ends of the pipes before it, which would keep
-                    # them open when the launcher closes its own.
-                    inherited = [*pipes, ours] if start_method == "fork" else []
-                    process = context.Process(
-                        target=_rank_main, args=(rank, theirs, inherited, function, args)
-                    )
-                    process.start()
-                    theirs.close()
-                    processes.append(process)
-                    pipes.append(ours)
-                start = time.monotonic()  # a fork server may have imported torch before
-                launched = _Launched(processes, pipes, met, start, timeout_s, Path(name))
-                return launched.outcomes(
-                    nodes.node_rank * local_size, end_together, progress or _silent
+    with tempfile.TemporaryDirectory(prefix=prefix) as name:
+        try:
+            for number in range(world_size):
+                ours, theirs = context.Pipe()
+                rank = _Rank(
+                    rank=number,
+                    world_size=world_size,
+                    backend=backend,
+                    timeout_s=timeout_s,
+                    collective_timeout_s=collective_timeout_s or timeout_s,
+                    folder=Path(name),
+                    reports_progress=progress is not None,
                 )
-            finally:  # nothing is left to do, unless the launch itself was ended
-                for process in processes:
-                    process.kill()
-                    process.join()
-    except NodesDidNotMeetError as error:
-        raise RankError(str(error)) from None
+                # A forked rank inherits the other ends of the pipes before it, which would keep
+                # them open when the launcher closes its own.
+                inherited = [*pipes, ours] if start_method == "fork" else []
+                process = context.Process(
+                    target=_rank_main, args=(rank, theirs, inherited, function, args)
+                )
+                process.start()
+                theirs.close()
+                processes.append(process)
+                pipes.append(ours)
+            start = time.monotonic()  # a fork server may have imported torch before
+            launched = _Launched(processes, pipes, start, timeout_s, Path(name))
+            return launched.outcomes(end_together, progress or _silent)
+        finally:  # nothing is left to do, unless the launch itself was ended
+            for process in processes:
+                process.kill()
+                process.join()
 
 
 def _silent(text: str) -> None:
@@ -261,16 +238,13 @@ class _Launched:
 
     processes: Sequence[Any]
     pipes: Sequence[Connection]
-    meeting: Meeting
     start: float
     timeout_s: float
     folder: Path
 
-    def outcomes(
-        self, first_rank: int, end_together: bool, progress: Progress
-    ) -> list[RankOutcome]:
+    def outcomes(self, end_together: bool, progress: Progress) -> list[RankOutcome]:
         """Waits until all ranks have ended, or kills them at the deadline."""
-        reports = self._reports(first_rank, end_together, progress)
+        reports = self._reports(end_together, progress)
         failed = any(report.error is not None for report in reports.values())
         killed: dict[int, str] = {}
         stacks: dict[int, str] = {}
@@ -283,10 +257,9 @@ class _Launched:
                 killed[i] = "killed, because another rank had failed"
             else:
                 killed[i] = f"still running after {self.timeout_s:g} s; killed"
-                stacks[i] = _stacks(process.pid, _stacks_file(self.folder, first_rank + i))
+                stacks[i] = _stacks(process.pid, _stacks_file(self.folder, i))
             process.kill()  # before its pipe is closed, which it would take for our end
             process.join()
-        self.meeting.wait_for_all("reported")
         for pipe in self.pipes:
             pipe.close()  # ranks that have returned wait for this
         for i in reports:
@@ -306,7 +279,7 @@ class _Launched:
                 error = f"{report.error} (exit code {process.exitcode})"
             found.append(
                 RankOutcome(
-                    rank=first_rank + i,
+                    rank=i,
                     value=report.value,
                     error=error,
                     stacks=stacks.get(i, ""),
@@ -314,14 +287,12 @@ class _Launched:
                     seconds=report.seconds,
                     died=report.died,
                     killed=i in killed,
-                    output=_output(self.folder, first_rank + i) if error else "",
+                    output=_output(self.folder, i) if error else "",
                 )
             )
         return found
 
-    def _reports(
-        self, first_rank: int, end_together: bool, progress: Progress
-    ) -> dict[int, _Report]:
+    def _reports(self, end_together: bool, progress: Progress) -> dict[int, _Report]:
         """What ranks report until all have, or until the deadline; see ``end_together``."""
         reports: dict[int, _Report] = {}
         deadline = self.start + self.timeout_s
@@ -345,7 +316,7 @@ class _Launched:
                 except (EOFError, OSError):
                     kind, content = "died", [None, "died without a report"]
                 if kind == "progress":
-                    progress(f"rank {first_rank + i}: {content[0]}")
+                    progress(f"rank {i}: {content[0]}")
                     continue
                 value, error = content
                 seconds = time.monotonic() - self.start
@@ -427,9 +398,6 @@ class _Rank:
 
     rank: int
     world_size: int
-    local_rank: int
-    local_size: int
-    nodes: Nodes
     backend: str
     timeout_s: float
     collective_timeout_s: float
@@ -450,9 +418,9 @@ def _rank_main(
     # As torchrun sets them, for code that asks.
     os.environ |= {
         "RANK": str(rank.rank),
-        "LOCAL_RANK": str(rank.local_rank),
+        "LOCAL_RANK": str(rank.rank),
         "WORLD_SIZE": str(rank.world_size),
-        "LOCAL_WORLD_SIZE": str(rank.local_size),
+        "LOCAL_WORLD_SIZE": str(rank.world_size),
     }
     with _output_file(rank.folder, rank.rank).open("wb") as output:
         for stream in (1, 2):
@@ -504,19 +472,17 @@ def _device(rank: _Rank) -> Any:
     import torch
 
     if rank.backend == "nccl":
-        device = torch.device("cuda", rank.local_rank)
+        device = torch.device("cuda", rank.rank)
         torch.cuda.set_device(device)
         return device
-    torch.set_num_threads(max(1, _cores() // rank.local_size))
+    torch.set_num_threads(max(1, _cores() // rank.world_size))
     return torch.device("cpu")
 
 
 def _store(rank: _Rank) -> Any:
-    """Where ranks meet: on one machine in a file, because a port would be open to the network."""
+    """Where ranks meet: in a file, because a port would be open to the network."""
     import torch.distributed as dist
 
-    if rank.nodes.nnodes > 1:
-        return rank.nodes.store_of_ranks(rank.timeout_s)
     return dist.FileStore(str(rank.folder / "store"), rank.world_size)  # type: ignore[attr-defined]
 
 
@@ -534,14 +500,3 @@ def _watch_launcher(pipe: Connection, done: threading.Event, folder: Path) -> No
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _with_results_of_all(
-    rank: int, world_size: int, device: Any, function: Callable[..., Any], *args: Any, **extra: Any
-) -> list[Any]:
-    """Calls the function, and returns the results of all ranks, those of other machines too."""
-    import torch.distributed as dist
-
-    everyone: list[Any] = [None] * world_size
-    dist.all_gather_object(everyone, function(rank, world_size, device, *args, **extra))
-    return everyone

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bench_harness.case import Row
+from bench_harness.core import Row
 from bench_harness.flops import matmul_ceiling
 from bench_harness.timing import measure
 

@@ -21,7 +21,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench_harness.case import Row
+from bench_harness.core import Row
 from bench_harness.process import Outcome
 from bench_harness.store import PARTIAL, ROUNDS, StoreError, kept_rounds, replace_file, stamped
 

@@ -12,17 +12,18 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from bench_harness.case import JsonValue, Row
+from bench_harness.core import JsonValue, Row
 
 #: How a case may end.
 STATUSES = frozenset({"ok", "oom", "skipped", "partial", "timeout", "error"})
 
 #: A case's key names a folder, so it holds no separator and no dot.
 _KEY = re.compile(r"[A-Za-z0-9_-]{1,64}")
-#: What a terminal would obey instead of showing: C0 and C1 control characters but tab and newline.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+#: What a terminal would obey instead of showing, C0 and C1 control characters but tab and newline,
+#: and halves of surrogate pairs, which no file can hold.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 #: Where a line of JSON may hold one, which is cheaper than to look at every text in it.
-_ESCAPED_CONTROL = re.compile(rb"\\u00|\\[bfr]|\x7f|\xc2[\x80-\x9f]")
+_ESCAPED_CONTROL = re.compile(rb"\\u00|\\u[dD][89a-fA-F]|\\[bfr]|\x7f|\xc2[\x80-\x9f]")
 
 
 def parse(line: bytes) -> Row | None:
@@ -36,20 +37,21 @@ def parse(line: bytes) -> Row | None:
         return None
     if not isinstance(row, dict):
         return None
-    return _shown(row) if _ESCAPED_CONTROL.search(line) else row
+    return shown(row) if _ESCAPED_CONTROL.search(line) else row
 
 
 def _refuse(constant: str) -> JsonValue:
     raise ValueError(f"a row must be JSON, but got {constant}")  # NaN and infinity are not
 
 
-def _shown(value: JsonValue) -> JsonValue:
+def shown(value: JsonValue) -> JsonValue:
+    """A value whose texts can be shown and written: what cannot be becomes a space."""
     if isinstance(value, str):
         return _CONTROL.sub(" ", value)
     if isinstance(value, list):
-        return [_shown(item) for item in value]
+        return [shown(item) for item in value]
     if isinstance(value, dict):
-        return {_CONTROL.sub(" ", name): _shown(item) for name, item in value.items()}
+        return {_CONTROL.sub(" ", name): shown(item) for name, item in value.items()}
     return value
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from bench_harness import environment, experiments, process, rounds
-from bench_harness.case import Case, JsonValue, Row
+from bench_harness.core import Case, JsonValue, Row
 from bench_harness.process import Outcome, Status
 from bench_harness.rounds import ENDED
 from bench_harness.store import (
@@ -143,7 +143,7 @@ def ended_variants(outcome: Outcome) -> list[str]:
 @contextlib.contextmanager
 def _folder(case: Case, store: Store) -> Iterator[Path]:
     """The folder in which a case runs; it stays if the case leaves anything in it."""
-    folder = (store.folder / ARTIFACTS / case.key).absolute()
+    folder = store.subfolder(ARTIFACTS, case.key).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     try:
         yield folder

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench_harness.experiments.base import option
+from bench_harness.core import option
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench_harness import experiments, runner, terminal
-from bench_harness.case import Case, Row
+from bench_harness.core import Case, Row
 from bench_harness.progress import ConsoleReporter
 from bench_harness.runner import Planned
 from bench_harness.store import PARTIAL, Store, StoreError

@@ -40,7 +40,8 @@ class Summary(TypedDict):
         outliers: samples beyond 1.5 interquartile ranges outside the quartiles (Tukey).
         drift: relative change of the fitted trend from first to last sample; 0 unless a rank
             correlation with time is significant at 1 %.
-        unstable: whether the interval or the drift is too wide to quote the median.
+        unstable: whether the median should not be quoted: the interval or the drift is too wide,
+            or there are fewer than three samples.
     """
 
     n: int
@@ -83,7 +84,7 @@ def summarize(samples: Sequence[float]) -> Summary:
         ci_high=high,
         outliers=int(((values < p25 - fence) | (values > p75 + fence)).sum()),
         drift=drift,
-        unstable=abs(width) > UNSTABLE_WIDTH or abs(drift) > UNSTABLE_DRIFT,
+        unstable=low is None or abs(width) > UNSTABLE_WIDTH or abs(drift) > UNSTABLE_DRIFT,
     )
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import IO
 
 from bench_harness import row_checks
-from bench_harness.case import JsonValue, Row
+from bench_harness.core import JsonValue, Row
 
 #: Ends the name of a file that :func:`replace_file` is still writing.
 _UNDER_WAY = ".partial"
@@ -88,6 +88,21 @@ class Store:
         """The file of rows."""
         return self.folder / RESULTS
 
+    def subfolder(self, *names: str) -> Path:
+        """A folder below this one, which may not exist yet, and which no link leads out of.
+
+        Raises:
+            StoreError: a link, or no folder, has one of the names.
+        """
+        path = self.folder
+        for name in names:
+            path /= name
+            if path.is_symlink() or (path.exists() and not path.is_dir()):
+                raise StoreError(
+                    f"{path} must be a folder, but got a link or something else. Remove it."
+                )
+        return path
+
     def check_is_run(self) -> None:
         """Checks that the folder holds a run.
 
@@ -122,8 +137,9 @@ class Store:
 
     def _left_rounds(self) -> dict[Path, list[Row]]:
         """The rows of finished rounds by the folder of their case; none before its first round."""
-        files = sorted((self.folder / ARTIFACTS).glob(f"*/{ROUNDS}"))
-        return {file.parent: kept_rounds(file.parent) for file in files}
+        files = sorted(self.subfolder(ARTIFACTS).glob(f"*/{ROUNDS}"))
+        folders = [self.subfolder(ARTIFACTS, file.parent.name) for file in files]
+        return {folder: kept_rounds(folder) for folder in folders}
 
     def _move_left_rounds(self, writer: Writer) -> None:
         """Appends the rows of finished rounds that a stopped run left, and removes their files.
@@ -140,9 +156,8 @@ class Store:
 
     def _attempts(self) -> tuple[dict[tuple[str, str], list[Row]], dict[int, str]]:
         """The rows of the file by :func:`_attempt`, and its damaged lines."""
-        self._require_file(self.results)
         try:
-            lines = self.results.read_bytes().splitlines() if self.results.exists() else []
+            lines = (read_file(self.results) or b"").splitlines()
         except OSError as error:
             raise StoreError(
                 f"{self.results} must be readable, but got an error: {error.strerror}. Correct it."
@@ -174,11 +189,6 @@ class Store:
             keys[row["case_key"]] = keys.get(row["case_key"], True) and done
         return {key for key, done in keys.items() if done}
 
-    def _require_file(self, path: Path) -> None:
-        """Refuses what cannot be read like a file: a named pipe would be waited for."""
-        if path.exists() and not path.is_file():
-            raise StoreError(f"{path} must be a regular file, but got something else. Remove it.")
-
     @contextlib.contextmanager
     def open_for_writing(self) -> Iterator[Writer]:
         """Creates the folder and takes it for this process alone.
@@ -186,10 +196,11 @@ class Store:
         Raises:
             StoreError: the folder is not writable, or another process is measuring into it.
         """
-        self._require_file(self.results)
+        _require_file(self.results)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            file = self.results.open("ab+", buffering=0)
+            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
+            file = os.fdopen(_unfollowed(str(self.results), flags), "ab+", buffering=0)
         except OSError as error:
             raise StoreError(
                 f"--output must be a folder to write to, but got {self.folder} ({error.strerror}). "
@@ -241,9 +252,9 @@ class Store:
 
     def _read_json(self, name: str) -> JsonValue:
         path = self.folder / name
-        self._require_file(path)
         try:
-            return json.loads(path.read_text()) if path.exists() else None
+            content = read_file(path)
+            return None if content is None else row_checks.shown(json.loads(content))
         except (OSError, ValueError, RecursionError) as error:
             raise StoreError(
                 f"{path} must be readable JSON, but got an error: {error}. Remove it: the rows do "
@@ -257,9 +268,13 @@ def _attempt(row: Row) -> tuple[str, str]:
 
 
 def kept_rounds(folder: Path) -> list[Row]:
-    """The rows of finished rounds in the folder of a case; none if there are none to read."""
+    """The rows of finished rounds in the folder of a case; none if there are none to read.
+
+    Raises:
+        StoreError: a link, a named pipe or a device has the file's name.
+    """
     try:
-        kept = row_checks.parse((folder / ROUNDS).read_bytes())
+        kept = row_checks.parse(read_file(folder / ROUNDS) or b"")
     except OSError:
         return []
     rows = None if kept is None else kept.get("rows")
@@ -343,8 +358,40 @@ def stamped(rows: Sequence[Row]) -> list[Row]:
     return [{"schema": SCHEMA_VERSION, **row, "case_rows": len(rows)} for row in rows]
 
 
+def _require_file(path: Path) -> None:
+    """Refuses what is no file: a link leads elsewhere, and a named pipe would be waited for.
+
+    Raises:
+        StoreError: naming the path.
+    """
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise StoreError(f"{path} must be a regular file, but got something else. Remove it.")
+
+
+def _unfollowed(path: str, flags: int) -> int:
+    """Opens a file that is no link, and never waits for one that is a named pipe."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
+
+def read_file(path: Path) -> bytes | None:
+    """The content of a regular file; None if there is none. Files may be a stranger's.
+
+    Raises:
+        StoreError: the path is a link, a named pipe, a device or a folder.
+        OSError: the file cannot be read.
+    """
+    _require_file(path)
+    try:
+        with open(path, "rb", opener=_unfollowed) as file:
+            return file.read()
+    except FileNotFoundError:
+        return None
+
+
 def replace_file(path: Path, content: bytes) -> None:
     """Writes a file in one step: a reader sees the old content or the new, never a part.
+
+    A link of that name is replaced, not followed; the folder it is in may be a link.
 
     Raises:
         StoreError: the disk is full or gone, or the folder is not writable.
@@ -352,7 +399,9 @@ def replace_file(path: Path, content: bytes) -> None:
     partial = path.with_name(path.name + _UNDER_WAY)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(content)
+        partial.unlink(missing_ok=True)  # whatever it is, it is not written through
+        with open(partial, "xb", opener=_unfollowed) as file:
+            file.write(content)
         partial.replace(path)
     except OSError as error:
         raise StoreError(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.cells import cell_len
@@ -12,13 +12,15 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from bench_harness.case import JsonValue, Row, plural
+from bench_harness.core import JsonValue, Row, plural
 from bench_harness.progress import STYLES, duration, total_estimate
 from bench_harness.runner import Planned
 
 if TYPE_CHECKING:
-    from bench_harness.compare import Comparison
-    from bench_harness.experiments import Table
+    import pandas as pd
+
+    from bench_harness.compare import Comparison, Comparisons
+    from bench_harness.core import Table
     from bench_harness.report import Report, Section
 
 _VERDICTS = {"faster": "green", "slower": "red", "same": "", "cannot tell": "yellow"}
@@ -75,7 +77,7 @@ def plan(
 
 
 def summary(report: Report, page: Path, console: Console) -> None:
-    """One line per experiment, what failed, and where the page is."""
+    """One line per experiment, what failed, where the page is; last, what matters most."""
     names = ("ok", "oom", "skipped", "partial", "timeout", "error")
     used = [name for name in names if report.counts[name] or name == "ok"]
     grid = _grid("experiment", "cases", *used, "time", numbers_from=1)
@@ -94,48 +96,66 @@ def summary(report: Report, page: Path, console: Console) -> None:
         for problem in section.problems:
             line(console, f"{section.name} could not be shown: {problem}", style="red")
     console.print(Text(f"Report: {page}"), soft_wrap=True)
+    if report.headlines:
+        line(console, report.headlines[0])
 
 
 def tables(sections: Sequence[Section], console: Console) -> None:
-    """The experiments' own tables, as many columns as fit."""
-    from bench_harness.report.write import table_stem
-
+    """The experiments' own tables, with every column."""
     for section in sections:
         for table in section.tables:
-            console.print(_fitting(table, console, table_stem(section.name, table.title)))
+            for grid in _fitting(table, console):
+                console.print(grid)
 
 
-def _fitting(table: Table, console: Console, stem: str) -> Grid:
-    """The leading columns that fit; the caption counts the rest, which the CSV file holds."""
-    from bench_harness.report.cells import cell, split
-    from bench_harness.report.units import readable
+def _fitting(table: Table, console: Console) -> list[Grid]:
+    """A table as grids that fit: columns that are equal in all rows stand once, in the caption.
 
-    constant, frame = split(readable(table.frame))
-    grid = Grid(title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    room, shown = console.width - 1, []
-    for name in map(str, frame.columns):
-        values = [cell(value) for value in frame[name]]
-        # A heading may break between words; a column's frame takes three more.
-        width = max(map(cell_len, [*name.split(), *values])) + 3
-        if width > room:
-            break
-        room -= width
-        shown.append(values)
-        numeric = all(value == "" or _is_number(value) for value in values)
-        grid.add_column(name, justify="right" if numeric else "left", width=width - 3)
-    for row in zip(*shown, strict=True):
-        grid.add_row(*map(Text, row))
-    caption = [", ".join(f"{name} {text}" for name, text in constant.items())]
-    if len(shown) < len(frame.columns):
-        caption.append(f"{len(frame.columns) - len(shown)} more columns in tables/{stem}.csv")
-    grid.caption = "; ".join(filter(None, caption)) or None
-    grid.caption_justify = "left"
-    return grid
+    Columns that do not fit beside the others go into a grid below, behind the first column.
+    """
+    from bench_harness.display.cells import cell, split
+    from bench_harness.display.units import readable
+
+    frame = readable(table.frame)
+    constant, frame = split(frame, wide=0 if _width(frame, cell) > console.width else None)
+    columns = {str(name): [cell(value) for value in frame[name]] for name in frame.columns}
+    first, *rest = columns
+    parts: list[list[str]] = [[first]]
+    for name in rest:
+        if sum(_column_width(each, columns[each]) for each in [*parts[-1], name]) > console.width:
+            parts.append([first])
+        parts[-1].append(name)
+    grids = []
+    for number, names in enumerate(parts):
+        title = table.title if number == 0 else None
+        grid = Grid(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+        for name in names:
+            values = columns[name]
+            numeric = all(value == "" or _is_number(value) for value in values)
+            width = _column_width(name, values) - 3
+            grid.add_column(
+                name, justify="right" if numeric else "left", width=width, overflow="fold"
+            )
+        for row in zip(*(columns[name] for name in names), strict=True):
+            grid.add_row(*map(Text, row))
+        grids.append(grid)
+    caption = ", ".join(f"{name} {text}" for name, text in constant.items())
+    grids[-1].caption, grids[-1].caption_justify = caption or None, "left"
+    return grids
+
+
+def _column_width(name: str, values: Sequence[str]) -> int:
+    """Characters of a column with its frame; its heading may break between words."""
+    return max(map(cell_len, [*name.split(), *values])) + 3
+
+
+def _width(frame: pd.DataFrame, cell: Callable[[Any], str]) -> int:
+    return sum(_column_width(str(name), [cell(v) for v in frame[name]]) for name in frame.columns)
 
 
 def plain_tables(found: Mapping[str, Sequence[Row]], console: Console) -> None:
     """Prints tables by title with all columns; long cells are folded."""
-    from bench_harness.report.cells import cell
+    from bench_harness.display.cells import cell
 
     for title, rows in found.items():
         if not rows:
@@ -159,34 +179,89 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def comparisons(found: Sequence[Comparison], console: Console) -> None:
-    """The verdict for every row of two runs."""
-    grid = _grid("case", "A ms", "B ms", "B/A", "95 % interval", "verdict")
-    asked = any(each.samples_needed is not None for each in found)
-    if asked:
-        grid.add_column("needs", justify="right")
-    grid.columns[0].overflow = "fold"
-    for each in found:
-        interval = (
-            "" if each.low is None or each.high is None else f"{each.low:.3f}–{each.high:.3f}"
-        )
-        mark = "" if each.same_hardware else " *"
-        grid.add_row(
-            Text(f"{each.label}: {each.variant}" if each.variant else each.label),
-            f"{each.median_a:.4g}",
-            f"{each.median_b:.4g}",
-            f"{each.ratio:.3f}",
-            interval,
-            Text(each.verdict + mark, style=_VERDICTS[each.verdict]),
-            *([str(each.samples_needed or "")] if asked else []),
-        )
-    console.print(grid)
-    counts = {name: sum(each.verdict == name for each in found) for name in _VERDICTS}
-    line(console, ", ".join(f"{count} {name}" for name, count in counts.items() if count))
-    if asked:
-        line(console, "needs: so many samples in each run would probably tell")
-    if not all(each.same_hardware for each in found):
-        line(console, "* measured on different hardware or libraries", style="yellow")
+def comparisons(found: Comparisons, console: Console, failures: Sequence[str] | None) -> None:
+    """The verdict for every row of two runs, below a heading for every case.
+
+    Args:
+        failures: why the gate closes; None if there is no gate.
+    """
+    line(console, f"A: {found.runs[0]}")
+    line(console, f"B: {found.runs[1]}")
+    if found.environment:
+        text = f"The environments differ: {'; '.join(found.environment)}"
+        line(console, text, style="yellow")
+    for name, cases in (("A", found.only_a), ("B", found.only_b)):
+        for case in cases:
+            line(console, f"Only {name} has {case}", style="yellow")
+    shown = [_cells(each) for each in found.rows]
+    widths = [max(map(cell_len, column)) for column in zip(*shown, strict=True)]
+    widths[0] = min(widths[0], max(console.width - sum(widths[1:]) - 9, 12))
+    headings = [f"{each.experiment}: {each.label}" for each in found.rows]
+    for heading in dict.fromkeys(headings):
+        console.print()
+        console.print(Text(heading, style="bold"), soft_wrap=True)
+        console.print("─" * console.width)
+        for each, cells, own in zip(found.rows, shown, headings, strict=True):
+            if own == heading:
+                _comparison(cells, widths, _VERDICTS[each.verdict.direction], console)
+    console.print()
+    _why(found, console)
+    counts: dict[str, int] = {}
+    for each in found.rows:
+        counts[str(each.verdict)] = counts.get(str(each.verdict), 0) + 1
+    line(console, ", ".join(f"{count} {name}" for name, count in sorted(counts.items())))
+    if failures is not None:
+        text = f"FAIL, {', '.join(failures)}" if failures else "passed"
+        line(console, f"Gate: {text}", style="red" if failures else "green")
+
+
+def _cells(each: Comparison) -> tuple[str, ...]:
+    """Name, times, difference, its interval and the verdict of a row."""
+    verdict, ends = each.verdict, ""
+    if verdict.low is not None and verdict.high is not None:
+        ends = f"[{_percent(verdict.low)}, {_percent(verdict.high)}]"
+    times = f"{each.median_a:.4g} → {each.median_b:.4g} ms"
+    return each.variant or "all", times, f"{_percent(verdict.ratio)} %", ends, str(verdict)
+
+
+def _comparison(cells: Sequence[str], widths: Sequence[int], style: str, console: Console) -> None:
+    """One line for a row; a name that is too long has a line of its own above it."""
+    name, times, difference, ends, verdict = cells
+    if cell_len(name) > widths[0]:
+        console.print(Text(f" {name}"), soft_wrap=True)
+        name = ""
+    text = Text(f" {name:<{widths[0]}}  {times:>{widths[1]}}  ")
+    text.append(f"{difference:>{widths[2]}} {ends:<{widths[3]}}  ")
+    text.append(verdict, style=style)
+    console.print(text, soft_wrap=True)
+
+
+def _percent(ratio: float) -> str:
+    """A ratio as a signed difference in per cent, without its sign."""
+    change = 100 * (ratio - 1)
+    text = f"{change:+.1f}" if abs(change) < 99.95 else f"{change:+.0f}"
+    return text.replace("-", "\N{MINUS SIGN}")
+
+
+def _why(found: Comparisons, console: Console) -> None:
+    """The reasons, each once with the rows that it holds for, and what else changed."""
+    reasons: dict[str, list[Comparison]] = {}
+    for each in found.rows:
+        for text in each.verdict.reasons:
+            reasons.setdefault(text, []).append(each)
+    for text, rows in reasons.items():
+        names = dict.fromkeys(each.variant or each.label for each in rows)
+        shown = ", ".join(list(names)[:2]) + f" and {len(names) - 2} more" * (len(names) > 2)
+        line(console, f"Not sure: {text} ({shown})", style="yellow")
+    for each in found.rows:
+        if each.changed:
+            line(console, f"Changed: {each.variant or each.label}: {'; '.join(each.changed)}")
+    for text in found.kernels:
+        line(console, f"Changed: {text}")
+    needed = [v.samples_needed for v in (each.verdict for each in found.rows) if v.samples_needed]
+    if needed:
+        more = f"{min(needed)} to {max(needed)}" if min(needed) < max(needed) else f"{needed[0]}"
+        line(console, f"About {more} samples in each run would probably tell the rest.")
 
 
 def environment(description: Row, identity: str, console: Console) -> None:

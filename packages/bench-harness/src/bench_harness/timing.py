@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from bench_harness.case import Row
+    from bench_harness.core import Row
 
 Step = Callable[[], object]
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import inspect
 import json
 import os
 import re
@@ -23,10 +24,10 @@ from typing import Any
 
 import psutil
 
-from bench_harness.case import Case, JsonValue, Row
+from bench_harness.core import Case, JsonValue, Row
 from bench_harness.workload import DIMENSIONS
 
-#: What a configuration says of a user's model; see :mod:`bench_harness.imported_model`.
+#: What a configuration says of a user's model; see :mod:`bench_harness.subject`.
 SUBJECT = ("model", "model_args", "input", "target", "loss")
 #: Seconds for importing, making and calling it once.
 _LIMIT_S = 300.0
@@ -81,9 +82,10 @@ def identified(cases: Sequence[Case]) -> list[Case]:
         if names := _names(case):
             subject = {name: case.config[name] for name in SUBJECT if name in case.config}
             device = case.config.get("device", "cpu")
-            asked = json.dumps([names, subject, device], sort_keys=True)
+            calls = _calls(case)
+            asked = json.dumps([names, subject, device, calls], sort_keys=True)
             if asked not in known:
-                known[asked] = _asked(names, subject, device)
+                known[asked] = _asked(names, subject, device, calls)
             config = {**case.config, "user_code": known[asked]}
             case = dataclasses.replace(case, config=config)
         found.append(case)
@@ -93,6 +95,39 @@ def identified(cases: Sequence[Case]) -> list[Case]:
 def _names(case: Case) -> list[str]:
     config = {name: value for name, value in case.config.items() if name != "label"}
     return sorted({text for text in _texts(config) if _NAME.fullmatch(text)})
+
+
+def _calls(case: Case) -> list[tuple[str, Row]]:
+    """Wrappers and optimizers of the variants that are the user's own classes, each once."""
+    found: list[tuple[str, Row]] = []
+    for variant in case.config.get("variants", []):
+        for role in ("wrapper", "optimizer"):
+            call = variant.get(role) if isinstance(variant, Mapping) else None
+            if isinstance(call, Mapping) and _NAME.fullmatch(str(call.get("name", ""))):
+                entry = (role, dict(call))
+                if entry not in found:
+                    found.append(entry)
+    return found
+
+
+def _check_signature(role: str, call: Row) -> None:
+    """Checks that a class can be called with a module or parameters and the given arguments.
+
+    Raises:
+        ValueError: it takes no such argument, or needs another one.
+    """
+    from bench_harness.workload import imported
+
+    name, given = call["name"], {key: value for key, value in call.items() if key != "name"}
+    signature = inspect.signature(imported(name, role))
+    try:
+        signature.bind(None, **given)
+    except TypeError as error:
+        takes = ", ".join(list(signature.parameters)[1:]) or "none"
+        raise ValueError(
+            f"{role} {name} must be given arguments that it takes ({takes}), but got "
+            f"{', '.join(given) or 'none'}: {error}. Correct them."
+        ) from None
 
 
 def _texts(value: JsonValue) -> Iterator[str]:
@@ -106,7 +141,9 @@ def _texts(value: JsonValue) -> Iterator[str]:
             yield from _texts(item)
 
 
-def _asked(names: Sequence[str], subject: Row, device: str) -> Row:
+def _asked(
+    names: Sequence[str], subject: Row, device: str, calls: Sequence[tuple[str, Row]]
+) -> Row:
     """What :func:`_look_at` finds, in a process of its own: this one never imports torch."""
     from bench_harness import process
 
@@ -115,6 +152,7 @@ def _asked(names: Sequence[str], subject: Row, device: str) -> Row:
         list(names),
         subject,
         device,
+        list(calls),
         timeout_s=_LIMIT_S,
         folder=Path.cwd(),
         on_progress=lambda text: None,
@@ -131,22 +169,28 @@ def _asked(names: Sequence[str], subject: Row, device: str) -> Row:
     return found
 
 
-def _look_at(names: list[str], subject: Row, device: str, progress: Any) -> JsonValue:
-    """Imports every name, passes the input through the model once, and hashes the sources.
+def _look_at(
+    names: list[str], subject: Row, device: str, calls: list[tuple[str, Row]], progress: Any
+) -> JsonValue:
+    """Imports every name, checks the arguments of wrappers and optimizers against their signatures,
+    passes the input through the model once, and hashes the sources.
 
     The sources are read last: a factory may import more.
     """
     import torch
 
-    from bench_harness.imported_model import fitting
+    from bench_harness.subject import fitting
     from bench_harness.workload import imported, missing_package
 
     worker = os.getpid()
     roles = {subject.get("model"): "model", subject.get("loss"): "loss"}
+    roles |= {call["name"]: role for role, call in calls}
     # An attention whose package is not installed is skipped where it is measured.
     names = [name for name in names if name in roles or missing_package(name) is None]
     for name in names:
         imported(name, roles.get(name, "attention"))
+    for role, call in calls:
+        _check_signature(role, call)
     parameters = None
     if "model" in subject:
         where = device if device != "cuda" or torch.cuda.is_available() else "cpu"

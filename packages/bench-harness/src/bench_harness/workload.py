@@ -1,7 +1,7 @@
 """What is measured: a model on a device, a random batch, a precision, an optimizer.
 
 The Transformer language model by size or by explicit dimensions, or any ``nn.Module``, which
-:mod:`bench_harness.imported_model` makes.
+:mod:`bench_harness.subject` makes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from bench_harness.experiments.base import CaseSkipped
+from bench_harness.core import CaseSkipped
 
 if TYPE_CHECKING:
     import torch
@@ -288,24 +288,3 @@ def shape_row(model_config: ModelConfig) -> dict[str, int]:
     """The model's dimensions and parameter count as columns of a result row."""
     dimensions = {name: int(getattr(model_config, name)) for name in DIMENSIONS}
     return dimensions | {"parameters": model_config.num_parameters}
-
-
-def workload_of(
-    config: Mapping[str, Any],
-    device: torch.device,
-    *,
-    precision: str,
-    batch_seed: int | None = None,
-    **how: Any,
-) -> Workload:
-    """What a case measures: the user's model that it names, or the language model.
-
-    Args:
-        batch_seed: of the input; None leaves it to the model's kind.
-        how: further arguments of :func:`language_model`, which a user's model has no use for.
-    """
-    if config.get("model") is not None:
-        from bench_harness.imported_model import imported_module
-
-        return imported_module(config, device, precision, batch_seed=batch_seed)
-    return language_model(config, device, precision=precision, batch_seed=batch_seed or 0, **how)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bench_harness.experiments import CaseSkipped
+from bench_harness.core import CaseSkipped
 from bench_harness.process import temporary_prefix
 
 Progress = Callable[[str], None]

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from bench_harness.case import Case, Row
-from bench_harness.experiments import CaseSkipped, Experiment, Figure, Table, option
+from bench_harness.core import Case, CaseSkipped, Figure, Row, Table, option
+from bench_harness.experiments import Experiment
 from bench_harness.ranks import launch
 from bench_harness.rounds import hand_over
 
@@ -167,7 +167,7 @@ class Toy(Experiment):
         return [Table("Toy <times>", done[columns], "A note & more.")]
 
     def figures(self, rows: Any) -> list[Figure]:
-        from bench_harness.report.plots import new_figure
+        from bench_harness.display.plots import new_figure
 
         figure, axes = new_figure()
         axes[0, 0].plot([1, 2, 3])

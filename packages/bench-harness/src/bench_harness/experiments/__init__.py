@@ -10,7 +10,8 @@ import importlib
 import importlib.metadata
 from collections.abc import Iterator
 
-from bench_harness.experiments.base import CaseSkipped, Experiment, Figure, Table, option
+from bench_harness.core import CaseSkipped, Figure, Table, option
+from bench_harness.experiments.base import Experiment
 
 __all__ = ["CaseSkipped", "Experiment", "Figure", "Table", "every", "get", "names", "option"]
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench_harness.case import Case, Row
-from bench_harness.experiments import row_tables
-from bench_harness.experiments.base import Experiment, Figure, Table, option
+from bench_harness.core import Case, Figure, Row, Table, option
+from bench_harness.display import row_tables
+from bench_harness.experiments.base import Experiment
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -128,7 +128,7 @@ class Accounting(Experiment):
 
     def figures(self, rows: pd.DataFrame) -> list[Figure]:
         """Where the operations of a forward pass go, by size; the mesh problem."""
-        from bench_harness.report.plots import COLOURS, new_figure
+        from bench_harness.display.plots import COLOURS, new_figure
 
         if "flops_by_part" not in rows:
             return []
@@ -166,7 +166,7 @@ def _draw_mesh(case: pd.DataFrame) -> MatplotlibFigure:
     with both at once f alone decides. The two thresholds, at which both sides are equal, give what
     the picture needs: f/a is that of transfers at once, and t/a = 1 - (f/a) / that in turn.
     """
-    from bench_harness.report.plots import COLOURS, new_figure
+    from bench_harness.display.plots import COLOURS, new_figure
 
     value = case.set_index("variant")["value"]
     total = float(value["total"])

@@ -7,17 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench_harness.case import Case, Row
-from bench_harness.environment import resolve_device
-from bench_harness.experiments import row_tables
-from bench_harness.experiments.base import Experiment, Figure, Table, option
-from bench_harness.experiments.distributed import (
-    NodeOptions,
+from bench_harness.core import Case, Figure, Row, Table, option
+from bench_harness.display import row_tables
+from bench_harness.distributed import (
     default_world_size,
     on_rank_0,
     run_on_ranks,
     slowest_rank,
 )
+from bench_harness.environment import resolve_device
+from bench_harness.experiments.base import Experiment
 from bench_harness.sampling import Enough, SamplingOptions
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(NodeOptions, SamplingOptions):
+class Options(SamplingOptions):
     """Options of :class:`AllReduce`.
 
     Small enough for a quick run on two cores: ``sizes_mb=[0.1, 1, 4]``, ``samples=8``,
@@ -75,7 +74,7 @@ class AllReduce(Experiment):
             {
                 "backend": backend,
                 "world_size": world_size,
-                "nnodes": chosen.nnodes,
+                "nnodes": 1,  # as in published rows, whose keys stay
                 "sizes_mb": list(chosen.sizes_mb),
                 "operations": list(chosen.operations),
                 "warmup": chosen.warmup,
@@ -84,13 +83,12 @@ class AllReduce(Experiment):
                 "device": device,
                 "label": f"allreduce {backend} {world_size} ranks",
             }
-            for world_size in chosen.world_sizes or (default_world_size(device, chosen.nnodes),)
+            for world_size in chosen.world_sizes or (default_world_size(device),)
         ]
         return [
             Case(
                 experiment=self.name,
                 config=config,
-                placement=chosen.placement(),
                 timeout_s=900,
             )
             for config in configs
@@ -144,8 +142,8 @@ class AllReduce(Experiment):
 
     def figures(self, rows: pd.DataFrame) -> list[Figure]:
         """Time and bus bandwidth over payload."""
-        from bench_harness.report import marks
-        from bench_harness.report.plots import new_figure
+        from bench_harness.display import marks
+        from bench_harness.display.plots import new_figure
         from bench_harness.stats import with_summary
 
         done = row_tables.finished(rows)
@@ -267,27 +265,6 @@ def collective(operation: str, vector: Tensor, share: Tensor) -> Callable[[], ob
     if operation not in calls:
         raise ValueError(f"operation must be one of {', '.join(calls)}, but got {operation!r}")
     return calls[operation]
-
-
-def sweep(
-    size_bytes: Sequence[int], device: torch.device, *, warmup: int, samples: int
-) -> list[list[float]]:
-    """Milliseconds of this rank's all-reduces of each size; all ranks call it together."""
-    import torch
-    import torch.distributed as dist
-
-    from bench_harness.timing import Samples, record_sample
-
-    found = []
-    for size in size_bytes:
-        vector = torch.zeros(size // 4, device=device)
-        timed = Samples()
-        for _ in range(warmup + samples):
-            dist.barrier()
-            with record_sample(timed, device):
-                dist.all_reduce(vector)
-        found.append(timed.wall_ms[warmup:])
-    return found
 
 
 def check(operation: str, rank: int, world_size: int, numel: int, device: torch.device) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness import attentions
-from bench_harness.case import Case, Row
+from bench_harness.core import Case, Figure, Row, Table, option
 from bench_harness.environment import resolve_device
 from bench_harness.experiments.attention_problem import DTYPES, FEATURES, Problem
 from bench_harness.experiments.attention_timing import (
@@ -17,7 +17,7 @@ from bench_harness.experiments.attention_timing import (
     time_in_turns,
     timer_overhead_ms,
 )
-from bench_harness.experiments.base import Experiment, Figure, Table, option
+from bench_harness.experiments.base import Experiment
 from bench_harness.sampling import SamplingOptions
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bench_harness.attentions import Window
-from bench_harness.case import Row
+from bench_harness.core import Row
 from bench_harness.flops import attention_flops
 
 if TYPE_CHECKING:

@@ -6,12 +6,11 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from bench_harness import roofline
-from bench_harness.experiments import row_tables
+from bench_harness.core import Figure, Table
+from bench_harness.display import row_tables, units
+from bench_harness.display.marks import steady
 from bench_harness.experiments.attention_problem import Problem
 from bench_harness.experiments.attention_timing import PASSES
-from bench_harness.experiments.base import Figure, Table
-from bench_harness.report import units
-from bench_harness.report.marks import steady
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -36,7 +35,7 @@ _PROBLEM = {
 _DIGITS = 6
 #: Of these, what makes problems of one kind.
 _SIZES = ("batch", "heads", "kv_heads", "sequence")
-_VARIANT = {"variant": "attention", "tier": "tier"}
+_VARIANT = {"variant": "attention", "tier": "tier", "kernel": "PyTorch's kernel"}
 _QUANTILES = {"p20_ms": "20 % quantile (ms)", "p80_ms": "80 % quantile (ms)"}
 _ERRORS = {
     "error_out": "error of output (share of max)",
@@ -117,6 +116,8 @@ def _frame(rows: pd.DataFrame) -> pd.DataFrame:
         frame["kv_heads"] = None
     if "plan" in frame:
         frame["tier"] = frame["plan"].map(lambda plan: plan["tier"], na_action="ignore")
+    if "ran" in frame:
+        frame["kernel"] = frame["ran"].where(frame["variant"].str.startswith("sdpa"))
     if "flops" in frame:
         frame["tflop_s"] = frame["flops"] / frame["median_ms"] / 1e9
     if "saved_bytes" in frame:
@@ -380,8 +381,8 @@ def draw(
         ends: columns with the ends of the 95 % interval; None for what does not vary.
         log: whether that axis is logarithmic.
     """
-    from bench_harness.report import marks
-    from bench_harness.report.plots import new_figure
+    from bench_harness.display import marks
+    from bench_harness.display.plots import new_figure
 
     done = done.sort_values(["dtype", "head_dim", "mask"], kind="stable")
     by = ["dtype", "head_dim", "value_head_dim", "mask", "softcap", "feature"]
@@ -438,7 +439,7 @@ def _labelled(plot: Any) -> list[tuple[Any, str]]:
 
 def _by_length(group: pd.DataFrame, column: str, ends: tuple[str, str] | None) -> pd.DataFrame:
     """One line per length: cases that measured the same length are put together."""
-    from bench_harness.report import marks
+    from bench_harness.display import marks
 
     known = group.assign(steady=marks.steady(group) if ends else True, below=0.0, above=0.0)
     if ends is not None:

@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-from bench_harness.attentions import find, stores_scores
-from bench_harness.case import Row
+from bench_harness.attentions import find, forward_only, ran, stores_scores
+from bench_harness.core import CaseSkipped, Row
 from bench_harness.experiments.attention_problem import Problem, learned
 from bench_harness.experiments.attention_proof import errors, exact
-from bench_harness.experiments.base import CaseSkipped
 from bench_harness.sampling import Enough
 from bench_harness.timing import Samples, record_sample, synchronize
 
@@ -74,13 +73,21 @@ class Attempts:
                 rounded = _STORED_SCORES if stores_scores(name) else 1
                 limit = rounded * TOLERANCE[self.problem.dtype]
                 self.about[name] |= errors(
-                    attend, self.problem, self.tensors, self.settings, wanted, limit
+                    attend,
+                    self.problem,
+                    self.tensors,
+                    self.settings,
+                    wanted,
+                    limit,
+                    forward_only=forward_only(name),
                 )
                 self.about[name]["saved_bytes"] = _saved_bytes(attend, self.leaves, self.device)
                 if name.startswith("naive") and self.problem.is_plain:
                     self.about[name] |= self.problem.predicted_bytes()
                 if name.startswith("flashattn-triton"):
                     self.about[name] |= _plan(name, self.problem, self.tensors, self.settings)
+                if kernel := ran(name, *self.tensors[:3], **self.settings):
+                    self.about[name]["ran"] = kernel
 
     def passes(self, name: str, wanted: Sequence[str]) -> Iterator[tuple[str, Callable[[], Any]]]:
         """The passes of an implementation; backward alone reuses one graph."""
@@ -88,6 +95,8 @@ class Attempts:
 
         attend, (*_, grad_out) = self.calls[name], self.tensors
         for each in wanted:
+            if forward_only(name) and each != "forward":
+                continue
             if each == "forward":
                 yield each, torch.no_grad()(attend)
             elif each == "training forward":
@@ -146,7 +155,7 @@ def _plan(
     given = tuple(each for each in NAMES if each in settings)
     query, key, value, _ = tensors
     found = choose(query, key, value, options, implementation=asked, tensors=given)
-    return {"plan": {"tier": found.tier, "why": found.reason}}
+    return {"plan": {"tier": found.tier, "why": found.reason}, "ran": found.tier}
 
 
 def _saved_bytes(

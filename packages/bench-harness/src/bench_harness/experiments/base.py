@@ -1,4 +1,4 @@
-"""What an experiment is: its options, its cases, how one case runs, and what is shown of the rows.
+"""An experiment: its options, its cases, how one case runs, and what is shown of the rows.
 
 An experiment's module must import without torch, pandas or matplotlib: the command line imports
 every experiment to list it. Import them inside ``run``, ``tables`` and ``figures``.
@@ -7,83 +7,13 @@ every experiment to list it. Import them inside ``run``, ``tables`` and ``figure
 from __future__ import annotations
 
 import abc
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench_harness.case import Case, Row, plural
+from bench_harness.core import Case, Figure, Row, Table, plural
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure as MatplotlibFigure
-
-
-class CaseSkipped(Exception):  # noqa: N818 - an outcome, not an error
-    """Raised by :meth:`Experiment.run` when a case cannot run here; its text is the reason."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of the report.
-
-    Attributes:
-        title: heading; also gives the file name of the CSV and Markdown copies.
-        frame: one line per displayed row, columns already in display order.
-        note: one or two sentences under the table: units, how to read it, what is flagged.
-    """
-
-    title: str
-    frame: pd.DataFrame
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A picture of the report.
-
-    Attributes:
-        name: file name without suffix, unique within the experiment.
-        title: heading.
-        figure: a matplotlib figure made with ``matplotlib.figure.Figure`` (never pyplot, which
-            keeps global state and may want a display).
-        note: one or two sentences under the picture.
-        folded: whether the page shows the picture only on request, beside the tables.
-    """
-
-    name: str
-    title: str
-    figure: MatplotlibFigure
-    note: str = ""
-    folded: bool = False
-
-    @property
-    def wide(self) -> bool:
-        """Whether the picture needs the whole width of a page."""
-        return self.figure.get_figwidth() > 6.5
-
-    @functools.cached_property
-    def svg(self) -> bytes:
-        """The picture as SVG, which is drawn once for its file and the page."""
-        from bench_harness.report.plots import svg_bytes
-
-        return svg_bytes(self.figure)
-
-
-def option(
-    default: Any,
-    help: str,  # noqa: A002 - the field's own word for it
-    *,
-    choices: tuple[str, ...] | None = None,
-) -> Any:
-    """Declares one field of an experiment's ``Options``.
-
-    Args:
-        default: the value when neither the command line nor a preset gives one.
-        help: one sentence for ``--help``.
-        choices: the valid names, for a ``str`` or ``tuple[str, ...]`` field.
-    """
-    return field(default=default, metadata={"help": help, "choices": choices})
 
 
 class Experiment(abc.ABC):
@@ -139,8 +69,7 @@ class Experiment(abc.ABC):
 
         config = case.config
         if config.get("device") == "cuda":
-            shared = config.get("nnodes", 1)
-            wanted = 1 if config.get("alone") else config.get("world_size", 1) // shared
+            wanted = 1 if config.get("alone") else config.get("world_size", 1)
             if gpu_count() < wanted:
                 return f"needs {plural(wanted, 'CUDA device')}, but found {gpu_count()}"
         if config.get("nsight") or config.get("tool") == "nsight":

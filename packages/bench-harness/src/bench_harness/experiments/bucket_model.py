@@ -162,9 +162,9 @@ def _optimum(
 
 def draw_fit(done: pd.DataFrame) -> Figure | None:
     """Measured overhead over bucket size, with the model; None without a sweep."""
-    from bench_harness.experiments.row_tables import log_axes
-    from bench_harness.report import marks
-    from bench_harness.report.plots import COLOURS, new_figure
+    from bench_harness.display import marks
+    from bench_harness.display.plots import COLOURS, new_figure
+    from bench_harness.display.row_tables import log_axes
     from bench_harness.stats import with_summary
 
     found = sweeps(with_summary(done))

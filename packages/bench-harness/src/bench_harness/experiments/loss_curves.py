@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench_harness.case import Case, Row
+from bench_harness.core import Case, CaseSkipped, Figure, Row, Table, option
+from bench_harness.display import row_tables
+from bench_harness.distributed import default_world_size, run_on_ranks
 from bench_harness.environment import resolve_device
-from bench_harness.experiments import row_tables
-from bench_harness.experiments.base import CaseSkipped, Experiment, Figure, Table, option
-from bench_harness.experiments.distributed import NodeOptions, default_world_size, run_on_ranks
+from bench_harness.experiments.base import Experiment
 from bench_harness.training import settings
 from bench_harness.workload import DIMENSIONS, SIZES
 
@@ -41,7 +41,7 @@ FAST: dict[str, Any] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(NodeOptions):
+class Options:
     """Options of :class:`LossCurves`."""
 
     size: str = option("small", "Model size.", choices=SIZES)
@@ -66,7 +66,6 @@ class Options(NodeOptions):
     device: str = option("auto", "Where to run.", choices=("auto", "cpu", "cuda"))
 
     def __post_init__(self) -> None:
-        NodeOptions.__post_init__(self)
         if self.steps < WINDOWS:
             raise ValueError(f"steps must be at least {WINDOWS}, but got {self.steps}. Raise it.")
         if len(self.seeds) < 2 or len(set(self.seeds)) < len(self.seeds):
@@ -109,7 +108,7 @@ class LossCurves(Experiment):
         """One case: all variants and seeds."""
         chosen = Options(**options)
         device = resolve_device(chosen.device)
-        world_size = chosen.world_size or default_world_size(device, chosen.nnodes)
+        world_size = chosen.world_size or default_world_size(device)
         given = {name: value for name in DIMENSIONS if (value := getattr(chosen, name)) is not None}
         label = f"loss-curves {chosen.size} b{chosen.batch} s{chosen.sequence}"
         config: Row = {
@@ -123,13 +122,11 @@ class LossCurves(Experiment):
             "text": chosen.text,
             "variants": [variant.table() for variant in chosen.settings()],
             "world_size": world_size,
-            "nnodes": chosen.nnodes,
+            "nnodes": 1,  # as in published rows, whose keys stay
             "device": device,
             "label": f"{label} {chosen.steps} steps {world_size} ranks",
         }
-        return [
-            Case(experiment=self.name, config=config, placement=chosen.placement(), timeout_s=900)
-        ]
+        return [Case(experiment=self.name, config=config, timeout_s=900)]
 
     def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
         """Trains every variant with every seed."""
@@ -207,7 +204,7 @@ class LossCurves(Experiment):
         """The mean curve of every variant, and its difference beside the spread of seeds."""
         import textwrap
 
-        from bench_harness.report.plots import COLOURS, new_figure
+        from bench_harness.display.plots import COLOURS, new_figure
 
         done = row_tables.finished(rows)
         if "losses" not in done or done.empty:

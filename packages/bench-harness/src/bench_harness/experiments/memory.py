@@ -12,11 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench_harness.case import Case, Row
+from bench_harness.core import Case, Figure, Row, Table, option
+from bench_harness.display import row_tables
 from bench_harness.environment import resolve_device
-from bench_harness.experiments import row_tables
-from bench_harness.experiments.base import Experiment, Figure, Table, option
+from bench_harness.experiments.base import Experiment
 from bench_harness.experiments.shape import SubjectOptions, subject_label
+from bench_harness.traces.allocations import FIRST
 from bench_harness.workload import ATTENTIONS, OPTIMIZERS, PRECISIONS, SIZES
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as MatplotlibFigure
 
 MODES = ("forward", "step")
-#: The whole first step, where the second one is recorded.
-FIRST = "first step"
 PHASES = ("model", FIRST, "forward", "backward", "optimizer")
 SNAPSHOT = "memory_snapshot.pickle"
 _LARGEST = 8
@@ -348,7 +347,7 @@ def _residual_derivation(cases: pd.DataFrame) -> str:
 
 def _labelled(case: pd.DataFrame) -> list[str]:
     """The three largest allocations in words."""
-    from bench_harness.report.units import quantity
+    from bench_harness.display.units import quantity
 
     if "kind" not in case:
         return []
@@ -366,8 +365,8 @@ def _labelled(case: pd.DataFrame) -> list[str]:
 
 
 def _draw(line: Row) -> MatplotlibFigure:
-    from bench_harness.report import marks, units
-    from bench_harness.report.plots import new_figure
+    from bench_harness.display import marks, units
+    from bench_harness.display.plots import new_figure
 
     figure, axes = new_figure(height=3.4)
     plot = axes[0, 0]

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from bench_harness.experiments.memory import FIRST
+from bench_harness.subject import workload_of
 from bench_harness.traces import kineto
 from bench_harness.traces.allocations import (
+    FIRST,
     NO_PHASE,
     MemoryEvent,
     from_cuda_history,
@@ -23,7 +24,7 @@ from bench_harness.traces.allocations import (
 )
 from bench_harness.traces.trace import phase
 from bench_harness.training.optimizers import optimizer_by_name
-from bench_harness.workload import attention_by_name, workload_of
+from bench_harness.workload import attention_by_name
 
 
 def record(config: Mapping[str, Any], device: torch.device, snapshot: Path) -> list[MemoryEvent]:

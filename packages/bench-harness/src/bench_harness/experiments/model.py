@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench_harness.case import Case, Row
+from bench_harness.core import Case, Figure, Row, Table, option
+from bench_harness.display import row_tables
 from bench_harness.environment import resolve_device
-from bench_harness.experiments import row_tables
-from bench_harness.experiments.base import Experiment, Figure, Table, option
+from bench_harness.experiments.base import Experiment
 from bench_harness.experiments.shape import SubjectOptions, subject_label
 from bench_harness.sampling import SamplingOptions
 from bench_harness.workload import ATTENTIONS, OPTIMIZERS, PRECISIONS, SIZES
@@ -151,7 +151,7 @@ class Model(Experiment):
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """Times per phase; the effect of warm-up; the first step against the steady state."""
         from bench_harness import roofline
-        from bench_harness.report import marks
+        from bench_harness.display import marks
         from bench_harness.stats import with_summary
 
         frame = with_summary(rows)
@@ -239,8 +239,8 @@ class Model(Experiment):
 
     def figures(self, rows: pd.DataFrame) -> list[Figure]:
         """The parts of the training step, stacked, per subject and variant."""
-        from bench_harness.report import marks
-        from bench_harness.report.plots import new_figure
+        from bench_harness.display import marks
+        from bench_harness.display.plots import new_figure
         from bench_harness.stats import with_summary
 
         done = with_summary(row_tables.finished(rows))
@@ -331,7 +331,8 @@ def _facts(config: Mapping[str, Any], device: torch.device) -> Row:
     from torch.utils.flop_counter import FlopCounterMode
 
     from bench_harness.flops import forward_flops
-    from bench_harness.workload import language_model_config, shape_row, workload_of
+    from bench_harness.subject import workload_of
+    from bench_harness.workload import language_model_config, shape_row
 
     if "model" in config:
         workload = workload_of(config, device, precision=config["variants"][0]["precision"])

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench_harness.case import Case, Row
+from bench_harness.core import Case, Figure, Row, Table, option
+from bench_harness.display import row_tables
 from bench_harness.environment import resolve_device
-from bench_harness.experiments import row_tables
-from bench_harness.experiments.base import Experiment, Figure, Table, option
+from bench_harness.experiments.base import Experiment
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -150,7 +150,7 @@ class Precision(Experiment):
 
 
 def _draw(done: pd.DataFrame) -> MatplotlibFigure:
-    from bench_harness.report.plots import COLOURS, new_figure
+    from bench_harness.display.plots import COLOURS, new_figure
 
     figure, axes = new_figure(rows=2, height=5)
     sums = done[done["kind"] == "accumulation"]

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench_harness.case import Case, Row
+from bench_harness.core import Case, Figure, Row, Table, option
+from bench_harness.display import row_tables
 from bench_harness.environment import resolve_device
-from bench_harness.experiments import row_tables
-from bench_harness.experiments.base import Experiment, Figure, Table, option
+from bench_harness.experiments.base import Experiment
 from bench_harness.experiments.shape import SubjectOptions, subject_label
 from bench_harness.workload import ATTENTIONS, OPTIMIZERS, PRECISIONS, SIZES
 
@@ -223,8 +223,8 @@ class Profile(Experiment):
 
     def figures(self, rows: pd.DataFrame) -> list[Figure]:
         """Kernel time by kind of work: a bar per case and phase."""
-        from bench_harness.report import marks
-        from bench_harness.report.plots import new_figure
+        from bench_harness.display import marks
+        from bench_harness.display.plots import new_figure
 
         done = row_tables.finished(rows)
         if "kind" not in done or done.empty:
@@ -310,9 +310,10 @@ def prepare(config: Mapping[str, Any], device: torch.device) -> Callable[[], Non
     """Builds the model, warms it up, and returns what is to be profiled, in phases."""
     import torch
 
+    from bench_harness.subject import workload_of
     from bench_harness.traces.trace import phase
     from bench_harness.training.optimizers import optimizer_by_name
-    from bench_harness.workload import attention_by_name, workload_of
+    from bench_harness.workload import attention_by_name
 
     workload = workload_of(
         config,

@@ -13,50 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from bench_harness.case import Row
-from bench_harness.experiments import row_tables
-from bench_harness.experiments.base import Figure, Table
-from bench_harness.report import marks
-from bench_harness.report.plots import COLOURS, new_figure
+from bench_harness.core import Figure, Table
+from bench_harness.display import marks, row_tables
+from bench_harness.display.plots import COLOURS, new_figure
 from bench_harness.training.moments import MOMENTS
 
 if TYPE_CHECKING:
-    from bench_harness.training.build import Training
-    from bench_harness.training.settings import Settings
+    pass
 
 #: A prediction of memory further off is flagged.
 TOLERANCE = 0.05
-
-
-def predicted(steps: Training, variant: Settings) -> Row:
-    """Bytes that a step of the language model keeps for backward and recomputes, from shapes.
-
-    Empty for what the arithmetic does not cover: autocast, which keeps activations of both
-    precisions, sharded parameters, and a loss that keeps all logits.
-    """
-    shape = steps.workload.model_config
-    plain = variant.precision != "bf16" and variant.zero_stage == 0
-    if shape is None or not plain or variant.loss != "chunked" or variant.attention == "naive":
-        return {}
-    from basics_model import activation_memory
-
-    batch, sequence = steps.workload.args[0].shape
-    memory = activation_memory(
-        shape,
-        batch=batch,
-        seq=sequence,
-        itemsize=4,
-        checkpoint_blocks=variant.checkpoint_blocks,
-        keep_attention=variant.keep_attention,
-        compiled=variant.compile != "off",
-    )
-    # The loss makes the gradients of the last hidden states and of the head in forward.
-    head = 4.0 * shape.vocab_size * shape.d_model
-    return {
-        "predicted_kept_bytes": memory.kept + memory.ends,
-        "predicted_backward_bytes": memory.recomputed
-        + max(memory.kept + memory.ends, steps.gradient_bytes - head),
-    }
 
 
 def of_cases(done: pd.DataFrame) -> pd.DataFrame:

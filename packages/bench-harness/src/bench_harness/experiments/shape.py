@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench_harness.case import Row
-from bench_harness.experiments.base import option
+from bench_harness.core import Row, option
 from bench_harness.workload import DIMENSIONS
 
 

@@ -7,20 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench_harness.case import Case, Row
-from bench_harness.environment import resolve_device
-from bench_harness.experiments.base import Experiment, Figure, Table, option
-from bench_harness.experiments.distributed import (
-    NodeOptions,
+from bench_harness.core import Case, Figure, Row, Table, option
+from bench_harness.distributed import (
     default_world_size,
     require_gpus,
     run_on_ranks,
-    slowest_of,
-    slowest_rank,
 )
+from bench_harness.environment import resolve_device
+from bench_harness.experiments.base import Experiment
 from bench_harness.experiments.shape import SubjectOptions, subject_label
 from bench_harness.sampling import SamplingOptions
-from bench_harness.traces.step import over_ranks
 from bench_harness.training import settings
 from bench_harness.workload import SIZES
 
@@ -31,7 +27,7 @@ _PRECISIONS = ("fp32", "tf32", "bf16")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(SubjectOptions, NodeOptions, SamplingOptions):
+class Options(SubjectOptions, SamplingOptions):
     """Options of :class:`TrainStep`."""
 
     sizes: tuple[str, ...] = option(("xl",), "Model sizes.", choices=SIZES)
@@ -97,7 +93,6 @@ class Options(SubjectOptions, NodeOptions, SamplingOptions):
 
     def __post_init__(self) -> None:
         SubjectOptions.__post_init__(self)
-        NodeOptions.__post_init__(self)
         if self.model is not None and self.own_loss is None and self.loss != "logits":
             raise ValueError(
                 f"loss must be package.module:function beside model, but got {self.loss!r}, which "
@@ -149,7 +144,7 @@ class TrainStep(Experiment):
         """One case per size, batch and context length; all variants in each."""
         chosen = Options(**options)
         device = resolve_device(chosen.device)
-        world_size = chosen.world_size or default_world_size(device, chosen.nnodes)
+        world_size = chosen.world_size or default_world_size(device)
         variants = chosen.settings()
         if world_size > 1 and chosen.nsight:  # nothing to see without communication
             variants = [variant for variant in variants if variant.communicates]
@@ -157,7 +152,7 @@ class TrainStep(Experiment):
         common: Row = {
             "variants": [variant.table() for variant in variants],
             "world_size": world_size,
-            "nnodes": chosen.nnodes,
+            "nnodes": 1,  # as in published rows, whose keys stay
             "rounds": chosen.rounds,
             "blocks": chosen.blocks,
             "calls": chosen.calls,
@@ -177,7 +172,6 @@ class TrainStep(Experiment):
             Case(
                 experiment=self.name,
                 config={**subject, **common, "label": _label(subject, variants, world_size) + how},
-                placement=chosen.placement(),
                 timeout_s=900,
             )
             for subject in subjects
@@ -191,6 +185,7 @@ class TrainStep(Experiment):
             require_gpus(case.config)
             return nsight.rows(dict(case.config), case.timeout_s / 3, progress)
         from bench_harness.training.measure import measure_rank, weigh_alone
+        from bench_harness.training.merge import merged
 
         if case.config["alone"]:
             return weigh_alone(case.config)
@@ -218,37 +213,3 @@ def _label(subject: Row, variants: list[settings.Settings], world_size: int) -> 
         *(f"compiled {each}" for each in compiled),
     ]
     return " ".join([*parts, f"{world_size} ranks"])
-
-
-def merged(ranks: list[Row]) -> Row:
-    """One variant's row from those of all ranks: times of the slowest, memory of the fullest."""
-    row = slowest_rank(ranks)
-    if not row["samples_ms"]:  # skipped, or it did not agree
-        return {name: value for name, value in row.items() if value not in ([], None)}
-    for name in ("host_ms", "optimizer_ms"):
-        row[name] = slowest_of([rank[name] for rank in ranks])
-    for name in ("peak_gib", "device_allocations", "compilations"):
-        if name in row:
-            row[name] = max(rank[name] for rank in ranks)
-    row["memory"] = [_fullest(list(moment)) for moment in zip(*_each(ranks, "memory"), strict=True)]
-    if "all_reduce" in row:
-        sweeps = [rank["all_reduce"]["samples_ms"] for rank in ranks]
-        row["all_reduce"] = {
-            "size_bytes": row["all_reduce"]["size_bytes"],
-            "samples_ms": [slowest_of(list(size)) for size in zip(*sweeps, strict=True)],
-        }
-    if "communication_ms" in row:
-        del row["arrivals"]
-        row |= over_ranks(ranks)
-    return row
-
-
-def _each(ranks: list[Row], name: str) -> list[Any]:
-    return [rank[name] for rank in ranks]
-
-
-def _fullest(ranks: list[Row]) -> Row:
-    return {
-        name: max(rank[name] for rank in ranks) if isinstance(value, int) else value
-        for name, value in ranks[0].items()
-    }

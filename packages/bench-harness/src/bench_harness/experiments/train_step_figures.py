@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from bench_harness.experiments import recomputation, row_tables
-from bench_harness.experiments.base import Figure
+from bench_harness.core import Figure
+from bench_harness.display import marks, row_tables, units
+from bench_harness.display.plots import COLOURS, new_figure
+from bench_harness.experiments import recomputation
 from bench_harness.experiments.bucket_model import draw_fit
 from bench_harness.experiments.train_step_tables import compared
-from bench_harness.report import marks, units
-from bench_harness.report.plots import COLOURS, new_figure
 from bench_harness.stats import with_summary
 from bench_harness.traces import waterfall
 from bench_harness.traces.picture import draw_overlap

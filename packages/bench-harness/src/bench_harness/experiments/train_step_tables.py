@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import pandas as pd
 
 from bench_harness import roofline
-from bench_harness.experiments import recomputation, row_tables
-from bench_harness.experiments.base import Table
+from bench_harness.core import Table
+from bench_harness.display import marks, row_tables
+from bench_harness.experiments import recomputation
 from bench_harness.experiments.bucket_model import MISS_TOLERANCE, fit_table
-from bench_harness.report import marks
 from bench_harness.stats import ratio_interval, with_summary
 from bench_harness.store import PARTIAL
 from bench_harness.traces import waterfall

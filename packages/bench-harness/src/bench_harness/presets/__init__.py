@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_harness import experiments, options, user_code
-from bench_harness.case import Case
+from bench_harness.core import Case
 
 
 @dataclass(frozen=True)

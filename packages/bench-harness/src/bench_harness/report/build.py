@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from bench_harness import environment, experiments
-from bench_harness.case import JsonValue, Row
-from bench_harness.experiments import Experiment, Figure, Table
-from bench_harness.report.findings import findings, on_cpu
+from bench_harness.core import Figure, JsonValue, Row, Table
+from bench_harness.environment import measured_on
+from bench_harness.experiments import Experiment
 from bench_harness.report.frame import to_frame
-from bench_harness.report.published import measured_on
+from bench_harness.report.headlines import headlines, on_cpu
 from bench_harness.store import ARTIFACTS, PARTIAL, ROUNDS, Store, StoreError
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Report:
         environments: by id; more than one means that rows must not be compared across them.
         commits: of the measured code, in order of appearance.
         notes: about the data itself, as damaged lines.
-        findings: what matters most, in sentences.
+        headlines: what matters most, in sentences.
         on_cpu: whether times are those of a CPU, which show that things work, not how fast.
     """
 
@@ -94,7 +94,7 @@ class Report:
     commits: list[str]
     sections: list[Section]
     notes: list[str]
-    findings: list[str]
+    headlines: list[str]
     on_cpu: bool
 
     @property
@@ -133,7 +133,7 @@ def build(store: Store) -> Report:
         commits=list(dict.fromkeys(row["commit"] for row in loaded.rows if row["commit"])),
         sections=[_section(name, by_name[name], store.folder) for name in order],
         notes=_notes(store, loaded.damaged, environments),
-        findings=findings(loaded.rows),
+        headlines=headlines(loaded.rows),
         on_cpu=on_cpu(loaded.rows),
     )
 
@@ -240,8 +240,8 @@ def _line(rows: list[Row], folder: Path) -> CaseLine:
         for each in rows
         if each["error"] is not None
     ]
-    files = sorted((folder / ARTIFACTS / row["case_key"]).glob("*"))
-    left = [file for file in files if not file.name.startswith(ROUNDS)]
+    files = sorted(Store(folder).subfolder(ARTIFACTS, row["case_key"]).glob("*"))
+    left = [f for f in files if not f.name.startswith(ROUNDS) and not f.is_symlink()]
     return CaseLine(
         experiment=row["experiment"],
         label=row["label"],

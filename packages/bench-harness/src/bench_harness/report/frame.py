@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from bench_harness.case import Row
+from bench_harness.core import Row
 
 if TYPE_CHECKING:
     import pandas as pd

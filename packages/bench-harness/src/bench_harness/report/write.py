@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench_harness.case import Row, plural
-from bench_harness.experiments import Table
+from bench_harness.core import Row, Table, plural
+from bench_harness.display.cells import cell, is_missing, split
+from bench_harness.display.marks import LEGEND
+from bench_harness.display.plots import data_uri, png_bytes, svg_bytes
+from bench_harness.display.units import readable
 from bench_harness.report.build import Report, Section, where
-from bench_harness.report.cells import cell, is_missing, split
-from bench_harness.report.marks import LEGEND
-from bench_harness.report.plots import data_uri, png_bytes
-from bench_harness.report.units import readable
-from bench_harness.store import RESULTS, StoreError, replace_file
+from bench_harness.store import RESULTS, Store, StoreError, replace_file
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,19 +40,20 @@ def write(report: Report, folder: Path) -> Path:
         The page.
 
     Raises:
-        StoreError: the folder cannot be written.
+        StoreError: the folder cannot be written, or leads elsewhere by a link.
     """
+    tables, figures = (Store(folder).subfolder(name) for name in ("tables", "figures"))
     for section in report.sections:
         for table in list(section.tables):
-            stem = folder / "tables" / table_stem(section.name, table.title)
+            stem = tables / table_stem(section.name, table.title)
             with _or_left_out(section, section.tables, table, f"table {table.title}"):
                 replace_file(stem.with_suffix(".csv"), csv(table.frame).encode())
                 replace_file(stem.with_suffix(".md"), markdown(table).encode())
         for figure in list(section.figures):
-            stem = folder / "figures" / f"{section.name}-{figure.name}"
+            stem = figures / f"{section.name}-{figure.name}"
             with _or_left_out(section, section.figures, figure, f"picture {figure.name}"):
                 replace_file(stem.with_suffix(".png"), png_bytes(figure.figure))
-                replace_file(stem.with_suffix(".svg"), figure.svg)
+                replace_file(stem.with_suffix(".svg"), svg_bytes(figure.figure))
     page = folder / PAGE
     replace_file(page, render(report).encode())
     return page

@@ -15,7 +15,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from bench_harness.case import Row
+from bench_harness.core import Row
 from bench_harness.traces.trace import PHASE
 
 #: Points of a stored timeline; each keeps the highest moment of its stretch.
@@ -42,6 +42,8 @@ class MemoryEvent:
 
 #: Name of the stretches between phases.
 NO_PHASE = ""
+#: The first of two recorded steps, which makes the optimizer's state.
+FIRST = "first step"
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from bench_harness.case import Row
+from bench_harness.core import Row
 from bench_harness.traces.intervals import Interval
 from bench_harness.traces.trace import Event, Trace
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from bench_harness.experiments.base import CaseSkipped
+from bench_harness.core import CaseSkipped
 from bench_harness.traces.trace import Event, Trace, is_communication
 
 #: First version whose export has the tables read here under these names.

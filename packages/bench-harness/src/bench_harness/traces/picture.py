@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from bench_harness.case import Row
+from bench_harness.core import Row
 from bench_harness.traces.intervals import Interval, clip, union
 from bench_harness.traces.trace import Trace
 
@@ -50,7 +50,7 @@ def draw_overlap(timelines: Mapping[str, Row]) -> Figure:
     """
     from matplotlib.patches import Patch
 
-    from bench_harness.report.plots import COLOURS, new_figure
+    from bench_harness.display.plots import COLOURS, new_figure
 
     figure, axes = new_figure(width=9, height=0.9 + 0.85 * len(timelines))
     plot = axes[0, 0]

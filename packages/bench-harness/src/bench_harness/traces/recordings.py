@@ -1,7 +1,6 @@
 """Reads recordings of any program, whose kind is told by the content of the file.
 
-torch.profiler's Chrome-format traces, Nsight Systems' reports and their SQLite exports, and the
-trees that Triton's Proton writes, which hold sums of kernels and no times.
+torch.profiler's Chrome-format traces, and Nsight Systems' reports and their SQLite exports.
 """
 
 from __future__ import annotations
@@ -11,23 +10,22 @@ import json
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from bench_harness.case import Row
+from bench_harness.core import Row
 from bench_harness.traces import kineto, nsight
 from bench_harness.traces.intervals import Interval
 from bench_harness.traces.step import of_rank
 from bench_harness.traces.stragglers import stragglers
-from bench_harness.traces.trace import KernelTotal, Trace, kernel_totals, kind
+from bench_harness.traces.trace import KernelTotal, Trace, kernel_totals
 
 #: How torch.profiler marks the steps of its schedule.
 _STEP = "ProfilerStep#"
 _READ = (
-    "a torch.profiler trace (.json, .json.gz), a report or export of Nsight Systems (.nsys-rep, "
-    ".sqlite), or a tree of Proton (.hatchet)"
+    "a torch.profiler trace (.json, .json.gz), or a report or export of Nsight Systems "
+    "(.nsys-rep, .sqlite)"
 )
 
 
@@ -108,8 +106,6 @@ def _nsight(path: Path, name: str) -> list[Recording]:
 def _json(path: Path) -> list[Recording]:
     with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
         content = json.load(file)
-    if isinstance(content, list) and content and "children" in content[0]:
-        return [_proton(content, path.name)]
     events = content.get("traceEvents") if isinstance(content, Mapping) else None
     if not isinstance(events, list):
         raise ValueError(f"FILE must be {_READ}, but got {path}, which is other JSON. Correct it.")
@@ -147,36 +143,6 @@ def _timed(trace: Trace, name: str, tool: str) -> Recording:
             **of_rank(trace, window, spans),
         },
     )
-
-
-def _proton(tree: Sequence[Mapping[str, Any]], name: str) -> Recording:
-    """Sums of kernels from the leaves of Proton's tree; the part after it describes the devices."""
-    totals: dict[str, list[int]] = {}
-    for kernel, metrics in _leaves(tree[0]):
-        sums = totals.setdefault(kernel, [0, 0])
-        sums[0] += int(metrics["time (ns)"])
-        sums[1] += int(metrics.get("count", 1))
-    if not totals:
-        raise ValueError(
-            f"FILE must hold times of kernels, but got {name}, a tree of Proton without any. "
-            "Record it with proton.start(..., data='tree') around kernels on a GPU."
-        )
-    everything = sum(spent for spent, _ in totals.values()) or 1
-    kernels = [
-        KernelTotal(
-            name=kernel, kind=kind(kernel), count=count, total_ns=spent, share=spent / everything
-        )
-        for kernel, (spent, count) in sorted(totals.items(), key=lambda item: -item[1][0])
-    ]
-    return Recording(name=name, tool="Proton", spans="GPU kernels", kernels=kernels)
-
-
-def _leaves(node: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    children = node.get("children") or []
-    if not children and "time (ns)" in node.get("metrics", {}):
-        yield str(node["frame"]["name"]), node["metrics"]
-    for child in children:
-        yield from _leaves(child)
 
 
 def tables(recordings: Sequence[Recording], *, most: int = 15) -> dict[str, list[Row]]:

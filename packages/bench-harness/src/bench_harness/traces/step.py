@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench_harness.case import Row
+from bench_harness.core import Row
 from bench_harness.traces.gathers import gathers, summary
 from bench_harness.traces.intervals import Interval
 from bench_harness.traces.picture import timeline

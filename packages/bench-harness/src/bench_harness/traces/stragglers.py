@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from bench_harness.case import Row
+from bench_harness.core import Row
 from bench_harness.traces.intervals import Interval
 from bench_harness.traces.trace import Event, Trace, is_communication, short_name
 

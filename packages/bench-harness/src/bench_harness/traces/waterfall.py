@@ -99,7 +99,7 @@ def draw(waterfalls: Mapping[str, Mapping[str, float]]) -> Figure:
     Args:
         waterfalls: variant → :func:`waterfall`.
     """
-    from bench_harness.report.plots import COLOURS, new_figure
+    from bench_harness.display.plots import COLOURS, new_figure
 
     figure, axes = new_figure(width=9, height=1.3 + 0.6 * len(waterfalls))
     plot = axes[0, 0]

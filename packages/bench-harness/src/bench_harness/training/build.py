@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch import nn
 
 from basics_model import CapturedStep
-from bench_harness.experiments.base import CaseSkipped
+from bench_harness.core import CaseSkipped
+from bench_harness.subject import workload_of
 from bench_harness.training import settings as of
 from bench_harness.training.elementwise import use_liger
 from bench_harness.training.optimizers import dtype_of, make_optimizer, matrix_names, state_bytes
 from bench_harness.training.peer import peer_copies, peer_hook
-from bench_harness.workload import attention_by_name, workload_of
+from bench_harness.workload import attention_by_name, imported
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -237,6 +238,13 @@ def _wrapped(variant: of.Settings, workload: Workload) -> Training:
         if isinstance(variant.optimizer, of.Sharded) and variant.optimizer.overlap:
             optimizer.attach(module)
         return Training(workload, module, optimizer, *whole)
+    if isinstance(wrapper, of.Imported):
+        around = imported(wrapper.name, "wrapper")(module, **dict(wrapper.arguments))
+        optimizer = _optimizer(variant, module, device, matrices)
+        finish = getattr(around, "finish_gradient_synchronization", lambda: None)
+        return Training(
+            workload, around, optimizer, *whole, finish, getattr(around, "detach", lambda: None)
+        )
     ours = _ddp_lite(wrapper, module)
     optimizer = _optimizer(variant, module, device, matrices)
     finish = ours.finish_gradient_synchronization
@@ -247,7 +255,7 @@ def _optimizer(
     variant: of.Settings, module: nn.Module, device: torch.device, matrices: set[str]
 ) -> Any:
     arguments: Any = variant.optimizer
-    if not variant.wrapper.averages:
+    if not variant.wrapper.averages and isinstance(arguments, of.TorchOptimizer):
         # Updates from gradients that differ would make the ranks' weights differ, which ddp-lite
         # refuses. With a learning rate of 0 the same kernels leave all weights as they are.
         arguments = dataclasses.replace(arguments, lr=0.0)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from basics_model.model import RMSNorm, SelfAttention, SwiGLU, shared_input
-from bench_harness.experiments.base import CaseSkipped
+from bench_harness.core import CaseSkipped
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

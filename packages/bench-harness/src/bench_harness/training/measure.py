@@ -20,11 +20,8 @@ import torch.distributed as dist
 
 from basics_model import CaptureError
 from bench_harness import rounds
-from bench_harness.case import Row
-from bench_harness.experiments import recomputation
-from bench_harness.experiments.base import CaseSkipped
-from bench_harness.experiments.distributed import on_rank_0
-from bench_harness.experiments.train_step import merged
+from bench_harness.core import CaseSkipped, Row
+from bench_harness.distributed import on_rank_0, sweep
 from bench_harness.flops import step_work, training_flops
 from bench_harness.roofline import ceilings, step_bytes
 from bench_harness.sampling import Enough
@@ -32,6 +29,7 @@ from bench_harness.timing import synchronize
 from bench_harness.training import moments, proof
 from bench_harness.training import settings as of
 from bench_harness.training.build import Training, training
+from bench_harness.training.merge import merged
 from bench_harness.workload import compute_dtype, device_of, precision_context, shape_row
 
 STEP = "step"
@@ -159,8 +157,6 @@ def _prove(
 
 def _all_reduces(variant: of.Settings, config: Mapping[str, Any], device: torch.device) -> Row:
     """All-reduces alone, from which the cost of a bucket sweep is predicted."""
-    from bench_harness.experiments.allreduce import sweep
-
     with training(variant, config, device) as steps:
         largest = max(p.nbytes for p in steps.workload.module.parameters())
         sizes = [max(4096, 4 * steps.numel // share) for share in _SWEEP_SHARES]
@@ -181,7 +177,11 @@ def _one_round(
     before = moments.held_before(device) if round_number == 0 else 0
     with training(variant, config, device) as steps:
         if round_number == 0:
-            row |= facts(steps) | work(steps, variant) | recomputation.predicted(steps, variant)
+            row |= (
+                facts(steps)
+                | work(steps, variant)
+                | moments.predicted_recomputation(steps, variant)
+            )
             row["held_before_bytes"] = before
             row["memory"], row["losses"] = moments.weigh(
                 steps, variant, before, first_step=config["first_step"]
@@ -215,10 +215,10 @@ def _one_round(
 
 
 def _hand_over(rows: list[Row], finished: int, config: Mapping[str, Any], folder: Path) -> None:
-    """Keeps the rows of the finished rounds, once per machine, in case this one is stopped."""
+    """Keeps the rows of the finished rounds, once, in case this one is stopped."""
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, rows)
-    if dist.get_rank() % (dist.get_world_size() // config["nnodes"]) == 0:
+    if dist.get_rank() == 0:
         whole = [merged(list(each)) for each in zip(*ranks, strict=True)]
         rounds.hand_over(folder, whole, finished=finished, asked=config["rounds"])
 

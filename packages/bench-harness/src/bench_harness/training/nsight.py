@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench_harness.case import Row
+from bench_harness.core import Row
 from bench_harness.training import settings as of
 
 if TYPE_CHECKING:

@@ -32,6 +32,8 @@ def matrix_names(blocks: Iterable[nn.Module], module: nn.Module) -> set[str]:
 def state_bytes(arguments: of.Arguments, module: nn.Module, matrices: set[str]) -> int:
     """Bytes of the state that an optimizer keeps for a whole model with fp32 state.
 
+    An imported one is taken to keep two moments, as AdamW does.
+
     Args:
         matrices: of :func:`matrix_names`.
     """
@@ -59,6 +61,10 @@ def make_optimizer(
         capturable: whether AdamW's step may be recorded in a CUDA graph.
     """
     parameters = module.parameters()
+    if isinstance(arguments, of.Imported):
+        from bench_harness.workload import imported
+
+        return imported(arguments.name, "optimizer")(parameters, **dict(arguments.arguments))
     if isinstance(arguments, of.BasicsAdamW):
         import basics_model
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from bench_harness.experiments.base import CaseSkipped
+from bench_harness.core import CaseSkipped
 from bench_harness.training import settings as of
 
 
@@ -14,20 +14,20 @@ def peer_hook(wrapper: of.Bucketed, group: Any) -> Any:
     """The comm hook of a wrapper with ``comm_hook="peer-copy"``; collective.
 
     Raises:
-        CaseSkipped: these GPUs cannot copy to each other.
+        CaseSkipped: these GPUs cannot copy to each other, or a part of the exchange is to be left
+            out, which only earlier rows have.
     """
     from ddp_lite.peer import PeerCopyAverage
 
+    for name in ("peer_parts", "peer_way"):
+        if getattr(wrapper, name) is not None:
+            raise CaseSkipped(
+                f"{name} must be left out, but got {getattr(wrapper, name)!r}, which only earlier "
+                "rows have. Measure the whole exchange."
+            )
+
     memory = peer_memory(group)
     hook = PeerCopyAverage(memory)
-    if wrapper.peer_parts is not None:
-        from bench_harness.training.peer_parts import PartialCopies
-
-        hook.copies = PartialCopies(memory, wrapper.peer_parts)
-    if wrapper.peer_way is not None:
-        from bench_harness.training.peer_ways import copies_without
-
-        hook.copies = copies_without(memory, wrapper.peer_way)
     if wrapper.copy:
         return lambda flat, bucket: hook.copies.average([flat])
     return hook

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from bench_harness.case import Row
+from bench_harness.core import Row
 from bench_harness.training import settings as of
 from bench_harness.training.build import training
 

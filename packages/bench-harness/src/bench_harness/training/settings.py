@@ -10,7 +10,10 @@ anything else than what was measured::
     { wrapper = { name = "fsdp2", reshard_after_forward = true }, compile = "off" }
 
 A wrapper or an optimizer is a name, or a table with ``name`` and arguments. The arguments have the
-names and defaults of the class that they are passed to.
+names and defaults of the class that they are passed to. As text, for the command line, a variant
+is ``bucketed(bucket_size_mb=100) + zero-redundancy`` (:mod:`bench_harness.training.calls`).
+``package.module:name`` in place of a name is any class that can be imported. Its arguments are
+checked against its own signature before anything is measured (:mod:`bench_harness.user_code`).
 """
 
 from __future__ import annotations
@@ -21,9 +24,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from bench_harness.convert import converted
+from bench_harness.training.calls import parse_call, parse_variant, written
 
 Dtype: TypeAlias = Literal["fp32", "bf16", "fp16"]
 Precision: TypeAlias = Literal["fp32", "tf32", "bf16"]
@@ -33,9 +37,9 @@ Elementwise: TypeAlias = Literal["torch", "liger"]
 MissingGradients: TypeAlias = Literal["skip-if-all", "zeros", "error"]
 #: "exact", "rounded" to 16 bits, or "compressed" with loss.
 Wire: TypeAlias = Literal["exact", "rounded", "compressed"]
-#: Parts of an exchange by copies between GPUs; see :mod:`bench_harness.training.peer_parts`.
+#: Parts of an exchange by copies between GPUs, in published rows.
 PeerParts: TypeAlias = Literal["none", "barriers", "barriers+averaging", "barriers+copies"]
-#: Other ways to carry out such an exchange; see :mod:`bench_harness.training.peer_ways`.
+#: Other ways to carry out such an exchange, in published rows.
 PeerWay: TypeAlias = Literal["torch-sums", "default-priority", "single-copies"]
 Table: TypeAlias = dict[str, Any]
 
@@ -46,11 +50,13 @@ class Arguments:
 
     Attributes:
         title: how a label names it.
+        target: the class, as ``package.module:name``; "" for none.
         unlabelled: arguments that labels leave out unless they are 0, because they change no cost.
         steps_before_recording: how many steps must be taken before one can be recorded.
     """
 
     title: ClassVar[str]
+    target: ClassVar[str] = ""
     unlabelled: ClassVar[tuple[str, ...]] = ()
     steps_before_recording: ClassVar[int] = 1
 
@@ -61,12 +67,13 @@ class Arguments:
         A learning rate of 0 is shown: weights and gradients then keep their values, on which the
         power that a GPU needs depends, and so its clock.
         """
-        given = []
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value != field.default and (field.name not in self.unlabelled or value == 0):
-                given.append(field.name if value is True else f"{field.name}={_written(value)}")
-        return self.title + (f"({', '.join(given)})" if given else "")
+        given = {
+            field.name: value
+            for field in dataclasses.fields(self)
+            if (value := getattr(self, field.name)) != field.default
+            and (field.name not in self.unlabelled or value == 0)
+        }
+        return self.title + _in_brackets(given)
 
     @property
     def wire(self) -> Wire:
@@ -77,6 +84,24 @@ class Arguments:
     def averages(self) -> bool:
         """Whether all ranks get the average of what they exchange."""
         return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Imported(Arguments):
+    """Any class by ``package.module:name``, which is called with a module or with parameters.
+
+    Attributes:
+        name: of the class.
+        arguments: names and values, as given.
+    """
+
+    name: str
+    arguments: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def label(self) -> str:
+        """The name without its package, and the arguments."""
+        return self.name.rpartition(":")[2] + _in_brackets(dict(self.arguments))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +116,7 @@ class Naive(Arguments):
     """Arguments of :class:`ddp_lite.NaiveDDP`."""
 
     title: ClassVar[str] = "NaiveDDP"
+    target: ClassVar[str] = "ddp_lite:NaiveDDP"
     missing_gradients: MissingGradients = "skip-if-all"
 
 
@@ -99,6 +125,7 @@ class Flat(Naive):
     """Arguments of :class:`ddp_lite.FlatDDP`."""
 
     title: ClassVar[str] = "FlatDDP"
+    target: ClassVar[str] = "ddp_lite:FlatDDP"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +133,7 @@ class Overlap(Naive):
     """Arguments of :class:`ddp_lite.OverlapDDP`."""
 
     title: ClassVar[str] = "OverlapDDP"
+    target: ClassVar[str] = "ddp_lite:OverlapDDP"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,14 +149,14 @@ class Bucketed(Arguments):
             choice. "compress-bf16", "power-sgd", "reduce-scatter", and "peer-copy" with a
             wire_dtype, stand in rows of earlier versions; they cannot be measured any more.
             None is "collectives", those of the group.
-        peer_parts: which parts of an exchange by "peer-copy" are carried out, to see what each
-            costs; gradients are not averaged then. "none" leaves the hooks and the packing.
-        peer_way: carries out an exchange by "peer-copy" without an improvement, to see its gain.
+        peer_parts, peer_way: stand in rows of earlier versions, which carried out parts of an
+            exchange, or lacked an improvement; they cannot be measured any more.
         nccl_high_priority: NCCL's kernels run on a stream of high priority.
         nccl_max_ctas: at most so many thread blocks for a NCCL kernel.
     """
 
     title: ClassVar[str] = "BucketedDDP"
+    target: ClassVar[str] = "ddp_lite:BucketedDDP"
     bucket_size_mb: float | Literal["auto", "one"] = "auto"
     last_bucket_size_mb: float | Literal["same"] = 25
     copy: bool = False
@@ -141,19 +169,6 @@ class Bucketed(Arguments):
     missing_gradients: MissingGradients = "skip-if-all"
     nccl_high_priority: bool = False
     nccl_max_ctas: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("peer_parts", "peer_way"):
-            if getattr(self, name) is not None and self.comm_hook != "peer-copy":
-                raise ValueError(
-                    f"{name} must be left out where comm_hook is {self.comm_hook!r}, but got "
-                    f'{getattr(self, name)!r}. Remove it, or set comm_hook = "peer-copy".'
-                )
-        if self.peer_parts is not None and self.peer_way is not None:
-            raise ValueError(
-                f"peer_way must be left out beside peer_parts, but got {self.peer_way!r} beside "
-                f"{self.peer_parts!r}. Measure them one at a time."
-            )
 
     @property
     def averages(self) -> bool:
@@ -177,6 +192,7 @@ class TorchDDP(Arguments):
     """
 
     title: ClassVar[str] = "torch DDP"
+    target: ClassVar[str] = "torch.nn.parallel:DistributedDataParallel"
     steps_before_recording: ClassVar[int] = 11
     bucket_cap_mb: float = 25
     gradient_as_bucket_view: bool = False
@@ -196,6 +212,7 @@ class FSDP2(Arguments):
     """
 
     title: ClassVar[str] = "FSDP2"
+    target: ClassVar[str] = "torch.distributed.fsdp:fully_shard"
     reshard_after_forward: bool = True
     param_dtype: Dtype | None = None
     reduce_dtype: Dtype | None = None
@@ -214,6 +231,7 @@ class FullySharded(Arguments):
     """
 
     title: ClassVar[str] = "FullyShardedDataParallel"
+    target: ClassVar[str] = "shard_optim:FullyShardedDataParallel"
     reshard_after_forward: bool = True
     compute_dtype: Dtype | None = None
     reduce_dtype: Dtype | None = None
@@ -258,6 +276,7 @@ class AdamW(TorchOptimizer):
     """Arguments of :class:`torch.optim.AdamW`."""
 
     title: ClassVar[str] = "AdamW"
+    target: ClassVar[str] = "torch.optim:AdamW"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,6 +284,7 @@ class SGD(TorchOptimizer):
     """Arguments of :class:`torch.optim.SGD`."""
 
     title: ClassVar[str] = "SGD"
+    target: ClassVar[str] = "torch.optim:SGD"
     momentum: float = 0.0
 
 
@@ -276,6 +296,7 @@ class Muon(TorchOptimizer):
     """
 
     title: ClassVar[str] = "Muon"
+    target: ClassVar[str] = "torch.optim:Muon"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,6 +304,7 @@ class BasicsAdamW(Arguments):
     """Arguments of :class:`basics_model.AdamW`."""
 
     title: ClassVar[str] = "basics_model.AdamW"
+    target: ClassVar[str] = "basics_model:AdamW"
     unlabelled: ClassVar[tuple[str, ...]] = ("lr",)
     lr: float = 1e-4
 
@@ -292,6 +314,7 @@ class ZeroRedundancy(TorchOptimizer):
     """AdamW in :class:`torch.distributed.optim.ZeroRedundancyOptimizer`."""
 
     title: ClassVar[str] = "ZeroRedundancyOptimizer"
+    target: ClassVar[str] = "torch.distributed.optim:ZeroRedundancyOptimizer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,6 +326,7 @@ class Sharded(TorchOptimizer):
     """
 
     title: ClassVar[str] = "ShardedOptimizer"
+    target: ClassVar[str] = "shard_optim:ShardedOptimizer"
     partition: Literal["flat", "whole"] = "flat"
     bucket_size_mb: float | None = None
     master_dtype: Dtype | None = None
@@ -488,14 +512,15 @@ def read(variant: Mapping[str, Any] | str, defaults: Mapping[str, Any]) -> Setti
     """A variant from a preset.
 
     Args:
-        variant: a table, or the name of a wrapper.
+        variant: a table, or text as in :mod:`bench_harness.training.calls`. Arguments of the
+            wrapper may stand in the table itself.
         defaults: values of ``optimizer`` and of :data:`SHARED` that the variant does not give.
 
     Raises:
         ValueError: an unknown key or value, or settings that do not fit together; the message
             names the key, what is valid, and what to do.
     """
-    table = {"wrapper": variant} if isinstance(variant, str) else dict(variant)
+    table = _of_text(variant) if isinstance(variant, str) else _with_own_arguments(variant)
     known = ("wrapper", "optimizer", *SHARED)
     _check_keys(table, known, "variant")
     given = {**defaults, **table}
@@ -544,18 +569,66 @@ def with_bounds(variants: Sequence[Settings]) -> list[Settings]:
     return [*bounds, *(variant for variant in variants if variant not in bounds)]
 
 
-_A = TypeVar("_A", bound=Arguments)
+def _of_text(text: str) -> Table:
+    """A variant as a table, from ``wrapper + optimizer, setting=value``.
+
+    Raises:
+        ValueError: the text has another form, or names two wrappers or two optimizers.
+    """
+    calls, settings = parse_variant(text)
+    table: Table = {}
+    for call in calls:
+        optimizer = _short(call["name"], OPTIMIZERS) in OPTIMIZERS
+        if ":" in call["name"] and not optimizer and "wrapper" in table:
+            optimizer = _short(call["name"], WRAPPERS) not in WRAPPERS
+        role = "optimizer" if optimizer else "wrapper"
+        if role in table:
+            raise ValueError(
+                f"variant must have one {role}, but got {table[role]['name']} and {call['name']}. "
+                "Remove one."
+            )
+        table[role] = call
+    return {**table, **settings}
 
 
-def _arguments(what: str, given: Any, known: Mapping[str, type[_A]]) -> _A:
+def _with_own_arguments(variant: Mapping[str, Any]) -> Table:
+    """A variant's table with the wrapper's arguments in the wrapper's own table."""
+    table = dict(variant)
+    given = table.get("wrapper", "none")
+    wrapper = parse_call(given) if isinstance(given, str) else given
+    if not isinstance(wrapper, Mapping) or not isinstance(wrapper.get("name"), str):
+        return table  # told by _arguments
+    cls = WRAPPERS.get(_short(wrapper["name"], WRAPPERS), Imported)
+    takes = {field.name for field in dataclasses.fields(cls)}
+    own = {
+        key: value
+        for key, value in table.items()
+        if key not in ("wrapper", "optimizer", *SHARED) and (cls is Imported or key in takes)
+    }
+    if not own or (":" not in wrapper["name"] and cls is Imported):
+        return table
+    rest = {key: value for key, value in table.items() if key not in own}
+    return {**rest, "wrapper": {**wrapper, **own}}
+
+
+def _short(name: str, known: Mapping[str, type[Arguments]]) -> str:
+    """The short name of a class that is named by its title or its target."""
+    named = {word: short for short, cls in known.items() for word in (cls.title, cls.target)}
+    return named.get(name, name)
+
+
+def _arguments(what: str, given: Any, known: Mapping[str, type[Arguments]]) -> Arguments:
     """A wrapper or an optimizer from its name, or from a table with its name and arguments."""
-    table = {"name": given} if isinstance(given, str) else given
+    table = parse_call(given) if isinstance(given, str) else given
     if not isinstance(table, Mapping) or not isinstance(table.get("name"), str):
         raise ValueError(
             f"{what} must be a name or a table with a name, but got {given!r}. Write "
             f'{what} = "{next(iter(known))}", or {what} = {{ name = … }}.'
         )
-    name = table["name"]
+    name = _short(table["name"], known)
+    if name not in known and ":" in name:
+        own = tuple((key, value) for key, value in table.items() if key != "name")
+        return Imported(name=name, arguments=own)
     if name not in known:
         raise ValueError(
             f"{what} must be one of {', '.join(known)}, but got {name!r}. Correct the name."
@@ -582,6 +655,8 @@ def _check_keys(table: Mapping[str, Any], known: Sequence[str], what: str) -> No
 
 
 def _table(arguments: Arguments, known: Mapping[str, type[Arguments]]) -> Table:
+    if isinstance(arguments, Imported):
+        return {"name": arguments.name, **dict(arguments.arguments)}
     (name,) = (name for name, cls in known.items() if cls is type(arguments))
     given = {
         field.name: getattr(arguments, field.name)
@@ -591,5 +666,8 @@ def _table(arguments: Arguments, known: Mapping[str, type[Arguments]]) -> Table:
     return {"name": name, **given}
 
 
-def _written(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def _in_brackets(arguments: Mapping[str, Any]) -> str:
+    given = [
+        name if value is True else f"{name}={written(value)}" for name, value in arguments.items()
+    ]
+    return f"({', '.join(given)})" if given else ""

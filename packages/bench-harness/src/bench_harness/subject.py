@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from bench_harness.workload import Workload, imported
+from bench_harness.workload import Workload, imported, language_model
 
 if TYPE_CHECKING:
     import torch
@@ -219,3 +219,22 @@ def scalar_loss(output: Any) -> Tensor:
             f"{type(output).__name__}. Name a --loss function that takes it."
         )
     return found.float().mean()
+
+
+def workload_of(
+    config: Mapping[str, Any],
+    device: torch.device,
+    *,
+    precision: str,
+    batch_seed: int | None = None,
+    **how: Any,
+) -> Workload:
+    """What a case measures: the user's model that it names, or the language model.
+
+    Args:
+        batch_seed: of the input; None leaves it to the model's kind.
+        how: further arguments of :func:`language_model`, which a user's model has no use for.
+    """
+    if config.get("model") is not None:
+        return imported_module(config, device, precision, batch_seed=batch_seed)
+    return language_model(config, device, precision=precision, batch_seed=batch_seed or 0, **how)

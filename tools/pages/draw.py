@@ -1,4 +1,4 @@
-"""Draws the explaining pictures of the documentation: ``python scripts/draw_pictures.py``.
+"""Draws the explaining pictures of the documentation: ``python -m tools.pages draw``.
 
 They show an order of events or a formula, never a measurement. Each is an SVG file of a few
 kilobytes under ``docs/pictures/`` that brings its own background, light or dark as the reader's
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shard_optim.accounting import STAGES, rank_memory
 
-FOLDER = Path(__file__).resolve().parents[1] / "docs" / "pictures"
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 WIDTH = 560
 # The colours of bench-harness's plots, with text that is readable on them.
 STYLE = """

@@ -1,9 +1,9 @@
 """Published rows: one file per published table, which needs no run folder beside it.
 
 A line is one case: what identifies it, the hardware and versions it was measured with, and its
-rows with every sample. What a row would repeat stands once. ``bench-harness publish`` makes such a
-file from a run folder, and :mod:`bench_harness.report.render` reads it. A file whose name ends in
-``.gz`` is compressed, which makes many samples a fifth of the size.
+rows with every sample. What a row would repeat stands once. :func:`publish` makes such a file from
+run folders, and :mod:`tools.pages.fill` reads it. A file whose name ends in ``.gz`` is compressed,
+which makes many samples a fifth of the size.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_harness.case import Row
+from bench_harness.core import Row
+from bench_harness.environment import measured_on
 from bench_harness.store import PARTIAL, Store, replace_file
 
 #: Columns of a case, the same in all of its rows. The label is also in the configuration.
@@ -118,17 +119,6 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, list):
         return [_rounded(item) for item in value]
     return {k: _rounded(v) for k, v in value.items()} if isinstance(value, dict) else value
-
-
-def measured_on(environment: Mapping[str, Any]) -> str:
-    """Hardware and versions in one phrase."""
-    names = [gpu["name"] for gpu in environment.get("gpus", [])]
-    packages = environment.get("packages", {})
-    hardware = f"{len(names)} × {names[0]}" if names else environment.get("cpu", "unknown machine")
-    versions = [f"{name} {packages[name]}" for name in ("torch", "triton") if packages.get(name)]
-    if environment.get("driver"):
-        versions.insert(0, f"driver {environment['driver']}")
-    return ", ".join([str(hardware), *versions])
 
 
 def read(file: Path) -> list[Row]:

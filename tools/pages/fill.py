@@ -47,10 +47,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tools.pages import rows as published
+
 from bench_harness import experiments
-from bench_harness.case import Row
-from bench_harness.report import published
-from bench_harness.report.cells import is_missing
+from bench_harness.core import Row
+from bench_harness.display.cells import is_missing
 from bench_harness.report.frame import to_frame
 
 if TYPE_CHECKING:
@@ -262,7 +263,7 @@ def _shown(wanted: Mapping[str, Any], page: _Page) -> str:
 
 
 def _picture(wanted: Mapping[str, Any], page: _Page) -> str:
-    from bench_harness.report.plots import png_bytes
+    from bench_harness.display.plots import png_bytes
 
     _check_keys(wanted, _FIGURE, "figure")
     source = _named(page, wanted.get("source"))

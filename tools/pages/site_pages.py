@@ -17,7 +17,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = (
     "*.md",
     "examples/*.md",
@@ -65,7 +65,9 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         # A picture of another host is not loaded: its text stays.
         return found["alt"] if "://" in target else f"![{found['alt']}]({target})"
 
-    text, code, parts = [], [], []
+    text: list[str] = []
+    code: list[str] = []
+    parts: list[str] = []
     open_mark = ""
 
     def end_text() -> None:
@@ -130,7 +132,7 @@ def _target(given: str, here: str, page: str, paths: dict[str, str], source: str
 def _info(info: str) -> str:
     """What a fence says to scripts/run_readme.py, as a title above the code."""
     language, *words = info.split() or [""]
-    given = dict((*word.split("=", 1), "")[:2] for word in words)
+    given = {name: value for name, _, value in (word.partition("=") for word in words)}
     title = []
     if "file" in given:
         title.append(given["file"])

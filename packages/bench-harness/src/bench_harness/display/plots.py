@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import base64
 import io
+import weakref
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
     from matplotlib.figure import Figure
 
-    from bench_harness.experiments.base import Figure as Picture
+    from bench_harness.core import Figure as Picture
 
 #: Colours that stay apart for colour-blind readers and in grey print (Okabe and Ito, 2008).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 
 #: A vector picture past this size (many points) is embedded as PNG instead.
 _SVG_LIMIT_BYTES = 400_000
+
+_DRAWN: weakref.WeakKeyDictionary[Figure, bytes] = weakref.WeakKeyDictionary()
 
 _STYLE: Any = {
     "axes.grid": True,
@@ -72,14 +75,20 @@ def png_bytes(figure: Figure) -> bytes:
 
 
 def svg_bytes(figure: Figure) -> bytes:
-    """The figure as SVG without a background, which a dark page may invert."""
-    return _render(figure, "svg", transparent=True)
+    """The figure as SVG without a background, which a dark page may invert.
+
+    Drawn once, for its file and for the page: the layout of a figure stays as it was drawn first.
+    """
+    if figure not in _DRAWN:
+        _DRAWN[figure] = _render(figure, "svg", transparent=True)
+    return _DRAWN[figure]
 
 
 def data_uri(picture: Picture) -> str:
     """A picture as a ``data:`` address for an offline page: SVG, or PNG where that is smaller."""
-    if len(picture.svg) <= _SVG_LIMIT_BYTES:
-        return "data:image/svg+xml;base64," + base64.b64encode(picture.svg).decode()
+    svg = svg_bytes(picture.figure)
+    if len(svg) <= _SVG_LIMIT_BYTES:
+        return "data:image/svg+xml;base64," + base64.b64encode(svg).decode()
     return "data:image/png;base64," + base64.b64encode(png_bytes(picture.figure)).decode()
 
 

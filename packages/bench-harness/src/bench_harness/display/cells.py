@@ -35,12 +35,15 @@ def is_missing(value: Any) -> bool:
     )
 
 
-def split(frame: pd.DataFrame) -> tuple[dict[str, str], pd.DataFrame]:
+def split(frame: pd.DataFrame, *, wide: int | None = None) -> tuple[dict[str, str], pd.DataFrame]:
     """A wide table's constant columns, as name and text, and the table without them.
 
     A narrow table, or one of a single row, is left as it is; a constant that is empty is dropped.
+
+    Args:
+        wide: columns that a narrow table may have; None for as many as a page shows at once.
     """
-    if frame.shape[1] <= _WIDE or len(frame) < 2:
+    if frame.shape[1] <= (_WIDE if wide is None else wide) or len(frame) < 2:
         return {}, frame
     texts = {name: [cell(value) for value in frame[name]] for name in frame.columns}
     constant = {name: values[0] for name, values in texts.items() if len(set(values)) == 1}

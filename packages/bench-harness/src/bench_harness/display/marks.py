@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bench_harness.report.plots import COLOURS
+from bench_harness.display.plots import COLOURS
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -1,0 +1,126 @@
+"""The words that every part of the package uses; it imports none of the others.
+
+A case is one measurement, defined completely by its configuration. The configuration is what makes
+two measurements the same measurement, so it is also the identity used for resuming: a run folder
+that already holds a finished row for a case's key does not measure that case again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure as MatplotlibFigure
+
+#: Anything :mod:`json` can write. Left open because each experiment knows its own values.
+JsonValue: TypeAlias = Any
+
+#: One line of results: a flat mapping, except for raw samples, which stay lists.
+Row: TypeAlias = dict[str, JsonValue]
+
+
+class CaseSkipped(Exception):  # noqa: N818 - an outcome, not an error
+    """Raised by ``Experiment.run`` when a case cannot run here; its text is the reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One measurement: runs in its own process and gives one row per compared variant.
+
+    Attributes:
+        experiment: the experiment's registered name.
+        config: everything that defines the measurement, as JSON. The entry ``"label"``, if
+            given, is only its name and takes no part in the identity.
+        timeout_s: seconds after which the case's processes are killed.
+    """
+
+    experiment: str
+    config: Mapping[str, JsonValue]
+    timeout_s: float = 300.0
+
+    @property
+    def label(self) -> str:
+        """A short name for people: ``config["label"]``, else ``key=value`` of every entry."""
+        given = self.config.get("label")
+        if given is not None:
+            return str(given)
+        return " ".join([self.experiment, *(f"{k}={v}" for k, v in self.config.items())])
+
+    @property
+    def key(self) -> str:
+        """The identity: 16 hexadecimal digits of SHA-256 over experiment and configuration.
+
+        Raises:
+            TypeError, ValueError: the configuration is not JSON (NaN and infinity are not).
+        """
+        config = {name: value for name, value in self.config.items() if name != "label"}
+        canonical = json.dumps(
+            [self.experiment, config], sort_keys=True, separators=(",", ":"), allow_nan=False
+        )
+        return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of the report.
+
+    Attributes:
+        title: heading; also gives the file name of the CSV and Markdown copies.
+        frame: one line per displayed row, columns already in display order.
+        note: one or two sentences under the table: units, how to read it, what is flagged.
+    """
+
+    title: str
+    frame: pd.DataFrame
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture of the report.
+
+    Attributes:
+        name: file name without suffix, unique within the experiment.
+        title: heading.
+        figure: a matplotlib figure made with ``matplotlib.figure.Figure`` (never pyplot, which
+            keeps global state and may want a display).
+        note: one or two sentences under the picture.
+        folded: whether the page shows the picture only on request, beside the tables.
+    """
+
+    name: str
+    title: str
+    figure: MatplotlibFigure
+    note: str = ""
+    folded: bool = False
+
+    @property
+    def wide(self) -> bool:
+        """Whether the picture needs the whole width of a page."""
+        return self.figure.get_figwidth() > 6.5
+
+
+def option(
+    default: Any,
+    help: str,  # noqa: A002 - the field's own word for it
+    *,
+    choices: tuple[str, ...] | None = None,
+) -> Any:
+    """Declares one field of an experiment's ``Options``.
+
+    Args:
+        default: the value when neither the command line nor a preset gives one.
+        help: one sentence for ``--help``.
+        choices: the valid names, for a ``str`` or ``tuple[str, ...]`` field.
+    """
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+def plural(count: int, what: str) -> str:
+    """A count with its noun: 1 case, 2 cases."""
+    return f"{count} {what}" + "s" * (count != 1)

@@ -1,0 +1,107 @@
+"""What the experiments of several ranks share: where ranks run, and how their figures combine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from bench_harness.core import Case, CaseSkipped, Row
+from bench_harness.environment import gpu_count
+
+if TYPE_CHECKING:
+    import torch
+
+
+def default_world_size(device: str) -> int:
+    """Two ranks, or one where there is a single GPU."""
+    return min(2, gpu_count()) if device == "cuda" else 2
+
+
+def run_on_ranks(
+    case: Case, progress: Callable[[str], None], function: Callable[..., Any], *args: Any
+) -> list[Any]:
+    """Calls ``function(rank, world_size, device, config, *args, progress=...)`` on every rank.
+
+    Returns:
+        The results of all ranks, in their order.
+
+    Raises:
+        CaseSkipped: this machine has too few GPUs.
+        RankError, torch.OutOfMemoryError: a rank failed.
+    """
+    from bench_harness.ranks import launch
+
+    config = dict(case.config)
+    require_gpus(config)
+    progress(f"starting {config['world_size']} ranks")
+    return launch(
+        function,
+        config["world_size"],
+        config,
+        *args,
+        backend="nccl" if config["device"] == "cuda" else "gloo",
+        timeout_s=0.9 * case.timeout_s,
+        progress=progress,
+    )
+
+
+def require_gpus(config: Mapping[str, Any]) -> None:
+    """Ends a case that wants more GPUs than this machine has.
+
+    Raises:
+        CaseSkipped: naming both numbers.
+    """
+    wanted = config["world_size"]
+    if config["device"] == "cuda" and gpu_count() < wanted:
+        raise CaseSkipped(
+            f"this machine must have {wanted} CUDA devices, but got {gpu_count()}. Ask for "
+            "fewer ranks, or use --device cpu."
+        )
+
+
+def on_rank_0(decision: bool) -> bool:
+    """Broadcasts rank 0's decision: clocks of ranks differ, and all must go on or stop together."""
+    import torch.distributed as dist
+
+    said = [decision]
+    dist.broadcast_object_list(said, src=0)
+    return said[0]
+
+
+def slowest_rank(ranks: list[Row]) -> Row:
+    """One variant's row from those of all ranks: a step takes as long as its slowest rank."""
+    first = ranks[0]
+    row = dict(first)
+    for name in ("samples_ms", "samples_device_ms"):
+        if name in first:
+            row[name] = slowest_of([rank[name] for rank in ranks])
+    if "samples_ms" in first:
+        fastest = zip(*(rank["samples_ms"] for rank in ranks), strict=True)
+        row["samples_fastest_rank_ms"] = [min(sample) for sample in fastest]
+    return row
+
+
+def slowest_of(ranks: list[list[float]]) -> list[float]:
+    """The samples of all ranks combined: each takes as long as on its slowest rank."""
+    return [max(sample) for sample in zip(*ranks, strict=True)]
+
+
+def sweep(
+    size_bytes: Sequence[int], device: torch.device, *, warmup: int, samples: int
+) -> list[list[float]]:
+    """Milliseconds of this rank's all-reduces of each size; all ranks call it together."""
+    import torch
+    import torch.distributed as dist
+
+    from bench_harness.timing import Samples, record_sample
+
+    found = []
+    for size in size_bytes:
+        vector = torch.zeros(size // 4, device=device)
+        timed = Samples()
+        for _ in range(warmup + samples):
+            dist.barrier()
+            with record_sample(timed, device):
+                dist.all_reduce(vector)
+        found.append(timed.wall_ms[warmup:])
+    return found

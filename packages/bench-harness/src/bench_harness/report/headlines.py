@@ -1,0 +1,113 @@
+"""The sentences that stand first in a report: what did not finish, who is fastest, what to doubt.
+
+The fastest variant of an experiment's last timed case is compared with the fastest one of PyTorch's
+own, or else with the second, by the rule of :mod:`bench_harness.verdict`. So a sentence says
+whether it is sure. What scatters or drifts too much to quote is counted, never quoted.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+
+from bench_harness.core import Row, plural
+from bench_harness.display import marks
+from bench_harness.display.units import quantity
+from bench_harness.report.frame import to_frame
+from bench_harness.stats import summarize, with_summary
+from bench_harness.store import PARTIAL
+from bench_harness.verdict import judge
+
+#: Statuses of cases that did not finish.
+_STOPPED = ("error", "timeout", "oom", PARTIAL)
+#: How names of variants begin that are PyTorch's own; and those that only bound the others.
+_PYTORCH = ("torch", "sdpa", "FSDP2")
+_BOUND = "no communication"
+
+
+def headlines(rows: Iterable[Row]) -> list[str]:
+    """The sentences, the most important first."""
+    by_name: dict[str, list[Row]] = {}
+    every = list(rows)
+    for row in every:
+        by_name.setdefault(row["experiment"], []).append(row)
+    found = [_unfinished(every)]
+    for own in by_name.values():
+        found += [_fastest(own), _peak(own)]
+    return [text for text in [*found, _unstable(every)] if text is not None]
+
+
+def on_cpu(rows: Iterable[Row]) -> bool:
+    """Whether any of the timed figures is from a CPU."""
+    return any(row.get("samples_ms") and row["config"].get("device") == "cpu" for row in rows)
+
+
+def _unfinished(rows: list[Row]) -> str | None:
+    ended = {row["case_key"] for row in rows if row["status"] in _STOPPED}
+    cases = {row["case_key"] for row in rows}
+    if not ended:
+        return None
+    which = [row["label"] for row in rows if row["case_key"] in ended]
+    return f"{len(ended)} of {plural(len(cases), 'case')} did not finish, the first: {which[0]}."
+
+
+def _fastest(rows: list[Row]) -> str | None:
+    """The fastest variant of the last case and phase that are timed, beside another."""
+    timed = [
+        row
+        for row in rows
+        if row["status"] == "ok" and row.get("samples_ms") and isinstance(row.get("variant"), str)
+    ]
+    if not timed:
+        return None
+    last = timed[-1]
+    what = {name: last.get(name) for name in ("case_key", "phase", "sequence", "feature")}
+    cell = [row for row in timed if all(row.get(name) == value for name, value in what.items())]
+    cell = [row for row in cell if not row["variant"].startswith(_BOUND)] or cell
+    first, *others = sorted(cell, key=lambda row: statistics.median(row["samples_ms"]))
+    done = f" for {last['phase']}" if isinstance(last.get("phase"), str) else ""
+    where = f" ({last['label']})."
+    if summarize(first["samples_ms"])["unstable"]:
+        return None
+    takes = f"{first['variant']} takes {_ms(first)}{done}"
+    pytorch = [row for row in others if row["variant"].startswith(_PYTORCH)]
+    if not others:
+        return takes + where
+    other: Mapping[str, object] = (pytorch or others)[0]
+    verdict = judge(other["samples_ms"], first["samples_ms"])  # type: ignore[arg-type]
+    beside = f", {verdict.ratio:.2f} of {other['variant']}"
+    how = "cannot tell them apart" if verdict.direction == "cannot tell" else str(verdict)
+    return takes + beside + f": {how}" + where
+
+
+def _ms(row: Row) -> str:
+    return quantity(statistics.median(row["samples_ms"]), "ms")
+
+
+def _peak(rows: list[Row]) -> str | None:
+    """The phase in which memory peaks, of rows that weigh phases."""
+    phases = [
+        row
+        for row in rows
+        if row["status"] == "ok" and row.get("kind") == "phase" and "peak_bytes" in row
+    ]
+    if not phases:
+        return None
+    top = max(phases, key=lambda row: float(row["peak_bytes"]))
+    return (
+        f"Memory peaks at {quantity(top['peak_bytes'], 'B')}, in the phase {top['phase']} "
+        f"({top['label']})."
+    )
+
+
+def _unstable(rows: list[Row]) -> str | None:
+    timed = [row for row in rows if row["status"] == "ok" and row.get("samples_ms")]
+    if not timed:
+        return None
+    shaky = int((~marks.steady(with_summary(to_frame(timed)))).sum())
+    if not shaky:
+        return None
+    return (
+        f"{shaky} of {plural(len(timed), 'timed figure')} scatter or drift too much to quote, or "
+        "are too short for the timer; they are drawn hollow and take part in no ratio."
+    )

@@ -1,0 +1,67 @@
+"""``python -m tools.pages``: fills pages from published rows, publishes rows, draws pictures."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tools.pages import draw
+from tools.pages.fill import render
+from tools.pages.rows import publish
+
+from bench_harness.core import plural
+from bench_harness.store import Store, StoreError, replace_file
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code: 0 done, 1 a page is outdated or has a problem,
+    2 rows that cannot be published."""
+    parser = argparse.ArgumentParser(prog="python -m tools.pages", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    fill = commands.add_parser("fill", help="fill the marked blocks of Markdown files")
+    fill.add_argument("files", nargs="+", type=Path)
+    fill.add_argument("--check", action="store_true", help="change nothing; 1 if one is outdated")
+    rows = commands.add_parser("publish", help="write the rows of runs into one file")
+    rows.add_argument("target", type=Path)
+    rows.add_argument("runs", nargs="+", type=Path)
+    rows.add_argument("--only", default="", help="experiments, or parts of labels, with commas")
+    commands.add_parser("draw", help="draw the explaining pictures of the documentation")
+    given = parser.parse_args(arguments)
+    if given.command == "draw":
+        draw.main()
+        return 0
+    if given.command == "fill":
+        return max(_fill(file, check=given.check) for file in given.files)
+    only = [text for text in map(str.strip, given.only.split(",")) if text]
+    try:
+        count = publish(map(Store, given.runs), given.target, only)
+    except (ValueError, StoreError) as error:
+        print(f"tools.pages: {error}", file=sys.stderr)
+        return 2
+    print(f"{plural(count, 'case')} in {given.target}")
+    return 0
+
+
+def _fill(file: Path, *, check: bool) -> int:
+    made = render(file)
+    problems = list(made.problems)
+    outdated = made.text != file.read_text(encoding="utf-8")
+    if check and outdated:
+        problems.append(f"{file} is outdated. Run python -m tools.pages fill {file}.")
+    if not check:
+        for path, picture in made.pictures.items():
+            try:
+                replace_file(path, picture())
+            except ValueError as error:
+                problems.append(f"{file}: {error}")
+        if outdated:
+            replace_file(file, made.text.encode())
+    for problem in problems:
+        print(f"tools.pages: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
