@@ -7,6 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+# Before torch and NumPy read them. The products of the interpreter and of the simulator are small:
+# OpenBLAS's second thread spins on a core that another process of tests wants. A process of several
+# computes with one thread, unless the caller has chosen otherwise.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 from selection import starts_processes
@@ -53,12 +61,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """What is there now stays until the end: no collection of garbage need look at it again."""
     gc.freeze()
+    gc.set_threshold(20_000, 20, 100)  # a simulated kernel makes many small objects
     atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _share_gpus(request: pytest.FixtureRequest) -> None:
+    """Processes that test side by side take the GPUs in turn; ranks choose their own."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")  # gw0, gw1, …
+    if worker and request.node.get_closest_marker("gpu") and torch.cuda.device_count() > 1:
+        torch.cuda.set_device(int(worker[2:]) % torch.cuda.device_count())
 
 
 @pytest.fixture(autouse=True)
