@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flashattn_triton.hopper import eligibility
-from flashattn_triton.options import AttentionOptions, Causal
+from flashattn_triton.problem import Causal, Problem
 
 DTYPE_NAMES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 CAUSAL: tuple[Causal, ...] = ("none", "top-left", "bottom-right")
@@ -44,8 +44,8 @@ class Case:
         return self.lengths
 
     @property
-    def options(self) -> AttentionOptions:
-        return AttentionOptions(
+    def options(self) -> Problem:
+        return Problem(
             causal=self.causal,
             scale=self.head_dims[0] ** -0.5 if self.scale is None else self.scale,
             window=self.window,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attention_cases import Case
 from flashattn_triton.mask_and_bias import NAMES, MaskAndBias, resolve_mask_and_bias
-from flashattn_triton.options import AttentionOptions
+from flashattn_triton.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Inputs:
         return replace(resolved, bias=self.bias)  # may be of a dtype that only the oracle takes
 
     @property
-    def options(self) -> AttentionOptions:
+    def options(self) -> Problem:
         return self.case.options
 
 

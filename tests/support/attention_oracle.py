@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attention_inputs import Inputs
-from flashattn_triton.options import AttentionOptions
+from flashattn_triton.problem import Problem
 from flashattn_triton.reference import attention_reference, attention_reference_varlen
 
 # ---- tolerances ----------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ SMALL_RESULT_RATIO = 4.0
 SOFTCAP_RATIO = 3.0
 
 
-def tolerance_of(dtype: torch.dtype, options: AttentionOptions) -> Tolerance:
+def tolerance_of(dtype: torch.dtype, options: Problem) -> Tolerance:
     tolerance = TOLERANCES[dtype]
     return tolerance if options.softcap is None else replace(tolerance, ratio=SOFTCAP_RATIO)
 

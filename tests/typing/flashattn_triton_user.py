@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from flashattn_triton import (
-    AttentionOptions,
     FlashAttention2PyTorch,
     FlashAttention2Triton,
     FlashAttention2TritonCompiledBackward,
     Plan,
+    Problem,
     Tiles,
     Tiling,
     choose,
@@ -67,7 +67,7 @@ def packed(query: Tensor, starts: Tensor) -> Tensor:
 
 
 def plans(query: Tensor) -> str:
-    options = AttentionOptions(causal="top-left", scale=0.125, window=(None, None))
+    options = Problem(causal="top-left", scale=0.125, window=(None, None))
     tiles = Tiles(queries=64, keys=64, warps=4, stages=2)
     tiling = Tiling(forward=tiles, key_pass=tiles, query_pass=tiles)
     plan: Plan = choose(query, query, query, options, implementation="auto", tiling=tiling)

@@ -51,10 +51,10 @@ def test_leaderboard_case():
     ("causal", "window"), [(True, (3, None)), (False, (2, 4)), (False, (0, 0))]
 )
 def test_attention_counts_what_a_window_shows(causal, window):
-    from flashattn_triton.options import resolve_options
+    from flashattn_triton.problem import new_problem
     from flashattn_triton.reference import visibility_mask
 
-    options = resolve_options(head_dim=8, causal=causal, window=window)
+    options = new_problem(head_dim=8, causal=causal, window=window)
     visible = int(visibility_mask(13, 13, options).sum())
     shape = {"causal": causal, "window": window, "value_head_dim": 12}
     assert attention_flops(2, 3, 13, 8, **shape) == 2 * 2 * 3 * visible * (8 + 12)

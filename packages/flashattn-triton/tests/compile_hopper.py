@@ -27,7 +27,7 @@ from triton.runtime.driver import driver
 from flashattn_triton.hopper import backward, forward
 from flashattn_triton.hopper.launch import FastLaunch
 from flashattn_triton.launch import Packing
-from flashattn_triton.options import resolve_options
+from flashattn_triton.problem import new_problem
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -167,7 +167,7 @@ def launch(request: Request) -> None:
             max_seqlen_q=n_queries,
             max_seqlen_k=n_keys,
         )
-    options = resolve_options(head_dim=width, **request.options)
+    options = new_problem(head_dim=width, **request.options)
     if request.direction == "forward":
         sinks = torch.empty(4, dtype=query.dtype, device="meta") if request.sinks else None
         forward.hopper_forward(query, key, value, options, packing, sinks=sinks)

@@ -27,10 +27,10 @@ from triton.runtime.jit import JITFunction
 from flashattn_triton.configs import TABLE, Tiling
 from flashattn_triton.launch import Packing
 from flashattn_triton.mask_and_bias import MaskAndBias
-from flashattn_triton.options import resolve_options
 from flashattn_triton.portable.backward import triton_backward
 from flashattn_triton.portable.bias_pass import triton_bias_backward
 from flashattn_triton.portable.forward import triton_forward
+from flashattn_triton.problem import new_problem
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -111,7 +111,7 @@ def compiled_kernels(request: Request) -> Iterator[tuple[str, Any]]:
         query, key, value, grad_out = (
             torch.empty(shape, dtype=DTYPES[request.dtype], device="meta") for _ in range(4)
         )
-        options = resolve_options(head_dim=request.head_dim, **request.options)
+        options = new_problem(head_dim=request.head_dim, **request.options)
         tiling = Tiling.unpack(request.tiling)
         added = request.mask_and_bias(shape)
         if request.forward:

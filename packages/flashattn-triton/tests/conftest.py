@@ -7,7 +7,7 @@ Ask for them by name; nothing is imported from here. What the fixtures return st
     A test with one of these arguments runs once for each :class:`Case`: ``case`` is the small
     matrix (CPU, Triton interpreter), ``gpu_case`` the full one (mark such tests ``gpu``). A
     case's id spells it: B2-H4x2-T113x203-D64-bf16-causal. ``case.options`` is the
-    ``AttentionOptions``; ``case.keywords`` the arguments of ``flash_attention`` that mean the same.
+    ``Problem``; ``case.keywords`` the arguments of ``flash_attention`` that mean the same.
 
 ``strided_case``, ``plain_case``, ``plain_causal_case``
     Parts of ``case``: the few worth repeating for every ``layout``; those that the assignment's

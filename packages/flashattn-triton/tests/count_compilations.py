@@ -36,9 +36,9 @@ from flashattn_triton.configs import TABLE
 from flashattn_triton.hopper import backward, forward
 from flashattn_triton.hopper.launch import FastLaunch
 from flashattn_triton.launch import Packing
-from flashattn_triton.options import AttentionOptions, resolve_options
 from flashattn_triton.portable.backward import triton_backward
 from flashattn_triton.portable.forward import triton_forward
+from flashattn_triton.problem import Problem, new_problem
 
 HEAD_DIM = 64
 TILING = TABLE[220, HEAD_DIM, 2]
@@ -80,7 +80,7 @@ def hopper(tensors: list[torch.Tensor], grad_lse: torch.Tensor | None, options: 
 
 def random_problem(
     generator: random.Random, heads_per_kv: int, *, lse_gradient: bool
-) -> tuple[list[torch.Tensor], torch.Tensor | None, AttentionOptions]:
+) -> tuple[list[torch.Tensor], torch.Tensor | None, Problem]:
     """Batch, heads, lengths, order and gaps of memory, scale and window differ, and nothing else.
 
     Strides are multiples of 16 elements. Of Hopper's configurations, more than 2,048 queries and
@@ -101,7 +101,7 @@ def random_problem(
     query, grad_out = (empty(kv_heads * heads_per_kv, n_queries) for _ in range(2))
     key, value = (empty(kv_heads, n_keys) for _ in range(2))
     lse = torch.empty(query.shape[:3], device="meta")
-    options = resolve_options(
+    options = new_problem(
         head_dim=HEAD_DIM,
         causal="bottom-right",
         scale=generator.choice([0.125, 1.0, generator.random() + 0.01]),
@@ -140,7 +140,7 @@ def random_hopper_problem(
         )
     causal: Literal[True, "bottom-right"] = generator.choice([True, "bottom-right"])
     scale = generator.random() + 0.01
-    options = resolve_options(head_dim=head_dims[0], causal=causal, scale=scale)
+    options = new_problem(head_dim=head_dims[0], causal=causal, scale=scale)
     lse = torch.empty(query.shape[:3], device="meta")
     forward.hopper_forward(query, key, value, options, packing)
     backward.hopper_backward(query, key, value, grad_out, lse, grad_out, None, options, packing)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flashattn_triton import flash_attention, flash_attention_varlen
-from flashattn_triton.options import AttentionOptions
+from flashattn_triton.problem import Problem
 from flashattn_triton.reference import attention_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -59,7 +59,7 @@ def test_strides_of_zero(implementation):
     q = torch.randn(1, 2, 70, 16, device=DEVICE).expand(2, 2, 70, 16).requires_grad_()
     k = torch.randn(2, 1, 75, 16, device=DEVICE).expand(2, 2, 75, 16).requires_grad_()
     v = torch.randn(2, 2, 1, 16, device=DEVICE).expand(2, 2, 75, 16).requires_grad_()
-    options = AttentionOptions(scale=0.25, causal="bottom-right")
+    options = Problem(scale=0.25, causal="bottom-right")
     assert_close(
         attention(implementation, (q, k, v), causal="bottom-right"), definition((q, k, v), options)
     )
@@ -76,7 +76,7 @@ def test_unaligned_storage_in_a_sea_of_nan(implementation, offset):
         view.copy_(x.detach())
         assert view.stride(-1) == 2
         tensors.append(view.requires_grad_())
-    options = AttentionOptions(scale=24**-0.5, causal="top-left")
+    options = Problem(scale=24**-0.5, causal="top-left")
     results = attention(implementation, tensors, causal=True)
     assert all(torch.isfinite(x).all() for x in results)
     assert_close(results, definition([x.double() for x in tensors], options), 5e-2)
@@ -87,7 +87,7 @@ def test_transposed_rows_and_columns(implementation):
     tensors = [
         torch.randn(1, 2, 24, 66, device=DEVICE).transpose(2, 3).requires_grad_() for _ in range(3)
     ]
-    options = AttentionOptions(scale=24**-0.5)
+    options = Problem(scale=24**-0.5)
     assert_close(attention(implementation, tensors), definition(tensors, options))
 
 
@@ -100,7 +100,7 @@ def test_strides_of_the_incoming_gradient(implementation, form):
         "strided": lambda: torch.randn(1, 2, 65, 64, device=DEVICE)[..., ::2],
     }[form]()
     out = flash_attention(*tensors, causal=True, implementation=implementation)
-    expected, _ = attention_reference(*tensors, AttentionOptions(scale=32**-0.5, causal="top-left"))
+    expected, _ = attention_reference(*tensors, Problem(scale=32**-0.5, causal="top-left"))
     actual = torch.autograd.grad(out, tensors, gradient)
     for x, wanted in zip(actual, torch.autograd.grad(expected, tensors, gradient), strict=True):
         torch.testing.assert_close(x, wanted, rtol=2e-5, atol=2e-5)
@@ -116,7 +116,7 @@ def test_scores_of_ten_thousand(implementation, causal, scale):
     q, k, v = leaves(1, 1, 80, 16)
     with torch.no_grad():
         q *= 3000
-    options = AttentionOptions(scale=scale, causal="top-left" if causal else "none")
+    options = Problem(scale=scale, causal="top-left" if causal else "none")
     out, lse, *gradients = attention(implementation, (q, k, v), causal=causal, scale=scale)
     expected, expected_lse, *_ = definition((q, k, v), options)
     assert lse.max() > 1e4
@@ -131,7 +131,7 @@ def test_scores_far_below_any_sentinel(implementation):
     with torch.no_grad():
         q.abs_().add_(1).mul_(1e6)
         k.copy_(-1 - k.abs() * 1e-6)
-    options = AttentionOptions(scale=1.0, causal="top-left")
+    options = Problem(scale=1.0, causal="top-left")
     out, lse, *gradients = attention(implementation, (q, k, v), causal=True, scale=1.0)
     assert lse.max() < -1e7
     expected_lse = definition((q, k, v), options)[1]
@@ -145,7 +145,7 @@ def test_scores_far_below_any_sentinel(implementation):
 @pytest.mark.parametrize("scale", [-0.7, 3.0])
 def test_softcap_from_saturated_to_linear(implementation, softcap, scale):
     tensors = leaves(1, 2, 66, 16)
-    options = AttentionOptions(scale=scale, softcap=softcap, causal="top-left")
+    options = Problem(scale=scale, softcap=softcap, causal="top-left")
     results = attention(implementation, tensors, causal=True, scale=scale, softcap=softcap)
     assert_close(results, definition(tensors, options), 5e-5)
 
@@ -216,7 +216,7 @@ def test_windows(implementation, n_queries, n_keys, causal, window):
     shape = (1, 1, n_keys, 16)
     tensors = leaves((1, 1, n_queries, 16), shape, shape)
     name = {False: "none", True: "top-left"}.get(causal, causal)
-    options = AttentionOptions(scale=0.25, causal=name, window=window)
+    options = Problem(scale=0.25, causal=name, window=window)
     results = attention(implementation, tensors, causal=causal, window=window)
     assert_close(results, definition(tensors, options))
 
@@ -249,7 +249,7 @@ def test_gradient_of_minus_infinity_is_ignored(implementation, poison, determini
     )
     grad_lse = torch.where(torch.isneginf(lse), poison, 1.0)
     gradients = torch.autograd.grad((out, lse), tensors, (torch.ones_like(out), grad_lse))
-    options = AttentionOptions(scale=0.25, causal="bottom-right")
+    options = Problem(scale=0.25, causal="bottom-right")
     assert_close((out.detach(), lse.detach(), *gradients), definition(tensors, options))
 
 
@@ -284,7 +284,7 @@ def test_some_inputs_need_no_gradient(implementation, wanted):
 def test_the_logsumexp_alone(implementation):
     q, k, v = leaves(1, 2, 66, 16)
     _, lse = flash_attention(q, k, v, causal=True, return_lse=True, implementation=implementation)
-    options = AttentionOptions(scale=0.25, causal="top-left")
+    options = Problem(scale=0.25, causal="top-left")
     _, expected = attention_reference(q, k, v, options)
     actual = torch.autograd.grad(lse.sum(), (q, k))
     for x, want in zip(actual, torch.autograd.grad(expected.sum(), (q, k)), strict=True):
@@ -294,7 +294,7 @@ def test_the_logsumexp_alone(implementation):
 def test_one_tensor_in_three_roles(implementation):
     (x, *_) = leaves(1, 2, 66, 16)
     flash_attention(x, x, x, causal=True, implementation=implementation).sum().backward()
-    options = AttentionOptions(scale=0.25, causal="top-left")
+    options = Problem(scale=0.25, causal="top-left")
     (expected,) = torch.autograd.grad(attention_reference(x, x, x, options)[0].sum(), x)
     torch.testing.assert_close(x.grad, expected, rtol=5e-5, atol=5e-5)
 

@@ -7,7 +7,7 @@ import torch
 
 from flashattn_triton import compiled_backward
 from flashattn_triton.compiled_backward import compiled_flash_backward, flash_backward
-from flashattn_triton.options import AttentionOptions
+from flashattn_triton.problem import Problem
 from flashattn_triton.tiled import tiled_forward
 
 
@@ -35,7 +35,7 @@ def test_leading_dimensions_are_free():
 
 
 def tiled_forward_any(Q, K, V):
-    options = AttentionOptions(causal="top-left", scale=0.5)
+    options = Problem(causal="top-left", scale=0.5)
     out, lse = tiled_forward(*(x.flatten(0, 1) for x in (Q, K, V)), options)
     return out.unflatten(0, Q.shape[:2]), lse.unflatten(0, Q.shape[:2])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from flashattn_triton import Plan, Tiles, Tiling, choose, explain, flash_attention
 from flashattn_triton.configs import FORWARD_WITH_BIAS, SMALLEST, TABLE, tiling_for
 from flashattn_triton.dispatch import GPU, check_tiling
-from flashattn_triton.options import resolve_options
+from flashattn_triton.problem import new_problem
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILING = Tiling(
@@ -28,7 +27,7 @@ def inputs(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[torc
 
 
 def plan(device: str = "cpu", **keywords: object) -> Plan:
-    return choose(*inputs(device), resolve_options(head_dim=16), **keywords)
+    return choose(*inputs(device), new_problem(head_dim=16), **keywords)
 
 
 def test_cpu_tensors_take_the_tiled_tier() -> None:
@@ -84,8 +83,8 @@ def test_deterministic_means_two_passes() -> None:
 
 
 def test_explain_takes_every_argument_of_attention() -> None:
-    attention, explained = (inspect.signature(f).parameters for f in (flash_attention, explain))
-    assert set(attention) == set(explained)
+    every = {"causal": True, "window": (3, 2), "softcap": 2.0, "scale": 0.1, "deterministic": True}
+    assert explain(*inputs(), **every, tiling=None, implementation="tiled", layout="bhsd")
     ids = torch.zeros(1, 40, dtype=torch.int64)
     text = explain(*inputs(), causal=True)
     assert explain(*inputs(), causal=True, document_ids=ids, return_lse=True) == text

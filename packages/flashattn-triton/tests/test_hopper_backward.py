@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flashattn_triton import triton_versions
 from flashattn_triton.configs import tiling_for
-from flashattn_triton.options import resolve_options
+from flashattn_triton.problem import new_problem
 
 pytestmark = pytest.mark.gpu
 
@@ -261,7 +261,7 @@ def test_empty(n_queries: int, n_keys: int, hopper_backward: Launcher) -> None:
         torch.randn(2, 2, n, 64, device="cuda", dtype=torch.float16) for n in (n_queries, n_keys)
     )
     lse = torch.full(query.shape[:3], -float("inf"), device="cuda")
-    options = resolve_options(head_dim=64)
+    options = new_problem(head_dim=64)
     gradients = hopper_backward(query, key, key, query, lse, query, None, options)
     for gradient, x in zip(gradients, (query, key, key), strict=True):
         assert torch.equal(gradient, torch.zeros_like(x))
@@ -274,7 +274,7 @@ def test_repetitions(head_dim: int, causal: bool, hopper_backward: Launcher) -> 
     from flashattn_triton.portable.forward import triton_forward
 
     q, k, v, do = (torch.randn(2, 8, 2000, head_dim, device="cuda").bfloat16() for _ in range(4))
-    options = resolve_options(head_dim=head_dim, causal=causal)
+    options = new_problem(head_dim=head_dim, causal=causal)
     tiling = tiling_for(SHARED_MEMORY, head_dim, q.dtype)
     out, lse = triton_forward(q, k, v, options, tiling.forward)
     first = hopper_backward(q, k, v, out, lse, do, None, options)
@@ -297,7 +297,7 @@ def test_deterministic_repetitions(
 
     q, do = (torch.randn(4, 8, lengths[0], head_dim, device="cuda").bfloat16() for _ in range(2))
     k, v = (torch.randn(4, 4, lengths[1], head_dim, device="cuda").bfloat16() for _ in range(2))
-    resolved = resolve_options(head_dim=head_dim, deterministic=True, **options)
+    resolved = new_problem(head_dim=head_dim, deterministic=True, **options)
     tiling = tiling_for(SHARED_MEMORY, head_dim, q.dtype)
     out, lse = triton_forward(q, k, v, resolved, tiling.forward)
     first = hopper_backward(q, k, v, out, lse, do, None, resolved)
@@ -319,7 +319,7 @@ def test_warps_of_one_group_may_end_their_turns_before_others_see_it(
     shape = (1, 16, 16384, head_dim)
     q, k, v, do, out = (torch.randn(shape, device="cuda").bfloat16() for _ in range(5))
     lse = torch.randn(shape[:3], device="cuda") + 10
-    options = resolve_options(head_dim=head_dim, causal=True, deterministic=True)
+    options = new_problem(head_dim=head_dim, causal=True, deterministic=True)
     first, *_ = hopper_backward(q, k, v, out, lse, do, None, options)
     for _ in range(400):
         again, *_ = hopper_backward(q, k, v, out, lse, do, None, options)
@@ -333,7 +333,7 @@ def test_rows_past_two_billion_elements(hopper_backward: Launcher) -> None:
     near = torch.randn(1, 1, rows, 64, device="cuda", dtype=torch.bfloat16)
     far.copy_(near)
     lse = torch.randn(1, 1, rows, device="cuda") + 10
-    options = resolve_options(head_dim=64)
+    options = new_problem(head_dim=64)
     actual, expected = (hopper_backward(x, x, x, near, lse, x, None, options) for x in (far, near))
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, e, rtol=2**-7, atol=1e-5)

@@ -20,7 +20,7 @@ import triton
 from background import Background
 from flashattn_triton import triton_versions
 from flashattn_triton.hopper.configs import backward_config, forward_config, forward_widths
-from flashattn_triton.options import resolve_options
+from flashattn_triton.problem import new_problem
 from triton_wheels import RELEASES, install
 
 SCRIPT = Path(__file__).with_name("compile_hopper.py")
@@ -99,7 +99,7 @@ REQUESTS = [dataclasses.asdict(request) for request in (*_script.shipped(), *SIN
 
 
 def config_of(row: dict[str, Any]) -> Any:
-    options = resolve_options(head_dim=row["head_dim"], **row["options"])
+    options = new_problem(head_dim=row["head_dim"], **row["options"])
     if row["direction"] == "backward":
         return backward_config(head_dims_of(row), options)
     return forward_config(head_dims_of(row), row["lengths"][0], options)

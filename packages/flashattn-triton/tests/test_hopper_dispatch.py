@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,16 +12,16 @@ import torch
 from flashattn_triton import dispatch, explain, mistakes, triton_versions
 from flashattn_triton.configs import Tiles, Tiling
 from flashattn_triton.hopper import eligibility
-from flashattn_triton.options import AttentionOptions, resolve_options
+from flashattn_triton.problem import Problem, new_problem
 
-PLAIN = AttentionOptions(scale=0.125)
+PLAIN = Problem(scale=0.125)
 
 
 def refusal(
     capability: tuple[int, int] = (9, 0),
     dtype: torch.dtype = torch.bfloat16,
     head_dims: tuple[int, int] = (64, 64),
-    options: AttentionOptions = PLAIN,
+    options: Problem = PLAIN,
 ) -> str | None:
     return eligibility.refusal(capability, dtype, head_dims, options)
 
@@ -39,14 +40,14 @@ def right_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_it_takes(
     head_dim: int, dtype: torch.dtype, causal: Any, scale: float, window: Any
 ) -> None:
-    options = AttentionOptions(causal=causal, scale=scale, window=window)
+    options = Problem(causal=causal, scale=scale, window=window)
     assert refusal(dtype=dtype, head_dims=(head_dim, head_dim), options=options) is None
 
 
 @pytest.mark.usefixtures("right_triton")
 @pytest.mark.parametrize("window", [(3, None), (0, 5)])
 def test_short_windows_of_wide_heads(window: Any) -> None:
-    options = AttentionOptions(causal="top-left", scale=0.1, window=window)
+    options = Problem(causal="top-left", scale=0.1, window=window)
     assert refusal(head_dims=(72, 72), options=options) is None
 
 
@@ -55,11 +56,11 @@ def test_short_windows_of_wide_heads(window: Any) -> None:
     ("arguments", "reason"),
     [
         (
-            {"options": AttentionOptions(scale=1.0, causal="top-left", window=(1022, None))},
+            {"options": Problem(scale=1.0, causal="top-left", window=(1022, None))},
             "up to head_dim 64 it takes windows of at least 1024 keys, and this is 1023",
         ),
         (
-            {"head_dims": (40, 40), "options": AttentionOptions(scale=1.0, window=(100, 300))},
+            {"head_dims": (40, 40), "options": Problem(scale=1.0, window=(100, 300))},
             "up to head_dim 64 .* and this is 401",
         ),
         ({"capability": (8, 0)}, "needs compute capability 9.0, and this is 8.0"),
@@ -71,8 +72,8 @@ def test_short_windows_of_wide_heads(window: Any) -> None:
         ({"head_dims": (264, 264)}, "takes multiples of 8 .* as head_dim, and this is 264"),
         ({"head_dims": (128, 64)}, r"two head_dims where .* and this is \(128, 64\)"),
         ({"head_dims": (192, 32)}, r"two head_dims where .* and this is \(192, 32\)"),
-        ({"options": AttentionOptions(scale=1.0, softcap=2.0)}, "no soft-cap"),
-        ({"options": AttentionOptions(scale=0.0)}, "a scale other than 0"),
+        ({"options": Problem(scale=1.0, softcap=2.0)}, "no soft-cap"),
+        ({"options": Problem(scale=0.0)}, "a scale other than 0"),
     ],
 )
 def test_what_it_refuses(arguments: dict[str, Any], reason: str) -> None:
@@ -89,11 +90,12 @@ def on_sm90(right_triton: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def plan(
     implementation: str = "auto",
     head_dims: tuple[int, int] = (64, 64),
-    options: AttentionOptions = PLAIN,
+    options: Problem = PLAIN,
     tiling: Tiling | None = None,
 ) -> dispatch.Plan:
     device = torch.device("cuda", 0)
-    return dispatch._choose(device, torch.bfloat16, head_dims, options, implementation, tiling)
+    problem = replace(options, implementation=implementation, tiling=tiling)
+    return dispatch._choose(device, torch.bfloat16, head_dims, problem, ())
 
 
 @pytest.mark.usefixtures("on_sm90")
@@ -117,7 +119,7 @@ def test_it_is_chosen(implementation: str) -> None:
 )
 def test_deterministic_gradients(options: dict[str, Any], by_auto: bool) -> None:
     """By "auto" where they are faster than the portable tier's, by name with every mask."""
-    resolved = resolve_options(head_dim=64, deterministic=True, **options)
+    resolved = new_problem(head_dim=64, deterministic=True, **options)
     assert plan("auto", options=resolved).runs_hopper_backward(resolved) == by_auto
     assert plan("hopper", options=resolved).runs_hopper_backward(resolved)
 
@@ -130,12 +132,12 @@ def test_deterministic_gradients(options: dict[str, Any], by_auto: bool) -> None
 )
 def test_gradients_of_wide_heads(head_dims: tuple[int, int], implementation: str) -> None:
     for causal in ("none", "top-left", "bottom-right"):
-        options = AttentionOptions(scale=-0.1, causal=causal)
+        options = Problem(scale=-0.1, causal=causal)
         assert plan(implementation, head_dims, options).runs_hopper_backward(options)
     for other in (
-        AttentionOptions(scale=0.1, window=(100, None)),
-        AttentionOptions(scale=0.1, deterministic=True),
-        AttentionOptions(scale=0.1, softcap=20.0),
+        Problem(scale=0.1, window=(100, None)),
+        Problem(scale=0.1, deterministic=True),
+        Problem(scale=0.1, softcap=20.0),
     ):
         assert plan(implementation, head_dims, other).runs_hopper_backward(other)
 
@@ -143,7 +145,7 @@ def test_gradients_of_wide_heads(head_dims: tuple[int, int], implementation: str
 @pytest.mark.usefixtures("on_sm90")
 @pytest.mark.parametrize("head_dim", [64, 72, 128])
 def test_soft_caps(head_dim: int) -> None:
-    capped = AttentionOptions(scale=0.125, softcap=20.0)
+    capped = Problem(scale=0.125, softcap=20.0)
     chosen = plan("hopper", head_dims=(head_dim, head_dim), options=capped)
     assert chosen.tier == "hopper"
     assert chosen.runs_hopper_backward(capped) == (head_dim > 64)

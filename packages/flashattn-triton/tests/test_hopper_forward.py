@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flashattn_triton import triton_versions
-from flashattn_triton.options import resolve_options
+from flashattn_triton.problem import new_problem
 
 pytestmark = pytest.mark.gpu
 
@@ -151,7 +151,7 @@ def test_scale(
 
 def test_repetitions_are_bit_identical(hopper_forward: Any) -> None:
     q, k, v = (torch.randn(2, 8, 2000, 64, device="cuda").bfloat16() for _ in range(3))
-    options = resolve_options(head_dim=64, causal=True)
+    options = new_problem(head_dim=64, causal=True)
     first = hopper_forward(q, k, v, options)
     for _ in range(20):
         again = hopper_forward(q, k, v, options)
@@ -164,6 +164,6 @@ def test_rows_past_two_billion_elements(hopper_forward: Any) -> None:
     far = storage.as_strided((1, 1, rows, 64), (0, 0, gap, 1))
     near = torch.randn(1, 1, rows, 64, device="cuda", dtype=torch.bfloat16)
     far.copy_(near)
-    options = resolve_options(head_dim=64, causal=True)
+    options = new_problem(head_dim=64, causal=True)
     actual, expected = (hopper_forward(x, x, x, options) for x in (far, near))
     assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashattn_triton import eager, flash_attention, triton_versions
-from flashattn_triton.calls import _launchers
+from flashattn_triton import flash_attention, op, triton_versions
 
 
 class Kernel:
@@ -102,10 +101,10 @@ def test_every_parameter_must_be_named_in_its_group(leading: list[str], numbers:
 
 
 @pytest.mark.usefixtures("launched")
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("viewed", [False, True])
 @pytest.mark.parametrize("small", [False, True])
 def test_what_heads_share_of_a_gradient_is_copied_once(
-    packed: bool, small: bool, monkeypatch: pytest.MonkeyPatch
+    viewed: bool, small: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from flashattn_triton.hopper import backward
 
@@ -119,18 +118,18 @@ def test_what_heads_share_of_a_gradient_is_copied_once(
         (flat[1:].view(whole), whole),
         (torch.randn(5, 3, 8, 7).mT, whole),
     ):
-        part, strides = backward.copied_part(gradient, may_repeat=True, packed=packed)
+        part, strides = backward.copied_part(gradient, may_repeat=True, viewed=viewed)
         assert part is not None
         copy = backward.copy_of(gradient, part)
         assert copy.is_contiguous()
-        assert copy.shape == (gradient.shape if small and not packed else shape)
+        assert copy.shape == (gradient.shape if small and not viewed else shape)
         assert torch.equal(copy.as_strided(gradient.shape, strides), gradient)
     for gradient in (torch.randn(whole), row.expand(whole), torch.randn(5, 7, 3, 8).mT.mT):
-        assert backward.copied_part(gradient, may_repeat=True, packed=packed) == (
+        assert backward.copied_part(gradient, may_repeat=True, viewed=viewed) == (
             None,
             gradient.stride(),
         )
-    part, _ = backward.copied_part(row.expand(whole), may_repeat=False, packed=packed)
+    part, _ = backward.copied_part(row.expand(whole), may_repeat=False, viewed=viewed)
     assert part is not None
 
 
@@ -144,11 +143,11 @@ def test_no_group_of_heads_is_much_smaller_than_the_others(
     if refusal is not None:
         pytest.skip(refusal)
     from flashattn_triton.hopper import forward
-    from flashattn_triton.options import resolve_options
+    from flashattn_triton.problem import new_problem
 
     monkeypatch.setattr(forward, "multiprocessors", lambda device: 132)
     q = torch.empty(1, heads, length, 64, dtype=torch.bfloat16, device="meta")
-    options = resolve_options(head_dim=64, causal=True)
+    options = new_problem(head_dim=64, causal=True)
     assert forward.hopper_forward_call(q, q, q, options).launch.numbers[4] == group
 
 
@@ -159,9 +158,9 @@ def test_no_group_of_heads_is_much_smaller_than_the_others(
 def _nothing_remembered() -> Iterator[None]:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
-    _launchers.clear()
+    op._cache.clear()
     yield
-    _launchers.clear()
+    op._cache.clear()
 
 
 def leaves(*shape: int) -> list[Tensor]:
@@ -196,7 +195,7 @@ def test_repeated_backward_passes_of_any_gradient() -> None:
         expected = flash_attention(*inputs, causal=True, implementation="reference")
         actual = torch.autograd.grad(out, inputs, grad_out)
         close(actual, torch.autograd.grad(expected, inputs, grad_out))
-    assert sum(isinstance(x, eager.CachedCall) for x in _launchers.values()) == 1
+    assert sum(isinstance(x, op.CachedCall) for x in op._cache.values()) == 1
 
 
 @pytest.mark.gpu

@@ -35,7 +35,7 @@ from flashattn_triton.hopper.configs import backward_config, forward_widths
 from flashattn_triton.hopper.launch import FastLaunch, TileMap, edges
 from flashattn_triton.hopper.schedule import FIELDS, packed_tiles_kernel
 from flashattn_triton.launch import Packing
-from flashattn_triton.options import AttentionOptions, resolve_options
+from flashattn_triton.problem import Problem, new_problem
 from gluon_grid import Grid
 from gluon_simulator import (
     Descriptor,
@@ -96,7 +96,7 @@ def run(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class Case:
     """Arrays and results by the definition; the letters are the kernels'."""
 
     heads: tuple[int, int] = (1, 1)
@@ -104,7 +104,7 @@ class Problem:
     head_dim: int
     value_dim: int | None = None  # as head_dim
     batch: int = 1
-    options: AttentionOptions
+    options: Problem
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -162,7 +162,7 @@ class Problem:
         ).sum(2)
 
 
-def check_forward(problem: Problem, seed: int, **changes: Any) -> None:
+def check_forward(problem: Case, seed: int, **changes: Any) -> None:
     q, k, v, do = problem.inputs(seed)
     p, lse = problem.probabilities(q, problem.repeated(k))
     out, rows = np.full(do.shape, np.nan), np.full(lse.shape, np.nan)
@@ -172,7 +172,7 @@ def check_forward(problem: Problem, seed: int, **changes: Any) -> None:
     close(out, p @ problem.repeated(v))
 
 
-def check_backward(problem: Problem, seed: int, schedule: int | None = None, **changes: Any) -> Any:
+def check_backward(problem: Case, seed: int, schedule: int | None = None, **changes: Any) -> Any:
     """Returns the sum of dQ. ``schedule``: the seed of the partitions' order, if another."""
     q, k, v, do = problem.inputs(seed)
     scale = problem.options.scale
@@ -209,7 +209,7 @@ def check_backward(problem: Problem, seed: int, schedule: int | None = None, **c
     return dq_sum
 
 
-def counters(dq_sum: Any, queries: int, options: AttentionOptions) -> Any:
+def counters(dq_sum: Any, queries: int, options: Problem) -> Any:
     """Zeros that count who has added to each tile of dQ, if there is an order."""
     if not options.deterministic:
         return None
@@ -228,11 +228,11 @@ def close(actual: Any, expected: Any) -> None:
     np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-9)
 
 
-def problem_of(lengths: tuple[int, int], head_dim: int, **chosen: Any) -> Problem:
+def problem_of(lengths: tuple[int, int], head_dim: int, **chosen: Any) -> Case:
     names = ("heads", "batch", "value_dim")
     shape = {name: chosen.pop(name) for name in names if name in chosen}
-    options = resolve_options(head_dim=head_dim, **chosen)
-    return Problem(lengths=lengths, head_dim=head_dim, options=options, **shape)
+    options = new_problem(head_dim=head_dim, **chosen)
+    return Case(lengths=lengths, head_dim=head_dim, options=options, **shape)
 
 
 PROBLEMS: dict[str, dict[str, Any]] = {
@@ -379,7 +379,7 @@ PACKED: dict[str, dict[str, Any]] = {
 class PackedProblem:
     """Sequences in arrays of tokens."""
 
-    def __init__(self, problems: list[Problem], seed: int) -> None:
+    def __init__(self, problems: list[Case], seed: int) -> None:
         self.problems = problems
         self.options = problems[0].options
         self.inputs = [problem.inputs(seed + i) for i, problem in enumerate(problems)]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flashattn_triton import flash_attention, flash_attention_varlen, merge
 from flashattn_triton.logsumexp import sinks_gradient
-from flashattn_triton.options import AttentionOptions
+from flashattn_triton.problem import Problem
 from flashattn_triton.reference import visibility_mask
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -39,7 +39,7 @@ def definition(
     scores = q @ k.mT / q.shape[-1] ** 0.5
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    options = AttentionOptions(scale=1.0, causal=causal)
+    options = Problem(scale=1.0, causal=causal)
     seen = visibility_mask(q.shape[2], k.shape[2], options, q.device)
     scores = scores.masked_fill(~seen, float("-inf"))
     column = sinks.double()[:, None, None].expand(*scores.shape[:-1], 1)

@@ -18,15 +18,15 @@ from flashattn_triton import (
     explain,
     flash_attention,
     flash_attention_varlen,
-    ops,
+    op,
 )
-from flashattn_triton.calls import _launchers
 from flashattn_triton.hopper import eligibility
 from flashattn_triton.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
-from flashattn_triton.launch import Packing, TileView
-from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
-from flashattn_triton.options import AttentionOptions, resolve_options
+from flashattn_triton.launch import TileView
+from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS
+from flashattn_triton.op import operator_arguments
 from flashattn_triton.portable import forward
+from flashattn_triton.problem import Problem, new_problem
 from flashattn_triton.score_tiles import Band
 from flashattn_triton.tiled import tiled_backward, tiled_bias_backward, tiled_forward
 
@@ -110,7 +110,7 @@ def test_a_bias_fed_by_the_tma(
     """Its rows are aligned; queries and keys end within a tile."""
     built = []
     monkeypatch.setattr(forward, "TileView", lambda *given: built.append(given) or TileView(*given))
-    _launchers.clear()
+    op._cache.clear()
     case = dense_case(2, (2, 1), 35, 72, 16, dtype, **keywords)
     tiles = Tiles(32, 32, 4, 2, use_tma=True)
     tiling = Tiling(forward=tiles, key_pass=tiles, query_pass=tiles)
@@ -247,7 +247,7 @@ def test_tiles_cover_exactly_what_is_visible(
     i, j = torch.arange(shape[0])[:, None], torch.arange(shape[1])
     offset = shape[1] - shape[0] if causal == "bottom-right" else 0
     visible = (j <= i + offset) | (j < prefix)
-    band = Band.of(*shape, AttentionOptions(scale=1.0, causal=causal), prefix)
+    band = Band.of(*shape, Problem(scale=1.0, causal=causal), prefix)
     by_rows, by_columns = torch.zeros(2, *shape, dtype=torch.bool)
     spans = [[(n, min(n + 16, length)) for n in range(0, length, 16)] for length in shape]
     pairs = [(q, k, by_rows) for q in spans[0] for k in band.key_tiles(*q, 16)]
@@ -289,16 +289,16 @@ def test_any_combination(
 
 
 def arguments_of(implementation: str) -> tuple[Any, ...]:
-    return ops.operator_arguments(
-        resolve_options(head_dim=16, causal=True),
-        implementation=implementation,
-        mask_and_bias=MaskAndBias(
-            alibi_slopes=torch.rand(2, 4, device=DEVICE),
-            bias=torch.randn(1, 4, 20, 33, device=DEVICE, requires_grad=True),
-            prefix_lengths=torch.tensor([7, 0], device=DEVICE, dtype=torch.int32),
-            sinks=torch.randn(4, device=DEVICE, requires_grad=True),
-        ),
+    tensors = (
+        torch.rand(2, 4, device=DEVICE),
+        torch.randn(1, 4, 20, 33, device=DEVICE, requires_grad=True),
+        torch.tensor([7, 0], device=DEVICE, dtype=torch.int32),
+        torch.randn(4, device=DEVICE, requires_grad=True),
+        None,
+        None,
     )
+    problem = new_problem(head_dim=16, causal=True, implementation=implementation)
+    return operator_arguments(problem, tensors)
 
 
 @compiler
@@ -312,13 +312,9 @@ def test_opcheck(implementation: str) -> None:
     out, lse = torch.ops.flashattn_triton.forward(*detached)
     results = (out, lse, torch.randn_like(out), torch.randn_like(lse))
     backward = (*detached[:3], *results, *detached[3:])
-    for operator in (
-        torch.ops.flashattn_triton.backward.default,
-        torch.ops.flashattn_triton.bias_backward.default,
-    ):
-        torch.library.opcheck(operator, backward)
-    sinks = detached[ops.SINKS]
-    torch.library.opcheck(torch.ops.flashattn_triton.sinks_backward.default, (sinks, *results))
+    for needs in ([True, True, True], [False, True, False], [False, False, True]):
+        operator = torch.ops.flashattn_triton.backward.default
+        torch.library.opcheck(operator, (*backward, needs))
 
 
 @compiler
@@ -420,7 +416,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_bad_input(
     keywords: dict[str, Any], kind: type[Exception], message: str, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(ops, "forward_launcher", None)  # nothing is launched
+    monkeypatch.setattr(op, "forward_launcher", None)  # nothing is launched
     q, k, v = leaves(20, 20 if "document_ids" in keywords else 33)
     given = {
         name: x.to(DEVICE) if isinstance(x, Tensor) and x.device.type == "cpu" else x
@@ -450,7 +446,7 @@ def test_what_is_said() -> None:
     bias = torch.zeros(20, 20, device=DEVICE, requires_grad=True)
     text = explain(q, k, v, bias=bias, alibi_slopes=torch.ones(4, device=DEVICE))
     assert "bias: its own pass" in text
-    options = AttentionOptions(scale=1.0)
+    options = Problem(scale=1.0)
     kind = ((9, 0), torch.bfloat16, (64, 64), options)
     refusal = eligibility.refusal(*kind, ("alibi_slopes", "bias", "sinks"))
     assert refusal == "it takes no alibi_slopes or bias"
@@ -465,10 +461,7 @@ def test_a_call_without_them_is_the_call_it_was() -> None:
     assert NO_MASK_OR_BIAS.specialization.constants == dict.fromkeys(
         ("HAS_ALIBI", "HAS_BIAS", "HAS_PREFIX"), False
     )
-    starts = torch.zeros(2, dtype=torch.int32)
-    packing = Packing(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=0, max_seqlen_k=0)
-    arguments = ops.operator_arguments(resolve_options(head_dim=16), packing=packing)
-    assert arguments[:4] == (None,) * 4
+    assert operator_arguments(new_problem(head_dim=16))[:6] == (None,) * 6
 
 
 # ---- flash-attn's functions ----------------------------------------------------------------------

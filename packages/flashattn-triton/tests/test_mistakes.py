@@ -36,7 +36,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         monkeypatch.setattr(dispatch, "describe_gpu", lambda index: gpu)
         monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.99.0"))
         triton_versions.refusal.cache_clear()
-        options = flashattn_triton.AttentionOptions(scale=1.0)
+        options = flashattn_triton.Problem(scale=1.0)
         try:
             query = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16)
             fake = types.SimpleNamespace(

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
-from flashattn_triton import FlashAttention2Triton, flash_attention, flash_attention_varlen, ops
-from flashattn_triton.launch import Packing
-from flashattn_triton.options import resolve_options
+from flashattn_triton import FlashAttention2Triton, flash_attention, flash_attention_varlen
+from flashattn_triton.op import operator_arguments
+from flashattn_triton.problem import new_problem
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLEMENTATIONS = ["tiled", "triton"]
@@ -43,8 +44,8 @@ def gradients(out: torch.Tensor, inputs: list[torch.Tensor]) -> tuple[torch.Tens
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_opcheck(implementation: str, transposed: bool) -> None:
-    arguments = ops.operator_arguments(
-        resolve_options(head_dim=16, causal=True), implementation=implementation
+    arguments = operator_arguments(
+        new_problem(head_dim=16, causal=True, implementation=implementation)
     )
     inputs = leaves(33)
     if transposed:
@@ -57,25 +58,22 @@ def test_opcheck(implementation: str, transposed: bool) -> None:
 @compiler
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_opcheck_of_the_backward_operator(implementation: str) -> None:
-    arguments = ops.operator_arguments(
-        resolve_options(head_dim=16, window=(5, 3)), implementation=implementation
+    arguments = operator_arguments(
+        new_problem(head_dim=16, window=(5, 3), implementation=implementation)
     )
     inputs = [x.detach() for x in leaves(33)]
     out, lse = FORWARD(*inputs, *arguments)
     results = (out, lse, torch.randn_like(out), torch.randn_like(lse))
-    torch.library.opcheck(BACKWARD, (*inputs, *results, *arguments))
+    torch.library.opcheck(BACKWARD, (*inputs, *results, *arguments, [True, False, False]))
 
 
 @compiler
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_opcheck_packed(implementation: str) -> None:
     starts = torch.tensor([0, 10, 10, 30], dtype=torch.int32, device=DEVICE)
-    packing = Packing(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=20, max_seqlen_k=20)
-    arguments = ops.operator_arguments(
-        resolve_options(head_dim=16), implementation=implementation, packing=packing
-    )
-    packed = [torch.randn(30, 2, 16, device=DEVICE) for _ in range(3)]
-    inputs = [x.transpose(0, 1).unsqueeze(0).requires_grad_() for x in packed]
+    problem = new_problem("thd", 16, (20, 20), implementation=implementation)
+    arguments = operator_arguments(problem, (None, None, None, None, starts, starts))
+    inputs = [torch.randn(30, 2, 16, device=DEVICE, requires_grad=True) for _ in range(3)]
     torch.library.opcheck(FORWARD, (*inputs, *arguments))
 
 
@@ -87,27 +85,31 @@ def test_opcheck_of_the_hopper_tier(head_dims: tuple[int, int], packed: bool) ->
     """Both operators. In a fixed order of additions: opcheck compares the results of two calls."""
     if DEVICE == "cpu" or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
-    packing = None
-    if packed:
-        starts = torch.tensor([0, 10, 10, 130], dtype=torch.int32, device=DEVICE)
-        packing = Packing(
-            cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=120, max_seqlen_k=120
-        )
-    arguments = ops.operator_arguments(
-        resolve_options(head_dim=head_dims[0], causal=True, deterministic=True),
-        implementation="hopper",
-        packing=packing,
-    )
+    starts = torch.tensor([0, 10, 10, 130], dtype=torch.int32, device=DEVICE) if packed else None
     head_dim, value_dim = head_dims
+    problem = new_problem(
+        "thd" if packed else "bhsd",
+        head_dim,
+        (120, 120) if packed else (0, 0),
+        causal=True,
+        deterministic=True,
+        implementation="hopper",
+    )
+    arguments = operator_arguments(problem, (None, None, None, None, starts, starts))
     inputs = [
-        torch.randn(1, heads, 130, width, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+        torch.randn(
+            (130, heads, width) if packed else (1, heads, 130, width),
+            device=DEVICE,
+            dtype=torch.bfloat16,
+            requires_grad=True,
+        )
         for heads, width in ((4, head_dim), (2, head_dim), (2, value_dim))
     ]
     torch.library.opcheck(FORWARD, (*inputs, *arguments))
     detached = [x.detach() for x in inputs]
     out, lse = FORWARD(*detached, *arguments)
     results = (out, lse, torch.randn_like(out), torch.randn_like(lse))
-    torch.library.opcheck(BACKWARD, (*detached, *results, *arguments))
+    torch.library.opcheck(BACKWARD, (*detached, *results, *arguments, [True, False, False]))
 
 
 @compiler
@@ -159,8 +161,8 @@ def test_compiled_assignment_function() -> None:
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_the_operator_itself_is_differentiable(implementation: str) -> None:
-    arguments = ops.operator_arguments(
-        resolve_options(head_dim=16, causal=True), implementation=implementation
+    arguments = operator_arguments(
+        new_problem(head_dim=16, causal=True, implementation=implementation)
     )
     inputs = leaves()
     out, lse = FORWARD(*inputs, *arguments)
@@ -237,6 +239,97 @@ def test_other_derivatives_are_refused(implementation: str) -> None:
         dual = forward_ad.make_dual(x, x)
         with pytest.raises(RuntimeError, match="no forward-mode derivative"):
             total(dual)
+
+
+@compiler
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_compiled_transforms(implementation: str) -> None:
+    queries = torch.randn(3, 2, 2, 20, 16, device=DEVICE)
+    keys = torch.randn(2, 1, 20, 16, device=DEVICE)
+
+    def loss(q: torch.Tensor) -> torch.Tensor:
+        out, lse = flash_attention(
+            q, keys, keys, causal=True, return_lse=True, implementation=implementation
+        )
+        return out.square().sum() + lse.sum()
+
+    for transform, x in (
+        (torch.func.grad(loss), queries[0]),
+        (torch.func.vmap(torch.func.grad(loss)), queries),
+    ):
+        compiled = torch.compile(transform, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x), transform(x))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_several_gradients_of_the_output_at_once(implementation: str, with_sinks: bool) -> None:
+    inputs = leaves()
+    sinks = torch.randn(2, device=DEVICE, requires_grad=True) if with_sinks else None
+    out = flash_attention(*inputs, causal=True, sinks=sinks, implementation=implementation)
+    grads = torch.randn(3, *out.shape, device=DEVICE)
+    wanted = inputs if sinks is None else [*inputs, sinks]
+    batched = torch.autograd.grad(out, wanted, grads, is_grads_batched=True, retain_graph=True)
+    for i, grad in enumerate(grads):
+        alone = torch.autograd.grad(out, wanted, grad, retain_graph=True)
+        for a, e in zip(batched, alone, strict=True):
+            torch.testing.assert_close(a[i], e)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_derivatives_of_mapped_and_shared_sinks(implementation: str) -> None:
+    queries = torch.randn(3, 2, 2, 20, 16, device=DEVICE)
+    key, value = torch.randn(2, 2, 1, 20, 16, device=DEVICE)
+    sinks = torch.randn(3, 2, device=DEVICE)
+
+    def loss(q: torch.Tensor, s: torch.Tensor, implementation: str) -> torch.Tensor:
+        out = flash_attention(q, key, value, sinks=s, implementation=implementation)
+        return out.square().sum()
+
+    for dim, given in ((0, sinks), (None, sinks[0])):
+        actual, expected = (
+            torch.func.vmap(torch.func.grad(loss, (0, 1)), in_dims=(0, dim, None))(
+                queries, given, name
+            )
+            for name in (implementation, "reference")
+        )
+        for a, e in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
+
+
+@compiler
+def test_forward_mode_over_reverse_mode_is_refused() -> None:
+    x = torch.randn(1, 1, 6, 8, device=DEVICE)
+    total = lambda q: flash_attention(q, x, x).square().sum()  # noqa: E731
+    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        torch.func.hessian(total)(x)
+
+
+def test_floating_point_operations_are_counted_as_pytorch_counts_its_own() -> None:
+    query = torch.randn(2, 4, 20, 16, device=DEVICE, requires_grad=True)
+    key = torch.randn(2, 4, 30, 16, device=DEVICE, requires_grad=True)
+    value = torch.randn(2, 4, 30, 24, device=DEVICE, requires_grad=True)
+    products = (2 * 8 * 20 * 30 * 16, 2 * 8 * 20 * 30 * 24)
+    with FlopCounterMode(display=False) as counter:
+        out = flash_attention(query, key, value)
+    assert counter.get_total_flops() == sum(products)
+    bias = torch.zeros(20, 30, device=DEVICE, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        out.sum().backward()
+    assert counter.get_total_flops() == 3 * products[0] + 2 * products[1]
+    out = flash_attention(query, key, value, bias=bias)
+    with FlopCounterMode(display=False) as counter:
+        out.sum().backward()
+    assert counter.get_total_flops() == 4 * products[0] + 3 * products[1]
+    rows = [x.transpose(1, 2) for x in (query, key, value)]
+    with FlopCounterMode(display=False) as counter:
+        flash_attention(*rows, layout="bshd")
+    assert counter.get_total_flops() == sum(products)
+    x = torch.randn(20, 2, 16, device=DEVICE)
+    starts = torch.tensor([0, 5, 20], dtype=torch.int32, device=DEVICE)
+    with FlopCounterMode(display=False) as counter:
+        flash_attention_varlen(x, x, x, starts, starts)
+    assert counter.get_total_flops() == 4 * 2 * 16 * (5**2 + 15**2)
 
 
 def test_the_assignment_function_refuses_func_grad() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import flashattn_triton
-from flashattn_triton.options import AttentionOptions
+from flashattn_triton.problem import Problem
 from flashattn_triton.tiled import tiled_backward, tiled_forward
 
 pytest.importorskip("hypothesis")
@@ -127,7 +127,7 @@ def test_keys_out_of_sight_do_not_matter(problem, extra, dense_case, make_inputs
 def test_the_output_is_a_mean_of_the_values(n, shift):
     """Weights sum to one: constant values come back, and adding a constant shifts the output."""
     q, k, v = torch.randn(3, 1, 2, n, 8)
-    options = AttentionOptions(scale=1.0, causal="top-left")
+    options = Problem(scale=1.0, causal="top-left")
     constant, _ = tiled_forward(q, k, torch.full_like(v, shift), options)
     torch.testing.assert_close(constant, torch.full_like(v, shift))
     out, _ = tiled_forward(q, k, v, options)

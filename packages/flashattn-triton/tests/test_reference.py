@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flashattn_triton.options import AttentionOptions
+from flashattn_triton.problem import Problem
 from flashattn_triton.reference import (
     attention_reference,
     attention_reference_varlen,
@@ -15,7 +15,7 @@ from flashattn_triton.reference import (
 
 
 def options(**keywords):
-    return AttentionOptions(**({"scale": 0.25} | keywords))
+    return Problem(**({"scale": 0.25} | keywords))
 
 
 def drawn(mask):

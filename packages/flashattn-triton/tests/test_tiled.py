@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flashattn_triton import tiled
-from flashattn_triton.options import AttentionOptions
+from flashattn_triton.problem import Problem
 from flashattn_triton.reference import attention_reference, visibility_mask
 from flashattn_triton.score_tiles import Band
 from flashattn_triton.tiled import (
@@ -89,7 +89,7 @@ def test_every_packed_case(varlen_case, make_inputs, assert_results_close):
 @pytest.mark.parametrize("window", [(None, None), (0, 0), (5, None), (None, 3), (9, 4), (99, 99)])
 @pytest.mark.parametrize("shape", [(40, 40), (13, 50), (50, 13)])
 def test_tiles_cover_exactly_what_is_visible(causal, window, shape):
-    options = AttentionOptions(scale=1.0, causal=causal, window=window)
+    options = Problem(scale=1.0, causal=causal, window=window)
     visible = visibility_mask(*shape, options)
     band = Band.of(*shape, options)
     by_rows, by_columns = torch.zeros(2, *shape, dtype=torch.bool)
@@ -109,7 +109,7 @@ def test_tiles_cover_exactly_what_is_visible(causal, window, shape):
 
 
 def test_unmasked_tiles_build_no_mask():
-    band = Band.of(64, 64, AttentionOptions(scale=1.0, causal="top-left"))
+    band = Band.of(64, 64, Problem(scale=1.0, causal="top-left"))
     like = torch.empty(0)
     assert band.hidden((32, 48), (0, 32), like) is None
     assert band.hidden((32, 48), (32, 48), like) is not None
@@ -127,7 +127,7 @@ def test_the_score_matrix_never_exists(monkeypatch):
         return product
 
     monkeypatch.setattr(torch, "bmm", watched)
-    options = AttentionOptions(scale=0.2, causal="top-left")
+    options = Problem(scale=0.2, causal="top-left")
     q, k, v, do = torch.randn(4, 1, 1, 700, 16)
     out, lse = tiled_forward(q, k, v, options, query_tile=64, key_tile=64)
     tiled_backward(q, k, v, out, lse, do, None, options, query_tile=64, key_tile=64)
@@ -135,7 +135,7 @@ def test_the_score_matrix_never_exists(monkeypatch):
 
 
 def test_gradient_of_the_logsumexp_of_a_row_without_keys_is_ignored():
-    options = AttentionOptions(scale=0.5, causal="bottom-right")
+    options = Problem(scale=0.5, causal="bottom-right")
     q, do = torch.randn(2, 1, 1, 9, 4)
     k, v = torch.randn(2, 1, 1, 5, 4)
     out, lse = tiled_forward(q, k, v, options)
@@ -146,7 +146,7 @@ def test_gradient_of_the_logsumexp_of_a_row_without_keys_is_ignored():
 
 
 def test_fp64_gradients_numerically():
-    options = AttentionOptions(scale=0.4, causal="top-left", softcap=2.0, window=(3, None))
+    options = Problem(scale=0.4, causal="top-left", softcap=2.0, window=(3, None))
 
     class Tiled(torch.autograd.Function):
         @staticmethod
@@ -166,7 +166,7 @@ def test_fp64_gradients_numerically():
 
 
 def test_autocast_does_not_lower_the_precision():
-    options = AttentionOptions(scale=0.125)
+    options = Problem(scale=0.125)
     q, k, v = torch.randn(3, 1, 1, 50, 64)
     plain, _ = tiled_forward(q, k, v, options)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -175,7 +175,7 @@ def test_autocast_does_not_lower_the_precision():
 
 
 def test_scores_of_ten_thousand():
-    options = AttentionOptions(scale=1.0, causal="top-left")
+    options = Problem(scale=1.0, causal="top-left")
     q, k, v = torch.randn(3, 1, 2, 90, 16)
     q = q * 2500
     out, lse = tiled_forward(q, k, v, options, query_tile=32, key_tile=32)
@@ -198,7 +198,7 @@ def test_function_equals_the_oracle_and_saves_one_logsumexp(leading, is_causal):
     for x in (Q, K, V):
         x.requires_grad_()
     out = FlashAttention2PyTorch.apply(Q, K, V, is_causal)
-    options = AttentionOptions(scale=0.25, causal="top-left" if is_causal else "none")
+    options = Problem(scale=0.25, causal="top-left" if is_causal else "none")
     flat = [x.reshape(-1, 1, *x.shape[-2:]) for x in (Q, K, V)]
     expected, lse = attention_reference(*flat, options)
     torch.testing.assert_close(out, expected.reshape(out.shape), rtol=1e-5, atol=1e-6)
@@ -260,7 +260,7 @@ def test_function_names_the_wrong_dtype_and_device(position):
 
 
 def test_key_tiles_and_query_tiles_are_bounded_by_the_size():
-    band = Band.of(100, 130, AttentionOptions(scale=1.0))
+    band = Band.of(100, 130, Problem(scale=1.0))
     ranges = itertools.chain(band.key_tiles(0, 16, 48), band.query_tiles(0, 16, 48))
     assert all(0 < end - start <= 48 for start, end in ranges)
 

@@ -63,7 +63,7 @@ def run_problems(implementation: str, kinds: list[int], options: list[int], quic
     import torch
 
     from flashattn_triton import choose, flash_attention, flash_attention_varlen
-    from flashattn_triton.options import resolve_options
+    from flashattn_triton.problem import new_problem
 
     def leaves(*shapes: tuple[int, ...], dtype: str) -> list[torch.Tensor]:
         kind = getattr(torch, dtype)
@@ -76,7 +76,7 @@ def run_problems(implementation: str, kinds: list[int], options: list[int], quic
     ):
         keywords = {**given, "implementation": implementation}
         q, k, v = leaves((1, 4, 1, dim), (1, 2, 1, dim), (1, 2, 1, value_dim), dtype=dtype)
-        tier = choose(q, k, v, resolve_options(head_dim=dim, **given)).tier
+        tier = choose(q, k, v, new_problem(head_dim=dim, **given)).tier
         if implementation == "auto" and tier == "triton":
             continue
         for n, m in LENGTHS[2:] if quick else LENGTHS:

@@ -146,7 +146,7 @@ def naive(
     """softmax(Q·Kᵀ/√D)·V in the inputs' dtype, with all scores stored."""
     import torch
 
-    from flashattn_triton.options import resolve_options
+    from flashattn_triton.problem import new_problem
     from flashattn_triton.reference import visibility_mask
 
     ratio = query.shape[1] // key.shape[1]
@@ -161,7 +161,7 @@ def naive(
     if bias is not None:
         scores = scores + bias
     if window is not None or prefix_lengths is not None or document_ids is not None:
-        options = resolve_options(head_dim=query.shape[-1], causal=causal, window=window)
+        options = new_problem(head_dim=query.shape[-1], causal=causal, window=window)
         visible = visibility_mask(n_queries, n_keys, options, scores.device)
         if prefix_lengths is not None:
             in_prefix = torch.arange(n_keys, device=scores.device) < prefix_lengths[:, None]

@@ -1,5 +1,7 @@
 """FlashAttention-2, forward and backward, in Triton: exact attention without the S x S matrix."""
 
+from typing import TYPE_CHECKING
+
 from flashattn_triton.attention import (
     FlashAttention2Triton,
     FlashAttention2TritonCompiledBackward,
@@ -10,15 +12,15 @@ from flashattn_triton.configs import Tiles, Tiling
 from flashattn_triton.dispatch import Plan, choose, explain
 from flashattn_triton.documents import cu_seqlens_of
 from flashattn_triton.logsumexp import merge
-from flashattn_triton.options import AttentionOptions
+from flashattn_triton.problem import Problem
 from flashattn_triton.tiled import FlashAttention2PyTorch
 
 __all__ = [
-    "AttentionOptions",
     "FlashAttention2PyTorch",
     "FlashAttention2Triton",
     "FlashAttention2TritonCompiledBackward",
     "Plan",
+    "Problem",
     "Tiles",
     "Tiling",
     "choose",
@@ -28,3 +30,15 @@ __all__ = [
     "flash_attention_varlen",
     "merge",
 ]
+
+
+if not TYPE_CHECKING:  # a type checker knows the names above, and no others
+
+    def __getattr__(name: str) -> object:
+        """Names the replacement of a class that is gone."""
+        if name == "AttentionOptions":
+            raise ImportError(  # whose message survives "from flashattn_triton import"
+                "flashattn_triton.AttentionOptions is called Problem, which also says in which "
+                "layout tensors are and who computes. Write flashattn_triton.Problem."
+            )
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

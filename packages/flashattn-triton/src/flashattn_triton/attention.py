@@ -3,81 +3,44 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, Never, TypedDict, Unpack, overload
+from collections.abc import Mapping
+from typing import Any, Literal, Never, Unpack, overload
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flashattn_triton import eager, ops
-from flashattn_triton.calls import found, store
 from flashattn_triton.compiled_backward import compiled_flash_backward
-from flashattn_triton.configs import Tiling, check_tiling_type
-from flashattn_triton.dispatch import Implementation, check_implementation
-from flashattn_triton.documents import attend_to_documents, refuse_with_documents
-from flashattn_triton.launch import Packing, as_batch, as_tokens
-from flashattn_triton.mask_and_bias import (
-    MaskAndBias,
-    check_prefix_options,
-    resolve_mask_and_bias,
-)
+from flashattn_triton.configs import Tiling
+from flashattn_triton.documents import attend_to_documents
+from flashattn_triton.inputs import check_dense, check_inputs, check_varlen, in_one_batch
+from flashattn_triton.mask_and_bias import mask_and_bias_of, normalised, resolve_mask_and_bias
 from flashattn_triton.mistakes import (
     check_tensors,
-    refuse_keywords,
+    refuse_unknown,
+    refuse_with_documents,
     warn_of_alignment,
     warn_of_layout,
 )
-from flashattn_triton.options import (
-    AttentionOptions,
+from flashattn_triton.op import BACKWARD, FORWARD, NOTHING, PLAIN, Given, attend, operator_arguments
+from flashattn_triton.problem import (
     CausalArgument,
+    Implementation,
+    Keywords,
     Layout,
+    OptionKeywords,
+    PackedKeywords,
+    Problem,
     Window,
-    check_dense,
+    as_given,
     check_layout,
-    check_starts,
-    check_varlen,
-    in_one_batch,
+    heads_first,
+    new_problem,
     normalise_flag,
-    resolve_options,
-    to_heads_first,
+    problem_of,
 )
 
-
-class OptionKeywords(TypedDict, total=False):
-    """Keywords that are no tensors, layout or ``return_lse``."""
-
-    causal: CausalArgument
-    scale: float | None
-    window: Window | None
-    softcap: float | None
-    deterministic: bool
-    implementation: Implementation
-    tiling: Tiling | None
-
-
-class PackedKeywords(OptionKeywords, total=False):
-    """Keywords of :func:`flash_attention_varlen` beside ``return_lse``, for its overloads."""
-
-    sinks: Tensor | None
-    alibi_slopes: Tensor | None
-    prefix_lengths: Tensor | None
-
-
-class Keywords(PackedKeywords, total=False):
-    """Keywords of :func:`flash_attention` beside ``return_lse``, for its overloads."""
-
-    layout: Layout | None
-    bias: Tensor | None
-    document_ids: Tensor | None
-
-
-class _Tensors(TypedDict):
-    """Those of :class:`MaskAndBias`, as callers give them."""
-
-    alibi_slopes: Tensor | None
-    bias: Tensor | None
-    prefix_lengths: Tensor | None
-    sinks: Tensor | None
+_LENGTHS = (int, type(None))
 
 
 @overload
@@ -187,97 +150,37 @@ def flash_attention(
         TypeError: an input is not a tensor, or an argument has another library's name.
     """
     if unknown:
-        refuse_keywords("flash_attention", [*Keywords.__annotations__, "return_lse"], unknown)
+        refuse_unknown("flash_attention", [*Keywords.__annotations__, "return_lse"], unknown)
     normalise_flag("return_lse", return_lse)
-    check_tensors(query=query, key=key, value=value)
-    tensors: _Tensors = {
-        "alibi_slopes": alibi_slopes,
-        "bias": bias,
-        "prefix_lengths": prefix_lengths,
-        "sinks": sinks,
-    }
-    if document_ids is not None or query.dim() != 4:
-        keywords: OptionKeywords = {
-            "causal": causal,
-            "scale": scale,
-            "window": window,
-            "softcap": softcap,
-            "deterministic": deterministic,
-            "implementation": implementation,
-            "tiling": tiling,
-        }
-        check_layout(layout)
-        if document_ids is not None:
-            refuse_with_documents(bias=bias, prefix_lengths=prefix_lengths)
-            out, lse = attend_to_documents(
-                query, key, value, document_ids, layout or "bhsd", alibi_slopes, sinks, keywords
-            )
-        else:
-            batch = in_one_batch(query, key, value)
-            heads_first = [to_heads_first(x, layout) for x in batch]
-            resolved = _resolve(heads_first[0], heads_first[1], query.shape[:-3], **tensors)
-            result = flash_attention(
-                *batch,
-                layout=layout,
-                return_lse=True,
-                alibi_slopes=resolved.alibi_slopes,
-                bias=resolved.bias,
-                prefix_lengths=resolved.prefix_lengths,
-                sinks=resolved.sinks,
-                **keywords,
-            )
-            out, lse = (x.reshape(*query.shape[:-3], *x.shape[1:]) for x in result)
-        return (out, lse) if return_lse else out
+    if type(query) not in PLAIN or type(key) not in PLAIN or type(value) not in PLAIN:
+        check_tensors(query=query, key=key, value=value)
+    if document_ids is not None or query.dim() != 4 or layout not in (None, "bhsd", "bshd"):
+        return _in_four_dimensions(
+            query, key, value, document_ids, layout, return_lse,
+            (alibi_slopes, bias, prefix_lengths, sinks), causal=causal, scale=scale, window=window,
+            softcap=softcap, deterministic=deterministic, implementation=implementation,
+            tiling=tiling,
+        )  # fmt: skip
     if not query.is_meta and torch.is_autocast_enabled(query.device.type):
         query, key, value = _autocast(query, key, value)
-    cache_key = None
-    if alibi_slopes is None and bias is None and prefix_lengths is None and sinks is None:
-        cache_key = eager.cache_key_of(
-            query, key, value,
-            causal, scale, window, softcap, layout, deterministic, implementation, tiling,
-        )  # fmt: skip
-    call: eager.CachedCall | None = None if cache_key is None else found(cache_key)
-    if call is None:
-        check_layout(layout)
-        check_implementation(implementation)
-        check_tiling_type(tiling)
-    if layout == "bshd" and key.dim() == value.dim() == 4:
-        query, key, value = (to_heads_first(x, layout) for x in (query, key, value))
-    if call is None:
-        check_dense(query, key, value)
-        options = resolve_options(
-            head_dim=query.shape[-1],
-            causal=causal,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            deterministic=deterministic,
-        )
-        mask_and_bias = _resolve(query, key, query.shape[:1], **tensors)
-        if prefix_lengths is not None:
-            check_prefix_options(options)
-        warn_of_alignment(causal, query.shape[2], key.shape[2], stacklevel=2)
-        warn_of_layout(layout, query, key, stacklevel=2)
-        if implementation == "reference":
-            from flashattn_triton.reference import attention_reference
-
-            with torch.autocast(query.device.type, enabled=False):
-                out, lse = attention_reference(query, key, value, options, mask_and_bias)
-            out = to_heads_first(out.to(query.dtype), layout)
-            return (out, lse) if return_lse else out
-        if cache_key is not None:
-            call = eager.CachedCall(query, key, value, options, implementation, tiling)
-            store(cache_key, call)
-    if call is not None:
-        out, maybe_lse = call(query, key, value, return_lse)
+    _, first, second, head_dim = query.shape
+    problem = problem_of(
+        layout, head_dim, (0, 0), causal, scale, window, softcap, deterministic, implementation,
+        tiling,
+    )  # fmt: skip
+    given = NOTHING
+    if not (alibi_slopes is bias is prefix_lengths is sinks is None):
+        given = (alibi_slopes, bias, prefix_lengths, sinks, None, None)
+    if problem.implementation == "reference":
+        out, lse = _reference(problem, query, key, value, given)
     else:
-        arguments = ops.operator_arguments(
-            options, implementation=implementation, tiling=tiling, mask_and_bias=mask_and_bias
-        )
-        out, maybe_lse = eager.attend(query, key, value, *arguments)
-    if layout == "bshd":
-        out = to_heads_first(out, layout)
-    return out if maybe_lse is None or not return_lse else (out, maybe_lse)
+        out, lse = attend(problem, query, key, value, given, return_lse=return_lse)
+    n_queries, n_keys = (first, key.shape[1]) if layout == "bshd" else (second, key.shape[2])
+    if causal is True and n_queries != n_keys:
+        warn_of_alignment(n_queries, n_keys, stacklevel=2)
+    if first > second and layout is None:
+        warn_of_layout(layout, query, key, stacklevel=2)
+    return (out, lse) if return_lse and lse is not None else out
 
 
 @overload
@@ -334,18 +237,11 @@ def flash_attention_varlen(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     *,
-    causal: CausalArgument = False,
-    scale: float | None = None,
-    window: Window | None = None,
-    softcap: float | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     prefix_lengths: Tensor | None = None,
     return_lse: bool = False,
-    deterministic: bool = False,
-    implementation: Implementation = "auto",
-    tiling: Tiling | None = None,
-    **unknown: Never,
+    **keywords: Unpack[OptionKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`flash_attention` of each sequence of a packed batch, without padding.
 
@@ -378,108 +274,125 @@ def flash_attention_varlen(
         ValueError: an argument is not what is described above.
         TypeError: an input is not a tensor, or an argument has another library's name.
     """
-    if unknown.get("bias") is not None:
+    normalise_flag("return_lse", return_lse)
+    for x in (query, key, value, cu_seqlens_q, cu_seqlens_k):
+        if type(x) not in PLAIN:
+            check_tensors(
+                query=query,
+                key=key,
+                value=value,
+                cu_seqlens_q=cu_seqlens_q,
+                cu_seqlens_k=cu_seqlens_k,
+            )
+    given = (alibi_slopes, None, prefix_lengths, sinks, cu_seqlens_q, cu_seqlens_k)
+    if (
+        query.dim() != 3
+        or key.dim() != 3
+        or type(max_seqlen_q) not in _LENGTHS
+        or type(max_seqlen_k) not in _LENGTHS
+    ):
+        check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if not query.is_meta and torch.is_autocast_enabled(query.device.type):
+        query, key, value = _autocast(query, key, value)
+    longest = lengths = (query.shape[0], key.shape[0])
+    if max_seqlen_q is not None and max_seqlen_k is not None:
+        longest = lengths = (max_seqlen_q, max_seqlen_k)
+    elif max_seqlen_q is not None:
+        longest = (max_seqlen_q, lengths[1])
+    elif max_seqlen_k is not None:
+        longest = (lengths[0], max_seqlen_k)
+    try:
+        problem = problem_of("thd", query.shape[-1], longest, **keywords)
+    except TypeError:
+        _refuse_keywords_of_packed_calls({**keywords})
+        raise
+    if problem.implementation == "reference":
+        out, lse = _reference(problem, query, key, value, given)
+    else:
+        out, lse = attend(problem, query, key, value, given, return_lse=return_lse)
+    if keywords.get("causal") is True:
+        warn_of_alignment(*lengths, stacklevel=2)
+    return (out, lse) if return_lse and lse is not None else out
+
+
+def _reference(
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, given: Given
+) -> tuple[Tensor, Tensor | None]:
+    """Output and logsumexp by the definition, with its own derivatives."""
+    from flashattn_triton.reference import attention_reference, attention_reference_varlen
+
+    *_, starts_q, starts_k = given
+    check_inputs(problem, query, key, value, starts_q, starts_k)
+    mask_and_bias = mask_and_bias_of(normalised(problem, query, key, given))
+    with torch.autocast(query.device.type, enabled=False):
+        if starts_q is not None and starts_k is not None:
+            out, lse = attention_reference_varlen(
+                query, key, value, starts_q, starts_k, problem, mask_and_bias
+            )
+        else:
+            q, k, v = (heads_first(x, problem.layout) for x in (query, key, value))
+            out, lse = attention_reference(q, k, v, problem, mask_and_bias)
+            out = as_given(out, problem.layout)
+    return out.to(query.dtype), lse
+
+
+def _in_four_dimensions(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    document_ids: Tensor | None,
+    layout: Layout | None,
+    return_lse: bool,
+    tensors: tuple[Tensor | None, ...],
+    **keywords: Unpack[OptionKeywords],
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`flash_attention` of documents, or with any number of dimensions before the last 3.
+
+    ``tensors``: those of :data:`~flashattn_triton.mask_and_bias.NAMES`.
+    """
+    check_layout(layout)
+    alibi_slopes, bias, prefix_lengths, sinks = tensors
+    if document_ids is not None:
+        refuse_with_documents(bias=bias, prefix_lengths=prefix_lengths)
+        out, lse = attend_to_documents(
+            flash_attention_varlen, query, key, value, document_ids, layout or "bhsd",
+            alibi_slopes, sinks, **keywords,
+        )  # fmt: skip
+        return (out, lse) if return_lse else out
+    batch = in_one_batch(query, key, value)
+    q, k, _ = (heads_first(x, layout or "bhsd") for x in batch)
+    resolved = resolve_mask_and_bias(
+        alibi_slopes=alibi_slopes,
+        bias=bias,
+        prefix_lengths=prefix_lengths,
+        sinks=sinks,
+        leading=query.shape[:-3],
+        heads=q.shape[1],
+        lengths=(q.shape[2], k.shape[2]),
+        device=query.device,
+    )
+    results = flash_attention(
+        *batch,
+        layout=layout,
+        return_lse=True,
+        alibi_slopes=resolved.alibi_slopes,
+        bias=resolved.bias,
+        prefix_lengths=resolved.prefix_lengths,
+        sinks=resolved.sinks,
+        **keywords,
+    )
+    out, lse = (x.reshape(*query.shape[:-3], *x.shape[1:]) for x in results)
+    return (out, lse) if return_lse else out
+
+
+def _refuse_keywords_of_packed_calls(given: Mapping[str, Any]) -> None:
+    if given.get("bias") is not None:
         raise ValueError(
             "bias must be None for packed sequences, but got one. Attend to them one by one, or "
             "padded, with flash_attention."
         )
-    if unknown:
-        allowed = [*PackedKeywords.__annotations__, "return_lse"]
-        refuse_keywords("flash_attention_varlen", allowed, unknown)
-    normalise_flag("return_lse", return_lse)
-    check_tensors(
-        query=query, key=key, value=value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k
-    )
-    if not query.is_meta and torch.is_autocast_enabled(query.device.type):
-        query, key, value = _autocast(query, key, value)
-    cache_key = None
-    if alibi_slopes is None and prefix_lengths is None and sinks is None:
-        cache_key = eager.cache_key_of(
-            query, key, value,
-            max_seqlen_q, max_seqlen_k, causal, scale, window, softcap, deterministic,
-            implementation, tiling,
-            cu_seqlens=(cu_seqlens_q, cu_seqlens_k),
-        )  # fmt: skip
-    call: eager.CachedCall | None = None if cache_key is None else found(cache_key)
-    if call is not None:
-        check_starts(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        out, maybe_lse = call(query, key, value, return_lse, cu_seqlens_q, cu_seqlens_k)
-        return out if maybe_lse is None or not return_lse else (out, maybe_lse)
-    check_implementation(implementation)
-    check_tiling_type(tiling)
-    check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    options = resolve_options(
-        head_dim=query.shape[-1],
-        causal=causal,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        deterministic=deterministic,
-    )
-    mask_and_bias = resolve_mask_and_bias(
-        alibi_slopes=alibi_slopes,
-        bias=None,
-        prefix_lengths=prefix_lengths,
-        sinks=sinks,
-        leading=(cu_seqlens_q.shape[0] - 1,),
-        heads=query.shape[1],
-        lengths=(query.shape[0], key.shape[0]),
-        device=query.device,
-    )
-    if prefix_lengths is not None:
-        check_prefix_options(options)
-    if max_seqlen_q is None or max_seqlen_k is None:
-        lengths = (query.shape[0], key.shape[0])
-        max_seqlen_q = lengths[0] if max_seqlen_q is None else max_seqlen_q
-        max_seqlen_k = lengths[1] if max_seqlen_k is None else max_seqlen_k
-    else:
-        lengths = (max_seqlen_q, max_seqlen_k)
-    warn_of_alignment(causal, *lengths, stacklevel=2)
-    if implementation == "reference":
-        from flashattn_triton.reference import attention_reference_varlen
-
-        starts = (cu_seqlens_q, cu_seqlens_k)
-        with torch.autocast(query.device.type, enabled=False):
-            out, lse = attention_reference_varlen(
-                query, key, value, *starts, options, mask_and_bias
-            )
-        out = out.to(query.dtype)
-        return (out, lse) if return_lse else out
-    packing = Packing(
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-    )
-    if cache_key is not None:
-        call = eager.CachedCall(query, key, value, options, implementation, tiling, packing)
-        store(cache_key, call)
-        out, maybe_lse = call(query, key, value, return_lse, cu_seqlens_q, cu_seqlens_k)
-        return out if maybe_lse is None or not return_lse else (out, maybe_lse)
-    arguments = ops.operator_arguments(
-        options,
-        implementation=implementation,
-        tiling=tiling,
-        packing=packing,
-        mask_and_bias=mask_and_bias,
-    )
-    views = (as_batch(x) for x in (query, key, value))
-    out, lse = eager.attend(*views, *arguments)
-    out, lse = as_tokens(out), lse.squeeze(0)
-    return (out, lse) if return_lse else out
-
-
-def _resolve(
-    query: Tensor, key: Tensor, leading: torch.Size, **tensors: Unpack[_Tensors]
-) -> MaskAndBias:
-    """What is given of ``tensors``, for (B, H, N, D) tensors whose batch has dimensions leading."""
-    return resolve_mask_and_bias(
-        **tensors,
-        leading=leading,
-        heads=query.shape[1],
-        lengths=(query.shape[2], key.shape[2]),
-        device=query.device,
-    )
+    allowed = [*PackedKeywords.__annotations__, "return_lse"]
+    refuse_unknown("flash_attention_varlen", allowed, given)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -516,11 +429,14 @@ class FlashAttention2Triton(torch.autograd.Function):
                 )
         query, key, value = (_as_heads(x) for x in (Q, K, V))
         check_dense(query, key, value)
-        ctx.arguments = ops.operator_arguments(
-            _assignment_options(Q, is_causal),
-            implementation="auto" if query.is_cuda else "triton",
+        ctx.arguments = operator_arguments(
+            new_problem(
+                head_dim=Q.shape[-1],
+                causal=bool(is_causal),
+                implementation="auto" if query.is_cuda else "triton",
+            )
         )
-        out, lse = torch.ops.flashattn_triton.forward(query, key, value, *ctx.arguments)
+        out, lse = FORWARD(query, key, value, *ctx.arguments)
         O: Tensor = out.view(*Q.shape[:-1], V.shape[-1])  # noqa: E741 - the paper's name
         ctx.save_for_backward(lse.view(Q.shape[:-1]), Q, K, V, O)
         ctx.is_causal = is_causal
@@ -533,9 +449,8 @@ class FlashAttention2Triton(torch.autograd.Function):
         L, Q, K, V, O = ctx.saved_tensors  # noqa: E741 - the paper's name
         query, key, value, out, grad_out = (_as_heads(x) for x in (Q, K, V, O, dO))
         lse = L.view(query.shape[:-1])
-        gradients = torch.ops.flashattn_triton.backward(
-            query, key, value, out, lse, grad_out, None, *ctx.arguments
-        )
+        tensors = (query, key, value, out, lse, grad_out, None)
+        gradients = BACKWARD(*tensors, *ctx.arguments, [True, False, False])[:3]
         dQ, dK, dV = (g.view(x.shape) for g, x in zip(gradients, (Q, K, V), strict=True))
         return dQ, dK, dV, None
 
@@ -554,10 +469,6 @@ class FlashAttention2TritonCompiledBackward(FlashAttention2Triton):
         L, Q, K, V, O = (x.detach() for x in ctx.saved_tensors)  # noqa: E741 - the paper's name
         scale = 1.0 / math.sqrt(Q.shape[-1])
         return *compiled_flash_backward(Q, K, V, O, dO, L, ctx.is_causal, scale), None
-
-
-def _assignment_options(Q: Tensor, is_causal: bool) -> AttentionOptions:
-    return resolve_options(head_dim=Q.shape[-1], causal=bool(is_causal))
 
 
 def _as_heads(x: Tensor) -> Tensor:

@@ -8,35 +8,37 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from inspect import signature
-from typing import Any, Literal, Never, get_args
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
 
 from flashattn_triton import triton_versions
-from flashattn_triton.configs import INTERPRETER, Tiling, check_tiling_type, tiling_for
-from flashattn_triton.documents import refuse_with_documents
+from flashattn_triton.configs import INTERPRETER, Tiling, tiling_for
 from flashattn_triton.hopper import eligibility
 from flashattn_triton.hopper.configs import describe_backward, describe_forward
+from flashattn_triton.inputs import in_one_batch
 from flashattn_triton.launch import tma_refusal
 from flashattn_triton.mask_and_bias import check_prefix_options, resolve_mask_and_bias
-from flashattn_triton.mistakes import check_tensors, refuse_keywords, warn_once
-from flashattn_triton.options import (
-    AttentionOptions,
-    CausalArgument,
+from flashattn_triton.mistakes import (
+    check_tensors,
+    refuse_unknown,
+    refuse_with_documents,
+    warn_once,
+)
+from flashattn_triton.problem import (
+    Implementation,
+    Keywords,
     Layout,
-    Window,
+    OptionKeywords,
+    Problem,
+    check_implementation,
     check_layout,
-    in_one_batch,
-    resolve_options,
-    to_heads_first,
+    heads_first,
+    new_problem,
 )
 
-Implementation = Literal["auto", "tiled", "triton", "hopper", "reference"]
 Tier = Literal["tiled", "triton", "hopper", "reference"]
-
-IMPLEMENTATIONS = get_args(Implementation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +57,9 @@ class Plan:
     ordered: bool = False
     forward_only: bool = False
 
-    def runs_hopper_backward(self, options: AttentionOptions) -> bool:
+    def runs_hopper_backward(self, problem: Problem) -> bool:
         """Whether gradients are the Hopper tier's too."""
-        in_order = self.ordered or not options.deterministic
+        in_order = self.ordered or not problem.deterministic
         return self.tier == "hopper" and in_order and not self.forward_only
 
 
@@ -81,22 +83,13 @@ def describe_gpu(index: int) -> GPU:
     )
 
 
-def check_implementation(implementation: str) -> None:
-    """Raises ``ValueError`` unless ``implementation`` is one that exists."""
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, but got "
-            f"{implementation!r}. 'auto' chooses."
-        )
-
-
 def choose(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    options: AttentionOptions,
+    problem: Problem,
     *,
-    implementation: str = "auto",
+    implementation: Implementation | None = None,
     tiling: Tiling | None = None,
     tensors: tuple[str, ...] = (),
 ) -> Plan:
@@ -105,53 +98,45 @@ def choose(
     Args:
         query: and ``key``, ``value``: only widths, dtype, device and places in memory are looked
             at.
-        options: mask, scale, soft-cap.
-        implementation: "auto" takes Triton for CUDA tensors (the Hopper tier, on sm_90, for what
-            it supports) and the tiled PyTorch tier for all others; a name insists.
-        tiling: explicit kernel shapes instead of the shipped table's, for the portable kernels.
+        problem: mask, scale, soft-cap, and who computes.
+        implementation: instead of the problem's. "auto" takes Triton for CUDA tensors (the Hopper
+            tier, on sm_90, for what it supports) and the tiled PyTorch tier for all others; a name
+            insists.
+        tiling: instead of the problem's: explicit kernel shapes for the portable kernels.
         tensors: which of :data:`~flashattn_triton.mask_and_bias.NAMES` come with the call.
 
     Raises:
         ValueError: an unknown implementation, or one that cannot run these inputs.
     """
-    head_dims = (query.shape[-1], value.shape[-1])
-    kind = (query.device, query.dtype, head_dims, options)
-    plan = _choose(*kind, implementation, tiling, tensors)
+    if implementation is not None:
+        check_implementation(implementation)
+        problem = replace(problem, implementation=implementation)
+    if tiling is not None:
+        problem = replace(problem, tiling=tiling)
+    kind = (query.device, query.dtype, (query.shape[-1], value.shape[-1]))
+    plan = _choose(*kind, problem, tensors)
     if plan.tier != "hopper":
         return plan
     for name, x in (("query", query), ("key", key), ("value", value)):
         memory_layout = (x.shape, x.stride(), x.data_ptr() % 16)
         refusal = tma_refusal(name, *memory_layout, x.element_size())
-        if refusal is not None and implementation == "hopper":
+        if refusal is not None and problem.implementation == "hopper":
             raise ValueError(f"implementation 'hopper' cannot run this: {refusal}")
         if refusal is not None:
-            return _portable_instead(*kind, refusal, tensors)
+            plan = _choose(*kind, replace(problem, implementation="triton", tiling=None), tensors)
+            return replace(plan, reason=f"{plan.reason}; not the Hopper tier: {refusal}")
     return plan
-
-
-def _portable_instead(
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dims: tuple[int, int],
-    options: AttentionOptions,
-    refusal: str,
-    tensors: tuple[str, ...],
-) -> Plan:
-    plan = _choose(device, dtype, head_dims, options, "triton", None, tensors)
-    return replace(plan, reason=f"{plan.reason}; not the Hopper tier: {refusal}")
 
 
 def _choose(
     device: torch.device,
     dtype: torch.dtype,
     head_dims: tuple[int, int],
-    options: AttentionOptions,
-    implementation: str,
-    tiling: Tiling | None,
-    tensors: tuple[str, ...] = (),
+    problem: Problem,
+    tensors: tuple[str, ...],
 ) -> Plan:
     """The plan as far as it does not depend on memory."""
-    check_implementation(implementation)
+    implementation, tiling = problem.implementation, problem.tiling
     if implementation in ("reference", "tiled"):
         tier: Tier = "reference" if implementation == "reference" else "tiled"
         return Plan(tier=tier, tiling=None, reason=f"implementation={implementation!r}")
@@ -186,14 +171,14 @@ def _choose(
     if implementation == "triton":
         return Plan(tier="triton", tiling=chosen, reason=f"{reason}; shipped table")
     by_name = implementation == "hopper"
-    refusal = eligibility.refusal(gpu.capability, dtype, head_dims, options, tensors, by_name)
+    refusal = eligibility.refusal(gpu.capability, dtype, head_dims, problem, tensors, by_name)
     if refusal is None:
         return Plan(
             tier="hopper",
             tiling=chosen,
             reason=gpu.name,
-            ordered=by_name or eligibility.orders_gradients(head_dims, options),
-            forward_only=eligibility.forward_only(head_dims, options),
+            ordered=by_name or eligibility.orders_gradients(head_dims, problem),
+            forward_only=eligibility.forward_only(head_dims, problem),
         )
     if implementation == "hopper":
         raise ValueError(f"implementation 'hopper' cannot run this: {refusal}")
@@ -252,21 +237,14 @@ def explain(
     key: Tensor,
     value: Tensor,
     *,
-    causal: CausalArgument = False,
-    scale: float | None = None,
-    window: Window | None = None,
-    softcap: float | None = None,
+    sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     prefix_lengths: Tensor | None = None,
-    sinks: Tensor | None = None,
     document_ids: Tensor | None = None,
     layout: Layout | None = None,
     return_lse: bool = False,
-    deterministic: bool = False,
-    implementation: Implementation = "auto",
-    tiling: Tiling | None = None,
-    **unknown: Never,
+    **keywords: Unpack[OptionKeywords],
 ) -> str:
     """In words: which implementation and which tiles ``flash_attention`` would run, and why.
 
@@ -274,13 +252,11 @@ def explain(
     not depend on ``document_ids`` and ``return_lse``, which are taken so that a call can be
     explained as it is written.
     """
-    if unknown:
-        refuse_keywords("explain", list(signature(explain).parameters)[3:-1], unknown)
+    refuse_unknown("explain", [*Keywords.__annotations__, "return_lse"], keywords)
     check_tensors(query=query, key=key, value=value)
     check_layout(layout)
-    check_tiling_type(tiling)
-    leading = query.shape[:-3]
-    query, key, value = (to_heads_first(x, layout) for x in in_one_batch(query, key, value))
+    leading, batch = query.shape[:-3], in_one_batch(query, key, value)
+    query, key, value = (heads_first(x, layout or "bhsd") for x in batch)
     mask_and_bias = resolve_mask_and_bias(
         alibi_slopes=alibi_slopes,
         bias=bias,
@@ -291,36 +267,21 @@ def explain(
         lengths=(query.shape[2], key.shape[2]),
         device=query.device,
     )
-    resolved = resolve_options(
-        head_dim=query.shape[-1],
-        causal=causal,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        deterministic=deterministic,
-    )
+    problem = new_problem("bhsd", query.shape[-1], **keywords)
     if prefix_lengths is not None:
-        check_prefix_options(resolved)
+        check_prefix_options(problem)
     if document_ids is not None:
         refuse_with_documents(bias=bias, prefix_lengths=prefix_lengths)
-    plan = choose(
-        query,
-        key,
-        value,
-        resolved,
-        implementation=implementation,
-        tiling=tiling,
-        tensors=mask_and_bias.names,
-    )
+    plan = choose(query, key, value, problem, tensors=mask_and_bias.names)
     lines = [f"tier: {plan.tier} ({plan.reason})"]
     head_dims = query.shape[-1], value.shape[-1]
     if plan.tier == "hopper":
-        lines.append(describe_forward(head_dims, query.shape[-2], resolved))
-    if plan.runs_hopper_backward(resolved):
-        lines.append(describe_backward(head_dims, resolved))
+        lines.append(describe_forward(head_dims, query.shape[-2], problem))
+    if plan.runs_hopper_backward(problem):
+        lines.append(describe_backward(head_dims, problem))
     elif plan.tiling is not None:
         kernels = {} if plan.tier == "hopper" else {"forward": plan.tiling.forward}
-        if plan.tiling.fused is not None and not resolved.deterministic:
+        if plan.tiling.fused is not None and not problem.deterministic:
             addition = "TMA reduction" if plan.tiling.tma_reduce else "atomic addition"
             kernels[f"backward, fused (dQ by fp32 {addition})"] = plan.tiling.fused
         else:

@@ -7,15 +7,14 @@ heads, N tokens of a row, D head_dim, E head_dim of value.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from flashattn_triton.mistakes import check_tensors
-
-if TYPE_CHECKING:
-    from flashattn_triton.attention import OptionKeywords
+from flashattn_triton.problem import OptionKeywords
 
 
 def cu_seqlens_of(document_ids: Tensor) -> tuple[Tensor, int]:
@@ -65,17 +64,8 @@ def cu_seqlens_of(document_ids: Tensor) -> tuple[Tensor, int]:
     return cu_seqlens, int((ends - starts).max())
 
 
-def refuse_with_documents(**tensors: object) -> None:
-    """Raises ``ValueError`` for an argument that has no meaning within documents."""
-    for name, x in tensors.items():
-        if x is not None:
-            raise ValueError(
-                f"{name} must be None where document_ids are given, but got one. Pass documents as "
-                f"rows of their own."
-            )
-
-
 def attend_to_documents(
+    attend: Callable[..., Any],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -83,15 +73,19 @@ def attend_to_documents(
     layout: str,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
-    keywords: OptionKeywords,
+    **keywords: Unpack[OptionKeywords],
 ) -> tuple[Tensor, Tensor]:
     """``flash_attention`` of (B, H, N, D) or (B, N, H, D) tensors, within documents.
+
+    Args:
+        attend: ``flash_attention_varlen``, which calls this module's functions in its turn.
+        query: and ``key``, ``value``, ``document_ids``, ``alibi_slopes``, ``sinks``, ``keywords``:
+            as given to ``flash_attention``.
+        layout: "bhsd" or "bshd".
 
     Returns:
         Output in the layout of the inputs, and logsumexp (B, H, N).
     """
-    from flashattn_triton.attention import flash_attention_varlen
-
     check_tensors(document_ids=document_ids)
     tokens_first = [x.movedim(-3, -2) if layout == "bhsd" else x for x in (query, key, value)]
     for name, x in zip(("query", "key", "value"), tokens_first, strict=True):
@@ -109,7 +103,7 @@ def attend_to_documents(
         )
     cu_seqlens, longest = cu_seqlens_of(document_ids)
     q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in tokens_first)
-    out, lse = flash_attention_varlen(
+    out, lse = attend(
         q,
         k,
         v,

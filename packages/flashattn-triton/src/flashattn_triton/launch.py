@@ -1,7 +1,8 @@
-"""What all launchers share: how tensors, options and packed batches become arguments.
+"""What all launchers share: how tensors, problems and packed batches become arguments.
 
-Launchers take (B, H, N, D) views with any strides. A packed batch comes as (1, H, T, D), a view of
-its (T, H, D), together with a :class:`Packing`.
+Launchers are planned with (B, H, N, D) views of any strides. A packed batch comes as (1, H, T, D),
+a view of its (T, H, D), together with a :class:`Packing`. What is launched reads addresses alone,
+and allocates results in the layout of the problem (:func:`in_layout`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from flashattn_triton import triton_versions
 from flashattn_triton.configs import Tiles
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias, MaskAndBiasSpecialization
-from flashattn_triton.options import AttentionOptions
+from flashattn_triton.problem import Problem, as_given, heads_first
 
 if TYPE_CHECKING:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -52,16 +53,6 @@ class Packing(NamedTuple):
         """Whether both start at the same places, because ``cu_seqlens`` is one tensor: then each
         sequence has as many keys as queries."""
         return self.cu_seqlens_q.data_ptr() == self.cu_seqlens_k.data_ptr()
-
-
-def as_batch(x: Tensor) -> Tensor:
-    """(T, H, D) of a packed batch as (1, H, T, D)."""
-    return x.transpose(0, 1).unsqueeze(0)
-
-
-def as_tokens(x: Tensor) -> Tensor:
-    """(1, H, T, D) of a packed batch as (T, H, D)."""
-    return x.squeeze(0).transpose(0, 1)
 
 
 def problem_tensors(
@@ -110,20 +101,26 @@ def empty_output(like: Tensor, width: int) -> Tensor:
     return like.new_empty(batch, heads, rows, width)
 
 
+def empty_result(like: Tensor, width: int, layout: str) -> Tensor:
+    """:func:`empty_output` for an input in ``layout``, in the same layout.
+
+    An input whose rows are not contiguous is read from a copy, whose order of dimensions counts.
+    """
+    return as_given(empty_output(heads_first(unit_last_stride(like), layout), width), layout)
+
+
 def empty_row_statistic(like: Tensor) -> Tensor:
     """(B, H, N) fp32, contiguous: the logsumexp, or delta."""
     return like.new_empty(like.shape[:3], dtype=torch.float32)
 
 
-def layout_of(x: Tensor) -> Layout:
-    """What :func:`allocator` needs in order to make a tensor like ``x``."""
+def in_layout(x: Tensor, layout: str) -> Layout:
+    """Of (B, H, N, D) or (B, H, N) results as a caller has them whose tensors are in ``layout``."""
+    if x.dim() == 4:
+        x = as_given(x, layout)
+    elif layout == "thd":
+        x = x.squeeze(0)
     return tuple(x.shape), x.stride(), x.dtype
-
-
-def layout_of_tokens(layout: Layout) -> Layout:
-    """Of (T, H, D), where ``layout`` is that of the same tensor as (1, H, T, D)."""
-    (_, heads, tokens, width), (_, head, token, element), dtype = layout
-    return (tokens, heads, width), (token, head, element), dtype
 
 
 def contiguous_strides(shape: Sequence[int]) -> Strides:
@@ -167,33 +164,31 @@ def stride_numbers(**strides: Sequence[int]) -> dict[str, int]:
     }
 
 
-def option_numbers(options: AttentionOptions) -> dict[str, float]:
-    """The kernels' arguments that are numbers of the options."""
-    left, right = options.band
+def option_numbers(problem: Problem) -> dict[str, float]:
+    """The kernels' arguments that are numbers of the problem."""
+    left, right = problem.band
     return {
-        "scale": options.scale,
-        "softcap": 1.0 if options.softcap is None else options.softcap,
+        "scale": problem.scale,
+        "softcap": 1.0 if problem.softcap is None else problem.softcap,
         "window_left": 0 if left is None else min(left, _WIDEST_WINDOW),
         "window_right": 0 if right is None else min(right, _WIDEST_WINDOW),
     }
 
 
-def option_constants(options: AttentionOptions) -> dict[str, bool]:
+def option_constants(problem: Problem) -> dict[str, bool]:
     """The kernels' compile-time arguments that say which options there are."""
-    left, right = options.band
+    left, right = problem.band
     return {
-        "BOTTOM_RIGHT": options.bottom_right,
+        "BOTTOM_RIGHT": problem.bottom_right,
         "HAS_LEFT": left is not None,
-        "HAS_SOFTCAP": options.softcap is not None,
+        "HAS_SOFTCAP": problem.softcap is not None,
         "is_causal": right is not None,
     }
 
 
-def alibi_constant(
-    options: AttentionOptions, specialization: MaskAndBiasSpecialization
-) -> dict[str, int]:
+def alibi_constant(problem: Problem, specialization: MaskAndBiasSpecialization) -> dict[str, int]:
     """The kernels' compile-time argument HAS_ALIBI: 2 where no key behind the diagonal is seen."""
-    right = options.band[1]
+    right = problem.band[1]
     one_sided = right is not None and right <= 0 and not specialization.prefix
     return {"HAS_ALIBI": specialization.alibi and 1 + one_sided}
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flashattn_triton.mistakes import check_tensors
-from flashattn_triton.options import Layout, check_layout
+from flashattn_triton.problem import Layout, check_layout
 
 
 def merge(
@@ -103,15 +103,17 @@ def sinks_gradient(
     """The gradient of sinks: -Σ exp(s - L) · (rowsum(O ∘ dO) - dL) over the rows of each head.
 
     Args:
-        sinks: (H,).
+        sinks: (H,), or with leading dimensions, which all others have too.
         out: (B, H, N, E), with the sinks; ``grad_out`` is its gradient.
         lse: (B, H, N), with the sinks; ``grad_lse`` is its gradient, or None for zero.
     """
     delta = (_accumulated(out) * _accumulated(grad_out)).sum(-1)
     if grad_lse is not None:
         delta = delta - grad_lse
-    share = torch.exp(_accumulated(sinks)[:, None] - lse).masked_fill(lse == float("-inf"), 0.0)
-    return -(share * delta).sum((0, 2)).to(sinks.dtype)
+    share = torch.exp(_accumulated(sinks)[..., None, :, None] - lse).masked_fill(
+        lse == float("-inf"), 0.0
+    )
+    return -(share * delta).sum((-3, -1)).to(sinks.dtype)
 
 
 def _check_part(index: int, out: Tensor, first: Tensor) -> None:

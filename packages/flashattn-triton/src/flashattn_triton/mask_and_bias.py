@@ -1,7 +1,7 @@
 """Tensors that change the softmax: prefixes, ALiBi slopes, an additive bias and attention sinks.
 
 For query i and key j of one head, where ``offset`` is
-:func:`~flashattn_triton.options.diagonal_offset`,
+:func:`~flashattn_triton.problem.diagonal_offset`,
 
     S_ij = softcap(scale · q_i · k_j) - slope · |i + offset - j| + bias_ij
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from flashattn_triton.mistakes import check_tensors
-from flashattn_triton.options import DTYPES, AttentionOptions
+from flashattn_triton.problem import DTYPES, Problem
 
 # Keywords of the public functions, in the order in which operators take the tensors.
 NAMES = ("alibi_slopes", "bias", "prefix_lengths", "sinks")
@@ -183,7 +183,8 @@ def resolve_mask_and_bias(
         _check_bias(bias, (*leading, heads, *lengths))
         if bias.dim() > 3 and len(leading) != 1:
             bias = bias.expand(*leading, *bias.shape[-3:]).flatten(0, -4)
-        bias = bias[(None,) * (4 - bias.dim())]
+        if bias.dim() < 4:
+            bias = bias[(None,) * (4 - bias.dim())]
     if prefix_lengths is not None:
         _check_prefix_lengths(prefix_lengths, leading)
         prefix_lengths = prefix_lengths.reshape(batch).int().contiguous()
@@ -192,18 +193,63 @@ def resolve_mask_and_bias(
     )
 
 
-def check_prefix_options(options: AttentionOptions) -> None:
+def mask_and_bias_of(given: Sequence[Tensor | None]) -> MaskAndBias:
+    """The first of ``given``, which are tensors :data:`NAMES` in one shape."""
+    alibi_slopes, bias, prefix_lengths, sinks = given[: len(NAMES)]
+    if alibi_slopes is bias is prefix_lengths is sinks is None:
+        return NO_MASK_OR_BIAS
+    return MaskAndBias(
+        alibi_slopes=alibi_slopes, bias=bias, prefix_lengths=prefix_lengths, sinks=sinks
+    )
+
+
+def normalised(
+    problem: Problem, query: Tensor, key: Tensor, given: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    """The tensors :data:`NAMES` of a call, checked and in one shape; the others as they are.
+
+    Args:
+        problem: whose layout ``query`` and ``key`` have.
+        query: checked, as ``key``.
+        key: see ``query``.
+        given: tensors :data:`NAMES`, then ``cu_seqlens`` of queries and keys.
+
+    Raises:
+        ValueError: as :func:`resolve_mask_and_bias` and :func:`check_prefix_options`.
+        TypeError: not a tensor.
+    """
+    alibi_slopes, bias, prefix_lengths, sinks, *starts = given
+    if alibi_slopes is bias is prefix_lengths is sinks is None:
+        return given
+    rows, heads = (-2, -3) if problem.layout == "bhsd" else (-3, -2)
+    first = query.shape[0] if starts[0] is None else starts[0].shape[0] - 1
+    resolved = resolve_mask_and_bias(
+        alibi_slopes=alibi_slopes,
+        bias=bias,
+        prefix_lengths=prefix_lengths,
+        sinks=sinks,
+        leading=(first,),
+        heads=query.shape[heads],
+        lengths=(query.shape[rows], key.shape[rows]),
+        device=query.device,
+    )
+    if prefix_lengths is not None:
+        check_prefix_options(problem)
+    return (*resolved.tensors, *starts)
+
+
+def check_prefix_options(problem: Problem) -> None:
     """Raises ``ValueError`` unless the mask is one that a prefix can extend."""
-    if options.causal not in ("top-left", "bottom-right"):
-        given = False if options.causal == "none" else options.causal
+    if problem.causal not in ("top-left", "bottom-right"):
+        given = False if problem.causal == "none" else problem.causal
         raise ValueError(
             f"causal must be 'top-left' or 'bottom-right' where prefix_lengths are given, but got "
             f"{given!r}. Without a causal mask every query sees the prefix: leave "
             f"prefix_lengths out."
         )
-    if options.window != (None, None):
+    if problem.window != (None, None):
         raise ValueError(
-            f"window must be None where prefix_lengths are given, but got {options.window}. Leave "
+            f"window must be None where prefix_lengths are given, but got {problem.window}. Leave "
             f"one of them out."
         )
 

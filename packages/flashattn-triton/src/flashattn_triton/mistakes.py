@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,9 +32,9 @@ def warn_once(kind: str, message: str, stacklevel: int) -> None:
         _given.add(kind)
 
 
-def warn_of_alignment(causal: object, n_queries: int, n_keys: int, stacklevel: int) -> None:
-    """Warns if ``causal`` is True and the lengths differ: flash-attn aligns the mask otherwise."""
-    if causal is True and not torch.compiler.is_compiling() and n_queries != n_keys:
+def warn_of_alignment(n_queries: int, n_keys: int, stacklevel: int) -> None:
+    """Warns of ``causal=True`` if the lengths differ: flash-attn aligns the mask otherwise."""
+    if not torch.compiler.is_compiling() and n_queries != n_keys:
         warn_once(
             "alignment",
             f"causal must say where the mask is aligned if there are not as many queries as keys, "
@@ -115,15 +115,28 @@ _ELSEWHERE: dict[str, tuple[str, Callable[[Any], str]]] = {
 }
 
 
-def refuse_keywords(function: str, allowed: Sequence[str], unknown: dict[str, Any]) -> NoReturn:
-    """Raises ``TypeError`` for the first of ``unknown``, naming this package's argument.
+def refuse_with_documents(**tensors: object) -> None:
+    """Raises ``ValueError`` for an argument that has no meaning within documents."""
+    for name, x in tensors.items():
+        if x is not None:
+            raise ValueError(
+                f"{name} must be None where document_ids are given, but got one. Pass documents as "
+                f"rows of their own."
+            )
+
+
+def refuse_unknown(function: str, allowed: Collection[str], given: Mapping[str, Any]) -> None:
+    """Raises ``TypeError`` for the first unknown keyword, naming this package's argument.
 
     Args:
         function: the one that was called.
-        allowed: its keyword arguments.
-        unknown: other keyword arguments, with their values.
+        allowed: its keywords.
+        given: keywords and their values.
     """
-    name, value = next(iter(unknown.items()))
+    name = next((name for name in given if name not in allowed), None)
+    if name is None:
+        return
+    value = given[name]
     if name in _ELSEWHERE:
         library, remedy = _ELSEWHERE[name]
         raise TypeError(

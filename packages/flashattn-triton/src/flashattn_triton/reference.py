@@ -23,13 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
-from flashattn_triton.options import AttentionOptions, diagonal_offset
+from flashattn_triton.problem import Problem, diagonal_offset
 
 
 def visibility_mask(
     n_queries: int,
     n_keys: int,
-    options: AttentionOptions,
+    problem: Problem,
     device: torch.device | str | None = None,
 ) -> Tensor:
     """Which key each query sees.
@@ -44,11 +44,11 @@ def visibility_mask(
     """
     queries = torch.arange(n_queries, device=device)[:, None]
     keys = torch.arange(n_keys, device=device)[None, :]
-    diagonal = queries + (n_keys - n_queries if options.bottom_right else 0)
+    diagonal = queries + (n_keys - n_queries if problem.bottom_right else 0)
     visible = torch.ones(n_queries, n_keys, dtype=torch.bool, device=device)
-    if options.causal in ("top-left", "bottom-right"):
+    if problem.causal in ("top-left", "bottom-right"):
         visible &= keys <= diagonal
-    left, right = options.window
+    left, right = problem.window
     if left is not None:
         visible &= keys >= diagonal - left
     if right is not None:
@@ -60,7 +60,7 @@ def attention_reference(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    options: AttentionOptions,
+    problem: Problem,
     mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
     *,
     dtype: torch.dtype = torch.float32,
@@ -74,7 +74,7 @@ def attention_reference(
         query: (B, H, N_q, D), any floating dtype.
         key: (B, G, N_k, D); query head h reads key/value head h // (H / G).
         value: (B, G, N_k, E).
-        options: mask, scale and soft-cap.
+        problem: mask, scale and soft-cap.
         mask_and_bias: ALiBi slopes, prefixes, a bias and sinks, both differentiable too.
         dtype: everything is computed and returned in it. ``torch.float64`` is the oracle of
             float32 kernels; a half type gives "the same computation in PyTorch at the same
@@ -85,15 +85,15 @@ def attention_reference(
     """
     heads, kv_heads = query.shape[1], key.shape[1]
     key, value = (x.to(dtype).repeat_interleave(heads // kv_heads, dim=1) for x in (key, value))
-    scores = query.to(dtype) @ key.transpose(-2, -1) * options.scale  # (B, H, N_q, N_k)
-    if options.softcap is not None:
-        scores = options.softcap * torch.tanh(scores / options.softcap)
+    scores = query.to(dtype) @ key.transpose(-2, -1) * problem.scale  # (B, H, N_q, N_k)
+    if problem.softcap is not None:
+        scores = problem.softcap * torch.tanh(scores / problem.softcap)
     n_queries, n_keys = query.shape[2], key.shape[2]
-    offset = diagonal_offset(n_queries, n_keys, options)
+    offset = diagonal_offset(n_queries, n_keys, problem)
     added = mask_and_bias.added((0, n_queries), (0, n_keys), offset, dtype)
     if added is not None:
         scores = scores + added
-    visible = visibility_mask(n_queries, n_keys, options, query.device)
+    visible = visibility_mask(n_queries, n_keys, problem, query.device)
     if mask_and_bias.prefix_lengths is not None:
         prefixes = mask_and_bias.prefix_lengths[:, None, None, None]
         visible = visible | (torch.arange(n_keys, device=query.device) < prefixes)
@@ -124,7 +124,7 @@ def attention_reference_varlen(
     value: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    options: AttentionOptions,
+    problem: Problem,
     mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
     *,
     dtype: torch.dtype = torch.float32,
@@ -137,7 +137,7 @@ def attention_reference_varlen(
         value: (T_k, G, E).
         cu_seqlens_q: (B + 1,) int32, where each sequence starts in ``query``, and T_q.
         cu_seqlens_k: (B + 1,) int32, the same for ``key`` and ``value``. Sequences may be empty.
-        options: mask, scale and soft-cap; the diagonal is each sequence's own.
+        problem: mask, scale and soft-cap; the diagonal is each sequence's own.
         mask_and_bias: slopes and prefixes of each sequence; no bias.
         dtype: as in :func:`attention_reference`.
 
@@ -155,7 +155,7 @@ def attention_reference_varlen(
             query[q_start:q_end].transpose(0, 1)[None],
             key[k_start:k_end].transpose(0, 1)[None],
             value[k_start:k_end].transpose(0, 1)[None],
-            options,
+            problem,
             mask_and_bias.sequence(i),
             dtype=dtype,
         )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flashattn_triton.mask_and_bias import MaskAndBias
-from flashattn_triton.options import AttentionOptions, diagonal_offset
+from flashattn_triton.problem import Problem, diagonal_offset
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Band:
     prefix: int = 0
 
     @classmethod
-    def of(cls, n_queries: int, n_keys: int, options: AttentionOptions, prefix: int = 0) -> Band:
+    def of(cls, n_queries: int, n_keys: int, problem: Problem, prefix: int = 0) -> Band:
         """The band of :func:`flashattn_triton.reference.visibility_mask`."""
-        diagonal = diagonal_offset(n_queries, n_keys, options)
-        left, right = options.band
+        diagonal = diagonal_offset(n_queries, n_keys, problem)
+        left, right = problem.band
         # With low = -N_q, or high = N_k, no key is out of any query's sight.
         low = -n_queries if left is None else diagonal - left
         high = n_keys if right is None else diagonal + right
@@ -119,20 +119,20 @@ class ScoreTiles:
         self,
         query: Tensor,
         key: Tensor,
-        options: AttentionOptions,
+        problem: Problem,
         mask_and_bias: MaskAndBias,
     ) -> None:
         self.batch, self.heads, n_queries, _ = query.shape
         self.groups, n_keys = key.shape[1], key.shape[2]
         self.ratio = self.heads // self.groups
-        self.options = options
+        self.problem = problem
         self.mask_and_bias = mask_and_bias
-        self.offset = diagonal_offset(n_queries, n_keys, options)
+        self.offset = diagonal_offset(n_queries, n_keys, problem)
         prefixes = mask_and_bias.prefix_lengths
         prefix = 0 if prefixes is None else int(prefixes.item())
-        self.band = Band.of(n_queries, n_keys, options, prefix)
+        self.band = Band.of(n_queries, n_keys, problem, prefix)
         with torch.autocast(query.device.type, enabled=False):
-            self.q, self.k = fold(query, self.groups) * options.scale, fold(key, self.groups)
+            self.q, self.k = fold(query, self.groups) * problem.scale, fold(key, self.groups)
 
     def rows(self, start: int, end: int) -> slice:
         """Where queries ``start`` to ``end`` are in folded tensors."""
@@ -148,7 +148,7 @@ class ScoreTiles:
             shape = (self.batch, self.heads, queries[1] - queries[0], keys[1] - keys[0])
             added = fold(added.expand(shape), self.groups)
         q, k = self.q[:, self.rows(*queries)], self.k[:, slice(*keys)]
-        return score_tile(q, k, added, hidden, self.options.softcap)
+        return score_tile(q, k, added, hidden, self.problem.softcap)
 
     def sinks(self, start: int, end: int) -> Tensor:
         """(B·G, q·R): the sink of each row of queries ``start`` to ``end``, or -inf without any."""

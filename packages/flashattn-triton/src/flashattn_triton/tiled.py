@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
 from flashattn_triton.mistakes import check_tensors
-from flashattn_triton.options import AttentionOptions
+from flashattn_triton.problem import Problem
 from flashattn_triton.score_tiles import ScoreTiles, accumulation_dtype, fold, unfold
 
 # Large enough that the matrix products, not the Python loop, take the time on a CPU; small enough
@@ -39,7 +39,7 @@ def tiled_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    options: AttentionOptions,
+    problem: Problem,
     mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
     /,
     *,
@@ -52,7 +52,7 @@ def tiled_forward(
         query: (B, H, N_q, D), floating, any strides.
         key: (B, G, N_k, D); query head h reads key/value head h // (H / G).
         value: (B, G, N_k, E).
-        options: mask, scale and soft-cap. ``deterministic`` changes nothing: the order of all
+        problem: mask, scale and soft-cap. ``deterministic`` changes nothing: the order of all
             sums is fixed.
         mask_and_bias: ALiBi slopes, a bias, prefixes and sinks.
         query_tile: queries in a tile.
@@ -65,7 +65,7 @@ def tiled_forward(
     if mask_and_bias.prefix_lengths is not None and len(query) > 1:  # each has tiles of its own
         parts = [
             tiled_forward(
-                *(q, k, v, options, mask_and_bias.sequence(i)),
+                *(q, k, v, problem, mask_and_bias.sequence(i)),
                 query_tile=query_tile,
                 key_tile=key_tile,
             )
@@ -73,7 +73,7 @@ def tiled_forward(
         ]
         outs, lses = zip(*parts, strict=True)
         return torch.cat(outs), torch.cat(lses)
-    score_tiles = ScoreTiles(query, key, options, mask_and_bias)
+    score_tiles = ScoreTiles(query, key, problem, mask_and_bias)
     with torch.autocast(query.device.type, enabled=False):
         v = fold(value, score_tiles.groups)
         out = v.new_zeros(*score_tiles.q.shape[:2], v.shape[-1])
@@ -109,7 +109,7 @@ def tiled_backward(
     lse: Tensor,
     grad_out: Tensor,
     grad_lse: Tensor | None,
-    options: AttentionOptions,
+    problem: Problem,
     mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
     /,
     *,
@@ -121,7 +121,7 @@ def tiled_backward(
     The gradient of the logsumexp enters through D: with dL given, dS = P ∘ (dP - (D - dL)).
 
     Args:
-        query: (B, H, N_q, D), as in :func:`tiled_forward`, as are key, value, options and
+        query: (B, H, N_q, D), as in :func:`tiled_forward`, as are key, value, problem and
             mask_and_bias.
         key: (B, G, N_k, D).
         value: (B, G, N_k, E).
@@ -129,7 +129,7 @@ def tiled_backward(
         lse: (B, H, N_q), what :func:`tiled_forward` returned.
         grad_out: (B, H, N_q, E), dO.
         grad_lse: (B, H, N_q), dL, or None for zero.
-        options: the same as in the forward pass.
+        problem: the same as in the forward pass.
         mask_and_bias: the same as in the forward pass.
         query_tile: queries in a tile.
         key_tile: keys in a tile.
@@ -141,7 +141,7 @@ def tiled_backward(
     if mask_and_bias.prefix_lengths is not None and len(query) > 1:
         gradients = [
             tiled_backward(
-                *(q, k, v, o, row_lse, do, dl, options, mask_and_bias.sequence(i)),
+                *(q, k, v, o, row_lse, do, dl, problem, mask_and_bias.sequence(i)),
                 query_tile=query_tile,
                 key_tile=key_tile,
             )
@@ -149,7 +149,7 @@ def tiled_backward(
         ]
         dq, dk, dv = (torch.cat(parts) for parts in zip(*gradients, strict=True))
         return dq, dk, dv
-    score_tiles = ScoreTiles(query, key, options, mask_and_bias)
+    score_tiles = ScoreTiles(query, key, problem, mask_and_bias)
     groups, q, k = score_tiles.groups, score_tiles.q, score_tiles.k
     with torch.autocast(query.device.type, enabled=False):
         v, do = fold(value, groups), fold(grad_out, groups)
@@ -163,7 +163,7 @@ def tiled_backward(
                 ds = ds * slope
             dq[:, rows] += torch.bmm(ds, k[:, columns])
             dk[:, columns] += torch.bmm(ds.transpose(1, 2), q[:, rows])
-        dq *= options.scale  # q was scaled in advance, which serves S and dK; dQ needs its own
+        dq *= problem.scale  # q was scaled in advance, which serves S and dK; dQ needs its own
         pairs = zip((dq, dk, dv), (query, key, value), strict=True)
         dq, dk, dv = (unfold(grad, x, groups).to(x.dtype) for grad, x in pairs)
         return dq, dk, dv
@@ -178,7 +178,7 @@ def tiled_bias_backward(
     lse: Tensor,
     grad_out: Tensor,
     grad_lse: Tensor | None,
-    options: AttentionOptions,
+    problem: Problem,
     mask_and_bias: MaskAndBias,
     /,
     *,
@@ -201,7 +201,7 @@ def tiled_bias_backward(
     for i, (q, k, v, o, row_lse, do, dl) in enumerate(parts):
         own = mask_and_bias.sequence(i) if separate else mask_and_bias
         batch = slice(i, i + 1) if separate and len(bias) > 1 else slice(None)
-        score_tiles = ScoreTiles(q, k, options, own)
+        score_tiles = ScoreTiles(q, k, problem, own)
         with torch.autocast(query.device.type, enabled=False):
             for queries, keys, _, ds, _ in _gradients_of_scores(
                 score_tiles, v, o, row_lse, do, dl, (query_tile, key_tile)
@@ -278,7 +278,7 @@ def tiled_forward_varlen(
     value: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    options: AttentionOptions,
+    problem: Problem,
     mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
 ) -> tuple[Tensor, Tensor]:
     """:func:`tiled_forward` of each sequence of a packed batch.
@@ -290,7 +290,7 @@ def tiled_forward_varlen(
         cu_seqlens_q: (B + 1,) int32: 0, where each next sequence starts in ``query``, and T_q.
         cu_seqlens_k: (B + 1,) int32, the same for key and value. Sequences may be empty. Both are
             read on the host, which synchronises if they are on an accelerator.
-        options: as in :func:`tiled_forward`; the diagonal is each sequence's own.
+        problem: as in :func:`tiled_forward`; the diagonal is each sequence's own.
         mask_and_bias: slopes and prefixes of each sequence; no bias.
 
     Returns:
@@ -305,7 +305,7 @@ def tiled_forward_varlen(
     )
     for i, (q_span, k_span) in enumerate(sequences(cu_seqlens_q, cu_seqlens_k)):
         q, k, v = batched(query, q_span), batched(key, k_span), batched(value, k_span)
-        o_s, lse_s = tiled_forward(q, k, v, options, mask_and_bias.sequence(i))
+        o_s, lse_s = tiled_forward(q, k, v, problem, mask_and_bias.sequence(i))
         out[q_span], lse[:, q_span] = o_s[0].transpose(0, 1), lse_s[0]
     return out, lse
 
@@ -321,7 +321,7 @@ def tiled_backward_varlen(
     grad_lse: Tensor | None,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    options: AttentionOptions,
+    problem: Problem,
     mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`tiled_backward` of each sequence of a packed batch.
@@ -342,7 +342,7 @@ def tiled_backward_varlen(
             lse[None, :, q_span],
             batched(grad_out, q_span),
             None if grad_lse is None else grad_lse[None, :, q_span],
-            options,
+            problem,
             mask_and_bias.sequence(i),
         )
         spans = (q_span, k_span, k_span)
@@ -367,10 +367,10 @@ class FlashAttention2PyTorch(torch.autograd.Function):
     def forward(ctx: Any, Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False) -> Tensor:
         """Computes the output tile by tile (Algorithm 1)."""
         check_assignment_inputs(Q, K, V)
-        ctx.options = AttentionOptions(
+        ctx.problem = Problem(
             causal="top-left" if is_causal else "none", scale=1 / math.sqrt(Q.shape[-1])
         )
-        out, lse = tiled_forward(as_batch(Q), as_batch(K), as_batch(V), ctx.options)
+        out, lse = tiled_forward(as_batch(Q), as_batch(K), as_batch(V), ctx.problem)
         out = out.reshape(*Q.shape[:-1], V.shape[-1])
         ctx.save_for_backward(lse.reshape(Q.shape[:-1]), Q, K, V, out)
         return out
@@ -388,7 +388,7 @@ class FlashAttention2PyTorch(torch.autograd.Function):
             L.reshape(-1, 1, L.shape[-1]),
             as_batch(dO),
             None,
-            ctx.options,
+            ctx.problem,
         )
         return dQ.reshape(Q.shape), dK.reshape(K.shape), dV.reshape(V.shape), None
 

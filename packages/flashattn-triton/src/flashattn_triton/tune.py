@@ -31,9 +31,10 @@ from triton.runtime.errors import OutOfResources
 
 from flashattn_triton.configs import Tiles, Tiling, tiling_for
 from flashattn_triton.dispatch import describe_gpu
-from flashattn_triton.options import AttentionOptions, resolve_options
 from flashattn_triton.portable.backward import backward_call
 from flashattn_triton.portable.forward import forward_call
+from flashattn_triton.problem import Problem as AttentionProblem
+from flashattn_triton.problem import new_problem
 from flashattn_triton.reference import attention_reference
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -61,9 +62,9 @@ class Problem:
         return [torch.randn(shape, device="cuda", dtype=DTYPES[self.dtype]) for _ in range(4)]
 
     @property
-    def options(self) -> AttentionOptions:
+    def options(self) -> AttentionProblem:
         """Default scale, nothing but the causal mask."""
-        return resolve_options(head_dim=self.head_dim, causal=self.causal)
+        return new_problem(head_dim=self.head_dim, causal=self.causal)
 
 
 def candidates(role: str, head_dim: int, itemsize: int) -> Iterator[Tiles]:

@@ -33,11 +33,11 @@ def exact(
     import torch
 
     from flashattn_triton.logsumexp import add_sinks
-    from flashattn_triton.options import resolve_options
+    from flashattn_triton.problem import new_problem
     from flashattn_triton.reference import attention_reference
     from flashattn_triton.tiled import tiled_backward, tiled_bias_backward, tiled_forward
 
-    options = resolve_options(
+    options = new_problem(
         head_dim=problem.head_dim,
         causal=problem.causal,
         window=problem.window,

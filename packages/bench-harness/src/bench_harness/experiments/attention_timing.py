@@ -139,11 +139,11 @@ def _plan(
     """
     from flashattn_triton import choose
     from flashattn_triton.mask_and_bias import NAMES
-    from flashattn_triton.options import resolve_options
+    from flashattn_triton.problem import new_problem
 
     if problem.lengths or problem.feature == "documents":
         return {}
-    options = resolve_options(
+    options = new_problem(
         head_dim=problem.head_dim,
         causal=problem.causal,
         window=problem.window,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,13 +31,12 @@ from flashattn_triton.launch import (
     contiguous_strides,
     current_device,
     empty_output,
-    layout_of,
-    layout_of_tokens,
+    in_layout,
     stride_numbers,
     tma_refusal,
 )
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
-from flashattn_triton.options import AttentionOptions
+from flashattn_triton.problem import Problem
 
 LOG2_E = 1.4426950408889634
 # Up to so many bytes, a GPU writes a whole tensor in less time than a view of it takes the host.
@@ -59,13 +58,13 @@ def hopper_backward(
     logsumexp: Tensor,
     grad_out: Tensor,
     grad_logsumexp: Tensor | None,
-    options: AttentionOptions,
+    problem: Problem,
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launches the backward kernels on inputs that ``eligibility`` has not refused.
 
     Args:
-        query: and ``key``, ``value``, ``options``, ``packing``: as given to the forward pass.
+        query: and ``key``, ``value``, ``problem``, ``packing``: as given to the forward pass.
         out: its output, (B, H, N_q, D).
         logsumexp: its logsumexp, contiguous (B, H, N_q) fp32.
         grad_out: dO, the shape of ``out``. It and the tensors above may have any strides, and are
@@ -75,12 +74,12 @@ def hopper_backward(
 
     Returns:
         dQ, dK and dV in the inputs' shapes and dtype. dQ is accumulated in fp32; in any order,
-        unless ``options`` ask for deterministic gradients.
+        unless ``problem`` asks for deterministic gradients.
     """
     if query.numel() == 0 or key.numel() == 0:
         return no_gradients(query, key, value)
     tensors = (query, key, value, out, grad_out)
-    call = hopper_backward_call(tensors, grad_logsumexp, options, packing)
+    call = hopper_backward_call(tensors, grad_logsumexp, problem, packing)
     return call(query, key, value, out, logsumexp, grad_out, grad_logsumexp, packing)
 
 
@@ -96,14 +95,14 @@ def no_gradients(
 Part = tuple[tuple[int, ...], Strides] | tuple[()]
 
 
-def copied_part(x: Tensor, *, may_repeat: bool, packed: bool) -> tuple[Part | None, Strides]:
+def copied_part(x: Tensor, *, may_repeat: bool, viewed: bool) -> tuple[Part | None, Strides]:
     """What must be copied of a (B, H, N, D) tensor for the TMA to read it, and the copy's strides.
 
     Args:
         x: the tensor.
         may_repeat: whether the strides of batch and heads may be 0, as those of a sum's gradient
             are. One head is then copied for all that are the same, if there are many.
-        packed: whether launches get (T, H, D) tensors, of which ``x`` is a view.
+        viewed: whether launches get tensors in another layout, of which ``x`` is a view.
 
     Returns:
         None if nothing must be copied, and the strides with which the tensor or its copy is read.
@@ -114,7 +113,7 @@ def copied_part(x: Tensor, *, may_repeat: bool, packed: bool) -> tuple[Part | No
         own = tuple([1 if i < 2 and stride == 0 else shape[i] for i, stride in enumerate(strides)])
     if tma_refusal("", torch.Size(own), strides, x.data_ptr() % 16, x.element_size()) is None:
         return None, strides
-    if not packed and (own == shape or x.numel() * x.element_size() <= _SMALL_COPY):
+    if not viewed and (own == shape or x.numel() * x.element_size() <= _SMALL_COPY):
         return (), contiguous_strides(shape)
     copy = contiguous_strides(own)
     return (own, strides), tuple(
@@ -143,7 +142,7 @@ class HopperBackwardCall:
     postprocess: FastLaunch
     device: int | None
     allocate: Callable[..., Tensor]
-    gradients: tuple[Layout, Layout, Layout]
+    gradients: Sequence[Layout]
     statistics: int
     shared: Layout
     order_counters: int = 0
@@ -215,29 +214,28 @@ class HopperBackwardCall:
         self.postprocess(after)
         return dq, dk, dv
 
-    def of_tokens(self) -> HopperBackwardCall:
-        """The same launches given (T, H, D) tensors and (H, T) logsumexps of a packed batch."""
-        dq, dk, dv = map(layout_of_tokens, self.gradients)
-        return replace(self, gradients=(dq, dk, dv))
-
 
 def hopper_backward_call(
     tensors: Sequence[Tensor],
     grad_logsumexp: Tensor | None,
-    options: AttentionOptions,
+    problem: Problem,
     packing: Packing | None = None,
 ) -> HopperBackwardCall:
-    """The call for Q, K, V, O and dO of these shapes, strides and types."""
+    """The call for views of Q, K, V, O and dO of these shapes, strides and types.
+
+    It takes tensors as callers have them.
+    """
     query, key, value, out, _ = tensors
     device, dtype = query.device, query.dtype
     shapes = (query.shape, key.shape, value.shape)
     packed = packing is not None
-    copies = [copied_part(x, may_repeat=i == 4, packed=packed) for i, x in enumerate(tensors)]
+    viewed = problem.layout != "bhsd"
+    copies = [copied_part(x, may_repeat=i == 4, viewed=viewed) for i, x in enumerate(tensors)]
     copied = [part for part, _ in copies]
     grad_logsumexp_stride = None if grad_logsumexp is None else grad_logsumexp.stride()
     sizes = None if packing is None else packing.sizes
     equal = packing is not None and packing.has_equal_lengths
-    options = without_offset(options, equal)
+    problem = without_offset(problem, equal)
     (batch, heads, n_queries, head_dim), (_, kv_heads, n_keys, _), (*_, value_dim) = shapes
     q_stride, k_stride, v_stride, o_stride, do_stride = (stride for _, stride in copies)
     dq, dk, dv = (
@@ -247,7 +245,7 @@ def hopper_backward_call(
     dq_stride, dk_stride, dv_stride = dq.stride(), dk.stride(), dv.stride()
     width, values = forward_widths((head_dim, value_dim))
     kernel, loaded = KERNELS[width]
-    config = backward_config((head_dim, value_dim), options)
+    config = backward_config((head_dim, value_dim), problem)
     queries, keys = config.queries, config.keys
     if sizes is None:
         query_tiles = key_tiles = None
@@ -266,7 +264,7 @@ def hopper_backward_call(
             )
         rows = (n_queries // queries + sequences) * queries * heads
         programs = (query_tiles.most * heads * queries // ROWS, key_tiles.most * kv_heads)
-    columns, softcap = STATISTICS.value, options.softcap
+    columns, softcap = STATISTICS.value, problem.softcap
     sum_width = width if width <= 128 else 64  # of a block of the sum; blocks lie side by side
     numbers = {"N_QUERIES": n_queries, "N_PADDED": rows // (batch * heads), "N_HEADS": heads}
     table = torch.int32 if packed else None
@@ -280,7 +278,7 @@ def hopper_backward_call(
     has_dl = grad_logsumexp_stride is not None
 
     # Of packed sequences the kernel itself adds the difference of lengths.
-    offset, band = edges(0, 0, options) if packed else edges(n_queries, n_keys, options)
+    offset, band = edges(0, 0, problem) if packed else edges(n_queries, n_keys, problem)
     map_of = packed_tile_map if packed else tile_map
 
     def stride_div8(stride: Strides) -> list[int]:
@@ -307,7 +305,7 @@ def hopper_backward_call(
             ),
             **numbers,
             "D_DIV8": value_dim // 8,
-            "factor": -1.0 / (options.scale if softcap is None else softcap),
+            "factor": -1.0 / (problem.scale if softcap is None else softcap),
         },
         {
             **shape,
@@ -325,11 +323,11 @@ def hopper_backward_call(
             **stride_numbers(q=stride_div8(dq_stride)),
             **numbers,
             "D_DIV8": head_dim // 8,
-            "scale": options.scale,
+            "scale": problem.scale,
         },
         {**shape, "WIDTH": sum_width, "NARROW": head_dim < width},
     )
-    may_ring = options.deterministic and options.band == (None, None)
+    may_ring = problem.deterministic and problem.band == (None, None)
     narrow = {"COLUMNS": columns_in_use(head_dim, width)} if width <= 128 else {}
     main = FastLaunch(
         kernel,
@@ -346,7 +344,7 @@ def hopper_backward_call(
             "dk_desc": map_of(shapes[1], dk_stride, [1, 1, OWN.value, loaded], dtype),
             "dv_desc": map_of(shapes[2], dv_stride, [1, 1, OWN.value, values], dtype),
             "tiles_ptr": table,
-            "order_counters_ptr": torch.int32 if options.deterministic else None,
+            "order_counters_ptr": torch.int32 if problem.deterministic else None,
         },
         {
             "N_QUERIES": n_queries,
@@ -355,18 +353,18 @@ def hopper_backward_call(
             "HEADS_PER_KV": heads // kv_heads,
             "offset": offset,
             "band": band,
-            "scale": options.scale,
-            "scale_log2": (options.scale if softcap is None else softcap) * LOG2_E,
-            "tanh_scale": None if softcap is None else options.scale / softcap,
+            "scale": problem.scale,
+            "scale_log2": (problem.scale if softcap is None else softcap) * LOG2_E,
+            "tanh_scale": None if softcap is None else problem.scale / softcap,
         },
         {
             **narrow,
             "RAGGED": packed or n_keys % keys != 0,
-            "is_causal": options.band[1] is not None,
-            "HAS_LEFT": options.band[0] is not None,
+            "is_causal": problem.band[1] is not None,
+            "HAS_LEFT": problem.band[0] is not None,
             "PACKED": packed,
-            "BOTTOM_RIGHT": packed and options.bottom_right,
-            "ORDERED": options.deterministic,
+            "BOTTOM_RIGHT": packed and problem.bottom_right,
+            "ORDERED": problem.deterministic,
             "RING": most_in_ring(device) if may_ring else 0,
         },
     )
@@ -376,12 +374,12 @@ def hopper_backward_call(
         postprocess=postprocess,
         device=device.index,
         allocate=allocator(device),
-        gradients=(layout_of(dq), layout_of(dk), layout_of(dv)),
+        gradients=[in_layout(x, problem.layout) for x in (dq, dk, dv)],
         statistics=rows * columns * 2,
         shared=((rows * (columns // 2 + width),), (1,), fp32),
         query_tiles=query_tiles,
         key_tiles=key_tiles,
-        order_counters=rows // queries if options.deterministic else 0,
+        order_counters=rows // queries if problem.deterministic else 0,
         copied=None if all(part is None for part in copied) else copied,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from flashattn_triton.options import AttentionOptions
+from flashattn_triton.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,11 +124,9 @@ def forward_widths(head_dims: tuple[int, int]) -> tuple[int, int]:
     return (192, 128) if head_dim <= 192 and value_dim <= 128 else (256, 256)
 
 
-def forward_config(
-    head_dims: tuple[int, int], n_queries: int, options: AttentionOptions
-) -> ForwardConfig:
+def forward_config(head_dims: tuple[int, int], n_queries: int, problem: Problem) -> ForwardConfig:
     """The shipped table's entry."""
-    left, right = options.band
+    left, right = problem.band
     width, _ = forward_widths(head_dims)
     if left is not None:
         return FORWARD_WINDOW[width]
@@ -136,28 +134,28 @@ def forward_config(
     return next(config for limit, config in rows if n_queries <= limit)
 
 
-def backward_config(head_dims: tuple[int, int], options: AttentionOptions) -> BackwardConfig:
+def backward_config(head_dims: tuple[int, int], problem: Problem) -> BackwardConfig:
     """The shipped table's entry."""
-    left, right = options.band
+    left, right = problem.band
     width, _ = forward_widths(head_dims)
     if left is not None:
         return BACKWARD_WINDOW[width]
     return BACKWARD[width, right is not None]
 
 
-def describe_forward(head_dims: tuple[int, int], n_queries: int, options: AttentionOptions) -> str:
+def describe_forward(head_dims: tuple[int, int], n_queries: int, problem: Problem) -> str:
     """The forward kernel's shape in words."""
-    config = forward_config(head_dims, n_queries, options)
+    config = forward_config(head_dims, n_queries, problem)
     return (
         f"forward: {config.queries} queries x {config.keys} keys, {config.consumers} consumers "
         f"of 4 warps, {config.stages} stages"
     )
 
 
-def describe_backward(head_dims: tuple[int, int], options: AttentionOptions) -> str:
+def describe_backward(head_dims: tuple[int, int], problem: Problem) -> str:
     """The backward kernel's shape in words."""
-    config = backward_config(head_dims, options)
-    order = " in a fixed order" if options.deterministic else ""
+    config = backward_config(head_dims, problem)
+    order = " in a fixed order" if problem.deterministic else ""
     return (
         f"backward, fused (dQ by fp32 addition{order}): {config.queries} queries x {config.keys} "
         f"keys, 2 consumers of 4 warps, 2 stages"

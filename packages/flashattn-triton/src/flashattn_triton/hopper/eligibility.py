@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from flashattn_triton import triton_versions
-from flashattn_triton.options import AttentionOptions
+from flashattn_triton.problem import Problem
 
 CAPABILITY = (9, 0)
 # Tiles are 64 or 128 columns wide, and the TMA fills them up with zeros. It wants rows to
@@ -30,7 +30,7 @@ def refusal(
     capability: tuple[int, int],
     dtype: torch.dtype,
     head_dims: tuple[int, int],
-    options: AttentionOptions,
+    problem: Problem,
     tensors: tuple[str, ...] = (),
     by_name: bool = False,
 ) -> str | None:
@@ -40,7 +40,7 @@ def refusal(
         capability: compute capability of the GPU.
         dtype: of the inputs.
         head_dims: D of query and key, E of value.
-        options: mask, window, scale, soft-cap.
+        problem: mask, window, scale, soft-cap.
         tensors: names of the tensors that change the softmax.
         by_name: whether the caller insists on this tier.
     """
@@ -48,10 +48,10 @@ def refusal(
         return f"it needs compute capability 9.0, and this is {capability[0]}.{capability[1]}"
     if dtype not in DTYPES:
         return f"it takes float16 and bfloat16, and this is {str(dtype).removeprefix('torch.')}"
-    if options.softcap is not None and max(head_dims) <= NARROW and not by_name:
+    if problem.softcap is not None and max(head_dims) <= NARROW and not by_name:
         return f"up to head_dim {NARROW} it takes no soft-cap, unless asked for by name"
     if is_wide(head_dims):
-        return _other_refusal(options, tensors)
+        return _other_refusal(problem, tensors)
     if head_dims[0] != head_dims[1]:
         return (
             f"it takes two head_dims where one of them is above 128 and both are multiples of 8 "
@@ -59,7 +59,7 @@ def refusal(
         )
     if head_dims[0] not in HEAD_DIMS:
         return f"it takes multiples of 8 from 40 to 256 as head_dim, and this is {head_dims[0]}"
-    left, right = options.band
+    left, right = problem.band
     if head_dims[0] <= NARROW and left is not None and right is not None:
         keys = left + right + 1
         if keys < SHORTEST_NARROW_WINDOW:
@@ -67,7 +67,7 @@ def refusal(
                 f"up to head_dim {NARROW} it takes windows of at least {SHORTEST_NARROW_WINDOW} "
                 f"keys, and this is {keys}"
             )
-    return _other_refusal(options, tensors)
+    return _other_refusal(problem, tensors)
 
 
 def is_wide(head_dims: tuple[int, int]) -> bool:
@@ -75,26 +75,26 @@ def is_wide(head_dims: tuple[int, int]) -> bool:
     return max(head_dims) > 128 and all(x in WIDE_HEAD_DIMS for x in head_dims)
 
 
-def forward_only(head_dims: tuple[int, int], options: AttentionOptions) -> bool:
+def forward_only(head_dims: tuple[int, int], problem: Problem) -> bool:
     """Whether there is only a forward kernel: the portable tier computes gradients."""
-    return options.softcap is not None and max(head_dims) <= NARROW
+    return problem.softcap is not None and max(head_dims) <= NARROW
 
 
-def orders_gradients(head_dims: tuple[int, int], options: AttentionOptions) -> bool:
+def orders_gradients(head_dims: tuple[int, int], problem: Problem) -> bool:
     """Whether deterministic gradients are faster here than by the portable tier's separate pass.
 
     Under a mask with a right edge each program begins at its own diagonal, so few programs wait for
     others, and without a mask short sequences form rings. A left edge alone leaves all programs to
     begin at the same queries. Of wide heads the portable tier takes twice as long anyway.
     """
-    left, right = options.band
+    left, right = problem.band
     return is_wide(head_dims) or right is not None or left is None
 
 
-def _other_refusal(options: AttentionOptions, tensors: tuple[str, ...]) -> str | None:
+def _other_refusal(problem: Problem, tensors: tuple[str, ...]) -> str | None:
     others = [name for name in tensors if name != "sinks"]
     if others:
         return f"it takes no {' or '.join(others)}"
-    if abs(options.scale) < _SMALLEST_SCALE:
+    if abs(problem.scale) < _SMALLEST_SCALE:
         return "it needs a scale other than 0"
     return triton_versions.refusal()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,11 +30,10 @@ from flashattn_triton.launch import (
     current_device,
     empty_output,
     empty_row_statistic,
-    layout_of,
-    layout_of_tokens,
+    in_layout,
 )
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
-from flashattn_triton.options import AttentionOptions
+from flashattn_triton.problem import Problem
 
 LOG2_E = 1.4426950408889634
 
@@ -43,7 +42,7 @@ def hopper_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    options: AttentionOptions,
+    problem: Problem,
     packing: Packing | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -54,7 +53,7 @@ def hopper_forward(
             up to 256.
         key: (B, G, N_k, D), or (1, G, T_k, D).
         value: (B, G, N_k, E), E a multiple of 8 up to 256.
-        options: mask, window and scale.
+        problem: mask, window and scale; its layout is "bhsd".
         packing: where packed sequences start; None for a dense batch.
         sinks: (H,), floating and contiguous, or None.
 
@@ -64,7 +63,7 @@ def hopper_forward(
     mask_and_bias = MaskAndBias(sinks=sinks)
     if packing is not None and (query.numel() == 0 or key.numel() == 0):
         return no_scores(query, key, value, packing, mask_and_bias)
-    call = hopper_forward_call(query, key, value, options, packing, sinks)
+    call = hopper_forward_call(query, key, value, problem, packing, sinks)
     return call(query, key, value, packing, mask_and_bias)
 
 
@@ -126,39 +125,35 @@ class HopperForwardCall:
         self.launch(addresses)
         return out, logsumexp
 
-    def of_tokens(self) -> HopperForwardCall:
-        """The same launch given (T, H, D) tensors, with results (T, H, E) and (H, T)."""
-        shape, strides, dtype = self.logsumexp
-        return replace(
-            self, out=layout_of_tokens(self.out), logsumexp=(shape[1:], strides[1:], dtype)
-        )
-
 
 def hopper_forward_call(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    options: AttentionOptions,
+    problem: Problem,
     packing: Packing | None = None,
     sinks: Tensor | None = None,
 ) -> HopperForwardCall:
-    """The call for inputs of these shapes, strides and types."""
+    """The call for views of these shapes, strides and types.
+
+    It takes tensors as callers have them.
+    """
     device, dtype = query.device, query.dtype
     q_shape, k_shape, v_shape = query.shape, key.shape, value.shape
     strides = (query.stride(), key.stride(), value.stride())
     sizes = None if packing is None else packing.sizes
     equal = packing is not None and packing.has_equal_lengths
     packed = sizes is not None
-    options = without_offset(options, equal)
+    problem = without_offset(problem, equal)
     (batch, heads, n_queries, _), (_, kv_heads, n_keys, _) = q_shape, k_shape
     head_dims = (q_shape[3], v_shape[3])
     like = torch.empty_strided(q_shape, strides[0], dtype=dtype, device="meta")
     out, lse = empty_output(like, head_dims[1]), empty_row_statistic(like)
-    left, right = options.band
-    softcap = options.softcap
+    left, right = problem.band
+    softcap = problem.softcap
     # Of packed sequences the kernel itself adds the difference of lengths.
-    offset, width = edges(0, 0, options) if packed else edges(n_queries, n_keys, options)
-    config = forward_config(head_dims, n_queries if sizes is None else sizes[1], options)
+    offset, width = edges(0, 0, problem) if packed else edges(n_queries, n_keys, problem)
+    config = forward_config(head_dims, n_queries if sizes is None else sizes[1], problem)
     programs = multiprocessors(device)
     tiles_of_head = -(-n_queries // config.queries)
     tiles = None
@@ -187,8 +182,8 @@ def hopper_forward_call(
         "N_KEYS": n_keys,
         "offset": offset,
         "width": width,
-        "scale_log2": (options.scale if softcap is None else softcap) * LOG2_E,
-        "tanh_scale": None if softcap is None else options.scale / softcap,
+        "scale_log2": (problem.scale if softcap is None else softcap) * LOG2_E,
+        "tanh_scale": None if softcap is None else problem.scale / softcap,
     }
     constants = {
         "CONSUMERS": config.consumers,
@@ -197,13 +192,13 @@ def hopper_forward_call(
         "COLUMNS": columns_in_use(max(head_dims), tile_columns),
         "Q_SLOTS": config.q_slots,
         "REGISTERS": config.registers,
-        "NEGATIVE": softcap is None and options.scale < 0,
-        "SHIFTED": offset != 0 or (packed and options.bottom_right),
+        "NEGATIVE": softcap is None and problem.scale < 0,
+        "SHIFTED": offset != 0 or (packed and problem.bottom_right),
         "HALVED": config.halves and offset == 0 and (equal if packed else n_keys >= n_queries),
         "HAS_LEFT": left is not None,
         "is_causal": right is not None,
         "PACKED": packed,
-        "BOTTOM_RIGHT": packed and options.bottom_right,
+        "BOTTOM_RIGHT": packed and problem.bottom_right,
         "HAS_SINKS": sinks is not None,
     }
     map_of = packed_tile_map if packed else tile_map
@@ -228,8 +223,8 @@ def hopper_forward_call(
         ),
         device=device.index,
         allocate=allocator(device),
-        out=layout_of(out),
-        logsumexp=layout_of(lse),
+        out=in_layout(out, problem.layout),
+        logsumexp=in_layout(lse, problem.layout),
         tiles=tiles,
     )
 

@@ -18,7 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from flashattn_triton import triton_versions
 from flashattn_triton.hopper.schedule import PACKED_END
 from flashattn_triton.launch import Number, in_order, option_numbers
-from flashattn_triton.options import AttentionOptions, diagonal_offset
+from flashattn_triton.problem import Problem, diagonal_offset
 
 _ANY_TOKEN = 2**31 - 2**16  # a dimension that no index leaves
 _ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
@@ -164,12 +164,12 @@ class FastLaunch:
         return start
 
 
-def edges(n_queries: int, n_keys: int, options: AttentionOptions) -> tuple[int, int]:
+def edges(n_queries: int, n_keys: int, problem: Problem) -> tuple[int, int]:
     """The band of keys that a query sees, for the kernels: (offset, band).
 
-    Query i sees the keys from ``i + offset - band`` to ``i + offset``, as far as ``options`` limit
+    Query i sees the keys from ``i + offset - band`` to ``i + offset``, as far as ``problem`` limits
     the side; where only the left one is limited, ``offset`` is the diagonal's.
     """
-    numbers = option_numbers(options)
+    numbers = option_numbers(problem)
     left, right = int(numbers["window_left"]), int(numbers["window_right"])
-    return diagonal_offset(n_queries, n_keys, options) + right, left + right
+    return diagonal_offset(n_queries, n_keys, problem) + right, left + right

@@ -15,17 +15,17 @@ from flashattn_triton.hopper.schedule import (
     packed_tiles_kernel,
 )
 from flashattn_triton.launch import Packing
-from flashattn_triton.options import AttentionOptions
+from flashattn_triton.problem import Problem
 
 
-def without_offset(options: AttentionOptions, equal: bool) -> AttentionOptions:
-    """The same options if ``equal`` says that sequences have as many keys as queries.
+def without_offset(problem: Problem, equal: bool) -> Problem:
+    """The same problem if ``equal`` says that sequences have as many keys as queries.
 
     Their last query meets the last key on the diagonal that starts at the first of both.
     """
-    if not equal or not options.bottom_right:
-        return options
-    return replace(options, causal="top-left" if options.causal == "bottom-right" else "none")
+    if not equal or not problem.bottom_right:
+        return problem
+    return replace(problem, causal="top-left" if problem.causal == "bottom-right" else "none")
 
 
 @dataclass(frozen=True, kw_only=True)

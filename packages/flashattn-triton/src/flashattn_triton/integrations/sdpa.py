@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashattn_triton.attention import flash_attention
-from flashattn_triton.options import DTYPES, MAX_HEAD_DIM, CausalArgument
+from flashattn_triton.problem import DTYPES, MAX_HEAD_DIM, CausalArgument
 
 
 @dataclass

@@ -31,17 +31,17 @@ from torch import Tensor
 from flashattn_triton.configs import Tiling
 from flashattn_triton.launch import (
     Launch,
+    Layout,
     Packing,
-    Strides,
     can_use_tma,
     empty_output,
+    in_layout,
     padded,
     problem_tensors,
     unit_last_stride,
 )
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
-from flashattn_triton.options import AttentionOptions
-from flashattn_triton.portable.backward_problem import BackwardProblem
+from flashattn_triton.portable.backward_layout import BackwardLayout
 from flashattn_triton.portable.key_pass import ATOMIC, NONE, TMA_REDUCE, key_pass_launch
 from flashattn_triton.portable.preprocess import (
     PREPROCESS_TILES,
@@ -49,6 +49,7 @@ from flashattn_triton.portable.preprocess import (
     preprocess_tensors,
 )
 from flashattn_triton.portable.query_pass import query_pass_launch
+from flashattn_triton.problem import Problem, heads_first
 
 
 def triton_backward(
@@ -59,7 +60,7 @@ def triton_backward(
     logsumexp: Tensor,
     grad_out: Tensor,
     grad_logsumexp: Tensor | None,
-    options: AttentionOptions,
+    problem: Problem,
     tiling: Tiling,
     packing: Packing | None = None,
     mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
@@ -67,21 +68,21 @@ def triton_backward(
     """Launches the backward kernels.
 
     Args:
-        query: and ``key``, ``value``, ``options``, ``packing``, ``mask_and_bias``: as given to the
+        query: and ``key``, ``value``, ``problem``, ``packing``, ``mask_and_bias``: as given to the
             forward pass.
         out: its output, (B, H, N_q, E).
         logsumexp: its logsumexp, contiguous (B, H, N_q) fp32.
         grad_out: dO, the shape of ``out``, any strides (copied if the last is not 1).
         grad_logsumexp: dL, the shape of ``logsumexp``, or None for zero.
         tiling: kernel shapes; the fused form is used if it has one, unless a fixed order of every
-            sum is asked for by ``options.deterministic``.
+            sum is asked for by ``problem.deterministic``.
 
     Returns:
         dQ, dK and dV in the inputs' shapes and dtype. dQ is accumulated in fp32.
     """
     query, key, value, out, grad_out = map(unit_last_stride, (query, key, value, out, grad_out))
     call = backward_call(
-        query, key, value, out, grad_out, grad_logsumexp, options, tiling, packing, mask_and_bias
+        query, key, value, out, grad_out, grad_logsumexp, problem, tiling, packing, mask_and_bias
     )
     tensors = (query, key, value, out, logsumexp, grad_out, grad_logsumexp)
     return call(*tensors, packing, mask_and_bias)
@@ -95,9 +96,10 @@ class BackwardCall:
     key_pass: Launch
     query_pass: Launch | None
     statistics: Sequence[int]
-    gradients: Sequence[tuple[Sequence[int], Strides]]
+    gradients: Sequence[Layout]
     dq_sum: Sequence[int] | None
     scale: float
+    layout: str
 
     def __call__(
         self,
@@ -112,9 +114,11 @@ class BackwardCall:
         mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK and dV of inputs whose last stride is 1."""
-        problem = problem_tensors(packing, mask_and_bias)
+        given = problem_tensors(packing, mask_and_bias)
         fp32 = torch.float32
-        dq, dk, dv = [query.new_empty_strided(*like) for like in self.gradients]
+        dq, dk, dv = [
+            query.new_empty_strided(shape, strides) for shape, strides, _ in self.gradients
+        ]
         statistics = query.new_empty(self.statistics, dtype=fp32)
         dq_sum = None if self.dq_sum is None else query.new_empty(self.dq_sum, dtype=fp32)
         self.preprocess(
@@ -130,7 +134,7 @@ class BackwardCall:
                 "dQ": dq if dq_sum is None else dq_sum,
                 "dK_ptr": dk,
                 "dV_ptr": dv,
-                **problem,
+                **given,
             }
         )
         if self.query_pass is not None:
@@ -142,12 +146,13 @@ class BackwardCall:
                     "dO_ptr": grad_out,
                     "statistics_ptr": statistics,
                     "dQ_ptr": dq,
-                    **problem,
+                    **given,
                 }
             )
         if dq_sum is not None:
             # One elementwise kernel: scale and cast.
-            torch.mul(dq_sum[..., : query.shape[3]], self.scale, out=dq)
+            dq_view = heads_first(dq, self.layout)
+            torch.mul(dq_sum[..., : query.shape[-1]], self.scale, out=dq_view)
         return dq, dk, dv
 
 
@@ -158,12 +163,15 @@ def backward_call(
     out: Tensor,
     grad_out: Tensor,
     grad_logsumexp: Tensor | None,
-    options: AttentionOptions,
+    problem: Problem,
     tiling: Tiling,
     packing: Packing | None = None,
     mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
 ) -> BackwardCall:
-    """The call for inputs of these shapes, strides and types; their last stride is 1."""
+    """The call for views of these shapes, strides and types, whose last stride is 1.
+
+    It takes tensors as callers have them.
+    """
     device, dtype = query.device, query.dtype
     (batch, heads, n_queries, head_dim), value_dim = query.shape, value.shape[3]
     sizes = None if packing is None else packing.sizes
@@ -172,21 +180,21 @@ def backward_call(
         for x, width in ((query, head_dim), (key, head_dim), (value, value_dim))
     ]
     dq, dk, dv = (x.stride() for x in gradients)
-    fused = None if options.deterministic else tiling.fused
+    fused = None if problem.deterministic else tiling.fused
     width = padded(head_dim, dtype)
     if fused is not None:  # the fp32 sum, padded, so that a tile is one block of memory
         dq = (heads * n_queries * width, n_queries * width, width, 1)
     longest_tile = max(t.queries for t in (PREPROCESS_TILES, tiling.key_pass, tiling.query_pass))
     multiple = max(longest_tile, 0 if fused is None else fused.queries)
     n_padded = -(-n_queries // multiple) * multiple
-    problem = BackwardProblem(
+    layout = BackwardLayout(
         device=device,
         dtype=dtype,
         shapes=(query.shape, key.shape, value.shape),
         strides=(query.stride(), key.stride(), value.stride(), grad_out.stride()),
         gradient_strides=(dq, dk, dv),
         sizes=sizes,
-        options=options,
+        problem=problem,
         specialization=mask_and_bias.specialization,
         n_padded=n_padded,
         readable_by_tma=sizes is None and all(map(can_use_tma, (query, key, value, grad_out))),
@@ -195,17 +203,18 @@ def backward_call(
         query, out, grad_out, grad_logsumexp, n_padded, zeroes=fused is not None
     )
     if fused is None:
-        key_pass = key_pass_launch(problem, tiling.key_pass, NONE)
-        query_pass = query_pass_launch(problem, tiling.query_pass)
+        key_pass = key_pass_launch(layout, tiling.key_pass, NONE)
+        query_pass = query_pass_launch(layout, tiling.query_pass)
     else:
-        key_pass = key_pass_launch(problem, fused, TMA_REDUCE if tiling.tma_reduce else ATOMIC)
+        key_pass = key_pass_launch(layout, fused, TMA_REDUCE if tiling.tma_reduce else ATOMIC)
         query_pass = None
     return BackwardCall(
         preprocess=preprocess,
         key_pass=key_pass,
         query_pass=query_pass,
         statistics=(batch * heads, 2, n_padded),
-        gradients=[(x.shape, x.stride()) for x in gradients],
+        gradients=[in_layout(x, problem.layout) for x in gradients],
         dq_sum=None if fused is None else (batch, heads, n_queries, width),
-        scale=options.scale,
+        scale=problem.scale,
+        layout=problem.layout,
     )

@@ -35,7 +35,6 @@ from flashattn_triton.launch import (
     unit_last_stride,
 )
 from flashattn_triton.mask_and_bias import MaskAndBias
-from flashattn_triton.options import AttentionOptions
 from flashattn_triton.portable.preprocess import (
     PREPROCESS_TILES,
     preprocess_launch,
@@ -51,6 +50,7 @@ from flashattn_triton.primitives import (
     tile_indices,
     tma_load,
 )
+from flashattn_triton.problem import Problem
 
 # How much of each row is multiplied at a time: one line of the cache.
 _BYTES_OF_COLUMNS = 128
@@ -354,7 +354,7 @@ def triton_bias_backward(
     logsumexp: Tensor,
     grad_out: Tensor,
     grad_logsumexp: Tensor | None,
-    options: AttentionOptions,
+    problem: Problem,
     tiling: Tiling,
     mask_and_bias: MaskAndBias,
 ) -> Tensor:
@@ -365,7 +365,7 @@ def triton_bias_backward(
     """
     query, key, value, out, grad_out = map(unit_last_stride, (query, key, value, out, grad_out))
     call = bias_call(
-        query, key, value, out, grad_out, grad_logsumexp, options, tiling, mask_and_bias
+        query, key, value, out, grad_out, grad_logsumexp, problem, tiling, mask_and_bias
     )
     tensors = (query, key, value, out, logsumexp, grad_out, grad_logsumexp)
     return call(*tensors, mask_and_bias)
@@ -419,7 +419,7 @@ def bias_call(
     out: Tensor,
     grad_out: Tensor,
     grad_logsumexp: Tensor | None,
-    options: AttentionOptions,
+    problem: Problem,
     tiling: Tiling,
     mask_and_bias: MaskAndBias,
 ) -> BiasCall:
@@ -454,7 +454,7 @@ def bias_call(
         "OWN_HEADS": own_heads,
         "SHARING_BATCHES": batch // own_batch,
         "SHARING_HEADS": heads // own_heads,
-        **option_numbers(options),
+        **option_numbers(problem),
     }
     width, value_width = padded(head_dim, query.dtype), padded(value_dim, query.dtype)
     constants: dict[str, Any] = {
@@ -471,9 +471,9 @@ def bias_call(
         "PRECISION": dot_precision(query.dtype),
         "INTERPRETED": not isinstance(bias_pass_kernel, triton.JITFunction),
         "USE_TMA": use_tma,
-        **option_constants(options),
+        **option_constants(problem),
         **specialization.constants,
-        **alibi_constant(options, specialization),
+        **alibi_constant(problem, specialization),
     }
     rows = 1 if own_queries < n_queries else -(-n_queries // tiles.queries)
     columns = 1 if own_keys < n_keys else -(-n_keys // tiles.keys)

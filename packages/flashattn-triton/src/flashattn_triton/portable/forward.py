@@ -29,6 +29,7 @@ from torch import Tensor
 from flashattn_triton.configs import Tiles
 from flashattn_triton.launch import (
     Launch,
+    Layout,
     Packing,
     TileView,
     alibi_constant,
@@ -36,6 +37,7 @@ from flashattn_triton.launch import (
     dot_precision,
     empty_output,
     empty_row_statistic,
+    in_layout,
     is_wide,
     option_constants,
     option_numbers,
@@ -47,7 +49,6 @@ from flashattn_triton.launch import (
     unit_last_stride,
 )
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
-from flashattn_triton.options import AttentionOptions
 from flashattn_triton.primitives import (
     CAUSAL_ALIBI,
     LN_2,
@@ -63,6 +64,7 @@ from flashattn_triton.primitives import (
     tile_indices,
     tma_load,
 )
+from flashattn_triton.problem import Problem
 
 
 @triton.jit
@@ -339,7 +341,7 @@ def triton_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    options: AttentionOptions,
+    problem: Problem,
     tiles: Tiles,
     packing: Packing | None = None,
     mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
@@ -351,7 +353,7 @@ def triton_forward(
             (copied if the last is not 1).
         key: (B, G, N_k, D), or (1, G, T_k, D).
         value: (B, G, N_k, E), or (1, G, T_k, E).
-        options: mask, scale and soft-cap.
+        problem: mask, scale and soft-cap.
         tiles: the kernel's shape.
         packing: where packed sequences start; None for a dense batch.
         mask_and_bias: ALiBi slopes, a bias, prefixes and sinks, as :func:`resolve_mask_and_bias`
@@ -361,17 +363,17 @@ def triton_forward(
         Output (B, H, N_q, E) in the inputs' dtype and logsumexp (B, H, N_q) in fp32.
     """
     query, key, value = unit_last_stride(query), unit_last_stride(key), unit_last_stride(value)
-    call = forward_call(query, key, value, options, tiles, packing, mask_and_bias)
+    call = forward_call(query, key, value, problem, tiles, packing, mask_and_bias)
     return call(query, key, value, packing, mask_and_bias)
 
 
 class ForwardCall:
     """The forward kernel on one kind of input: what its launch needs, found out once."""
 
-    def __init__(self, launch: Launch, out: Tensor, logsumexp: Tensor) -> None:
+    def __init__(self, launch: Launch, out: Layout, logsumexp: Layout) -> None:
         self.launch = launch
-        self.out = (out.shape, out.stride())
-        self.logsumexp = (logsumexp.shape, logsumexp.stride())
+        self.out = out
+        self.logsumexp = logsumexp
 
     def __call__(
         self,
@@ -382,8 +384,10 @@ class ForwardCall:
         mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
     ) -> tuple[Tensor, Tensor]:
         """Output and logsumexp of inputs whose last stride is 1."""
-        out = query.new_empty_strided(*self.out)
-        logsumexp = query.new_empty_strided(*self.logsumexp, dtype=torch.float32)
+        out, logsumexp = (
+            query.new_empty_strided(shape, strides, dtype=dtype)
+            for shape, strides, dtype in (self.out, self.logsumexp)
+        )
         self.launch(
             {
                 "Q_ptr": query,
@@ -402,12 +406,15 @@ def forward_call(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    options: AttentionOptions,
+    problem: Problem,
     tiles: Tiles,
     packing: Packing | None = None,
     mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
 ) -> ForwardCall:
-    """The call for inputs of these shapes, strides and types; their last stride is 1."""
+    """The call for views of these shapes, strides and types, whose last stride is 1.
+
+    It takes tensors as callers have them.
+    """
     bias, scores = mask_and_bias.bias, (query.shape[2], key.shape[2])
     use_tma = tiles.use_tma and packing is None and can_use_tma(key) and can_use_tma(value)
     bias_tma = use_tma and bias is not None and bias.shape[2:] == scores and can_use_tma(bias)
@@ -429,7 +436,7 @@ def forward_call(
         "N_KEYS": n_keys,
         "N_HEADS": heads,
         "HEADS_PER_KV": heads // kv_heads,
-        **option_numbers(options),
+        **option_numbers(problem),
     }
     constants: dict[str, Any] = {
         "D": head_dim,
@@ -440,15 +447,15 @@ def forward_call(
         "K_TILE_SIZE": tiles.keys,
         "PACKED": sizes is not None,
         "HAS_SINKS": specialization.sinks,
-        "NEGATIVE_SCALE": options.scale < 0,
+        "NEGATIVE_SCALE": problem.scale < 0,
         "WIDE": is_wide(*matrices),
         "PRECISION": dot_precision(dtype),
         "INTERPRETED": not isinstance(flash_forward_kernel, triton.JITFunction),
         "USE_TMA": use_tma,
         "BIAS_TMA": bias_tma,
-        **option_constants(options),
+        **option_constants(problem),
         **specialization.constants,
-        **alibi_constant(options, specialization),
+        **alibi_constant(problem, specialization),
     }
     programs = -(-n_queries // tiles.queries) * batch * heads
     views: dict[str, TileView] = {}
@@ -472,4 +479,5 @@ def forward_call(
         views,
         register_limit(specialization, tiles, dtype, max(head_dim, value_dim)),
     )
-    return ForwardCall(launch, out, logsumexp)
+    layout = problem.layout
+    return ForwardCall(launch, in_layout(out, layout), in_layout(logsumexp, layout))

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from flashattn_triton.configs import Tiles
 from flashattn_triton.launch import Launch, TileView, stride_numbers
-from flashattn_triton.portable.backward_problem import BackwardProblem
+from flashattn_triton.portable.backward_layout import BackwardLayout
 from flashattn_triton.primitives import (
     LOG2_E,
     dot,
@@ -341,39 +341,39 @@ def key_pass_kernel(
     store_rows(dV_ptr + first * stride_dvk, dv, key_rows, value_columns, stride_dvk, n_rows, E)
 
 
-def key_pass_launch(problem: BackwardProblem, tiles: Tiles, dq_mode: tl.constexpr) -> Launch:
+def key_pass_launch(layout: BackwardLayout, tiles: Tiles, dq_mode: tl.constexpr) -> Launch:
     """The launch of the kernel.
 
     Args:
-        problem: shapes, strides and options.
+        layout: shapes, strides and problem.
         tiles: the kernel's shape.
         dq_mode: NONE, ATOMIC or TMA_REDUCE. Unless it is NONE, dQ is the fp32 sum.
     """
-    batch, _, n_keys = problem.lengths
-    heads, kv_heads = problem.heads
-    width, value_width = problem.widths
+    batch, _, n_keys = layout.lengths
+    heads, kv_heads = layout.heads
+    width, value_width = layout.widths
     views: dict[str, TileView] = {}
-    constants = problem.constants(key_pass_kernel, tiles)
+    constants = layout.constants(key_pass_kernel, tiles)
     # Unless the loop is pipelined, the program waits for a TMA load where the load is issued. It
     # does not wait for a load through pointers until it needs the values.
     statistics_by_tma = constants["USE_TMA"] and tiles.stages > 1
     if constants["USE_TMA"]:
         block = [1, 1, tiles.queries]
-        views["Q"] = TileView(problem.shapes[0], problem.strides[0], [*block, width])
-        views["dO"] = TileView(problem.do_shape, problem.strides[3], [*block, value_width])
+        views["Q"] = TileView(layout.shapes[0], layout.strides[0], [*block, width])
+        views["dO"] = TileView(layout.do_shape, layout.strides[3], [*block, value_width])
         if statistics_by_tma:
-            n_padded = problem.n_padded
+            n_padded = layout.n_padded
             views["statistics"] = TileView([2 * batch * heads, n_padded], [n_padded, 1], block[1:])
-    dq, dk, dv = problem.outer_gradients()
+    dq, dk, dv = layout.outer_gradients()
     if dq_mode is TMA_REDUCE:
-        rows = problem.shapes[0][:3].numel()
+        rows = layout.shapes[0][:3].numel()
         views["dQ"] = TileView([rows, width], [width, 1], [tiles.queries, width])
         dq = tuple(stride // width for stride in dq)  # a descriptor counts rows, not elements
     return Launch(
         key_pass_kernel,
-        problem.device,
+        layout.device,
         -(-n_keys // tiles.keys) * batch * kv_heads,
-        {**problem.numbers(), **stride_numbers(dq=dq, dk=dk, dv=dv), "N_KV_HEADS": kv_heads},
+        {**layout.numbers(), **stride_numbers(dq=dq, dk=dk, dv=dv), "N_KV_HEADS": kv_heads},
         {**constants, "DQ_MODE": dq_mode.value, "STATISTICS_BY_TMA": statistics_by_tma},
         tiles,
         views,

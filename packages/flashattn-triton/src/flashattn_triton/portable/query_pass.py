@@ -12,7 +12,7 @@ import triton.language as tl
 
 from flashattn_triton.configs import Tiles
 from flashattn_triton.launch import Launch, TileView, register_limit, stride_numbers
-from flashattn_triton.portable.backward_problem import BackwardProblem
+from flashattn_triton.portable.backward_layout import BackwardLayout
 from flashattn_triton.primitives import (
     LOG2_E,
     dot,
@@ -254,25 +254,25 @@ def query_pass_kernel(
     store_rows(dQ_ptr + first * stride_dqq, dq * scale, rows, columns, stride_dqq, n_rows, D)
 
 
-def query_pass_launch(problem: BackwardProblem, tiles: Tiles) -> Launch:
+def query_pass_launch(layout: BackwardLayout, tiles: Tiles) -> Launch:
     """The launch of the kernel on one kind of input."""
-    batch, n_queries, _ = problem.lengths
-    heads, _ = problem.heads
-    width, value_width = problem.widths
+    batch, n_queries, _ = layout.lengths
+    heads, _ = layout.heads
+    width, value_width = layout.widths
     views: dict[str, TileView] = {}
-    constants = problem.constants(query_pass_kernel, tiles)
+    constants = layout.constants(query_pass_kernel, tiles)
     if constants["USE_TMA"]:
         block = [1, 1, tiles.keys]
-        views["K"] = TileView(problem.shapes[1], problem.strides[1], [*block, width])
-        views["V"] = TileView(problem.shapes[2], problem.strides[2], [*block, value_width])
-    dq, _, _ = problem.outer_gradients()
+        views["K"] = TileView(layout.shapes[1], layout.strides[1], [*block, width])
+        views["V"] = TileView(layout.shapes[2], layout.strides[2], [*block, value_width])
+    dq, _, _ = layout.outer_gradients()
     return Launch(
         query_pass_kernel,
-        problem.device,
+        layout.device,
         -(-n_queries // tiles.queries) * batch * heads,
-        {**problem.numbers(), **stride_numbers(dq=dq), "N_HEADS": heads},
+        {**layout.numbers(), **stride_numbers(dq=dq), "N_HEADS": heads},
         constants,
         tiles,
         views,
-        register_limit(problem.specialization, tiles, problem.dtype, max(width, value_width)),
+        register_limit(layout.specialization, tiles, layout.dtype, max(width, value_width)),
     )

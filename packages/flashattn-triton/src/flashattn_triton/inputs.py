@@ -1,176 +1,17 @@
-"""What attention computes apart from its inputs, and the checks that inputs pass before a launch.
+"""The checks that query, key, value and the starts of packed sequences pass before a launch.
 
-Legend: B batch, H query heads, G key/value heads (G divides H), N_q queries, N_k keys,
-D head_dim of query and key, E head_dim of value, T tokens of a packed batch.
+Legend as in :mod:`flashattn_triton.problem`.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-Causal = Literal["none", "top-left", "bottom-right", "bottom-right-window"]
-Layout = Literal["bhsd", "bshd"]
-# What callers write for ``causal``; True is "top-left".
-CausalArgument = bool | Literal["top-left", "bottom-right", "bottom-right-window"]
-Window = tuple[int | None, int | None]
-
-LAYOUTS = get_args(Layout)
-MAX_HEAD_DIM = 256
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# Of scale and soft-cap: kernels compute in fp32 with either, its inverse, and their product or
-# quotient, all times log2(e).
-_LARGEST_FACTOR = 1e18
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionOptions:
-    """Mask, scale and soft-cap, normalised: every default is resolved.
-
-    Query i and key j meet on the diagonal where j = i + :func:`diagonal_offset`. A query sees the
-    keys from ``window[0]`` before its diagonal to ``window[1]`` after it (None: no limit); a causal
-    mask ("top-left" or "bottom-right") also hides every key after the diagonal.
-    """
-
-    causal: Causal = "none"
-    scale: float
-    window: tuple[int | None, int | None] = (None, None)
-    softcap: float | None = None
-    deterministic: bool = False
-
-    @property
-    def bottom_right(self) -> bool:
-        """Whether the last query's diagonal ends at the last key."""
-        return self.causal in ("bottom-right", "bottom-right-window")
-
-    @property
-    def band(self) -> tuple[int | None, int | None]:
-        """Visible keys before and after the diagonal, the causal mask included (None: no limit)."""
-        left, right = self.window
-        return left, 0 if self.causal in ("top-left", "bottom-right") else right
-
-
-def diagonal_offset(n_queries: int, n_keys: int, options: AttentionOptions) -> int:
-    """Key index minus query index on the diagonal that masks and windows refer to.
-
-    Zero, or ``n_keys - n_queries`` for "bottom-right" and "bottom-right-window", where the last
-    query meets the last key.
-    """
-    return n_keys - n_queries if options.bottom_right else 0
-
-
-def resolve_options(
-    *,
-    head_dim: int,
-    causal: CausalArgument = False,
-    scale: float | None = None,
-    window: Window | None = None,
-    softcap: float | None = None,
-    deterministic: bool = False,
-) -> AttentionOptions:
-    """User arguments to normalised options.
-
-    Args:
-        head_dim: D, for the default scale 1/sqrt(D).
-        causal: False, True (= "top-left"), "top-left", "bottom-right" or "bottom-right-window".
-        scale: factor on Q·K before the softmax; any finite number, negative ones included.
-        window: (left, right) numbers of visible keys beside the diagonal; None means no limit.
-        softcap: c > 0 maps a scaled score s to c·tanh(s/c).
-        deterministic: gradients are bit-identical from run to run.
-
-    Raises:
-        ValueError: an argument is outside what is listed above.
-    """
-    return AttentionOptions(
-        causal=_normalise_causal(causal),
-        scale=_normalise_scale(scale, head_dim),
-        window=_normalise_window(window),
-        softcap=_normalise_softcap(softcap),
-        deterministic=normalise_flag("deterministic", deterministic),
-    )
-
-
-def normalise_flag(name: str, flag: object) -> bool:
-    """``flag``; raises ``ValueError`` with its name unless it is a bool."""
-    if not isinstance(flag, bool):
-        raise ValueError(f"{name} must be True or False, but got {flag!r}. Pass a bool.")
-    return flag
-
-
-def _normalise_causal(causal: bool | str) -> Causal:
-    if causal is False or causal == "none":
-        return "none"
-    if causal is True or causal == "top-left":
-        return "top-left"
-    if causal == "bottom-right":
-        return "bottom-right"
-    if causal == "bottom-right-window":
-        return "bottom-right-window"
-    raise ValueError(
-        f"causal must be False, True, 'top-left', 'bottom-right' or 'bottom-right-window', but got "
-        f"{causal!r}. Use 'top-left' for PyTorch's is_causal=True, 'bottom-right' for flash-attn's "
-        f"causal=True."
-    )
-
-
-def _is_number(x: object) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool)
-
-
-def _normalise_scale(scale: float | None, head_dim: int) -> float:
-    if scale is None:
-        return 1.0 / math.sqrt(head_dim)
-    if not _is_number(scale) or not abs(scale) <= _LARGEST_FACTOR:
-        raise ValueError(
-            f"scale must be a finite number of at most {_LARGEST_FACTOR:.0e} in size, or None, "
-            f"but got {scale!r}. Use scale=None for 1/sqrt(head_dim)."
-        )
-    return float(scale)
-
-
-def _normalise_window(window: Any) -> tuple[int | None, int | None]:
-    if window is None:
-        return (None, None)
-    if not isinstance(window, tuple | list) or len(window) != 2:
-        size = window if isinstance(window, int) and window > 1 else 128
-        raise ValueError(
-            f"window must be None or a pair (left, right) of integers >= 0 or None, but got "
-            f"{window!r}. Use ({size}, 0) for {size} keys before a query's own."
-        )
-    for side, size in zip(("left", "right"), window, strict=True):
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
-            raise ValueError(
-                f"window {side} must be an integer >= 0, or None, but got {size!r}. Use None for "
-                f"no limit, which is -1 in flash-attn."
-            )
-    return (window[0], window[1])
-
-
-def _normalise_softcap(softcap: float | None) -> float | None:
-    if softcap is None:
-        return None
-    if not _is_number(softcap) or not 1 / _LARGEST_FACTOR <= softcap <= _LARGEST_FACTOR:
-        raise ValueError(
-            f"softcap must be a finite number > 0 (from {1 / _LARGEST_FACTOR:.0e} to "
-            f"{_LARGEST_FACTOR:.0e}), or None, but got {softcap!r}. Use softcap=None for no "
-            f"soft-cap, which is 0.0 in flash-attn."
-        )
-    return float(softcap)
-
-
-def check_layout(layout: str | None) -> None:
-    """Raises ``ValueError`` unless ``layout`` is one of "bhsd" and "bshd", or None for "bhsd"."""
-    if layout is not None and layout not in LAYOUTS:
-        raise ValueError(
-            f"layout must be one of {', '.join(LAYOUTS)}, but got {layout!r}. b is the batch, h "
-            f"heads, s the sequence, d head_dim."
-        )
+from flashattn_triton.problem import DTYPES, MAX_HEAD_DIM, Problem
 
 
 def in_one_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -381,7 +222,20 @@ def _check_head_dims(query_dim: int, key_dim: int, value_dim: int) -> None:
             )
 
 
-def to_heads_first(x: Tensor, layout: str | None) -> Tensor:
-    """(B, H, N, D) view of a 4-D tensor in ``layout``; the same function undoes it."""
-    check_layout(layout)
-    return x.transpose(1, 2) if layout == "bshd" else x
+def check_inputs(
+    problem: Problem,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+) -> None:
+    """Checks tensors in the layout of ``problem``: :func:`check_dense` or :func:`check_varlen`."""
+    if problem.packed:
+        assert cu_seqlens_q is not None
+        assert cu_seqlens_k is not None
+        check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, *problem.longest)
+    elif problem.layout == "bshd" and query.dim() == key.dim() == value.dim() == 4:
+        check_dense(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+    else:
+        check_dense(query, key, value)

@@ -1,4 +1,4 @@
-"""What the launches of the backward pass's kernels have in common: shapes, strides and options."""
+"""What the launches of the backward pass's kernels have in common: shapes, strides and problem."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from flashattn_triton.launch import (
     stride_numbers,
 )
 from flashattn_triton.mask_and_bias import MaskAndBiasSpecialization
-from flashattn_triton.options import AttentionOptions
+from flashattn_triton.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
-class BackwardProblem:
+class BackwardLayout:
     """One kind of input of the key pass and the query pass.
 
     shapes: of Q, K and V.
@@ -44,7 +44,7 @@ class BackwardProblem:
     strides: tuple[Strides, Strides, Strides, Strides]
     gradient_strides: tuple[Strides, Strides, Strides]
     sizes: Sizes | None
-    options: AttentionOptions
+    problem: Problem
     specialization: MaskAndBiasSpecialization
     n_padded: int
     readable_by_tma: bool
@@ -89,7 +89,7 @@ class BackwardProblem:
             "N_QUERIES": n_queries,
             "N_KEYS": n_keys,
             "HEADS_PER_KV": heads // kv_heads,
-            **option_numbers(self.options),
+            **option_numbers(self.problem),
         }
 
     def constants(self, kernel: Any, tiles: Tiles) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class BackwardProblem:
             "PRECISION": dot_precision(self.dtype),
             "INTERPRETED": not isinstance(kernel, triton.JITFunction),
             "USE_TMA": self.readable_by_tma and tiles.use_tma,
-            **option_constants(self.options),
+            **option_constants(self.problem),
             **self.specialization.constants,
-            **alibi_constant(self.options, self.specialization),
+            **alibi_constant(self.problem, self.specialization),
         }

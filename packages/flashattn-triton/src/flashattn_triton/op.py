@@ -1,0 +1,615 @@
+"""The operators ``forward`` and ``backward``, their one derivative, and the cache before kernels.
+
+Both are in ``torch.ops.flashattn_triton``: opaque to compilers, each with fake results (shapes and
+strides), a batching rule and a formula for its floating-point operations. Tensors are in the layout
+of the problem, as callers have them; a problem travels as numbers (:meth:`Problem.pack`).
+
+    attend      plain tensors   CachedCall, inside Attend where a gradient is wanted
+                all others      forward, whose autograd kernel is Attend too
+
+PyTorch's dispatcher takes the host longer than a small problem takes a GPU. Plain tensors in eager
+mode therefore go past the operators, to what the operators run themselves: a :class:`CachedCall`,
+found by :func:`key_of`. Tensor subclasses, ``torch.func``, compilers and dispatch modes see the
+operators.
+
+:class:`Attend` is a Function of one level, the form into which PyTorch turns every Function under
+``torch.func``. The dispatcher calls it once for each transform, so it needs no rules for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+from torch.utils.flop_counter import register_flop_formula
+
+from flashattn_triton.dispatch import choose
+from flashattn_triton.inputs import check_inputs, check_starts
+from flashattn_triton.launch import Packing, dot_precision, empty_result, empty_row_statistic
+from flashattn_triton.logsumexp import add_sinks, sinks_gradient
+from flashattn_triton.mask_and_bias import NAMES, mask_and_bias_of, normalised
+from flashattn_triton.problem import Problem, heads_first
+from flashattn_triton.tiers import Needs, forward_launcher, gradients_launcher
+
+# Tensors that may come with query, key and value, in the order of the operators' arguments.
+GIVEN = (*NAMES, "cu_seqlens_q", "cu_seqlens_k")
+BIAS, SINKS, STARTS = 1, 3, 4
+Given = tuple[Tensor | None, ...]
+NOTHING: Given = (None,) * len(GIVEN)
+_ONLY_INPUTS: Needs = (True, False, False)
+_TENSORS = 3 + len(GIVEN)  # of the operator ``forward``
+_RESULTS = 4  # that ``backward`` takes behind query, key and value
+PLAIN = (Tensor, torch.nn.Parameter)
+
+# ---- the cache -----------------------------------------------------------------------------------
+
+# Calls by their kind, and launchers of their backward passes. It is emptied when it is full:
+# lengths that never repeat would otherwise fill memory. Threads may share it: each reads or stores
+# an entry by one operation, and entries that two of them make are equal. None holds a tensor.
+_cache: dict[Any, Any] = {}
+_LIMIT = 4096
+
+
+def _store(key: Any, entry: Any) -> None:
+    if len(_cache) >= _LIMIT:
+        _cache.clear()
+    _cache[key] = entry
+
+
+def key_of(problem: Problem, query: Tensor, key: Tensor, value: Tensor, given: Given) -> Any:
+    """What decides what is launched.
+
+    Two ``cu_seqlens`` at one address say that sequences have as many keys as queries.
+
+    Raises:
+        RuntimeError: a tensor has no memory.
+    """
+    bits = query.data_ptr() | key.data_ptr() | value.data_ptr()
+    others: list[Any] = []
+    if given is not NOTHING:
+        for x in given[:STARTS]:
+            if x is None:
+                others.append(None)
+            else:
+                others += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16)
+        starts_q, starts_k = given[STARTS:]
+        if starts_q is not None and starts_k is not None:
+            first, second = starts_q.data_ptr(), starts_k.data_ptr()
+            others += (
+                starts_q.shape, starts_k.shape, starts_q.stride(), starts_k.stride(),
+                starts_q.dtype, starts_k.dtype, starts_q.device, starts_k.device,
+                first == second, (first | second) % 16 and (first % 16, second % 16),
+            )  # fmt: skip
+    return (
+        problem,
+        query.shape,
+        key.shape,
+        value.shape,
+        query.stride(),
+        key.stride(),
+        value.stride(),
+        query.dtype,
+        key.dtype,
+        value.dtype,
+        query.device,
+        key.device,
+        value.device,
+        _alignment((query, key, value)) if bits % 16 else (),
+        dot_precision(query.dtype),
+        *others,
+    )
+
+
+def _alignment(tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
+    """The addresses' remainders by 16; nothing if all are multiples."""
+    bits = 0
+    for x in tensors:
+        if x is not None:
+            bits |= x.data_ptr()
+    if bits % 16 == 0:
+        return ()
+    return tuple([0 if x is None else x.data_ptr() % 16 for x in tensors])
+
+
+def _packing(problem: Problem, given: Given) -> Packing | None:
+    starts_q, starts_k = given[STARTS:]
+    if starts_q is None or starts_k is None:
+        return None
+    return Packing(starts_q, starts_k, *problem.longest)
+
+
+class CachedCall:
+    """What is worked out once for all tensors with one key: the tier, and its launchers."""
+
+    __slots__ = ("launch", "masked", "normal", "plan", "problem")
+
+    def __init__(
+        self, problem: Problem, query: Tensor, key: Tensor, value: Tensor, given: Given
+    ) -> None:
+        """Checks the tensors, and chooses the tier."""
+        check_inputs(problem, query, key, value, *given[STARTS:])
+        used = normalised(problem, query, key, given)
+        # Whether tensors of this kind can be used as they are given.
+        self.normal = all(x is y for x, y in zip(given, used, strict=True))
+        mask_and_bias = mask_and_bias_of(used)
+        self.masked = bool(mask_and_bias.names)
+        self.problem = problem
+        q, k, v = (heads_first(x, problem.layout) for x in (query, key, value))
+        self.plan = choose(q, k, v, problem, tensors=mask_and_bias.names)
+        self.launch = forward_launcher(
+            query, key, value, problem, self.plan, _packing(problem, used), mask_and_bias
+        )
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, given: Given
+    ) -> tuple[Tensor, Tensor]:
+        """Output in the layout of the inputs, and logsumexp (B, H, N_q), or (H, T_q)."""
+        if given is NOTHING:
+            return self.launch(query, key, value)
+        return self.launch(
+            query, key, value, _packing(self.problem, given), mask_and_bias_of(given)
+        )
+
+    def backward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        given: Given,
+        needs: Needs,
+    ) -> tuple[Tensor | None, ...]:
+        """dQ, dK and dV, also those of bias and sinks if one ``needs`` them.
+
+        Raises:
+            RuntimeError: a tensor has no memory.
+        """
+        lse = lse.contiguous()  # what was saved may come back with other strides
+        tensors = (query, key, value, out, lse, grad_out, grad_lse)
+        key_ = (
+            self,
+            needs,
+            query.stride(),
+            key.stride(),
+            value.stride(),
+            out.stride(),
+            grad_out.stride(),
+            None if grad_lse is None else grad_lse.stride(),
+            _alignment(tensors),
+            dot_precision(query.dtype),
+            None
+            if given is NOTHING
+            else tuple([None if x is None else (x.stride(), x.data_ptr() % 16) for x in given]),
+        )
+        launch = _cache.get(key_)
+        if launch is None:
+            launch = gradients_launcher(
+                tensors, self.problem, self.plan, _packing(self.problem, given),
+                mask_and_bias_of(given), needs,
+            )  # fmt: skip
+            _store(key_, launch)
+        if given is NOTHING:
+            return launch(*tensors)
+        return launch(*tensors, _packing(self.problem, given), mask_and_bias_of(given))
+
+
+def _new_call(cache_key: Any, *arguments: Any) -> CachedCall:
+    call = CachedCall(*arguments)
+    _store(cache_key, call)
+    return call
+
+
+# ---- the operators -------------------------------------------------------------------------------
+
+_INPUTS = "Tensor query, Tensor key, Tensor value"
+_PROBLEM = (
+    f"{', '.join(f'Tensor? {name}' for name in GIVEN)}, str layout, SymInt max_seqlen_q, "
+    "SymInt max_seqlen_k, str causal, float scale, SymInt window_left, SymInt window_right, "
+    "float softcap, bool deterministic, str implementation, int[] tiling"
+)
+_LIBRARY = torch.library.Library("flashattn_triton", "DEF")
+_LIBRARY.define(f"forward({_INPUTS}, {_PROBLEM}) -> (Tensor out, Tensor lse)")
+_LIBRARY.define(
+    f"backward({_INPUTS}, Tensor out, Tensor lse, Tensor grad_out, Tensor? grad_lse, {_PROBLEM}, "
+    "bool[] needs) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
+)
+FORWARD = torch.ops.flashattn_triton.forward.default
+BACKWARD = torch.ops.flashattn_triton.backward.default
+
+
+def operator_arguments(problem: Problem, given: Given = NOTHING) -> tuple[Any, ...]:
+    """What the operators take behind query, key and value, and behind the results."""
+    return (*given, *problem.pack())
+
+
+def _forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    call, given = _call_of(query, key, value, rest)
+    return call.forward(query, key, value, given)
+
+
+def _backward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    out, lse, grad_out, grad_lse, *arguments, needs = rest
+    call, given = _call_of(query, key, value, arguments)
+    tensors = (query, key, value, out, lse, grad_out, grad_lse)
+    gradients = call.backward(*tensors, given, tuple(needs))
+    gradients = (*gradients, *[None] * (5 - len(gradients)))
+    return tuple([query.new_empty(0) if x is None else x for x in gradients])
+
+
+def _call_of(
+    query: Tensor, key: Tensor, value: Tensor, rest: Sequence[Any]
+) -> tuple[CachedCall, Given]:
+    """The call of an operator, and its tensors that are :data:`GIVEN`."""
+    given, problem = tuple(rest[: len(GIVEN)]), Problem.unpack(rest[len(GIVEN) :])
+    if all(x is None for x in given):
+        given = NOTHING
+    arguments = (problem, query, key, value, given)
+    cache_key = key_of(*arguments)
+    return _cache.get(cache_key) or _new_call(cache_key, *arguments), given
+
+
+def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    layout = rest[len(GIVEN)]
+    lse = empty_row_statistic(heads_first(query, layout))
+    out = empty_result(query, value.shape[-1], layout)
+    return out, lse.squeeze(0) if layout == "thd" else lse
+
+
+def _fake_backward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    *arguments, needs = rest[_RESULTS:]
+    layout = arguments[len(GIVEN)]
+    gradients = [
+        empty_result(x, x.shape[-1], layout) if needs[0] else query.new_empty(0)
+        for x in (query, key, value)
+    ]
+    for needed, x in zip(needs[1:], (arguments[BIAS], arguments[SINKS]), strict=True):
+        gradients.append(x.new_empty(x.shape) if needed else query.new_empty(0))
+    return tuple(gradients)
+
+
+# ---- the derivative ------------------------------------------------------------------------------
+
+
+class Attend(_SingleLevelFunction):
+    """``apply(call, query, key, value, *given)``: output and logsumexp, with their derivative.
+
+    ``call`` is a :class:`CachedCall`, or the numbers of a problem, with which the operators run
+    below this level. ``given`` are tensors named :data:`GIVEN`, or nothing for six times None.
+    """
+
+    apply: ClassVar[Callable[..., Any]]
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: CachedCall | tuple[Any, ...],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *given: Tensor | None,
+    ) -> Any:
+        """Output and logsumexp."""
+        if isinstance(call, CachedCall):
+            out, lse = call.forward(query, key, value, given or NOTHING)
+        else:
+            out, lse = _below(FORWARD, query, key, value, *given, *call)
+        ctx.save_for_backward(query, key, value, out, lse, *given)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of query, key and value, and of the bias and the sinks."""
+        query, key, value, out, lse, *rest = ctx.saved_tensors
+        if grad_out is None:
+            if grad_lse is None:
+                return (None,) * (4 + len(rest))
+            grad_out = torch.zeros_like(out)
+        call, given, needs = ctx.call, NOTHING, _ONLY_INPUTS
+        if rest:
+            given = tuple(rest)
+        if rest and not (isinstance(call, CachedCall) and not call.masked):
+            needed = ctx.needs_input_grad
+            needs = (any(needed[1:4]), needed[4 + BIAS], needed[4 + SINKS])
+        tensors = (query, key, value, out, lse, grad_out, grad_lse)
+        gradients = None
+        # With a graph of its own, the backward pass must say that it has no derivative.
+        if isinstance(call, CachedCall) and not (torch.is_grad_enabled() or _is_watched()):
+            gradients = _unless_batched(call.backward, *tensors, given, needs)
+        if gradients is None:
+            numbers = call.problem.pack() if isinstance(call, CachedCall) else call
+            results = BACKWARD(*tensors, *given, *numbers, list(needs))
+            wanted = (*[needs[0]] * 3, *needs[1:])
+            gradients = [x if need else None for x, need in zip(results, wanted, strict=True)]
+        if not rest:
+            return None, *gradients[:3]
+        of_given: list[Tensor | None] = [None] * len(rest)
+        if needs != _ONLY_INPUTS:
+            of_given[BIAS], of_given[SINKS] = gradients[3:]
+        return None, *gradients[:3], *of_given
+
+
+class _AttendOutput(Attend):
+    """:class:`Attend` without the logsumexp, so that autograd has one result less to wrap."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        """The output."""
+        return Attend.forward(ctx, *arguments)[0]
+
+
+class _AttendBackward(_SingleLevelFunction):
+    """The operator ``backward``, which has no derivative."""
+
+    apply: ClassVar[Callable[..., Any]]
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        """Five gradients."""
+        return _below(BACKWARD, *arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> NoReturn:
+        """Refuses."""
+        raise RuntimeError(
+            "flash attention has first derivatives only, and the backward pass was differentiated; "
+            "use implementation='reference' for higher derivatives"
+        )
+
+
+def _below(operator: Callable[..., Any], *arguments: Any) -> Any:
+    """Runs an operator without its autograd kernel of this level.
+
+    A Function switches gradients off, which levels of ``torch.func`` below this one still need.
+    """
+    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+        return operator(*arguments)
+
+
+def _unless_batched(backward: Callable[..., Any], *arguments: Any) -> Any:
+    """None for tensors of ``torch.autograd.grad(is_grads_batched=True)``: they have no memory."""
+    try:
+        return backward(*arguments)
+    except RuntimeError:
+        if all(x is None or _has_memory(x) for x in arguments[:7]):
+            raise
+        return None
+
+
+def _has_memory(x: Tensor) -> bool:
+    try:
+        x.data_ptr()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _autograd_kernel(
+    operator: Callable[..., Any], apply: Callable[..., Any], n_tensors: int
+) -> Callable[..., Any]:
+    def kernel(*arguments: Any) -> Any:
+        tensors = [x for x in arguments[:n_tensors] if x is not None]
+        refuse_forward_mode(*tensors)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            with enable_single_level_autograd_function():
+                return apply(*arguments)
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*arguments)
+
+    return kernel
+
+
+# ---- torch.func.vmap -----------------------------------------------------------------------------
+
+
+def _fold(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
+    """Moves a batched dimension in front of the batch and merges the two."""
+    if x is None:
+        return None
+    x = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.flatten(0, 1)
+
+
+def _check_mapped(given: Sequence[Tensor | None]) -> None:
+    if given[STARTS] is not None:
+        raise ValueError(
+            "vmap over packed sequences is not supported: add the sequences to cu_seqlens"
+        )
+    for name, x in zip(GIVEN[:SINKS], given, strict=False):
+        if x is not None:
+            raise ValueError(
+                f"{name} must be None under torch.func.vmap, but got one. Make the mapped "
+                f"dimension a part of the batch."
+            )
+
+
+def _vmap_forward(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[Any, Any]:
+    size, given, numbers = info.batch_size, list(arguments[3:_TENSORS]), arguments[_TENSORS:]
+    _check_mapped(given)
+    sinks, sinks_dim = given[SINKS], in_dims[3 + SINKS]
+    if sinks_dim is not None:
+        given[SINKS] = None
+    folded = [_fold(x, dim, size) for x, dim in zip(arguments[:3], in_dims, strict=False)]
+    out, lse = (x.unflatten(0, (size, -1)) for x in FORWARD(*folded, *given, *numbers))
+    if sinks_dim is not None:
+        out, lse = add_sinks(out, lse, sinks.movedim(sinks_dim, 0)[:, None], numbers[0])
+    return (out, lse), (0, 0)
+
+
+def _vmap_backward(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[Any, Any]:
+    size, n = info.batch_size, 3 + _RESULTS
+    given = arguments[n : n + len(GIVEN)]
+    *numbers, needs = arguments[n + len(GIVEN) :]
+    _check_mapped(given)
+    folded: list[Any] = [
+        _fold(x, dim, size) for x, dim in zip(arguments[:n], in_dims, strict=False)
+    ]
+    # The backward pass knows sinks by the logsumexp.
+    computed = BACKWARD(*folded, *NOTHING, *numbers, [needs[0], False, False])
+    nothing = computed[3].new_empty(size, 0)
+    gradients = [x.unflatten(0, (size, -1)) if needs[0] else nothing for x in computed[:3]]
+    dsinks = nothing
+    if needs[2]:
+        sinks, dim = given[SINKS], in_dims[n + SINKS]
+        sinks = sinks.expand(size, -1) if dim is None else sinks.movedim(dim, 0)
+        results: list[Any] = [None if x is None else x.unflatten(0, (size, -1)) for x in folded[3:]]
+        out, lse, grad_out, grad_lse = results
+        if numbers[0] == "bshd":
+            out, grad_out = out.transpose(-3, -2), grad_out.transpose(-3, -2)
+        dsinks = sinks_gradient(sinks, out, lse, grad_out, grad_lse)
+    return (*gradients, nothing, dsinks), (0,) * 5
+
+
+# ---- floating-point operations -------------------------------------------------------------------
+
+
+def _products(query: Tensor, key: Tensor, value: Tensor, rest: Sequence[Any]) -> tuple[int, int]:
+    """Operations of one product over D, and over E, of all queries with all keys.
+
+    As PyTorch counts its own attention: without regard to masks, two for each multiplication and
+    addition. Lengths of packed sequences count if they can be read, else the longest of them.
+    """
+    starts, (layout, *longest) = rest[STARTS : len(GIVEN)], rest[len(GIVEN) : len(GIVEN) + 3]
+    heads = query.shape[-2 if layout != "bhsd" else -3]
+    if layout == "thd":
+        lengths = [
+            [n] * (x.shape[0] - 1) if x.is_meta else x.diff().tolist()
+            for x, n in zip(starts, longest, strict=True)
+        ]
+        pairs = sum(n_q * n_k for n_q, n_k in zip(*lengths, strict=True))
+    else:
+        rows = -2 if layout == "bhsd" else -3
+        pairs = query.shape[0] * query.shape[rows] * key.shape[rows]
+    return 2 * heads * pairs * query.shape[-1], 2 * heads * pairs * value.shape[-1]
+
+
+def _forward_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, out_val: Any) -> int:
+    return sum(_products(query, key, value, rest))
+
+
+def _backward_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, out_val: Any) -> int:
+    """S, dQ and dK are over D; dP and dV over E."""
+    over_d, over_e = _products(query, key, value, rest[_RESULTS:])
+    of_inputs, of_bias, _ = rest[-1]
+    total = 3 * over_d + 2 * over_e if of_inputs else 0
+    return total + over_d + over_e if of_bias else total
+
+
+# ---- registration --------------------------------------------------------------------------------
+
+for _name, _operator, _apply, _n_tensors, _run, _fake, _vmap, _flops in (
+    (
+        "forward", FORWARD, lambda *given: Attend.apply(given[_TENSORS:], *given[:_TENSORS]),
+        _TENSORS, _forward, _fake_forward, _vmap_forward, _forward_flops,
+    ),
+    (
+        "backward", BACKWARD, _AttendBackward.apply, _TENSORS + _RESULTS, _backward,
+        _fake_backward, _vmap_backward, _backward_flops,
+    ),
+):  # fmt: skip
+    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
+    _LIBRARY.impl(_name, _autograd_kernel(_operator, _apply, _n_tensors), "Autograd")
+    torch.library.register_fake(f"flashattn_triton::{_name}", _fake, lib=_LIBRARY)
+    torch.library.register_vmap(f"flashattn_triton::{_name}", _vmap, lib=_LIBRARY)
+    register_flop_formula(_operator.overloadpacket, get_raw=True)(_flops)
+
+
+# ---- calls ---------------------------------------------------------------------------------------
+
+
+def refuse_forward_mode(*tensors: Tensor) -> None:
+    """Raises ``RuntimeError`` for dual tensors, whose tangents kernels would silently drop."""
+    if forward_ad._current_level < 0 or torch.compiler.is_compiling():
+        return
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise RuntimeError(
+            "flash attention has no forward-mode derivative, and a dual tensor was given; "
+            "use torch.func.grad or backward(), or implementation='reference'"
+        )
+
+
+def _is_watched() -> bool:
+    """Whether a compiler, a transform or a mode is to see operators instead of their effects."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def _cached_call(
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, given: Given
+) -> CachedCall | None:
+    """The call for plain tensors in eager mode; None if the operators must run."""
+    if _is_watched():
+        return None
+    if type(query) not in PLAIN or type(key) not in PLAIN or type(value) not in PLAIN:
+        return None
+    if query.is_meta:  # whose results are the shapes that the operators promise
+        return None
+    if given is not NOTHING:
+        for x in given:
+            if x is not None and type(x) not in PLAIN:
+                return None
+    try:
+        cache_key = key_of(problem, query, key, value, given)
+    except RuntimeError:  # no memory: wrappers left over from a transform that has ended
+        return None
+    return _cache.get(cache_key) or _new_call(cache_key, problem, query, key, value, given)
+
+
+def attend(
+    problem: Problem,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    given: Given = NOTHING,
+    *,
+    return_lse: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Output and logsumexp of ``problem``; the latter may be None if it is not asked for.
+
+    Args:
+        problem: what is computed.
+        query: and ``key``, ``value``: tensors in its layout.
+        given: what comes with them, by position in :data:`GIVEN`; :data:`NOTHING` if all are None.
+        return_lse: whether the logsumexp is wanted.
+
+    Raises:
+        ValueError: a tensor is not what the public functions describe.
+    """
+    if forward_ad._current_level >= 0:
+        refuse_forward_mode(query, key, value)
+    call = _cached_call(problem, query, key, value, given)
+    if call is None:
+        check_inputs(problem, query, key, value, *given[STARTS:])
+        given = normalised(problem, query, key, given)
+        out, lse = FORWARD(query, key, value, *given, *problem.pack())
+        return out, lse
+    differentiated = query.requires_grad or key.requires_grad or value.requires_grad
+    if given is not NOTHING:
+        if problem.packed:
+            starts_q, starts_k = given[STARTS:]
+            check_starts(query, key, starts_q, starts_k, *problem.longest)  # type: ignore[arg-type]
+        if not call.normal:
+            given = normalised(problem, query, key, given)
+        if call.masked:
+            differentiated = differentiated or any(x is not None and x.requires_grad for x in given)
+    if not differentiated or not torch.is_grad_enabled():
+        return call.forward(query, key, value, given)
+    tensors = (query, key, value) if given is NOTHING else (query, key, value, *given)
+    if return_lse:
+        out, lse = Attend.apply(call, *tensors)
+        return out, lse
+    return _AttendOutput.apply(call, *tensors), None

@@ -1,0 +1,350 @@
+"""One attention problem: what is asked for, apart from the numbers in the tensors.
+
+The public functions turn their keywords into one frozen :class:`Problem`, which is checked once.
+Everything below them takes it: the choice of a tier, the reference, the tiled computation and the
+launchers of kernels. The registered operators take it as numbers and strings
+(:meth:`Problem.pack`), so that compilers can write it to disk.
+
+Legend: B batch, H query heads, G key/value heads (G divides H), N_q queries, N_k keys,
+D head_dim of query and key, E head_dim of value, T tokens of a packed batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict, get_args
+
+import torch
+from torch import Tensor
+
+from flashattn_triton.configs import Tiling, check_tiling_type
+
+Causal = Literal["none", "top-left", "bottom-right", "bottom-right-window"]
+Layout = Literal["bhsd", "bshd"]
+Implementation = Literal["auto", "tiled", "triton", "hopper", "reference"]
+# What callers write for ``causal``; True is "top-left".
+CausalArgument = bool | Literal["top-left", "bottom-right", "bottom-right-window"]
+Window = tuple[int | None, int | None]
+
+LAYOUTS = get_args(Layout)
+IMPLEMENTATIONS = get_args(Implementation)
+MAX_HEAD_DIM = 256
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# Of scale and soft-cap: kernels compute in fp32 with either, its inverse, and their product or
+# quotient, all times log2(e).
+_LARGEST_FACTOR = 1e18
+
+
+class OptionKeywords(TypedDict, total=False):
+    """Keywords that are no tensors, layout or ``return_lse``."""
+
+    causal: CausalArgument
+    scale: float | None
+    window: Window | None
+    softcap: float | None
+    deterministic: bool
+    implementation: Implementation
+    tiling: Tiling | None
+
+
+class PackedKeywords(OptionKeywords, total=False):
+    """Keywords of ``flash_attention_varlen`` beside ``return_lse``."""
+
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    prefix_lengths: Tensor | None
+
+
+class Keywords(PackedKeywords, total=False):
+    """Keywords of ``flash_attention`` beside ``return_lse``."""
+
+    layout: Layout | None
+    bias: Tensor | None
+    document_ids: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Mask, scale, soft-cap, layout, and who computes; every default is resolved.
+
+    Query i and key j meet on the diagonal where j = i + :func:`diagonal_offset`. A query sees the
+    keys from ``window[0]`` before its diagonal to ``window[1]`` after it (None: no limit); a causal
+    mask ("top-left" or "bottom-right") also hides every key after the diagonal.
+
+    ``layout`` is that of the tensors of a call: "bhsd", "bshd", or "thd" for packed sequences, the
+    longest of which are ``longest`` (queries, keys). ``tiling``: kernel shapes to use instead of
+    the shipped table's.
+    """
+
+    causal: Causal = "none"
+    scale: float
+    window: tuple[int | None, int | None] = (None, None)
+    softcap: float | None = None
+    deterministic: bool = False
+    layout: Literal["bhsd", "bshd", "thd"] = "bhsd"
+    longest: tuple[int, int] = (0, 0)
+    implementation: Implementation = "auto"
+    tiling: Tiling | None = None
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.pack()[:-1], self.tiling))
+
+    def __hash__(self) -> int:
+        """Computed once, because every call looks its problem up in the cache."""
+        return self._hash
+
+    @property
+    def packed(self) -> bool:
+        """Whether sequences are packed one after another."""
+        return self.layout == "thd"
+
+    @property
+    def bottom_right(self) -> bool:
+        """Whether the last query's diagonal ends at the last key."""
+        return self.causal in ("bottom-right", "bottom-right-window")
+
+    @property
+    def band(self) -> tuple[int | None, int | None]:
+        """Visible keys before and after the diagonal, the causal mask included (None: no limit)."""
+        left, right = self.window
+        return left, 0 if self.causal in ("top-left", "bottom-right") else right
+
+    def pack(self) -> tuple[Any, ...]:
+        """As the numbers and strings that the operators take.
+
+        No limit of a window is -1, no soft-cap is 0, no explicit tiling is an empty list.
+        """
+        left, right = self.window
+        return (
+            self.layout,
+            *self.longest,
+            self.causal,
+            self.scale,
+            -1 if left is None else left,
+            -1 if right is None else right,
+            0.0 if self.softcap is None else self.softcap,
+            self.deterministic,
+            self.implementation,
+            [] if self.tiling is None else self.tiling.pack(),
+        )
+
+    @classmethod
+    def unpack(cls, numbers: Sequence[Any]) -> Problem:
+        """The problem that :meth:`pack` wrote."""
+        layout, longest_q, longest_k, causal, scale, left, right, *rest = numbers
+        softcap, deterministic, implementation, tiling = rest
+        return cls(
+            layout=layout,
+            longest=(longest_q, longest_k),
+            causal=causal,
+            scale=scale,
+            window=(None if left < 0 else left, None if right < 0 else right),
+            softcap=softcap or None,
+            deterministic=deterministic,
+            implementation=implementation,
+            tiling=Tiling.unpack(tuple(tiling)) if tiling else None,
+        )
+
+
+def heads_first(x: Tensor, layout: str) -> Tensor:
+    """(B, H, N, D), as kernels see a tensor in ``layout``: a view, or the tensor itself.
+
+    A packed batch is (1, H, T, D).
+    """
+    if layout == "bhsd":
+        return x
+    return x.transpose(1, 2) if layout == "bshd" else x.transpose(0, 1).unsqueeze(0)
+
+
+def as_given(x: Tensor, layout: str) -> Tensor:
+    """The inverse of :func:`heads_first`."""
+    if layout == "bhsd":
+        return x
+    return x.transpose(1, 2) if layout == "bshd" else x.squeeze(0).transpose(0, 1)
+
+
+def diagonal_offset(n_queries: int, n_keys: int, problem: Problem) -> int:
+    """Key index minus query index on the diagonal that masks and windows refer to.
+
+    Zero, or ``n_keys - n_queries`` for "bottom-right" and "bottom-right-window", where the last
+    query meets the last key.
+    """
+    return n_keys - n_queries if problem.bottom_right else 0
+
+
+# Problems by the arguments that they were made of; emptied when it is full.
+_problems: dict[Any, Problem] = {}
+_LIMIT = 4096
+
+
+def problem_of(
+    layout: str | None,
+    head_dim: int,
+    longest: tuple[int, int] = (0, 0),
+    causal: CausalArgument = False,
+    scale: float | None = None,
+    window: Window | None = None,
+    softcap: float | None = None,
+    deterministic: bool = False,
+    implementation: Implementation = "auto",
+    tiling: Tiling | None = None,
+) -> Problem:
+    """:func:`new_problem` of the same arguments, found again if they are not new.
+
+    Equal values of unequal types (True and 1) are not equally valid, so types are part of the key.
+    """
+    arguments = (
+        layout, head_dim, longest, causal, scale, window, softcap, deterministic, implementation,
+        tiling,
+    )  # fmt: skip
+    if torch.compiler.is_compiling():  # which traces what is read from a dictionary as a constant
+        return new_problem(*arguments)
+    sides = None if window is None else tuple(map(type, window)) if type(window) is tuple else 0
+    key = (*arguments, type(causal), type(scale), type(softcap), type(deterministic), sides)
+    try:
+        problem = _problems.get(key)
+    except TypeError:  # an argument that cannot be hashed, valid or not
+        return new_problem(*arguments)
+    if problem is None:
+        problem = new_problem(*arguments)
+        if len(_problems) >= _LIMIT:
+            _problems.clear()
+        _problems[key] = problem
+    return problem
+
+
+def new_problem(
+    layout: str | None = None,
+    head_dim: int = 0,
+    longest: tuple[int, int] = (0, 0),
+    causal: CausalArgument = False,
+    scale: float | None = None,
+    window: Window | None = None,
+    softcap: float | None = None,
+    deterministic: bool = False,
+    implementation: Implementation = "auto",
+    tiling: Tiling | None = None,
+) -> Problem:
+    """User arguments to a problem.
+
+    Args:
+        layout: of the tensors: "bhsd", "bshd", "thd" for packed sequences; None means "bhsd".
+        head_dim: D, for the default scale 1/sqrt(D).
+        longest: at least the lengths of the longest query and key sequence of a packed batch.
+        causal: False, True (= "top-left"), "top-left", "bottom-right" or "bottom-right-window".
+        scale: factor on Q·K before the softmax; any finite number, negative ones included.
+        window: (left, right) numbers of visible keys beside the diagonal; None means no limit.
+        softcap: c > 0 maps a scaled score s to c·tanh(s/c).
+        deterministic: gradients are bit-identical from run to run.
+        implementation: one of :data:`IMPLEMENTATIONS`.
+        tiling: kernel shapes to use instead of the shipped table's.
+
+    Raises:
+        ValueError: an argument is outside what is listed above.
+        TypeError: ``tiling`` is no :class:`~flashattn_triton.Tiling`.
+    """
+    if layout != "thd":
+        check_layout(layout)
+    check_implementation(implementation)
+    check_tiling_type(tiling)
+    return Problem(
+        causal=_normalise_causal(causal),
+        scale=_normalise_scale(scale, head_dim),
+        window=_normalise_window(window),
+        softcap=_normalise_softcap(softcap),
+        deterministic=normalise_flag("deterministic", deterministic),
+        layout="bhsd" if layout is None else layout,  # type: ignore[arg-type]
+        longest=longest,
+        implementation=implementation,
+        tiling=tiling,
+    )
+
+
+def check_implementation(implementation: str) -> None:
+    """Raises ``ValueError`` unless ``implementation`` is one that exists."""
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, but got "
+            f"{implementation!r}. 'auto' chooses."
+        )
+
+
+def normalise_flag(name: str, flag: object) -> bool:
+    """``flag``; raises ``ValueError`` with its name unless it is a bool."""
+    if not isinstance(flag, bool):
+        raise ValueError(f"{name} must be True or False, but got {flag!r}. Pass a bool.")
+    return flag
+
+
+def _normalise_causal(causal: bool | str) -> Causal:
+    if causal is False or causal == "none":
+        return "none"
+    if causal is True or causal == "top-left":
+        return "top-left"
+    if causal == "bottom-right":
+        return "bottom-right"
+    if causal == "bottom-right-window":
+        return "bottom-right-window"
+    raise ValueError(
+        f"causal must be False, True, 'top-left', 'bottom-right' or 'bottom-right-window', but got "
+        f"{causal!r}. Use 'top-left' for PyTorch's is_causal=True, 'bottom-right' for flash-attn's "
+        f"causal=True."
+    )
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool)
+
+
+def _normalise_scale(scale: float | None, head_dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim or 1)  # an empty one is refused with the other shapes
+    if not _is_number(scale) or not abs(scale) <= _LARGEST_FACTOR:
+        raise ValueError(
+            f"scale must be a finite number of at most {_LARGEST_FACTOR:.0e} in size, or None, "
+            f"but got {scale!r}. Use scale=None for 1/sqrt(head_dim)."
+        )
+    return float(scale)
+
+
+def _normalise_window(window: Any) -> tuple[int | None, int | None]:
+    if window is None:
+        return (None, None)
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        size = window if isinstance(window, int) and window > 1 else 128
+        raise ValueError(
+            f"window must be None or a pair (left, right) of integers >= 0 or None, but got "
+            f"{window!r}. Use ({size}, 0) for {size} keys before a query's own."
+        )
+    for side, size in zip(("left", "right"), window, strict=True):
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
+            raise ValueError(
+                f"window {side} must be an integer >= 0, or None, but got {size!r}. Use None for "
+                f"no limit, which is -1 in flash-attn."
+            )
+    return (window[0], window[1])
+
+
+def _normalise_softcap(softcap: float | None) -> float | None:
+    if softcap is None:
+        return None
+    if not _is_number(softcap) or not 1 / _LARGEST_FACTOR <= softcap <= _LARGEST_FACTOR:
+        raise ValueError(
+            f"softcap must be a finite number > 0 (from {1 / _LARGEST_FACTOR:.0e} to "
+            f"{_LARGEST_FACTOR:.0e}), or None, but got {softcap!r}. Use softcap=None for no "
+            f"soft-cap, which is 0.0 in flash-attn."
+        )
+    return float(softcap)
+
+
+def check_layout(layout: str | None) -> None:
+    """Raises ``ValueError`` unless ``layout`` is one of "bhsd" and "bshd", or None for "bhsd"."""
+    if layout is not None and layout not in LAYOUTS:
+        raise ValueError(
+            f"layout must be one of {', '.join(LAYOUTS)}, but got {layout!r}. b is the batch, h "
+            f"heads, s the sequence, d head_dim."
+        )

@@ -1,0 +1,291 @@
+"""From a problem and its plan to what launches kernels: each tier has one way in.
+
+Launchers are made once for each kind of tensors (:class:`flashattn_triton.op.CachedCall`) and hold
+no tensors. They take and return tensors in the layout of the problem. Those of the GPU tiers pass
+addresses on, so that no layout costs views; the tiled computation looks at (B, H, N, D) views.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from flashattn_triton.dispatch import Plan
+from flashattn_triton.launch import Packing, empty_result, unit_last_stride
+from flashattn_triton.logsumexp import sinks_gradient
+from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
+from flashattn_triton.problem import Problem, as_given, heads_first
+
+# (query, key, value, packing=None, mask_and_bias=...) to output and logsumexp.
+ForwardLauncher = Callable[..., tuple[Tensor, Tensor]]
+# (query, key, value, out, logsumexp, grad_out, grad_logsumexp, packing=None, mask_and_bias=...) to
+# gradients.
+BackwardLauncher = Callable[..., tuple[Tensor | None, ...]]
+# The gradients that are wanted: of query, key and value; of the bias; of the sinks.
+Needs = tuple[bool, bool, bool]
+
+_Results = TypeVar("_Results")
+# Where a backward pass takes tensors of rows: query, key, value, out and grad_out.
+_ROWS_OF_BACKWARD = (0, 1, 2, 3, 5)
+
+
+def forward_launcher(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    problem: Problem,
+    plan: Plan,
+    packing: Packing | None,
+    mask_and_bias: MaskAndBias,
+) -> ForwardLauncher:
+    """What launches the forward pass of such tensors by the tier of ``plan``."""
+    tensors = (query, key, value)
+    if plan.tier == "hopper":
+        from flashattn_triton.hopper.forward import hopper_forward_call, no_scores
+
+        if query.numel() == 0 or key.numel() == 0:
+            return functools.partial(_through_views, no_scores, problem.layout)
+        q, k, v = _views(tensors, problem)
+        return hopper_forward_call(q, k, v, problem, packing, mask_and_bias.sinks)
+    if plan.tiling is None:
+        return functools.partial(_tiled_forward, problem)
+    from flashattn_triton.portable.forward import forward_call
+
+    q, k, v = _views([unit_last_stride(x) for x in tensors], problem)
+    call = forward_call(q, k, v, problem, plan.tiling.forward, packing, mask_and_bias)
+    return _on_copies(call, tensors, (0, 1, 2))
+
+
+def gradients_launcher(
+    tensors: Sequence[Tensor | None],
+    problem: Problem,
+    plan: Plan,
+    packing: Packing | None,
+    mask_and_bias: MaskAndBias,
+    needs: Needs,
+) -> BackwardLauncher:
+    """What launches the backward passes of such tensors by the tier of ``plan``.
+
+    Args:
+        tensors: query, key, value, out, logsumexp, and the gradients of the last two, of which that
+            of the logsumexp may be None.
+        problem: what is computed.
+        plan: the tier.
+        packing: of a packed batch.
+        mask_and_bias: its tensors.
+        needs: which gradients are wanted.
+
+    Returns:
+        What returns dQ, dK and dV; and the gradients of bias and sinks, if one of them is wanted.
+        Those that are not wanted are None.
+    """
+    main = of_bias = of_sinks = None
+    if needs[0]:
+        main = _backward_launcher(tensors, problem, plan, packing, mask_and_bias)
+        if not needs[1] and not needs[2]:
+            return main
+    if needs[1]:
+        of_bias = _bias_launcher(tensors, problem, plan, mask_and_bias)
+    if needs[2]:
+        of_sinks = _sinks_launcher(tensors, problem)
+
+    def launch(*given: Any) -> tuple[Tensor | None, ...]:
+        *tensors, _, mask_and_bias = given
+        gradients = (None, None, None) if main is None else main(*given)
+        dbias = None if of_bias is None else of_bias(*tensors, mask_and_bias)
+        dsinks = None if of_sinks is None else of_sinks(mask_and_bias.sinks, *tensors[3:])
+        return *gradients, dbias, dsinks
+
+    return launch
+
+
+def _backward_launcher(
+    tensors: Sequence[Tensor | None],
+    problem: Problem,
+    plan: Plan,
+    packing: Packing | None,
+    mask_and_bias: MaskAndBias,
+) -> BackwardLauncher:
+    query, key, _, _, _, _, grad_lse = tensors
+    assert query is not None
+    assert key is not None
+    rows = [x for i in _ROWS_OF_BACKWARD if (x := tensors[i]) is not None]
+    if plan.runs_hopper_backward(problem):
+        from flashattn_triton.hopper.backward import hopper_backward_call, no_gradients
+
+        if query.numel() == 0 or key.numel() == 0:  # which no descriptor can express
+            return functools.partial(_gradients_through_views, no_gradients, problem.layout)
+        return hopper_backward_call(
+            _views(rows, problem), _rows_view(grad_lse, problem), problem, packing
+        )
+    if plan.tiling is None:
+        return functools.partial(_tiled_backward, problem)
+    from flashattn_triton.portable.backward import backward_call
+
+    q, k, v, o, do = _views([unit_last_stride(x) for x in rows], problem)
+    dl = _rows_view(grad_lse, problem)
+    call = backward_call(q, k, v, o, do, dl, problem, plan.tiling, packing, mask_and_bias)
+    return _on_copies(call, tensors, _ROWS_OF_BACKWARD)
+
+
+def _bias_launcher(
+    tensors: Sequence[Tensor | None], problem: Problem, plan: Plan, mask_and_bias: MaskAndBias
+) -> Callable[..., Tensor]:
+    """What computes the gradient of the bias, given what a backward pass takes but for packing."""
+    if plan.tiling is None:
+        from flashattn_triton.tiled import tiled_bias_backward
+
+        def launch(*given: Any) -> Tensor:
+            *tensors, grad_lse, mask_and_bias = given
+            q, k, v, out, lse, grad_out = tensors
+            q, k, v, out, grad_out = _views((q, k, v, out, grad_out), problem)
+            return tiled_bias_backward(
+                q, k, v, out, lse, grad_out, grad_lse, problem, mask_and_bias
+            )
+
+        return launch
+    from flashattn_triton.portable.bias_pass import bias_call
+
+    rows = [unit_last_stride(x) for i in _ROWS_OF_BACKWARD if (x := tensors[i]) is not None]
+    q, k, v, o, do = _views(rows, problem)
+    call = bias_call(q, k, v, o, do, tensors[6], problem, plan.tiling, mask_and_bias)
+    return _on_copies(call, tensors, _ROWS_OF_BACKWARD)
+
+
+def _sinks_launcher(tensors: Sequence[Tensor | None], problem: Problem) -> Callable[..., Tensor]:
+    """What computes the gradient of the sinks: (sinks, out, logsumexp, dO, dL) to dsinks."""
+    _, _, _, out, _, grad_out, grad_lse = tensors
+    assert out is not None
+    assert grad_out is not None
+    if not out.is_cuda:
+
+        def launch(
+            sinks: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
+        ) -> Tensor:
+            out, grad_out = _views((out, grad_out), problem)
+            return sinks_gradient(sinks, out, lse, grad_out, grad_lse)
+
+        return launch
+    from flashattn_triton.portable.sinks_pass import sinks_call
+
+    o, do = _views([unit_last_stride(x) for x in (out, grad_out)], problem)
+    call = sinks_call(o, do, _rows_view(grad_lse, problem))
+    return _on_copies(call, (None, out, None, grad_out), (1, 3))
+
+
+def _views(tensors: Sequence[Tensor], problem: Problem) -> list[Tensor]:
+    return [heads_first(x, problem.layout) for x in tensors]
+
+
+def _rows_view(x: Tensor | None, problem: Problem) -> Tensor | None:
+    """The gradient of a logsumexp as (B, H, N)."""
+    return x.unsqueeze(0) if x is not None and problem.packed else x
+
+
+def _on_copies(
+    call: Callable[..., _Results], tensors: Sequence[Tensor | None], rows: Sequence[int]
+) -> Callable[..., _Results]:
+    """``call``, given copies of those tensors that it cannot read as they are, if there are any.
+
+    Args:
+        call: reads tensors whose last stride is 1.
+        tensors: its arguments.
+        rows: the positions among them where that matters.
+    """
+    if all((x := tensors[i]) is None or unit_last_stride(x) is x for i in rows):
+        return call
+
+    def launch(*given: Any) -> _Results:
+        readable = list(given)
+        for i in rows:
+            readable[i] = unit_last_stride(given[i])
+        return call(*readable)
+
+    return launch
+
+
+def _through_views(
+    call: ForwardLauncher,
+    layout: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing | None = None,
+    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
+) -> tuple[Tensor, Tensor]:
+    """``call``, which takes and returns (B, H, N, D), on tensors in ``layout``."""
+    views = [heads_first(x, layout) for x in (query, key, value)]
+    out, lse = call(*views, packing, mask_and_bias)
+    # A Function refuses to have its output changed in place if that is a view.
+    return as_given(out, layout).detach(), (lse.squeeze(0).detach() if layout == "thd" else lse)
+
+
+def _gradients_through_views(
+    call: BackwardLauncher, layout: str, *tensors: Any
+) -> tuple[Tensor | None, ...]:
+    dq, dk, dv = call(*(heads_first(x, layout) for x in tensors[:3]))
+    return tuple(as_given(x, layout) for x in (dq, dk, dv) if x is not None)
+
+
+def _tiled_forward(
+    problem: Problem,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing | None = None,
+    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
+) -> tuple[Tensor, Tensor]:
+    from flashattn_triton.tiled import tiled_forward, tiled_forward_varlen
+
+    if packing is None:
+        q, k, v = _views((query, key, value), problem)
+        out, lse = tiled_forward(q, k, v, problem, mask_and_bias)
+        out = as_given(out, problem.layout)
+    else:
+        starts = (packing.cu_seqlens_q, packing.cu_seqlens_k)
+        out, lse = tiled_forward_varlen(query, key, value, *starts, problem, mask_and_bias)
+    return _laid_out(out, query, problem), lse
+
+
+def _tiled_backward(
+    problem: Problem,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    grad_out: Tensor,
+    grad_logsumexp: Tensor | None,
+    packing: Packing | None = None,
+    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from flashattn_triton.tiled import tiled_backward, tiled_backward_varlen
+
+    if packing is None:
+        q, k, v, o, do = _views((query, key, value, out, grad_out), problem)
+        gradients = tiled_backward(
+            q, k, v, o, logsumexp, do, grad_logsumexp, problem, mask_and_bias
+        )
+        dq, dk, dv = (as_given(x, problem.layout) for x in gradients)
+    else:
+        starts = (packing.cu_seqlens_q, packing.cu_seqlens_k)
+        dq, dk, dv = tiled_backward_varlen(
+            query, key, value, out, logsumexp, grad_out, grad_logsumexp, *starts, problem,
+            mask_and_bias,
+        )  # fmt: skip
+    return (
+        _laid_out(dq, query, problem),
+        _laid_out(dk, key, problem),
+        _laid_out(dv, value, problem),
+    )
+
+
+def _laid_out(x: Tensor, like: Tensor, problem: Problem) -> Tensor:
+    """``x`` with the strides that the operators' fake implementations promise."""
+    promised = empty_result(like, x.shape[-1], problem.layout)
+    same = x.stride() == promised.stride()
+    # A Function refuses to have its output changed in place if that is a view.
+    return (x if same else promised.copy_(x)).detach()
