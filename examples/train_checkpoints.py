@@ -8,14 +8,8 @@ from typing import Any
 
 from train_settings import Settings
 
-from basics_model import (
-    Checkpoint,
-    checkpoint_path,
-    list_checkpoints,
-    load_checkpoint,
-    prune_checkpoints,
-    save_checkpoint,
-)
+from basics_model import Checkpoint, load_checkpoint, save_checkpoint
+from basics_model.checkpoint import checkpoint_path, list_checkpoints, prune_checkpoints
 
 
 def open_checkpoints(settings: Settings, identity: Mapping[str, Any]) -> Checkpoint | None:

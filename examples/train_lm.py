@@ -58,11 +58,11 @@ from basics_model import (
     decode_bytes,
     encode_bytes,
     generate,
-    model_flops,
     open_tokens,
     restore_rng_state,
     rng_state,
 )
+from basics_model.sizes import model_flops
 from ddp_lite import PeerFailureError
 from shard_optim import CollectiveError
 

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 import typer
 
-from basics_model import SIZES, ModelConfig, SizeName, TokenDataset, TransformerLM, model_config
+from basics_model import SIZES, ModelConfig, TokenDataset, TransformerLM, model_config
+from basics_model.sizes import SizeName
 from shard_optim import (
     FullyShardedDataParallel,
     OffloadedOptimizer,

@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from basics_model import list_checkpoints, load_checkpoint
+from basics_model import load_checkpoint
+from basics_model.checkpoint import list_checkpoints
 from tests.example_programs import EXAMPLES, Examples
 
 SCRIPT = EXAMPLES / "train_lm.py"

@@ -2,15 +2,8 @@
 
 import torch
 
-from basics_model import (
-    AdamW,
-    ModelConfig,
-    TransformerLM,
-    checkpoint_path,
-    generate,
-    load_checkpoint,
-    model_config,
-)
+from basics_model import AdamW, ModelConfig, TransformerLM, generate, load_checkpoint, model_config
+from basics_model.checkpoint import checkpoint_path
 
 
 def mistakes(model: TransformerLM, tokens: torch.Tensor) -> None:

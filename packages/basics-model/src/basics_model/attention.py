@@ -7,15 +7,13 @@ Both functions for attention have the type that :class:`basics_model.Transformer
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import record_function
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 Attention: TypeAlias = "Callable[[Tensor, Tensor, Tensor], Tensor]"
 """Maps query, key and value, each (batch, heads, seq, head_dim), to an output of that shape.
