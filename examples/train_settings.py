@@ -10,7 +10,7 @@ import torch
 import typer
 from torch import Tensor
 
-from basics_model import BYTE_VOCAB_SIZE, SIZES, ModelConfig, sdpa_attention
+from basics_model import BYTE_VOCAB_SIZE, SAMPLE_TEXT, SIZES, ModelConfig, sdpa_attention
 from basics_model.attention import Attention, softmax_attention
 from flashattn_triton import flash_attention
 
@@ -97,15 +97,15 @@ class Settings:
     """
 
     data: Annotated[
-        Path | None,
+        Path,
         option(
             "Text file to learn, whose UTF-8 bytes are the tokens, or a .npy file of token ids. "
-            "Default: all Markdown files of this repository.",
+            "Default: chapters of Pride and Prejudice.",
             "Data",
             metavar="FILE",
             show_default=False,
         ),
-    ] = None
+    ] = SAMPLE_TEXT
     vocab_size: Annotated[int, option("Number of token ids; bytes take 256.", "Data", min=1)] = (
         BYTE_VOCAB_SIZE
     )
@@ -283,6 +283,16 @@ class Settings:
     resume: Annotated[
         bool, option("Continue from the folder's newest checkpoint.", "Checkpoints")
     ] = True
+
+    export: Annotated[
+        Path | None,
+        option(
+            "Safetensors file of the weights, written at the end.",
+            "Checkpoints",
+            metavar="FILE",
+            show_default=False,
+        ),
+    ] = None
 
     prompt: Annotated[str, option("What the sample begins with.", "Sample")] = "The "
     sample_length: Annotated[int, option("Tokens to sample; 0: none.", "Sample", min=0)] = 200

@@ -11,6 +11,7 @@ from basics_model.checkpoint import (
 )
 from basics_model.data import (
     BYTE_VOCAB_SIZE,
+    SAMPLE_TEXT,
     TokenDataset,
     decode_bytes,
     encode_bytes,
@@ -21,9 +22,11 @@ from basics_model.loss import cross_entropy, linear_cross_entropy
 from basics_model.model import TransformerLM
 from basics_model.optimizer import AdamW, CosineSchedule, clip_gradients
 from basics_model.sizes import SIZES, ModelConfig, model_config
+from basics_model.weights import load_safetensors, save_safetensors
 
 __all__ = [
     "BYTE_VOCAB_SIZE",
+    "SAMPLE_TEXT",
     "SIZES",
     "AdamW",
     "CapturedStep",
@@ -39,10 +42,12 @@ __all__ = [
     "generate",
     "linear_cross_entropy",
     "load_checkpoint",
+    "load_safetensors",
     "model_config",
     "open_tokens",
     "restore_rng_state",
     "rng_state",
     "save_checkpoint",
+    "save_safetensors",
     "sdpa_attention",
 ]

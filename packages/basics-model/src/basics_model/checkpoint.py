@@ -76,8 +76,6 @@ def save_checkpoint(path: Path | str, checkpoint: Checkpoint) -> None:
         OSError: the folder is missing or cannot be written, or the disk is full. The message names
             the file.
     """
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.tmp")
     content = {
         "format": _FORMAT,
         "step": checkpoint.step,
@@ -86,10 +84,21 @@ def save_checkpoint(path: Path | str, checkpoint: Checkpoint) -> None:
         "rng": dict(checkpoint.rng),
         "extra": dict(checkpoint.extra),
     }
+    with written_whole(Path(path)) as temporary, temporary.open("wb") as file, _checksums():
+        torch.save(content, file)
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Yields the path of a temporary file, which replaces ``path`` after the block.
+
+    If the block or the replacement fails, ``path`` is what it was before, and an error of the
+    system becomes an OSError that names ``path``.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with temporary.open("wb") as file, _checksums():
-            torch.save(content, file)
-            file.flush()
+        yield temporary
+        with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException as error:

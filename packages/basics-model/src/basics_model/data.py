@@ -18,6 +18,13 @@ from torch import Tensor
 BYTE_VOCAB_SIZE = 256
 """Vocabulary size of byte-level encoding."""
 
+SAMPLE_TEXT = Path(__file__).with_name("pride_and_prejudice.txt")
+"""File with the first 15 chapters of Pride and Prejudice by Jane Austen, 125 KB of ASCII text.
+
+The novel was published in 1813 and its author died in 1817, so it is in the public domain. The
+text is Project Gutenberg's, as the R package janeaustenr 1.0.0 distributes it, without changes.
+"""
+
 
 def encode_bytes(text: str) -> Tensor:
     """Returns the UTF-8 bytes of ``text`` as token ids, (length,) int64."""
