@@ -42,6 +42,8 @@ def model_and_data(path: Path, device: torch.device) -> float:
     )
     attention: Attention = softmax_attention
     model = TransformerLM(config, attention=attention, device=device, dtype=torch.float32)
+    sample: Path = basics_model.SAMPLE_TEXT
+    data = TokenDataset(basics_model.open_tokens(sample), 64)
     data = TokenDataset(basics_model.open_tokens(path), 64, seed=1, rank=0, world_size=2)
     inputs, targets = data.get_batch(8, device=device)
     for more_inputs, _ in data.sequential_batches(4):
@@ -74,6 +76,11 @@ def checkpoints(folder: Path, model: TransformerLM) -> Checkpoint:
     [newest] = list_checkpoints(folder)
     loaded: Checkpoint = basics_model.load_checkpoint(newest, map_location="cpu")
     basics_model.restore_rng_state(loaded.rng)
+    basics_model.save_safetensors(folder / "model.safetensors", model)
+    same: TransformerLM = basics_model.load_safetensors(
+        folder / "model.safetensors", attention=softmax_attention, device="cpu"
+    )
+    same.load_state_dict(dict(loaded.model))
     return loaded
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 _FORMAT = 1
+_FIELDS = {"step": int, "model": dict, "optimizer": dict, "rng": dict, "extra": dict}
 _NAME = re.compile(r"step-(\d+)\.pt")
 
 
@@ -69,21 +70,16 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
 def save_checkpoint(path: Path | str, checkpoint: Checkpoint) -> None:
     """Writes a checkpoint so that ``path`` never holds part of one.
 
-    After a failure or a kill at any moment, ``path`` is what it was before. A kill may leave
-    ``.NAME.tmp`` beside it, which the next save of that name replaces. One process writes a path.
+    After a failure or a kill, ``path`` is what it was before. A kill may leave ``.NAME.tmp`` beside
+    it, which the next save of that name replaces. One process writes a path.
 
     Raises:
         OSError: the folder is missing or cannot be written, or the disk is full. The message names
             the file.
     """
-    content = {
-        "format": _FORMAT,
-        "step": checkpoint.step,
-        "model": dict(checkpoint.model),
-        "optimizer": dict(checkpoint.optimizer),
-        "rng": dict(checkpoint.rng),
-        "extra": dict(checkpoint.extra),
-    }
+    content: dict[str, Any] = {"format": _FORMAT}
+    for name, kind in _FIELDS.items():
+        content[name] = kind(getattr(checkpoint, name))
     with written_whole(Path(path)) as temporary, temporary.open("wb") as file, _checksums():
         torch.save(content, file)
 
@@ -148,12 +144,11 @@ def _as_checkpoint(path: Path | str, content: Any) -> Checkpoint:
             "version of basics-model that wrote it."
         )
     fields = {name: value for name, value in content.items() if name != "format"}
-    types = {"step": int, "model": dict, "optimizer": dict, "rng": dict, "extra": dict}
     found = {name: type(value) for name, value in fields.items()}
-    if found != types:
+    if found != _FIELDS:
         expected, got = (
             ", ".join(f"{name} ({kind.__name__})" for name, kind in each.items())
-            for each in (types, found)
+            for each in (_FIELDS, found)
         )
         raise ValueError(
             f"{path} must be a checkpoint that holds {expected}, but got {got}. Load an earlier "

@@ -150,9 +150,8 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """One pre-norm block: attention, then feed-forward, each added to the residual stream.
 
-    With ``keep_attention`` the block checkpoints itself: backward recomputes all of it except the
-    output of fused attention (:mod:`basics_model.recomputation`). The checkpoint lies inside the
-    block, so that ``torch.compile`` of a block sees it.
+    With ``keep_attention`` the block checkpoints itself (:mod:`basics_model.recomputation`), so
+    that ``torch.compile`` of a block sees the checkpoint.
     """
 
     def __init__(
@@ -191,15 +190,13 @@ class TransformerLM(nn.Module):
         attention: maps query, key, value (batch, heads, seq, head_dim) to an output of that shape,
             with the causal mask inside. All are views of (batch, seq, heads, head_dim) memory.
         checkpoint_blocks: how many consecutive blocks are recomputed together in the backward pass
-            instead of keeping what they computed (activation checkpointing, Chen et al.,
-            arXiv:1604.06174); 0 keeps everything. With n of N blocks, the input of every n-th block
-            is kept, and the backward pass holds the activations of n blocks at a time. A block
-            keeps many times its input, so n = 1 needs the least memory. A step takes a quarter to
-            a third longer.
-        keep_attention: with ``checkpoint_blocks=1``, keep the outputs of fused attention beside the
-            blocks' inputs, so that backward recomputes everything but the attention kernel. It
-            doubles what is kept, and saves much time where sequences are long. Without effect on
-            attention that is not one fused operator.
+            (activation checkpointing, Chen et al., arXiv:1604.06174); 0 keeps everything. With n,
+            the input of every n-th block is kept, and the backward pass holds the activations of n
+            blocks at a time. A block keeps many times its input, so n = 1 needs the least memory. A
+            step takes a quarter to a third longer.
+        keep_attention: with ``checkpoint_blocks=1``, also keep the outputs of fused attention
+            (:mod:`basics_model.recomputation`). Without effect on attention that is not one fused
+            operator.
         device: where parameters are made; "meta" allocates nothing.
         dtype: of the parameters.
 

@@ -26,11 +26,7 @@ ATTENTION_OPERATORS = frozenset(
 
 
 def attention_kept() -> Any:
-    """The ``context_fn`` of ``torch.utils.checkpoint.checkpoint`` that keeps attention's outputs.
-
-    Returns:
-        Two context managers, one for the forward pass and one for the recomputation.
-    """
+    """The ``context_fn`` of ``torch.utils.checkpoint`` that keeps the outputs of attention."""
     return create_selective_checkpoint_contexts(_policy)
 
 

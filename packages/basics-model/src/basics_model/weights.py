@@ -21,12 +21,7 @@ from basics_model.model import TransformerLM
 from basics_model.sizes import ModelConfig
 
 _CONFIG = "basics_model.config"
-_DTYPES = {
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-}
+_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 
 
 def save_safetensors(path: Path | str, model: TransformerLM) -> None:
@@ -34,8 +29,7 @@ def save_safetensors(path: Path | str, model: TransformerLM) -> None:
 
     Raises:
         ImportError: the package safetensors is not installed.
-        OSError: the folder is missing or cannot be written, or the disk is full. The message names
-            the file.
+        OSError: as :func:`basics_model.save_checkpoint`.
     """
     safetensors = _import_safetensors()
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
