@@ -180,7 +180,7 @@ class TokenDataset:
             yield self._windows(starts[first : first + batch_size], torch.device(device))
 
     def state_dict(self) -> dict[str, int]:
-        """Seed and position: what has to be saved to continue with the next batch."""
+        """Seed and position, from which a continued run draws the next batch."""
         return {"seed": self.seed, "position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

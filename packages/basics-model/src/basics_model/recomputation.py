@@ -31,7 +31,7 @@ def attention_kept() -> Any:
 
 
 def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    """Whether an operator's outputs are kept; ``operator`` is the one about to run."""
+    """Keeps the outputs of ``operator``, the one about to run, if it is fused attention."""
     name = getattr(operator, "_schema", None)
     if name is not None and name.name in ATTENTION_OPERATORS:
         return CheckpointPolicy.MUST_SAVE

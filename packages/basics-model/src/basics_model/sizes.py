@@ -1,4 +1,4 @@
-"""Configuration of the language model, its named sizes, and what a configuration costs."""
+"""Configuration of the language model, its named sizes, and the operations of a forward pass."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class ModelConfig:
 
 
 SizeName: TypeAlias = Literal["small", "medium", "large", "xl", "2.7B", "2026/xl", "2026/10B", "8B"]
-"""What :func:`model_config` takes as a name: the keys of :data:`SIZES`."""
+"""Names that :func:`model_config` takes: the keys of :data:`SIZES`."""
 
 SIZES: Mapping[str, ModelConfig] = MappingProxyType(
     {
