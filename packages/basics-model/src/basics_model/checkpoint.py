@@ -1,8 +1,4 @@
-"""Checkpoints that a killed save cannot destroy.
-
-A save writes a temporary file in the target's folder, flushes it to the disk, renames it over the
-target, and flushes the folder. A rename replaces a name in one step, so at every moment the name
-holds the whole previous checkpoint or the whole new one.
+"""Checkpoints that a killed save cannot destroy (:mod:`basics_model.files`).
 
 Files are loaded with ``weights_only=True``: a checkpoint can hold tensors, numbers, strings, and
 containers of these, and opening one never runs code from it.
@@ -13,7 +9,6 @@ does not compare these checksums; :func:`load_checkpoint` does, so a changed bit
 
 from __future__ import annotations
 
-import os
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -23,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from basics_model.files import refusing_damage, written_whole
 
 _FORMAT = 1
 _FIELDS = {"step": int, "model": dict, "optimizer": dict, "rng": dict, "extra": dict}
@@ -84,28 +81,6 @@ def save_checkpoint(path: Path | str, checkpoint: Checkpoint) -> None:
         torch.save(content, file)
 
 
-@contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """Yields the path of a temporary file, which replaces ``path`` after the block.
-
-    If the block or the replacement fails, ``path`` is what it was before, and an error of the
-    system becomes an OSError that names ``path``.
-    """
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        yield temporary
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        failed = _os_error(error)
-        if failed is not None:
-            raise OSError(failed.errno, failed.strerror, str(path)) from error
-        raise
-    _flush_folder(path.parent)
-
-
 def load_checkpoint(path: Path | str, *, map_location: torch.device | str = "cpu") -> Checkpoint:
     """Reads a checkpoint, without running any code from it, and verifies its checksums.
 
@@ -118,20 +93,16 @@ def load_checkpoint(path: Path | str, *, map_location: torch.device | str = "cpu
         ValueError: the file is damaged, is not a checkpoint of :func:`save_checkpoint`, or has a
             newer format. The message names the file.
     """
-    with Path(path).open("rb") as file:
-        try:
-            damaged = zipfile.ZipFile(file).testzip()
-            if damaged is not None:
-                raise ValueError(f"the checksum of its record {damaged} differs")
-            file.seek(0)
-            content = torch.load(file, map_location=map_location, weights_only=True)
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # what parsers raise for arbitrary bytes has no common base
-            raise ValueError(
-                f"{path} must be a checkpoint of save_checkpoint, but got a damaged or other file: "
-                f"{error}. Load an earlier checkpoint."
-            ) from error
+    expected = "a checkpoint of save_checkpoint"
+    with (
+        Path(path).open("rb") as file,
+        refusing_damage(path, expected, "Load an earlier checkpoint."),
+    ):
+        damaged = zipfile.ZipFile(file).testzip()
+        if damaged is not None:
+            raise ValueError(f"the checksum of its record {damaged} differs")
+        file.seek(0)
+        content = torch.load(file, map_location=map_location, weights_only=True)
     return _as_checkpoint(path, content)
 
 
@@ -190,24 +161,3 @@ def _checksums() -> Iterator[None]:
         yield
     finally:
         torch.serialization.set_crc32_options(before)
-
-
-def _os_error(error: BaseException) -> OSError | None:
-    """The failure to write behind an error of ``torch.save``, which ends its archive even then.
-
-    On a disk that is full it complains of a position in the archive instead.
-    """
-    if isinstance(error, OSError):
-        return error
-    context = error.__context__ if isinstance(error, RuntimeError) else None
-    return None if context is None else _os_error(context)
-
-
-def _flush_folder(folder: Path) -> None:
-    if os.name != "posix":  # elsewhere a folder cannot be opened, and a rename needs no flush
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -15,6 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from basics_model.files import refusing_damage
+
 BYTE_VOCAB_SIZE = 256
 """Vocabulary size of byte-level encoding."""
 
@@ -84,17 +86,10 @@ def open_tokens(path: Path | str, dtype: npt.DTypeLike = np.uint8) -> npt.NDArra
 def _load_array(path: Path) -> npt.NDArray[Any]:
     with path.open("rb") as file:
         magic = file.read(len(np.lib.format.MAGIC_PREFIX))
-    try:
+    with refusing_damage(path, "a whole .npy file", "Write it with numpy.save."):
         if magic != np.lib.format.MAGIC_PREFIX:
             raise ValueError(f"it begins with {magic!r}")
         return np.lib.format.open_memmap(path, mode="r")
-    except (OSError, MemoryError):
-        raise
-    except Exception as error:  # what numpy raises for arbitrary bytes has no common base
-        raise ValueError(
-            f"{path} must be a whole .npy file, but got a damaged or other one: {error}. Write it "
-            "with numpy.save."
-        ) from error
 
 
 class TokenDataset:

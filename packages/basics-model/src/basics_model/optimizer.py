@@ -34,7 +34,7 @@ class AdamW(torch.optim.Optimizer):
         weight_decay: decoupled decay, at least 0.
 
     Raises:
-        ValueError: a hyperparameter of a parameter group is outside its range.
+        ValueError: a hyperparameter outside its range, in the defaults or in any group.
     """
 
     def __init__(
@@ -46,19 +46,12 @@ class AdamW(torch.optim.Optimizer):
         weight_decay: float = 1e-2,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        _check_hyperparameters(defaults)
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters with their own hyperparameters; missing ones take the defaults."""
-        group = self.defaults | param_group
-        for name in ("lr", "eps", "weight_decay"):
-            if not 0 <= group[name] < math.inf:
-                raise ValueError(f"{name} must be finite and at least 0, but got {group[name]!r}.")
-        betas = tuple(group["betas"])
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(
-                f"betas must be two numbers of at least 0 and below 1, but got {betas!r}."
-            )
+        _check_hyperparameters(self.defaults | param_group)
         super().add_param_group(param_group)
 
     @overload
@@ -111,6 +104,15 @@ class AdamW(torch.optim.Optimizer):
         second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         denominator = second.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
         parameter.addcdiv_(first, denominator, value=-group["lr"] / (1 - beta1**step))
+
+
+def _check_hyperparameters(group: dict[str, Any]) -> None:
+    for name in ("lr", "eps", "weight_decay"):
+        if not 0 <= group[name] < math.inf:
+            raise ValueError(f"{name} must be finite and at least 0, but got {group[name]!r}.")
+    betas = tuple(group["betas"])
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas must be two numbers of at least 0 and below 1, but got {betas!r}.")
 
 
 def cosine_learning_rate(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from basics_model.attention import Attention, sdpa_attention
-from basics_model.checkpoint import written_whole
+from basics_model.files import refusing_damage, written_whole
 from basics_model.model import TransformerLM
 from basics_model.sizes import ModelConfig
 
@@ -72,17 +72,12 @@ def load_safetensors(
     safetensors = _import_safetensors()
     with Path(path).open("rb"):  # the package's own error names no file
         pass
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            model = _described_model(file, attention).to_empty(device=device)
-            model.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # what parsers raise for arbitrary bytes has no common base
-        raise ValueError(
-            f"{path} must be a file of save_safetensors, but got a damaged or other file: {error}. "
-            "Export the model again."
-        ) from error
+    with (
+        refusing_damage(path, "a file of save_safetensors", "Export the model again."),
+        safetensors.safe_open(path, framework="pt") as file,
+    ):
+        model = _described_model(file, attention).to_empty(device=device)
+        model.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
     return model
 
 
