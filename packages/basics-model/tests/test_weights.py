@@ -94,17 +94,17 @@ def test_files_with_other_contents_are_refused(config: ModelConfig, tmp_path: Pa
             tensors,
             describe(config, num_layers=10**9),
         ),
-        "its tensor embedding.weight has the shape (31, 16), but its configuration needs "
+        "its tensor 'embedding.weight' has the shape (31, 16), but its configuration needs "
         "(1000000000000, 16)": (tensors, describe(config, vocab_size=10**12)),
-        f"its tensor {key} has the shape None, but its configuration needs (40, 16)": (
+        f"its tensor {key!r} has the shape None, but its configuration needs (40, 16)": (
             without,
             whole,
         ),
-        "its tensor bias has the shape (1,), but its configuration needs None": (
+        "its tensor 'bias' has the shape (1,), but its configuration needs None": (
             tensors | {"bias": torch.zeros(1)},
             whole,
         ),
-        f"its tensor {key} has the shape (16, 40)": (
+        f"its tensor {key!r} has the shape (16, 40)": (
             tensors | {key: tensors[key].T.contiguous()},
             whole,
         ),
@@ -146,6 +146,13 @@ def test_damaged_files_are_refused_or_keep_names_and_shapes(
             continue
         refused += loaded.state_dict().keys() == model.state_dict().keys()
     assert refused == len(damaged)
+
+
+def test_a_wrong_device_is_not_blamed_on_the_file(config: ModelConfig, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save_safetensors(path, TransformerLM(config))
+    with pytest.raises(RuntimeError, match="device type at start of device string: nowhere"):
+        load_safetensors(path, device="nowhere")
 
 
 def test_missing_files_and_folders_are_os_errors(config: ModelConfig, tmp_path: Path) -> None:

@@ -76,8 +76,9 @@ def load_safetensors(
         refusing_damage(path, "a file of save_safetensors", "Export the model again."),
         safetensors.safe_open(path, framework="pt") as file,
     ):
-        model = _described_model(file, attention).to_empty(device=device)
-        model.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+        model = _described_model(file, attention)
+        tensors = {name: file.get_tensor(name) for name in model.state_dict()}
+    model.to_empty(device=device).load_state_dict(tensors)
     return model
 
 
@@ -99,7 +100,7 @@ def _described_model(file: Any, attention: Attention) -> TransformerLM:
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
             raise ValueError(
-                f"its tensor {name} has the shape {found.get(name)}, but its configuration needs "
+                f"its tensor {name!r} has the shape {found.get(name)}, but its configuration needs "
                 f"{expected.get(name)}"
             )
     return model
