@@ -1,21 +1,24 @@
-"""Checkpoints of ``train_lm.py``: which one a run continues, and writing while training goes on."""
+"""Files of ``train_lm.py``: which checkpoint a run continues, writing checkpoints, exporting."""
 
+import importlib.util
 import tempfile
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from train_settings import Settings
 
 from basics_model import (
     Checkpoint,
-    checkpoint_path,
-    list_checkpoints,
+    ModelConfig,
+    TransformerLM,
     load_checkpoint,
-    prune_checkpoints,
     save_checkpoint,
+    save_safetensors,
 )
+from basics_model.checkpoint import checkpoint_path, list_checkpoints, prune_checkpoints
 
 
 def open_checkpoints(settings: Settings, identity: Mapping[str, Any]) -> Checkpoint | None:
@@ -82,3 +85,28 @@ class CheckpointWriter:
     def _write(self, checkpoint: Checkpoint) -> None:
         save_checkpoint(checkpoint_path(self.folder, checkpoint.step), checkpoint)
         prune_checkpoints(self.folder, self.keep)
+
+
+def check_export(path: Path | None) -> None:
+    """Refuses a file of weights that could not be written at the end, before anything is learned.
+
+    Raises:
+        OSError: its folder is missing or cannot be written.
+        ValueError: the package safetensors is not installed.
+    """
+    if path is None:
+        return
+    if importlib.util.find_spec("safetensors") is None:
+        raise ValueError(
+            "the package safetensors must be installed for --export, but it is not. Install it "
+            "(pip install safetensors), or leave --export out."
+        )
+    with tempfile.TemporaryFile(dir=path.parent):
+        pass
+
+
+def export(path: Path, config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
+    """Writes whole weights and the model's configuration to a safetensors file."""
+    model = TransformerLM(config, device="meta")
+    model.load_state_dict(weights, assign=True)
+    save_safetensors(path, model)

@@ -15,17 +15,15 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
 import typer
 from rich.console import Console
 from torch import Tensor
-from train_checkpoints import CheckpointWriter, open_checkpoints
+from train_checkpoints import CheckpointWriter, check_export, export, open_checkpoints
 from train_memory import check_memory
 from train_metrics import (
     JsonLines,
@@ -58,11 +56,11 @@ from basics_model import (
     decode_bytes,
     encode_bytes,
     generate,
-    model_flops,
     open_tokens,
     restore_rng_state,
     rng_state,
 )
+from basics_model.sizes import model_flops
 from ddp_lite import PeerFailureError
 from shard_optim import CollectiveError
 
@@ -72,9 +70,6 @@ T = TypeVar("T")
 UPDATES_BEFORE_RECORDING = 3
 
 CONTINUE = "with --checkpoint-dir the same command continues"
-
-REPOSITORY = Path(__file__).resolve().parent.parent
-DOCUMENTATION = ("*.md", "docs/**/*.md", "examples/*.md", "packages/*/*.md")
 
 
 class InputError(Exception):
@@ -151,23 +146,15 @@ def read_tokens(settings: Settings) -> npt.NDArray[Any]:
         OSError: the file cannot be read.
         ValueError: it holds no tokens, or some that the model has no embedding for.
     """
-    if settings.data is not None:
-        tokens = open_tokens(settings.data)
-        least, most = int(tokens.min(initial=0)), int(tokens.max(initial=0))
-        if least < 0 or most >= settings.vocab_size:
-            raise ValueError(
-                f"token ids must be from 0 to --vocab-size - 1 = {settings.vocab_size - 1}, but "
-                f"got {least if least < 0 else most} in {settings.data}. Use the vocabulary size "
-                "of the tokenizer that wrote the file, or another file."
-            )
-        return tokens
-    paths = sorted(path for pattern in DOCUMENTATION for path in REPOSITORY.glob(pattern))
-    if not paths:
+    tokens = open_tokens(settings.data)
+    least, most = int(tokens.min(initial=0)), int(tokens.max(initial=0))
+    if least < 0 or most >= settings.vocab_size:
         raise ValueError(
-            f"--data must be given outside a checkout, but got none, and {REPOSITORY} holds no "
-            "Markdown to learn. Name a file."
+            f"token ids must be from 0 to --vocab-size - 1 = {settings.vocab_size - 1}, but "
+            f"got {least if least < 0 else most} in {settings.data}. Use the vocabulary size "
+            "of the tokenizer that wrote the file, or another file."
         )
-    return np.concatenate([np.frombuffer(path.read_bytes(), dtype=np.uint8) for path in paths])
+    return tokens
 
 
 def check_prompt(settings: Settings) -> None:
@@ -489,6 +476,14 @@ class Trainer:
         if self.settings.checkpoint_dir is not None:
             on_first_rank(lambda: None if self.writer is None else self.writer.wait())
 
+    def export(self) -> None:
+        """Writes the weights from rank 0; if that fails, all ranks say so and end."""
+        path = self.settings.export
+        if path is None:
+            return
+        weights, _ = self.parallel.state()
+        on_first_rank(lambda: export(path, self.inputs.config, weights))
+
     def sample(self) -> str:
         """The prompt and its continuation."""
         settings = self.settings
@@ -526,6 +521,7 @@ def run(settings: Settings, given: Collection[str]) -> None:
     console = Console(quiet=not first)
     inputs = together(lambda: Inputs(settings, device))
     checkpoint = together(lambda: open_checkpoints(settings, inputs.identity) if first else None)
+    together(lambda: check_export(settings.export) if first else None)
     trainer = Trainer(settings, inputs, checkpoint, device, console)
     say(
         console,
@@ -539,6 +535,7 @@ def run(settings: Settings, given: Collection[str]) -> None:
     if trainer.step:
         say(console, f"continuing from step {trainer.step}")
     trainer.train()
+    trainer.export()
     # Of sharded parameters all ranks have to make the forward passes.
     if settings.sample_length and (first or not isinstance(trainer.parallel, Replicas)):
         say(console, f"sample: {trainer.sample()}")

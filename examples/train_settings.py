@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -10,15 +10,8 @@ import torch
 import typer
 from torch import Tensor
 
-from basics_model import (
-    BYTE_VOCAB_SIZE,
-    SIZES,
-    Attention,
-    ModelConfig,
-    ModelSize,
-    sdpa_attention,
-    softmax_attention,
-)
+from basics_model import BYTE_VOCAB_SIZE, SAMPLE_TEXT, SIZES, ModelConfig, sdpa_attention
+from basics_model.attention import Attention, softmax_attention
 from flashattn_triton import flash_attention
 
 T = TypeVar("T")
@@ -43,7 +36,7 @@ ATTENTIONS: Mapping[str, Attention] = {
     "softmax": softmax_attention,
 }
 PRECISIONS: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-DEFAULT_SIZE = ModelSize(d_model=128, d_ff=384, num_layers=2, num_heads=4)
+DEFAULT_CONFIG = ModelConfig(d_model=128, d_ff=384, num_layers=2, num_heads=4)
 
 
 #: Options that a preset sets, on GPUs and on CPUs; those given on the command line win.
@@ -104,15 +97,15 @@ class Settings:
     """
 
     data: Annotated[
-        Path | None,
+        Path,
         option(
             "Text file to learn, whose UTF-8 bytes are the tokens, or a .npy file of token ids. "
-            "Default: all Markdown files of this repository.",
+            "Default: chapters of Pride and Prejudice.",
             "Data",
             metavar="FILE",
             show_default=False,
         ),
-    ] = None
+    ] = SAMPLE_TEXT
     vocab_size: Annotated[int, option("Number of token ids; bytes take 256.", "Data", min=1)] = (
         BYTE_VOCAB_SIZE
     )
@@ -291,6 +284,16 @@ class Settings:
         bool, option("Continue from the folder's newest checkpoint.", "Checkpoints")
     ] = True
 
+    export: Annotated[
+        Path | None,
+        option(
+            "Safetensors file of the weights, written at the end.",
+            "Checkpoints",
+            metavar="FILE",
+            show_default=False,
+        ),
+    ] = None
+
     prompt: Annotated[str, option("What the sample begins with.", "Sample")] = "The "
     sample_length: Annotated[int, option("Tokens to sample; 0: none.", "Sample", min=0)] = 200
     temperature: Annotated[float, option("0 is greedy.", "Sample", min=0.0)] = 0.8
@@ -298,12 +301,13 @@ class Settings:
 
     def model_config(self) -> ModelConfig:
         """The named or default size with the explicit dimensions in place of its own."""
-        size = DEFAULT_SIZE if self.size is None else choose("size", SIZES, self.size)
-        dimensions = {
-            name: value if getattr(self, name) is None else getattr(self, name)
-            for name, value in asdict(size).items()
+        config = DEFAULT_CONFIG if self.size is None else choose("size", SIZES, self.size)
+        given = {
+            name: value
+            for name in ("d_model", "d_ff", "num_layers", "num_heads")
+            if (value := getattr(self, name)) is not None
         }
-        return ModelConfig(vocab_size=self.vocab_size, context_length=self.context, **dimensions)
+        return replace(config, vocab_size=self.vocab_size, context_length=self.context, **given)
 
 
 def uses_gpus(settings: Settings) -> bool:

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 import typer
 
-from basics_model import SIZES, ModelConfig, SizeName, TokenDataset, TransformerLM, model_config
+from basics_model import SAMPLE_TEXT, SIZES, ModelConfig, TokenDataset, TransformerLM, model_config
+from basics_model.sizes import SizeName
 from shard_optim import (
     FullyShardedDataParallel,
     OffloadedOptimizer,
@@ -27,7 +28,6 @@ from shard_optim import (
 )
 from shard_optim.accounting import fully_sharded_buffers, rank_memory
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 GIB = 2**30
 CHUNK_MB = 64  # parameters whose optimizer state is on the device at once
 
@@ -102,7 +102,7 @@ def main(
     d_ff: Annotated[int | None, typer.Option(help="Instead of the size's own.")] = None,
     num_heads: Annotated[int | None, typer.Option(help="Instead of the size's own.")] = None,
     vocab_size: Annotated[int, typer.Option(min=256, help="Bytes take the first 256.")] = 151_936,
-    data: Annotated[Path, typer.Option(help="Text to learn.")] = REPOSITORY / "README.md",
+    data: Annotated[Path, typer.Option(help="Text to learn.")] = SAMPLE_TEXT,
     context: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 2048,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per rank.")] = 2,
     steps: Annotated[int, typer.Option(min=1)] = 20,

@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from basics_model import list_checkpoints, load_checkpoint
+from basics_model import load_checkpoint, load_safetensors
+from basics_model.checkpoint import list_checkpoints
 from tests.example_programs import EXAMPLES, Examples
 
 SCRIPT = EXAMPLES / "train_lm.py"
@@ -362,6 +363,27 @@ def test_a_new_run_keeps_earlier_metrics_and_touches_no_other_file(
         refused = f"or one with metrics of a run, but got {notes}, whose line 1 is no JSON object"
         assert_refused(examples.run(arguments(data=text, metrics=notes)), refused)
         assert notes.read_bytes() == content
+
+
+@pytest.mark.parametrize("wrapper", ["bucketed", "stage-3"])
+def test_the_sample_text_is_learned_and_weights_are_exported(
+    examples: Examples, tmp_path: Path, wrapper: str
+) -> None:
+    """Two ranks without --data; the file of weights holds what the last checkpoint holds."""
+    folder, path = tmp_path / "run", tmp_path / "model.safetensors"
+    options = {"steps": 2, "wrapper": wrapper, "checkpoint_dir": folder, "export": path}
+    code, output, errors = examples.run(arguments(**options), 2)
+    assert code == 0, errors
+    assert "112,882 training tokens" in output
+    exported = load_safetensors(path)
+    [checkpoint] = list_checkpoints(folder)
+    weights = load_checkpoint(checkpoint).model
+    assert exported.config.context_length == 32
+    assert exported.state_dict().keys() == weights.keys()
+    assert all(weights[name].equal(value) for name, value in exported.state_dict().items())
+    missing = tmp_path / "nowhere" / "model.safetensors"
+    refused = examples.run(arguments(steps=2, export=missing))
+    assert_refused(refused, "No such file or directory", "nowhere")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's device that is full")

@@ -13,15 +13,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from basics_model import (
-    ModelConfig,
-    TransformerLM,
-    checkpoint_path,
-    list_checkpoints,
-    load_checkpoint,
-    model_flops,
-    softmax_attention,
-)
+from basics_model import ModelConfig, TransformerLM, load_checkpoint
+from basics_model.attention import softmax_attention
+from basics_model.checkpoint import checkpoint_path, list_checkpoints
+from basics_model.sizes import model_flops
 from tests.example_programs import EXAMPLES, Examples
 
 SMALL = [

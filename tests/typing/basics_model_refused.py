@@ -6,17 +6,19 @@ from basics_model import (
     AdamW,
     ModelConfig,
     TransformerLM,
-    checkpoint_path,
     generate,
     load_checkpoint,
+    load_safetensors,
     model_config,
 )
+from basics_model.checkpoint import checkpoint_path
 
 
 def mistakes(model: TransformerLM, tokens: torch.Tensor) -> None:
     model_config("smal")  # refused
     model_config("small", num_layer=2)  # refused
     model_config("small", num_layers="2")  # refused
+    load_safetensors("a.safetensors", dtype=torch.float32)  # refused
     ModelConfig(64, 64, 256, 2, 4)  # refused
     TransformerLM(model_config("small"), attention="sdpa")  # refused
     generate(model, tokens, max_new_tokens=8, temprature=0.8)  # refused

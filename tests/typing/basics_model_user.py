@@ -9,29 +9,41 @@ import basics_model
 from basics_model import (
     BYTE_VOCAB_SIZE,
     SIZES,
-    ActivationMemory,
     AdamW,
-    Attention,
     Checkpoint,
     CosineSchedule,
     ModelConfig,
-    ModelSize,
-    RMSNorm,
-    SizeName,
-    SwiGLU,
     TokenDataset,
     TransformerLM,
 )
+from basics_model.attention import (
+    Attention,
+    apply_rotary,
+    attention_output,
+    attention_scores,
+    attention_softmax,
+    rotary_tables,
+    softmax_attention,
+)
+from basics_model.captured_step import CaptureError
+from basics_model.checkpoint import checkpoint_path, list_checkpoints, prune_checkpoints
+from basics_model.generation import filter_logits
+from basics_model.memory import ActivationMemory, activation_memory
+from basics_model.model import RMSNorm, SwiGLU
+from basics_model.optimizer import cosine_learning_rate
+from basics_model.sizes import SizeName, model_flops
 
 
 def model_and_data(path: Path, device: torch.device) -> float:
-    size: ModelSize = SIZES["small"]
+    size: ModelConfig = SIZES["small"]
     name: SizeName = "small"
     config: ModelConfig = basics_model.model_config(
         name, vocab_size=BYTE_VOCAB_SIZE, context_length=64, num_layers=2, num_heads=size.num_heads
     )
-    attention: Attention = basics_model.softmax_attention
+    attention: Attention = softmax_attention
     model = TransformerLM(config, attention=attention, device=device, dtype=torch.float32)
+    sample: Path = basics_model.SAMPLE_TEXT
+    data = TokenDataset(basics_model.open_tokens(sample), 64)
     data = TokenDataset(basics_model.open_tokens(path), 64, seed=1, rank=0, world_size=2)
     inputs, targets = data.get_batch(8, device=device)
     for more_inputs, _ in data.sequential_batches(4):
@@ -48,22 +60,27 @@ def model_and_data(path: Path, device: torch.device) -> float:
     value: float = optimizer.step(lambda: 1.0)
     schedule.step()
     schedule.load_state_dict(schedule.state_dict())
-    rate: float = basics_model.cosine_learning_rate(
+    rate: float = cosine_learning_rate(
         1, max_learning_rate=1e-3, min_learning_rate=1e-4, warmup_steps=1, total_steps=10
     )
-    flops: int = basics_model.model_flops(config, batch=8, seq=64)
-    memory: ActivationMemory = basics_model.activation_memory(config, batch=8, seq=64)
+    flops: int = model_flops(config, batch=8, seq=64)
+    memory: ActivationMemory = activation_memory(config, batch=8, seq=64)
     return sum(rates) + loss.item() + norm.item() + value + rate + flops + memory.total / 2**30
 
 
 def checkpoints(folder: Path, model: TransformerLM) -> Checkpoint:
-    path: Path = basics_model.checkpoint_path(folder, 3)
+    path: Path = checkpoint_path(folder, 3)
     state = Checkpoint(step=3, model=model.state_dict(), rng=basics_model.rng_state())
     basics_model.save_checkpoint(path, state)
-    basics_model.prune_checkpoints(folder, keep=1)
-    [newest] = basics_model.list_checkpoints(folder)
+    prune_checkpoints(folder, keep=1)
+    [newest] = list_checkpoints(folder)
     loaded: Checkpoint = basics_model.load_checkpoint(newest, map_location="cpu")
     basics_model.restore_rng_state(loaded.rng)
+    basics_model.save_safetensors(folder / "model.safetensors", model)
+    same: TransformerLM = basics_model.load_safetensors(
+        folder / "model.safetensors", attention=softmax_attention, device="cpu"
+    )
+    same.load_state_dict(dict(loaded.model))
     return loaded
 
 
@@ -75,7 +92,7 @@ def recorded(model: TransformerLM, inputs: Tensor, targets: Tensor) -> Tensor:
         captured: basics_model.CapturedStep[Tensor] = basics_model.CapturedStep(
             step, inputs, targets
         )
-    except basics_model.CaptureError:
+    except CaptureError:
         return step(inputs, targets)
     loss: Tensor = captured(inputs, targets)
     return loss + captured.outputs
@@ -86,16 +103,16 @@ def text(model: TransformerLM) -> str:
     tokens: Tensor = basics_model.generate(
         model, prompt, max_new_tokens=8, temperature=0.8, top_k=5, top_p=0.9, stop_token=10
     )
-    basics_model.filter_logits(torch.zeros(1, 256), top_k=3, top_p=None)
+    filter_logits(torch.zeros(1, 256), top_k=3, top_p=None)
     return basics_model.decode_bytes(tokens[0])
 
 
 def parts(query: Tensor, device: torch.device) -> Tensor:
-    cos, sin = basics_model.rotary_tables(16, 8, 10_000.0, device)
-    turned: Tensor = basics_model.apply_rotary(query, cos, sin)
-    scores: Tensor = basics_model.attention_scores(turned, query)
-    weights: Tensor = basics_model.attention_softmax(scores)
-    out: Tensor = basics_model.attention_output(weights, query)
+    cos, sin = rotary_tables(16, 8, 10_000.0, device)
+    turned: Tensor = apply_rotary(query, cos, sin)
+    scores: Tensor = attention_scores(turned, query)
+    weights: Tensor = attention_softmax(scores)
+    out: Tensor = attention_output(weights, query)
     out = out + basics_model.sdpa_attention(query, query, query)
     out = RMSNorm(8, eps=1e-5).forward(out)
     return SwiGLU(8, 16, device=device).forward(out)

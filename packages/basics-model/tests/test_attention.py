@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from basics_model import (
+from basics_model import sdpa_attention
+from basics_model.attention import (
     Attention,
     apply_rotary,
     attention_output,
     attention_scores,
     attention_softmax,
     rotary_tables,
-    sdpa_attention,
     softmax_attention,
 )
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from basics_model import CapturedStep, CaptureError, CosineSchedule, TransformerLM
-from basics_model.captured_step import check_inputs
+from basics_model import CapturedStep, CosineSchedule, TransformerLM
+from basics_model.captured_step import CaptureError, check_inputs
 from basics_model.sizes import ModelConfig
 
 CONFIG = ModelConfig(

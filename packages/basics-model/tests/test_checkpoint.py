@@ -22,15 +22,13 @@ from basics_model import (
     Checkpoint,
     ModelConfig,
     TransformerLM,
-    checkpoint_path,
     cross_entropy,
-    list_checkpoints,
     load_checkpoint,
-    prune_checkpoints,
     restore_rng_state,
     rng_state,
     save_checkpoint,
 )
+from basics_model.checkpoint import checkpoint_path, list_checkpoints, prune_checkpoints
 
 
 def small(step: int) -> Checkpoint:

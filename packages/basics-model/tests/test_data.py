@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from basics_model import TokenDataset, decode_bytes, encode_bytes, open_tokens
+from basics_model import SAMPLE_TEXT, TokenDataset, decode_bytes, encode_bytes, open_tokens
 
 
 @pytest.mark.parametrize("text", ["", "plain", "naïve ☃ 🎉\n\0"])
@@ -24,6 +24,17 @@ def test_invalid_bytes_decode_to_replacements() -> None:
         decode_bytes(torch.tensor([256]))
     with pytest.raises(ValueError, match=r"must be \(length,\)"):
         decode_bytes(torch.zeros(2, 2, dtype=torch.long))
+
+
+def test_the_sample_text_is_readable_english() -> None:
+    tokens = open_tokens(SAMPLE_TEXT)
+    text = decode_bytes(torch.from_numpy(tokens[:300].astype(np.int64)))
+    assert text.startswith("PRIDE AND PREJUDICE\n\nBy Jane Austen\n")
+    assert "It is a truth universally acknowledged, that a single man in possession\n" in text
+    assert 50_000 < len(tokens) < 200_000
+    assert int(tokens.max()) < 128
+    chapters = [line for line in SAMPLE_TEXT.read_text().splitlines() if line[:8] == "Chapter "]
+    assert chapters == [f"Chapter {number}" for number in range(1, 16)]
 
 
 def test_text_file_is_a_token_file(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from basics_model import ModelConfig, TransformerLM, filter_logits, generate
+from basics_model import ModelConfig, TransformerLM, generate
+from basics_model.generation import filter_logits
 
 LOGITS = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
 

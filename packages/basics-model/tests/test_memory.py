@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from basics_model import ModelConfig, TransformerLM, activation_memory, model_config
+from basics_model import ModelConfig, TransformerLM, model_config
+from basics_model.memory import activation_memory
 
 
 def kept_bytes(

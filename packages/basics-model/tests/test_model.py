@@ -11,16 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from basics_model import (
-    Attention,
-    ModelConfig,
-    RMSNorm,
-    SwiGLU,
-    TransformerLM,
-    cross_entropy,
-    sdpa_attention,
-    softmax_attention,
-)
+from basics_model import ModelConfig, TransformerLM, cross_entropy, sdpa_attention
+from basics_model.attention import Attention, softmax_attention
+from basics_model.model import RMSNorm, SwiGLU
 
 
 def tokens(config: ModelConfig, batch: int = 2, seq: int | None = None) -> Tensor:

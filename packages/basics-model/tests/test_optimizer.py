@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from basics_model import AdamW, CosineSchedule, clip_gradients, cosine_learning_rate
+from basics_model import AdamW, CosineSchedule, clip_gradients
+from basics_model.optimizer import cosine_learning_rate
 
 # Both compute the same formula; they may round the last of 24 bits differently in each update.
 TOLERANCE = {"rtol": 2e-6, "atol": 2e-7}

@@ -7,19 +7,16 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from basics_model import (
-    SIZES,
-    ModelConfig,
-    SizeName,
-    TransformerLM,
-    model_config,
-    model_flops,
-    softmax_attention,
-)
+from basics_model import SIZES, ModelConfig, TransformerLM, model_config
+from basics_model.attention import softmax_attention
+from basics_model.sizes import SizeName, model_flops
 
 
 def test_sizes_are_the_assignments() -> None:
-    table = {name: dataclasses.astuple(size) for name, size in SIZES.items()}
+    table = {
+        name: (size.d_model, size.d_ff, size.num_layers, size.num_heads)
+        for name, size in SIZES.items()
+    }
     assert table == {
         "small": (768, 3072, 12, 12),
         "medium": (1024, 4096, 24, 16),
@@ -48,6 +45,13 @@ def test_num_parameters_counts_the_model(name: str) -> None:
     config = model_config(name, vocab_size=257)
     model = TransformerLM(config, device="meta")
     assert config.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_a_sizes_defaults_are_the_configurations() -> None:
+    assert {size.vocab_size for size in SIZES.values()} == {10_000}
+    assert {size.context_length for size in SIZES.values()} == {256}
+    assert all(model_config(name) == size for name, size in SIZES.items())
+    assert model_config("xl", d_model=None, num_layers=3).d_model == 1600
 
 
 def test_overrides_replace_fields() -> None:

@@ -3,6 +3,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import basics_model
+from basics_model.attention import softmax_attention
+from basics_model.sizes import model_flops
 from bench_harness.flops import (
     attention_flops,
     bus_bandwidth_factor,
@@ -17,7 +19,7 @@ CONFIG = basics_model.ModelConfig(
 
 
 def test_forward_and_training_match_what_torch_counts():
-    model = basics_model.TransformerLM(CONFIG, attention=basics_model.softmax_attention)
+    model = basics_model.TransformerLM(CONFIG, attention=softmax_attention)
     tokens = torch.randint(96, (2, 24))
     with FlopCounterMode(display=False) as counter:
         logits = model(tokens)
@@ -29,7 +31,7 @@ def test_forward_and_training_match_what_torch_counts():
 
 
 def test_parts_add_up_to_the_model_packages_own_count():
-    assert sum(forward_flops(CONFIG, 3, 17).values()) == basics_model.model_flops(CONFIG, 3, 17)
+    assert sum(forward_flops(CONFIG, 3, 17).values()) == model_flops(CONFIG, 3, 17)
 
 
 def test_causal_counts_the_triangle():

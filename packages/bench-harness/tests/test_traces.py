@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import basics_model
+from basics_model.attention import softmax_attention
 from bench_harness.traces import kineto, nsight
 from bench_harness.traces.picture import draw_overlap, timeline
 from bench_harness.traces.stragglers import arrivals
@@ -197,7 +198,7 @@ def recorded_step(path):
     config = basics_model.ModelConfig(
         vocab_size=64, context_length=64, d_model=512, d_ff=2048, num_layers=2, num_heads=2
     )
-    model = basics_model.TransformerLM(config, attention=basics_model.softmax_attention)
+    model = basics_model.TransformerLM(config, attention=softmax_attention)
     tokens = torch.randint(64, (4, 64))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several would wait for each other where other work has the cores

@@ -1,38 +1,25 @@
-"""Causal attention over (batch, heads, seq, head_dim), and the rotary position embedding.
-
-Both functions for attention have the type that :class:`basics_model.TransformerLM` takes as its
-``attention`` argument; any other callable of that type, such as a fused kernel, fits there too.
-"""
+"""Causal attention over (batch, heads, seq, head_dim), and the rotary position embedding."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import record_function
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 Attention: TypeAlias = "Callable[[Tensor, Tensor, Tensor], Tensor]"
 """Maps query, key and value, each (batch, heads, seq, head_dim), to an output of that shape.
 
-The mask is the callable's own: position i sees positions 0 to i.
+All have one dtype. The mask is the callable's own: position i sees positions 0 to i.
 """
 
 
 def sdpa_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal attention by PyTorch's ``scaled_dot_product_attention``.
-
-    Args:
-        query, key, value: (batch, heads, seq, head_dim), one dtype.
-
-    Returns:
-        (batch, heads, seq, head_dim) in the inputs' dtype.
-    """
+    """Causal attention by PyTorch's ``scaled_dot_product_attention``, of type :data:`Attention`."""
     return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
@@ -40,13 +27,8 @@ def softmax_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Causal attention as its formula reads: O = softmax(Q·Kᵀ / √head_dim + mask)·V.
 
     It stores the seq × seq scores. Its three steps are separate functions, and each one is a range
-    in a profile: ``attention.scores``, ``attention.softmax`` and ``attention.output``.
-
-    Args:
-        query, key, value: (batch, heads, seq, head_dim), one dtype.
-
-    Returns:
-        (batch, heads, seq, head_dim) in the inputs' dtype.
+    in a profile: ``attention.scores``, ``attention.softmax`` and ``attention.output``. Its
+    arguments and result are those of :data:`Attention`.
     """
     with record_function("attention.scores"):
         scores = attention_scores(query, key)

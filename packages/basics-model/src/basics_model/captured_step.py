@@ -23,11 +23,11 @@ class CaptureError(RuntimeError):
 class CapturedStep(Generic[Outputs]):
     """Records a step once, and replays it with new inputs.
 
-    A replay repeats exactly what was recorded: the same kernels on the same memory. So the step
-    must do the same at every call, must not read values on the host (``.item()``, ``print``), and
-    keeps what Python computed when it was recorded; a learning rate that changes has to be a
-    tensor. Take a few steps before recording, so that everything is compiled and the optimizer has
-    its state, all on the stream that is recorded, which must not be the default one::
+    A replay launches the same kernels on the same memory. So the step must do the same at every
+    call, must not read values on the host (``.item()``, ``print``), and keeps what Python computed
+    when it was recorded; a learning rate that changes has to be a tensor. Take a few steps before
+    recording, so that everything is compiled and the optimizer has its state, all on the stream
+    that is recorded, which must not be the default one::
 
         torch.cuda.set_stream(torch.cuda.Stream())  # before the model's first forward
         for _ in range(3):
@@ -35,16 +35,14 @@ class CapturedStep(Generic[Outputs]):
         captured = CapturedStep(step, tokens, targets)
         loss = captured(tokens, targets)
 
-    Collectives over NCCL are recorded too. Every rank must then replay equally often. NCCL's
-    watchdog does not see collectives inside a graph: a lost rank is noticed at the next collective
-    outside, when the process group's timeout has passed. Communication that can be watched from
-    outside, such as ``ddp_lite``'s copies between GPUs, is given ``after_replay``.
+    Collectives over NCCL are recorded too, and every rank must replay equally often. NCCL's
+    watchdog does not see them: a lost rank is noticed at the next collective outside the graph.
 
     Args:
         step: a function of tensors; recording calls it once, but carries nothing out.
         inputs: tensors on the current device, of the shapes, dtypes that every call will have.
-        after_replay: called as soon as a replay has been launched, on the stream that it runs on;
-            what it raises, the call raises.
+        after_replay: called as soon as a replay has been launched, on the stream that it runs on,
+            such as what watches copies between GPUs; what it raises, the call raises.
 
     Attributes:
         outputs: what the step returned when it was recorded; every replay overwrites its tensors.

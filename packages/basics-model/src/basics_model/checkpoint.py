@@ -1,8 +1,4 @@
-"""Checkpoints that a killed save cannot destroy.
-
-A save writes a temporary file in the target's folder, flushes it to the disk, renames it over the
-target, and flushes the folder. A rename replaces a name in one step, so at every moment the name
-holds the whole previous checkpoint or the whole new one.
+"""Checkpoints that a killed save cannot destroy (:mod:`basics_model.files`).
 
 Files are loaded with ``weights_only=True``: a checkpoint can hold tensors, numbers, strings, and
 containers of these, and opening one never runs code from it.
@@ -13,7 +9,6 @@ does not compare these checksums; :func:`load_checkpoint` does, so a changed bit
 
 from __future__ import annotations
 
-import os
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -24,7 +19,10 @@ from typing import Any
 
 import torch
 
+from basics_model.files import refusing_damage, written_whole
+
 _FORMAT = 1
+_FIELDS = {"step": int, "model": dict, "optimizer": dict, "rng": dict, "extra": dict}
 _NAME = re.compile(r"step-(\d+)\.pt")
 
 
@@ -69,36 +67,18 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
 def save_checkpoint(path: Path | str, checkpoint: Checkpoint) -> None:
     """Writes a checkpoint so that ``path`` never holds part of one.
 
-    After a failure or a kill at any moment, ``path`` is what it was before. A kill may leave
-    ``.NAME.tmp`` beside it, which the next save of that name replaces. One process writes a path.
+    After a failure or a kill, ``path`` is what it was before. A kill may leave ``.NAME.tmp`` beside
+    it, which the next save of that name replaces. One process writes a path.
 
     Raises:
         OSError: the folder is missing or cannot be written, or the disk is full. The message names
             the file.
     """
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.tmp")
-    content = {
-        "format": _FORMAT,
-        "step": checkpoint.step,
-        "model": dict(checkpoint.model),
-        "optimizer": dict(checkpoint.optimizer),
-        "rng": dict(checkpoint.rng),
-        "extra": dict(checkpoint.extra),
-    }
-    try:
-        with temporary.open("wb") as file, _checksums():
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        failed = _os_error(error)
-        if failed is not None:
-            raise OSError(failed.errno, failed.strerror, str(path)) from error
-        raise
-    _flush_folder(path.parent)
+    content: dict[str, Any] = {"format": _FORMAT}
+    for name, kind in _FIELDS.items():
+        content[name] = kind(getattr(checkpoint, name))
+    with written_whole(Path(path)) as temporary, temporary.open("wb") as file, _checksums():
+        torch.save(content, file)
 
 
 def load_checkpoint(path: Path | str, *, map_location: torch.device | str = "cpu") -> Checkpoint:
@@ -113,20 +93,16 @@ def load_checkpoint(path: Path | str, *, map_location: torch.device | str = "cpu
         ValueError: the file is damaged, is not a checkpoint of :func:`save_checkpoint`, or has a
             newer format. The message names the file.
     """
-    with Path(path).open("rb") as file:
-        try:
-            damaged = zipfile.ZipFile(file).testzip()
-            if damaged is not None:
-                raise ValueError(f"the checksum of its record {damaged} differs")
-            file.seek(0)
-            content = torch.load(file, map_location=map_location, weights_only=True)
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # what parsers raise for arbitrary bytes has no common base
-            raise ValueError(
-                f"{path} must be a checkpoint of save_checkpoint, but got a damaged or other file: "
-                f"{error}. Load an earlier checkpoint."
-            ) from error
+    expected = "a checkpoint of save_checkpoint"
+    with (
+        Path(path).open("rb") as file,
+        refusing_damage(path, expected, "Load an earlier checkpoint."),
+    ):
+        damaged = zipfile.ZipFile(file).testzip()
+        if damaged is not None:
+            raise ValueError(f"the checksum of its record {damaged} differs")
+        file.seek(0)
+        content = torch.load(file, map_location=map_location, weights_only=True)
     return _as_checkpoint(path, content)
 
 
@@ -139,12 +115,11 @@ def _as_checkpoint(path: Path | str, content: Any) -> Checkpoint:
             "version of basics-model that wrote it."
         )
     fields = {name: value for name, value in content.items() if name != "format"}
-    types = {"step": int, "model": dict, "optimizer": dict, "rng": dict, "extra": dict}
     found = {name: type(value) for name, value in fields.items()}
-    if found != types:
+    if found != _FIELDS:
         expected, got = (
             ", ".join(f"{name} ({kind.__name__})" for name, kind in each.items())
-            for each in (types, found)
+            for each in (_FIELDS, found)
         )
         raise ValueError(
             f"{path} must be a checkpoint that holds {expected}, but got {got}. Load an earlier "
@@ -186,24 +161,3 @@ def _checksums() -> Iterator[None]:
         yield
     finally:
         torch.serialization.set_crc32_options(before)
-
-
-def _os_error(error: BaseException) -> OSError | None:
-    """The failure to write behind an error of ``torch.save``, which ends its archive even then.
-
-    On a disk that is full it complains of a position in the archive instead.
-    """
-    if isinstance(error, OSError):
-        return error
-    context = error.__context__ if isinstance(error, RuntimeError) else None
-    return None if context is None else _os_error(context)
-
-
-def _flush_folder(folder: Path) -> None:
-    if os.name != "posix":  # elsewhere a folder cannot be opened, and a rename needs no flush
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -15,8 +15,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from basics_model.files import refusing_damage
+
 BYTE_VOCAB_SIZE = 256
 """Vocabulary size of byte-level encoding."""
+
+SAMPLE_TEXT = Path(__file__).with_name("pride_and_prejudice.txt")
+"""File with the first 15 chapters of Pride and Prejudice by Jane Austen, 125 KB of ASCII text.
+
+The novel was published in 1813 and its author died in 1817, so it is in the public domain. The
+text is Project Gutenberg's, as the R package janeaustenr 1.0.0 distributes it, without changes.
+"""
 
 
 def encode_bytes(text: str) -> Tensor:
@@ -77,17 +86,10 @@ def open_tokens(path: Path | str, dtype: npt.DTypeLike = np.uint8) -> npt.NDArra
 def _load_array(path: Path) -> npt.NDArray[Any]:
     with path.open("rb") as file:
         magic = file.read(len(np.lib.format.MAGIC_PREFIX))
-    try:
+    with refusing_damage(path, "a whole .npy file", "Write it with numpy.save."):
         if magic != np.lib.format.MAGIC_PREFIX:
             raise ValueError(f"it begins with {magic!r}")
         return np.lib.format.open_memmap(path, mode="r")
-    except (OSError, MemoryError):
-        raise
-    except Exception as error:  # what numpy raises for arbitrary bytes has no common base
-        raise ValueError(
-            f"{path} must be a whole .npy file, but got a damaged or other one: {error}. Write it "
-            "with numpy.save."
-        ) from error
 
 
 class TokenDataset:
@@ -173,7 +175,7 @@ class TokenDataset:
             yield self._windows(starts[first : first + batch_size], torch.device(device))
 
     def state_dict(self) -> dict[str, int]:
-        """Seed and position: what has to be saved to continue with the next batch."""
+        """Seed and position, from which a continued run draws the next batch."""
         return {"seed": self.seed, "position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

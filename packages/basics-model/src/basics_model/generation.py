@@ -90,7 +90,12 @@ def generate(
     finished = torch.zeros(prompt.shape[0], dtype=torch.bool, device=prompt.device)
     for _ in range(max_new_tokens):
         logits = model(tokens[:, -model.config.context_length :])[:, -1].float()  # [batch, vocab]
-        drawn = _draw(logits, temperature, top_k, top_p, generator)
+        if temperature == 0:
+            drawn = logits.argmax(dim=-1)
+        else:
+            allowed = filter_logits(logits / temperature, top_k=top_k, top_p=top_p)
+            probabilities = torch.softmax(allowed, dim=-1)
+            drawn = torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
         if stop_token is not None:
             drawn = drawn.masked_fill(finished, stop_token)
             finished |= drawn == stop_token
@@ -98,17 +103,3 @@ def generate(
         if stop_token is not None and bool(finished.all()):
             break
     return tokens
-
-
-def _draw(
-    logits: Tensor,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    generator: torch.Generator | None,
-) -> Tensor:
-    if temperature == 0:
-        return logits.argmax(dim=-1)
-    allowed = filter_logits(logits / temperature, top_k=top_k, top_p=top_p)
-    probabilities = torch.softmax(allowed, dim=-1)
-    return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)

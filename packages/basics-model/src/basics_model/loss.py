@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,9 +11,6 @@ from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 
 from basics_model.sizes import require_integer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

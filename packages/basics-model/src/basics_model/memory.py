@@ -17,12 +17,8 @@ M), e·(3·F + 2·M) bytes per token.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from basics_model.sizes import require_integer
-
-if TYPE_CHECKING:
-    from basics_model.sizes import ModelConfig
+from basics_model.sizes import ModelConfig, require_integer
 
 _CHUNK_TOKENS = 2048  # of linear_cross_entropy
 _LOGIT_BYTES = 10  # of a chunk: in fp32, the same again while it is summed, and in 16 bits

@@ -9,7 +9,7 @@ Dimensions in comments: B batch, S sequence, H heads, D head_dim, M d_model, F d
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, cast
+from typing import TypedDict, Unpack, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +17,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from basics_model.attention import Attention, apply_rotary, rotary_tables, sdpa_attention
-from basics_model.checkpointing import attention_kept
 from basics_model.loss import linear_cross_entropy
-from basics_model.sizes import require_integer
+from basics_model.recomputation import attention_kept
+from basics_model.sizes import ModelConfig, require_integer
 
-if TYPE_CHECKING:
-    from basics_model.sizes import ModelConfig
+
+class Placement(TypedDict, total=False):
+    """Keywords that every layer hands on to the parameters it makes."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | None
 
 
 @torch.no_grad()
@@ -40,15 +44,8 @@ def truncated_normal_(weight: Tensor, std: float) -> None:
 class Linear(nn.Linear):
     """Bias-free linear map, initialised from N(0, 2 / (in + out)) cut at three deviations."""
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(in_features, out_features, bias=False, device=device, dtype=dtype)
+    def __init__(self, in_features: int, out_features: int, **placement: Unpack[Placement]) -> None:
+        super().__init__(in_features, out_features, bias=False, **placement)
 
     def reset_parameters(self) -> None:
         """Draws the weight anew from torch's global generator."""
@@ -84,17 +81,10 @@ class RMSNorm(nn.Module):
     Computes in fp32, or in the input's dtype where that is wider, and returns the input's dtype.
     """
 
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        eps: float = 1e-5,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, d_model: int, *, eps: float = 1e-5, **placement: Unpack[Placement]) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.empty(d_model, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(d_model, **placement))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -119,21 +109,16 @@ class SelfAttention(nn.Module):
     """Multi-head self-attention with rotary positions around a given attention callable."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        attention: Attention,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, config: ModelConfig, attention: Attention, **placement: Unpack[Placement]
     ) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.attention = attention
         width = config.d_model
-        self.query = Linear(width, width, device=device, dtype=dtype)
-        self.key = Linear(width, width, device=device, dtype=dtype)
-        self.value = Linear(width, width, device=device, dtype=dtype)
-        self.output = Linear(width, width, device=device, dtype=dtype)
+        self.query = Linear(width, width, **placement)
+        self.key = Linear(width, width, **placement)
+        self.value = Linear(width, width, **placement)
+        self.output = Linear(width, width, **placement)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Maps (B, S, M) to (B, S, M); ``cos`` and ``sin`` are the rotary tables (S, D)."""
@@ -150,18 +135,11 @@ class SelfAttention(nn.Module):
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) ∘ up(x)) (Shazeer, arXiv:2002.05202)."""
 
-    def __init__(
-        self,
-        d_model: int,
-        d_ff: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, d_model: int, d_ff: int, **placement: Unpack[Placement]) -> None:
         super().__init__()
-        self.gate = Linear(d_model, d_ff, device=device, dtype=dtype)
-        self.up = Linear(d_model, d_ff, device=device, dtype=dtype)
-        self.down = Linear(d_ff, d_model, device=device, dtype=dtype)
+        self.gate = Linear(d_model, d_ff, **placement)
+        self.up = Linear(d_model, d_ff, **placement)
+        self.down = Linear(d_ff, d_model, **placement)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (..., M) to (..., M) through (..., F)."""
@@ -172,9 +150,8 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """One pre-norm block: attention, then feed-forward, each added to the residual stream.
 
-    With ``keep_attention`` the block checkpoints itself: backward recomputes all of it except the
-    output of fused attention (:mod:`basics_model.checkpointing`). The checkpoint lies inside the
-    block, so that ``torch.compile`` of a block sees it.
+    With ``keep_attention`` the block checkpoints itself (:mod:`basics_model.recomputation`), so
+    that ``torch.compile`` of a block sees the checkpoint.
     """
 
     def __init__(
@@ -183,15 +160,14 @@ class Block(nn.Module):
         attention: Attention,
         *,
         keep_attention: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **placement: Unpack[Placement],
     ) -> None:
         super().__init__()
         self.keep_attention = keep_attention
-        self.attention_norm = RMSNorm(config.d_model, device=device, dtype=dtype)
-        self.attention = SelfAttention(config, attention, device=device, dtype=dtype)
-        self.feed_forward_norm = RMSNorm(config.d_model, device=device, dtype=dtype)
-        self.feed_forward = SwiGLU(config.d_model, config.d_ff, device=device, dtype=dtype)
+        self.attention_norm = RMSNorm(config.d_model, **placement)
+        self.attention = SelfAttention(config, attention, **placement)
+        self.feed_forward_norm = RMSNorm(config.d_model, **placement)
+        self.feed_forward = SwiGLU(config.d_model, config.d_ff, **placement)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Maps the residual stream (B, S, M) to its next state."""
@@ -214,15 +190,13 @@ class TransformerLM(nn.Module):
         attention: maps query, key, value (batch, heads, seq, head_dim) to an output of that shape,
             with the causal mask inside. All are views of (batch, seq, heads, head_dim) memory.
         checkpoint_blocks: how many consecutive blocks are recomputed together in the backward pass
-            instead of keeping what they computed (activation checkpointing, Chen et al.,
-            arXiv:1604.06174); 0 keeps everything. With n of N blocks, the input of every n-th block
-            is kept, and the backward pass holds the activations of n blocks at a time. A block
-            keeps many times its input, so n = 1 needs the least memory. A step takes a quarter to
-            a third longer.
-        keep_attention: with ``checkpoint_blocks=1``, keep the outputs of fused attention beside the
-            blocks' inputs, so that backward recomputes everything but the attention kernel. It
-            doubles what is kept, and saves much time where sequences are long. Without effect on
-            attention that is not one fused operator.
+            (activation checkpointing, Chen et al., arXiv:1604.06174); 0 keeps everything. With n,
+            the input of every n-th block is kept, and the backward pass holds the activations of n
+            blocks at a time. A block keeps many times its input, so n = 1 needs the least memory. A
+            step takes a quarter to a third longer.
+        keep_attention: with ``checkpoint_blocks=1``, also keep the outputs of fused attention
+            (:mod:`basics_model.recomputation`). Without effect on attention that is not one fused
+            operator.
         device: where parameters are made; "meta" allocates nothing.
         dtype: of the parameters.
 

@@ -200,7 +200,7 @@ class CosineSchedule:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """What has to be saved to continue: the number of updates and the groups' maxima."""
+        """Number of updates and the groups' maximal rates, which a continued run needs."""
         return {"updates": self.updates, "max_learning_rates": list(self.max_learning_rates)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

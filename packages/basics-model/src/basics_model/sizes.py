@@ -1,27 +1,17 @@
-"""Configuration of the language model, its named sizes, and what a configuration costs."""
+"""Configuration of the language model, its named sizes, and the operations of a forward pass."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack
 
 
 def require_integer(name: str, value: object, *, least: int) -> None:
     """Raises ValueError, naming the argument, unless it is an integer of at least ``least``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name} must be an integer of at least {least}, but got {value!r}.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSize:
-    """Width and depth of a model: the part of a configuration that a size's name stands for."""
-
-    d_model: int
-    d_ff: int
-    num_layers: int
-    num_heads: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +34,7 @@ class ModelConfig:
     """
 
     vocab_size: int = 10_000
-    context_length: int
+    context_length: int = 256
     d_model: int
     d_ff: int
     num_layers: int
@@ -52,11 +42,9 @@ class ModelConfig:
     rope_theta: float = 10_000.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "rope_theta":
-                continue
-            require_integer(field.name, value, least=1)
+        for name, value in vars(self).items():
+            if name != "rope_theta":
+                require_integer(name, value, least=1)
         if not self.rope_theta > 0:
             raise ValueError(f"rope_theta must be above 0, but got {self.rope_theta!r}.")
         if self.d_model % self.num_heads:
@@ -86,60 +74,55 @@ class ModelConfig:
 
 
 SizeName: TypeAlias = Literal["small", "medium", "large", "xl", "2.7B", "2026/xl", "2026/10B", "8B"]
-"""What :func:`model_config` takes as a name: the keys of :data:`SIZES`."""
+"""Names that :func:`model_config` takes: the keys of :data:`SIZES`."""
 
-SIZES: Mapping[str, ModelSize] = MappingProxyType(
+SIZES: Mapping[str, ModelConfig] = MappingProxyType(
     {
-        "small": ModelSize(d_model=768, d_ff=3072, num_layers=12, num_heads=12),
-        "medium": ModelSize(d_model=1024, d_ff=4096, num_layers=24, num_heads=16),
-        "large": ModelSize(d_model=1280, d_ff=5120, num_layers=36, num_heads=20),
-        "xl": ModelSize(d_model=1600, d_ff=6400, num_layers=48, num_heads=25),
-        "2.7B": ModelSize(d_model=2560, d_ff=10240, num_layers=32, num_heads=32),
-        "2026/xl": ModelSize(d_model=2560, d_ff=10240, num_layers=32, num_heads=32),
-        "2026/10B": ModelSize(d_model=4608, d_ff=12288, num_layers=50, num_heads=36),
-        "8B": ModelSize(d_model=4096, d_ff=11008, num_layers=34, num_heads=32),
+        "small": ModelConfig(d_model=768, d_ff=3072, num_layers=12, num_heads=12),
+        "medium": ModelConfig(d_model=1024, d_ff=4096, num_layers=24, num_heads=16),
+        "large": ModelConfig(d_model=1280, d_ff=5120, num_layers=36, num_heads=20),
+        "xl": ModelConfig(d_model=1600, d_ff=6400, num_layers=48, num_heads=25),
+        "2.7B": ModelConfig(d_model=2560, d_ff=10240, num_layers=32, num_heads=32),
+        "2026/xl": ModelConfig(d_model=2560, d_ff=10240, num_layers=32, num_heads=32),
+        "2026/10B": ModelConfig(d_model=4608, d_ff=12288, num_layers=50, num_heads=36),
+        "8B": ModelConfig(d_model=4096, d_ff=11008, num_layers=34, num_heads=32),
     }
 )
-"""The named sizes.
+"""The named sizes, all with a vocabulary of 10,000 tokens and a context of 256.
 
 The first five are those of the assignment's 2025 edition. Names that begin with ``2026/`` are those
 of the 2026 edition, in which "xl" is another size. "8B" is the model of that edition's leaderboard,
-which has a vocabulary of 151,936 tokens and so 8,125,698,048 parameters.
+which has 8,125,698,048 parameters with its own vocabulary of 151,936 tokens.
 """
 
 
-def model_config(
-    size_name: SizeName,
-    *,
-    vocab_size: int = 10_000,
-    context_length: int = 256,
-    d_model: int | None = None,
-    d_ff: int | None = None,
-    num_layers: int | None = None,
-    num_heads: int | None = None,
-    rope_theta: float = 10_000.0,
-) -> ModelConfig:
-    """Returns the configuration of a named size.
+class ConfigChanges(TypedDict, total=False):
+    """Fields of a :class:`ModelConfig` that replace those of a named size, except where None."""
+
+    vocab_size: int | None
+    context_length: int | None
+    d_model: int | None
+    d_ff: int | None
+    num_layers: int | None
+    num_heads: int | None
+    rope_theta: float | None
+
+
+def model_config(name: SizeName, **changes: Unpack[ConfigChanges]) -> ModelConfig:
+    """Returns the configuration of a named size, with some of its fields replaced.
 
     Args:
-        size_name: a key of :data:`SIZES`.
-        vocab_size, context_length, rope_theta: see :class:`ModelConfig`.
-        d_model, d_ff, num_layers, num_heads: replace the size's own, for example ``num_layers=2``
-            for a shallow model of the same width.
+        name: a key of :data:`SIZES`.
+        changes: fields of :class:`ModelConfig`, for example ``num_layers=2`` for a shallow model of
+            the same width. None keeps the size's own value.
 
     Raises:
         ValueError: the name is not in :data:`SIZES`, or the resulting configuration is invalid.
     """
-    if size_name not in SIZES:
-        raise ValueError(f"size_name must be one of {', '.join(SIZES)}, but got {size_name!r}.")
-    given = {"d_model": d_model, "d_ff": d_ff, "num_layers": num_layers, "num_heads": num_heads}
-    changes = {name: value for name, value in given.items() if value is not None}
-    return ModelConfig(
-        vocab_size=vocab_size,
-        context_length=context_length,
-        rope_theta=rope_theta,
-        **asdict(replace(SIZES[size_name], **changes)),
-    )
+    if name not in SIZES:
+        raise ValueError(f"name must be one of {', '.join(SIZES)}, but got {name!r}.")
+    given: dict[str, Any] = {key: value for key, value in changes.items() if value is not None}
+    return replace(SIZES[name], **given)
 
 
 def model_flops(config: ModelConfig, batch: int, seq: int) -> int:

@@ -143,12 +143,12 @@ def attention_by_name(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         ValueError: unknown name, or one that cannot be imported.
         CaseSkipped: its package is not installed.
     """
-    import basics_model
+    from basics_model.attention import sdpa_attention, softmax_attention
 
     if name == "naive":
-        return basics_model.softmax_attention
+        return softmax_attention
     if name == "sdpa":
-        return basics_model.sdpa_attention
+        return sdpa_attention
     if name == "flash":
         from flashattn_triton import flash_attention
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure as MatplotlibFigure
 
-    from basics_model import SizeName
+    from basics_model.sizes import SizeName
 
 _NAMES = ("small", "medium", "large", "xl", "2.7B")
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from basics_model import CaptureError
+from basics_model.captured_step import CaptureError
 from bench_harness import rounds
 from bench_harness.core import CaseSkipped, Row
 from bench_harness.distributed import on_rank_0, sweep

@@ -26,16 +26,12 @@ ATTENTION_OPERATORS = frozenset(
 
 
 def attention_kept() -> Any:
-    """The ``context_fn`` of ``torch.utils.checkpoint.checkpoint`` that keeps attention's outputs.
-
-    Returns:
-        Two context managers, one for the forward pass and one for the recomputation.
-    """
+    """The ``context_fn`` of ``torch.utils.checkpoint`` that keeps the outputs of attention."""
     return create_selective_checkpoint_contexts(_policy)
 
 
 def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    """Whether an operator's outputs are kept; ``operator`` is the one about to run."""
+    """Keeps the outputs of ``operator``, the one about to run, if it is fused attention."""
     name = getattr(operator, "_schema", None)
     if name is not None and name.name in ATTENTION_OPERATORS:
         return CheckpointPolicy.MUST_SAVE
