@@ -59,7 +59,7 @@ def test_a_folder_that_leads_elsewhere_is_refused(
     (run / name).symlink_to(victim.parent)
     done = bench("report", "run")
     assert done.returncode == 2
-    assert f"{name} must be a folder, but got a link or something else. Remove it." in done.stderr
+    assert f"{name} must be a folder, but got a link. Remove it." in done.stderr
     assert [file.name for file in victim.parent.iterdir()] == ["victim"]
 
 

@@ -92,15 +92,13 @@ class Store:
         """A folder below this one, which may not exist yet, and which no link leads out of.
 
         Raises:
-            StoreError: a link, or no folder, has one of the names.
+            StoreError: a link has one of the names.
         """
         path = self.folder
         for name in names:
             path /= name
-            if path.is_symlink() or (path.exists() and not path.is_dir()):
-                raise StoreError(
-                    f"{path} must be a folder, but got a link or something else. Remove it."
-                )
+            if path.is_symlink():
+                raise StoreError(f"{path} must be a folder, but got a link. Remove it.")
         return path
 
     def check_is_run(self) -> None:
@@ -384,7 +382,7 @@ def read_file(path: Path) -> bytes | None:
     try:
         with open(path, "rb", opener=_unfollowed) as file:
             return file.read()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
 
 
