@@ -25,8 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from flashattn_triton.hopper import backward, forward
-from flashattn_triton.hopper.launch import FastLaunch
-from flashattn_triton.launch import Packing
+from flashattn_triton.launch import Launch, Packing
 from flashattn_triton.problem import new_problem
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -180,9 +179,9 @@ def launch(request: Request) -> None:
 def compiled(work: Callable[[], None]) -> Iterator[tuple[str, Any]]:
     """(name, compiled kernel) of everything that ``work`` launches; nothing is."""
     kernels = []
-    launch = FastLaunch.__call__
+    launch = Launch.__call__
 
-    def compile_only(self: FastLaunch, addresses: Sequence[int]) -> None:
+    def compile_only(self: Launch, addresses: Sequence[int]) -> None:
         with contextlib.redirect_stdout(io.StringIO()) as said:
             kernel = self.compile()
         PTXAS_SAID.setdefault(kernel.hash, said.getvalue())
@@ -193,11 +192,11 @@ def compiled(work: Callable[[], None]) -> Iterator[tuple[str, Any]]:
     triton.knobs.nvidia.dump_ptxas_log = True
     forward.multiprocessors = lambda device: 132
     forward.current_device = backward.current_device = lambda: None
-    FastLaunch.__call__ = compile_only
+    Launch.__call__ = compile_only
     try:
         work()
     finally:
-        FastLaunch.__call__ = launch
+        Launch.__call__ = launch
     yield from kernels
 
 

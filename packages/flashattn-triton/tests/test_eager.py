@@ -314,14 +314,12 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     if refusal is not None:
         pytest.skip(refusal)
     from flashattn_triton.hopper import backward, forward
-    from flashattn_triton.hopper.launch import FastLaunch
+    from flashattn_triton.launch import Launch
 
     launched: list[str] = []
 
-    def launcher(self: FastLaunch) -> Callable[[Mapping[str, int]], None]:
-        present = {
-            name for name, x in zip(self.names, self.parameters, strict=True) if x is not None
-        }
+    def launcher(self: Launch, first: Mapping[str, int]) -> Callable[[Mapping[str, int]], None]:
+        present = {name for name, x in self.parameters.items() if x is not None}
 
         def start(addresses: Mapping[str, int]) -> None:
             assert addresses.keys() == present
@@ -331,7 +329,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     plan = dispatch.Plan(tier="hopper", tiling=TABLE[220, 64, 2], reason="a test", ordered=True)
     monkeypatch.setattr(op, "choose", lambda *inputs, **options: plan)
-    monkeypatch.setattr(FastLaunch, "_launcher", launcher)
+    monkeypatch.setattr(Launch, "_launcher", launcher)
     monkeypatch.setattr(forward, "multiprocessors", lambda device: 132)
     for module in (forward, backward):
         monkeypatch.setattr(module, "current_device", lambda: None)

@@ -48,18 +48,18 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_it_compiles_once_and_passes_addresses_on(launched: list[Any]) -> None:
-    from flashattn_triton.hopper.launch import FastLaunch, tile_map
+    from flashattn_triton.hopper.launch import hopper_launch, tile_map
 
     kernel = Kernel()
     tiles = tile_map([100, 64], [64, 1], [64, 64], torch.bfloat16)
     given = {"z_ptr": None, "y_ptr": torch.float32, "x_desc": tiles}
-    launch = FastLaunch(kernel, 3, given, {"n": 7}, {"WIDTH": 64})
+    launch = hopper_launch(kernel, 3, given, {"n": 7}, {"WIDTH": 64})
     for address in (4096, 8192):
         launch({"y_ptr": 16, "x_desc": address})
     assert kernel.compilations == 1
     arguments, keywords = kernel.compiled_for
     assert arguments[0].block_shape == [64, 64]
-    assert arguments[1:] == (torch.float32, None, 7)
+    assert arguments[1:] == (triton_versions.Pointer(torch.float32, 0), None, 7)
     options = {"grid": (3, 1, 1), "num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
     assert keywords == {"WIDTH": 64} | options | triton_versions.hopper_options()
     compiled = launched[0][0]
@@ -72,10 +72,10 @@ def test_it_compiles_once_and_passes_addresses_on(launched: list[Any]) -> None:
 
 
 def test_scratch_memory_is_refused_with_a_remedy(launched: list[Any]) -> None:
-    from flashattn_triton.hopper.launch import FastLaunch
+    from flashattn_triton.hopper.launch import hopper_launch
 
     parameters = {"x_desc": torch.float32, "y_ptr": None, "z_ptr": None}
-    launch = FastLaunch(Kernel(scratch=128), 3, parameters, {"n": 7}, {"WIDTH": 64})
+    launch = hopper_launch(Kernel(scratch=128), 3, parameters, {"n": 7}, {"WIDTH": 64})
     with pytest.raises(RuntimeError, match="kernel must be compiled without scratch memory, but "):
         launch({"x_desc": 16})
     assert launched == []
@@ -93,11 +93,11 @@ def test_scratch_memory_is_refused_with_a_remedy(launched: list[Any]) -> None:
     ],
 )
 def test_every_parameter_must_be_named_in_its_group(leading: list[str], numbers: list[str]) -> None:
-    from flashattn_triton.hopper.launch import FastLaunch
+    from flashattn_triton.hopper.launch import hopper_launch
 
     parameters = dict.fromkeys(leading)
     with pytest.raises(TypeError, match="Name each parameter of"):
-        FastLaunch(Kernel(), 3, parameters, dict.fromkeys(numbers, 1), {"WIDTH": 64})
+        hopper_launch(Kernel(), 3, parameters, dict.fromkeys(numbers, 1), {"WIDTH": 64})
 
 
 @pytest.mark.usefixtures("launched")
@@ -148,7 +148,7 @@ def test_no_group_of_heads_is_much_smaller_than_the_others(
     monkeypatch.setattr(forward, "multiprocessors", lambda device: 132)
     q = torch.empty(1, heads, length, 64, dtype=torch.bfloat16, device="meta")
     options = new_problem(head_dim=64, causal=True)
-    assert forward.hopper_forward_call(q, q, q, options).launch.numbers[4] == group
+    assert forward.hopper_forward_call(q, q, q, options).launch.numbers["GROUP"] == group
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------

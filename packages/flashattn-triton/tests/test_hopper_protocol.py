@@ -32,9 +32,9 @@ from flashattn_triton.hopper import (
     scores,
 )
 from flashattn_triton.hopper.configs import backward_config, forward_widths
-from flashattn_triton.hopper.launch import FastLaunch, TileMap, edges
+from flashattn_triton.hopper.launch import edges
 from flashattn_triton.hopper.schedule import FIELDS, packed_tiles_kernel
-from flashattn_triton.launch import Packing
+from flashattn_triton.launch import Launch, Packing, TileView
 from flashattn_triton.problem import Problem, new_problem
 from gluon_grid import Grid
 from gluon_simulator import (
@@ -58,7 +58,7 @@ WIDE = [(192, 128), (256, 256)]
 
 
 def run(
-    launch: FastLaunch,
+    launch: Launch,
     module: ModuleType,
     memory: Sequence[Any],
     seed: int,
@@ -69,8 +69,8 @@ def run(
     One after another; those that add in a fixed order, which wait for others, at the same time.
     """
     parameters: list[Any] = []
-    for like, array in zip(launch.parameters, memory, strict=True):
-        if isinstance(like, TileMap):
+    for like, array in zip(launch.parameters.values(), memory, strict=True):
+        if isinstance(like, TileView):
             dtype = "float32" if like.dtype == torch.float32 else "half"
             if len(like.shape) == 5:
                 parameters.append(PackedDescriptor(array, like.block, dtype))
@@ -87,7 +87,7 @@ def run(
         machine = Machine(seed, program, launch.grid[0], grid if together > 1 else None)
         kernel = load(module, machine, **changes)[launch.kernel.__name__]
         try:
-            kernel(*parameters, *launch.numbers, **launch.constants)
+            kernel(*parameters, *launch.numbers.values(), **launch.constants)
         finally:
             grid.ended()
 
@@ -421,7 +421,9 @@ class PackedProblem:
         constants = dict(tiles.launch.constants)
         most = torch.full((1 + tiles.most, FIELDS.value), -1, dtype=torch.int32)
         starts = self.packing.cu_seqlens_q, self.packing.cu_seqlens_k
-        packed_tiles_kernel[tiles.launch.grid](*starts, most, *tiles.launch.numbers, **constants)
+        packed_tiles_kernel[tiles.launch.grid](
+            *starts, most, *tiles.launch.numbers.values(), **constants
+        )
         return most.numpy()
 
 

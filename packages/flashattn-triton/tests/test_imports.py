@@ -32,3 +32,10 @@ def test_no_imports_go_in_a_circle() -> None:
     assert len(modules) > 30
     edges = {name: imports(path) & modules.keys() for name, path in modules.items()}
     graphlib.TopologicalSorter(edges).prepare()  # raises CycleError, which names the circle
+
+
+def test_integrations_are_built_from_public_calls() -> None:
+    for path in (PACKAGE / "integrations").glob("*.py"):
+        used = {name for name in imports(path) if name.count(".") == 2}
+        public = {f"flashattn_triton.{name}" for name in flashattn_triton.__all__}
+        assert all(name.startswith("flashattn_triton.problem.") for name in used - public), path

@@ -22,7 +22,7 @@ from flashattn_triton import (
 )
 from flashattn_triton.hopper import eligibility
 from flashattn_triton.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
-from flashattn_triton.launch import TileView
+from flashattn_triton.launch import tile_view
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS
 from flashattn_triton.op import operator_arguments
 from flashattn_triton.portable import forward
@@ -109,7 +109,9 @@ def test_a_bias_fed_by_the_tma(
 ) -> None:
     """Its rows are aligned; queries and keys end within a tile."""
     built = []
-    monkeypatch.setattr(forward, "TileView", lambda *given: built.append(given) or TileView(*given))
+    monkeypatch.setattr(
+        forward, "tile_view", lambda *given: built.append(given) or tile_view(*given)
+    )
     op._cache.clear()
     case = dense_case(2, (2, 1), 35, 72, 16, dtype, **keywords)
     tiles = Tiles(32, 32, 4, 2, use_tma=True)

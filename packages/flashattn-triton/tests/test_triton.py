@@ -208,26 +208,50 @@ class Kernel:
     __name__ = "kernel"
 
     def __init__(self) -> None:
+        self.compiled_for: list[Any] = []
         self.launched: list[tuple[Any, ...]] = []
 
+    def warmup(self, *arguments: Any, **named: Any) -> Any:
+        self.compiled_for.append((arguments, named))
+        return self
+
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., Any]:
-        def run(*arguments: Any, **named: Any) -> Any:
-            named = {name: x for name, x in named.items() if name in self.arg_names}
+        def run(*arguments: Any, **named: Any) -> None:
             self.launched.append((grid, arguments, named))
-            return self
 
         return run
 
 
-def test_launches_take_tensors_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_versions, "fast_launcher", lambda *given, **options: None)
-    kernel, grid = Kernel(), (3, 1, 1)
-    cpu = torch.device("cpu")
-    launch = Launch(kernel, cpu, 3, {"n": 7}, {"WIDTH": 64}, SMALL)
-    x, z = torch.zeros(1), torch.ones(1)
+OPTIONS = {"num_warps": 4, "num_stages": 1, "maxnreg": 99, **triton_versions.COMPILE_OPTIONS}
+
+
+def test_launches_take_addresses_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled for the remainders of the first ones; by Triton's launcher if there is no faster."""
+    monkeypatch.setattr(triton_versions, "fast_launcher", lambda *given: None)
+    kernel, cpu = Kernel(), torch.device("cpu")
+    parameters = {"z_ptr": torch.float32, "x_ptr": torch.int32, "y_ptr": None}
+    launch = Launch(kernel, cpu, 3, parameters, {"n": 7}, {"WIDTH": 64}, registers=99)
+    x, z = torch.tensor([5], dtype=torch.int32), torch.ones(9)[1:]
     for _ in range(2):
-        launch({"z_ptr": z, "x_ptr": x})
-    named = {"x_ptr": x, "y_ptr": None, "z_ptr": z, "n": 7, "WIDTH": 64}
-    assert kernel.launched == [(grid, (), named), (grid, (x, None, z, 7, 64), {})]
+        launch({"z_ptr": z.data_ptr(), "x_ptr": x.data_ptr()})
+    ((arguments, named),) = kernel.compiled_for
+    pointers = (x.data_ptr() % 16, z.data_ptr() % 16)
+    assert (arguments[0].data_ptr(), arguments[2].data_ptr()) == pointers
+    assert (arguments[0].dtype, arguments[1], arguments[3]) == (torch.int32, None, 7)
+    assert named == {"WIDTH": 64, "grid": (3, 1, 1), **OPTIONS}
+    for grid, (first, absent, third, *rest), options in kernel.launched:
+        assert (grid, absent, rest, options) == ((3, 1, 1), None, [7, 64], OPTIONS)
+        assert (first.data_ptr(), third.data_ptr()) == (x.data_ptr(), z.data_ptr())
+        assert torch.equal(first, x)
+        assert torch.equal(third, z[:1])
+    assert len(kernel.launched) == 2
     with pytest.raises(TypeError, match=r"arguments of kernel must be .* but got .*w_ptr"):
-        Launch(kernel, cpu, 3, {"n": 7}, {"WIDTH": 64}, SMALL)({"w_ptr": x})
+        Launch(kernel, cpu, 3, {"w_ptr": None}, {"n": 7}, {"WIDTH": 64})
+
+
+def test_memory_is_found_again_by_its_address() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int32):
+        x = torch.arange(6).to(dtype)
+        found = triton_versions.tensor_at(Kernel(), x[2:].data_ptr(), dtype)
+        assert (found.data_ptr(), found.dtype, found.item()) == (x[2:].data_ptr(), dtype, 2)
+    assert triton_versions.tensor_at(Kernel(), 0, torch.float32).numel() == 0

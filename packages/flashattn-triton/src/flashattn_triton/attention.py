@@ -161,7 +161,7 @@ def flash_attention(
             softcap=softcap, deterministic=deterministic, implementation=implementation,
             tiling=tiling,
         )  # fmt: skip
-    if not query.is_meta and torch.is_autocast_enabled(query.device.type):
+    if torch._C._is_any_autocast_enabled():
         query, key, value = _autocast(query, key, value)
     _, first, second, head_dim = query.shape
     problem = problem_of(
@@ -292,7 +292,7 @@ def flash_attention_varlen(
         or type(max_seqlen_k) not in _LENGTHS
     ):
         check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    if not query.is_meta and torch.is_autocast_enabled(query.device.type):
+    if torch._C._is_any_autocast_enabled():
         query, key, value = _autocast(query, key, value)
     longest = lengths = (query.shape[0], key.shape[0])
     if max_seqlen_q is not None and max_seqlen_k is not None:
@@ -310,7 +310,7 @@ def flash_attention_varlen(
         out, lse = _reference(problem, query, key, value, given)
     else:
         out, lse = attend(problem, query, key, value, given, return_lse=return_lse)
-    if keywords.get("causal") is True:
+    if keywords.get("causal") is True and lengths[0] != lengths[1]:
         warn_of_alignment(*lengths, stacklevel=2)
     return (out, lse) if return_lse and lse is not None else out
 
@@ -396,8 +396,14 @@ def _refuse_keywords_of_packed_calls(given: Mapping[str, Any]) -> None:
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Floating tensors in autocast's dtype, which is for attention's two matrix products."""
-    dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    """Floating tensors in autocast's dtype, which is for attention's two matrix products.
+
+    As they are where autocast is on for another kind of device.
+    """
+    first = tensors[0]
+    if first.is_meta or not torch.is_autocast_enabled(first.device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(first.device.type)
     return tuple(x.to(dtype) if x.is_floating_point() else x for x in tensors)
 
 

@@ -8,7 +8,8 @@ and allocates results in the layout of the problem (:func:`in_layout`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +19,6 @@ from flashattn_triton.configs import Tiles
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias, MaskAndBiasSpecialization
 from flashattn_triton.problem import Problem, as_given, heads_first
 
-if TYPE_CHECKING:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
 # Windows wider than any sequence mean the same as this one; sums with it stay within 32 bits.
 _WIDEST_WINDOW = 2**29
 _LARGEST_TILE = 256
@@ -28,6 +26,8 @@ _LARGEST_TILE = 256
 _LONGEST_STRIDE = 2**40
 
 
+# The kernels' parameters for tensors that may come with query, key and value.
+_GIVEN = ("cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "slopes_ptr", "bias_ptr", "prefix_ptr")
 # Sequences of a packed batch, its longest query sequence and its longest key sequence.
 Sizes = tuple[int, int, int]
 Strides = tuple[int, ...]
@@ -55,19 +55,27 @@ class Packing(NamedTuple):
         return self.cu_seqlens_q.data_ptr() == self.cu_seqlens_k.data_ptr()
 
 
-def problem_tensors(
-    packing: Packing | None, mask_and_bias: MaskAndBias
-) -> dict[str, Tensor | None]:
-    """The kernels' arguments for the starts of sequences, slopes, bias and prefixes, if any."""
-    tensors: dict[str, Tensor | None] = {}
+def given_parameters(packing: Packing | None, mask_and_bias: MaskAndBias) -> dict[str, Parameter]:
+    """The kernels' parameters for the starts of sequences, slopes, bias and prefixes."""
+    tensors = (
+        None if packing is None else packing.cu_seqlens_q,
+        None if packing is None else packing.cu_seqlens_k,
+        *mask_and_bias.tensors[:3],
+    )
+    return {name: None if x is None else x.dtype for name, x in zip(_GIVEN, tensors, strict=True)}
+
+
+def given_addresses(packing: Packing | None, mask_and_bias: MaskAndBias) -> dict[str, int]:
+    """The addresses of :func:`given_parameters` that are not None."""
+    addresses = {}
     if packing is not None:
-        tensors["cu_seqlens_q_ptr"] = packing.cu_seqlens_q
-        tensors["cu_seqlens_k_ptr"] = packing.cu_seqlens_k
+        addresses["cu_seqlens_q_ptr"] = packing.cu_seqlens_q.data_ptr()
+        addresses["cu_seqlens_k_ptr"] = packing.cu_seqlens_k.data_ptr()
     if mask_and_bias is not NO_MASK_OR_BIAS:
-        tensors["slopes_ptr"] = mask_and_bias.alibi_slopes
-        tensors["bias_ptr"] = mask_and_bias.bias
-        tensors["prefix_ptr"] = mask_and_bias.prefix_lengths
-    return tensors
+        for name, x in zip(_GIVEN[2:], mask_and_bias.tensors[:3], strict=True):
+            if x is not None:
+                addresses[name] = x.data_ptr()
+    return addresses
 
 
 def padded(width: int, dtype: torch.dtype) -> int:
@@ -234,26 +242,40 @@ def can_use_tma(x: Tensor) -> bool:
     return tma_refusal("", x.shape, x.stride(), x.data_ptr() % 16, x.element_size()) is None
 
 
+@dataclass(frozen=True)
 class TileView:
     """How the TMA sees tensors of one shape: all of a descriptor but the address.
 
     Heads and batch keep dimensions of their own, so that a tile past the last row reads zeros, and
-    not the next head.
+    not the next head. ``layout``: that of tiles in shared memory, which Gluon's kernels want.
     """
 
-    def __init__(self, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]) -> None:
-        self.shape = list(shape)
-        # The stride of a dimension of size 1 is arbitrary; a descriptor needs a valid one.
-        self.strides = [s if n > 1 else 256 for n, s in zip(shape, strides, strict=True)]
-        self.strides[-1] = 1
-        self.block = list(block)
+    shape: Sequence[int]
+    strides: Sequence[int]
+    block: Sequence[int]
+    dtype: torch.dtype
+    layout: Any = None
 
-    def of(self, x: Tensor) -> TensorDescriptor:
-        """The descriptor of ``x``, which has this shape and these strides: :func:`can_use_tma`."""
-        descriptor: TensorDescriptor = triton_versions.unchecked_descriptor()(
-            x, self.shape, self.strides, self.block
-        )
-        return descriptor
+    def of(self, base: Any) -> Any:
+        """The descriptor of ``base``, which has a dtype, and an address if something is launched.
+
+        A tensor must have this shape and these strides: :func:`can_use_tma`.
+        """
+        shape, strides, block = list(self.shape), list(self.strides), list(self.block)
+        if self.layout is None:
+            return triton_versions.unchecked_descriptor()(base, shape, strides, block)
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        return TensorDescriptor(base, shape, strides, block, self.layout)
+
+
+def tile_view(
+    shape: Sequence[int], strides: Sequence[int], block: Sequence[int], dtype: torch.dtype
+) -> TileView:
+    """The view of a tensor whose last stride is 1."""
+    # The stride of a dimension of size 1 is arbitrary; a descriptor needs a valid one.
+    valid = [s if n > 1 else 256 for n, s in zip(shape, strides, strict=True)]
+    return TileView(list(shape), [*valid[:-1], 1], list(block), dtype)
 
 
 def current_device() -> int:
@@ -297,110 +319,129 @@ def in_order(
     return tuple(ordered)
 
 
+# What a kernel takes in place of a tensor: tiles, a pointer to elements of a dtype, or nothing.
+Parameter = TileView | torch.dtype | None
+
+
 class Launch:
-    """One kernel with all arguments but the tensors, compiled once and then launched directly.
+    """One kernel on one kind of input, compiled at the first call: all arguments but addresses.
 
     Triton's own launcher binds, classifies and hashes every argument at each call, which takes the
-    host longer than a small kernel takes the GPU. Here everything but the addresses is fixed.
+    host longer than a small kernel takes the GPU.
     """
 
     def __init__(
         self,
         kernel: Any,
-        device: torch.device,
+        device: torch.device | None,
         programs: int,
+        parameters: Mapping[str, Parameter],
         numbers: Mapping[str, Number],
         constants: Mapping[str, Any],
-        tiles: Tiles,
-        views: Mapping[str, TileView] | None = None,
+        *,
+        warps: int = 4,
+        stages: int = 1,
         registers: int | None = None,
+        by_triton: bool = True,
+        **options: Any,
     ) -> None:
-        """Fixes everything but tensors.
+        """Fixes everything but addresses.
 
         Args:
-            kernel: its parameters are tensors, then ``numbers``, then ``constants``.
-            device: where the tensors are.
+            kernel: its parameters are ``parameters``, ``numbers`` and ``constants``.
+            device: where the tensors are; None if callers make it the current one.
             programs: the grid.
-            numbers: what follows the tensors, by name.
+            parameters: tensors, by name.
+            numbers: by name; of the options those that are absent are None.
             constants: the compile-time arguments, by name.
-            tiles: warps and stages.
-            views: how the TMA sees tensors, by name; the other tensors are passed as pointers.
+            warps: of a program.
+            stages: of a pipelined loop.
             registers: the most that a thread may have; None leaves it to the compiler.
+            by_triton: whether Triton's launcher takes the place of a fast one that cannot be made.
+            options: of the compilation, besides.
 
         Raises:
             TypeError: the names are not those of the kernel's parameters.
         """
         self.kernel = kernel
-        self.device = device.index if device.type == "cuda" else None
+        self.device = device.index if device is not None and device.type == "cuda" else None
         self.grid = (programs, 1, 1)
-        self.numbers, self.constants = in_order(kernel, numbers, constants)
-        self.tiles = tiles
-        self.limits = {} if registers is None else {"maxnreg": registers}
-        self.views = views or {}
-        n_tensors = -len(numbers) - len(constants)
-        self.names = tuple(triton_versions.parameter_names(kernel)[:n_tensors])
-        # What launches the compiled kernel: given tensors by name, or, by Triton, all arguments.
-        self.start: Callable[[Mapping[str, Tensor | None]], None] | None = None
-        self.run: Callable[..., None] | None = None
+        ordered = in_order(kernel, parameters, numbers, constants, whole=True)
+        self.parameters, self.numbers, self.constants = ordered
+        self.options = {"num_warps": warps, "num_stages": stages, **options}
+        self.options |= triton_versions.COMPILE_OPTIONS
+        if registers is not None:
+            self.options["maxnreg"] = registers
+        self.by_triton = by_triton
+        self.start: Callable[[Mapping[str, int]], None] | None = None
 
-    def __call__(self, tensors: Mapping[str, Tensor | None]) -> None:
+    def __call__(self, addresses: Mapping[str, int]) -> None:
         """Launches on the device's current stream; nothing if there is no program to run.
 
         Args:
-            tensors: by the names of the kernel's parameters; those left out are None. The same are
-                None at every call, and their addresses have the same remainders by 16.
-
-        Raises:
-            TypeError: at the first call, if the names are not those of the kernel's parameters.
+            addresses: of tensors, by the names of all parameters that are not None. At every call
+                they have the same remainders by 16.
         """
         if self.grid[0] == 0:
             return
         # Triton launches on the device that is current.
         if self.device is not None and self.device != current_device():
             with torch.cuda.device(self.device):
-                self(tensors)
+                self(addresses)
             return
-        if self.start is not None:
-            self.start(tensors)
-            return
-        tensors = {**dict.fromkeys(self.names), **tensors}
-        if self.run is not None:
-            self.run(*self._described(tensors).values(), *self._rest())
-            return
-        in_order(self.kernel, tensors, self.numbers, self.constants, whole=True)
-        compiled = self.kernel[self.grid](
-            **self._described(tensors),
-            **self.numbers,
-            **self.constants,
-            num_warps=self.tiles.warps,
-            num_stages=self.tiles.stages,
-            **self.limits,
-            **triton_versions.COMPILE_OPTIONS,
-        )
-        if compiled is None:  # as in Triton's interpreter
-            return
-        parameters: dict[str, triton_versions.Parameter] = {
-            name: None if x is None else self.views.get(name, "pointer")
-            for name, x in tensors.items()
-        }
-        self.start = triton_versions.fast_launcher(
-            compiled, self.grid, parameters, self._rest(), of_tensors=True
-        )
-        if self.start is None:
-            self.run = compiled[self.grid]
+        start = self.start
+        if start is None:
+            start = self.start = self._launcher(addresses)
+        start(addresses)
 
-    def _described(
-        self, tensors: Mapping[str, Tensor | None]
-    ) -> dict[str, Tensor | TensorDescriptor | None]:
-        """The tensors as the kernel takes them."""
-        return {
-            name: self.views[name].of(x) if x is not None and name in self.views else x
-            for name, x in tensors.items()
-        }
+    def compile(self, addresses: Mapping[str, int] | None = None) -> Any:
+        """The kernel compiled for the current device, and for addresses with these remainders.
 
-    def _rest(self) -> tuple[Any, ...]:
-        """The arguments behind the tensors, in the order of the kernel's parameters."""
-        return (*self.numbers.values(), *self.constants.values())
+        Without addresses, for multiples of 16. Triton's interpreter returns None.
+        """
+        leading = []
+        for name, x in self.parameters.items():
+            if isinstance(x, TileView):  # a compiler looks at no tensor in particular
+                leading.append(x.of(torch.empty(0, dtype=x.dtype, device="meta")))
+            else:
+                address = (addresses or {}).get(name, 0)
+                leading.append(x and triton_versions.Pointer(x, address % 16))
+        return triton_versions.compile_version(
+            self.kernel, self.grid, (*leading, *self.numbers.values()), self.constants,
+            **self.options,
+        )  # fmt: skip
+
+    def _launcher(self, addresses: Mapping[str, int]) -> Callable[[Mapping[str, int]], None]:
+        rest = (*self.numbers.values(), *self.constants.values())
+        kinds: dict[str, triton_versions.Parameter] = {
+            name: "pointer" if isinstance(x, torch.dtype) else x
+            for name, x in self.parameters.items()
+        }
+        compiled = self.compile(addresses)
+        start = None
+        if compiled is not None:
+            start = triton_versions.fast_launcher(compiled, self.grid, kinds, rest)
+        if start is None and self.by_triton:
+            return self._launch_by_triton
+        if start is None:
+            raise RuntimeError(
+                f"{self.kernel.__name__} must be compiled without scratch memory, but got some, as "
+                f"Triton's instrumentation adds. Switch that off, or use implementation='triton'."
+            )
+        return start
+
+    def _launch_by_triton(self, addresses: Mapping[str, int]) -> None:
+        """Launches by Triton's own launcher, or in its interpreter."""
+        leading: list[Any] = []
+        for name, x in self.parameters.items():
+            if x is None:
+                leading.append(None)
+                continue
+            dtype = x.dtype if isinstance(x, TileView) else x
+            base = triton_versions.tensor_at(self.kernel, addresses[name], dtype)
+            leading.append(x.of(base) if isinstance(x, TileView) else base)
+        rest = (*self.numbers.values(), *self.constants.values())
+        self.kernel[self.grid](*leading, *rest, **self.options)
 
 
 def dot_precision(dtype: torch.dtype) -> str:

@@ -32,7 +32,13 @@ from flashattn_triton.dispatch import choose
 from flashattn_triton.inputs import check_inputs, check_starts
 from flashattn_triton.launch import Packing, dot_precision, empty_result, empty_row_statistic
 from flashattn_triton.logsumexp import add_sinks, sinks_gradient
-from flashattn_triton.mask_and_bias import NAMES, mask_and_bias_of, normalised
+from flashattn_triton.mask_and_bias import (
+    NAMES,
+    NO_MASK_OR_BIAS,
+    MaskAndBias,
+    mask_and_bias_of,
+    normalised,
+)
 from flashattn_triton.problem import Problem, heads_first
 from flashattn_triton.tiers import Needs, forward_launcher, gradients_launcher
 
@@ -72,12 +78,13 @@ def key_of(problem: Problem, query: Tensor, key: Tensor, value: Tensor, given: G
     bits = query.data_ptr() | key.data_ptr() | value.data_ptr()
     others: list[Any] = []
     if given is not NOTHING:
-        for x in given[:STARTS]:
-            if x is None:
-                others.append(None)
-            else:
-                others += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16)
-        starts_q, starts_k = given[STARTS:]
+        slopes, bias, prefix_lengths, sinks, starts_q, starts_k = given
+        if not (slopes is bias is prefix_lengths is sinks is None):
+            for x in (slopes, bias, prefix_lengths, sinks):
+                if x is None:
+                    others.append(None)
+                else:
+                    others += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16)
         if starts_q is not None and starts_k is not None:
             first, second = starts_q.data_ptr(), starts_k.data_ptr()
             others += (
@@ -116,13 +123,6 @@ def _alignment(tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
     return tuple([0 if x is None else x.data_ptr() % 16 for x in tensors])
 
 
-def _packing(problem: Problem, given: Given) -> Packing | None:
-    starts_q, starts_k = given[STARTS:]
-    if starts_q is None or starts_k is None:
-        return None
-    return Packing(starts_q, starts_k, *problem.longest)
-
-
 class CachedCall:
     """What is worked out once for all tensors with one key: the tier, and its launchers."""
 
@@ -136,14 +136,22 @@ class CachedCall:
         used = normalised(problem, query, key, given)
         # Whether tensors of this kind can be used as they are given.
         self.normal = all(x is y for x, y in zip(given, used, strict=True))
-        mask_and_bias = mask_and_bias_of(used)
-        self.masked = bool(mask_and_bias.names)
+        self.masked = any(x is not None for x in given[:STARTS])
         self.problem = problem
+        packing, mask_and_bias = self.launched_with(used)
         q, k, v = (heads_first(x, problem.layout) for x in (query, key, value))
         self.plan = choose(q, k, v, problem, tensors=mask_and_bias.names)
         self.launch = forward_launcher(
-            query, key, value, problem, self.plan, _packing(problem, used), mask_and_bias
+            query, key, value, problem, self.plan, packing, mask_and_bias
         )
+
+    def launched_with(self, given: Given) -> tuple[Packing | None, MaskAndBias]:
+        """Tensors in one shape as launchers take them."""
+        mask_and_bias = mask_and_bias_of(given) if self.masked else NO_MASK_OR_BIAS
+        starts_q, starts_k = given[STARTS:]
+        if starts_q is None or starts_k is None:
+            return None, mask_and_bias
+        return Packing(starts_q, starts_k, *self.problem.longest), mask_and_bias
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, given: Given
@@ -151,9 +159,7 @@ class CachedCall:
         """Output in the layout of the inputs, and logsumexp (B, H, N_q), or (H, T_q)."""
         if given is NOTHING:
             return self.launch(query, key, value)
-        return self.launch(
-            query, key, value, _packing(self.problem, given), mask_and_bias_of(given)
-        )
+        return self.launch(query, key, value, *self.launched_with(given))
 
     def backward(
         self,
@@ -183,22 +189,19 @@ class CachedCall:
             out.stride(),
             grad_out.stride(),
             None if grad_lse is None else grad_lse.stride(),
-            _alignment(tensors),
+            _alignment(tensors if given is NOTHING else (*tensors, *given)),
             dot_precision(query.dtype),
-            None
-            if given is NOTHING
-            else tuple([None if x is None else (x.stride(), x.data_ptr() % 16) for x in given]),
+            tuple([None if x is None else x.stride() for x in given]) if self.masked else (),
         )
         launch = _cache.get(key_)
         if launch is None:
             launch = gradients_launcher(
-                tensors, self.problem, self.plan, _packing(self.problem, given),
-                mask_and_bias_of(given), needs,
-            )  # fmt: skip
+                tensors, self.problem, self.plan, *self.launched_with(given), needs
+            )
             _store(key_, launch)
         if given is NOTHING:
             return launch(*tensors)
-        return launch(*tensors, _packing(self.problem, given), mask_and_bias_of(given))
+        return launch(*tensors, *self.launched_with(given))
 
 
 def _new_call(cache_key: Any, *arguments: Any) -> CachedCall:

@@ -90,7 +90,7 @@ def gradients_launcher(
     if needs[1]:
         of_bias = _bias_launcher(tensors, problem, plan, mask_and_bias)
     if needs[2]:
-        of_sinks = _sinks_launcher(tensors, problem)
+        of_sinks = _sinks_launcher(mask_and_bias.sinks, tensors, problem)
 
     def launch(*given: Any) -> tuple[Tensor | None, ...]:
         *tensors, _, mask_and_bias = given
@@ -155,7 +155,9 @@ def _bias_launcher(
     return _on_copies(call, tensors, _ROWS_OF_BACKWARD)
 
 
-def _sinks_launcher(tensors: Sequence[Tensor | None], problem: Problem) -> Callable[..., Tensor]:
+def _sinks_launcher(
+    sinks: Tensor | None, tensors: Sequence[Tensor | None], problem: Problem
+) -> Callable[..., Tensor]:
     """What computes the gradient of the sinks: (sinks, out, logsumexp, dO, dL) to dsinks."""
     _, _, _, out, _, grad_out, grad_lse = tensors
     assert out is not None
@@ -172,7 +174,8 @@ def _sinks_launcher(tensors: Sequence[Tensor | None], problem: Problem) -> Calla
     from flashattn_triton.portable.sinks_pass import sinks_call
 
     o, do = _views([unit_last_stride(x) for x in (out, grad_out)], problem)
-    call = sinks_call(o, do, _rows_view(grad_lse, problem))
+    assert sinks is not None
+    call = sinks_call(sinks, o, do, _rows_view(grad_lse, problem))
     return _on_copies(call, (None, out, None, grad_out), (1, 3))
 
 

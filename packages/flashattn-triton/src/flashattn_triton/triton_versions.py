@@ -23,11 +23,15 @@ launched by Triton itself, and the Hopper tier is not used: :func:`refusal` says
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
+
+import torch
 
 # Private interfaces are known, and the Hopper kernels compiled without spills in their main loops.
 TESTED = ((3, 6), (3, 7), (3, 8), (3, 9))
@@ -88,6 +92,18 @@ def parameter_names(kernel: Any) -> Sequence[str]:
     return names
 
 
+@dataclass(frozen=True)
+class Pointer:
+    """What Triton looks at of a tensor that a kernel takes as a pointer: dtype and address."""
+
+    dtype: torch.dtype
+    address: int
+
+    def data_ptr(self) -> int:
+        """The address, in bytes."""
+        return self.address
+
+
 def compile_version(
     kernel: Any,
     grid: tuple[int, int, int],
@@ -97,10 +113,12 @@ def compile_version(
 ) -> Any:
     """The kernel compiled for the current device and such arguments; launches nothing.
 
+    Triton's interpreter compiles nothing: None.
+
     Args:
         kernel: a function decorated by ``triton.jit`` or ``gluon.jit``.
         grid: how many programs there are.
-        arguments: descriptors, numbers, and of pointers the dtype, in the parameters' order.
+        arguments: descriptors, pointers and numbers, in the parameters' order.
         constants: the compile-time arguments, by name.
         options: of the compilation.
     """
@@ -129,9 +147,7 @@ def fast_launcher(
     grid: tuple[int, int, int],
     parameters: Mapping[str, Parameter],
     rest: Sequence[Any],
-    *,
-    of_tensors: bool = False,
-) -> Callable[[Mapping[str, Any]], None] | None:
+) -> Callable[[Mapping[str, int]], None] | None:
     """Starts a compiled kernel on the current stream, given addresses; None if it cannot be done.
 
     Args:
@@ -140,7 +156,6 @@ def fast_launcher(
         parameters: the kernel's first ones, by name, in its order. By the same names, addresses
             are given for those that are not None.
         rest: all arguments after those, compile-time ones included.
-        of_tensors: whether tensors are given in place of their addresses.
     """
     if refusal() is not None:
         return None
@@ -173,18 +188,12 @@ def fast_launcher(
     template += rest
     launch = (_launch_3_6 if installed() == (3, 6) else _launch)(compiled, grid)
 
-    def start(given: Mapping[str, Any]) -> None:
+    def start(addresses: Mapping[str, int]) -> None:
         arguments = template.copy()
-        if of_tensors:  # read here, because making a dictionary of addresses takes the host longer
-            for name, position in pointers:
-                arguments[position] = given[name].data_ptr()
-            for name, position, encoded in descriptors:
-                arguments[position] = encoded[given[name].data_ptr()]
-        else:
-            for name, position in pointers:
-                arguments[position] = given[name]
-            for name, position, encoded in descriptors:
-                arguments[position] = encoded[given[name]]
+        for name, position in pointers:
+            arguments[position] = addresses[name]
+        for name, position, encoded in descriptors:
+            arguments[position] = encoded[addresses[name]]
         stream = current_stream(device)
         enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
         if enter.calls or leave.calls:
@@ -264,6 +273,22 @@ class _Encoded(dict[int, Any]):
 
 
 # ---- the interpreter -----------------------------------------------------------------------------
+
+
+def tensor_at(kernel: Any, address: int, dtype: torch.dtype) -> Any:
+    """What Triton's launcher, or its interpreter, takes for the tensor at an address.
+
+    The interpreter reads memory by address, but asks a tensor for its address, and copies what it
+    believes to be the tensor: here one element onto itself.
+    """
+    from triton import JITFunction
+
+    if isinstance(kernel, JITFunction):
+        return Pointer(dtype, address)
+    if address == 0:  # as of tensors without elements
+        return torch.empty(0, dtype=dtype)
+    element = (ctypes.c_char * dtype.itemsize).from_address(address)
+    return torch.frombuffer(element, dtype=dtype)
 
 
 def integer_of_interpreter() -> Any:

@@ -15,7 +15,7 @@ from flashattn_triton.hopper.backward_kernel import hopper_backward_kernel
 from flashattn_triton.hopper.backward_products import OWN, STATISTICS
 from flashattn_triton.hopper.backward_wide import wide_backward_kernel
 from flashattn_triton.hopper.configs import backward_config, columns_in_use, forward_widths
-from flashattn_triton.hopper.launch import FastLaunch, edges, packed_tile_map, tile_map
+from flashattn_triton.hopper.launch import edges, hopper_launch, packed_tile_map, tile_map
 from flashattn_triton.hopper.packed import (
     PackedTiles,
     packed_tiles,
@@ -24,6 +24,7 @@ from flashattn_triton.hopper.packed import (
 from flashattn_triton.hopper.preprocess import ROWS, postprocess_kernel, preprocess_kernel
 from flashattn_triton.hopper.schedule import FIELDS
 from flashattn_triton.launch import (
+    Launch,
     Layout,
     Packing,
     Strides,
@@ -137,9 +138,9 @@ class HopperBackwardCall:
     ``query_tiles``, ``key_tiles``: of a packed batch; one object where both have the same table.
     """
 
-    preprocess: FastLaunch
-    main: FastLaunch
-    postprocess: FastLaunch
+    preprocess: Launch
+    main: Launch
+    postprocess: Launch
     device: int | None
     allocate: Callable[..., Tensor]
     gradients: Sequence[Layout]
@@ -285,7 +286,7 @@ def hopper_backward_call(
         return [s // 8 for s in stride[:3]]
 
     fp32 = torch.float32
-    preprocess = FastLaunch(
+    preprocess = hopper_launch(
         preprocess_kernel,
         programs[0],
         {
@@ -315,7 +316,7 @@ def hopper_backward_call(
             "HAS_DL": has_dl,
         },
     )
-    postprocess = FastLaunch(
+    postprocess = hopper_launch(
         postprocess_kernel,
         programs[0],
         {"sum_ptr": fp32, "dq_ptr": dtype, "tiles_ptr": table},
@@ -329,7 +330,7 @@ def hopper_backward_call(
     )
     may_ring = problem.deterministic and problem.band == (None, None)
     narrow = {"COLUMNS": columns_in_use(head_dim, width)} if width <= 128 else {}
-    main = FastLaunch(
+    main = hopper_launch(
         kernel,
         programs[1],
         {

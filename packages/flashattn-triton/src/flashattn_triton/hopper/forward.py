@@ -12,9 +12,8 @@ from torch import Tensor
 from flashattn_triton.hopper.configs import columns_in_use, forward_config, forward_widths
 from flashattn_triton.hopper.forward_kernel import ROWS, hopper_forward_kernel
 from flashattn_triton.hopper.launch import (
-    FastLaunch,
-    Parameter,
     edges,
+    hopper_launch,
     packed_tile_map,
     tile_map,
 )
@@ -24,8 +23,10 @@ from flashattn_triton.hopper.packed import (
     without_offset,
 )
 from flashattn_triton.launch import (
+    Launch,
     Layout,
     Packing,
+    Parameter,
     allocator,
     current_device,
     empty_output,
@@ -89,7 +90,7 @@ class HopperForwardCall:
     ``logsumexp``. ``tiles``: those of a packed batch.
     """
 
-    launch: FastLaunch
+    launch: Launch
     device: int | None
     allocate: Callable[..., Tensor]
     out: Layout
@@ -218,7 +219,7 @@ def hopper_forward_call(
         "sinks_ptr": None if sinks is None else sinks.dtype,
     }
     return HopperForwardCall(
-        launch=FastLaunch(
+        launch=hopper_launch(
             hopper_forward_kernel, min(n_tiles, programs), parameters, numbers, constants
         ),
         device=device.index,

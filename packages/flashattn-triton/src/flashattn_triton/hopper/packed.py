@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flashattn_triton.hopper.launch import FastLaunch
+from flashattn_triton.hopper.launch import hopper_launch
 from flashattn_triton.hopper.schedule import (
     FIELDS,
     SEQUENCES,
     most_tiles,
     packed_tiles_kernel,
 )
-from flashattn_triton.launch import Packing
+from flashattn_triton.launch import Launch, Packing
 from flashattn_triton.problem import Problem
 
 
@@ -32,7 +32,7 @@ def without_offset(problem: Problem, equal: bool) -> Problem:
 class PackedTiles:
     """The kernel that writes a packed batch's table of tiles. ``most``: how many there can be."""
 
-    launch: FastLaunch
+    launch: Launch
     most: int
 
     def __call__(self, packing: Packing) -> Tensor:
@@ -63,7 +63,7 @@ def packed_tiles(
         group: how many tiles of one sequence are computed at the same time, see
             :func:`~flashattn_triton.hopper.schedule.packed_tiles_kernel`.
     """
-    launch = FastLaunch(
+    launch = hopper_launch(
         packed_tiles_kernel,
         -(-sequences // SEQUENCES),
         {"starts_q_ptr": torch.int32, "starts_k_ptr": torch.int32, "tiles_ptr": torch.int32},

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flashattn_triton.attention import flash_attention, flash_attention_varlen
+from flashattn_triton import flash_attention, flash_attention_varlen
 from flashattn_triton.problem import CausalArgument, Window, normalise_flag
 
 # flash-attn returns a third value, the probabilities, for tests of its dropout.

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashattn_triton.attention import flash_attention
+from flashattn_triton import flash_attention
 from flashattn_triton.problem import DTYPES, MAX_HEAD_DIM, CausalArgument
 
 

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flashattn_triton.attention import flash_attention, flash_attention_varlen
+from flashattn_triton import flash_attention, flash_attention_varlen
 
 NAME = "flashattn-triton"
 

@@ -35,9 +35,10 @@ from flashattn_triton.launch import (
     Packing,
     can_use_tma,
     empty_output,
+    given_addresses,
+    given_parameters,
     in_layout,
     padded,
-    problem_tensors,
     unit_last_stride,
 )
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
@@ -45,8 +46,8 @@ from flashattn_triton.portable.backward_layout import BackwardLayout
 from flashattn_triton.portable.key_pass import ATOMIC, NONE, TMA_REDUCE, key_pass_launch
 from flashattn_triton.portable.preprocess import (
     PREPROCESS_TILES,
+    preprocess_addresses,
     preprocess_launch,
-    preprocess_tensors,
 )
 from flashattn_triton.portable.query_pass import query_pass_launch
 from flashattn_triton.problem import Problem, heads_first
@@ -114,7 +115,7 @@ class BackwardCall:
         mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK and dV of inputs whose last stride is 1."""
-        given = problem_tensors(packing, mask_and_bias)
+        given = given_addresses(packing, mask_and_bias)
         fp32 = torch.float32
         dq, dk, dv = [
             query.new_empty_strided(shape, strides) for shape, strides, _ in self.gradients
@@ -122,30 +123,30 @@ class BackwardCall:
         statistics = query.new_empty(self.statistics, dtype=fp32)
         dq_sum = None if self.dq_sum is None else query.new_empty(self.dq_sum, dtype=fp32)
         self.preprocess(
-            preprocess_tensors(out, logsumexp, grad_out, grad_logsumexp, statistics, dq_sum)
+            preprocess_addresses(out, logsumexp, grad_out, grad_logsumexp, statistics, dq_sum)
         )
         self.key_pass(
             {
-                "Q": query,
-                "K_ptr": key,
-                "V_ptr": value,
-                "dO": grad_out,
-                "statistics": statistics,
-                "dQ": dq if dq_sum is None else dq_sum,
-                "dK_ptr": dk,
-                "dV_ptr": dv,
+                "Q": query.data_ptr(),
+                "K_ptr": key.data_ptr(),
+                "V_ptr": value.data_ptr(),
+                "dO": grad_out.data_ptr(),
+                "statistics": statistics.data_ptr(),
+                "dQ": (dq if dq_sum is None else dq_sum).data_ptr(),
+                "dK_ptr": dk.data_ptr(),
+                "dV_ptr": dv.data_ptr(),
                 **given,
             }
         )
         if self.query_pass is not None:
             self.query_pass(
                 {
-                    "Q_ptr": query,
-                    "K": key,
-                    "V": value,
-                    "dO_ptr": grad_out,
-                    "statistics_ptr": statistics,
-                    "dQ_ptr": dq,
+                    "Q_ptr": query.data_ptr(),
+                    "K": key.data_ptr(),
+                    "V": value.data_ptr(),
+                    "dO_ptr": grad_out.data_ptr(),
+                    "statistics_ptr": statistics.data_ptr(),
+                    "dQ_ptr": dq.data_ptr(),
                     **given,
                 }
             )
@@ -196,6 +197,7 @@ def backward_call(
         sizes=sizes,
         problem=problem,
         specialization=mask_and_bias.specialization,
+        given=given_parameters(packing, mask_and_bias),
         n_padded=n_padded,
         readable_by_tma=sizes is None and all(map(can_use_tma, (query, key, value, grad_out))),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import triton
 from flashattn_triton.configs import Tiles
 from flashattn_triton.launch import (
     Number,
+    Parameter,
     Sizes,
     Strides,
     alibi_constant,
@@ -35,6 +37,7 @@ class BackwardLayout:
     gradient_strides: of dQ, or of the fp32 sum that the fused form adds to, of dK and of dV.
     sizes: of a packed batch, else None.
     n_padded: queries that have statistics; see ``preprocess``.
+    given: parameters for the tensors that come with them.
     readable_by_tma: whether the TMA can read Q, K, V and dO.
     """
 
@@ -46,6 +49,7 @@ class BackwardLayout:
     sizes: Sizes | None
     problem: Problem
     specialization: MaskAndBiasSpecialization
+    given: Mapping[str, Parameter]
     n_padded: int
     readable_by_tma: bool
 

@@ -23,22 +23,25 @@ from torch import Tensor
 from flashattn_triton.configs import Tiling
 from flashattn_triton.launch import (
     Launch,
-    TileView,
+    Parameter,
     alibi_constant,
     can_use_tma,
     dot_precision,
+    given_addresses,
+    given_parameters,
     is_wide,
     option_constants,
     option_numbers,
     padded,
     stride_numbers,
+    tile_view,
     unit_last_stride,
 )
 from flashattn_triton.mask_and_bias import MaskAndBias
 from flashattn_triton.portable.preprocess import (
     PREPROCESS_TILES,
+    preprocess_addresses,
     preprocess_launch,
-    preprocess_tensors,
 )
 from flashattn_triton.primitives import (
     LOG2_E,
@@ -395,18 +398,16 @@ class BiasCall:
         assert bias is not None
         statistics = query.new_empty(self.statistics, dtype=torch.float32)
         gradient = bias.new_empty(bias.shape)
-        self.preprocess(preprocess_tensors(out, logsumexp, grad_out, grad_logsumexp, statistics))
+        self.preprocess(preprocess_addresses(out, logsumexp, grad_out, grad_logsumexp, statistics))
         self.launch(
             {
-                "Q_ptr": query,
-                "K_ptr": key,
-                "V_ptr": value,
-                "dO_ptr": grad_out,
-                "statistics_ptr": statistics,
-                "slopes_ptr": mask_and_bias.alibi_slopes,
-                "bias_ptr": bias,
-                "prefix_ptr": mask_and_bias.prefix_lengths,
-                "dB_ptr": gradient,
+                "Q_ptr": query.data_ptr(),
+                "K_ptr": key.data_ptr(),
+                "V_ptr": value.data_ptr(),
+                "dO_ptr": grad_out.data_ptr(),
+                "statistics_ptr": statistics.data_ptr(),
+                "dB_ptr": gradient.data_ptr(),
+                **given_addresses(None, mask_and_bias),
             }
         )
         return gradient
@@ -478,10 +479,16 @@ def bias_call(
     rows = 1 if own_queries < n_queries else -(-n_queries // tiles.queries)
     columns = 1 if own_keys < n_keys else -(-n_keys // tiles.keys)
     programs = rows * columns * own_heads * own_batch
-    views: dict[str, TileView] = {}
+    given = given_parameters(None, mask_and_bias)
+    parameters: dict[str, Parameter] = {
+        **dict.fromkeys(("Q_ptr", "K_ptr", "V_ptr", "dO_ptr"), query.dtype),
+        "statistics_ptr": torch.float32,
+        **{name: given[name] for name in ("slopes_ptr", "bias_ptr", "prefix_ptr")},
+        "dB_ptr": bias.dtype,
+    }
     if use_tma:
-        views = {
-            name: TileView(x.shape, x.stride(), [1, 1, n, w])
+        parameters |= {
+            name: tile_view(x.shape, x.stride(), [1, 1, n, w], x.dtype)
             for name, x, n, w in (
                 ("Q_ptr", query, tiles.queries, width),
                 ("K_ptr", key, tiles.keys, width),
@@ -489,6 +496,15 @@ def bias_call(
                 ("dO_ptr", grad_out, tiles.queries, value_width),
             )
         }
-    launch = Launch(bias_pass_kernel, query.device, programs, numbers, constants, tiles, views)
+    launch = Launch(
+        bias_pass_kernel,
+        query.device,
+        programs,
+        parameters,
+        numbers,
+        constants,
+        warps=tiles.warps,
+        stages=tiles.stages,
+    )
     statistics = (batch * heads, 2, n_padded)
     return BiasCall(preprocess=preprocess, launch=launch, statistics=statistics)

@@ -31,21 +31,23 @@ from flashattn_triton.launch import (
     Launch,
     Layout,
     Packing,
-    TileView,
+    Parameter,
     alibi_constant,
     can_use_tma,
     dot_precision,
     empty_output,
     empty_row_statistic,
+    given_addresses,
+    given_parameters,
     in_layout,
     is_wide,
     option_constants,
     option_numbers,
     outer,
     padded,
-    problem_tensors,
     register_limit,
     stride_numbers,
+    tile_view,
     unit_last_stride,
 )
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
@@ -388,17 +390,17 @@ class ForwardCall:
             query.new_empty_strided(shape, strides, dtype=dtype)
             for shape, strides, dtype in (self.out, self.logsumexp)
         )
-        self.launch(
-            {
-                "Q_ptr": query,
-                "K_ptr": key,
-                "V_ptr": value,
-                "O_ptr": out,
-                "L_ptr": logsumexp,
-                "sinks_ptr": mask_and_bias.sinks,
-                **problem_tensors(packing, mask_and_bias),
-            }
-        )
+        addresses = {
+            "Q_ptr": query.data_ptr(),
+            "K_ptr": key.data_ptr(),
+            "V_ptr": value.data_ptr(),
+            "O_ptr": out.data_ptr(),
+            "L_ptr": logsumexp.data_ptr(),
+            **given_addresses(packing, mask_and_bias),
+        }
+        if mask_and_bias.sinks is not None:
+            addresses["sinks_ptr"] = mask_and_bias.sinks.data_ptr()
+        self.launch(addresses)
         return out, logsumexp
 
 
@@ -458,26 +460,34 @@ def forward_call(
         **alibi_constant(problem, specialization),
     }
     programs = -(-n_queries // tiles.queries) * batch * heads
-    views: dict[str, TileView] = {}
+    sinks = mask_and_bias.sinks
+    parameters: dict[str, Parameter] = {
+        **dict.fromkeys(("Q_ptr", "K_ptr", "V_ptr", "O_ptr"), dtype),
+        "L_ptr": torch.float32,
+        **given_parameters(packing, mask_and_bias),
+        "sinks_ptr": None if sinks is None else sinks.dtype,
+    }
     if use_tma:
         k_block = [1, 1, tiles.keys, constants["D_PADDED"]]
         v_block = [1, 1, tiles.keys, constants["E_PADDED"]]
-        views["K_ptr"] = TileView(shapes[1], strides[1], k_block)
-        views["V_ptr"] = TileView(shapes[2], strides[2], v_block)
-    if bias_tma:
+        parameters["K_ptr"] = tile_view(shapes[1], strides[1], k_block, dtype)
+        parameters["V_ptr"] = tile_view(shapes[2], strides[2], v_block, dtype)
+    if bias is not None and bias_tma:
         own_strides = [stride or 0 for stride in specialization.bias_strides]
         full = (batch, heads, n_queries, n_keys)
         own = [n if stride else 1 for n, stride in zip(full, own_strides, strict=True)]
-        views["bias_ptr"] = TileView(own, own_strides, [1, 1, tiles.queries, tiles.keys])
+        block = [1, 1, tiles.queries, tiles.keys]
+        parameters["bias_ptr"] = tile_view(own, own_strides, block, bias.dtype)
     launch = Launch(
         flash_forward_kernel,
         device,
         programs,
+        parameters,
         numbers,
         constants,
-        tiles,
-        views,
-        register_limit(specialization, tiles, dtype, max(head_dim, value_dim)),
+        warps=tiles.warps,
+        stages=tiles.stages,
+        registers=register_limit(specialization, tiles, dtype, max(head_dim, value_dim)),
     )
     layout = problem.layout
     return ForwardCall(launch, in_layout(out, layout), in_layout(logsumexp, layout))

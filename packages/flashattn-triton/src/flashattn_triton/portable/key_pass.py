@@ -7,11 +7,12 @@ The formulas and both forms are in :mod:`flashattn_triton.portable.backward`.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
 from flashattn_triton.configs import Tiles
-from flashattn_triton.launch import Launch, TileView, stride_numbers
+from flashattn_triton.launch import Launch, Parameter, stride_numbers, tile_view
 from flashattn_triton.portable.backward_layout import BackwardLayout
 from flashattn_triton.primitives import (
     LOG2_E,
@@ -352,29 +353,38 @@ def key_pass_launch(layout: BackwardLayout, tiles: Tiles, dq_mode: tl.constexpr)
     batch, _, n_keys = layout.lengths
     heads, kv_heads = layout.heads
     width, value_width = layout.widths
-    views: dict[str, TileView] = {}
+    dtype, fp32 = layout.dtype, torch.float32
+    parameters: dict[str, Parameter] = {
+        **dict.fromkeys(("Q", "K_ptr", "V_ptr", "dO", "dK_ptr", "dV_ptr"), dtype),
+        "statistics": fp32,
+        "dQ": dtype if dq_mode is NONE else fp32,
+        **layout.given,
+    }
     constants = layout.constants(key_pass_kernel, tiles)
     # Unless the loop is pipelined, the program waits for a TMA load where the load is issued. It
     # does not wait for a load through pointers until it needs the values.
     statistics_by_tma = constants["USE_TMA"] and tiles.stages > 1
     if constants["USE_TMA"]:
         block = [1, 1, tiles.queries]
-        views["Q"] = TileView(layout.shapes[0], layout.strides[0], [*block, width])
-        views["dO"] = TileView(layout.do_shape, layout.strides[3], [*block, value_width])
+        shape, do_shape = layout.shapes[0], layout.do_shape
+        parameters["Q"] = tile_view(shape, layout.strides[0], [*block, width], dtype)
+        parameters["dO"] = tile_view(do_shape, layout.strides[3], [*block, value_width], dtype)
         if statistics_by_tma:
             n_padded = layout.n_padded
-            views["statistics"] = TileView([2 * batch * heads, n_padded], [n_padded, 1], block[1:])
+            rows = [2 * batch * heads, n_padded]
+            parameters["statistics"] = tile_view(rows, [n_padded, 1], block[1:], fp32)
     dq, dk, dv = layout.outer_gradients()
     if dq_mode is TMA_REDUCE:
-        rows = layout.shapes[0][:3].numel()
-        views["dQ"] = TileView([rows, width], [width, 1], [tiles.queries, width])
+        rows = [layout.shapes[0][:3].numel(), width]
+        parameters["dQ"] = tile_view(rows, [width, 1], [tiles.queries, width], fp32)
         dq = tuple(stride // width for stride in dq)  # a descriptor counts rows, not elements
     return Launch(
         key_pass_kernel,
         layout.device,
         -(-n_keys // tiles.keys) * batch * kv_heads,
+        parameters,
         {**layout.numbers(), **stride_numbers(dq=dq, dk=dk, dv=dv), "N_KV_HEADS": kv_heads},
         {**constants, "DQ_MODE": dq_mode.value, "STATISTICS_BY_TMA": statistics_by_tma},
-        tiles,
-        views,
+        warps=tiles.warps,
+        stages=tiles.stages,
     )

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -105,6 +106,14 @@ def preprocess_launch(
         query.device,
         -(-n_padded // PREPROCESS_TILES.queries) * batch * heads,
         {
+            "O_ptr": out.dtype,
+            "dO_ptr": grad_out.dtype,
+            "dL_ptr": None if grad_logsumexp is None else grad_logsumexp.dtype,
+            "L_ptr": torch.float32,
+            "statistics_ptr": torch.float32,
+            "dQ_ptr": torch.float32 if zeroes else None,
+        },
+        {
             **stride_numbers(o=out.stride()[:3], do=grad_out.stride()[:3], dl=dl_stride),
             "N_QUERIES": n_queries,
             "N_PADDED": n_padded,
@@ -118,19 +127,20 @@ def preprocess_launch(
             "HAS_DL": grad_logsumexp is not None,
             "ZEROES": zeroes,
         },
-        PREPROCESS_TILES,
+        warps=PREPROCESS_TILES.warps,
+        stages=PREPROCESS_TILES.stages,
     )
 
 
-def preprocess_tensors(
+def preprocess_addresses(
     out: Tensor,
     logsumexp: Tensor,
     grad_out: Tensor,
     grad_logsumexp: Tensor | None,
     statistics: Tensor,
     dq_sum: Tensor | None = None,
-) -> dict[str, Tensor | None]:
-    """The kernel's tensors by the names of its parameters.
+) -> dict[str, int]:
+    """The addresses of the kernel's tensors, by the names of its parameters.
 
     Args:
         out: (B, H, N_q, E).
@@ -140,11 +150,14 @@ def preprocess_tensors(
         statistics: (B · H, 2, n_padded) fp32, which is written.
         dq_sum: (B, H, N_q, D padded) fp32, where the launch sets dQ to 0.
     """
-    return {
-        "O_ptr": out,
-        "dO_ptr": grad_out,
-        "dL_ptr": grad_logsumexp,
-        "L_ptr": logsumexp,
-        "statistics_ptr": statistics,
-        "dQ_ptr": dq_sum,
+    addresses = {
+        "O_ptr": out.data_ptr(),
+        "dO_ptr": grad_out.data_ptr(),
+        "L_ptr": logsumexp.data_ptr(),
+        "statistics_ptr": statistics.data_ptr(),
     }
+    if grad_logsumexp is not None:
+        addresses["dL_ptr"] = grad_logsumexp.data_ptr()
+    if dq_sum is not None:
+        addresses["dQ_ptr"] = dq_sum.data_ptr()
+    return addresses

@@ -7,11 +7,18 @@ The formulas are in :mod:`flashattn_triton.portable.backward`.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
 from flashattn_triton.configs import Tiles
-from flashattn_triton.launch import Launch, TileView, register_limit, stride_numbers
+from flashattn_triton.launch import (
+    Launch,
+    Parameter,
+    register_limit,
+    stride_numbers,
+    tile_view,
+)
 from flashattn_triton.portable.backward_layout import BackwardLayout
 from flashattn_triton.primitives import (
     LOG2_E,
@@ -259,20 +266,27 @@ def query_pass_launch(layout: BackwardLayout, tiles: Tiles) -> Launch:
     batch, n_queries, _ = layout.lengths
     heads, _ = layout.heads
     width, value_width = layout.widths
-    views: dict[str, TileView] = {}
+    dtype = layout.dtype
+    parameters: dict[str, Parameter] = {
+        **dict.fromkeys(("Q_ptr", "K", "V", "dO_ptr", "dQ_ptr"), dtype),
+        "statistics_ptr": torch.float32,
+        **layout.given,
+    }
     constants = layout.constants(query_pass_kernel, tiles)
     if constants["USE_TMA"]:
         block = [1, 1, tiles.keys]
-        views["K"] = TileView(layout.shapes[1], layout.strides[1], [*block, width])
-        views["V"] = TileView(layout.shapes[2], layout.strides[2], [*block, value_width])
+        for i, name, columns in ((1, "K", width), (2, "V", value_width)):
+            shape, strides = layout.shapes[i], layout.strides[i]
+            parameters[name] = tile_view(shape, strides, [*block, columns], dtype)
     dq, _, _ = layout.outer_gradients()
     return Launch(
         query_pass_kernel,
         layout.device,
         -(-n_queries // tiles.queries) * batch * heads,
+        parameters,
         {**layout.numbers(), **stride_numbers(dq=dq), "N_HEADS": heads},
         constants,
-        tiles,
-        views,
-        register_limit(layout.specialization, tiles, layout.dtype, max(width, value_width)),
+        warps=tiles.warps,
+        stages=tiles.stages,
+        registers=register_limit(layout.specialization, tiles, dtype, max(width, value_width)),
     )

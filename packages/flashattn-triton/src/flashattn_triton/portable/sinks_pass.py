@@ -87,7 +87,9 @@ def triton_sinks_backward(
         The gradient of ``sinks``, in its shape and dtype; summed in fp32.
     """
     out, grad_out = unit_last_stride(out), unit_last_stride(grad_out)
-    return sinks_call(out, grad_out, grad_lse)(sinks, out, lse.contiguous(), grad_out, grad_lse)
+    return sinks_call(sinks, out, grad_out, grad_lse)(
+        sinks, out, lse.contiguous(), grad_out, grad_lse
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,18 +106,18 @@ class SinksCall:
         sums = out.new_empty(self.sums, dtype=torch.float32)
         self.launch(
             {
-                "sinks_ptr": sinks,
-                "O_ptr": out,
-                "dO_ptr": grad_out,
-                "L_ptr": lse,
-                "dL_ptr": grad_lse,
-                "sums_ptr": sums,
+                "sinks_ptr": sinks.data_ptr(),
+                "O_ptr": out.data_ptr(),
+                "dO_ptr": grad_out.data_ptr(),
+                "L_ptr": lse.data_ptr(),
+                "sums_ptr": sums.data_ptr(),
+                **({} if grad_lse is None else {"dL_ptr": grad_lse.data_ptr()}),
             }
         )
         return sums.sum((0, 2)).to(sinks.dtype)
 
 
-def sinks_call(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> SinksCall:
+def sinks_call(sinks: Tensor, out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> SinksCall:
     """The call for tensors of these shapes, strides and types; their last stride is 1."""
     batch, heads, n_queries, value_dim = out.shape
     tiles = -(-n_queries // _TILES.queries)
@@ -124,6 +126,14 @@ def sinks_call(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> SinksC
         sinks_pass_kernel,
         out.device,
         tiles * batch * heads,
+        {
+            "sinks_ptr": sinks.dtype,
+            "O_ptr": out.dtype,
+            "dO_ptr": grad_out.dtype,
+            "L_ptr": torch.float32,
+            "dL_ptr": None if grad_lse is None else grad_lse.dtype,
+            "sums_ptr": torch.float32,
+        },
         {
             **stride_numbers(o=out.stride()[:3], do=grad_out.stride()[:3], dl=dl_stride),
             "N_QUERIES": n_queries,
@@ -135,6 +145,7 @@ def sinks_call(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> SinksC
             "ROWS": _TILES.queries,
             "HAS_DL": grad_lse is not None,
         },
-        _TILES,
+        warps=_TILES.warps,
+        stages=_TILES.stages,
     )
     return SinksCall(launch=launch, sums=(batch, heads, tiles))
