@@ -1,5 +1,6 @@
 """Messages between ranks: values as JSON in tensors of bytes, without pickle and without NumPy."""
 
+import dataclasses
 import math
 
 import pytest
@@ -8,8 +9,16 @@ import torch.distributed as dist
 from torch import nn
 
 from shard_optim import ShardedOptimizer, exchange
-from shard_optim.checkpoint.full_state import Entry
 from shard_optim.exchange import all_gather_values, broadcast_value, decode, encode
+from whole_state import load_whole_optimizer, whole_optimizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+    kind: str
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] = ()
+
 
 VALUES = [
     None,
@@ -94,7 +103,7 @@ def check_no_object_collectives(rank: int, world_size: int) -> None:
         optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW)
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
-        optimizer.load_full_state_dict(optimizer.full_state_dict())
+        load_whole_optimizer(optimizer, whole_optimizer(optimizer))
     finally:
         c10d._object_to_tensor, c10d._tensor_to_object = before
         torch.Tensor.numpy = numpy

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ranks import run_ranks
 from shard_optim import ShardedOptimizer
+from whole_state import whole_optimizer
 
 # Against plain training on the averaged gradients in fp32: the sharded model's parameters lie
 # elsewhere in memory, which matrix kernels may answer with another rounding.
@@ -352,7 +353,7 @@ def check_killed(rank, world_size, where):
     if where == "save":
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        optimizer.full_state_dict()
+        whole_optimizer(optimizer)
 
 
 @pytest.mark.parametrize(

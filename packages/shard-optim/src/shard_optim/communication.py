@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import hashlib
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,6 +23,7 @@ from shard_optim.exchange import all_gather_values, finish
 Result = TypeVar("Result")
 
 _PAUSE_BEFORE_EXIT_SECONDS = 0.1
+_NAME_BITS = 22  # of a random name; the rest of 62 bits are a digest
 _NO_RANGE = nullcontext()
 
 
@@ -269,7 +271,7 @@ def check_agreement(
     device: torch.device,
     must: str = "construct the sharded optimizer from the same class, groups and parameters",
     remedy: str = "build the same optimizer on every rank",
-) -> None:
+) -> str:
     """Compares a description over all ranks: one 16-byte all-reduce if they agree.
 
     Args:
@@ -281,16 +283,21 @@ def check_agreement(
         must: what every rank must do, for the error.
         remedy: what to do otherwise.
 
+    Returns:
+        A name for what is described, random and the same on every rank.
+
     Raises:
         RuntimeError: on every rank if any two differ, naming the first difference.
     """
+    name = secrets.randbits(_NAME_BITS)
     groups = [each for each in (group, across) if each is not None and each.size() > 1]
     if not groups:
-        return
+        return f"{name:x}"
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
-    number = int.from_bytes(digest[:7], "big")
-    # max(x) == -max(-x) exactly when every rank sent the same x.
-    bounds = torch.tensor([number, -number], dtype=torch.int64, device=device)
+    number = int.from_bytes(digest[:5], "big")
+    # max(x) == -max(-x) exactly when every rank sent the same x; the name is in the lower bits.
+    own = [number << _NAME_BITS | name, -number]
+    bounds = torch.tensor(own, dtype=torch.int64, device=device)
     for each in groups:
         guarded(
             "the comparison of what the ranks construct",
@@ -300,8 +307,8 @@ def check_agreement(
             ),
         )
     largest, negated_smallest = bounds.tolist()
-    if largest == -negated_smallest:
-        return
+    if largest >> _NAME_BITS == -negated_smallest:
+        return f"{largest & (1 << _NAME_BITS) - 1:x}"
     everyone = [list(lines)]
     for each in groups:
         gathered = all_gather_values(everyone, each)

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from shard_optim.communication import guarded
 from shard_optim.exchange import finish
-from shard_optim.layout import shard_group_of
+from shard_optim.origin import shard_group_of
 
 # A stand-in of more elements is one element in memory, seen at every place.
 _MOST_ELEMENTS = 2**16

@@ -21,15 +21,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from shard_optim.communication import Communication, Waitable, guarded
 from shard_optim.wrapped import Groups, all_params, name_of
@@ -57,8 +55,8 @@ RAMP = 2
 # of them can cause, so padding stays under about 1/4 of the bucket at any world size.
 _WHOLE_BUCKET_WEIGHT = 4
 
-# Attribute of a parameter of a FullyShardedDataParallel: the ranks that hold its other shards.
-SHARD_GROUP = "_shard_group"
+# Attribute of a parameter of a FullyShardedDataParallel: a ``Sharded``, which says where it lies.
+SHARDED = "_sharded"
 
 
 # --- plans -----------------------------------------------------------------------------------
@@ -485,6 +483,78 @@ def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
+def flat_slice(
+    whole: Tensor, size: torch.Size, stride: tuple[int, ...], first: int, count: int
+) -> Tensor:
+    """Elements ``[first, first + count)`` of a tensor in the memory order of a parameter."""
+    like = torch.empty_strided(size, stride, dtype=whole.dtype, device="meta")
+    return in_memory_order(whole.detach(), like)[first : first + count]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Place:
+    """Which rank holds which elements of one tensor, and the form in which this rank holds them.
+
+    Attributes:
+        name: of the parameter or buffer, for errors.
+        size: of the whole tensor.
+        stride: of the whole tensor, whose elements are counted in memory order.
+        span_of: for a rank, the first element that it holds and their number; None if it keeps no
+            state of the tensor.
+        replicated: whether every rank holds all elements.
+        rank: this rank.
+        form: size of the tensor that holds this rank's elements.
+    """
+
+    name: str
+    size: torch.Size
+    stride: tuple[int, ...]
+    span_of: Callable[[int], tuple[int, int] | None]
+    replicated: bool
+    rank: int
+    form: torch.Size
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The first element that this rank holds, and their number."""
+        return self.span_of(self.rank) or (0, 0)
+
+    @property
+    def held(self) -> bool:
+        """Whether this rank keeps state of the tensor."""
+        return self.span_of(self.rank) is not None
+
+    @property
+    def whole_here(self) -> bool:
+        """Whether this rank's tensor has the size of the whole one."""
+        return self.form == self.size
+
+    def flat(self, held: Tensor) -> Tensor:
+        """This rank's elements as a vector, from the tensor that holds them."""
+        if not self.whole_here:
+            return held.detach().reshape(-1)
+        return flat_slice(held, self.size, self.stride, 0, self.size.numel())
+
+    def shaped(self, flat: Tensor) -> Tensor:
+        """The tensor that holds this rank's elements, from a vector of them."""
+        return flat.as_strided(self.size, self.stride) if self.whole_here else flat.view(self.form)
+
+
+def replicated_place(name: str, tensor: Tensor, rank: int) -> Place:
+    """Where a tensor lies that every rank holds whole."""
+    numel, size = tensor.numel(), tensor.size()
+    stride = tensor.stride() if _is_dense(tensor) else torch.empty(size, device="meta").stride()
+    return Place(
+        name=name,
+        size=size,
+        stride=stride,
+        span_of=lambda _rank: (0, numel),
+        replicated=True,
+        rank=rank,
+        form=size,
+    )
+
+
 # --- all of them -----------------------------------------------------------------------------
 
 
@@ -572,11 +642,3 @@ class Placement:
             shaped=self._partition == "whole",
             communication=self._communication,
         )
-
-
-def shard_group_of(optimizer: Optimizer) -> dist.ProcessGroup | None:
-    """The ranks that hold the other shards of an optimizer's parameters; None if they are whole."""
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    return next(
-        (getattr(param, SHARD_GROUP) for param in params if hasattr(param, SHARD_GROUP)), None
-    )

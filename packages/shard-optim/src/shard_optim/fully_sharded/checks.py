@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from shard_optim.fully_sharded.mesh import Ranks
 from shard_optim.fully_sharded.meta import is_on_meta
 from shard_optim.fully_sharded.schedule import UnitCall
+from shard_optim.mesh import Ranks
 
 _REDUCE_DTYPES = (None, torch.float32, torch.bfloat16, torch.float64)
 

@@ -18,8 +18,8 @@ from torch import nn
 
 from shard_optim.communication import average, guarded
 from shard_optim.fully_sharded.gradients import GradientStore
-from shard_optim.fully_sharded.mesh import Ranks
 from shard_optim.layout import check_gradient
+from shard_optim.mesh import Ranks
 
 _WORDS = "the all-reduce of small parameters' gradients"
 

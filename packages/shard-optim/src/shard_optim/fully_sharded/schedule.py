@@ -34,9 +34,9 @@ from torch.utils import _pytree as pytree
 
 from shard_optim.changes import agree_on_trainable, expect_changes
 from shard_optim.communication import CollectiveError
-from shard_optim.fully_sharded.mesh import Ranks
 from shard_optim.fully_sharded.replicated import ReplicatedParameters
 from shard_optim.fully_sharded.unit import Reduction, Unit
+from shard_optim.mesh import Ranks
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -82,6 +82,7 @@ class Schedule:
 
     Attributes:
         paused: whether backward passes keep whole gradients instead of reducing them.
+        generation: number of forwards that have begun.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Schedule:
         self.paused = False
         self._prefetch, self._reshard = prefetch, reshard
         self._slots = list(dict.fromkeys(unit.slot for unit in units))
-        self._generation = 0
+        self.generation = 0
         self._number = {unit: number for number, unit in enumerate(units)}
         self._ranks, self._device = ranks, device
         holders: tuple[Unit | ReplicatedParameters, ...] = (*units, replicated)
@@ -131,7 +132,7 @@ class Schedule:
             self._hook_outermost(outputs)
             return outputs
         self._recover()
-        self._generation += 1
+        self.generation += 1
         self._called.clear()
         self._in_forward = True
         self.replicated.refresh()
@@ -199,7 +200,7 @@ class Schedule:
 
     def _gather(self, unit: Unit) -> None:
         """Launches the gather of the unit's present values, unless it has been launched."""
-        if not unit.gathered(self._generation):
+        if not unit.gathered(self.generation):
             owner = unit.slot.owner
             if owner is not None and owner is not unit and owner.uses > 0:
                 raise RuntimeError(
@@ -211,7 +212,7 @@ class Schedule:
 
     def _launch_gather(self, unit: Unit) -> None:
         self._order_digest = hash((self._order_digest, self._number[unit]))
-        unit.launch_gather(self._generation)
+        unit.launch_gather(self.generation)
 
     def _gather_ahead(self, index: int, direction: int) -> None:
         """Launches the gathers of the units after a place, but never over one that is used."""
@@ -223,7 +224,7 @@ class Schedule:
             following = self._order[ahead]
             owner = following.slot.owner
             free = owner is None or (owner is not present and owner.uses == 0)
-            if free and not following.gathered(self._generation):
+            if free and not following.gathered(self.generation):
                 self._launch_gather(following)
 
     # --- backward ----------------------------------------------------------------------------

@@ -20,18 +20,26 @@ from torch import Tensor
 from shard_optim.communication import (
     Communication,
     Waitable,
+    all_gather,
     average,
     guarded,
     traced,
 )
 from shard_optim.fully_sharded.gradients import GradientStore
-from shard_optim.fully_sharded.mesh import Ranks
 from shard_optim.fully_sharded.units import UnitPlan
 from shard_optim.gradients import in_dtype
-from shard_optim.layout import SHARD_GROUP, check_gradient, in_memory_order
+from shard_optim.layout import Place, check_gradient, in_memory_order
+from shard_optim.mesh import Ranks
 
 # Parameters start at multiples of this many elements: at least the 128 bytes of a cache line.
 ALIGNMENT = 128
+
+
+def parameter_locations(units: Sequence[Unit]) -> dict[int, tuple[Unit, int]]:
+    """Where each sharded parameter lies, by its identity: its unit and its position there."""
+    return {
+        id(param): (unit, position) for unit in units for position, param in enumerate(unit.params)
+    }
 
 
 def round_up(number: int, multiple: int = ALIGNMENT) -> int:
@@ -283,7 +291,6 @@ class Unit:
             view.copy_(in_memory_order(param.detach(), param)[first : first + count])
             self.shard_views.append(view)
             param.data = view
-            setattr(param, SHARD_GROUP, group)
         self.gradients = GradientStore(self.params, sharded=True)
         more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
         self.gather_words = f"the all-gather of parameters ({self.names[0]}{more})"
@@ -296,7 +303,30 @@ class Unit:
         self.hooked: set[int] = set()
         self.reduce_plan = plan_reduction([], self.cuts, group.rank())
 
+    def place(self, position: int) -> Place:
+        """Which rank holds which elements of one parameter."""
+        size, stride = self.layouts[position]
+        return Place(
+            name=self.names[position],
+            size=size,
+            stride=stride,
+            span_of=self.cuts[position].owned,
+            replicated=False,
+            rank=self.group.rank(),
+            form=self.shard_views[position].size(),
+        )
+
     # --- gather ------------------------------------------------------------------------------
+
+    def whole_parameter(self, position: int) -> Tensor:
+        """One parameter, whole, in new memory; every rank of the group calls this."""
+        cut = self.cuts[position]
+        size, stride = self.layouts[position]
+        own = self.shard[cut.shard_offset : cut.shard_offset + cut.chunk]
+        flat = own.new_empty(cut.chunk * self.group.size())
+        words = f"the all-gather of {self.names[position]}"
+        guarded(words, self.group, lambda: all_gather(flat, own, self.group).wait())
+        return flat.as_strided(size, stride)
 
     @property
     def casts(self) -> bool:

@@ -24,9 +24,9 @@ from torch.optim import Optimizer
 
 from shard_optim.communication import guarded
 from shard_optim.fully_sharded.checks import check_wrapper
-from shard_optim.fully_sharded.state import parameter_locations
-from shard_optim.fully_sharded.unit import Cut, Unit
+from shard_optim.fully_sharded.unit import Cut, Unit, parameter_locations
 from shard_optim.fully_sharded.wrapper import FullyShardedDataParallel
+from shard_optim.layout import Place
 from shard_optim.wrapped import as_groups, default_settings, settings_of
 
 
@@ -109,7 +109,7 @@ class WholeMatrixOptimizer(Optimizer):
 
     Every rank calls ``step``. Hyperparameters are read from ``param_groups`` at every step, so
     learning-rate schedulers work. ``state`` holds the state of the matrices that this rank owns.
-    ``save_fully_sharded`` and ``load_fully_sharded`` take it like any other optimizer.
+    ``save``, ``load``, ``full_state`` and ``load_full_state`` take it like any other optimizer.
 
     Args:
         model: the sharded model.
@@ -198,6 +198,20 @@ class WholeMatrixOptimizer(Optimizer):
     def layout_of(self, param: Tensor) -> tuple[torch.Size, tuple[int, ...]]:
         """Size and stride of a whole parameter."""
         return self._matrices[param].size, self._matrices[param].stride
+
+    def place_of(self, param: Tensor) -> Place:
+        """Where a parameter's state lies: whole, on its owner."""
+        matrix, rank = self._matrices[param], self._group.rank()
+        numel = matrix.size.numel()
+        return Place(
+            name=matrix.name,
+            size=matrix.size,
+            stride=matrix.stride,
+            span_of=lambda rank: (0, numel) if rank == matrix.owner else None,
+            replicated=False,
+            rank=rank,
+            form=matrix.size if rank == matrix.owner else torch.Size([0]),
+        )
 
     # --- step --------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shard_optim.communication import CollectiveError, check_agreement, guarded, resolve_group
-from shard_optim.exchange import broadcast_value, finish
+from shard_optim.exchange import all_gather_values, broadcast_value, finish
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,20 @@ class Ranks:
         """Whether this rank is the first one of every group it belongs to."""
         return all(group.rank() == 0 for group in self.levels)
 
+    @property
+    def first_replica(self) -> bool:
+        """Whether this rank is one of those that together hold the first copy of everything."""
+        return self.replicas is None or self.replicas.rank() == 0
+
+    def broadcast_to_replicas(self, what: str, values: Tensor) -> None:
+        """Overwrites a tensor with that of the first replica's rank that holds the same shard.
+
+        Raises:
+            CollectiveError: if a peer died or timed out.
+        """
+        assert self.replicas is not None
+        guarded(what, self.replicas, _broadcast, values, self.replicas)
+
     def broadcast(self, what: str, values: Tensor) -> None:
         """Overwrites a tensor with the first rank's.
 
@@ -51,13 +65,7 @@ class Ranks:
             CollectiveError: if a peer died or timed out.
         """
         for group in self.levels:
-            guarded(
-                what,
-                group,
-                lambda group=group: finish(
-                    dist.broadcast(values, group=group, group_src=0, async_op=True)
-                ),
-            )
+            guarded(what, group, _broadcast, values, group)
 
     def broadcast_value(self, what: str, value: Any) -> Any:
         """The first rank's value; see ``exchange.py`` for what it may be.
@@ -68,6 +76,18 @@ class Ranks:
         for group in self.levels:
             value = guarded(what, group, broadcast_value, value, group)
         return value
+
+    def gather(self, what: str, value: Any) -> list[Any]:
+        """Every rank's value, in the order of ``everyone``; see ``exchange.py``.
+
+        Raises:
+            CollectiveError: if a peer died or timed out.
+        """
+        everyone: list[Any] = guarded(what, self.shards, all_gather_values, value, self.shards)
+        if self.replicas is not None:
+            replicas = guarded(what, self.replicas, all_gather_values, everyone, self.replicas)
+            everyone = [each for replica in replicas for each in replica]
+        return everyone
 
     def on_first_replica(self, what: str, action: Callable[[], object]) -> None:
         """Does something on the ranks of the first replica, while the others wait for it.
@@ -93,13 +113,13 @@ class Ranks:
                 f"replica: {problem}"
             )
 
-    def check_agreement(self, lines: Sequence[str], device: torch.device) -> None:
-        """Compares what the ranks wrap.
+    def check_agreement(self, lines: Sequence[str], device: torch.device) -> str:
+        """Compares what the ranks wrap; returns a name for it, the same on every rank.
 
         Raises:
             RuntimeError: on every rank if two differ, naming the first difference.
         """
-        check_agreement(
+        return check_agreement(
             lines,
             group=self.shards,
             across=self.replicas,
@@ -107,6 +127,15 @@ class Ranks:
             must="wrap the same model with the same settings",
             remedy="build the model from the same configuration on every rank",
         )
+
+
+def _broadcast(values: Tensor, group: dist.ProcessGroup) -> None:
+    finish(dist.broadcast(values, group=group, group_src=0, async_op=True))
+
+
+def ranks_of(group: dist.ProcessGroup) -> Ranks:
+    """The ranks of one group."""
+    return Ranks(group, None, dist.get_process_group_ranks(group))
 
 
 def resolve_ranks(process_group: dist.ProcessGroup | DeviceMesh | None) -> Ranks:
@@ -124,8 +153,7 @@ def resolve_ranks(process_group: dist.ProcessGroup | DeviceMesh | None) -> Ranks
             "ranks of the group, or leave it out for the default group."
         )
     if not isinstance(process_group, DeviceMesh) or process_group.ndim == 1:
-        group = resolve_group(process_group)
-        return Ranks(group, None, dist.get_process_group_ranks(group))
+        return ranks_of(resolve_group(process_group))
     if process_group.ndim > 2:
         raise ValueError(
             "process_group must be a device mesh of one dimension, or of two to replicate over the "
