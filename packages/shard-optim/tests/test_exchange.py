@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shard_optim import ShardedOptimizer, exchange
+import ddp_lite.ranks
+from shard_optim import ShardedOptimizer
 from shard_optim.exchange import all_gather_values, broadcast_value, decode, encode
 from whole_state import load_whole_optimizer, whole_optimizer
 
@@ -80,8 +81,8 @@ def check_collectives(rank: int, world_size: int) -> None:
     for call in (all_gather_values, broadcast_value):
         with pytest.raises(TypeError, match=r"but got object\. .* \(on rank 0 of 2\)"):
             call(object() if rank == 0 else 1, dist.group.WORLD)
-    exchange.MOST_BYTES = 150
-    with pytest.raises(ValueError, match="longest from rank 1"):
+    ddp_lite.ranks._MOST_MESSAGE_BYTES = 150
+    with pytest.raises(ValueError, match="bytes from rank 1"):
         all_gather_values(values[rank], dist.group.WORLD)
     with pytest.raises(ValueError, match="must fit into"):
         broadcast_value("x" * 200, dist.group.WORLD)

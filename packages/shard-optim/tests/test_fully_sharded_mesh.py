@@ -108,13 +108,13 @@ def check_two_levels(rank, world_size, folder):
     # Parameters frozen on one pair only.
     other.module.blocks[0 if rank < 2 else 1].up.weight.requires_grad_(False)
     with pytest.raises(
-        RuntimeError, match=r"rank \d froze blocks\.0\.up\.weight, and rank \d froze blocks\.1\.up"
+        RuntimeError, match=r"rank \d: froze blocks\.0\.up\.weight; rank \d: froze blocks\.1\.up"
     ):
         loss_of(other, 0, rank).backward()
 
     # Models that differ between pairs only, and too many dimensions.
     different = nn.Linear(4, 4 if rank < 2 else 5)
-    with pytest.raises(RuntimeError, match=r"rank 2 has \[parameter weight \(5, 4\)"):
+    with pytest.raises(RuntimeError, match=r"ranks 2, 3: parameter weight \(5, 4\)"):
         FullyShardedDataParallel(different, process_group=mesh)
     deep = init_device_mesh("cpu", (1, 2, 2))
     with pytest.raises(ValueError, match="one dimension, or of two"):

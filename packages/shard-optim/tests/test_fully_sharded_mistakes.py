@@ -212,3 +212,29 @@ def save_over_part_of_the_ranks(rank, world_size, folder):
 
 def test_a_background_group_of_other_ranks(tmp_path):
     run_ranks(save_over_part_of_the_ranks, 3, str(tmp_path / "folder"))
+
+
+SETTINGS = {
+    "units": lambda module: {"units": list(module.blocks)[:2]},
+    "reshard_after_forward": lambda module: {"reshard_after_forward": False},
+    "prefetch": lambda module: {"prefetch": 2},
+    "compute_dtype": lambda module: {"compute_dtype": torch.bfloat16},
+    "strides": lambda module: {},
+}
+
+
+def settings_that_differ(rank, world_size):
+    for name, settings in SETTINGS.items():
+        module = net()
+        if name == "strides" and rank == 1:
+            weight = module.embed.weight
+            weight.data = weight.data.t().contiguous().t()
+        word = "unit" if name == "units" else name
+        with pytest.raises(RuntimeError, match=rf"rank 0: .*{word}.*; rank 1: .*"):
+            FullyShardedDataParallel(module, **(settings(module) if rank == 1 else {}))
+    model = FullyShardedDataParallel(net())
+    loss_of(model, 0, rank).backward()
+
+
+def test_settings_that_differ_between_ranks_are_named():
+    run_ranks(settings_that_differ, 2)

@@ -384,6 +384,6 @@ def build_different(rank, world_size):
 
 
 def test_mismatched_models_are_named_on_every_rank():
-    expected = r"RuntimeError: every rank must wrap the same model.*blocks\.4"
+    expected = r"ModelMismatchError: every rank must wrap the same model.*blocks\.4"
     for outcome in run_ranks(build_different, 2, check=False):
         assert re.search(expected, outcome.error, re.S), outcome.error

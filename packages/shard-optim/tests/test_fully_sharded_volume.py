@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ddp_lite.ranks import Ranks
 from shard_optim import FullyShardedDataParallel
 from shard_optim.accounting import (
     DtypePolicy,
@@ -139,7 +140,7 @@ class Recorded(GroupCollectives):
     """The collectives of a group; notes whose parameters are gathered."""
 
     def __init__(self, group, events):
-        super().__init__(group)
+        super().__init__(Ranks(group, torch.device("cpu"), "test"))
         self.events, self.name_of = events, {}
 
     def all_gather(self, wholes, parts, /):

@@ -235,4 +235,4 @@ def test_a_rank_that_drops_its_gradients_alone_aborts_nobody() -> None:
     healthy, wrong = run_ranks(drops_alone, 2, check=False)
     assert "zero_grad() dropped them on this rank" in wrong.error
     assert healthy.ok, healthy.error
-    assert healthy.value.startswith("CollectiveError: every rank of the group must take part")
+    assert healthy.value.startswith("CollectiveError: every rank must take part")

@@ -31,10 +31,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shard_optim.communication import CollectiveError, guarded
+from ddp_lite.ranks import Ranks
+from shard_optim.communication import CollectiveError
 from shard_optim.dcp_folder import read_dcp_description
 from shard_optim.exchange import all_gather_values, decode, encode
-from shard_optim.mesh import Ranks
+from shard_optim.mesh import Mesh
 from shard_optim.stored import (
     Part,
     StoredTensor,
@@ -87,7 +88,8 @@ def write_folder(
     folder: str | Path,
     ranges: Mapping[str, Range],
     values: Mapping[str, Any],
-    group: dist.ProcessGroup,
+    ranks: Ranks,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Writes a new checkpoint. Collective; the folder becomes one at the very end.
 
@@ -95,12 +97,18 @@ def write_folder(
         folder: the same on every rank. It must not hold a checkpoint.
         ranges: this rank's parts of tensors, by key; together, the ranks give each tensor once.
         values: what ``exchange.encode`` accepts, by key. The first rank that gives a key counts.
-        group: the ranks that write.
+        ranks: that hold the state.
+        group: the ranks that write, if these are others.
 
     Raises:
         CollectiveError: on every rank, if one of them failed.
     """
-    what, rank = "saving a checkpoint", group.rank()
+    group = ranks.group if group is None else group
+    rank = group.rank()
+
+    def all_ranks(call: Callable[[], Any]) -> list[Any]:
+        return together("saving a checkpoint", ranks, call, group)
+
     folder = Path(folder)
 
     def prepare() -> Any:
@@ -112,9 +120,9 @@ def write_folder(
         folder.mkdir(parents=True, exist_ok=True)
         return described, encoded
 
-    prepared = together(what, group, prepare)
-    together(what, group, lambda: _check_plans([described for described, _ in prepared]))
-    written = together(what, group, lambda: write_file(folder, rank, ranges))
+    prepared = all_ranks(prepare)
+    all_ranks(lambda: _check_plans([described for described, _ in prepared]))
+    written = all_ranks(lambda: write_file(folder, rank, ranges))
 
     def finish() -> None:
         tensors: dict[str, StoredTensor] = {}
@@ -129,7 +137,7 @@ def write_folder(
             merged = encoded | merged
         _write_descriptions(folder, tensors, merged)
 
-    together(what, group, lambda: finish() if rank == 0 else None)
+    all_ranks(lambda: finish() if rank == 0 else None)
 
 
 def _check_plans(plans: Sequence[Mapping[str, Any]]) -> None:
@@ -264,7 +272,7 @@ def _torch_metadata(tensors: Mapping[str, StoredTensor]) -> bytes:
 # --- reading ---------------------------------------------------------------------------------
 
 
-def read_contents(folder: str | Path, ranks: Ranks) -> Contents:
+def read_contents(folder: str | Path, ranks: Mesh) -> Contents:
     """The description of a checkpoint. Collective.
 
     Raises:
@@ -333,7 +341,7 @@ def read_ranges(
     folder: str | Path,
     contents: Contents,
     wanted: Mapping[str, tuple[int, int]],
-    group: dist.ProcessGroup,
+    ranks: Ranks,
 ) -> dict[str, Tensor]:
     """Reads parts of tensors that any number of ranks wrote. Collective.
 
@@ -341,7 +349,7 @@ def read_ranges(
         folder: the same on every rank.
         contents: of this folder.
         wanted: what this rank wants, by key: the first element and the number of elements.
-        group: the ranks that read.
+        ranks: that read.
 
     Returns:
         By key a vector on the CPU, in the dtype that is stored.
@@ -356,7 +364,7 @@ def read_ranges(
         for key, (first, count) in wanted.items():
             found[key] = read_elements(Path(folder), key, contents.tensors[key], first, count)
 
-    together("loading a checkpoint", group, read)
+    together("loading a checkpoint", ranks, read)
     return found
 
 
@@ -373,15 +381,25 @@ def _failure_to_write(error: BaseException | None) -> OSError | None:
     return error
 
 
-def together(what: str, group: dist.ProcessGroup, call: Callable[[], Any]) -> list[Any]:
-    """Runs ``call`` on every rank and returns all results, or raises on every rank."""
+def together(
+    what: str, ranks: Ranks, call: Callable[[], Any], group: dist.ProcessGroup | None = None
+) -> list[Any]:
+    """Runs ``call`` on every rank and returns all results, or raises on every rank.
+
+    Args:
+        what: the call, in words.
+        ranks: that make it.
+        call: returns what ``exchange.encode`` accepts.
+        group: the ranks that make it, if these are others.
+    """
     kind, problem, value = "", None, None
     try:
         value = call()
     except Exception as error:  # noqa: BLE001 - raised below, on every rank
         cause = _failure_to_write(error) or error
         kind, problem = type(cause).__name__, str(cause)
-    everyone = guarded(what, group, lambda: all_gather_values((kind, problem, value), group))
+    group = ranks.group if group is None else group
+    everyone = ranks.call(what, all_gather_values, (kind, problem, value), group)
     failed = {rank: (k, p) for rank, (k, p, _) in enumerate(everyone) if p is not None}
     if failed:
         for known in (FileExistsError, FileNotFoundError, TypeError, ValueError):

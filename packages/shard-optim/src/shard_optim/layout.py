@@ -29,7 +29,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from shard_optim.communication import Communication, Waitable, guarded
+from ddp_lite.ranks import Ranks
+from ddp_lite.reduce import Waitable
+from shard_optim.communication import Communication
 from shard_optim.wrapped import Groups, all_params, name_of
 
 Partition = Literal["flat", "whole"]
@@ -307,6 +309,7 @@ class Bucket:
         plan: where the members lie.
         shaped: whether shards keep their parameter's shape ("whole").
         communication: of the ranks that share the work.
+        ranks: these ranks.
     """
 
     def __init__(
@@ -318,13 +321,14 @@ class Bucket:
         plan: BucketPlan,
         shaped: bool,
         communication: Communication,
+        ranks: Ranks,
     ) -> None:
         self.params = list(params)
         self.indices = list(indices)
         self.names = list(names)
         self.plan = plan
-        self.group = communication.group
-        self.rank = self.group.rank()
+        self.rank = ranks.rank
+        self._ranks = ranks
         self._communication = communication
         self.dtype = self.params[0].dtype
         self.device = self.params[0].device
@@ -398,9 +402,8 @@ class Bucket:
     def launch_gather(self) -> None:
         """Starts the all-gather of updated parameters, in place and asynchronously."""
         if self.plan.world_size > 1 and self.plan.chunk > 0:
-            self._gather = guarded(
+            self._gather = self._ranks.call(
                 self._gather_words,
-                self.group,
                 self._communication.all_gather,
                 [self.flat],
                 [self.owned],
@@ -415,7 +418,7 @@ class Bucket:
         """Waits for the all-gather. On CUDA the current stream waits, not the host."""
         if self._gather is not None:
             work, self._gather = self._gather, None
-            guarded(self._gather_words, self.group, work.wait)
+            self._ranks.call(self._gather_words, work.wait)
 
 
 def check_layout(param: Tensor, name: str) -> None:
@@ -558,11 +561,26 @@ def replicated_place(name: str, tensor: Tensor, rank: int) -> Place:
 # --- all of them -----------------------------------------------------------------------------
 
 
+def check_placement(partition: Partition, bucket_size_mb: float | None) -> None:
+    """Refuses arguments of ``Placement``.
+
+    Raises:
+        ValueError: for an unknown partition, or a size that is not positive and finite.
+    """
+    _check_partition(partition)
+    if bucket_size_mb is not None and not 0 < bucket_size_mb < math.inf:
+        raise ValueError(
+            f"bucket_size_mb must be positive and finite, but got {bucket_size_mb}. Leave it "
+            "out for an eighth of the parameters."
+        )
+
+
 class Placement:
     """Puts trainable parameters into buckets, and remembers which are frozen.
 
     Args:
         communication: of the ranks that share each bucket.
+        ranks: these ranks.
         partition: "flat" or "whole".
         bucket_size_mb: size of a bucket in MB (1024² bytes); None chooses by the model's size,
             and begins with smaller ones.
@@ -577,18 +595,17 @@ class Placement:
     """
 
     def __init__(
-        self, communication: Communication, partition: Partition, bucket_size_mb: float | None
+        self,
+        communication: Communication,
+        ranks: Ranks,
+        partition: Partition,
+        bucket_size_mb: float | None,
     ) -> None:
-        _check_partition(partition)
-        if bucket_size_mb is not None and not 0 < bucket_size_mb < math.inf:
-            raise ValueError(
-                f"bucket_size_mb must be positive and finite, but got {bucket_size_mb}. Leave it "
-                "out for an eighth of the parameters."
-            )
+        check_placement(partition, bucket_size_mb)
         self.bucket_size_mb = bucket_size_mb
         self.buckets: list[Bucket] = []
         self.frozen: list[int] = []
-        self._communication = communication
+        self._communication, self._ranks = communication, ranks
         self._partition: Partition = partition
 
     def place(self, groups: Groups, indices: Iterable[int]) -> list[Bucket]:
@@ -625,7 +642,7 @@ class Placement:
             first = SMALLEST_DEFAULT_MB * MIB // dtype.itemsize
         return plan_buckets(
             numels,
-            world_size=self._communication.group.size(),
+            world_size=self._ranks.size,
             partition=self._partition,
             bucket_numel=max(1, int(size_mb * MIB / dtype.itemsize)),
             first_numel=first,
@@ -641,4 +658,5 @@ class Placement:
             plan=plan,
             shaped=self._partition == "whole",
             communication=self._communication,
+            ranks=self._ranks,
         )

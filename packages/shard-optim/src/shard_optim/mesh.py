@@ -7,8 +7,8 @@ across the first dimension, over which everything is replicated (hybrid sharding
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,38 +16,57 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shard_optim.communication import CollectiveError, check_agreement, guarded, resolve_group
-from shard_optim.exchange import all_gather_values, broadcast_value, finish
+from ddp_lite.ranks import Ranks, broadcast, resolve_group
+from shard_optim.communication import CollectiveError
+from shard_optim.exchange import all_gather_values, broadcast_value
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """The ranks that train one model.
+class Mesh:
+    """The ranks that train one model or optimizer, which owns this. Collective to build.
+
+    Args:
+        shards: the group of ranks that together hold every parameter once.
+        replicas: that of the ranks that hold the same shard as this one; None if there is no other.
+        everyone: all of them, by their numbers in the default group.
+        device: where collectives run.
+        owner: name of the class that is being constructed, for errors.
 
     Attributes:
-        shards: those that together hold every parameter once.
-        replicas: those that hold the same shard as this rank; None if there is no other.
-        everyone: all of them, by their numbers in the default group.
+        shards, replicas: with names for their failures.
+        everyone: as given.
+        name: random, the same on all of these ranks and of no other mesh.
     """
 
-    shards: dist.ProcessGroup
-    replicas: dist.ProcessGroup | None
-    everyone: list[int]
+    def __init__(
+        self,
+        shards: dist.ProcessGroup,
+        replicas: dist.ProcessGroup | None,
+        everyone: list[int],
+        *,
+        device: torch.device,
+        owner: str,
+    ) -> None:
+        self.shards = Ranks(shards, device, owner, error=CollectiveError)
+        self.replicas = None
+        if replicas is not None:
+            self.replicas = Ranks(replicas, device, owner, error=CollectiveError)
+        self.everyone = everyone
+        self.name = str(self.gather("the naming of the ranks", secrets.token_hex(4))[0])
 
     @property
-    def levels(self) -> list[dist.ProcessGroup]:
-        """Groups such that a broadcast from the first rank of each in turn reaches all ranks."""
+    def levels(self) -> list[Ranks]:
+        """Ranks such that a broadcast from the first of each in turn reaches all ranks."""
         return [self.shards] if self.replicas is None else [self.replicas, self.shards]
 
     @property
     def first(self) -> bool:
-        """Whether this rank is the first one of every group it belongs to."""
-        return all(group.rank() == 0 for group in self.levels)
+        """Whether this rank is the first one of every level."""
+        return all(ranks.rank == 0 for ranks in self.levels)
 
     @property
     def first_replica(self) -> bool:
         """Whether this rank is one of those that together hold the first copy of everything."""
-        return self.replicas is None or self.replicas.rank() == 0
+        return self.replicas is None or self.replicas.rank == 0
 
     def broadcast_to_replicas(self, what: str, values: Tensor) -> None:
         """Overwrites a tensor with that of the first replica's rank that holds the same shard.
@@ -55,8 +74,8 @@ class Ranks:
         Raises:
             CollectiveError: if a peer died or timed out.
         """
-        assert self.replicas is not None
-        guarded(what, self.replicas, _broadcast, values, self.replicas)
+        if self.replicas is not None:
+            self.replicas.call(what, broadcast, self.replicas.group, values)
 
     def broadcast(self, what: str, values: Tensor) -> None:
         """Overwrites a tensor with the first rank's.
@@ -64,8 +83,8 @@ class Ranks:
         Raises:
             CollectiveError: if a peer died or timed out.
         """
-        for group in self.levels:
-            guarded(what, group, _broadcast, values, group)
+        for ranks in self.levels:
+            ranks.call(what, broadcast, ranks.group, values)
 
     def broadcast_value(self, what: str, value: Any) -> Any:
         """The first rank's value; see ``exchange.py`` for what it may be.
@@ -73,8 +92,8 @@ class Ranks:
         Raises:
             CollectiveError: if a peer died or timed out.
         """
-        for group in self.levels:
-            value = guarded(what, group, broadcast_value, value, group)
+        for ranks in self.levels:
+            value = ranks.call(what, broadcast_value, value, ranks.group)
         return value
 
     def gather(self, what: str, value: Any) -> list[Any]:
@@ -83,10 +102,10 @@ class Ranks:
         Raises:
             CollectiveError: if a peer died or timed out.
         """
-        everyone: list[Any] = guarded(what, self.shards, all_gather_values, value, self.shards)
-        if self.replicas is not None:
-            replicas = guarded(what, self.replicas, all_gather_values, everyone, self.replicas)
-            everyone = [each for replica in replicas for each in replica]
+        everyone: list[Any] = [value]
+        for ranks in reversed(self.levels):
+            gathered = ranks.call(what, all_gather_values, everyone, ranks.group)
+            everyone = [each for several in gathered for each in several]
         return everyone
 
     def on_first_replica(self, what: str, action: Callable[[], object]) -> None:
@@ -100,45 +119,47 @@ class Ranks:
             return
         problem = None
         try:
-            if self.replicas.rank() == 0:
+            if self.first_replica:
                 action()
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
             raise
         finally:
-            problem = guarded(what, self.replicas, broadcast_value, problem, self.replicas)
+            problem = self.replicas.call(what, broadcast_value, problem, self.replicas.group)
         if problem is not None:
             raise CollectiveError(
-                f"every rank of the group must take part in {what}, but it failed on the first "
-                f"replica: {problem}"
+                f"every rank must take part in {what}, but it failed on the first replica: "
+                f"{problem}"
             )
 
-    def check_agreement(self, lines: Sequence[str], device: torch.device) -> str:
-        """Compares what the ranks wrap; returns a name for it, the same on every rank.
+    def agree(self, facts: Sequence[str], *, must: str, remedy: str) -> None:
+        """Compares facts over all ranks, the most general first.
 
         Raises:
-            RuntimeError: on every rank if two differ, naming the first difference.
+            ModelMismatchError: on every rank if two differ, naming the differences.
         """
-        return check_agreement(
-            lines,
-            group=self.shards,
-            across=self.replicas,
-            device=device,
-            must="wrap the same model with the same settings",
-            remedy="build the model from the same configuration on every rank",
-        )
+        pairs = [(name, text) for name, _, text in (fact.partition(" ") for fact in facts)]
+        across = [] if self.replicas is None else [self.replicas]
+        self.shards.agree(pairs, must=must, remedy=remedy, across=across)
 
 
-def _broadcast(values: Tensor, group: dist.ProcessGroup) -> None:
-    finish(dist.broadcast(values, group=group, group_src=0, async_op=True))
+def mesh_of_group(
+    process_group: dist.ProcessGroup | DeviceMesh | None, *, device: torch.device, owner: str
+) -> Mesh:
+    """The ranks of a group, of a mesh of one dimension, or of the default group.
+
+    Raises:
+        RuntimeError: if there is neither.
+        ValueError: for a mesh of more dimensions, or a group without this rank.
+    """
+    group = resolve_group(process_group, before=f"a {owner} is made")
+    everyone = dist.get_process_group_ranks(group)
+    return Mesh(group, None, everyone, device=device, owner=owner)
 
 
-def ranks_of(group: dist.ProcessGroup) -> Ranks:
-    """The ranks of one group."""
-    return Ranks(group, None, dist.get_process_group_ranks(group))
-
-
-def resolve_ranks(process_group: dist.ProcessGroup | DeviceMesh | None) -> Ranks:
+def resolve_mesh(
+    process_group: dist.ProcessGroup | DeviceMesh | None, *, device: torch.device, owner: str
+) -> Mesh:
     """The ranks of a group, of a mesh of one or two dimensions, or of the default group.
 
     Raises:
@@ -146,20 +167,37 @@ def resolve_ranks(process_group: dist.ProcessGroup | DeviceMesh | None) -> Ranks
         ValueError: for a mesh of more dimensions.
         RuntimeError: if there is neither.
     """
+    check_group(process_group)
+    if not isinstance(process_group, DeviceMesh) or process_group.ndim == 1:
+        return mesh_of_group(process_group, device=device, owner=owner)
+    resolve_group(None, before=f"a {owner} is made")
+    replicas = process_group.get_group(0)
+    everyone = process_group.mesh.flatten().tolist()
+    return Mesh(
+        process_group.get_group(1),
+        None if replicas.size() == 1 else replicas,
+        everyone,
+        device=device,
+        owner=owner,
+    )
+
+
+def check_group(process_group: Any) -> None:
+    """Refuses what is neither a group nor a mesh of one or two dimensions.
+
+    Raises:
+        TypeError: if it is something else.
+        ValueError: for a mesh of more dimensions.
+    """
     if not isinstance(process_group, (dist.ProcessGroup, DeviceMesh, type(None))):
         raise TypeError(
             "process_group must be a process group that this rank belongs to, or a device mesh, "
             f"but got {process_group!r}. Pass what torch.distributed.new_group() returned on the "
             "ranks of the group, or leave it out for the default group."
         )
-    if not isinstance(process_group, DeviceMesh) or process_group.ndim == 1:
-        return ranks_of(resolve_group(process_group))
-    if process_group.ndim > 2:
+    if isinstance(process_group, DeviceMesh) and process_group.ndim > 2:
         raise ValueError(
             "process_group must be a device mesh of one dimension, or of two to replicate over the "
             f"first and shard over the second, but got {process_group.ndim} dimensions. Pass a "
             "part of the mesh."
         )
-    replicas = process_group.get_group(0)
-    everyone = process_group.mesh.flatten().tolist()
-    return Ranks(process_group.get_group(1), None if replicas.size() == 1 else replicas, everyone)

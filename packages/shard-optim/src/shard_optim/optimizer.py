@@ -16,12 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ddp_lite.ranks import resolve_group
 from shard_optim.communication import (
     Communication,
-    check_agreement,
     check_first_step,
     resolve_communication,
-    resolve_group,
 )
 from shard_optim.gradients import check_clipping, clip_sharded_
 from shard_optim.layout import (
@@ -30,9 +29,10 @@ from shard_optim.layout import (
     Placement,
     check_gradient,
     check_layout,
+    check_placement,
 )
 from shard_optim.local import LocalOptimizer
-from shard_optim.mesh import ranks_of
+from shard_optim.mesh import mesh_of_group
 from shard_optim.offload import check_offload
 from shard_optim.origin import (
     ORIGIN,
@@ -135,15 +135,19 @@ class ShardedOptimizer(Optimizer):
         check_supported(optimizer_cls, partition, kwargs)
         if offload_state:
             check_offload(optimizer_cls, kwargs)
-        self.process_group = resolve_group(process_group)
+        resolve_group(process_group, before="a ShardedOptimizer is made")
         self.optimizer_cls = optimizer_cls
         self.partition: Partition = partition
         self.offload_state = offload_state
         self.class_arguments = kwargs
-        self.rank = dist.get_rank(self.process_group)
-        self.world_size = self.process_group.size()
-        self._communication = resolve_communication(communication, self.process_group)
-        self._placement = Placement(self._communication, partition, bucket_size_mb)
+        self._exposed: defaultdict[Tensor, Any] = defaultdict(dict)
+        self._exposed_is_current = True
+        self._constructed = False
+        self._overlap = overlap
+        self._waits: ForwardWaits | None = None
+        self._collected = False
+        self._first_step_checked = False
+        self._steps = 0
         self._local = LocalOptimizer(
             optimizer_cls,
             partition=partition,
@@ -152,24 +156,26 @@ class ShardedOptimizer(Optimizer):
             offload_state=offload_state,
             kwargs=kwargs,
         )
-        self._exposed: defaultdict[Tensor, Any] = defaultdict(dict)
-        self._exposed_is_current = True
-        self._constructed = False
-        self._overlap = overlap
-        self._waits: ForwardWaits | None = None
-        self._reducer = GradientReducer(self._communication) if reduce_gradients else None
-        self._collected = False
-        self._first_step_checked = False
+        check_placement(partition, bucket_size_mb)
 
         groups = as_groups(params)
         if partition == "flat":
             check_elementwise_update(optimizer_cls, settings_of(groups[0]), kwargs)
         super().__init__(groups, default_settings(optimizer_cls, groups, kwargs))
-        self._run = self._agree(self.param_groups)
+        self.mesh = mesh_of_group(
+            process_group, device=self.all_params()[0].device, owner="ShardedOptimizer"
+        )
+        self.ranks = self.mesh.shards
+        self.process_group = self.ranks.group
+        self.rank, self.world_size = self.ranks.rank, self.ranks.size
+        self._communication = resolve_communication(communication, self.ranks)
+        self._placement = Placement(self._communication, self.ranks, partition, bucket_size_mb)
+        self._reducer = None
+        if reduce_gradients:
+            self._reducer = GradientReducer(self._communication, self.ranks)
+        self._agree(self.param_groups)
         self._register(self._placement.place(self.param_groups, range(len(self.all_params()))))
         self._constructed = True
-        self._ranks = ranks_of(self.process_group)
-        self._steps = 0
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -240,8 +246,8 @@ class ShardedOptimizer(Optimizer):
                 )
             check_layout(param, self.name_of(index))
 
-    def _agree(self, groups: Sequence[dict[str, Any]]) -> str:
-        """Raises on every rank unless all ranks describe the same optimizer; names it."""
+    def _agree(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Raises on every rank unless all ranks describe the same optimizer."""
         cls = self.optimizer_cls
         title = (
             f"{cls.__module__}.{cls.__qualname__}, partition {self.partition}, "
@@ -250,9 +256,11 @@ class ShardedOptimizer(Optimizer):
             f"{type(self._communication).__qualname__}, {len(self.param_groups)} groups"
         )
         lines = describe_groups(groups, first=len(self.param_groups) - len(groups))
-        params = [param for group in groups for param in group["params"]]
-        device = params[0].device if params else torch.device("cpu")
-        return check_agreement([title, *lines], group=self.process_group, device=device)
+        self.mesh.agree(
+            [title, *lines],
+            must="construct the sharded optimizer from the same class, groups and parameters",
+            remedy="Build the same optimizer on every rank.",
+        )
 
     def _register(self, added: Sequence[Bucket]) -> None:
         if self._reducer is not None:
@@ -315,13 +323,15 @@ class ShardedOptimizer(Optimizer):
             self._register(thawed)
         for bucket in self.buckets:
             bucket.check_storage()
+        # First, because a rank that lacks a gradient has launched fewer reductions so far.
+        if self._reducer is not None:
+            self._reducer.finish()
         if not self._first_step_checked:
             self._check_first_step()
         if self._reducer is None:
             self.wait()
             self.local.take_gradients()
         else:
-            self._reducer.finish()
             self.wait()
             self.local.take_reduced(self._reducer.slices(), self._reducer.unused())
         self._collected = True
@@ -335,7 +345,7 @@ class ShardedOptimizer(Optimizer):
             self.all_params(),
             gradients=self._reducer is None,
             name_of=self.name_of,
-            group=self.process_group,
+            ranks=self.ranks,
         )
         self._first_step_checked = True
 
@@ -430,7 +440,7 @@ class ShardedOptimizer(Optimizer):
             self.local_gradients(),
             max_norm,
             norm_type=norm_type,
-            group=self.process_group,
+            ranks=self.ranks,
             device=self.all_params()[0].device,
         )
 
@@ -456,7 +466,7 @@ class ShardedOptimizer(Optimizer):
             which says whose part it is (``origin.py``).
         """
         self.wait()
-        say_once(self, "optimizer", self._ranks)
+        say_once(self, "optimizer", self.mesh)
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         result: dict[str, Any] = {
@@ -492,7 +502,7 @@ class ShardedOptimizer(Optimizer):
         origin = given.get(ORIGIN)
         problem = difference(origin, self._origin()) or self._state_problem(given)
         version = origin.get("version") if isinstance(origin, Mapping) else None
-        check_alike(self._ranks, problem, version)
+        check_alike(self.mesh, problem, version)
         self.install(given["state"], given["param_groups"])
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
@@ -504,7 +514,7 @@ class ShardedOptimizer(Optimizer):
             rank=self.rank,
             world_size=self.world_size,
             stage=1 if self._reducer is None else 2,
-            version=f"{self._run}.{self._steps}",
+            version=f"{self.mesh.name}.{self._steps}",
             spans=spans,
         ) | {"partition": self.partition}
 

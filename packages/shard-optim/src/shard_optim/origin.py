@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ddp_lite.ranks import Ranks
 from shard_optim.layout import SHARDED, Place
-from shard_optim.mesh import Ranks
+from shard_optim.mesh import Mesh
 
 # Key of the origin in a state dict, or in each of an optimizer's packed parameter groups.
 ORIGIN = "shard"
@@ -48,12 +48,10 @@ class Sharded:
     Attributes:
         place: which rank holds which elements.
         ranks: that train the model.
-        run: name of the model, the same on all ranks and of no other model.
     """
 
     place: Place
-    ranks: Ranks
-    run: str
+    ranks: Mesh
 
 
 def sharded_of(param: Tensor) -> Sharded | None:
@@ -62,7 +60,7 @@ def sharded_of(param: Tensor) -> Sharded | None:
     return found
 
 
-def shard_group_of(optimizer: Optimizer) -> dist.ProcessGroup | None:
+def shard_ranks_of(optimizer: Optimizer) -> Ranks | None:
     """The ranks that hold the other shards of an optimizer's parameters; None if they are whole."""
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -104,7 +102,7 @@ def difference(given: Any, own: Mapping[str, Any]) -> str | None:
     return None
 
 
-def check_alike(ranks: Ranks, problem: str | None, version: str | None) -> None:
+def check_alike(ranks: Mesh, problem: str | None, version: str | None) -> None:
     """Raises on every rank if one of them may not load what it was given. Collective.
 
     Args:
@@ -135,7 +133,7 @@ def check_alike(ranks: Ranks, problem: str | None, version: str | None) -> None:
             )
 
 
-def say_once(told: Any, what: str, ranks: Ranks) -> None:
+def say_once(told: Any, what: str, ranks: Mesh) -> None:
     """Logs, the first time that a part is taken out of ``told``, that it is a part.
 
     Args:
@@ -143,14 +141,14 @@ def say_once(told: Any, what: str, ranks: Ranks) -> None:
         what: ``model`` or ``optimizer``.
         ranks: that hold the parts.
     """
-    if ranks.shards.size() > 1 and not getattr(told, "_part_was_named", False):
+    if ranks.shards.size > 1 and not getattr(told, "_part_was_named", False):
         told._part_was_named = True
         _log.warning(
             "state_dict() of the %s is the part of rank %d of %d: saved on one rank alone, the "
             "rest is lost. %s",
             what,
-            ranks.shards.rank(),
-            ranks.shards.size(),
+            ranks.shards.rank,
+            ranks.shards.size,
             _REMEDY,
         )
 
@@ -190,9 +188,9 @@ class Watched:
             found = sharded_of(param)
             if found is not None and not found.place.replicated:
                 spans[position] = found.place.span
-        version = f"{self.sharded.run}.{self.steps}"
+        version = f"{self.sharded.ranks.name}.{self.steps}"
         return describe(
-            rank=shards.rank(), world_size=shards.size(), stage=3, version=version, spans=spans
+            rank=shards.rank, world_size=shards.size, stage=3, version=version, spans=spans
         )
 
     def _add_origin(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

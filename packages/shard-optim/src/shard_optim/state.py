@@ -27,6 +27,7 @@ for bit on M, and one of stage 3 loads into stage 2.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,8 +41,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shard_optim.communication import guarded, point_to_point_device
-from shard_optim.exchange import all_gather_values, finish
+from ddp_lite.ranks import Ranks, backend_for, finish
+from shard_optim.exchange import all_gather_values
 from shard_optim.files import (
     METADATA,
     Contents,
@@ -55,7 +56,7 @@ from shard_optim.fully_sharded.checks import check_background_group, check_folde
 from shard_optim.fully_sharded.whole import WholeMatrixOptimizer
 from shard_optim.fully_sharded.wrapper import FullyShardedDataParallel
 from shard_optim.layout import Bucket, Place, flat_slice, replicated_place
-from shard_optim.mesh import Ranks, ranks_of
+from shard_optim.mesh import Mesh
 from shard_optim.optimizer import ShardedOptimizer
 from shard_optim.origin import CHECKED, ORIGIN, sharded_of, watched
 from shard_optim.plain_state import check_full_state
@@ -115,7 +116,7 @@ def save(
 
         def write() -> None:
             _check_new(folder)
-            write_folder(folder, *_to_write(source, state, copy=False), ranks.shards)
+            write_folder(folder, *_to_write(source, state, detached=False), ranks.shards)
 
         # Replicas hold the same state.
         ranks.on_first_replica("saving a checkpoint", write)
@@ -123,9 +124,9 @@ def save(
     check_background_group(background_group, ranks)
     _wait_for_saving(background_group)
     _check_new(folder)
-    ranges, values = _to_write(source, state, copy=True) if ranks.first_replica else ({}, {})
+    ranges, values = _to_write(source, state, detached=True) if ranks.first_replica else ({}, {})
     pool = ThreadPoolExecutor(1, thread_name_prefix="shard_optim.save")
-    saving = pool.submit(write_folder, folder, ranges, values, background_group)
+    saving = pool.submit(write_folder, folder, ranges, values, ranks.shards, background_group)
     _saving[background_group.group_name] = saving
     pool.shutdown(wait=False)
     return saving
@@ -395,7 +396,7 @@ def _fill(source: Mapping[str, Row], vectors: Mapping[str, Tensor]) -> None:
 
 
 @torch.no_grad()
-def _stream(source: Mapping[str, Row], given: Mapping[str, Tensor], ranks: Ranks) -> None:
+def _stream(source: Mapping[str, Row], given: Mapping[str, Tensor], ranks: Mesh) -> None:
     """Loads the model's tensors from the first rank, one after the other."""
     for key, row in source.items():
         tensor, place = row.tensor, row.place
@@ -508,8 +509,9 @@ class OptimizerState:
                     name = f"state.{index}.elements.{key}"
                     rows[name] = Row(kind="moment", place=place, tensor=value)
                 elif not isinstance(value, Tensor) or value.numel() <= 1:
+                    # Copied, because the next step may change it in place while it is written.
                     kept = value.detach().cpu() if isinstance(value, Tensor) else value
-                    small[key] = kept
+                    small[key] = copy.deepcopy(kept)
                 elif place.whole_here:
                     of_tensor = _beside(place, value.size())
                     name = f"state.{index}.tensor.{key}"
@@ -686,7 +688,7 @@ def _check_header(contents: Contents, state: OptimizerState) -> None:
 # --- both ------------------------------------------------------------------------------------
 
 
-def _parts(model: Any, optimizer: Any) -> tuple[Ranks, dict[str, Row], OptimizerState | None]:
+def _parts(model: Any, optimizer: Any) -> tuple[Mesh, dict[str, Row], OptimizerState | None]:
     """The ranks that hold the state, the model's rows, and the optimizer's state.
 
     Raises:
@@ -709,19 +711,19 @@ def _parts(model: Any, optimizer: Any) -> tuple[Ranks, dict[str, Row], Optimizer
                 "optimizer must hold parameters of the sharded model only, but got "
                 f"{len(foreign)} others. Make it from the wrapper's parameters()."
             )
-    rank = ranks.shards.rank()
+    rank = ranks.shards.rank
     if isinstance(optimizer, ShardedOptimizer):
         optimizer.wait()
     state = None if optimizer is None else OptimizerState(optimizer, rank)
     return ranks, _model_rows(model, rank), state
 
 
-def _ranks_of(model: Any, optimizer: Any) -> Ranks:
+def _ranks_of(model: Any, optimizer: Any) -> Mesh:
     if isinstance(model, FullyShardedDataParallel):
         return model.ranks
     shards = model is not None and any(map(sharded_of, model.parameters()))
     if not shards and isinstance(optimizer, ShardedOptimizer):
-        return ranks_of(optimizer.process_group)
+        return optimizer.mesh
     if not shards and model is None and optimizer is not None:
         params = (param for group in optimizer.param_groups for param in group["params"])
         found = next((of for of in map(sharded_of, params) if of is not None), None)
@@ -752,7 +754,7 @@ def _check_new(folder: str | Path) -> None:
 
 
 def _to_write(
-    source: Mapping[str, Row], state: OptimizerState | None, *, copy: bool
+    source: Mapping[str, Row], state: OptimizerState | None, *, detached: bool
 ) -> tuple[dict[str, Range], dict[str, Any]]:
     """This rank's part of the files. What all ranks hold whole, the first one writes."""
     rows: dict[str, Row] = dict(source)
@@ -766,7 +768,7 @@ def _to_write(
         first, count = row.place.span
         if count > 0 and (not row.place.replicated or row.place.rank == 0):
             vector = row.place.flat(row.tensor)
-            vector = vector.to("cpu", copy=True) if copy else vector
+            vector = vector.to("cpu", copy=True) if detached else vector
             ranges[key] = Range(values=vector, first=first, shape=tuple(row.place.size))
     return ranges, values
 
@@ -775,7 +777,7 @@ def _collect(
     rows: Mapping[str, Row],
     values: Mapping[str, Any],
     device_of: Callable[[str], torch.device],
-    group: dist.ProcessGroup,
+    ranks: Ranks,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Every tensor, whole, and every small value, on the first rank's CPU. Collective."""
     described = {
@@ -784,7 +786,7 @@ def _collect(
     }
     kind = "model" if all(key.startswith(("model.", "buffer.")) for key in rows) else "optimizer"
     words = f"the exchange of {kind} state descriptions"
-    everyone = guarded(words, group, all_gather_values, (described, values), group)
+    everyone = ranks.call(words, all_gather_values, (described, values), ranks.group)
     holders: dict[str, list[tuple[int, int, int]]] = {}
     kinds: dict[str, tuple[torch.dtype, torch.Size, tuple[int, ...]]] = {}
     merged: dict[str, Any] = {}
@@ -804,15 +806,20 @@ def _collect(
                 f"the ranks must hold every element of {key} exactly once, but {problem}. Step the "
                 "optimizer on every rank, or on none"
             )
-        flat = torch.empty(size.numel() if group.rank() == 0 else 0, dtype=dtype)
-        device = point_to_point_device(device_of(key), group)
+        flat = torch.empty(size.numel() if ranks.rank == 0 else 0, dtype=dtype)
+        device = _sending_device(device_of(key), ranks)
         for rank, first, count in spans:
-            own = rows[key].place.flat(rows[key].tensor) if rank == group.rank() else None
-            target = flat[first : first + count] if group.rank() == 0 else None
-            guarded(f"collecting {key}", group, _to_first, own, target, rank, device, group)
-        if group.rank() == 0:
+            own = rows[key].place.flat(rows[key].tensor) if rank == ranks.rank else None
+            target = flat[first : first + count] if ranks.rank == 0 else None
+            ranks.call(f"collecting {key}", _to_first, own, target, rank, device, ranks.group)
+        if ranks.rank == 0:
             tensors[key] = flat.as_strided(size, stride)
     return tensors, merged
+
+
+def _sending_device(device: torch.device, ranks: Ranks) -> torch.device:
+    """Where a tensor of ``device`` must lie to be sent or received: gloo takes host memory only."""
+    return torch.device("cpu") if backend_for(ranks.group, device) == "gloo" else device
 
 
 def _to_first(
@@ -906,7 +913,7 @@ def _hand_out(
     whole: Tensor | None,
     dtype: torch.dtype,
     place: Place,
-    ranks: Ranks,
+    ranks: Mesh,
     device: torch.device,
 ) -> Tensor:
     """This rank's elements of a tensor that the first rank has, as a vector. Collective.
@@ -919,7 +926,7 @@ def _hand_out(
         ranks: that get some.
         device: of the tensor that the elements are for.
     """
-    words, group = f"distributing {key}", ranks.shards
+    words, shards = f"distributing {key}", ranks.shards
     flat = None
     if whole is not None:
         flat = flat_slice(whole, place.size, place.stride, 0, place.size.numel())
@@ -929,17 +936,17 @@ def _hand_out(
             values.copy_(flat)
         ranks.broadcast(words, values)
         return values
-    at = point_to_point_device(device, group)
+    at = _sending_device(device, shards)
     mine = torch.empty(place.span[1], dtype=dtype, device=at)
     if ranks.first_replica:
-        for rank in range(group.size()):
+        for rank in range(shards.size):
             first, count = place.span_of(rank) or (0, 0)
             if count and flat is not None:
                 part = flat[first : first + count].to(at, dtype)
-                guarded(words, group, _to_owner, part, mine, rank, group)
-            elif count and rank == group.rank():
-                guarded(words, group, _from_first, mine, group)
-    if ranks.replicas is not None and mine.numel():
+                shards.call(words, _to_owner, part, mine, rank, shards.group)
+            elif count and rank == shards.rank:
+                shards.call(words, _from_first, mine, shards.group)
+    if mine.numel():
         ranks.broadcast_to_replicas(words, mine)
     return mine.to(device)
 

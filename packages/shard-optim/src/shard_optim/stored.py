@@ -17,7 +17,8 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from shard_optim.exchange import MOST_BYTES
+# Bytes of the largest description.
+MOST_BYTES = 256 * 1024**2
 
 # Bytes of a file in memory while its checksum is computed.
 _CHUNK_BYTES = 16 * 1024**2
@@ -149,7 +150,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_small(path: Path) -> bytes:
-    """A whole file of at most ``exchange.MOST_BYTES``.
+    """A whole file of at most ``MOST_BYTES``.
 
     Raises:
         ValueError: if it is larger or no regular file.

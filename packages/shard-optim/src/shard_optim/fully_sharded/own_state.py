@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shard_optim.exchange import tensor_bytes
 from shard_optim.layout import flat_slice
-from shard_optim.mesh import Ranks
+from shard_optim.mesh import Mesh
 from shard_optim.origin import (
     ORIGIN,
     Sharded,
@@ -42,7 +42,7 @@ class OwnState:
         version: gives the module's present version, the same on every rank.
     """
 
-    def __init__(self, module: nn.Module, ranks: Ranks, version: Callable[[], str]) -> None:
+    def __init__(self, module: nn.Module, ranks: Mesh, version: Callable[[], str]) -> None:
         self._root, self._ranks, self._version = module, ranks, version
         self._silent = False
         for each in module.modules():
@@ -63,8 +63,8 @@ class OwnState:
         shards = self._ranks.shards
         found = ((n, sharded_of(p)) for n, p in module.named_parameters(recurse=False))
         return describe(
-            rank=shards.rank(),
-            world_size=shards.size(),
+            rank=shards.rank,
+            world_size=shards.size,
             stage=3,
             version=self._version(),
             spans={
@@ -122,7 +122,7 @@ def _is_shard(param: Tensor) -> bool:
 
 
 def _shape_problem(name: str, found: Sharded, given: Tensor) -> str:
-    place, world_size = found.place, found.ranks.shards.size()
+    place, world_size = found.place, found.ranks.shards.size
     return (
         f"{name} must have its whole shape {tuple(place.size)}, or {tuple(place.form)} as this "
         f"rank's shard of {world_size}, but got {tuple(given.shape)}"

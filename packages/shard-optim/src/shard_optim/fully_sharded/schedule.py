@@ -32,11 +32,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shard_optim.changes import agree_on_trainable, expect_changes
+from shard_optim.changes import agree_on_trainable
 from shard_optim.communication import CollectiveError
 from shard_optim.fully_sharded.replicated import ReplicatedParameters
 from shard_optim.fully_sharded.unit import Reduction, Unit
-from shard_optim.mesh import Ranks
+from shard_optim.mesh import Mesh
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -90,7 +90,7 @@ class Schedule:
         units: Sequence[Unit],
         replicated: ReplicatedParameters,
         *,
-        ranks: Ranks,
+        ranks: Mesh,
         device: torch.device,
         prefetch: int,
         reshard: bool,
@@ -106,8 +106,6 @@ class Schedule:
         self._params = [param for holder in holders for param in holder.params]
         self._names = [name for holder in holders for name in holder.names]
         self._trainable = list(map(_requires_grad, self._params))  # the same on all ranks
-        for group in ranks.levels:
-            expect_changes(group)
         self._order_digest = 0  # of all gathers and reductions since the last exchange
         self._in_forward = False
         self._expect_order(units)
@@ -302,13 +300,10 @@ class Schedule:
                 for name, now, before in zip(self._names, trainable, self._trainable, strict=True)
                 if now != before
             ]
-            for group in reversed(self._ranks.levels):
-                agree_on_trainable(
-                    [name for name, now in changed if not now],
-                    [name for name, now in changed if now],
-                    group=group,
-                    device=self._device,
-                )
+            frozen = [name for name, now in changed if not now]
+            thawed = [name for name, now in changed if now]
+            for ranks in reversed(self._ranks.levels):
+                agree_on_trainable(frozen, thawed, ranks)
             self._trainable = trainable
 
     def _reduction_order(self) -> list[Unit]:

@@ -24,7 +24,7 @@ from shard_optim.fully_sharded.unit import Slot, Unit, parameter_locations
 from shard_optim.fully_sharded.units import UnitPlan, Units, plan_units
 from shard_optim.gradients import check_clipping, clip_sharded_
 from shard_optim.layout import SHARDED, check_layout, replicated_place
-from shard_optim.mesh import resolve_ranks
+from shard_optim.mesh import check_group, resolve_mesh
 from shard_optim.origin import Sharded, replaced, watch_optimizers
 
 
@@ -97,14 +97,22 @@ class FullyShardedDataParallel(nn.Module):
         check_settings(compute_dtype, reduce_dtype, reshard_after_forward, prefetch)
         check_module(module, FullyShardedDataParallel)
         self.module = module
-        self.ranks = resolve_ranks(process_group)
-        self.process_group = self.ranks.shards
-        communication = resolve_communication(communication, self.process_group)
+        check_group(process_group)
         self.compute_dtype = compute_dtype
         named = dict(module.named_parameters())
         plans = plan_units(module, units)
         self.device = device_of(module, device)
-        self._run = self._agree(plans, reduce_dtype)
+        self.ranks = resolve_mesh(process_group, device=self.device, owner=type(self).__name__)
+        self.process_group = self.ranks.shards.group
+        communication = resolve_communication(communication, self.ranks.shards)
+        self._agree(
+            plans,
+            f"compute_dtype {compute_dtype}",
+            f"reduce_dtype {reduce_dtype}",
+            f"reshard_after_forward {reshard_after_forward}",
+            f"prefetch {prefetch}",
+            f"communication {type(communication).__qualname__}",
+        )
         owners = owners_of_parameters(module)
         self.units = []
         for plan in plans:  # one after the other: the whole model never has memory
@@ -217,7 +225,7 @@ class FullyShardedDataParallel(nn.Module):
             [param.grad for param in sharded if param.grad is not None],
             max_norm,
             norm_type=norm_type,
-            group=self.process_group,
+            ranks=self.ranks.shards,
             device=self.device,
             replicated=[p.grad for p in self.replicated.params if p.grad is not None],
         )
@@ -296,27 +304,40 @@ class FullyShardedDataParallel(nn.Module):
 
     # --- construction ------------------------------------------------------------------------
 
-    def _agree(self, plans: list[UnitPlan], reduce_dtype: torch.dtype | None) -> str:
+    def _agree(self, plans: list[UnitPlan], *settings: str) -> None:
+        """Compares all that decides which collectives are made, in which order and size."""
         unit_of = {id(param): plan.name for plan in plans for param in plan.params}
-        lines = [f"compute_dtype {self.compute_dtype}, reduce_dtype {reduce_dtype}"]
+        lines = list(settings)
+        lines += [
+            f"unit {plan.name!r}, {'one of several alike' if plan.repeated else 'alone'}"
+            for plan in plans
+        ]
         lines += [
             f"parameter {name} {tuple(param.shape)} {param.dtype} {param.device.type} "
-            f"{'trainable' if param.requires_grad else 'frozen'}, "
+            f"strides {param.stride()} {'trainable' if param.requires_grad else 'frozen'}, "
             + (f"in unit {unit_of[id(param)]!r}" if id(param) in unit_of else "replicated")
             for name, param in self.module.named_parameters()
         ]
-        return self.ranks.check_agreement(lines, self.device)
+        lines += [
+            f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}"
+            for name, buffer in self.module.named_buffers()
+        ]
+        self.ranks.agree(
+            lines,
+            must="wrap the same model with the same settings",
+            remedy="Build the model from the same configuration on every rank.",
+        )
 
     def _say_where_parameters_lie(self, small: Mapping[str, nn.Parameter]) -> None:
-        rank = self.process_group.rank()
+        rank = self.ranks.shards.rank
         places = [(p, unit.place(at)) for unit in self.units for at, p in enumerate(unit.params)]
         places += [(param, replicated_place(name, param, rank)) for name, param in small.items()]
         for param, place in places:
-            setattr(param, SHARDED, Sharded(place=place, ranks=self.ranks, run=self._run))
+            setattr(param, SHARDED, Sharded(place=place, ranks=self.ranks))
         watch_optimizers()
 
     def _moment(self) -> str:
-        return f"{self._run}.{self.schedule.generation}"
+        return f"{self.ranks.name}.{self.schedule.generation}"
 
     @torch.no_grad()
     def _broadcast(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
