@@ -19,8 +19,8 @@ from ddp_lite.peer import PeerCopies, PeerCopyAverage, PeerMemory, choose_commun
 from shard_optim import (
     FullyShardedDataParallel,
     ShardedOptimizer,
-    full_optimizer_state,
-    load_full_optimizer_state,
+    full_state,
+    load_full_state,
 )
 
 #: State dicts of the model and of the optimizer, on rank 0's CPU; two empty ones elsewhere.
@@ -127,19 +127,17 @@ class Replicas:
 
     def state(self) -> State:
         """Of the replica on rank 0, and of all ranks' shares of the optimizer's state."""
-        optimizer = (
-            self.optimizer.full_state_dict()
-            if isinstance(self.optimizer, ShardedOptimizer)
-            else self.optimizer.state_dict()
-        )
+        if isinstance(self.optimizer, ShardedOptimizer):
+            whole = full_state(self.model, self.optimizer) or {"model": {}, "optimizer": {}}
+            return whole["model"], whole["optimizer"]
         if dist.get_rank() != 0:
             return {}, {}
-        return _on_cpu(self.model.state_dict()), _on_cpu(optimizer)
+        return _on_cpu(self.model.state_dict()), _on_cpu(self.optimizer.state_dict())
 
     def load(self, optimizer: Mapping[str, Any]) -> None:
         """Rank 0's optimizer state; the wrapper has given its weights to the others."""
         if isinstance(self.optimizer, ShardedOptimizer):
-            self.optimizer.load_full_state_dict(optimizer)
+            load_full_state({"optimizer": optimizer}, optimizer=self.optimizer)
             return
         given = [optimizer]
         dist.broadcast_object_list(given, src=0)
@@ -180,15 +178,12 @@ class ShardedGradients:
 
     def state(self) -> State:
         """Of the whole parameters on rank 0, and of all ranks' shares of the optimizer's state."""
-        self.optimizer.wait()
-        optimizer = self.optimizer.full_state_dict()
-        if dist.get_rank() != 0:
-            return {}, {}
-        return _on_cpu(self.module.state_dict()), _on_cpu(optimizer)
+        whole = full_state(self.module, self.optimizer) or {"model": {}, "optimizer": {}}
+        return whole["model"], whole["optimizer"]
 
     def load(self, optimizer: Mapping[str, Any]) -> None:
         """Rank 0's optimizer state."""
-        self.optimizer.load_full_state_dict(optimizer)
+        load_full_state({"optimizer": optimizer}, optimizer=self.optimizer)
 
     def explain(self) -> str:
         """The stage in words."""
@@ -230,17 +225,16 @@ class ShardedParameters:
 
     def state(self) -> State:
         """Gathered one tensor at a time on rank 0's CPU."""
-        model = self.module.full_state_dict()
-        optimizer = full_optimizer_state(self.module, self.optimizer) or {}
-        for group in optimizer.get("param_groups", []):  # as of an update that is not recorded
+        whole = full_state(self.module, self.optimizer) or {"model": {}, "optimizer": {}}
+        for group in whole["optimizer"].get("param_groups", []):  # as of an unrecorded update
             group["lr"] = float(group["lr"])
             if "capturable" in group:
                 group["capturable"] = False
-        return model or {}, optimizer
+        return whole["model"], whole["optimizer"]
 
     def load(self, optimizer: Mapping[str, Any]) -> None:
         """Rank 0's optimizer state, of which every rank takes its share."""
-        load_full_optimizer_state(self.module, self.optimizer, optimizer)
+        load_full_state({"optimizer": optimizer}, optimizer=self.optimizer)
 
     def explain(self) -> str:
         """The stage in words."""

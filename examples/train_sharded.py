@@ -23,8 +23,8 @@ from basics_model.sizes import SizeName
 from shard_optim import (
     FullyShardedDataParallel,
     OffloadedOptimizer,
-    load_fully_sharded,
-    save_fully_sharded,
+    load,
+    save,
 )
 from shard_optim.accounting import fully_sharded_buffers, rank_memory
 
@@ -171,7 +171,7 @@ def main(
     checkpoint = newest(checkpoint_dir)
     done = 0
     if checkpoint is not None:
-        load_fully_sharded(model, optimizer, checkpoint)
+        load(checkpoint, model, optimizer)
         done = int(checkpoint.name)
     dataset = TokenDataset(tokens, context, seed=done, rank=dist.get_rank(), world_size=world_size)
 
@@ -190,7 +190,7 @@ def main(
     if first and device.type == "cuda":
         typer.echo(f"peak memory {torch.cuda.max_memory_allocated() / GIB:.2f} GiB")
     if checkpoint_dir is not None:
-        save_fully_sharded(model, optimizer, checkpoint_dir / str(done + steps))
+        save(checkpoint_dir / str(done + steps), model, optimizer)
     dist.destroy_process_group()
 
 

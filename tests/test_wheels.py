@@ -17,7 +17,8 @@ from scripts import run_readme
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = sorted(path.parent.name for path in (ROOT / "packages").glob("*/pyproject.toml"))
 SIBLING_REQUIREMENTS = {
-    "bench-harness": {"basics-model", "ddp-lite", "flashattn-triton", "shard-optim"}
+    "bench-harness": {"basics-model", "ddp-lite", "flashattn-triton", "shard-optim"},
+    "shard-optim": {"ddp-lite"},
 }
 FIRST = tomllib.loads((ROOT / "packages" / NAMES[0] / "pyproject.toml").read_text())
 REPOSITORY = FIRST["project"]["urls"]["Source"]

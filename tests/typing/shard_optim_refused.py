@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from shard_optim import ShardedOptimizer, plan_buckets, save_checkpoint
+from shard_optim import ShardedOptimizer, plan_buckets, save
 
 
 def mistakes(module: nn.Module) -> None:
@@ -14,5 +14,5 @@ def mistakes(module: nn.Module) -> None:
     ShardedOptimizer(module.parameters(), optimizer)  # refused
     ShardedOptimizer(module.parameters())  # refused
     optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)  # refused
-    save_checkpoint("folder", optimizer)  # refused
+    save(optimizer, "folder")  # refused
     plan_buckets([1], world_size=2, partition="equal", bucket_numel=1)  # refused

@@ -16,13 +16,11 @@ from shard_optim import (
     ShardedOptimizer,
     Span,
     WholeMatrixOptimizer,
-    full_optimizer_state,
-    load_checkpoint,
-    load_full_optimizer_state,
-    load_fully_sharded,
+    full_state,
+    load,
+    load_full_state,
     plan_buckets,
-    save_checkpoint,
-    save_fully_sharded,
+    save,
 )
 
 
@@ -58,9 +56,9 @@ def train(module: nn.Module, group: dist.ProcessGroup, folder: Path) -> None:
         print(norm, optimizer.local_gradients())
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
     optimizer.load_state_dict(optimizer.state_dict())
-    optimizer.load_full_state_dict(optimizer.full_state_dict())
-    save_checkpoint(optimizer, folder)
-    load_checkpoint(optimizer, str(folder))
+    load_full_state(full_state(module, optimizer), module, optimizer)
+    save(folder, optimizer=optimizer)
+    load(str(folder), optimizer=optimizer)
 
 
 def plan() -> list[Span | None]:
@@ -90,8 +88,8 @@ def fully_sharded(module: nn.Module, group: dist.ProcessGroup, folder: Path) -> 
     matrices = [parameter for name, parameter in model.named_parameters() if "weight" in name]
     muon = WholeMatrixOptimizer(model, matrices, torch.optim.Muon, lr=0.02)
     muon.step()
-    saving = save_fully_sharded(model, optimizer, folder, background_group=group)
+    saving = save(folder, model, optimizer, background_group=group)
     if saving is not None:
         saving.result()
-    load_fully_sharded(model, None, str(folder))
-    load_full_optimizer_state(model, optimizer, full_optimizer_state(model, optimizer))
+    load(str(folder), model)
+    load_full_state(full_state(model, optimizer), model, optimizer)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ddp_lite.ranks import Ranks
 from shard_optim.communication import all_gather_several, reduce_scatter_several
 
 
@@ -25,9 +26,10 @@ def test_gathers_of_several_tensors_avoid_the_call_that_corrupts_gloos_memory(gl
     monkeypatch.setattr(dist.ProcessGroup, "allgather_into_tensor_coalesced", refuse)
     parts = [torch.arange(3.0), torch.arange(7.0)]
     wholes = [torch.zeros(3), torch.zeros(7)]
-    all_gather_several(wholes, parts, gloo).wait()
+    ranks = Ranks(gloo, torch.device("cpu"), "test")
+    all_gather_several(wholes, parts, ranks).wait()
     averages = [torch.zeros(3), torch.zeros(7)]
-    reduce_scatter_several(averages, parts, gloo).wait()
+    reduce_scatter_several(averages, parts, ranks).wait()
     for part, whole, average in zip(parts, wholes, averages, strict=True):
         assert torch.equal(whole, part)
         assert torch.equal(average, part)

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp_lite.ranks import Ranks
 from ranks import run_ranks
 from shard_optim import FullyShardedDataParallel, ShardedOptimizer
 from shard_optim.communication import GroupCollectives
@@ -14,7 +15,7 @@ class Counting(GroupCollectives):
     """The group's own collectives, counted by the elements of whole tensors."""
 
     def __init__(self, group):
-        super().__init__(group)
+        super().__init__(Ranks(group, torch.device("cpu"), "test"))
         self.reduced = self.gathered = 0
 
     def reduce_scatter(self, outputs, inputs, /):
@@ -73,13 +74,11 @@ def given_and_default(rank, world_size):
     with pytest.raises(
         ValueError, match=r"must be for the group of 2 ranks .* got one for 1 ranks"
     ):
-        ShardedOptimizer(
-            stack().parameters(), torch.optim.SGD, communication=GroupCollectives(alone)
-        )
+        ShardedOptimizer(stack().parameters(), torch.optim.SGD, communication=Counting(alone))
     with pytest.raises(
         ValueError, match=r"must be for the group of 2 ranks .* got one for 1 ranks"
     ):
-        FullyShardedDataParallel(stack(), communication=GroupCollectives(alone))
+        FullyShardedDataParallel(stack(), communication=Counting(alone))
 
 
 def test_stages_2_and_3_move_everything_through_it():

@@ -1,5 +1,6 @@
 """Messages between ranks: values as JSON in tensors of bytes, without pickle and without NumPy."""
 
+import dataclasses
 import math
 
 import pytest
@@ -7,9 +8,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shard_optim import ShardedOptimizer, exchange
-from shard_optim.checkpoint.full_state import Entry
+import ddp_lite.ranks
+from shard_optim import ShardedOptimizer
 from shard_optim.exchange import all_gather_values, broadcast_value, decode, encode
+from whole_state import load_whole_optimizer, whole_optimizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+    kind: str
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] = ()
+
 
 VALUES = [
     None,
@@ -71,8 +81,8 @@ def check_collectives(rank: int, world_size: int) -> None:
     for call in (all_gather_values, broadcast_value):
         with pytest.raises(TypeError, match=r"but got object\. .* \(on rank 0 of 2\)"):
             call(object() if rank == 0 else 1, dist.group.WORLD)
-    exchange.MOST_BYTES = 150
-    with pytest.raises(ValueError, match="longest from rank 1"):
+    ddp_lite.ranks._MOST_MESSAGE_BYTES = 150
+    with pytest.raises(ValueError, match="bytes from rank 1"):
         all_gather_values(values[rank], dist.group.WORLD)
     with pytest.raises(ValueError, match="must fit into"):
         broadcast_value("x" * 200, dist.group.WORLD)
@@ -94,7 +104,7 @@ def check_no_object_collectives(rank: int, world_size: int) -> None:
         optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW)
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
-        optimizer.load_full_state_dict(optimizer.full_state_dict())
+        load_whole_optimizer(optimizer, whole_optimizer(optimizer))
     finally:
         c10d._object_to_tensor, c10d._tensor_to_object = before
         torch.Tensor.numpy = numpy

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ranks import run_ranks
-from shard_optim import CollectiveError, ShardedOptimizer, load_checkpoint, save_checkpoint
+from shard_optim import CollectiveError, ShardedOptimizer, files, load, save
 from shard_optim.layout import Bucket
+from whole_state import load_whole_optimizer, whole_optimizer
 
 STEPS, SAVE_EVERY, KILLED_STEP = 8, 2, 5
 
@@ -44,18 +45,18 @@ def make():
     return model, optimizer
 
 
-def save(model, optimizer, folder, step):
+def save_pair(model, optimizer, folder, step):
     """The parameters first: the checkpoint of the optimizer is what makes the pair complete."""
     if optimizer.rank == 0:
         torch.save(model.state_dict(), f"{folder}/model-{step}.pt")
-    save_checkpoint(optimizer, f"{folder}/{step}")
+    save(f"{folder}/{step}", optimizer=optimizer)
 
 
 def resume(model, optimizer, folder):
     """Loads the last complete pair; returns its step."""
     step = max(int(path.parent.name) for path in Path(folder).glob("*/.metadata"))
     model.load_state_dict(torch.load(f"{folder}/model-{step}.pt", weights_only=True))
-    load_checkpoint(optimizer, f"{folder}/{step}")
+    load(f"{folder}/{step}", optimizer=optimizer)
     return step
 
 
@@ -66,9 +67,7 @@ def arm(model, where):
     elif where == "gather":
         Bucket.launch_gather = die
     elif where == "save":
-        from torch.distributed.checkpoint.filesystem import FileSystemWriter
-
-        FileSystemWriter.write_data = die
+        files.write_file = die
 
 
 def run(rank, world_size, folder, where=None, start_again=False):
@@ -83,7 +82,7 @@ def run(rank, world_size, folder, where=None, start_again=False):
         model(mine).square().mean().backward()
         optimizer.step()
         if (step + 1) % SAVE_EVERY == 0 and not start_again:
-            save(model, optimizer, folder, step + 1)
+            save_pair(model, optimizer, folder, step + 1)
     return [value.tolist() for value in model.state_dict().values()]
 
 
@@ -118,18 +117,17 @@ def load_and_die(rank, world_size, folder, kind):
     model, optimizer = make()
     model(torch.ones(2, 6)).sum().backward()
     optimizer.step()
-    save_checkpoint(optimizer, folder)
-    full = optimizer.full_state_dict()
+    save(folder, optimizer=optimizer)
+    full = whole_optimizer(optimizer)
     before = str(optimizer.state_dict())
     if rank == 1 and kind == "checkpoint":
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-        FileSystemReader.read_data = die
+        files.read_elements = die
     elif rank == 1:
-        dist.recv = die
-    load = load_checkpoint if kind == "checkpoint" else ShardedOptimizer.load_full_state_dict
+        dist.irecv = die
     with pytest.raises(CollectiveError) as caught:
-        load(optimizer, folder if kind == "checkpoint" else full)
+        load(folder, optimizer=optimizer) if kind == "checkpoint" else load_whole_optimizer(
+            optimizer, full
+        )
     assert str(optimizer.state_dict()) == before
     return str(caught.value)
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ranks import run_ranks, set_collective_timeout
-from shard_optim import FullyShardedDataParallel, load_fully_sharded, save_fully_sharded
+from shard_optim import FullyShardedDataParallel, load, save
 
 WIDTH, STEPS, SAVE_EVERY, FAULTY_STEP = 64, 6, 2, 3
 # Seconds after which the survivor's group gives up, within which it must have said so, and that a
@@ -86,7 +86,7 @@ def run(rank, world_size, folder, over, where=None, fault=None, start_again=Fals
     first = 0
     if start_again:
         first = max(int(path.parent.name) for path in Path(folder).glob("*/.metadata"))
-        load_fully_sharded(model, optimizer, f"{folder}/{first}")
+        load(f"{folder}/{first}", model, optimizer)
     for step in range(first, STEPS):
         if step == FAULTY_STEP and where is not None:
             torch.cuda.synchronize()
@@ -105,7 +105,7 @@ def run(rank, world_size, folder, over, where=None, fault=None, start_again=Fals
         model(inputs).square().mean().backward()
         optimizer.step()
         if (step + 1) % SAVE_EVERY == 0 and not start_again:
-            save_fully_sharded(model, optimizer, f"{folder}/{step + 1}")
+            save(f"{folder}/{step + 1}", model, optimizer)
     return [value.tolist() for value in model.full_parameters().values()]
 
 

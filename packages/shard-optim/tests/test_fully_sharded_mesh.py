@@ -8,8 +8,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fully_sharded_models import OPTIMIZERS, loss_of, net, poison
 from ranks import run_ranks
-from shard_optim import FullyShardedDataParallel, load_fully_sharded, save_fully_sharded
+from shard_optim import FullyShardedDataParallel, load, save
 from shard_optim.communication import CollectiveError
+from whole_state import load_whole_model, whole_model
 
 STEPS = 3
 
@@ -62,18 +63,18 @@ def check_two_levels(rank, world_size, folder):
         assert torch.equal(*everywhere)
 
     # Checkpoints: the same folder for two levels of ranks and for one.
-    save_fully_sharded(model, optimizer, f"{folder}/two")
+    save(f"{folder}/two", model, optimizer)
     error = FileExistsError if rank < 2 else CollectiveError
     with pytest.raises(error, match="Save to a new folder"):
-        save_fully_sharded(model, optimizer, f"{folder}/two")
+        save(f"{folder}/two", model, optimizer)
     flat = FullyShardedDataParallel(net(seed=rank))
     flat_optimizer = torch.optim.AdamW(flat.parameters())
-    load_fully_sharded(flat, flat_optimizer, f"{folder}/two")
+    load(f"{folder}/two", flat, flat_optimizer)
     assert_same(flat, expected)
-    save_fully_sharded(flat, flat_optimizer, f"{folder}/one")
+    save(f"{folder}/one", flat, flat_optimizer)
     again = FullyShardedDataParallel(net(seed=rank), process_group=mesh)
     again_optimizer = torch.optim.AdamW(again.parameters())
-    load_fully_sharded(again, again_optimizer, f"{folder}/one")
+    load(f"{folder}/one", again, again_optimizer)
     for a, b in ((model, optimizer), (again, again_optimizer)):
         train(a, b, rank, [STEPS])
     assert all(
@@ -82,12 +83,10 @@ def check_two_levels(rank, world_size, folder):
 
     # The same in the background, over a group of all ranks.
     background = dist.new_group(backend="gloo")
-    save_fully_sharded(
-        again, again_optimizer, f"{folder}/background", background_group=background
-    ).result()
+    save(f"{folder}/background", again, again_optimizer, background_group=background).result()
     loaded = FullyShardedDataParallel(net(seed=rank))
     loaded_optimizer = torch.optim.AdamW(loaded.parameters())
-    load_fully_sharded(loaded, loaded_optimizer, f"{folder}/background")
+    load(f"{folder}/background", loaded, loaded_optimizer)
     found = loaded.full_parameters()
     for name, value in again.full_parameters().items():
         assert torch.equal(found[name], value), name
@@ -95,13 +94,13 @@ def check_two_levels(rank, world_size, folder):
     assert step_of == [STEPS + 1] * 2
     pairs = [dist.new_group(pair, backend="gloo") for pair in ([0, 1], [2, 3])]
     with pytest.raises(ValueError, match="ranks of the model's group or mesh, in their order"):
-        save_fully_sharded(again, None, f"{folder}/pair", background_group=pairs[rank // 2])
+        save(f"{folder}/pair", again, background_group=pairs[rank // 2])
 
     # A whole state dict, from the first rank to all.
-    whole = again.full_state_dict()
+    whole = whole_model(again)
     assert (whole is None) == (rank != 0)
     other = FullyShardedDataParallel(net(seed=7), process_group=mesh)
-    other.load_full_state_dict(whole)
+    load_whole_model(other, whole)
     assert all(
         torch.equal(a, b) for a, b in zip(other.parameters(), again.parameters(), strict=True)
     )
@@ -109,13 +108,13 @@ def check_two_levels(rank, world_size, folder):
     # Parameters frozen on one pair only.
     other.module.blocks[0 if rank < 2 else 1].up.weight.requires_grad_(False)
     with pytest.raises(
-        RuntimeError, match=r"rank \d froze blocks\.0\.up\.weight, and rank \d froze blocks\.1\.up"
+        RuntimeError, match=r"rank \d: froze blocks\.0\.up\.weight; rank \d: froze blocks\.1\.up"
     ):
         loss_of(other, 0, rank).backward()
 
     # Models that differ between pairs only, and too many dimensions.
     different = nn.Linear(4, 4 if rank < 2 else 5)
-    with pytest.raises(RuntimeError, match=r"rank 2 has \[parameter weight \(5, 4\)"):
+    with pytest.raises(RuntimeError, match=r"ranks 2, 3: parameter weight \(5, 4\)"):
         FullyShardedDataParallel(different, process_group=mesh)
     deep = init_device_mesh("cpu", (1, 2, 2))
     with pytest.raises(ValueError, match="one dimension, or of two"):

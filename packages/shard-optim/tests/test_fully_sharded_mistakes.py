@@ -11,11 +11,12 @@ from shard_optim import (
     FullyShardedDataParallel,
     ShardedOptimizer,
     WholeMatrixOptimizer,
-    full_optimizer_state,
-    load_full_optimizer_state,
-    load_fully_sharded,
-    save_fully_sharded,
+    full_state,
+    load,
+    load_full_state,
+    save,
 )
+from whole_state import load_whole_model, load_whole_optimizer
 
 NOT_WRAPPED = "model must be a FullyShardedDataParallel, but got Net. Pass the wrapper itself"
 NO_OPTIMIZER = "optimizer must be a torch.optim.Optimizer, but got"
@@ -71,44 +72,44 @@ def check_functions(rank, world_size, folder):
     state = optimizer.state_dict()
     own = dist.group.WORLD
     cases = [
-        (TypeError, NOT_WRAPPED, lambda: save_fully_sharded(plain, theirs, folder)),
-        (TypeError, NOT_WRAPPED, lambda: save_fully_sharded(model.module, optimizer, folder)),
-        (TypeError, "but got AdamW", lambda: save_fully_sharded(optimizer, model, folder)),
-        (TypeError, NO_OPTIMIZER, lambda: save_fully_sharded(model, state, folder)),
-        (ValueError, NOT_THE_MODELS, lambda: save_fully_sharded(model, theirs, folder)),
+        (TypeError, NOT_WRAPPED, lambda: save(folder, plain, theirs)),
+        (TypeError, NOT_WRAPPED, lambda: save(folder, model.module, optimizer)),
+        (TypeError, "but got AdamW", lambda: save(folder, optimizer, model)),
+        (TypeError, NO_OPTIMIZER, lambda: save(folder, model, state)),
+        (ValueError, NOT_THE_MODELS, lambda: save(folder, model, theirs)),
         (
             ValueError,
             NOT_THE_MODELS,
-            lambda: save_fully_sharded(
-                model, ShardedOptimizer(net().parameters(), torch.optim.AdamW), folder
-            ),
+            lambda: save(folder, model, ShardedOptimizer(net().parameters(), torch.optim.AdamW)),
         ),
-        (TypeError, NO_PATH, lambda: save_fully_sharded(model, optimizer, 3)),
+        (TypeError, NO_PATH, lambda: save(3, model, optimizer)),
         (
             TypeError,
             r"background_group must be a process group, but got True.*new_group\(backend=",
-            lambda: save_fully_sharded(model, optimizer, folder, background_group=True),
+            lambda: save(folder, model, optimizer, background_group=True),
         ),
         (
             ValueError,
             "background_group must be a group that nothing else uses, but got the model's own",
-            lambda: save_fully_sharded(model, optimizer, folder, background_group=own),
+            lambda: save(folder, model, optimizer, background_group=own),
         ),
-        (TypeError, NOT_WRAPPED, lambda: load_fully_sharded(plain, theirs, folder)),
-        (TypeError, NO_OPTIMIZER, lambda: load_fully_sharded(model, "adamw", folder)),
-        (ValueError, NOT_THE_MODELS, lambda: load_fully_sharded(model, theirs, folder)),
-        (TypeError, NO_PATH, lambda: load_fully_sharded(model, optimizer, 3)),
+        (TypeError, NOT_WRAPPED, lambda: load(folder, plain, theirs)),
+        (TypeError, NO_OPTIMIZER, lambda: load(folder, model, "adamw")),
+        (ValueError, NOT_THE_MODELS, lambda: load(folder, model, theirs)),
+        (TypeError, NO_PATH, lambda: load(3, model, optimizer)),
         (
             FileNotFoundError,
             "must have been saved completely",
-            lambda: load_fully_sharded(model, optimizer, f"{folder}/nothing"),
+            lambda: load(f"{folder}/nothing", model, optimizer),
         ),
-        (TypeError, NOT_WRAPPED, lambda: full_optimizer_state(plain, theirs)),
-        (TypeError, "but got AdamW", lambda: full_optimizer_state(optimizer, model)),
-        (TypeError, NO_OPTIMIZER, lambda: full_optimizer_state(model, None)),
-        (ValueError, NOT_THE_MODELS, lambda: full_optimizer_state(model, theirs)),
-        (TypeError, NOT_WRAPPED, lambda: load_full_optimizer_state(plain, theirs, state)),
-        (TypeError, NO_OPTIMIZER, lambda: load_full_optimizer_state(model, None, state)),
+        (TypeError, NOT_WRAPPED, lambda: full_state(plain, theirs)),
+        (TypeError, "but got AdamW", lambda: full_state(optimizer, model)),
+        (TypeError, NO_OPTIMIZER, lambda: full_state(model, 3)),
+        (TypeError, "but got AdamW", lambda: full_state(optimizer=theirs)),
+        (TypeError, "model must be .*, but got NoneType", lambda: full_state()),
+        (ValueError, NOT_THE_MODELS, lambda: full_state(model, theirs)),
+        (TypeError, NOT_WRAPPED, lambda: load_full_state(state, plain, theirs)),
+        (TypeError, NO_OPTIMIZER, lambda: load_full_state(state, model, 3)),
         (TypeError, NOT_WRAPPED, lambda: WholeMatrixOptimizer(plain, [], torch.optim.Muon)),
         (
             TypeError,
@@ -152,7 +153,7 @@ def check_wrong_full_states(rank, world_size):
         (plain | {"more": torch.ones(1)}, "it holds more, which the model does not"),
     ):
         with pytest.raises(ValueError, match=text):
-            model.load_full_state_dict(only_on_the_first(rank, wrong))
+            load_whole_model(model, only_on_the_first(rank, wrong))
     groups = optimizer.state_dict()["param_groups"]
     for wrong, text in (
         ([1], "got list without state and param_groups"),
@@ -162,7 +163,7 @@ def check_wrong_full_states(rank, world_size):
         ({"state": {99: {}}, "param_groups": groups}, "state of parameter 99 where there are"),
     ):
         with pytest.raises(ValueError, match=text):
-            load_full_optimizer_state(model, optimizer, only_on_the_first(rank, wrong))
+            load_whole_optimizer(optimizer, only_on_the_first(rank, wrong))
 
 
 def check_moved_parameters(rank, world_size):
@@ -206,8 +207,34 @@ def save_over_part_of_the_ranks(rank, world_size, folder):
     model = FullyShardedDataParallel(net())
     part = dist.new_group([0, 1])
     with pytest.raises((TypeError, ValueError), match="background_group must"):
-        save_fully_sharded(model, None, folder, background_group=part)
+        save(folder, model, background_group=part)
 
 
 def test_a_background_group_of_other_ranks(tmp_path):
     run_ranks(save_over_part_of_the_ranks, 3, str(tmp_path / "folder"))
+
+
+SETTINGS = {
+    "units": lambda module: {"units": list(module.blocks)[:2]},
+    "reshard_after_forward": lambda module: {"reshard_after_forward": False},
+    "prefetch": lambda module: {"prefetch": 2},
+    "compute_dtype": lambda module: {"compute_dtype": torch.bfloat16},
+    "strides": lambda module: {},
+}
+
+
+def settings_that_differ(rank, world_size):
+    for name, settings in SETTINGS.items():
+        module = net()
+        if name == "strides" and rank == 1:
+            weight = module.embed.weight
+            weight.data = weight.data.t().contiguous().t()
+        word = "unit" if name == "units" else name
+        with pytest.raises(RuntimeError, match=rf"rank 0: .*{word}.*; rank 1: .*"):
+            FullyShardedDataParallel(module, **(settings(module) if rank == 1 else {}))
+    model = FullyShardedDataParallel(net())
+    loss_of(model, 0, rank).backward()
+
+
+def test_settings_that_differ_between_ranks_are_named():
+    run_ranks(settings_that_differ, 2)

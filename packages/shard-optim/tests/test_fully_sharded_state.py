@@ -11,19 +11,10 @@ from torch import nn
 
 from fully_sharded_models import OPTIMIZERS, batch, loss_of, net
 from ranks import run_ranks
-from shard_optim import (
-    FullyShardedDataParallel,
-    OffloadedOptimizer,
-    ShardedOptimizer,
-    full_optimizer_state,
-    load_checkpoint,
-    load_full_optimizer_state,
-    load_fully_sharded,
-    save_checkpoint,
-    save_fully_sharded,
-)
-from shard_optim.fully_sharded.state import flat_slice, parameter_locations
-from shard_optim.fully_sharded.unit import Unit
+from shard_optim import FullyShardedDataParallel, OffloadedOptimizer, ShardedOptimizer, load, save
+from shard_optim.fully_sharded.unit import Unit, parameter_locations
+from shard_optim.layout import flat_slice
+from whole_state import load_whole_model, load_whole_optimizer, whole_model, whole_optimizer
 
 
 def model_with_everything():
@@ -84,7 +75,7 @@ def check_leg(rank, world_size, folder, leg):
     model = FullyShardedDataParallel(module)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.7, weight_decay=0.1)
     if leg:
-        load_fully_sharded(model, optimizer, f"{folder}/{leg - 1}")
+        load(f"{folder}/{leg - 1}", model, optimizer)
         assert model.module.calls.tolist() == [3.0, 4.0]
         assert optimizer.param_groups[0]["lr"] == 0.05
     else:
@@ -95,11 +86,11 @@ def check_leg(rank, world_size, folder, leg):
     update(expected, plain, range(2 * leg, 2 * leg + 2))
     assert_same(model, expected)
     group = dist.new_group(backend="gloo")
-    saving = save_fully_sharded(model, optimizer, f"{folder}/{leg}", background_group=group)
+    saving = save(f"{folder}/{leg}", model, optimizer, background_group=group)
     update(model, optimizer, [99])  # what is being saved does not change any more
     saving.result()
     with pytest.raises(FileExistsError, match="Save to a new folder"):
-        save_fully_sharded(model, optimizer, f"{folder}/{leg}")
+        save(f"{folder}/{leg}", model, optimizer)
 
 
 def test_one_to_four_ranks_and_back(tmp_path):
@@ -115,28 +106,28 @@ def check_exchange(rank, world_size, folder, stage):
     model = FullyShardedDataParallel(model_with_everything())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
     update(model, optimizer, range(2))
-    save_fully_sharded(model, optimizer, f"{folder}/3")
+    save(f"{folder}/3", model, optimizer)
     smaller, larger = net(tied=True), model_with_everything()
     larger.more = nn.Linear(3, 3)
     for other, name in ((smaller, "conv.weight"), (larger, "more.weight")):
         with pytest.raises(ValueError, match=rf"of the same model|must hold model\.{name}"):
-            load_fully_sharded(FullyShardedDataParallel(other), None, f"{folder}/3")
+            load(f"{folder}/3", FullyShardedDataParallel(other))
 
     second = model_with_everything()
     second.load_state_dict(expected.state_dict())
     sharded = ShardedOptimizer(
         second.parameters(), torch.optim.AdamW, lr=0.7, reduce_gradients=stage == 2
     )
-    load_checkpoint(sharded, f"{folder}/3")
+    load(f"{folder}/3", optimizer=sharded)
     update(second, sharded, [2], reduced=stage == 2)
     update(expected, plain, [2])
     for (name, a), b in zip(second.named_parameters(), expected.parameters(), strict=True):
         assert torch.equal(a, b), name
-    save_checkpoint(sharded, f"{folder}/{stage}")
+    save(f"{folder}/{stage}", optimizer=sharded)
 
     full = expected.state_dict()
-    model.load_full_state_dict(full if rank == 0 else None)
-    load_fully_sharded(model, optimizer, f"{folder}/{stage}")
+    load_whole_model(model, full if rank == 0 else None)
+    load(f"{folder}/{stage}", optimizer=optimizer)
     update(model, optimizer, [3])
     update(expected, plain, [3])
     assert_same(model, expected)
@@ -150,7 +141,7 @@ def test_exchange_with_stages_1_and_2(tmp_path, stage):
 def check_state_dicts(rank, world_size):
     whole = model_with_everything()
     model = FullyShardedDataParallel(model_with_everything())
-    full = model.full_state_dict()
+    full = whole_model(model)
     if rank == 0:
         assert list(full) == list(whole.state_dict())
         for name, value in whole.state_dict().items():
@@ -180,7 +171,7 @@ def check_optimizer_state(rank, world_size):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
     update(expected, plain, range(2))
     update(model, optimizer, range(2))
-    full = full_optimizer_state(model, optimizer)
+    full = whole_optimizer(optimizer)
     assert (full is None) == (rank > 0)
     if full is not None:
         for index, state in plain.state_dict()["state"].items():
@@ -189,15 +180,15 @@ def check_optimizer_state(rank, world_size):
                 assert full["state"][index][key].stride() == value.stride(), (index, key)
         plain.load_state_dict(full)
     fresh = torch.optim.AdamW(model.parameters(), lr=0.7)
-    load_full_optimizer_state(model, fresh, plain.state_dict() if rank == 0 else None)
+    load_whole_optimizer(fresh, plain.state_dict() if rank == 0 else None)
     assert fresh.param_groups[0]["lr"] == 0.05
     update(model, fresh, [2])
     update(expected, plain, [2])
     assert_same(model, expected)
 
     offloaded = OffloadedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.7)
-    load_full_optimizer_state(model, offloaded, plain.state_dict() if rank == 0 else None)
-    full = full_optimizer_state(model, offloaded)
+    load_whole_optimizer(offloaded, plain.state_dict() if rank == 0 else None)
+    full = whole_optimizer(offloaded)
     if full is not None:
         for index, state in plain.state_dict()["state"].items():
             for key, value in state.items():
@@ -211,7 +202,7 @@ def check_optimizer_state(rank, world_size):
         (None, "got NoneType"),
     ):
         with pytest.raises(ValueError, match=message):
-            load_full_optimizer_state(model, fresh, bad if rank == 0 else None)
+            load_whole_optimizer(fresh, bad if rank == 0 else None)
     update(model, fresh, [3])
     update(expected, plain, [3])
     assert_same(model, expected)
@@ -227,10 +218,10 @@ def check_wrong_state_dicts(rank, world_size):
     ):
         model.load_state_dict(wrong)
     with pytest.raises(ValueError, match=r"blocks\.1\.up\.weight has shape \(13, 9\)"):
-        model.load_full_state_dict(wrong if rank == 0 else None)
+        load_whole_model(model, wrong if rank == 0 else None)
     del wrong["blocks.1.up.weight"]
     with pytest.raises(ValueError, match=r"blocks\.1\.up\.weight is missing"):
-        model.load_full_state_dict(wrong if rank == 0 else None)
+        load_whole_model(model, wrong if rank == 0 else None)
     for name, value in model.full_parameters().items():
         assert torch.equal(value, before[name])
 
@@ -393,6 +384,6 @@ def build_different(rank, world_size):
 
 
 def test_mismatched_models_are_named_on_every_rank():
-    expected = r"RuntimeError: every rank must wrap the same model.*blocks\.4"
+    expected = r"ModelMismatchError: every rank must wrap the same model.*blocks\.4"
     for outcome in run_ranks(build_different, 2, check=False):
         assert re.search(expected, outcome.error, re.S), outcome.error

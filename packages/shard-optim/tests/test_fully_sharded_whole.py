@@ -10,16 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fully_sharded_models import average_gradients, loss_of, net
 from ranks import run_ranks
-from shard_optim import (
-    FullyShardedDataParallel,
-    ShardedOptimizer,
-    WholeMatrixOptimizer,
-    full_optimizer_state,
-    load_full_optimizer_state,
-    load_fully_sharded,
-    save_fully_sharded,
-)
+from shard_optim import FullyShardedDataParallel, ShardedOptimizer, WholeMatrixOptimizer, load, save
 from shard_optim.fully_sharded.whole import assign_owners, orthogonalization_cost
+from whole_state import load_whole_optimizer, whole_optimizer
 
 MUON = functools.partial(torch.optim.Muon, lr=0.05, momentum=0.9)
 
@@ -89,10 +82,10 @@ def check_training(rank, world_size, folder):
     if world_size == 2:
         train(model, optimizers, rank, range(2))
         for number, optimizer in enumerate(optimizers):
-            save_fully_sharded(model, optimizer, f"{folder}/{number}")
+            save(f"{folder}/{number}", model, optimizer)
     model, *optimizers = sharded()
     for number, optimizer in enumerate(optimizers):
-        load_fully_sharded(model, optimizer, f"{folder}/{number}")
+        load(f"{folder}/{number}", model, optimizer)
     if world_size == 2:
         train(model, optimizers, rank, range(2, 4))
         assert_equal(model, expected, exact=True)
@@ -109,7 +102,7 @@ def check_full_state(rank, world_size):
     reference = MUON(matrices_of(plain))
     model, muon, adamw = sharded()
     train(model, (muon, adamw), rank, range(2))
-    full, weights = full_optimizer_state(model, muon), model.full_parameters()
+    full, weights = whole_optimizer(muon), model.full_parameters()
     assert (full is None) == (rank > 0)
     plain.load_state_dict(expected.state_dict())
     if full is not None:
@@ -117,7 +110,7 @@ def check_full_state(rank, world_size):
         reference.load_state_dict(full)
     model, fresh, _ = sharded()
     model.load_state_dict(weights)
-    load_full_optimizer_state(model, fresh, full)
+    load_whole_optimizer(fresh, full)
     owned = [param for param in matrices_of(model) if fresh.whole_of(param) is not None]
     assert set(fresh.state) == set(owned)
     gradients = [torch.full_like(param, 0.5) for param in matrices_of(plain)]

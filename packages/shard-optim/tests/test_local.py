@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from ranks import run_ranks
-from shard_optim import ShardedOptimizer, load_checkpoint, local, save_checkpoint
+from shard_optim import ShardedOptimizer, load, local, save
 from shard_optim.layout import Bucket
+from whole_state import load_whole_optimizer, whole_optimizer
 
 CLASSES = {
     "Adadelta": {},
@@ -69,7 +70,7 @@ def check_class(rank, world_size, name):
         plain.step()
         optimizer.step()
         assert_same(models)
-    full = optimizer.full_state_dict()
+    full = whole_optimizer(optimizer)
     if rank == 0:
         expected = plain.state_dict()["state"]
         assert set(full["state"]) == set(expected)
@@ -117,7 +118,7 @@ def check_masters(rank, world_size):
         optimizer.step()
         for p, master in zip(model.parameters(), masters, strict=True):
             assert torch.equal(p, master.to(torch.bfloat16))
-    full = optimizer.full_state_dict()
+    full = whole_optimizer(optimizer)
     if rank == 0:
         for index, master in enumerate(masters):
             assert torch.equal(full["state"][index]["master_param"], master)
@@ -164,11 +165,11 @@ def check_step_groups(rank, world_size, reduce_gradients):
         calls = [group["calls"] for group in optimizer.param_groups]
         assert calls == [group["calls"] for group in plain.param_groups] == [6, 6, 3]
 
-        full = optimizer.full_state_dict()
+        full = whole_optimizer(optimizer)
         again = copy.deepcopy(models[1])
         resumed = ShardedOptimizer(groups(again), Counting, **settings)
         resumed.add_param_group({"params": [again[3].weight]})
-        resumed.load_full_state_dict(full)
+        load_whole_optimizer(resumed, full)
         launch = Bucket.launch_gather
 
         def record(bucket):
@@ -197,13 +198,13 @@ def check_loading(rank, world_size, folder):
         plain.step()
     models[1].load_state_dict(models[0].state_dict())
     straight = sharded(models[1])
-    straight.load_full_state_dict(plain.state_dict() if rank == 0 else None)
+    load_whole_optimizer(straight, plain.state_dict() if rank == 0 else None)
     own = copy.deepcopy(straight.state_dict())
-    save_checkpoint(straight, folder)
+    save(folder, optimizer=straight)
     resumed = [copy.deepcopy(models[1]) for _ in range(2)]
     loaders = [sharded(model) for model in resumed]
     loaders[0].load_state_dict(own)
-    load_checkpoint(loaders[1], folder)
+    load(folder, optimizer=loaders[1])
     for step in range(3, 6):
         give_gradients([*models, *resumed], step)
         for optimizer in (plain, straight, *loaders):
@@ -216,7 +217,7 @@ def check_loading(rank, world_size, folder):
     give_gradients(models[:1], 0)
     fresh.step()
     before = len(fused_of(joined))
-    joined.load_full_state_dict(fresh.state_dict() if rank == 0 else None)
+    load_whole_optimizer(joined, fresh.state_dict() if rank == 0 else None)
     assert len(fused_of(joined)) == before
 
 

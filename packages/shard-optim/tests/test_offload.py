@@ -7,16 +7,9 @@ import torch
 from torch import nn
 
 from ranks import run_ranks
-from shard_optim import (
-    FullyShardedDataParallel,
-    OffloadedOptimizer,
-    ShardedOptimizer,
-    load_checkpoint,
-    load_fully_sharded,
-    save_checkpoint,
-    save_fully_sharded,
-)
+from shard_optim import FullyShardedDataParallel, OffloadedOptimizer, ShardedOptimizer, load, save
 from shard_optim.accounting import rank_memory
+from whole_state import load_whole_optimizer, whole_optimizer
 
 CLASSES = {
     "Adadelta": {},
@@ -63,7 +56,11 @@ def assert_same(first, second):
 
 
 def assert_same_state(first, second):
-    assert first["param_groups"] == second["param_groups"]
+    groups = [
+        [{key: value for key, value in group.items() if key != "shard"} for group in groups]
+        for groups in (first["param_groups"], second["param_groups"])
+    ]
+    assert groups[0] == groups[1]
     assert set(first["state"]) == set(second["state"])
     for number, state in first["state"].items():
         assert set(state) == set(second["state"][number])
@@ -193,15 +190,15 @@ def check_sharded(folder, rank, settings):
             for model in models[2:]:
                 model.load_state_dict(models[0].state_dict())
             optimizers += [make(models[2], True), make(models[3], False)]
-            save_checkpoint(optimizers[0], folder)
-            load_checkpoint(optimizers[2], folder)
-            optimizers[3].load_full_state_dict(optimizers[1].full_state_dict())
+            save(folder, optimizer=optimizers[0])
+            load(folder, optimizer=optimizers[2])
+            load_whole_optimizer(optimizers[3], whole_optimizer(optimizers[1]))
         if step == 4:
-            optimizers[2].load_full_state_dict(optimizers[1].full_state_dict())
+            load_whole_optimizer(optimizers[2], whole_optimizer(optimizers[1]))
         give_gradients(models, step, ("0.bias",) if step == 1 else ())
         for optimizer in optimizers:
             optimizer.step()
-    full = [optimizer.full_state_dict() for optimizer in optimizers]
+    full = [whole_optimizer(optimizer) for optimizer in optimizers]
     for model, found in zip(models[1:], full[1:], strict=True):
         assert_same(models[0], model)
         if rank == 0:
@@ -232,9 +229,9 @@ def check_fully_sharded(folder, rank):
     pairs = [make(False), make(True)]
     train(pairs, range(3))
     for (model, optimizer), offloaded in zip(pairs[:2], (True, False), strict=True):
-        save_fully_sharded(model, optimizer, f"{folder}-{offloaded}")
+        save(f"{folder}-{offloaded}", model, optimizer)
         pairs.append(make(offloaded))
-        load_fully_sharded(*pairs[-1], f"{folder}-{offloaded}")
+        load(f"{folder}-{offloaded}", *pairs[-1])
     train(pairs, range(3, 5))
     for model, optimizer in pairs[1:]:
         assert_same(pairs[0][0], model)

@@ -9,6 +9,7 @@ from torch import nn
 
 from ranks import run_ranks
 from shard_optim import ShardedOptimizer
+from whole_state import load_whole_optimizer, whole_optimizer
 
 CLASSES = {
     "AdamW": (torch.optim.AdamW, {"lr": 0.1, "amsgrad": True}, "flat"),
@@ -77,10 +78,10 @@ def check_full(rank, world_size, name):
     train(resumed, first, range(3))
 
     middle = sharded(resumed, name)
-    middle.load_full_state_dict(first.state_dict() if rank == 0 else None)
+    load_whole_optimizer(middle, first.state_dict() if rank == 0 else None)
     train(reference, straight, range(3, 6))
     train(resumed, middle, range(3, 6))
-    full = middle.full_state_dict()
+    full = whole_optimizer(middle)
     assert (full is not None) == (rank == 0)
     if full is not None:
         assert_same_state(full, straight.state_dict())
@@ -124,7 +125,9 @@ def check_own(rank, world_size):
 
     before = copy.deepcopy(resumed.state_dict())
     loaded["optimizer"]["shard"]["rank"] += 1
-    with pytest.raises(ValueError, match="Use full_state_dict"):
+    with pytest.raises(
+        ValueError, match=r"rank \d it is the part of rank \d of 2.\n.* full_state\(\)"
+    ):
         resumed.load_state_dict(loaded["optimizer"])
     assert str(before) == str(resumed.state_dict())
 
@@ -133,7 +136,7 @@ def check_refusals(rank, world_size):
     model = build()
     optimizer = sharded(model, "AdamW")
     train(model, optimizer, range(2))
-    good = optimizer.full_state_dict()
+    good = whole_optimizer(optimizer)
     before = copy.deepcopy(optimizer.state_dict())
 
     def refused(message, change):
@@ -142,7 +145,7 @@ def check_refusals(rank, world_size):
             wrong = copy.deepcopy(good)
             wrong = change(wrong) or wrong
         with pytest.raises(ValueError, match=message):
-            optimizer.load_full_state_dict(wrong)
+            load_whole_optimizer(optimizer, wrong)
         assert str(before) == str(optimizer.state_dict())
 
     refused("must hold 'state' and 'param_groups', but got list", lambda d: [1])
@@ -177,12 +180,12 @@ def check_masters(rank, world_size):
     steps(model, optimizer, range(3))
     other = copy.deepcopy(model)
     resumed = ShardedOptimizer(other.parameters(), torch.optim.AdamW, **settings)
-    full = optimizer.full_state_dict()
+    full = whole_optimizer(optimizer)
     assert full is None or full["state"][0]["master_param"].dtype == torch.float32
-    resumed.load_full_state_dict(full)
+    load_whole_optimizer(resumed, full)
     steps(model, optimizer, range(3, 9))
     steps(other, resumed, range(3, 9))
-    ours, theirs = optimizer.full_state_dict(), resumed.full_state_dict()
+    ours, theirs = whole_optimizer(optimizer), whole_optimizer(resumed)
     if rank == 0:
         for index, state in ours["state"].items():
             assert all(torch.equal(v, theirs["state"][index][k]) for k, v in state.items())

@@ -11,6 +11,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ddp_lite.ranks import Ranks
 from shard_optim import ShardedOptimizer, reduction
 from shard_optim.accounting import rank_memory, step_traffic
 from shard_optim.communication import GroupCollectives
@@ -21,7 +22,12 @@ WORLD_SIZES = [2, 8, 64, 1024]
 
 
 # Which argument of a collective is its whole buffer.
-WHOLE_BUFFER = {"_allgather_base_": 0, "_reduce_scatter_base_": 1, "allreduce_": 0}
+WHOLE_BUFFER = {
+    "_allgather_base_": 0,
+    "_reduce_scatter_base_": 1,
+    "allreduce_": 0,
+    "allgather_": 1,  # a message between ranks
+}
 
 
 class Calls(TorchDispatchMode):
@@ -72,7 +78,9 @@ def test_default_buckets_of_the_2_billion_parameter_model(fake_group):
     """Few and large, but the first small: nothing hides the reduction of its gradients."""
     block = [1600, *[1600 * 1600] * 4, 1600, *[1600 * 6400] * 3]
     numels = [10_000 * 1600, *block * 48, 1600, 10_000 * 1600]
-    plans = Placement(GroupCollectives(dist.group.WORLD), "flat", None)._plan(numels, torch.float32)
+    ranks = Ranks(dist.group.WORLD, torch.device("cpu"), "test")
+    placement = Placement(GroupCollectives(ranks), ranks, "flat", None)
+    plans = placement._plan(numels, torch.float32)
     sizes = [sum(plan.numels) for plan in plans]
     assert sum(sizes) == sum(numels)
     assert len(sizes) == 11
@@ -91,7 +99,9 @@ def test_collectives_of_one_step(fake_group, calls, reduce_gradients):
         bucket_size_mb=3 * 64 * 65 * 4 / 1024**2,
         reduce_gradients=reduce_gradients,
     )
-    assert calls == [("allreduce_", 16)]  # the comparison of descriptions
+    # Who the ranks are, their name, and the comparison of descriptions by digest: sizes and texts.
+    assert [name for name, _ in calls] == 6 * ["allgather_"]
+    assert sum(size for _, size in calls) < 1024
     calls.clear()
     run_step(model, optimizer)
     # Once: norms of 20 weights, and without reduce_gradients of their gradients, as fp64 bounds.

@@ -1,19 +1,12 @@
 """Optimizer state, gradients and parameters sharded over the data-parallel ranks."""
 
-from shard_optim.checkpoint.sharded import load_checkpoint, save_checkpoint
 from shard_optim.communication import CollectiveError
-from shard_optim.fully_sharded import (
-    FullyShardedDataParallel,
-    WholeMatrixOptimizer,
-    full_optimizer_state,
-    load_full_optimizer_state,
-    load_fully_sharded,
-    save_fully_sharded,
-)
+from shard_optim.fully_sharded import FullyShardedDataParallel, WholeMatrixOptimizer
 from shard_optim.gradients import ShardedGradScaler
 from shard_optim.layout import BucketPlan, Partition, Span, plan_buckets
 from shard_optim.offload import OffloadedOptimizer
 from shard_optim.optimizer import ShardedOptimizer
+from shard_optim.state import full_state, load, load_full_state, save
 
 __all__ = [
     "BucketPlan",
@@ -25,11 +18,27 @@ __all__ = [
     "ShardedOptimizer",
     "Span",
     "WholeMatrixOptimizer",
-    "full_optimizer_state",
-    "load_checkpoint",
-    "load_full_optimizer_state",
-    "load_fully_sharded",
+    "full_state",
+    "load",
+    "load_full_state",
     "plan_buckets",
-    "save_checkpoint",
-    "save_fully_sharded",
+    "save",
 ]
+
+# Names of version 0.1, and the calls in their place.
+_REPLACED = {
+    "save_checkpoint": "save(folder, optimizer=optimizer)",
+    "load_checkpoint": "load(folder, optimizer=optimizer)",
+    "save_fully_sharded": "save(folder, model, optimizer)",
+    "load_fully_sharded": "load(folder, model, optimizer)",
+    "full_optimizer_state": 'full_state(model, optimizer), whose "optimizer" it is',
+    "load_full_optimizer_state": "load_full_state(state, model, optimizer)",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _REPLACED:
+        raise AttributeError(
+            f"shard_optim.{name} has been replaced. Call shard_optim.{_REPLACED[name]}."
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import dataclasses
 import enum
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,10 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-MEBIBYTE = 1024**2
-
-# Every rank holds the messages of all ranks, padded to the longest.
-MOST_BYTES = 256 * MEBIBYTE
+from ddp_lite.ranks import all_gather_json, broadcast_json
 
 # Values of these types are named by their attribute of the module torch.
 _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
@@ -49,7 +45,7 @@ def all_gather_values(
         encoded = encode(value, classes)
     except TypeError as error:
         problem = str(error)  # sent to all ranks, which would otherwise wait for this one
-    everyone = _all_gather_json([problem, encoded], group)
+    everyone = all_gather_json([problem, encoded], group)
     for rank, (problem, _) in enumerate(everyone):
         if problem is not None:
             raise TypeError(f"{problem} (on rank {rank} of {group.size()})")
@@ -74,7 +70,7 @@ def broadcast_value(value: Any, group: dist.ProcessGroup, *, classes: Sequence[t
             encoded = encode(value, classes)
         except TypeError as error:
             problem = str(error)
-    problem, encoded = _broadcast_json([problem, encoded], group)
+    problem, encoded = broadcast_json([problem, encoded], group)
     if problem is not None:
         raise TypeError(f"{problem} (on rank 0 of {group.size()})")
     return decode(encoded, classes)
@@ -153,71 +149,9 @@ def decode(value: Any, classes: Sequence[type] = ()) -> Any:
     return by_name[value["class"]](**fields)
 
 
-def finish(work: dist.Work | None) -> None:
-    """Waits for a collective that was started asynchronously, and must have ended by now.
-
-    torch heeds TORCH_NCCL_BLOCKING_WAIT in asynchronous collectives alone: after a synchronous one
-    the host would wait without end for what a lost rank sends.
-    """
-    if work is not None:
-        work.wait()
-
-
 def tensor_bytes(values: Tensor) -> bytearray:
     """The memory of a contiguous vector on the CPU, copied."""
     memory = bytearray(values.nbytes)
     if memory:  # frombuffer refuses an empty one
         torch.frombuffer(memory, dtype=torch.uint8).copy_(values.view(torch.uint8))
     return memory
-
-
-def _all_gather_json(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    device = _message_device(group)
-    message = bytearray(json.dumps(value).encode())
-    size = torch.tensor([len(message)], device=device)
-    sizes = [torch.empty_like(size) for _ in range(group.size())]
-    finish(dist.all_gather(sizes, size, group=group, async_op=True))
-    lengths = [int(length) for length in torch.cat(sizes).tolist()]
-    longest = max(lengths)
-    _check_size(longest * group.size(), lengths.index(longest))
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: len(message)] = torch.frombuffer(message, dtype=torch.uint8)
-    sent = padded.to(device)
-    received = [torch.empty_like(sent) for _ in range(group.size())]
-    finish(dist.all_gather(received, sent, group=group, async_op=True))
-    return [
-        json.loads(tensor_bytes(part[:length].cpu()))
-        for part, length in zip(received, lengths, strict=True)
-    ]
-
-
-def _broadcast_json(value: Any, group: dist.ProcessGroup) -> Any:
-    """Rank 0's value: unlike a gathered one, not held once for every rank."""
-    device = _message_device(group)
-    message = bytearray(json.dumps(value).encode())
-    size = torch.tensor([len(message)], device=device)
-    finish(dist.broadcast(size, group=group, group_src=0, async_op=True))
-    _check_size(int(size), 0)
-    if dist.get_rank(group) == 0:
-        data = torch.frombuffer(message, dtype=torch.uint8).to(device)
-    else:
-        data = torch.empty(int(size), dtype=torch.uint8, device=device)
-    finish(dist.broadcast(data, group=group, group_src=0, async_op=True))
-    return json.loads(tensor_bytes(data.cpu()))
-
-
-def _message_device(group: dist.ProcessGroup) -> torch.device:
-    """The CPU if the group has a back end for it, else the current GPU."""
-    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
-    if "cpu" in backends:
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def _check_size(nbytes: int, rank: int) -> None:
-    if nbytes > MOST_BYTES:
-        raise ValueError(
-            f"messages between ranks must fit into {MOST_BYTES // MEBIBYTE} MiB in all, but got "
-            f"{nbytes / MEBIBYTE:,.0f} MiB with the longest from rank {rank}. Keep large values in "
-            "tensors with one element per element of their parameter, which travel on their own"
-        )

@@ -20,9 +20,8 @@ from torch._guards import CompileContext
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from shard_optim.communication import guarded
-from shard_optim.exchange import finish
-from shard_optim.layout import shard_group_of
+from ddp_lite.ranks import Ranks, all_reduce
+from shard_optim.origin import shard_ranks_of
 
 # A stand-in of more elements is one element in memory, seen at every place.
 _MOST_ELEMENTS = 2**16
@@ -130,7 +129,7 @@ def clip_sharded_(
     max_norm: float,
     *,
     norm_type: float,
-    group: dist.ProcessGroup,
+    ranks: Ranks,
     device: torch.device,
     replicated: Sequence[Tensor] = (),
 ) -> Tensor:
@@ -143,7 +142,7 @@ def clip_sharded_(
         grads: this rank's shards; every element of the gradients is in one rank's shards.
         max_norm: largest norm allowed.
         norm_type: p of the p-norm, positive.
-        group: the ranks that hold the shards.
+        ranks: that hold the shards.
         device: where the group's back end can reduce a number.
         replicated: gradients that all ranks hold whole and equal; scaled everywhere, counted once.
 
@@ -152,26 +151,17 @@ def clip_sharded_(
     """
     largest = math.isinf(norm_type)
     total = torch.zeros((), dtype=torch.float32, device=device)
-    counted = [*grads, *replicated] if dist.get_rank(group) == 0 else grads
+    counted = [*grads, *replicated] if ranks.rank == 0 else grads
     filled = [grad for grad in counted if grad.numel() > 0]  # no elements, no largest magnitude
     if filled:
         with torch._C.DisableTorchFunctionSubclass():  # a GradientShard refuses its own norm
             norms = torch._foreach_norm(filled, norm_type, dtype=torch.float32)
         stacked = torch.stack([norm.to(device) for norm in norms])
         total = stacked.max() if largest else stacked.pow(norm_type).sum()
-    if group.size() > 1:
-        guarded(
-            "the all-reduce of the gradient norm",
-            group,
-            lambda: finish(
-                dist.all_reduce(
-                    total,
-                    op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM,
-                    group=group,
-                    async_op=True,
-                )
-            ),
-        )
+    if ranks.size > 1:
+        operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        words = "the all-reduce of the gradient norm"
+        ranks.call(words, all_reduce, ranks.communicator, total, operation)
     if not largest:
         total = total.pow(1 / norm_type)
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
@@ -184,7 +174,7 @@ def clip_sharded_(
 class _HoldsGradientShards(Protocol):
     """An optimizer that keeps the gradients which its step will use: ``ShardedOptimizer``."""
 
-    process_group: dist.ProcessGroup
+    ranks: Ranks
 
     def local_gradients(self) -> list[Tensor]: ...
 
@@ -211,12 +201,12 @@ class ShardedGradScaler(GradScaler):
                 per_device: dict[torch.device, Tensor] = super()._unscale_grads_(
                     optimizer, inv_scale, found_inf, allow_fp16
                 )
-            group = shard_group_of(optimizer)
-            if group is None:
+            ranks = shard_ranks_of(optimizer)
+            if ranks is None:
                 return per_device
             for local in per_device.values():
                 found_inf.copy_(torch.maximum(found_inf, local.to(found_inf.device)))
-            self._share(found_inf, group)
+            self._share(found_inf, ranks)
             return {found_inf.device: found_inf}
         grads = optimizer.local_gradients()
         if not allow_fp16 and any(grad.dtype == torch.float16 for grad in grads):
@@ -229,16 +219,11 @@ class ShardedGradScaler(GradScaler):
             local = found_inf.to(device)
             torch._amp_foreach_non_finite_check_and_unscale_(here, local, inv_scale.to(device))
             found_inf.copy_(torch.maximum(found_inf, local.to(found_inf.device)))
-        self._share(found_inf, optimizer.process_group)
+        self._share(found_inf, optimizer.ranks)
         return {found_inf.device: found_inf}
 
     @staticmethod
-    def _share(found_inf: Tensor, group: dist.ProcessGroup) -> None:
+    def _share(found_inf: Tensor, ranks: Ranks) -> None:
         """Makes it the maximum over all ranks."""
-        guarded(
-            "the exchange of whether gradients are finite",
-            group,
-            lambda: finish(
-                dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group, async_op=True)
-            ),
-        )
+        words = "the exchange of whether gradients are finite"
+        ranks.call(words, all_reduce, ranks.communicator, found_inf, dist.ReduceOp.MAX)

@@ -21,17 +21,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
-from shard_optim.communication import Communication, Waitable, guarded
+from ddp_lite.ranks import Ranks
+from ddp_lite.reduce import Waitable
+from shard_optim.communication import Communication
 from shard_optim.wrapped import Groups, all_params, name_of
 
 Partition = Literal["flat", "whole"]
@@ -57,8 +57,8 @@ RAMP = 2
 # of them can cause, so padding stays under about 1/4 of the bucket at any world size.
 _WHOLE_BUCKET_WEIGHT = 4
 
-# Attribute of a parameter of a FullyShardedDataParallel: the ranks that hold its other shards.
-SHARD_GROUP = "_shard_group"
+# Attribute of a parameter of a FullyShardedDataParallel: a ``Sharded``, which says where it lies.
+SHARDED = "_sharded"
 
 
 # --- plans -----------------------------------------------------------------------------------
@@ -309,6 +309,7 @@ class Bucket:
         plan: where the members lie.
         shaped: whether shards keep their parameter's shape ("whole").
         communication: of the ranks that share the work.
+        ranks: these ranks.
     """
 
     def __init__(
@@ -320,13 +321,14 @@ class Bucket:
         plan: BucketPlan,
         shaped: bool,
         communication: Communication,
+        ranks: Ranks,
     ) -> None:
         self.params = list(params)
         self.indices = list(indices)
         self.names = list(names)
         self.plan = plan
-        self.group = communication.group
-        self.rank = self.group.rank()
+        self.rank = ranks.rank
+        self._ranks = ranks
         self._communication = communication
         self.dtype = self.params[0].dtype
         self.device = self.params[0].device
@@ -400,9 +402,8 @@ class Bucket:
     def launch_gather(self) -> None:
         """Starts the all-gather of updated parameters, in place and asynchronously."""
         if self.plan.world_size > 1 and self.plan.chunk > 0:
-            self._gather = guarded(
+            self._gather = self._ranks.call(
                 self._gather_words,
-                self.group,
                 self._communication.all_gather,
                 [self.flat],
                 [self.owned],
@@ -417,7 +418,7 @@ class Bucket:
         """Waits for the all-gather. On CUDA the current stream waits, not the host."""
         if self._gather is not None:
             work, self._gather = self._gather, None
-            guarded(self._gather_words, self.group, work.wait)
+            self._ranks.call(self._gather_words, work.wait)
 
 
 def check_layout(param: Tensor, name: str) -> None:
@@ -485,7 +486,93 @@ def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
+def flat_slice(
+    whole: Tensor, size: torch.Size, stride: tuple[int, ...], first: int, count: int
+) -> Tensor:
+    """Elements ``[first, first + count)`` of a tensor in the memory order of a parameter."""
+    like = torch.empty_strided(size, stride, dtype=whole.dtype, device="meta")
+    return in_memory_order(whole.detach(), like)[first : first + count]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Place:
+    """Which rank holds which elements of one tensor, and the form in which this rank holds them.
+
+    Attributes:
+        name: of the parameter or buffer, for errors.
+        size: of the whole tensor.
+        stride: of the whole tensor, whose elements are counted in memory order.
+        span_of: for a rank, the first element that it holds and their number; None if it keeps no
+            state of the tensor.
+        replicated: whether every rank holds all elements.
+        rank: this rank.
+        form: size of the tensor that holds this rank's elements.
+    """
+
+    name: str
+    size: torch.Size
+    stride: tuple[int, ...]
+    span_of: Callable[[int], tuple[int, int] | None]
+    replicated: bool
+    rank: int
+    form: torch.Size
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The first element that this rank holds, and their number."""
+        return self.span_of(self.rank) or (0, 0)
+
+    @property
+    def held(self) -> bool:
+        """Whether this rank keeps state of the tensor."""
+        return self.span_of(self.rank) is not None
+
+    @property
+    def whole_here(self) -> bool:
+        """Whether this rank's tensor has the size of the whole one."""
+        return self.form == self.size
+
+    def flat(self, held: Tensor) -> Tensor:
+        """This rank's elements as a vector, from the tensor that holds them."""
+        if not self.whole_here:
+            return held.detach().reshape(-1)
+        return flat_slice(held, self.size, self.stride, 0, self.size.numel())
+
+    def shaped(self, flat: Tensor) -> Tensor:
+        """The tensor that holds this rank's elements, from a vector of them."""
+        return flat.as_strided(self.size, self.stride) if self.whole_here else flat.view(self.form)
+
+
+def replicated_place(name: str, tensor: Tensor, rank: int) -> Place:
+    """Where a tensor lies that every rank holds whole."""
+    numel, size = tensor.numel(), tensor.size()
+    stride = tensor.stride() if _is_dense(tensor) else torch.empty(size, device="meta").stride()
+    return Place(
+        name=name,
+        size=size,
+        stride=stride,
+        span_of=lambda _rank: (0, numel),
+        replicated=True,
+        rank=rank,
+        form=size,
+    )
+
+
 # --- all of them -----------------------------------------------------------------------------
+
+
+def check_placement(partition: Partition, bucket_size_mb: float | None) -> None:
+    """Refuses arguments of ``Placement``.
+
+    Raises:
+        ValueError: for an unknown partition, or a size that is not positive and finite.
+    """
+    _check_partition(partition)
+    if bucket_size_mb is not None and not 0 < bucket_size_mb < math.inf:
+        raise ValueError(
+            f"bucket_size_mb must be positive and finite, but got {bucket_size_mb}. Leave it "
+            "out for an eighth of the parameters."
+        )
 
 
 class Placement:
@@ -493,6 +580,7 @@ class Placement:
 
     Args:
         communication: of the ranks that share each bucket.
+        ranks: these ranks.
         partition: "flat" or "whole".
         bucket_size_mb: size of a bucket in MB (1024² bytes); None chooses by the model's size,
             and begins with smaller ones.
@@ -507,18 +595,17 @@ class Placement:
     """
 
     def __init__(
-        self, communication: Communication, partition: Partition, bucket_size_mb: float | None
+        self,
+        communication: Communication,
+        ranks: Ranks,
+        partition: Partition,
+        bucket_size_mb: float | None,
     ) -> None:
-        _check_partition(partition)
-        if bucket_size_mb is not None and not 0 < bucket_size_mb < math.inf:
-            raise ValueError(
-                f"bucket_size_mb must be positive and finite, but got {bucket_size_mb}. Leave it "
-                "out for an eighth of the parameters."
-            )
+        check_placement(partition, bucket_size_mb)
         self.bucket_size_mb = bucket_size_mb
         self.buckets: list[Bucket] = []
         self.frozen: list[int] = []
-        self._communication = communication
+        self._communication, self._ranks = communication, ranks
         self._partition: Partition = partition
 
     def place(self, groups: Groups, indices: Iterable[int]) -> list[Bucket]:
@@ -555,7 +642,7 @@ class Placement:
             first = SMALLEST_DEFAULT_MB * MIB // dtype.itemsize
         return plan_buckets(
             numels,
-            world_size=self._communication.group.size(),
+            world_size=self._ranks.size,
             partition=self._partition,
             bucket_numel=max(1, int(size_mb * MIB / dtype.itemsize)),
             first_numel=first,
@@ -571,12 +658,5 @@ class Placement:
             plan=plan,
             shaped=self._partition == "whole",
             communication=self._communication,
+            ranks=self._ranks,
         )
-
-
-def shard_group_of(optimizer: Optimizer) -> dist.ProcessGroup | None:
-    """The ranks that hold the other shards of an optimizer's parameters; None if they are whole."""
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    return next(
-        (getattr(param, SHARD_GROUP) for param in params if hasattr(param, SHARD_GROUP)), None
-    )

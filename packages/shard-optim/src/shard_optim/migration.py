@@ -29,8 +29,8 @@ RULES: tuple[dict[str, Any], ...] = (
             'overlap="next-forward"',
         },
         "methods": {
-            "consolidate_state_dict": "use full = optimizer.full_state_dict() on every rank: the "
-            "whole state on rank 0, None elsewhere"
+            "consolidate_state_dict": "use state = shard_optim.full_state(optimizer=optimizer) on "
+            "every rank: the whole state on rank 0, None elsewhere"
         },
         "also": {},
         "texts": {},
@@ -69,13 +69,14 @@ RULES: tuple[dict[str, Any], ...] = (
             "torch.nn.utils.clip_grad_norm_": _CLIP,
             "torch.distributed.fsdp.MixedPrecisionPolicy": _MP_POLICY,
             "torch.distributed.checkpoint.state_dict.get_model_state_dict": "use "
-            "model.full_state_dict(), or save_fully_sharded(model, optimizer, folder)",
+            "shard_optim.full_state(model), or shard_optim.save(folder, model, optimizer)",
             "torch.distributed.checkpoint.state_dict.set_model_state_dict": "use "
-            "model.load_full_state_dict(state), or load_fully_sharded(model, optimizer, folder)",
+            "shard_optim.load_full_state(state, model), or shard_optim.load(folder, model, "
+            "optimizer)",
             "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict": "use "
-            "save_fully_sharded(model, optimizer, folder)",
+            "shard_optim.save(folder, model, optimizer)",
             "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict": "use "
-            "load_fully_sharded(model, optimizer, folder)",
+            "shard_optim.load(folder, model, optimizer)",
         },
         "texts": {},
         "page": "packages/shard-optim/docs/from-fsdp2.md",

@@ -16,37 +16,39 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shard_optim.checkpoint.full_state import (
-    check_full_state,
-    gather_full_state,
-    scatter_full_state,
-)
+from ddp_lite.ranks import resolve_group
 from shard_optim.communication import (
     Communication,
-    check_agreement,
     check_first_step,
-    guarded,
     resolve_communication,
-    resolve_group,
 )
-from shard_optim.exchange import broadcast_value
 from shard_optim.gradients import check_clipping, clip_sharded_
 from shard_optim.layout import (
-    SHARD_GROUP,
     Bucket,
     Partition,
     Placement,
     check_gradient,
     check_layout,
+    check_placement,
 )
 from shard_optim.local import LocalOptimizer
+from shard_optim.mesh import mesh_of_group
 from shard_optim.offload import check_offload
+from shard_optim.origin import (
+    ORIGIN,
+    check_alike,
+    describe,
+    difference,
+    replaced,
+    say_once,
+    sharded_of,
+)
 from shard_optim.overlap import ForwardWaits
+from shard_optim.plain_state import check_full_state
 from shard_optim.reduction import GradientReducer
 from shard_optim.wrapped import (
     all_params,
     as_groups,
-    by_number,
     check_elementwise_update,
     check_supported,
     default_settings,
@@ -133,15 +135,19 @@ class ShardedOptimizer(Optimizer):
         check_supported(optimizer_cls, partition, kwargs)
         if offload_state:
             check_offload(optimizer_cls, kwargs)
-        self.process_group = resolve_group(process_group)
+        resolve_group(process_group, before="a ShardedOptimizer is made")
         self.optimizer_cls = optimizer_cls
         self.partition: Partition = partition
         self.offload_state = offload_state
-        self._kwargs = kwargs
-        self.rank = dist.get_rank(self.process_group)
-        self.world_size = self.process_group.size()
-        self._communication = resolve_communication(communication, self.process_group)
-        self._placement = Placement(self._communication, partition, bucket_size_mb)
+        self.class_arguments = kwargs
+        self._exposed: defaultdict[Tensor, Any] = defaultdict(dict)
+        self._exposed_is_current = True
+        self._constructed = False
+        self._overlap = overlap
+        self._waits: ForwardWaits | None = None
+        self._collected = False
+        self._first_step_checked = False
+        self._steps = 0
         self._local = LocalOptimizer(
             optimizer_cls,
             partition=partition,
@@ -150,19 +156,23 @@ class ShardedOptimizer(Optimizer):
             offload_state=offload_state,
             kwargs=kwargs,
         )
-        self._exposed: defaultdict[Tensor, Any] = defaultdict(dict)
-        self._exposed_is_current = True
-        self._constructed = False
-        self._overlap = overlap
-        self._waits: ForwardWaits | None = None
-        self._reducer = GradientReducer(self._communication) if reduce_gradients else None
-        self._collected = False
-        self._first_step_checked = False
+        check_placement(partition, bucket_size_mb)
 
         groups = as_groups(params)
         if partition == "flat":
             check_elementwise_update(optimizer_cls, settings_of(groups[0]), kwargs)
         super().__init__(groups, default_settings(optimizer_cls, groups, kwargs))
+        self.mesh = mesh_of_group(
+            process_group, device=self.all_params()[0].device, owner="ShardedOptimizer"
+        )
+        self.ranks = self.mesh.shards
+        self.process_group = self.ranks.group
+        self.rank, self.world_size = self.ranks.rank, self.ranks.size
+        self._communication = resolve_communication(communication, self.ranks)
+        self._placement = Placement(self._communication, self.ranks, partition, bucket_size_mb)
+        self._reducer = None
+        if reduce_gradients:
+            self._reducer = GradientReducer(self._communication, self.ranks)
         self._agree(self.param_groups)
         self._register(self._placement.place(self.param_groups, range(len(self.all_params()))))
         self._constructed = True
@@ -228,7 +238,7 @@ class ShardedOptimizer(Optimizer):
                 "Pass module.parameters(), which yields tied parameters once."
             )
         for index, param in enumerate(params, start=first):
-            if hasattr(param, SHARD_GROUP):
+            if (found := sharded_of(param)) is not None and not found.place.replicated:
                 raise ValueError(
                     f"parameters must be whole, but {self.name_of(index)} is a shard of a "
                     "FullyShardedDataParallel. Give shards to optimizer_cls itself, or to "
@@ -246,9 +256,11 @@ class ShardedOptimizer(Optimizer):
             f"{type(self._communication).__qualname__}, {len(self.param_groups)} groups"
         )
         lines = describe_groups(groups, first=len(self.param_groups) - len(groups))
-        params = [param for group in groups for param in group["params"]]
-        device = params[0].device if params else torch.device("cpu")
-        check_agreement([title, *lines], group=self.process_group, device=device)
+        self.mesh.agree(
+            [title, *lines],
+            must="construct the sharded optimizer from the same class, groups and parameters",
+            remedy="Build the same optimizer on every rank.",
+        )
 
     def _register(self, added: Sequence[Bucket]) -> None:
         if self._reducer is not None:
@@ -281,6 +293,7 @@ class ShardedOptimizer(Optimizer):
                 loss = closure()
         self._reduce_gradients()  # 1. reduce
         self._collected = False
+        self._steps += 1
         for bucket in self.local.update(self.param_groups, **kwargs):  # 2. update
             bucket.launch_gather()  # 3. gather
         self._exposed_is_current = False
@@ -310,13 +323,15 @@ class ShardedOptimizer(Optimizer):
             self._register(thawed)
         for bucket in self.buckets:
             bucket.check_storage()
+        # First, because a rank that lacks a gradient has launched fewer reductions so far.
+        if self._reducer is not None:
+            self._reducer.finish()
         if not self._first_step_checked:
             self._check_first_step()
         if self._reducer is None:
             self.wait()
             self.local.take_gradients()
         else:
-            self._reducer.finish()
             self.wait()
             self.local.take_reduced(self._reducer.slices(), self._reducer.unused())
         self._collected = True
@@ -330,7 +345,7 @@ class ShardedOptimizer(Optimizer):
             self.all_params(),
             gradients=self._reducer is None,
             name_of=self.name_of,
-            group=self.process_group,
+            ranks=self.ranks,
         )
         self._first_step_checked = True
 
@@ -425,7 +440,7 @@ class ShardedOptimizer(Optimizer):
             self.local_gradients(),
             max_norm,
             norm_type=norm_type,
-            group=self.process_group,
+            ranks=self.ranks,
             device=self.all_params()[0].device,
         )
 
@@ -439,20 +454,25 @@ class ShardedOptimizer(Optimizer):
 
     # --- state -----------------------------------------------------------------------------
 
+    full_state_dict = load_full_state_dict = replaced
+
     def state_dict(self) -> dict[str, Any]:
-        """This rank's shard: fast, no communication, for this rank of this world size only.
+        """This rank's part: fast, no communication, for this rank of as many ranks only.
+
+        ``shard_optim.save`` and ``full_state`` take the parts of all ranks.
 
         Returns:
             ``state`` by parameter number, ``param_groups`` as in a plain state dict, and ``shard``,
-            which says what of each parameter the state covers.
+            which says whose part it is (``origin.py``).
         """
         self.wait()
+        say_once(self, "optimizer", self.mesh)
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         result: dict[str, Any] = {
             "state": self.local.states(),
             "param_groups": pack_groups(self.param_groups),
-            "shard": self._shard_description(),
+            ORIGIN: self._origin(),
         }
         for after in self._optimizer_state_dict_post_hooks.values():
             replaced = after(self, result)
@@ -462,10 +482,13 @@ class ShardedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads what ``state_dict`` returned on this rank of a group of the same size.
 
+        A collective call, in which the ranks compare what each of them loads.
+
         Raises:
             TypeError: if it is no dictionary.
-            ValueError: if it is of another rank, partition, model or optimizer class; nothing has
-                changed then.
+            ValueError: on every rank, if one of them was given a part of another rank, partition,
+                model, optimizer class or moment; nothing has changed then.
+            CollectiveError: if a peer died or timed out.
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(
@@ -476,106 +499,34 @@ class ShardedOptimizer(Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = before(self, given)
             given = given if replaced is None else replaced
-        problem = (
-            f"its shard is {given.get('shard')}, this optimizer's {self._shard_description()}"
-            if given.get("shard") != self._shard_description()
-            else self._state_problem(given, shards=True)
-        )
-        if problem is not None:
-            raise ValueError(
-                "a rank can load only its own shard of the same optimizer over the same ranks, but "
-                f"{problem}. Use full_state_dict() and load_full_state_dict() to move between them."
-            )
+        origin = given.get(ORIGIN)
+        problem = difference(origin, self._origin()) or self._state_problem(given)
+        version = origin.get("version") if isinstance(origin, Mapping) else None
+        check_alike(self.mesh, problem, version)
         self.install(given["state"], given["param_groups"])
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def full_state_dict(self) -> dict[str, Any] | None:
-        """The whole state on the group's rank 0, on its CPU; a collective call.
+    def _origin(self) -> dict[str, Any]:
+        """What of each parameter this rank owns, as which rank of how many, and when."""
+        spans = {s.index: (s.span.start, s.span.length) for s in self.local.shards}
+        return describe(
+            rank=self.rank,
+            world_size=self.world_size,
+            stage=1 if self._reducer is None else 2,
+            version=f"{self.mesh.name}.{self._steps}",
+            spans=spans,
+        ) | {"partition": self.partition}
 
-        Streams one tensor at a time, so the devices need room for one more state tensor only.
-
-        Returns:
-            On rank 0, a state dict that ``optimizer_cls`` and ``load_full_state_dict`` load;
-            None on the others.
-
-        Raises:
-            CollectiveError: if a peer died or timed out.
-        """
-        self.wait()
-        state = gather_full_state(
-            self.buckets, self.local.states(), partition=self.partition, group=self.process_group
-        )
-        return (
-            None
-            if state is None
-            else {"state": state, "param_groups": pack_groups(self.param_groups)}
-        )
-
-    def load_full_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
-        """Loads a plain optimizer's state dict, or ``full_state_dict`` of any world size.
-
-        A collective call. Hyperparameters are loaded too.
-
-        Args:
-            state_dict: read on the group's rank 0; the others may pass None.
-
-        Raises:
-            ValueError: on every rank, if it is of another model or optimizer class; nothing has
-                changed then.
-            CollectiveError: if a peer died or timed out.
-        """
-        self.wait()
-        problem, settings = None, None
-        if self.rank == 0:
-            problem = self._state_problem(state_dict, shards=False)
-            if problem is None:
-                assert state_dict is not None
-                settings = [settings_of(group) for group in state_dict["param_groups"]]
-        problem, settings = guarded(
-            "the check of the loaded state",
-            self.process_group,
-            lambda: broadcast_value((problem, settings), self.process_group),
-        )
-        if problem is not None:
-            raise ValueError(
-                "a full state dict must be of this model and optimizer class, but "
-                f"{problem}. Load it into the optimizer that it was saved from."
-            )
-        full = by_number(state_dict) if self.rank == 0 and state_dict is not None else None
-        received = scatter_full_state(
-            self.buckets,
-            full,
-            partition=self.partition,
-            group=self.process_group,
-            device=torch.device("cpu") if self.offload_state else None,
-        )
-        self.install(received, settings)
-
-    def _shard_description(self) -> dict[str, Any]:
-        """What of each parameter this rank owns, and as which rank of how many."""
-        return {
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "partition": self.partition,
-            "spans": {s.index: (s.span.start, s.span.length) for s in self.local.shards},
-        }
-
-    def _state_problem(self, state_dict: Any, *, shards: bool) -> str | None:
-        """Why a state dict, of this rank's shards or full, does not fit; None if it does."""
-        shapes = (
-            {shard.index: shard.tensor.shape for shard in self.local.shards}
-            if shards
-            else {index: param.shape for index, param in enumerate(self.all_params())}
-        )
+    def _state_problem(self, state_dict: Any) -> str | None:
+        """Why a state dict of this rank's shards does not fit; None if it does."""
         return check_full_state(
             state_dict,
             self.param_groups,
             optimizer_cls=self.optimizer_cls,
             defaults=self.defaults,
-            kwargs=self._kwargs,
-            shapes=shapes,
-            frozen=() if shards else self._placement.frozen,
+            kwargs=self.class_arguments,
+            shapes={shard.index: shard.tensor.shape for shard in self.local.shards},
             partition=self.partition,
             name_of=self.name_of,
         )

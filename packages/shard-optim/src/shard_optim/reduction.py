@@ -26,7 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shard_optim.communication import Communication, Waitable, guarded, maximum
+from ddp_lite.ranks import Ranks
+from ddp_lite.reduce import Waitable
+from shard_optim.communication import Communication, maximum
 from shard_optim.gradients import StandIn, gradient_of
 from shard_optim.layout import Bucket, check_gradient
 
@@ -99,15 +101,16 @@ class GradientReducer:
 
     Args:
         communication: of the ranks to average over.
+        ranks: these ranks.
 
     Attributes:
         check_read: called with the parameters whose gradients are about to be reduced.
     """
 
-    def __init__(self, communication: Communication) -> None:
+    def __init__(self, communication: Communication, ranks: Ranks) -> None:
         self.check_read: Callable[[Iterable[Tensor]], None] = lambda params: None
         self._communication = communication
-        self._group = communication.group
+        self._ranks = ranks
         self._reductions: list[Reduction] = []
         self._next = 0  # launched reductions of this pass, in launch order
         self._in_flight: deque[_Flight] = deque()
@@ -189,12 +192,12 @@ class GradientReducer:
         for param in bucket.params:
             param.grad = None
         reduction.stand_in.show()
-        if self._group.size() == 1 or bucket.plan.chunk == 0:
+        if self._ranks.size == 1 or bucket.plan.chunk == 0:
             self._in_flight.append(_Flight(reduction, packed, packed, None))
             return
         output = torch.empty_like(bucket.owned)
         start = self._communication.reduce_scatter
-        work = guarded(reduction.words, self._group, start, [output], [packed])
+        work = self._ranks.call(reduction.words, start, [output], [packed])
         self._in_flight.append(_Flight(reduction, packed, output, work))
 
     def _land(self) -> None:
@@ -202,7 +205,7 @@ class GradientReducer:
         flight = self._in_flight.popleft()
         self._bytes_in_flight -= flight.packed.nbytes
         if flight.work is not None:
-            guarded(flight.reduction.words, self._group, flight.work.wait)
+            self._ranks.call(flight.reduction.words, flight.work.wait)
         if flight.reduction.shard is None:
             flight.reduction.shard = flight.output
         else:
@@ -257,9 +260,9 @@ class GradientReducer:
         else:
             flags = self._all_present()
         work = None
-        if self._group.size() > 1:
+        if self._ranks.size > 1:
             what = "the exchange of which parameters have gradients"
-            work = guarded(what, self._group, maximum, flags, self._group)
+            work = self._ranks.call(what, maximum, flags, self._ranks.communicator)
         self._flags = (flags, work)
 
     def _all_present(self) -> Tensor:
@@ -296,7 +299,7 @@ class GradientReducer:
         assert self._flags is not None
         flags, work = self._flags
         if work is not None:
-            guarded("the exchange of which parameters have gradients", self._group, work.wait)
+            self._ranks.call("the exchange of which parameters have gradients", work.wait)
         return [int(flag) for flag in flags.tolist()]
 
     def drop(self) -> None:

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from shard_optim.fully_sharded.mesh import Ranks
 from shard_optim.fully_sharded.meta import is_on_meta
 from shard_optim.fully_sharded.schedule import UnitCall
+from shard_optim.mesh import Mesh
 
 _REDUCE_DTYPES = (None, torch.float32, torch.bfloat16, torch.float64)
 
@@ -90,7 +90,7 @@ def check_folder(folder: Any) -> None:
         )
 
 
-def check_background_group(group: Any, ranks: Ranks) -> None:
+def check_background_group(group: Any, ranks: Mesh) -> None:
     """Refuses a group that shards cannot be saved over in the background.
 
     Args:
@@ -112,7 +112,7 @@ def check_background_group(group: Any, ranks: Ranks) -> None:
             f"({ranks.everyone}), but got "
             f"{dist.get_process_group_ranks(group)}. Make a new gloo group of those ranks."
         )
-    if group in ranks.levels:
+    if any(group is level.group for level in ranks.levels):
         raise ValueError(
             "background_group must be a group that nothing else uses, but got the model's own. "
             'Pass torch.distributed.new_group(backend="gloo").'

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shard_optim.communication import average, guarded
+from shard_optim.communication import average
 from shard_optim.fully_sharded.gradients import GradientStore
-from shard_optim.fully_sharded.mesh import Ranks
 from shard_optim.layout import check_gradient
+from shard_optim.mesh import Mesh
 
 _WORDS = "the all-reduce of small parameters' gradients"
 
@@ -55,7 +55,7 @@ class ReplicatedParameters:
         names: Sequence[str],
         params: Sequence[nn.Parameter],
         *,
-        ranks: Ranks,
+        ranks: Mesh,
         compute_dtype: torch.dtype | None,
         device: torch.device,
     ) -> None:
@@ -148,8 +148,8 @@ class ReplicatedParameters:
         # Filled by kernels: a copy from ordinary host memory could wait for the device.
         order = [torch.full_like(present_flags[:1], float(number)) for number in own]
         flat = torch.cat([*packed, present_flags, *order])
-        for group in reversed(self._ranks.levels):  # sharded gradients take this order too
-            guarded(_WORDS, group, lambda group=group: average(flat, group).wait())
+        for ranks in reversed(self._ranks.levels):  # sharded gradients take this order too
+            ranks.call(_WORDS, lambda ranks=ranks: average(flat, ranks.communicator).wait())
         sizes = [param.numel() for param in self.params]
         *averages, anywhere, mean = flat.split([*sizes, len(flags), 2])
         # The host cannot read what is only being recorded, and a CUDA graph keeps its order.
@@ -177,7 +177,7 @@ class ReplicatedParameters:
 
     def _compare_orders(self) -> None:
         # One rank of N that differs moves the mean by at least 1 / N.
-        tolerance = 0.5 / math.prod(group.size() for group in self._ranks.levels)
+        tolerance = 0.5 / math.prod(ranks.size for ranks in self._ranks.levels)
         while self._orders:
             order = self._orders[0]
             if order.copied is not None and not order.copied.query():

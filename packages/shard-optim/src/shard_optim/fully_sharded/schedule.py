@@ -32,11 +32,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shard_optim.changes import agree_on_trainable, expect_changes
+from shard_optim.changes import agree_on_trainable
 from shard_optim.communication import CollectiveError
-from shard_optim.fully_sharded.mesh import Ranks
 from shard_optim.fully_sharded.replicated import ReplicatedParameters
 from shard_optim.fully_sharded.unit import Reduction, Unit
+from shard_optim.mesh import Mesh
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -82,6 +82,7 @@ class Schedule:
 
     Attributes:
         paused: whether backward passes keep whole gradients instead of reducing them.
+        generation: number of forwards that have begun.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Schedule:
         units: Sequence[Unit],
         replicated: ReplicatedParameters,
         *,
-        ranks: Ranks,
+        ranks: Mesh,
         device: torch.device,
         prefetch: int,
         reshard: bool,
@@ -98,15 +99,13 @@ class Schedule:
         self.paused = False
         self._prefetch, self._reshard = prefetch, reshard
         self._slots = list(dict.fromkeys(unit.slot for unit in units))
-        self._generation = 0
+        self.generation = 0
         self._number = {unit: number for number, unit in enumerate(units)}
         self._ranks, self._device = ranks, device
         holders: tuple[Unit | ReplicatedParameters, ...] = (*units, replicated)
         self._params = [param for holder in holders for param in holder.params]
         self._names = [name for holder in holders for name in holder.names]
         self._trainable = list(map(_requires_grad, self._params))  # the same on all ranks
-        for group in ranks.levels:
-            expect_changes(group)
         self._order_digest = 0  # of all gathers and reductions since the last exchange
         self._in_forward = False
         self._expect_order(units)
@@ -131,7 +130,7 @@ class Schedule:
             self._hook_outermost(outputs)
             return outputs
         self._recover()
-        self._generation += 1
+        self.generation += 1
         self._called.clear()
         self._in_forward = True
         self.replicated.refresh()
@@ -199,7 +198,7 @@ class Schedule:
 
     def _gather(self, unit: Unit) -> None:
         """Launches the gather of the unit's present values, unless it has been launched."""
-        if not unit.gathered(self._generation):
+        if not unit.gathered(self.generation):
             owner = unit.slot.owner
             if owner is not None and owner is not unit and owner.uses > 0:
                 raise RuntimeError(
@@ -211,7 +210,7 @@ class Schedule:
 
     def _launch_gather(self, unit: Unit) -> None:
         self._order_digest = hash((self._order_digest, self._number[unit]))
-        unit.launch_gather(self._generation)
+        unit.launch_gather(self.generation)
 
     def _gather_ahead(self, index: int, direction: int) -> None:
         """Launches the gathers of the units after a place, but never over one that is used."""
@@ -223,7 +222,7 @@ class Schedule:
             following = self._order[ahead]
             owner = following.slot.owner
             free = owner is None or (owner is not present and owner.uses == 0)
-            if free and not following.gathered(self._generation):
+            if free and not following.gathered(self.generation):
                 self._launch_gather(following)
 
     # --- backward ----------------------------------------------------------------------------
@@ -301,13 +300,10 @@ class Schedule:
                 for name, now, before in zip(self._names, trainable, self._trainable, strict=True)
                 if now != before
             ]
-            for group in reversed(self._ranks.levels):
-                agree_on_trainable(
-                    [name for name, now in changed if not now],
-                    [name for name, now in changed if now],
-                    group=group,
-                    device=self._device,
-                )
+            frozen = [name for name, now in changed if not now]
+            thawed = [name for name, now in changed if now]
+            for ranks in reversed(self._ranks.levels):
+                agree_on_trainable(frozen, thawed, ranks)
             self._trainable = trainable
 
     def _reduction_order(self) -> list[Unit]:

@@ -17,21 +17,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_lite.reduce import Waitable
 from shard_optim.communication import (
     Communication,
-    Waitable,
+    all_gather,
     average,
-    guarded,
     traced,
 )
 from shard_optim.fully_sharded.gradients import GradientStore
-from shard_optim.fully_sharded.mesh import Ranks
 from shard_optim.fully_sharded.units import UnitPlan
 from shard_optim.gradients import in_dtype
-from shard_optim.layout import SHARD_GROUP, check_gradient, in_memory_order
+from shard_optim.layout import Place, check_gradient, in_memory_order
+from shard_optim.mesh import Mesh
 
 # Parameters start at multiples of this many elements: at least the 128 bytes of a cache line.
 ALIGNMENT = 128
+
+
+def parameter_locations(units: Sequence[Unit]) -> dict[int, tuple[Unit, int]]:
+    """Where each sharded parameter lies, by its identity: its unit and its position there."""
+    return {
+        id(param): (unit, position) for unit in units for position, param in enumerate(unit.params)
+    }
 
 
 def round_up(number: int, multiple: int = ALIGNMENT) -> int:
@@ -179,7 +186,7 @@ class Slot:
             work, self.work = self.work, None
             assert self.owner is not None
             with traced("wait_for_all_gather", self.owner.name):
-                guarded(self.owner.gather_words, self.owner.group, work.wait)
+                self.owner.ranks.call(self.owner.gather_words, work.wait)
 
 
 @dataclass(eq=False)
@@ -206,9 +213,9 @@ class Reduction:
         """Starts the all-reduce of this rank's shard across replicas, if there are any."""
         unit = self.unit
         if unit.replicas is not None and self.all_reduce is None:
-            guarded(unit.reduce_words, unit.group, self.work.wait)
-            self.all_reduce = guarded(
-                unit.all_reduce_words, unit.replicas, average, self.output, unit.replicas
+            unit.ranks.call(unit.reduce_words, self.work.wait)
+            self.all_reduce = unit.replicas.call(
+                unit.all_reduce_words, average, self.output, unit.replicas.communicator
             )
 
     def finish(self) -> None:
@@ -218,11 +225,11 @@ class Reduction:
         """
         unit = self.unit
         if unit.replicas is None:
-            guarded(unit.reduce_words, unit.group, self.work.wait)
+            unit.ranks.call(unit.reduce_words, self.work.wait)
         else:
             self.start_all_reduce()
             assert self.all_reduce is not None
-            guarded(unit.all_reduce_words, unit.replicas, self.all_reduce.wait)
+            unit.replicas.call(unit.all_reduce_words, self.all_reduce.wait)
         self.inputs.clear()  # before the averages take more memory
         plan = self.plan
         received = torch.split_with_sizes(in_dtype(self.output, unit.dtype), plan.owned)
@@ -256,34 +263,33 @@ class Unit:
         self,
         plan: UnitPlan,
         *,
-        ranks: Ranks,
+        ranks: Mesh,
         communication: Communication,
         compute_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
     ) -> None:
         self.name, self.names, self.params = plan.name, plan.names, plan.params
         self.repeated = plan.repeated
-        group = self.group = ranks.shards
-        self.replicas = ranks.replicas
+        self.ranks, self.replicas = ranks.shards, ranks.replicas
+        rank, world_size = ranks.shards.rank, ranks.shards.size
         self._communication = communication
         self.dtype, self.device = self.params[0].dtype, self.params[0].device
         self.gather_dtype = compute_dtype or self.dtype
         self._reduce_dtype = reduce_dtype
-        self.cuts = plan_cuts([param.numel() for param in self.params], group.size())
-        self.whole_numel = self.cuts[-1].whole_offset + round_up(self.cuts[-1].chunk * group.size())
+        self.cuts = plan_cuts([param.numel() for param in self.params], world_size)
+        self.whole_numel = self.cuts[-1].whole_offset + round_up(self.cuts[-1].chunk * world_size)
         self.shard_numel = self.cuts[-1].shard_offset + round_up(self.cuts[-1].chunk)
         self.layouts = [(param.size(), param.stride()) for param in self.params]
         self.shard = torch.zeros(self.shard_numel, dtype=self.dtype, device=self.device)
         self.shard_views = []
         self._plain: list[bool] = []  # whether a contiguous gradient is reduced as it is
         for param, cut in zip(self.params, self.cuts, strict=True):
-            self._plain.append(param.is_contiguous() and cut.chunk * group.size() == cut.numel)
-            first, count = cut.owned(group.rank())
+            self._plain.append(param.is_contiguous() and cut.chunk * world_size == cut.numel)
+            first, count = cut.owned(rank)
             view = self.shard[cut.shard_offset : cut.shard_offset + count]
             view.copy_(in_memory_order(param.detach(), param)[first : first + count])
             self.shard_views.append(view)
             param.data = view
-            setattr(param, SHARD_GROUP, group)
         self.gradients = GradientStore(self.params, sharded=True)
         more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
         self.gather_words = f"the all-gather of parameters ({self.names[0]}{more})"
@@ -294,9 +300,32 @@ class Unit:
         self.arrived: set[int] = set()
         self.expected = 0
         self.hooked: set[int] = set()
-        self.reduce_plan = plan_reduction([], self.cuts, group.rank())
+        self.reduce_plan = plan_reduction([], self.cuts, rank)
+
+    def place(self, position: int) -> Place:
+        """Which rank holds which elements of one parameter."""
+        size, stride = self.layouts[position]
+        return Place(
+            name=self.names[position],
+            size=size,
+            stride=stride,
+            span_of=self.cuts[position].owned,
+            replicated=False,
+            rank=self.ranks.rank,
+            form=self.shard_views[position].size(),
+        )
 
     # --- gather ------------------------------------------------------------------------------
+
+    def whole_parameter(self, position: int) -> Tensor:
+        """One parameter, whole, in new memory; every rank of the group calls this."""
+        cut = self.cuts[position]
+        size, stride = self.layouts[position]
+        own = self.shard[cut.shard_offset : cut.shard_offset + cut.chunk]
+        flat = own.new_empty(cut.chunk * self.ranks.size)
+        words = f"the all-gather of {self.names[position]}"
+        self.ranks.call(words, lambda: all_gather(flat, own, self.ranks.group).wait())
+        return flat.as_strided(size, stride)
 
     @property
     def casts(self) -> bool:
@@ -306,7 +335,7 @@ class Unit:
     def use(self, slot: Slot) -> None:
         """Fixes where this unit is gathered, and makes the views that ``param.data`` will be."""
         self.slot = slot
-        rank, world_size = self.group.rank(), self.group.size()
+        rank, world_size = self.ranks.rank, self.ranks.size
         self._ranges = [self.shard[c.shard_offset : c.shard_offset + c.chunk] for c in self.cuts]
         self._targets = [
             slot.whole[c.whole_offset : c.whole_offset + c.chunk * world_size] for c in self.cuts
@@ -331,9 +360,8 @@ class Unit:
         with traced("all_gather", self.name):
             if self.casts:
                 torch._foreach_copy_(self._sources, self._ranges)
-            slot.work = guarded(
+            slot.work = self.ranks.call(
                 self.gather_words,
-                self.group,
                 self._communication.all_gather,
                 self._targets,
                 self._sources,
@@ -392,7 +420,7 @@ class Unit:
         """
         positions = self.trainable_positions()
         if positions != self.reduce_plan.positions:
-            self.reduce_plan = plan_reduction(positions, self.cuts, self.group.rank())
+            self.reduce_plan = plan_reduction(positions, self.cuts, self.ranks.rank)
         plan = self.reduce_plan
         grads = self.gradients.take(positions)
         present = [
@@ -421,8 +449,8 @@ class Unit:
         output = torch.empty(plan.numel, dtype=dtype, device=self.device)
         targets = torch.split_with_sizes(output, plan.ranges)[:: plan.stride]
         with traced("reduce_scatter", self.name):
-            work = guarded(
-                self.reduce_words, self.group, self._communication.reduce_scatter, targets, inputs
+            work = self.ranks.call(
+                self.reduce_words, self._communication.reduce_scatter, targets, inputs
             )
         return Reduction(self, plan, inputs, output, work), present
 
@@ -431,9 +459,9 @@ class Unit:
         cut = self.cuts[position]
         if grad is None:
             return torch.zeros(
-                cut.chunk * self.group.size(), dtype=self.gather_dtype, device=self.device
+                cut.chunk * self.ranks.size, dtype=self.gather_dtype, device=self.device
             )
         check_gradient(grad, self.names[position])
         flat = in_memory_order(grad, self.whole_views[position])
-        padding = cut.chunk * self.group.size() - cut.numel
+        padding = cut.chunk * self.ranks.size - cut.numel
         return torch.nn.functional.pad(flat, (0, padding)) if padding else flat

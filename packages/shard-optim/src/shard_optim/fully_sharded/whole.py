@@ -22,11 +22,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shard_optim.communication import guarded
 from shard_optim.fully_sharded.checks import check_wrapper
-from shard_optim.fully_sharded.state import parameter_locations
-from shard_optim.fully_sharded.unit import Cut, Unit
+from shard_optim.fully_sharded.unit import Cut, Unit, parameter_locations
 from shard_optim.fully_sharded.wrapper import FullyShardedDataParallel
+from shard_optim.layout import Place
 from shard_optim.wrapped import as_groups, default_settings, settings_of
 
 
@@ -109,7 +108,7 @@ class WholeMatrixOptimizer(Optimizer):
 
     Every rank calls ``step``. Hyperparameters are read from ``param_groups`` at every step, so
     learning-rate schedulers work. ``state`` holds the state of the matrices that this rank owns.
-    ``save_fully_sharded`` and ``load_fully_sharded`` take it like any other optimizer.
+    ``save``, ``load``, ``full_state`` and ``load_full_state`` take it like any other optimizer.
 
     Args:
         model: the sharded model.
@@ -140,18 +139,18 @@ class WholeMatrixOptimizer(Optimizer):
             )
         groups = as_groups(params)
         self.optimizer_cls = optimizer_cls
-        self._group = model.process_group
+        self._ranks = model.ranks.shards
         self._location_of: dict[int, tuple[Unit, int]] = parameter_locations(model.units)
         self._matrices: dict[Tensor, _Matrix] = {}
         super().__init__(groups, default_settings(optimizer_cls, groups, kwargs))
         self._owned = assign_owners(
-            [cost(matrix.size) for matrix in self._matrices.values()], self._group.size()
+            [cost(matrix.size) for matrix in self._matrices.values()], self._ranks.size
         )
         matrices = list(self._matrices.values())
         for rank, positions in enumerate(self._owned):
             for position in positions:
                 matrices[position].owner = rank
-        for position in self._owned[self._group.rank()]:
+        for position in self._owned[self._ranks.rank]:
             matrix = matrices[position]
             one = torch.zeros((), dtype=matrix.param.dtype, device=matrix.param.device)
             matrix.whole = nn.Parameter(one.expand(matrix.size))
@@ -199,6 +198,20 @@ class WholeMatrixOptimizer(Optimizer):
         """Size and stride of a whole parameter."""
         return self._matrices[param].size, self._matrices[param].stride
 
+    def place_of(self, param: Tensor) -> Place:
+        """Where a parameter's state lies: whole, on its owner."""
+        matrix, rank = self._matrices[param], self._ranks.rank
+        numel = matrix.size.numel()
+        return Place(
+            name=matrix.name,
+            size=matrix.size,
+            stride=matrix.stride,
+            span_of=lambda rank: (0, numel) if rank == matrix.owner else None,
+            replicated=False,
+            rank=rank,
+            form=matrix.size if rank == matrix.owner else torch.Size([0]),
+        )
+
     # --- step --------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -226,7 +239,7 @@ class WholeMatrixOptimizer(Optimizer):
             received, arriving = arriving.received, None
             if number + 1 < len(rounds):
                 arriving = self._send_to_owners(rounds[number + 1])
-            updated = self._update(owned[self._group.rank()], received)
+            updated = self._update(owned[self._ranks.rank], received)
             if leaving is not None:
                 self._take_shards(*leaving)
             leaving = (owned, self._send_to_all(owned, updated))
@@ -257,17 +270,17 @@ class WholeMatrixOptimizer(Optimizer):
             if matrix is not None:
                 assert matrix.param.grad is not None
                 parts += [matrix.padded(matrix.param.grad), matrix.padded(matrix.param.detach())]
-        mine = owned[self._group.rank()]
+        mine = owned[self._ranks.rank]
         each = 0 if mine is None else 2 * mine.cut.chunk
-        return self._start("whole gradients", owned, parts, sizes, [each] * self._group.size())
+        return self._start("whole gradients", owned, parts, sizes, [each] * self._ranks.size)
 
     def _send_to_all(self, owned: Sequence[_Matrix | None], updated: Tensor | None) -> _Exchange:
         """Starts handing every rank its shards of the updated matrices."""
         sizes = [0 if matrix is None else matrix.cut.chunk for matrix in owned]
-        mine = owned[self._group.rank()]
+        mine = owned[self._ranks.rank]
         each = 0 if mine is None else mine.cut.chunk
         parts = [] if updated is None else [updated]
-        return self._start("updated matrices", owned, parts, [each] * self._group.size(), sizes)
+        return self._start("updated matrices", owned, parts, [each] * self._ranks.size, sizes)
 
     def _start(
         self,
@@ -282,18 +295,18 @@ class WholeMatrixOptimizer(Optimizer):
         sent = torch.cat([empty, *parts])
         received = empty.new_empty(sum(receive_sizes))
         words = f"the exchange of {what} ({first.name})"
-        work = guarded(
+        group = self._ranks.group
+        work = self._ranks.call(
             words,
-            self._group,
             lambda: dist.all_to_all_single(
-                received, sent, receive_sizes, send_sizes, group=self._group, async_op=True
+                received, sent, receive_sizes, send_sizes, group=group, async_op=True
             ),
         )
         return _Exchange(what=words, sent=sent, received=received, work=work)
 
     def _wait(self, exchange: _Exchange) -> None:
         if exchange.work is not None:
-            guarded(exchange.what, self._group, exchange.work.wait)
+            self._ranks.call(exchange.what, exchange.work.wait)
 
     def _update(self, matrix: _Matrix | None, received: Tensor) -> Tensor | None:
         """Updates this rank's matrix; returns its values, cut for all ranks."""

@@ -16,15 +16,16 @@ from torch.utils import _pytree as pytree
 
 from shard_optim.communication import Communication, resolve_communication
 from shard_optim.fully_sharded.checks import check_module, check_settings, device_of
-from shard_optim.fully_sharded.mesh import resolve_ranks
 from shard_optim.fully_sharded.meta import materialize, owners_of_parameters
+from shard_optim.fully_sharded.own_state import OwnState
 from shard_optim.fully_sharded.replicated import ReplicatedParameters
 from shard_optim.fully_sharded.schedule import Schedule, UnitCall
-from shard_optim.fully_sharded.state import load_full, shards_of, whole_parameters
-from shard_optim.fully_sharded.unit import Slot, Unit
+from shard_optim.fully_sharded.unit import Slot, Unit, parameter_locations
 from shard_optim.fully_sharded.units import UnitPlan, Units, plan_units
 from shard_optim.gradients import check_clipping, clip_sharded_
-from shard_optim.layout import check_layout
+from shard_optim.layout import SHARDED, check_layout, replicated_place
+from shard_optim.mesh import check_group, resolve_mesh
+from shard_optim.origin import Sharded, replaced, watch_optimizers
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -96,14 +97,22 @@ class FullyShardedDataParallel(nn.Module):
         check_settings(compute_dtype, reduce_dtype, reshard_after_forward, prefetch)
         check_module(module, FullyShardedDataParallel)
         self.module = module
-        self.ranks = resolve_ranks(process_group)
-        self.process_group = self.ranks.shards
-        communication = resolve_communication(communication, self.process_group)
+        check_group(process_group)
         self.compute_dtype = compute_dtype
         named = dict(module.named_parameters())
         plans = plan_units(module, units)
         self.device = device_of(module, device)
-        self._agree(plans, reduce_dtype)
+        self.ranks = resolve_mesh(process_group, device=self.device, owner=type(self).__name__)
+        self.process_group = self.ranks.shards.group
+        communication = resolve_communication(communication, self.ranks.shards)
+        self._agree(
+            plans,
+            f"compute_dtype {compute_dtype}",
+            f"reduce_dtype {reduce_dtype}",
+            f"reshard_after_forward {reshard_after_forward}",
+            f"prefetch {prefetch}",
+            f"communication {type(communication).__qualname__}",
+        )
         owners = owners_of_parameters(module)
         self.units = []
         for plan in plans:  # one after the other: the whole model never has memory
@@ -144,7 +153,8 @@ class FullyShardedDataParallel(nn.Module):
             reshard=reshard_after_forward,
         )
         self._calls = self._replace_calls(plans)
-        module.register_load_state_dict_pre_hook(self._take_shards)
+        self._say_where_parameters_lie(small)
+        self.own_state = OwnState(module, self.ranks, self._moment)
 
     # --- training ----------------------------------------------------------------------------
 
@@ -215,12 +225,14 @@ class FullyShardedDataParallel(nn.Module):
             [param.grad for param in sharded if param.grad is not None],
             max_norm,
             norm_type=norm_type,
-            group=self.process_group,
+            ranks=self.ranks.shards,
             device=self.device,
             replicated=[p.grad for p in self.replicated.params if p.grad is not None],
         )
 
     # --- names and values --------------------------------------------------------------------
+
+    full_state_dict = load_full_state_dict = replaced
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -238,6 +250,7 @@ class FullyShardedDataParallel(nn.Module):
         """The module's own, under the module's own names and in its order."""
         return self.module.named_buffers(*args, **kwargs)
 
+    @torch.no_grad()
     def full_parameters(self) -> dict[str, Tensor]:
         """All parameters, whole, as new tensors under the module's own names.
 
@@ -247,72 +260,40 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             CollectiveError: if a peer died or timed out.
         """
-        return dict(whole_parameters(self.module, self.units, self.process_group))
-
-    def full_state_dict(self) -> dict[str, Tensor] | None:
-        """The plain module's state dict on the first rank, on its CPU; a collective call.
-
-        One tensor at a time, so the devices need room for one more whole tensor only.
-
-        Returns:
-            On the first rank parameters and persistent buffers, tied ones under every name; None
-            elsewhere.
-
-        Raises:
-            CollectiveError: if a peer died or timed out.
-        """
-        first = self.ranks.first
-        found: dict[int, Tensor] = {}
-        owners = dict(self.module.named_parameters())
-        for name, whole in whole_parameters(self.module, self.units, self.process_group):
-            if first:
-                found[id(owners[name])] = whole.cpu()
-            del whole  # before the next one takes memory
-        if not first:
-            return None
-        return {
-            name: found[id(value)] if id(value) in found else value.detach().cpu().clone()
-            for name, value in self.module.state_dict(keep_vars=True).items()
-        }
-
-    def load_full_state_dict(self, state_dict: Mapping[str, Tensor] | None) -> None:
-        """Loads a plain module's state dict that only the first rank holds; a collective call.
-
-        One tensor at a time travels, and every rank keeps its shard.
-
-        Args:
-            state_dict: read on the first rank; the others may pass None.
-
-        Raises:
-            ValueError: on every rank, if names or shapes differ; nothing has changed then.
-            CollectiveError: if a peer died or timed out.
-        """
-        load_full(self.module, self.units, state_dict, self.ranks, self.device)
+        location_of = parameter_locations(self.units)
+        found = {}
+        for name, param in self.module.named_parameters():
+            unit, position = location_of.get(id(param), (None, 0))
+            found[name] = param.clone() if unit is None else unit.whole_parameter(position)
+        return found
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """This rank's shards, small parameters and buffers, under the module's own names.
 
-        No communication, so a single rank may call it. For whole parameters see
-        ``full_state_dict``.
+        No communication, so a single rank may call it; but it is one rank's part, which only this
+        rank of as many ranks loads. ``shard_optim.save`` and ``full_state`` take all parts.
         """
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Loads whole parameters, of which this rank takes its shards, or a rank's own shards.
+        """Loads whole parameters, of which this rank takes its shards, or this rank's own part.
 
-        No communication: every rank passes its own dictionary. Only slices are copied to the
-        device, so a file opened with ``torch.load(path, mmap=True)`` is read one tensor at a time.
+        A collective call, in which the ranks compare what each of them loads. Only slices are
+        copied to the device, so a file opened with ``torch.load(path, mmap=True)`` is read one
+        tensor at a time.
 
         Args:
-            state_dict: the same on every rank, or each rank's own.
+            state_dict: the same whole one on every rank, or what ``state_dict()`` returned on
+                this rank of as many.
             strict: as for ``torch.nn.Module``.
             assign: must be False.
 
         Raises:
-            ValueError: if a sharded parameter has another shape, or for ``assign=True``; nothing
-                has changed then.
+            ValueError: on every rank, if one of them was given another rank's part, parts of
+                different moments, or other shapes; also for ``assign=True``. Nothing has changed.
+            CollectiveError: if a peer died or timed out.
         """
         if assign:
             raise ValueError(
@@ -321,23 +302,42 @@ class FullyShardedDataParallel(nn.Module):
             )
         return self.module.load_state_dict(state_dict, strict)
 
-    def _take_shards(
-        self, _module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
-    ) -> None:
-        state_dict.update(shards_of(self.module, self.units, state_dict, prefix))
-
     # --- construction ------------------------------------------------------------------------
 
-    def _agree(self, plans: list[UnitPlan], reduce_dtype: torch.dtype | None) -> None:
+    def _agree(self, plans: list[UnitPlan], *settings: str) -> None:
+        """Compares all that decides which collectives are made, in which order and size."""
         unit_of = {id(param): plan.name for plan in plans for param in plan.params}
-        lines = [f"compute_dtype {self.compute_dtype}, reduce_dtype {reduce_dtype}"]
+        lines = list(settings)
+        lines += [
+            f"unit {plan.name!r}, {'one of several alike' if plan.repeated else 'alone'}"
+            for plan in plans
+        ]
         lines += [
             f"parameter {name} {tuple(param.shape)} {param.dtype} {param.device.type} "
-            f"{'trainable' if param.requires_grad else 'frozen'}, "
+            f"strides {param.stride()} {'trainable' if param.requires_grad else 'frozen'}, "
             + (f"in unit {unit_of[id(param)]!r}" if id(param) in unit_of else "replicated")
             for name, param in self.module.named_parameters()
         ]
-        self.ranks.check_agreement(lines, self.device)
+        lines += [
+            f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}"
+            for name, buffer in self.module.named_buffers()
+        ]
+        self.ranks.agree(
+            lines,
+            must="wrap the same model with the same settings",
+            remedy="Build the model from the same configuration on every rank.",
+        )
+
+    def _say_where_parameters_lie(self, small: Mapping[str, nn.Parameter]) -> None:
+        rank = self.ranks.shards.rank
+        places = [(p, unit.place(at)) for unit in self.units for at, p in enumerate(unit.params)]
+        places += [(param, replicated_place(name, param, rank)) for name, param in small.items()]
+        for param, place in places:
+            setattr(param, SHARDED, Sharded(place=place, ranks=self.ranks))
+        watch_optimizers()
+
+    def _moment(self) -> str:
+        return f"{self.ranks.name}.{self.schedule.generation}"
 
     @torch.no_grad()
     def _broadcast(self, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -24,13 +24,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 
-from shard_optim.fully_sharded import (
-    FullyShardedDataParallel,
-    load_fully_sharded,
-    save_fully_sharded,
-)
+from shard_optim.fully_sharded import FullyShardedDataParallel
 from shard_optim.gradients import ShardedGradScaler
 from shard_optim.optimizer import ShardedOptimizer
+from shard_optim.state import full_state, load, load_full_state, save
 
 try:
     from lightning.pytorch.strategies import DDPStrategy
@@ -41,7 +38,7 @@ except ImportError as error:
         "pip install 'shard-optim[lightning]'"
     ) from error
 
-# What a checkpoint folder holds beside the files of ``save_fully_sharded``.
+# What a checkpoint folder holds beside the files of ``shard_optim.save``.
 _META = "lightning.pt"
 
 
@@ -133,12 +130,13 @@ class ShardedOptimizerStrategy(_ShardedStrategy):
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The whole state on rank 0, which writes the checkpoint; nothing elsewhere."""
-        return _unwrapped(optimizer).full_state_dict() or {}
+        whole = full_state(optimizer=_unwrapped(optimizer))
+        return {} if whole is None else whole["optimizer"]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Gives every rank its part of the whole states that rank 0 has read."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            optimizer.load_full_state_dict(state)
+            load_full_state({"optimizer": state}, optimizer=_unwrapped(optimizer))
 
 
 def _unwrapped(optimizer: Any) -> ShardedOptimizer:
@@ -156,7 +154,7 @@ class FullyShardedStrategy(_ShardedStrategy):
     any rank. Afterwards the module's parameters stay shards; whole ones are in the checkpoint.
 
     A checkpoint is a folder that all ranks write, readable by any number of ranks: the files of
-    ``save_fully_sharded``, and what Lightning keeps beside weights and optimizer state.
+    ``shard_optim.save``, and what Lightning keeps beside weights and optimizer state.
 
     Args:
         process_group_backend: such as "nccl" or "gloo"; None means the usual one for the device.
@@ -232,7 +230,7 @@ class FullyShardedStrategy(_ShardedStrategy):
             shutil.rmtree(new, ignore_errors=True)  # what a killed run left
         self.barrier()
         optimizer = self.optimizers[0] if "optimizer_states" in checkpoint else None
-        save_fully_sharded(self._sharded, optimizer, new)
+        save(new, self._sharded, optimizer)
         if self.is_global_zero:
             self.checkpoint_io.save_checkpoint(checkpoint, new / _META, storage_options)
             if folder.exists():
@@ -250,11 +248,11 @@ class FullyShardedStrategy(_ShardedStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Gives every rank its shards of the parameters."""
-        load_fully_sharded(self._sharded, None, checkpoint["folder"])
+        load(checkpoint["folder"], self._sharded)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Gives every rank its shards of the optimizer state."""
-        load_fully_sharded(self._sharded, self.optimizers[0], checkpoint["folder"])
+        load(checkpoint["folder"], optimizer=self.optimizers[0])
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Removes a checkpoint's folder."""

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shard_optim.checkpoint.sharded import load_checkpoint, save_checkpoint
 from shard_optim.optimizer import ShardedOptimizer
+from shard_optim.state import load, save
 
 try:
     from transformers import TrainerCallback
@@ -75,7 +75,7 @@ class ShardedCheckpoints(TrainerCallback):
         if state.is_world_process_zero:  # a run resumed earlier comes to the same step again
             shutil.rmtree(folder, ignore_errors=True)
         dist.barrier(self._optimizer.process_group)
-        save_checkpoint(self._optimizer, folder)
+        save(folder, optimizer=self._optimizer)
         if state.is_world_process_zero:
             torch.save(lr_scheduler.state_dict(), folder / _SCHEDULER)
 
@@ -85,7 +85,7 @@ class ShardedCheckpoints(TrainerCallback):
         """Called on every rank before the first step; with a step number when it resumes."""
         if state.global_step:
             folder = _folder_of(args, state)
-            load_checkpoint(self._optimizer, folder)
+            load(folder, optimizer=self._optimizer)
             lr_scheduler.load_state_dict(torch.load(folder / _SCHEDULER, weights_only=True))
 
 

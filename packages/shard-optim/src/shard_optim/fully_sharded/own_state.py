@@ -1,0 +1,141 @@
+"""What a sharded module's own ``state_dict()`` and ``load_state_dict()`` do, on any part of it.
+
+They are torch's. Hooks on every module that holds sharded parameters add the origin of this rank's
+part to the metadata that torch keeps beside a state dict (``_metadata``), and look at everything
+that is loaded: whole parameters, of which this rank takes its shards, or this rank's own part. A
+part that has lost its metadata is refused, because nothing else tells it from another rank's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from shard_optim.exchange import tensor_bytes
+from shard_optim.layout import flat_slice
+from shard_optim.mesh import Mesh
+from shard_optim.origin import (
+    ORIGIN,
+    Sharded,
+    check_alike,
+    describe,
+    difference,
+    say_once,
+    sharded_of,
+)
+
+# Elements of each whole tensor that are looked at when ranks compare what they load.
+_SAMPLED = 256
+
+
+class OwnState:
+    """Hooks the state dicts of a module and of every module in it that holds sharded parameters.
+
+    Args:
+        module: whose parameters have been sharded.
+        ranks: that train it.
+        version: gives the module's present version, the same on every rank.
+    """
+
+    def __init__(self, module: nn.Module, ranks: Mesh, version: Callable[[], str]) -> None:
+        self._root, self._ranks, self._version = module, ranks, version
+        self._silent = False
+        for each in module.modules():
+            if each is module or any(_is_shard(param) for param in each.parameters()):
+                each.register_state_dict_post_hook(partial(self._add_origin))
+                each.register_load_state_dict_pre_hook(self._before_load)
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Within it, nobody is told that a state dict is a part."""
+        self._silent = True
+        try:
+            yield
+        finally:
+            self._silent = False
+
+    def _origin(self, module: nn.Module) -> dict[str, Any]:
+        shards = self._ranks.shards
+        found = ((n, sharded_of(p)) for n, p in module.named_parameters(recurse=False))
+        return describe(
+            rank=shards.rank,
+            world_size=shards.size,
+            stage=3,
+            version=self._version(),
+            spans={
+                name: each.place.span
+                for name, each in found
+                if each is not None and not each.place.replicated
+            },
+        )
+
+    def _add_origin(
+        self, module: nn.Module, _state_dict: Any, prefix: str, metadata: dict[str, Any]
+    ) -> None:
+        metadata[ORIGIN] = self._origin(module)
+        if not prefix and not self._silent:
+            say_once(self, "model", self._ranks)
+
+    def _before_load(
+        self,
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        metadata: Mapping[str, Any],
+        *_: Any,
+    ) -> None:
+        if prefix and module is not self._root:
+            return  # a module around this one has looked already
+        taken, problem, partial = {}, None, False
+        params = module.named_parameters(prefix.removesuffix("."), remove_duplicate=False)
+        for name, param in params:
+            given, found = state_dict.get(name), sharded_of(param)
+            if found is None or found.place.replicated or not isinstance(given, Tensor):
+                continue
+            place = found.place
+            if given.shape == place.size:
+                taken[name] = flat_slice(given, place.size, place.stride, *place.span)
+            elif given.shape == place.form:
+                partial = True
+            else:
+                problem = problem or _shape_problem(name, found, given)
+        if partial:
+            problem = problem or difference(metadata.get(ORIGIN), self._origin(module))
+        if problem is not None:
+            version = None
+        elif partial:
+            version = metadata[ORIGIN].get("version")
+        else:
+            version = _fingerprint(state_dict)
+        check_alike(self._ranks, problem, version)
+        state_dict.update(taken)
+
+
+def _is_shard(param: Tensor) -> bool:
+    found = sharded_of(param)
+    return found is not None and not found.place.replicated
+
+
+def _shape_problem(name: str, found: Sharded, given: Tensor) -> str:
+    place, world_size = found.place, found.ranks.shards.size
+    return (
+        f"{name} must have its whole shape {tuple(place.size)}, or {tuple(place.form)} as this "
+        f"rank's shard of {world_size}, but got {tuple(given.shape)}"
+    )
+
+
+def _fingerprint(state_dict: Mapping[str, Any]) -> str:
+    """The same for two ranks that load the same whole state, as far as samples show."""
+    digest = hashlib.sha256()
+    for name, value in state_dict.items():
+        if isinstance(value, Tensor) and not value.is_meta:
+            flat = value.detach().reshape(-1)
+            sample = flat[:: max(1, flat.numel() // _SAMPLED)].cpu().contiguous()
+            digest.update(name.encode())
+            digest.update(tensor_bytes(sample))
+    return digest.hexdigest()[:16]

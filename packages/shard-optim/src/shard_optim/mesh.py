@@ -1,0 +1,203 @@
+"""Which ranks hold a shard each, and which hold the same shard.
+
+With a two-dimensional mesh parameters are cut over its last dimension only, such as the GPUs of one
+node, where gathers are fast. Gradients are reduce-scattered there, and the shards all-reduced
+across the first dimension, over which everything is replicated (hybrid sharding).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ddp_lite.ranks import Ranks, broadcast, resolve_group
+from shard_optim.communication import CollectiveError
+from shard_optim.exchange import all_gather_values, broadcast_value
+
+
+class Mesh:
+    """The ranks that train one model or optimizer, which owns this. Collective to build.
+
+    Args:
+        shards: the group of ranks that together hold every parameter once.
+        replicas: that of the ranks that hold the same shard as this one; None if there is no other.
+        everyone: all of them, by their numbers in the default group.
+        device: where collectives run.
+        owner: name of the class that is being constructed, for errors.
+
+    Attributes:
+        shards, replicas: with names for their failures.
+        everyone: as given.
+        name: random, the same on all of these ranks and of no other mesh.
+    """
+
+    def __init__(
+        self,
+        shards: dist.ProcessGroup,
+        replicas: dist.ProcessGroup | None,
+        everyone: list[int],
+        *,
+        device: torch.device,
+        owner: str,
+    ) -> None:
+        self.shards = Ranks(shards, device, owner, error=CollectiveError)
+        self.replicas = None
+        if replicas is not None:
+            self.replicas = Ranks(replicas, device, owner, error=CollectiveError)
+        self.everyone = everyone
+        self.name = str(self.gather("the naming of the ranks", secrets.token_hex(4))[0])
+
+    @property
+    def levels(self) -> list[Ranks]:
+        """Ranks such that a broadcast from the first of each in turn reaches all ranks."""
+        return [self.shards] if self.replicas is None else [self.replicas, self.shards]
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank is the first one of every level."""
+        return all(ranks.rank == 0 for ranks in self.levels)
+
+    @property
+    def first_replica(self) -> bool:
+        """Whether this rank is one of those that together hold the first copy of everything."""
+        return self.replicas is None or self.replicas.rank == 0
+
+    def broadcast_to_replicas(self, what: str, values: Tensor) -> None:
+        """Overwrites a tensor with that of the first replica's rank that holds the same shard.
+
+        Raises:
+            CollectiveError: if a peer died or timed out.
+        """
+        if self.replicas is not None:
+            self.replicas.call(what, broadcast, self.replicas.group, values)
+
+    def broadcast(self, what: str, values: Tensor) -> None:
+        """Overwrites a tensor with the first rank's.
+
+        Raises:
+            CollectiveError: if a peer died or timed out.
+        """
+        for ranks in self.levels:
+            ranks.call(what, broadcast, ranks.group, values)
+
+    def broadcast_value(self, what: str, value: Any) -> Any:
+        """The first rank's value; see ``exchange.py`` for what it may be.
+
+        Raises:
+            CollectiveError: if a peer died or timed out.
+        """
+        for ranks in self.levels:
+            value = ranks.call(what, broadcast_value, value, ranks.group)
+        return value
+
+    def gather(self, what: str, value: Any) -> list[Any]:
+        """Every rank's value, in the order of ``everyone``; see ``exchange.py``.
+
+        Raises:
+            CollectiveError: if a peer died or timed out.
+        """
+        everyone: list[Any] = [value]
+        for ranks in reversed(self.levels):
+            gathered = ranks.call(what, all_gather_values, everyone, ranks.group)
+            everyone = [each for several in gathered for each in several]
+        return everyone
+
+    def on_first_replica(self, what: str, action: Callable[[], object]) -> None:
+        """Does something on the ranks of the first replica, while the others wait for it.
+
+        Raises:
+            CollectiveError: on the others, if the action raised on the first; if a peer died.
+        """
+        if self.replicas is None:
+            action()
+            return
+        problem = None
+        try:
+            if self.first_replica:
+                action()
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            problem = self.replicas.call(what, broadcast_value, problem, self.replicas.group)
+        if problem is not None:
+            raise CollectiveError(
+                f"every rank must take part in {what}, but it failed on the first replica: "
+                f"{problem}"
+            )
+
+    def agree(self, facts: Sequence[str], *, must: str, remedy: str) -> None:
+        """Compares facts over all ranks, the most general first.
+
+        Raises:
+            ModelMismatchError: on every rank if two differ, naming the differences.
+        """
+        pairs = [(name, text) for name, _, text in (fact.partition(" ") for fact in facts)]
+        across = [] if self.replicas is None else [self.replicas]
+        self.shards.agree(pairs, must=must, remedy=remedy, across=across)
+
+
+def mesh_of_group(
+    process_group: dist.ProcessGroup | DeviceMesh | None, *, device: torch.device, owner: str
+) -> Mesh:
+    """The ranks of a group, of a mesh of one dimension, or of the default group.
+
+    Raises:
+        RuntimeError: if there is neither.
+        ValueError: for a mesh of more dimensions, or a group without this rank.
+    """
+    group = resolve_group(process_group, before=f"a {owner} is made")
+    everyone = dist.get_process_group_ranks(group)
+    return Mesh(group, None, everyone, device=device, owner=owner)
+
+
+def resolve_mesh(
+    process_group: dist.ProcessGroup | DeviceMesh | None, *, device: torch.device, owner: str
+) -> Mesh:
+    """The ranks of a group, of a mesh of one or two dimensions, or of the default group.
+
+    Raises:
+        TypeError: if it is something else.
+        ValueError: for a mesh of more dimensions.
+        RuntimeError: if there is neither.
+    """
+    check_group(process_group)
+    if not isinstance(process_group, DeviceMesh) or process_group.ndim == 1:
+        return mesh_of_group(process_group, device=device, owner=owner)
+    resolve_group(None, before=f"a {owner} is made")
+    replicas = process_group.get_group(0)
+    everyone = process_group.mesh.flatten().tolist()
+    return Mesh(
+        process_group.get_group(1),
+        None if replicas.size() == 1 else replicas,
+        everyone,
+        device=device,
+        owner=owner,
+    )
+
+
+def check_group(process_group: Any) -> None:
+    """Refuses what is neither a group nor a mesh of one or two dimensions.
+
+    Raises:
+        TypeError: if it is something else.
+        ValueError: for a mesh of more dimensions.
+    """
+    if not isinstance(process_group, (dist.ProcessGroup, DeviceMesh, type(None))):
+        raise TypeError(
+            "process_group must be a process group that this rank belongs to, or a device mesh, "
+            f"but got {process_group!r}. Pass what torch.distributed.new_group() returned on the "
+            "ranks of the group, or leave it out for the default group."
+        )
+    if isinstance(process_group, DeviceMesh) and process_group.ndim > 2:
+        raise ValueError(
+            "process_group must be a device mesh of one dimension, or of two to replicate over the "
+            f"first and shard over the second, but got {process_group.ndim} dimensions. Pass a "
+            "part of the mesh."
+        )

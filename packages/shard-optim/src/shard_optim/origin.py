@@ -1,0 +1,248 @@
+"""Whose state it is: a shard's state dict says which rank's part it is, of how many, and of when.
+
+``state_dict()`` of a shard holds one rank's part, so it fits that rank of as many ranks only. Parts
+of different ranks have the same names and shapes: loaded into another rank they would train on
+silently with other weights. Every part therefore carries its origin, a dictionary:
+
+- ``rank``, ``world_size``, ``stage``: which part of how many, and of which ZeRO stage;
+- ``version``: the object and its number of steps, the same on every rank at one moment;
+- ``spans``: of each tensor the first element that the part holds, and their number.
+
+Loading compares it, and the ranks compare what they found, before anything changes.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ddp_lite.ranks import Ranks
+from shard_optim.layout import SHARDED, Place
+from shard_optim.mesh import Mesh
+
+# Key of the origin in a state dict, or in each of an optimizer's packed parameter groups.
+ORIGIN = "shard"
+
+# In place of an origin: what is loaded has been checked.
+CHECKED = "checked"
+
+_REMEDY = (
+    "Save the parts of all ranks by shard_optim.save(), or whole state by full_state(), and load "
+    "them by load() or load_full_state()."
+)
+_log = logging.getLogger("shard_optim")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Sharded:
+    """A parameter of a ``FullyShardedDataParallel``: where it lies, and with whom.
+
+    Attributes:
+        place: which rank holds which elements.
+        ranks: that train the model.
+    """
+
+    place: Place
+    ranks: Mesh
+
+
+def sharded_of(param: Tensor) -> Sharded | None:
+    """Where a parameter of a ``FullyShardedDataParallel`` lies; None for any other tensor."""
+    found: Sharded | None = getattr(param, SHARDED, None)
+    return found
+
+
+def shard_ranks_of(optimizer: Optimizer) -> Ranks | None:
+    """The ranks that hold the other shards of an optimizer's parameters; None if they are whole."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            found = sharded_of(param)
+            if found is not None and not found.place.replicated:
+                return found.ranks.shards
+    return None
+
+
+def describe(
+    *, rank: int, world_size: int, stage: int, version: str, spans: Mapping[Any, tuple[int, int]]
+) -> dict[str, Any]:
+    """The origin of a part, as plain data."""
+    return {
+        "rank": rank,
+        "world_size": world_size,
+        "stage": stage,
+        "version": version,
+        "spans": dict(spans),
+    }
+
+
+def difference(given: Any, own: Mapping[str, Any]) -> str | None:
+    """How the origin of what is loaded differs from this rank's, or None.
+
+    Parts that were saved before parts had a stage and a version are compared without these.
+    """
+    if not isinstance(given, Mapping) or not {"rank", "world_size"} <= set(given):
+        return "it does not say which rank's part it is"
+    if (given["rank"], given["world_size"]) != (own["rank"], own["world_size"]):
+        return f"it is the part of rank {given['rank']} of {given['world_size']}"
+    for key in sorted((set(given) & set(own)) - {"rank", "world_size", "version", "spans"}):
+        if given[key] != own[key]:
+            return f"it is of {key} {given[key]}, not {own[key]}"
+    theirs, ours = given.get("spans", {}), own["spans"]
+    for name in ours:
+        if name not in theirs or tuple(theirs[name]) != tuple(ours[name]):
+            return f"it holds other elements of {name}"
+    return None
+
+
+def check_alike(ranks: Mesh, problem: str | None, version: str | None) -> None:
+    """Raises on every rank if one of them may not load what it was given. Collective.
+
+    Args:
+        ranks: that load.
+        problem: why this rank may not, or None.
+        version: of what it loads; None if that is not known.
+
+    Raises:
+        ValueError: on every rank, naming the first rank whose state does not fit.
+        CollectiveError: if a peer died or timed out.
+    """
+    everyone = ranks.gather("the comparison of what the ranks load", (problem, version))
+    first: tuple[int, str] | None = None
+    for rank, (problem, version) in enumerate(everyone):
+        if problem is not None:
+            raise ValueError(
+                "every rank must load its own part of the state of one moment, but on rank "
+                f"{rank} {problem}.\n{_REMEDY}"
+            )
+        if version is None:
+            continue
+        if first is None:
+            first = rank, version
+        elif version != first[1]:
+            raise ValueError(
+                "every rank must load its own part of the state of one moment, but rank "
+                f"{rank} has got another moment's than rank {first[0]}.\n{_REMEDY}"
+            )
+
+
+def say_once(told: Any, what: str, ranks: Mesh) -> None:
+    """Logs, the first time that a part is taken out of ``told``, that it is a part.
+
+    Args:
+        told: the optimizer or module; it remembers that it was said.
+        what: ``model`` or ``optimizer``.
+        ranks: that hold the parts.
+    """
+    if ranks.shards.size > 1 and not getattr(told, "_part_was_named", False):
+        told._part_was_named = True
+        _log.warning(
+            "state_dict() of the %s is the part of rank %d of %d: saved on one rank alone, the "
+            "rest is lost. %s",
+            what,
+            ranks.shards.rank,
+            ranks.shards.size,
+            _REMEDY,
+        )
+
+
+def replaced(*_args: Any, **_kwargs: Any) -> NoReturn:
+    """In place of the methods ``full_state_dict`` and ``load_full_state_dict`` of version 0.1."""
+    raise AttributeError(
+        "full_state_dict() and load_full_state_dict() have been replaced. Call "
+        "shard_optim.full_state(model, optimizer) and load_full_state(state, model, optimizer)."
+    )
+
+
+# --- optimizers over the parameters of a sharded model ---------------------------------------
+
+
+class Watched:
+    """An optimizer of any class that was made from the parameters of a sharded model.
+
+    Attributes:
+        steps: that it has begun.
+        groups: its number of parameter groups when it was looked at.
+        sharded: of its first parameter that belongs to a sharded model.
+    """
+
+    def __init__(self, optimizer: Optimizer, sharded: Sharded) -> None:
+        self.steps = 0
+        self.groups = len(optimizer.param_groups)
+        self.sharded = sharded
+        optimizer.register_state_dict_post_hook(self._add_origin)
+        optimizer.register_load_state_dict_pre_hook(self._take_origin)
+
+    def origin(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """The origin of the state of one parameter group."""
+        shards = self.sharded.ranks.shards
+        spans = {}
+        for position, param in enumerate(group["params"]):
+            found = sharded_of(param)
+            if found is not None and not found.place.replicated:
+                spans[position] = found.place.span
+        version = f"{self.sharded.ranks.name}.{self.steps}"
+        return describe(
+            rank=shards.rank, world_size=shards.size, stage=3, version=version, spans=spans
+        )
+
+    def _add_origin(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        say_once(self, "optimizer", self.sharded.ranks)
+        for packed, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
+            packed[ORIGIN] = self.origin(group)
+
+    def _take_origin(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        given = [dict(group) for group in state_dict["param_groups"]]
+        self.check(optimizer, [group.pop(ORIGIN, None) for group in given])
+        return {**state_dict, "param_groups": given}
+
+    def check(self, optimizer: Optimizer, origins: list[Any]) -> None:
+        """Compares the origins of loaded groups with this rank's. Collective, unless checked.
+
+        Raises:
+            ValueError: on every rank, if one of them may not load them.
+        """
+        if all(origin == CHECKED for origin in origins):
+            return
+        problem, version = None, None
+        for origin, group in zip(origins, optimizer.param_groups, strict=False):
+            problem = problem or difference(origin, self.origin(group))
+            version = origin.get("version") if isinstance(origin, Mapping) else None
+        check_alike(self.sharded.ranks, problem, version)
+
+
+_watched: WeakKeyDictionary[Optimizer, Watched | None] = WeakKeyDictionary()
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """From now on, looks at every optimizer when it steps: those over shards tell their origin."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def watched(optimizer: Optimizer) -> Watched | None:
+    """What is known of an optimizer over shards; None if its parameters are no shards."""
+    if optimizer not in _watched:
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        found = next(filter(None, map(sharded_of, params)), None)
+        _watched[optimizer] = None if found is None else Watched(optimizer, found)
+    return _watched[optimizer]
+
+
+def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    known = watched(optimizer)
+    if known is None:
+        return
+    if known.steps == 0:
+        # State that was loaded before the first step brought its origin into the groups.
+        origins = [group.pop(ORIGIN, None) for group in optimizer.param_groups]
+        if any(origin is not None for origin in origins):
+            known.check(optimizer, origins)
+    known.steps += 1

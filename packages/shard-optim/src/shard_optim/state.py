@@ -1,0 +1,962 @@
+"""The state of a training run: four verbs over one table, for models and optimizers in shards.
+
+``save`` and ``load`` write and read a folder by all ranks; ``full_state`` and ``load_full_state``
+collect and hand out what an unsharded run would have. Each takes a model, an optimizer, or both:
+
+=======  ==========================================  =============================================
+stage    model                                       optimizer
+=======  ==========================================  =============================================
+1 and 2  any module, which every rank holds whole    ``ShardedOptimizer``
+3        ``FullyShardedDataParallel``                any over its parameters
+=======  ==========================================  =============================================
+
+The table has a row for each tensor: its name, whole size and dtype, the range of its elements that
+this rank holds, the tensor that holds them, and whether it is a parameter, a buffer or a moment (an
+optimizer's state). Only this module knows how each kind of model and optimizer fills the table;
+everything that moves or stores state goes through rows. The names are the keys of a folder:
+
+- ``model.NAME`` and ``buffer.NAME``: parameters and persistent buffers;
+- ``state.I.elements.KEY``: one value per element of the optimizer's parameter number I;
+- ``state.I.tensor.KEY``: any other tensor with more than one element;
+- ``state.I.values``: everything small of parameter I, as one dictionary;
+- ``header``: the optimizer's class, hyperparameters, parameter numbers, names and shapes.
+
+All tensors are vectors in the memory order of the whole tensor, so a folder of N ranks loads bit
+for bit on M, and one of stage 3 loads into stage 2.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ddp_lite.ranks import Ranks, backend_for, finish
+from shard_optim.exchange import all_gather_values
+from shard_optim.files import (
+    METADATA,
+    Contents,
+    Range,
+    read_contents,
+    read_ranges,
+    together,
+    write_folder,
+)
+from shard_optim.fully_sharded.checks import check_background_group, check_folder
+from shard_optim.fully_sharded.whole import WholeMatrixOptimizer
+from shard_optim.fully_sharded.wrapper import FullyShardedDataParallel
+from shard_optim.layout import Bucket, Place, flat_slice, replicated_place
+from shard_optim.mesh import Mesh
+from shard_optim.optimizer import ShardedOptimizer
+from shard_optim.origin import CHECKED, ORIGIN, sharded_of, watched
+from shard_optim.plain_state import check_full_state
+from shard_optim.stored import StoredTensor, coverage
+from shard_optim.wrapped import by_number, pack_groups, settings_of
+
+Kind = Literal["parameter", "buffer", "moment"]
+Device = torch.device | None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Row:
+    """One tensor of the state: where its elements lie, and the tensor with this rank's."""
+
+    kind: Kind
+    place: Place
+    tensor: Tensor
+
+
+# --- the four verbs --------------------------------------------------------------------------
+
+
+def save(
+    folder: str | Path,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | None = None,
+    *,
+    background_group: dist.ProcessGroup | None = None,
+) -> Future[None] | None:
+    """Writes parameters, buffers and optimizer state into a new folder; every rank calls it.
+
+    The folder becomes a checkpoint at the very end, so a rank that dies while saving leaves an
+    incomplete folder and every earlier checkpoint as it was.
+
+    Args:
+        folder: the same on every rank, without a checkpoint in it.
+        model: a sharded one, or beside a ``ShardedOptimizer`` any module.
+        optimizer: of the model.
+        background_group: a gloo group of the same ranks that nothing else uses. With it, this
+            rank's part is copied to the CPU, and a thread writes it while training goes on. A save
+            over the same group that is still under way is waited for first.
+
+    Returns:
+        With ``background_group``, a future: its ``result()`` returns when the folder is complete,
+        or raises what saving raised.
+
+    Raises:
+        TypeError: if an argument is of another type, or nothing is sharded.
+        FileExistsError: if the folder holds a checkpoint already.
+        ValueError: if the optimizer holds other parameters than the model's, keeps state that
+            cannot be divided, or for a background group of other ranks.
+        CollectiveError: if a peer died or timed out, or could not write.
+    """
+    check_folder(folder)
+    ranks, source, state = _parts(model, optimizer)
+    if background_group is None:
+
+        def write() -> None:
+            _check_new(folder)
+            write_folder(folder, *_to_write(source, state, detached=False), ranks.shards)
+
+        # Replicas hold the same state.
+        ranks.on_first_replica("saving a checkpoint", write)
+        return None
+    check_background_group(background_group, ranks)
+    _wait_for_saving(background_group)
+    _check_new(folder)
+    ranges, values = _to_write(source, state, detached=True) if ranks.first_replica else ({}, {})
+    pool = ThreadPoolExecutor(1, thread_name_prefix="shard_optim.save")
+    saving = pool.submit(write_folder, folder, ranges, values, ranks.shards, background_group)
+    _saving[background_group.group_name] = saving
+    pool.shutdown(wait=False)
+    return saving
+
+
+_saving: dict[str, Future[None]] = {}
+
+
+def _wait_for_saving(group: dist.ProcessGroup) -> None:
+    """Returns when no thread uses the group any more; what it raised is its future's to tell."""
+    if (earlier := _saving.pop(group.group_name, None)) is not None:
+        earlier.exception()
+
+
+def load(
+    folder: str | Path, model: nn.Module | None = None, optimizer: Optimizer | None = None
+) -> None:
+    """Loads what ``save`` wrote on any number of ranks; every rank calls it.
+
+    A folder that holds a model and an optimizer may be loaded in part, and hyperparameters are
+    loaded too. No object is built from the files, whoever wrote them.
+
+    Args:
+        folder: the same on every rank.
+        model: as for ``save``.
+        optimizer: as for ``save``.
+
+    Raises:
+        TypeError: if an argument is of another type, or nothing is sharded.
+        FileNotFoundError: if the folder holds no complete checkpoint, or lacks a rank's file.
+        ValueError: on every rank, if a file is damaged, the checkpoint is of another model or
+            optimizer, or ranks load different ones. Nothing has changed then.
+        CollectiveError: if a peer died or timed out, or could not read.
+    """
+    check_folder(folder)
+    ranks, source, state = _parts(model, optimizer)
+    contents = read_contents(folder, ranks)
+    wanted: dict[str, Place] = {}
+
+    def compare() -> None:
+        if model is not None:
+            _check_model(contents, source)
+            wanted.update({key: row.place for key, row in source.items()})
+        if state is not None:
+            _check_header(contents, state)
+            wanted.update(state.stored_places(contents))
+
+    together("loading a checkpoint", ranks.shards, compare)
+    spans = {key: place.span for key, place in wanted.items() if place.held}
+    vectors = read_ranges(folder, contents, spans, ranks.shards)
+    if state is not None:
+        found = [key for key in vectors if key not in source]
+        moments = {key: wanted[key].shaped(vectors.pop(key)) for key in found}
+        state.install(moments, contents.values, contents.values["header"]["param_groups"])
+    _fill(source, vectors)
+
+
+def full_state(
+    model: nn.Module | None = None, optimizer: Optimizer | None = None
+) -> dict[str, Any] | None:
+    """The state that an unsharded run would have, on the first rank's CPU; every rank calls it.
+
+    One tensor at a time travels, so the devices need room for one more whole tensor only::
+
+        state = full_state(model, optimizer)
+        if dist.get_rank() == 0:
+            torch.save(state, "checkpoint.pt")
+
+    Args:
+        model: as for ``save``.
+        optimizer: as for ``save``.
+
+    Returns:
+        On the first rank a dictionary: ``model``, a state dict for the plain module, tied
+        parameters under every name, and ``optimizer``, one for the optimizer's class over the plain
+        module's parameters; each if it was asked for. None on the other ranks.
+
+    Raises:
+        TypeError: if an argument is of another type, or nothing is sharded.
+        ValueError: if the optimizer holds other parameters than the model's, or keeps state that
+            cannot be divided.
+        CollectiveError: if a peer died or timed out.
+    """
+    ranks, source, state = _parts(model, optimizer)
+    found: list[tuple[dict[str, Tensor], dict[str, Any]]] = []
+
+    def device_of(key: str) -> torch.device:
+        if key in source or state is None:
+            return source[key].tensor.device
+        return state.device(key)
+
+    def collect() -> None:
+        rows: dict[str, Row] = dict(source)
+        values: dict[str, Any] = {}
+        if state is not None:
+            moments, values = state.rows()
+            rows |= moments
+        found.append(_collect(rows, values, device_of, ranks.shards))
+
+    ranks.on_first_replica("collecting the whole state", collect)
+    if not ranks.first:
+        return None
+    tensors, values = found[0]
+    whole: dict[str, Any] = {}
+    if model is not None:
+        whole["model"] = _whole_model(model, source, tensors)
+    if state is not None:
+        states = state.by_parameter({k: v for k, v in tensors.items() if k not in source}, values)
+        whole["optimizer"] = {"state": states, "param_groups": pack_groups(state.groups)}
+    return whole
+
+
+def load_full_state(
+    state: Mapping[str, Any] | None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | None = None,
+) -> None:
+    """Hands out what ``full_state`` returned on any number of ranks; every rank calls it.
+
+    One tensor at a time travels, and every rank keeps its part. Hyperparameters are loaded too.
+
+    Args:
+        state: read on the first rank; the others may pass None. ``model`` and ``optimizer`` in it
+            may as well be state dicts of a plain module and of a plain optimizer.
+        model: as for ``save``.
+        optimizer: as for ``save``.
+
+    Raises:
+        TypeError: if an argument is of another type, or nothing is sharded.
+        ValueError: on every rank, if it is of another model or optimizer class; nothing has
+            changed then.
+        CollectiveError: if a peer died or timed out.
+    """
+    ranks, source, target = _parts(model, optimizer)
+    problem, plan = None, None
+    if ranks.first:
+        problem, plan = _plan(state, model, source, target)
+    words = "the exchange of what is loaded"
+    problem, plan = ranks.broadcast_value(words, (problem, plan))
+    if problem is not None:
+        raise ValueError(
+            "a full state dict must be of this model and optimizer class on the first rank, but "
+            f"{problem}. Load what was saved from them, with the same groups of parameters."
+        )
+    given = _given_tensors(state, model, source, target) if ranks.first else {}
+    if target is not None:
+        entries, values, groups = plan
+        moments: dict[str, Tensor] = {}
+        for key, (dtype, size) in entries.items():
+            place = target.place_of(key, size)
+            vector = _hand_out(key, given.get(key), dtype, place, ranks, target.device(key))
+            if place.held:
+                moments[key] = place.shaped(vector.to(target.resting or vector.device))
+    _stream(source, given, ranks)
+    if target is not None:
+        target.install(moments, values, groups)
+
+
+# --- models ----------------------------------------------------------------------------------
+
+
+def _model_rows(model: nn.Module | None, rank: int) -> dict[str, Row]:
+    """Parameters and persistent buffers, each once, by their keys in a folder."""
+    if model is None:
+        return {}
+    module = _inner(model)
+    rows = {}
+    for name, param in module.named_parameters():
+        found = sharded_of(param)
+        place = replicated_place(name, param, rank) if found is None else found.place
+        rows[f"model.{name}"] = Row(kind="parameter", place=place, tensor=param)
+    persistent = _state_dict_of(model)
+    for name, buffer in module.named_buffers():
+        if name in persistent:
+            place = replicated_place(name, buffer, rank)
+            rows[f"buffer.{name}"] = Row(kind="buffer", place=place, tensor=buffer)
+    return rows
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """The module whose names are those of unsharded training."""
+    wrapped = isinstance(model, (FullyShardedDataParallel, DistributedDataParallel))
+    module: nn.Module = model.module if wrapped else model  # type: ignore[assignment]
+    return module
+
+
+def _state_dict_of(model: nn.Module) -> dict[str, Any]:
+    """The module's own tensors, under every name that they have."""
+    if isinstance(model, FullyShardedDataParallel):
+        with model.own_state.silent():
+            return dict(model.module.state_dict(keep_vars=True))
+    return dict(_inner(model).state_dict(keep_vars=True))
+
+
+def _keys_by_tensor(source: Mapping[str, Row]) -> dict[int, str]:
+    return {id(row.tensor): key for key, row in source.items()}
+
+
+def _whole_model(
+    model: nn.Module, source: Mapping[str, Row], tensors: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """The plain module's state dict."""
+    key_of = _keys_by_tensor(source)
+    return {
+        name: tensors[key_of[id(value)]] if id(value) in key_of else value
+        for name, value in _state_dict_of(model).items()
+    }
+
+
+def _model_problem(given: Any, model: nn.Module, source: Mapping[str, Row]) -> str | None:
+    """How a state dict differs from the model's, or None."""
+    if not isinstance(given, Mapping):
+        return f"got {type(given).__name__}"
+    key_of = _keys_by_tensor(source)
+    names = _state_dict_of(model)
+    for name, value in names.items():
+        if id(value) not in key_of:
+            continue
+        if name not in given:
+            return f"{name} is missing"
+        if not isinstance(given[name], Tensor) or given[name].is_meta:
+            return f"{name} is no tensor with values, but {type(given[name]).__name__}"
+        size = source[key_of[id(value)]].place.size
+        if given[name].shape != size:
+            return f"{name} has shape {tuple(given[name].shape)} where {tuple(size)} is due"
+    extra = next((name for name in given if name not in names), None)
+    return None if extra is None else f"it holds {extra}, which the model does not"
+
+
+def _check_model(contents: Contents, source: Mapping[str, Row]) -> None:
+    """Raises unless a folder holds exactly the model's tensors, in its sizes and dtypes."""
+    of_model = [key for key in contents.tensors if key.startswith(("model.", "buffer."))]
+    if not of_model:
+        raise ValueError(
+            "the checkpoint must hold a model, but it holds an optimizer alone. Load the optimizer "
+            "from it, without model=."
+        )
+    if extra := [key for key in of_model if key not in source]:
+        raise ValueError(
+            f"the checkpoint must be of the same model, but it holds {extra[0]}, which this one "
+            "does not. Load another checkpoint."
+        )
+    for key, row in source.items():
+        if key not in contents.tensors:
+            raise ValueError(
+                f"the checkpoint must hold {key}, but it does not. Load one of the same model."
+            )
+        stored, size = contents.tensors[key], row.place.size
+        # Folders without contents.json give parameters as vectors.
+        if tuple(stored.shape) not in (tuple(size), (size.numel(),)):
+            raise ValueError(
+                f"the checkpoint must be of the same model, but {key} has shape {stored.shape} in "
+                f"it, here {tuple(size)}. Load another checkpoint."
+            )
+        if stored.dtype != row.tensor.dtype:
+            raise ValueError(
+                f"the checkpoint must have the model's dtypes, but {key} is {stored.dtype} in it, "
+                f"here {row.tensor.dtype}. Make the model in the dtype that it was saved in."
+            )
+
+
+@torch.no_grad()
+def _fill(source: Mapping[str, Row], vectors: Mapping[str, Tensor]) -> None:
+    for key, row in source.items():
+        if key in vectors:
+            row.tensor.copy_(row.place.shaped(vectors[key]))
+
+
+@torch.no_grad()
+def _stream(source: Mapping[str, Row], given: Mapping[str, Tensor], ranks: Mesh) -> None:
+    """Loads the model's tensors from the first rank, one after the other."""
+    for key, row in source.items():
+        tensor, place = row.tensor, row.place
+        vector = _hand_out(key, given.get(key), tensor.dtype, place, ranks, tensor.device)
+        tensor.copy_(place.shaped(vector))
+        del vector  # before the next one takes memory
+
+
+# --- optimizers ------------------------------------------------------------------------------
+
+
+class OptimizerState:
+    """The table's rows of an optimizer, whatever its class and stage.
+
+    Args:
+        optimizer: the optimizer.
+        rank: this rank among those that hold the shards.
+
+    Attributes:
+        params: every parameter, by its number.
+        places: where each lies; None if the optimizer has given it no place, because it is frozen.
+        groups: the parameter groups.
+        resting: where state rests; None for the devices of the parameters.
+    """
+
+    def __init__(self, optimizer: Optimizer, rank: int) -> None:
+        self._optimizer = optimizer
+        self.groups = optimizer.param_groups
+        self.params = [param for group in self.groups for param in group["params"]]
+        self.resting: Device = None
+        self._cls = getattr(optimizer, "optimizer_cls", type(optimizer))
+        self.places: list[Place | None]
+        if isinstance(optimizer, ShardedOptimizer):
+            optimizer.wait()
+            self.resting = torch.device("cpu") if optimizer.offload_state else None
+            found = {
+                index: _place_in_bucket(bucket, position)
+                for bucket in optimizer.buckets
+                for position, index in enumerate(bucket.indices)
+            }
+            self.places = [found.get(index) for index in range(len(self.params))]
+        elif isinstance(optimizer, WholeMatrixOptimizer):
+            self.places = [optimizer.place_of(param) for param in self.params]
+        else:
+            self.places = []
+            for index, param in enumerate(self.params):
+                of = sharded_of(param)
+                name = f"parameter {index}"
+                place = replicated_place(name, param, rank) if of is None else of.place
+                self.places.append(place)
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The whole shape of each parameter."""
+        pairs = zip(self.places, self.params, strict=True)
+        return [tuple(p.shape if place is None else place.size) for place, p in pairs]
+
+    def name_of(self, index: int) -> str:
+        """A parameter's name, for errors."""
+        if isinstance(self._optimizer, ShardedOptimizer):
+            return self._optimizer.name_of(index)
+        return f"parameter {index}"
+
+    def header(self) -> dict[str, Any]:
+        """The same for every number of ranks, and for shards as for whole parameters."""
+        return {
+            "optimizer": self._cls.__qualname__,
+            "shapes": self.shapes,
+            "param_groups": pack_groups(self.groups),
+        }
+
+    def problem(self, state_dict: Any) -> str | None:
+        """Why a plain optimizer's state dict does not fit, or None."""
+        sharded = self._optimizer if isinstance(self._optimizer, ShardedOptimizer) else None
+        whole = isinstance(self._optimizer, WholeMatrixOptimizer)
+        whole = whole or (sharded is not None and sharded.partition == "whole")
+        return check_full_state(
+            state_dict,
+            self.groups,
+            optimizer_cls=self._cls,
+            defaults=self._optimizer.defaults,
+            kwargs={} if sharded is None else sharded.class_arguments,
+            shapes={index: torch.Size(shape) for index, shape in enumerate(self.shapes)},
+            frozen=[index for index, place in enumerate(self.places) if place is None],
+            partition="whole" if whole else "flat",
+            name_of=self.name_of,
+        )
+
+    def _states(self) -> Mapping[int, Mapping[str, Any]]:
+        """This rank's state by parameter number."""
+        if isinstance(self._optimizer, ShardedOptimizer):
+            return self._optimizer.local.states()
+        state = self._optimizer.state
+        return {index: state[p] for index, p in enumerate(self.params) if p in state}
+
+    def rows(self) -> tuple[dict[str, Row], dict[str, Any]]:
+        """This rank's moments, and its small values by ``state.I.values``.
+
+        Raises:
+            ValueError: if a shard has state that is neither one value nor one per element.
+        """
+        rows: dict[str, Row] = {}
+        values: dict[str, Any] = {}
+        for index, state in self._states().items():
+            place = self.places[index]
+            assert place is not None
+            small = values.setdefault(f"state.{index}.values", {})
+            for key, value in state.items():
+                if isinstance(value, Tensor) and _per_element(value, place.form, place):
+                    name = f"state.{index}.elements.{key}"
+                    rows[name] = Row(kind="moment", place=place, tensor=value)
+                elif not isinstance(value, Tensor) or value.numel() <= 1:
+                    # Copied, because the next step may change it in place while it is written.
+                    kept = value.detach().cpu() if isinstance(value, Tensor) else value
+                    small[key] = copy.deepcopy(kept)
+                elif place.whole_here:
+                    of_tensor = _beside(place, value.size())
+                    name = f"state.{index}.tensor.{key}"
+                    rows[name] = Row(kind="moment", place=of_tensor, tensor=value)
+                else:
+                    raise ValueError(
+                        "an optimizer of shards must keep one value per element or one per "
+                        f"parameter, but got {key!r} of shape {tuple(value.shape)} for a shard of "
+                        f"{tuple(place.form)}. Use an optimizer that treats every element alike."
+                    )
+        return rows, values
+
+    def place_of(self, key: str, size: Sequence[int]) -> Place:
+        """Where a moment lies, by its key in a folder and, if it is no moment per element, size."""
+        _, index, kind, _ = key.split(".", 3)
+        place = self.places[int(index)]
+        assert place is not None
+        return place if kind == "elements" else _beside(place, torch.Size(size))
+
+    def stored_places(self, contents: Contents) -> dict[str, Place]:
+        """Where each moment of a folder lies here.
+
+        Raises:
+            ValueError: if the folder has state of parameters that are not here, or of other sizes.
+        """
+        found = {}
+        for key, stored in contents.tensors.items():
+            if not key.startswith("state."):
+                continue
+            index, kind = self._checked_key(key, stored)
+            place = self.place_of(key, stored.shape)
+            if kind == "tensor" and not place.whole_here:
+                raise ValueError(
+                    "the checkpoint must keep one value per element or one per parameter, but got "
+                    f"{key}. Load it into the optimizer that it was saved from."
+                )
+            size = self.shapes[index]
+            if kind == "elements" and stored.numel != torch.Size(size).numel():
+                raise ValueError(
+                    f"the checkpoint must hold {torch.Size(size).numel()} elements under {key}, "
+                    f"but it holds {stored.numel}. Load it into the optimizer that it was saved "
+                    "from."
+                )
+            found[key] = place
+        return found
+
+    def _checked_key(self, key: str, stored: StoredTensor) -> tuple[int, str]:
+        parts = key.split(".", 3)
+        known = len(parts) == 4 and parts[1].isdecimal() and parts[2] in ("elements", "tensor")
+        index = int(parts[1]) if known else -1
+        if not known or index >= len(self.places) or self.places[index] is None:
+            raise ValueError(
+                f"the checkpoint must hold state of this optimizer's {len(self.places)} trainable "
+                f"parameters only, but it holds {key} of shape {stored.shape}. Load it into the "
+                "optimizer that it was saved from."
+            )
+        return index, parts[2]
+
+    def by_parameter(
+        self, moments: Mapping[str, Any], values: Mapping[str, Any]
+    ) -> dict[int, dict[str, Any]]:
+        """State by parameter number and key, from moments and small values by their keys."""
+        states: dict[int, dict[str, Any]] = {}
+        for key, small in values.items():
+            parts = key.split(".")
+            if parts[0] == "state" and small:
+                states[int(parts[1])] = dict(small)
+        for key, value in moments.items():
+            _, index, _, name = key.split(".", 3)
+            states.setdefault(int(index), {})[name] = value
+        return dict(sorted(states.items()))
+
+    def device(self, key: str) -> torch.device:
+        """Where the parameter of a moment is."""
+        device: torch.device = self.params[int(key.split(".", 2)[1])].device
+        return device
+
+    def install(
+        self,
+        moments: Mapping[str, Tensor],
+        values: Mapping[str, Any],
+        groups: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Replaces this rank's state and the hyperparameters: the end of every load.
+
+        Args:
+            moments: the tensors that this rank keeps, by key.
+            values: small values of all parameters, by ``state.I.values``.
+            groups: hyperparameters of each group.
+        """
+        states = {
+            index: state
+            for index, state in self.by_parameter(moments, values).items()
+            if (place := self.places[index]) is not None and place.held
+        }
+        if isinstance(self._optimizer, ShardedOptimizer):
+            self._optimizer.install(states, groups)
+            return
+        watched(self._optimizer)  # which then takes the origin out of what is loaded
+        packed = [
+            settings_of(group) | {"params": own["params"], ORIGIN: CHECKED}
+            for group, own in zip(groups, pack_groups(self.groups), strict=True)
+        ]
+        self._optimizer.load_state_dict({"state": states, "param_groups": packed})
+
+
+def _per_element(value: Tensor, size: Sequence[int], place: Place) -> bool:
+    """Whether a piece of state has one value for each element of what ``size`` is the size of.
+
+    One value of a single number is small, except where only one rank has it.
+    """
+    return tuple(value.shape) == tuple(size) and (value.ndim > 0 or not place.replicated)
+
+
+def _place_in_bucket(bucket: Bucket, position: int) -> Place:
+    """Where a parameter of a ``ShardedOptimizer`` lies."""
+    param = bucket.params[position]
+    shard = next((s for s in bucket.shards if s.index == bucket.indices[position]), None)
+
+    def span_of(rank: int) -> tuple[int, int] | None:
+        span = bucket.plan.span(position, rank)
+        return None if span is None else (span.start, span.length)
+
+    return Place(
+        name=bucket.names[position],
+        size=param.size(),
+        stride=param.stride(),
+        span_of=span_of,
+        replicated=False,
+        rank=bucket.rank,
+        form=torch.Size([0]) if shard is None else shard.tensor.size(),
+    )
+
+
+def _beside(place: Place, size: torch.Size) -> Place:
+    """Where a tensor of another size lies that belongs to a parameter with one owner."""
+    numel = size.numel()
+    return Place(
+        name=place.name,
+        size=size,
+        stride=torch.empty(size, device="meta").stride(),
+        span_of=lambda rank: None if place.span_of(rank) is None else (0, numel),
+        replicated=place.replicated,
+        rank=place.rank,
+        form=size if place.whole_here else torch.Size([0]),
+    )
+
+
+def _check_header(contents: Contents, state: OptimizerState) -> None:
+    """Raises unless a folder's optimizer is of the same class, groups and shapes."""
+    if "header" not in contents.values:
+        raise ValueError(
+            "the checkpoint must hold an optimizer, but it holds a model alone. Load the model "
+            "from it, without optimizer=."
+        )
+    header, ours = contents.values["header"], state.header()
+    problem = None
+    if header["optimizer"] != ours["optimizer"]:
+        problem = f"it is of {header['optimizer']}, the optimizer is {ours['optimizer']}"
+    problem = problem or state.problem({"state": {}, "param_groups": header["param_groups"]})
+    if problem is None:
+        shapes = zip(header["shapes"], ours["shapes"], strict=True)
+        for index, (saved, shape) in enumerate(shapes):
+            if tuple(saved) != shape:
+                problem = f"{state.name_of(index)} has shape {tuple(saved)} in it, here {shape}"
+                break
+    if problem is not None:
+        raise ValueError(
+            "a checkpoint must be of this model and optimizer class, but "
+            f"{problem}. Load it into the optimizer that it was saved from."
+        )
+
+
+# --- both ------------------------------------------------------------------------------------
+
+
+def _parts(model: Any, optimizer: Any) -> tuple[Mesh, dict[str, Row], OptimizerState | None]:
+    """The ranks that hold the state, the model's rows, and the optimizer's state.
+
+    Raises:
+        TypeError: if an argument is of another type, or nothing is sharded.
+        ValueError: if the optimizer holds other parameters than the model's.
+    """
+    if model is not None and not isinstance(model, nn.Module):
+        raise _not_wrapped(model)
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer, but got {type(optimizer).__name__}. Pass "
+            "the one made from the wrapper's parameters()."
+        )
+    ranks = _ranks_of(model, optimizer)
+    if model is not None and optimizer is not None:
+        known = {id(param) for param in model.parameters()}
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if foreign := [param for param in params if id(param) not in known]:
+            raise ValueError(
+                "optimizer must hold parameters of the sharded model only, but got "
+                f"{len(foreign)} others. Make it from the wrapper's parameters()."
+            )
+    rank = ranks.shards.rank
+    if isinstance(optimizer, ShardedOptimizer):
+        optimizer.wait()
+    state = None if optimizer is None else OptimizerState(optimizer, rank)
+    return ranks, _model_rows(model, rank), state
+
+
+def _ranks_of(model: Any, optimizer: Any) -> Mesh:
+    if isinstance(model, FullyShardedDataParallel):
+        return model.ranks
+    shards = model is not None and any(map(sharded_of, model.parameters()))
+    if not shards and isinstance(optimizer, ShardedOptimizer):
+        return optimizer.mesh
+    if not shards and model is None and optimizer is not None:
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        found = next((of for of in map(sharded_of, params) if of is not None), None)
+        if found is not None:
+            return found.ranks
+    if model is None and optimizer is not None:
+        raise TypeError(
+            "optimizer must be a ShardedOptimizer, or one of the parameters of a "
+            f"FullyShardedDataParallel, but got {type(optimizer).__name__}. Save others by "
+            "torch.save()."
+        )
+    raise _not_wrapped(model)
+
+
+def _not_wrapped(model: object) -> TypeError:
+    return TypeError(
+        f"model must be a FullyShardedDataParallel, but got {type(model).__name__}. Pass the "
+        "wrapper itself: not the module in it, and not the optimizer. A module that every rank "
+        "holds whole goes with its ShardedOptimizer."
+    )
+
+
+def _check_new(folder: str | Path) -> None:
+    if os.path.lexists(Path(folder) / METADATA):
+        raise FileExistsError(
+            f"folder must hold no checkpoint, but {folder} does. Save to a new folder."
+        )
+
+
+def _to_write(
+    source: Mapping[str, Row], state: OptimizerState | None, *, detached: bool
+) -> tuple[dict[str, Range], dict[str, Any]]:
+    """This rank's part of the files. What all ranks hold whole, the first one writes."""
+    rows: dict[str, Row] = dict(source)
+    values: dict[str, Any] = {}
+    if state is not None:
+        moments, values = state.rows()
+        rows |= moments
+        values["header"] = state.header()
+    ranges = {}
+    for key, row in rows.items():
+        first, count = row.place.span
+        if count > 0 and (not row.place.replicated or row.place.rank == 0):
+            vector = row.place.flat(row.tensor)
+            vector = vector.to("cpu", copy=True) if detached else vector
+            ranges[key] = Range(values=vector, first=first, shape=tuple(row.place.size))
+    return ranges, values
+
+
+def _collect(
+    rows: Mapping[str, Row],
+    values: Mapping[str, Any],
+    device_of: Callable[[str], torch.device],
+    ranks: Ranks,
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Every tensor, whole, and every small value, on the first rank's CPU. Collective."""
+    described = {
+        key: (row.tensor.dtype, row.place.size, row.place.stride, *row.place.span)
+        for key, row in rows.items()
+    }
+    kind = "model" if all(key.startswith(("model.", "buffer.")) for key in rows) else "optimizer"
+    words = f"the exchange of {kind} state descriptions"
+    everyone = ranks.call(words, all_gather_values, (described, values), ranks.group)
+    holders: dict[str, list[tuple[int, int, int]]] = {}
+    kinds: dict[str, tuple[torch.dtype, torch.Size, tuple[int, ...]]] = {}
+    merged: dict[str, Any] = {}
+    for rank, (theirs, small) in enumerate(everyone):
+        merged = {**small, **merged}
+        for key, (dtype, size, stride, first, count) in theirs.items():
+            kinds.setdefault(key, (dtype, size, stride))
+            spans = holders.setdefault(key, [])
+            # What several ranks hold whole is taken once.
+            if count and (not spans or spans[-1][1] + spans[-1][2] == first):
+                spans.append((rank, first, count))
+    tensors: dict[str, Tensor] = {}
+    for key, spans in holders.items():
+        dtype, size, stride = kinds[key]
+        if problem := coverage(size.numel(), [(first, count) for _, first, count in spans]):
+            raise ValueError(
+                f"the ranks must hold every element of {key} exactly once, but {problem}. Step the "
+                "optimizer on every rank, or on none"
+            )
+        flat = torch.empty(size.numel() if ranks.rank == 0 else 0, dtype=dtype)
+        device = _sending_device(device_of(key), ranks)
+        for rank, first, count in spans:
+            own = rows[key].place.flat(rows[key].tensor) if rank == ranks.rank else None
+            target = flat[first : first + count] if ranks.rank == 0 else None
+            ranks.call(f"collecting {key}", _to_first, own, target, rank, device, ranks.group)
+        if ranks.rank == 0:
+            tensors[key] = flat.as_strided(size, stride)
+    return tensors, merged
+
+
+def _sending_device(device: torch.device, ranks: Ranks) -> torch.device:
+    """Where a tensor of ``device`` must lie to be sent or received: gloo takes host memory only."""
+    return torch.device("cpu") if backend_for(ranks.group, device) == "gloo" else device
+
+
+def _to_first(
+    own: Tensor | None,
+    target: Tensor | None,
+    owner: int,
+    device: torch.device,
+    group: dist.ProcessGroup,
+) -> None:
+    """One part of a tensor, from its owner to the first rank's CPU."""
+    if own is not None and target is not None:
+        target.copy_(own)
+    elif own is not None:
+        finish(dist.isend(own.to(device).contiguous(), group=group, group_dst=0))
+    elif target is not None:
+        received = torch.empty_like(target, device=device)
+        finish(dist.irecv(received, group=group, group_src=owner))
+        target.copy_(received)
+
+
+def _plan(
+    given: Any,
+    model: nn.Module | None,
+    source: Mapping[str, Row],
+    target: OptimizerState | None,
+) -> tuple[str | None, Any]:
+    """What is wrong with a whole state, or what every rank must know of its optimizer.
+
+    Returns:
+        The problem, or the moments' dtypes and sizes, the small values, and the hyperparameters.
+    """
+    if not isinstance(given, Mapping):
+        return f"got {type(given).__name__}", None
+    for name, asked in (("model", model), ("optimizer", target)):
+        if asked is not None and name not in given:
+            return f"it holds no {name!r}, only {sorted(map(str, given))[:8]}", None
+    if model is not None and (problem := _model_problem(given["model"], model, source)):
+        return problem, None
+    if target is None:
+        return None, None
+    if problem := target.problem(given["optimizer"]):
+        return problem, None
+    moments, values = _split(given["optimizer"], target)
+    entries = {key: (value.dtype, value.size()) for key, value in moments.items()}
+    groups = [settings_of(group) for group in given["optimizer"]["param_groups"]]
+    return None, (entries, values, groups)
+
+
+def _split(
+    state_dict: Mapping[str, Any], target: OptimizerState
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The moments of a plain optimizer's state dict, and its small values."""
+    moments: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
+    for index, state in by_number(state_dict).items():
+        place = target.places[index]
+        assert place is not None
+        small = values[f"state.{index}.values"] = {}
+        for key, value in state.items():
+            if not isinstance(value, Tensor):
+                small[key] = value
+            elif _per_element(value, target.shapes[index], place):
+                moments[f"state.{index}.elements.{key}"] = value
+            elif value.numel() > 1:
+                moments[f"state.{index}.tensor.{key}"] = value
+            else:
+                small[key] = value.detach().cpu()
+    return moments, values
+
+
+def _given_tensors(
+    given: Any,
+    model: nn.Module | None,
+    source: Mapping[str, Row],
+    target: OptimizerState | None,
+) -> dict[str, Tensor]:
+    """The first rank's tensors by the keys of a folder."""
+    found = {}
+    if model is not None:
+        key_of = _keys_by_tensor(source)
+        for name, value in _state_dict_of(model).items():
+            if id(value) in key_of:
+                found[key_of[id(value)]] = given["model"][name]
+    if target is not None:
+        found |= _split(given["optimizer"], target)[0]
+    return found
+
+
+def _hand_out(
+    key: str,
+    whole: Tensor | None,
+    dtype: torch.dtype,
+    place: Place,
+    ranks: Mesh,
+    device: torch.device,
+) -> Tensor:
+    """This rank's elements of a tensor that the first rank has, as a vector. Collective.
+
+    Args:
+        key: of the tensor, for errors.
+        whole: on the first rank the tensor.
+        dtype: to hand it out in.
+        place: which rank gets which elements.
+        ranks: that get some.
+        device: of the tensor that the elements are for.
+    """
+    words, shards = f"distributing {key}", ranks.shards
+    flat = None
+    if whole is not None:
+        flat = flat_slice(whole, place.size, place.stride, 0, place.size.numel())
+    if place.replicated:
+        values = torch.empty(place.size.numel(), dtype=dtype, device=device)
+        if flat is not None:
+            values.copy_(flat)
+        ranks.broadcast(words, values)
+        return values
+    at = _sending_device(device, shards)
+    mine = torch.empty(place.span[1], dtype=dtype, device=at)
+    if ranks.first_replica:
+        for rank in range(shards.size):
+            first, count = place.span_of(rank) or (0, 0)
+            if count and flat is not None:
+                part = flat[first : first + count].to(at, dtype)
+                shards.call(words, _to_owner, part, mine, rank, shards.group)
+            elif count and rank == shards.rank:
+                shards.call(words, _from_first, mine, shards.group)
+    if mine.numel():
+        ranks.broadcast_to_replicas(words, mine)
+    return mine.to(device)
+
+
+def _to_owner(part: Tensor, mine: Tensor, owner: int, group: dist.ProcessGroup) -> None:
+    if owner == group.rank():
+        mine.copy_(part)
+    else:
+        finish(dist.isend(part.contiguous(), group=group, group_dst=owner))
+
+
+def _from_first(mine: Tensor, group: dist.ProcessGroup) -> None:
+    finish(dist.irecv(mine, group=group, group_src=0))

@@ -1,0 +1,307 @@
+"""Folders of strangers and of older versions: checked before they are believed, never unpickled."""
+
+import io
+import json
+import os
+import pickle
+import shutil
+import zipfile
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ranks import run_ranks
+from shard_optim import (
+    CollectiveError,
+    FullyShardedDataParallel,
+    ShardedOptimizer,
+    full_state,
+    load,
+    save,
+)
+
+OLD = Path(__file__).parent / "data"
+
+
+def build():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3))
+    model.register_parameter("scale", nn.Parameter(torch.tensor(2.0)))
+    model.append(nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last))
+    model.register_buffer("table", torch.arange(6.0).view(2, 3).t())
+    return model
+
+
+def step(model, optimizer):
+    sum(param.square().sum() for param in model.parameters()).backward()
+    optimizer.step()
+
+
+def fully_sharded():
+    model = FullyShardedDataParallel(build())
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def stage_1():
+    model = build()
+    return model, ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+
+
+def assert_equal(found, expected):
+    """Two whole states."""
+    for name, value in expected["model"].items():
+        assert torch.equal(found["model"][name], value), name
+    for index, state in expected["optimizer"]["state"].items():
+        for key, value in state.items():
+            assert torch.equal(found["optimizer"]["state"][index][key], value), (index, key)
+    assert found["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
+
+
+def check_old_folders(rank, world_size):
+    """Folders that version 0.1 wrote on two ranks, on any number of them."""
+    whole = torch.load(OLD / "torch_dcp_whole.pt", weights_only=True)
+    model, optimizer = fully_sharded()
+    model.module.table.zero_()
+    load(OLD / "torch_dcp_stage3", model, optimizer)
+    found = full_state(model, optimizer)
+    if rank == 0:
+        assert_equal(found, whole)
+    for folder in ("torch_dcp_stage1", "torch_dcp_stage3"):
+        model, optimizer = stage_1()
+        load(OLD / folder, optimizer=optimizer)
+        found = full_state(optimizer=optimizer)
+        if rank == 0:
+            assert_equal({"model": {}} | found, {"model": {}, "optimizer": whole["optimizer"]})
+    with pytest.raises(ValueError, match=r"holds an optimizer alone\. Load the optimizer"):
+        load(OLD / "torch_dcp_stage1", model, optimizer)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_folders_of_version_0_1_load(world_size):
+    run_ranks(check_old_folders, world_size)
+
+
+def check_model_and_optimizer_of_stage_1(rank, world_size, folder):
+    """One folder for stages 1 to 3."""
+    model, optimizer = stage_1()
+    step(model, optimizer)
+    save(folder, model, optimizer)
+    expected = full_state(model, optimizer)
+    for make in (stage_1, fully_sharded):
+        other, other_optimizer = make()
+        step(other, other_optimizer)
+        step(other, other_optimizer)
+        load(folder, other, other_optimizer)
+        found = full_state(other, other_optimizer)
+        if rank == 0:
+            assert_equal(found, expected)
+
+
+def test_one_folder_for_all_stages(tmp_path):
+    run_ranks(check_model_and_optimizer_of_stage_1, 2, str(tmp_path / "saved"))
+
+
+# --- strangers' folders ----------------------------------------------------------------------
+
+
+class Malicious:
+    """Unpickling one creates a file."""
+
+    def __init__(self, target):
+        self.target = target
+
+    def __reduce__(self):
+        return open, (self.target, "w")
+
+
+class ChangesClass:
+    """Unpickling one would set an attribute of ``pathlib.PurePath``: it ends with BUILD."""
+
+    DATA = b"\x80\x04cpathlib\nPurePath\nN}\x8c\x07changedK\x01s\x86b."
+
+
+def replace_old_value(folder, key, data):
+    """Puts other bytes into a stored value of version 0.1, and makes its checksum fit."""
+    buffer = io.BytesIO()
+    torch.save({}, buffer)
+    with zipfile.ZipFile(io.BytesIO(buffer.getvalue())) as archive:
+        names = archive.namelist()
+        entries = {name: archive.read(name) for name in names}
+    written = io.BytesIO()
+    with zipfile.ZipFile(written, "w") as archive:
+        for name, content in entries.items():
+            archive.writestr(name, data if name.endswith("data.pkl") else content)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    [place] = [info for index, info in metadata.storage_data.items() if index.fqn == key]
+    path = folder / place.relative_path
+    old = path.read_bytes()
+    place.offset, place.length = len(old), len(written.getvalue())
+    path.write_bytes(old + written.getvalue())
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    line, _ = (folder / "checksums.json").read_text().splitlines()
+    content = json.loads(line)
+    content["items"][f"{key} "] = zlib.crc32(written.getvalue())
+    line = json.dumps(content)
+    (folder / "checksums.json").write_text(f"{line}\n{zlib.crc32(line.encode())}\n")
+
+
+def check_code(rank, world_size, folder):
+    folder, target = Path(folder), f"{folder}/ran"
+    model, optimizer = fully_sharded()
+    before = full_state(model, optimizer)
+    for data in (pickle.dumps(Malicious(target)), ChangesClass.DATA):
+        new, old, values = folder / "new", folder / "old", folder / "values"
+        save(new, model, optimizer)
+        (new / ".metadata").write_bytes(data)
+        shutil.copytree(OLD / "torch_dcp_stage3", old)
+        (old / ".metadata").write_bytes(data)
+        shutil.copytree(OLD / "torch_dcp_stage3", values)
+        replace_old_value(values, "header", data)
+        for each in (new, old, values):
+            with pytest.raises(ValueError, match="must be as it was written"):
+                load(each, model, optimizer)
+            shutil.rmtree(each)
+        assert not Path(target).exists()
+        assert not hasattr(Path, "changed")
+    assert_equal(full_state(model, optimizer), before)
+
+
+def test_no_code_of_a_checkpoint_runs(tmp_path):
+    run_ranks(check_code, 1, str(tmp_path))
+
+
+def described(folder, change):
+    """Rewrites the description, with a right checksum."""
+    path = Path(folder, "contents.json")
+    content = json.loads(path.read_text().splitlines()[0])
+    change(content)
+    line = json.dumps(content)
+    path.write_text(f"{line}\n{zlib.crc32(line.encode())}\n")
+
+
+def first_part(content):
+    return content["tensors"]["model.0.weight"]["parts"][0]
+
+
+LIES = [
+    ("not stored exactly once", lambda c: first_part(c).update(count=3)),
+    ("not stored exactly once", lambda c: first_part(c).update(first=2)),
+    ("sizes that are no counts", lambda c: first_part(c).update(offset=-1)),
+    ("sizes that are no counts", lambda c: c["tensors"]["table_" * 3].update(shape=[1e9])),
+    ("not inside the folder", lambda c: first_part(c).update(file="../x")),
+    ("not inside the folder", lambda c: first_part(c).update(file="/dev/zero")),
+    ("it ends before", lambda c: first_part(c).update(offset=10**9)),
+    ("takes .* bytes", lambda c: first_part(c).update(offset=0, length=10**5)),
+    ("names the dtype 'load'", lambda c: c["tensors"]["model.0.weight"].update(dtype="load")),
+    ("is damaged", lambda c: c.update(tensors=[])),
+    ("is damaged", lambda c: c.update(values={"header": {"class": "x", "fields": {}}})),
+    ("the checksum of model.0.weight differs", lambda c: first_part(c).update(crc32=1)),
+    ("has shape", lambda c: c["tensors"]["model.0.weight"].update(shape=[5, 7])),
+    ("is torch.float64 in it", lambda c: c["tensors"]["model.0.bias"].update(dtype="float64")),
+    ("must hold model.0.weight", lambda c: c["tensors"].pop("model.0.weight")),
+    ("it holds model.more", lambda c: c["tensors"].update({"model.more": c["tensors"].pop("b")})),
+]
+
+
+def check_lies(rank, world_size, folder):
+    model, optimizer = fully_sharded()
+    step(model, optimizer)
+    save(f"{folder}/good", model, optimizer)
+    before = full_state(model, optimizer)
+    for number, (text, lie) in enumerate(LIES):
+        copy = f"{folder}/{number}"
+        shutil.copytree(f"{folder}/good", copy)
+
+        def change(content, lie=lie):
+            tensors = content["tensors"]
+            tensors["b"] = {"dtype": "float32", "shape": [0], "parts": []}
+            tensors["table_" * 3] = {"dtype": "float32", "shape": [0], "parts": []}
+            lie(content)
+
+        with Path(copy, "__0_0.distcp").open("ab") as file:
+            file.write(bytes(10**6))
+        described(copy, change)
+        with pytest.raises(ValueError, match=text):
+            load(copy, model, optimizer)
+    assert_equal(full_state(model, optimizer), before)
+
+
+def test_descriptions_that_lie_are_refused(tmp_path):
+    run_ranks(check_lies, 1, str(tmp_path))
+
+
+def check_special_files(rank, world_size, folder):
+    model, _ = fully_sharded()
+    save(f"{folder}/good", model)
+    for name in ("__0_0.distcp", "contents.json", ".metadata"):
+        copy = Path(folder, f"copy-{name}")
+        for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+            shutil.copytree(f"{folder}/good", copy)
+            (copy / name).unlink()
+            make(copy / name)
+            with pytest.raises(ValueError, match=f"{name} is damaged: it is no regular file"):
+                load(copy, model)
+            shutil.rmtree(copy)
+
+
+def test_files_without_an_end_are_refused(tmp_path):
+    run_ranks(check_special_files, 1, str(tmp_path), timeout=60)
+
+
+def check_missing_file(rank, world_size, folder):
+    model, _ = fully_sharded()
+    save(folder, model)
+    if rank == 0:
+        Path(folder, "__1_0.distcp").unlink()
+    dist.barrier()
+    expected = r"__1_0.distcp, which rank 1 of the run that saved wrote, is missing"
+    with pytest.raises(FileNotFoundError, match=expected):
+        load(folder, model)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    run_ranks(check_missing_file, 2, str(tmp_path / "saved"))
+
+
+def check_two_folders(rank, world_size, folder):
+    """A file system that shows one rank an older "latest"."""
+    model, optimizer = fully_sharded()
+    for number in range(2):
+        step(model, optimizer)
+        save(f"{folder}/{number}", model, optimizer)
+    before = full_state(model, optimizer)
+    with pytest.raises(ValueError, match="rank 1 has read another one than rank 0"):
+        load(f"{folder}/{rank}", model, optimizer)
+    with pytest.raises((FileNotFoundError, CollectiveError), match="saved completely"):
+        load(f"{folder}/{0 if rank else 7}", model, optimizer)
+    after = full_state(model, optimizer)
+    if rank == 0:
+        assert_equal(after, before)
+
+
+def test_ranks_that_read_different_folders(tmp_path):
+    run_ranks(check_two_folders, 2, str(tmp_path))
+
+
+def check_two_background_saves(rank, world_size, folder):
+    """A save on a slow disk is waited for by the next over the same group."""
+    model, optimizer = fully_sharded()
+    group = dist.new_group(backend="gloo")
+    saves = []
+    for number in range(3):
+        step(model, optimizer)
+        saves.append(save(f"{folder}/{number}", model, optimizer, background_group=group))
+        if rank == 1 and number == 0:
+            saves[0].result()  # this rank is later than the other
+    for each in saves:
+        each.result()
+    load(f"{folder}/2", model, optimizer)
+
+
+def test_background_saves_wait_for_each_other(tmp_path):
+    run_ranks(check_two_background_saves, 2, str(tmp_path))
+    assert len(list(tmp_path.glob("*/.metadata"))) == 3
