@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddp_lite.ranks import Ranks
+from shard_optim.history import History
 from shard_optim.layout import SHARDED, Place
 from shard_optim.mesh import Mesh
 
@@ -48,10 +49,12 @@ class Sharded:
     Attributes:
         place: which rank holds which elements.
         ranks: that train the model.
+        history: of what this rank does to it.
     """
 
     place: Place
     ranks: Mesh
+    history: History
 
 
 def sharded_of(param: Tensor) -> Sharded | None:
@@ -246,3 +249,17 @@ def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if any(origin is not None for origin in origins):
             known.check(optimizer, origins)
     known.steps += 1
+    known.sharded.history.note(f"stepped {type(optimizer).__name__} with {_settings(optimizer)}")
+
+
+def _settings(optimizer: Optimizer) -> str:
+    """The hyperparameters of all groups; tensors are left out, whose values may be on a GPU."""
+    groups = [
+        ", ".join(
+            f"{key}={value}"
+            for key, value in sorted(group.items())
+            if key not in ("params", "param_names") and not isinstance(value, Tensor)
+        )
+        for group in optimizer.param_groups
+    ]
+    return "; ".join(dict.fromkeys(groups))

@@ -89,13 +89,19 @@ class GradientStore:
         self._new: set[int] = set()  # positions without a gradient from earlier passes
         self.begun = False
 
-    def begin(self) -> None:
-        """Before the first gradient of a backward pass: puts reduced gradients aside."""
-        self.begun = True
+    def begin(self) -> int:
+        """Before the first gradient of a backward pass: puts reduced gradients aside.
+
+        Returns:
+            Their number.
+        """
+        self.begun, kept = True, 0
         for position, param in enumerate(self._params):
             if param.grad is not None:
                 self._reduced[position] = param.grad
                 param.grad = None
+                kept += 1
+        return kept
 
     def take(self, positions: Sequence[int]) -> list[Tensor | None]:
         """Whole gradients since the last reduction; autograd's own tensors if there are any."""

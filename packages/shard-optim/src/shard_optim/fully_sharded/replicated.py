@@ -30,11 +30,13 @@ class _Order:
 
     Attributes:
         own: this rank's two numbers.
+        words: what this rank has done since the exchange before.
         mean: of all ranks' numbers, on the CPU.
         copied: when ``mean`` may be read; None for at once.
     """
 
     own: tuple[int, int]
+    words: str
     mean: torch.Tensor
     copied: torch.cuda.Event | None
 
@@ -105,21 +107,24 @@ class ReplicatedParameters:
             for param, _, resting in self._cast:
                 param.data = resting
 
-    def reduce(self, present: Sequence[bool], order_digest: int) -> list[bool]:
+    def reduce(
+        self, present: Sequence[bool], order_digest: int, history: tuple[int, str]
+    ) -> list[bool]:
         """Averages this backward pass's gradients over the ranks.
 
         Args:
             present: for each sharded parameter, whether it had a gradient on this rank.
             order_digest: of the order in which this rank has gathered and reduced units.
+            history: a number and words for what else it has done.
 
         Returns:
             The same for any rank. On CUDA, reading that makes the host wait, so it is read only
             by a rank that lacked some gradient.
 
         Raises:
-            RuntimeError: if another rank's order was another one. On CUDA this is found in a later
-                backward, as soon as reading it makes nobody wait. Also if a parameter has no
-                gradient while a CUDA graph is recorded.
+            StepMismatchError: if another rank's order or history was another one. On CUDA this is
+                found in a later backward, as soon as reading it makes nobody wait.
+            RuntimeError: if a parameter has no gradient while a CUDA graph is recorded.
             CollectiveError: if a peer died or timed out.
         """
         recording = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -144,7 +149,9 @@ class ReplicatedParameters:
             grads = [grad.to(self._dtype) for grad in grads]
         # One kernel flattens them all, and one more widens them.
         packed = [torch._utils._flatten_dense_tensors(grads).to(self._dtype)] if grads else []
-        own = (order_digest % 2048, order_digest // 2048 % 2048)
+        number, words = history
+        mixed = hash((order_digest, number))
+        own = (mixed % 2048, mixed // 2048 % 2048)
         # Filled by kernels: a copy from ordinary host memory could wait for the device.
         order = [torch.full_like(present_flags[:1], float(number)) for number in own]
         flat = torch.cat([*packed, present_flags, *order])
@@ -159,7 +166,8 @@ class ReplicatedParameters:
             if self._device.type == "cuda":
                 copied = torch.cuda.Event()
                 copied.record(torch.cuda.current_stream(self._device))
-            self._orders.append(_Order(own, arrived, copied))
+            words = f"{words}, and used units in the order {order_digest % 2**24:06x}"
+            self._orders.append(_Order(own, words, arrived, copied))
             self._compare_orders()
         elif not all(flags):
             raise RuntimeError(
@@ -185,10 +193,8 @@ class ReplicatedParameters:
             self._orders.popleft()
             pairs = zip(order.mean.tolist(), order.own, strict=True)
             if any(abs(mean - own) > tolerance for mean, own in pairs):
-                raise RuntimeError(
-                    "every rank must call the same units in the same order, with the same "
-                    "parameters trainable, but another rank gathered or reduced others, or in "
-                    "another order, so weights and gradients are mixed up. Make the model's "
-                    "control flow and requires_grad the same on all ranks, and load the last "
-                    "checkpoint."
+                raise self._ranks.shards.disagreement(
+                    f"it has {order.words}",
+                    ". Also call the same units in the same order, with the same parameters "
+                    "trainable, zero_grad(), step() and hyperparameters on every rank",
                 )

@@ -36,6 +36,7 @@ from shard_optim.changes import agree_on_trainable
 from shard_optim.communication import CollectiveError
 from shard_optim.fully_sharded.replicated import ReplicatedParameters
 from shard_optim.fully_sharded.unit import Reduction, Unit
+from shard_optim.history import History
 from shard_optim.mesh import Mesh
 
 _requires_grad = attrgetter("requires_grad")
@@ -83,6 +84,7 @@ class Schedule:
     Attributes:
         paused: whether backward passes keep whole gradients instead of reducing them.
         generation: number of forwards that have begun.
+        history: of what this rank does to the model.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class Schedule:
         self._names = [name for holder in holders for name in holder.names]
         self._trainable = list(map(_requires_grad, self._params))  # the same on all ranks
         self._order_digest = 0  # of all gathers and reductions since the last exchange
+        self.history = History()
         self._in_forward = False
         self._expect_order(units)
         self._called: dict[Unit, None] = {}  # in this forward, in order of first calls
@@ -280,12 +283,13 @@ class Schedule:
             return
         self._agree_on_trainable()
         self._backward = True
-        self.replicated.gradients.begin()
+        kept = self.replicated.gradients.begin()
         self.replicated.materialize()
         self._queue = [unit for unit in self._reduction_order() if unit.trainable]
         self._next = 0
         for unit in self._queue:
-            unit.gradients.begin()
+            kept += unit.gradients.begin()
+        self.history.note(f"run backward with {kept} gradients kept from before")
 
     def _agree_on_trainable(self) -> None:
         """Compares ``requires_grad`` over the ranks if it has changed on this one.
@@ -373,7 +377,7 @@ class Schedule:
         ]
         present = [position in self._present[unit] for unit, position in parameters]
         digest, self._order_digest = self._order_digest, 0
-        anywhere = self.replicated.reduce(present, digest)
+        anywhere = self.replicated.reduce(present, digest, self.history.take())
         if not all(anywhere):
             for (unit, position), used in zip(parameters, anywhere, strict=True):
                 if not used:
@@ -419,6 +423,7 @@ class Schedule:
         while self._reductions:
             self._reductions.popleft().finish()
         self._order_digest = 0
+        self.history.take()
         self._expect_order(self.units)  # ranks may have disagreed
         begun = [unit for unit in self.units if unit.gradients.begun]
         for unit in begun:

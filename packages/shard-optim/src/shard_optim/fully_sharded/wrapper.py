@@ -333,7 +333,11 @@ class FullyShardedDataParallel(nn.Module):
         places = [(p, unit.place(at)) for unit in self.units for at, p in enumerate(unit.params)]
         places += [(param, replicated_place(name, param, rank)) for name, param in small.items()]
         for param, place in places:
-            setattr(param, SHARDED, Sharded(place=place, ranks=self.ranks))
+            setattr(
+                param,
+                SHARDED,
+                Sharded(place=place, ranks=self.ranks, history=self.schedule.history),
+            )
         watch_optimizers()
 
     def _moment(self) -> str:
