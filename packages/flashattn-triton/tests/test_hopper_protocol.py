@@ -6,6 +6,8 @@ fp64, so that results are the definition's, or wrong.
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -118,8 +120,8 @@ class Case:
 
     def inputs(self, seed: int) -> list[Any]:
         """Q, K, V, dO."""
-        random = np.random.default_rng(seed)
-        return [random.standard_normal(shape) for shape in self.shapes]
+        generator = np.random.default_rng(seed)
+        return [generator.standard_normal(shape) for shape in self.shapes]
 
     def meta(self) -> list[torch.Tensor]:
         """Q, K and V."""
@@ -547,10 +549,15 @@ def test_the_simulation_finds_programs_that_do_not_signal() -> None:
         check_backward(problem, 0, signal_successors=NOTHING)
 
 
+def _dawdle(*arguments: Any) -> None:
+    """Programs add in an order that changes from run to run."""
+    time.sleep(random.choice((0, 0.1)))
+
+
 def test_the_simulation_finds_additions_that_are_not_in_order() -> None:
     problem = problem_of((400, 400), 64, causal=True, deterministic=True)
     first, *others = (
-        check_backward(problem, 0, schedule, wait_for_predecessors=NOTHING)
+        check_backward(problem, 0, schedule, wait_for_predecessors=_dawdle)
         for schedule in range(10)
     )
     assert not all(np.array_equal(first, other) for other in others)
