@@ -44,8 +44,8 @@ part() {
 echo "tests of one GPU: $processes processes share $devices device(s)"
 part -m "gpu and not multi_gpu" -n "$processes" "$@"
 if [[ $devices -gt 1 ]]; then
-    echo "tests of several GPUs: 4 processes, whose ranks share $devices devices"
-    part -m multi_gpu -n 4 "$@"
+    echo "tests of several GPUs: 6 processes, whose ranks share $devices devices"
+    part -m multi_gpu -n 6 "$@"
 else
     echo "tests of several GPUs: left out on one device"
     empty=$((empty + 1))

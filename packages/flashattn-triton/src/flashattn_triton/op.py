@@ -398,7 +398,7 @@ def _has_memory(x: Tensor) -> bool:
     return True
 
 
-def _autograd_kernel(
+def _differentiable(
     operator: Callable[..., Any], apply: Callable[..., Any], n_tensors: int
 ) -> Callable[..., Any]:
     def kernel(*arguments: Any) -> Any:
@@ -522,7 +522,7 @@ for _name, _operator, _apply, _n_tensors, _run, _fake, _vmap, _flops in (
     ),
 ):  # fmt: skip
     _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
-    _LIBRARY.impl(_name, _autograd_kernel(_operator, _apply, _n_tensors), "Autograd")
+    _LIBRARY.impl(_name, _differentiable(_operator, _apply, _n_tensors), "Autograd")
     torch.library.register_fake(f"flashattn_triton::{_name}", _fake, lib=_LIBRARY)
     torch.library.register_vmap(f"flashattn_triton::{_name}", _vmap, lib=_LIBRARY)
     register_flop_formula(_operator.overloadpacket, get_raw=True)(_flops)
