@@ -229,6 +229,23 @@ def test_a_table_of_any_width_fits_the_terminal(columns: int) -> None:
     assert shown.count("(px)") == columns + below
 
 
+def shown(frame: pd.DataFrame) -> str:
+    tables = [Table("Toy", frame, "")]
+    section = report.Section(
+        name="toy", summary="", cases=[], tables=tables, figures=[], problems=[]
+    )
+    file = io.StringIO()
+    terminal.tables([section], Console(file=file, width=80))
+    return file.getvalue()
+
+
+def test_a_table_of_equal_rows_is_shown_and_one_without_rows_is_not() -> None:
+    alike = pd.DataFrame({f"an equal number {i} (ms)": [1.5, 1.5] for i in range(9)})
+    assert shown(alike).count("1.5") >= 18
+    assert shown(pd.DataFrame()) == ""
+    assert shown(pd.DataFrame({"phase": []})) == ""
+
+
 def test_what_all_rows_share_stands_once_below_a_table_that_is_too_wide() -> None:
     frame = pd.DataFrame(
         {"variant": ["a", "b"], "device under test": ["H100"] * 2}

@@ -116,8 +116,12 @@ def _fitting(table: Table, console: Console) -> list[Grid]:
     from bench_harness.display.cells import cell, split
     from bench_harness.display.units import readable
 
-    frame = readable(table.frame)
-    constant, frame = split(frame, wide=0 if _width(frame, cell) > console.width else None)
+    whole = readable(table.frame)
+    constant, frame = split(whole, wide=0 if _width(whole, cell) > console.width else None)
+    if frame.columns.empty:  # all rows are alike
+        constant, frame = {}, whole
+    if whole.empty:
+        return []
     columns = {str(name): [cell(value) for value in frame[name]] for name in frame.columns}
     first, *rest = columns
     parts: list[list[str]] = [[first]]
