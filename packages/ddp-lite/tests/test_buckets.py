@@ -5,15 +5,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_lite.buckets import (
-    ParameterSpec,
+from ddp_lite.bucket_sizes import (
     automatic_bucket_bytes,
     bytes_from_mb,
-    one_per_kind,
-    one_per_parameter,
     plan_buckets,
     typical_bytes,
 )
+from ddp_lite.buckets import ParameterSpec, one_per_kind, one_per_parameter
 
 
 def specs(*sizes: int, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> list[ParameterSpec]:

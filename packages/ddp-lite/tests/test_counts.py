@@ -15,9 +15,11 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ddp_lite import BucketedDDP, DataParallelBase, FlatDDP, NaiveDDP, OverlapDDP
-from ddp_lite.buckets import MEBIBYTE, ParameterSpec, automatic_bucket_bytes, plan_buckets
+from ddp_lite.bucket_sizes import automatic_bucket_bytes, plan_buckets
+from ddp_lite.buckets import ParameterSpec
 from ddp_lite.engine import Engine
 from ddp_lite.model import ModuleWatch
+from ddp_lite.ranks import MEBIBYTE
 from ddp_lite.same_step import SameStep
 
 LAYERS, WIDTH, INNER, VOCABULARY = 48, 1600, 6400, 10_000

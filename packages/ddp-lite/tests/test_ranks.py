@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 def messages(rank: int, world_size: int) -> None:
     ranks = Ranks(dist.group.WORLD, CPU, "Test")
     assert ranks.gather({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
-    assert ranks.broadcast(["from", rank]) == ["from", 0]
+    assert broadcast_json(["from", rank], ranks.control) == ["from", 0]
     assert broadcast_json(str(rank) * 1000, dist.group.WORLD) == "0" * 1000
     tensors = [torch.full((3,), float(rank)), torch.full((2, 2), rank), torch.full((1,), rank * 1j)]
     ranks.overwrite_with_rank_0(tensors)

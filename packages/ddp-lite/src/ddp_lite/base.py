@@ -252,13 +252,10 @@ class DataParallelBase(TransparentWrapper, ABC):
         megabytes = sum(spec.nbytes for spec in engine.specs) / 2**20
         return (
             f"{type(self).__name__}: {megabytes:.1f} MB of gradients of {len(engine.specs)} "
-            f"parameters in {len(engine.buckets)} reductions, {self._explain_when()}; "
+            f"parameters in {len(engine.buckets)} reductions, {self._words}; "
             f"{engine.average.describe(spec.dtype for spec in engine.specs)}, "
             f"{self._ranks.size} ranks on {self.device.type}; missing gradients: {self._policy}"
         )
-
-    def _explain_when(self) -> str:
-        return self._words
 
     def detach(self) -> nn.Module:
         """Removes every hook and returns the module, ready to be wrapped again.

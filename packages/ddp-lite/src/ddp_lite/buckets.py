@@ -1,4 +1,4 @@
-"""Which gradients travel together: pure planning over sizes, no tensors and no communication.
+"""Which gradients travel together.
 
 A plan is a list of groups of parameter indices, in the order in which the groups are reduced.
 Backward produces gradients roughly in the reverse of the order in which modules were registered,
@@ -8,15 +8,12 @@ so that reversed order is the first guess; the order really observed can replace
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-MEBIBYTE = 1024**2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,65 +88,6 @@ class Bucket:
         self.flat = None
 
 
-def bytes_from_mb(size_mb: float | str | None, argument: str) -> int | None:
-    """Converts a size in MB (1024² bytes) to whole bytes; None, "no limit", stays None.
-
-    Raises:
-        ValueError: if the size is not a positive finite number.
-    """
-    if size_mb is None:
-        return None
-    if not (isinstance(size_mb, int | float) and math.isfinite(size_mb) and size_mb > 0):
-        raise ValueError(
-            f"{argument} must be a positive number of MB (1024**2 bytes) or None, but got "
-            f"{size_mb!r}. Pass None for one bucket holding everything"
-        )
-    return max(1, math.floor(size_mb * MEBIBYTE))
-
-
-class BucketSizes:
-    """How large buckets may be, as a user says it.
-
-    Args:
-        size_mb: most MB (1024² bytes) in a bucket, None for one bucket per dtype, or "auto".
-        last_size_mb: the same for the bucket that is reduced last, if smaller; None for no limit.
-
-    Raises:
-        ValueError: a size that is not positive.
-    """
-
-    def __init__(self, size_mb: float | str | None, last_size_mb: float | None) -> None:
-        self._automatic = size_mb == "auto"
-        self._most = None if self._automatic else bytes_from_mb(size_mb, "bucket_size_mb")
-        self._last = bytes_from_mb(last_size_mb, "last_bucket_size_mb")
-
-    @property
-    def settings(self) -> dict[str, str]:
-        """What ranks must agree on, in words."""
-        return {
-            "bucket_size_mb": "auto" if self._automatic else str(self._most),
-            "last_bucket_size_mb": str(self._last),
-        }
-
-    def plan(self, specs: Sequence[ParameterSpec]) -> list[tuple[int, ...]]:
-        """Groups of parameter indices; ``specs`` are in the order of the gradients' arrival."""
-        if self._automatic:
-            self._most = automatic_bucket_bytes(specs)
-        return plan_buckets(specs, self._most, self._last, taper=self._automatic)
-
-    def __str__(self) -> str:
-        return "any size" if self._most is None else f"at most {self._most / MEBIBYTE:.4g} MB"
-
-
-def automatic_bucket_bytes(specs: Iterable[ParameterSpec]) -> int:
-    """A sixteenth of the gradients, but at least 25 MB.
-
-    Every reduction costs a fixed time, and has to wait for the slower rank; what is reduced last
-    has nothing to hide under. LOG.md has the sizes that were measured.
-    """
-    return max(25 * MEBIBYTE, sum(spec.nbytes for spec in specs) // 16)
-
-
 def one_per_parameter(specs: Iterable[ParameterSpec]) -> list[tuple[int, ...]]:
     """Every parameter alone, in the order given."""
     return [(spec.index,) for spec in specs]
@@ -163,104 +101,13 @@ def one_per_kind(specs: Iterable[ParameterSpec]) -> list[tuple[int, ...]]:
     return [tuple(indices) for indices in kinds.values()]
 
 
-def plan_buckets(
-    specs: Sequence[ParameterSpec],
-    bucket_bytes: int | None,
-    last_bucket_bytes: int | None = None,
-    *,
-    taper: bool = False,
-) -> list[tuple[int, ...]]:
-    """Fills buckets greedily in the order given, one open bucket per dtype.
-
-    The reduction of the last bucket has nothing left to hide under, so it can have a smaller
-    limit of its own: it is filled backwards from the end of the order.
-
-    Args:
-        specs: parameters in the order in which their gradients are expected.
-        bucket_bytes: most bytes in a bucket; a larger parameter gets a bucket of its own.
-            None puts everything of one kind in one bucket, the last included.
-        last_bucket_bytes: most bytes in the bucket that is reduced last, if that is smaller.
-        taper: also let no bucket begin that could hold more than half of what is left, so that
-            less is on its way when backward ends.
-
-    Returns:
-        Groups of parameter indices, ordered by when their last gradient is expected.
-    """
-    if bucket_bytes is None:
-        return _by_completion(one_per_kind(specs), specs)
-    least = min(bucket_bytes, last_bucket_bytes or bucket_bytes)
-    tail = _tail(specs, least)
-    head = specs[: len(specs) - len(tail)]
-    groups: list[list[int]] = []
-    open_groups: dict[torch.dtype, tuple[list[int], int]] = {}
-    left = sum(spec.nbytes for spec in specs)
-    for spec in head:
-        kind = spec.dtype
-        group, room = open_groups.get(kind, ([], 0))
-        if not group or spec.nbytes > room:
-            group = []
-            groups.append(group)
-            room = min(bucket_bytes, max(least, left // 2)) if taper else bucket_bytes
-        group.append(spec.index)
-        open_groups[kind] = (group, room - spec.nbytes)
-        left -= spec.nbytes
-    plan = _by_completion([tuple(group) for group in groups], specs)
-    return [*plan, tuple(spec.index for spec in tail)] if tail else plan
-
-
-def _tail(specs: Sequence[ParameterSpec], limit: int) -> Sequence[ParameterSpec]:
-    """The longest end of ``specs`` of one kind within ``limit`` bytes; at least one parameter."""
-    used = 0
-    start = len(specs)
-    for spec in reversed(specs):
-        last = specs[-1]
-        same_kind = spec.dtype == last.dtype
-        if start < len(specs) and (not same_kind or used + spec.nbytes > limit):
-            break
-        used += spec.nbytes
-        start -= 1
-    return specs[start:]
-
-
-def _by_completion(
-    groups: list[tuple[int, ...]], specs: Sequence[ParameterSpec]
-) -> list[tuple[int, ...]]:
-    position = {spec.index: order for order, spec in enumerate(specs)}
-    return sorted(groups, key=lambda group: max(position[index] for index in group))
-
-
-def typical_bytes(sizes: Iterable[int]) -> int:
-    """The size in bytes of the buckets that most of the gradients travel in.
-
-    Args:
-        sizes: of all buckets, in bytes.
-
-    Returns:
-        Half of all bytes are in buckets of at least this size; 0 if there are none.
-    """
-    largest_first = sorted(sizes, reverse=True)
-    half, so_far = sum(largest_first) / 2, 0
-    for size in largest_first:
-        so_far += size
-        if so_far >= half:
-            return size
-    return 0
-
-
 def make_buckets(
     plan: Sequence[tuple[int, ...]],
     specs: Sequence[ParameterSpec],
     parameters: Sequence[nn.Parameter],
     group: dist.ProcessGroup,
 ) -> list[Bucket]:
-    """The buckets of a plan.
-
-    Args:
-        plan: groups of parameter indices in the order of reduction.
-        specs: all parameters, by index.
-        parameters: the same.
-        group: the ranks to reduce over.
-    """
+    """The buckets of a plan; ``specs`` and ``parameters`` are all parameters, by index."""
     buckets = []
     for bucket_index, indices in enumerate(plan):
         ends = list(itertools.accumulate(specs[index].numel for index in indices))

@@ -29,12 +29,13 @@ class ByHook:
         ValueError: ``hook`` is neither.
     """
 
-    def __init__(self, hook: CommHook) -> None:
-        if not (isinstance(hook, GradientHook) or callable(hook)):
+    def __init__(self, hook: CommHook | str) -> None:
+        if isinstance(hook, str) or not (isinstance(hook, GradientHook) or callable(hook)):
+            got = repr(hook) if isinstance(hook, str) else type(hook).__name__
             raise ValueError(
-                'comm_hook must be "auto", "collectives" or a hook, but got '
-                f"{type(hook).__name__}. A hook can be called with (flat, bucket), or has "
-                "reduce_gradients(bucket, gradients); see ddp_lite.hooks"
+                f'comm_hook must be "auto", "collectives" or a hook, but got {got}. A hook can be '
+                "called with (flat, bucket), or has reduce_gradients(bucket, gradients); see "
+                "ddp_lite.hooks and ddp_lite.peer"
             )
         self._hook = hook
 

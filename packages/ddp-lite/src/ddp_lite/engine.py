@@ -303,10 +303,7 @@ class Engine:
     def finish(self) -> None:
         """Starts the remaining reductions, waits for all and ends the step.
 
-        Raises:
-            MissingGradientError, StepMismatchError: on every rank; see the side tasks.
-            ModelMismatchError: a gradient is not like the parameter that was wrapped.
-            PeerFailureError: a peer died, hangs, or runs other collectives.
+        ``DataParallelBase.finish_gradient_synchronization`` lists the errors.
         """
         if self.ranks.has_own_connections and not self.arrivals.begun:
             self.ranks.follow_timeout()

@@ -84,29 +84,19 @@ class HierarchicalAverage:
         # Copies average inside the node; NCCL sums.
         divisor = self._size if copies is None else self._across.size()
 
-        def scatter_inside() -> Waitable:
+        def scatter_inside() -> Waitable | None:
             if copies is not None:
                 return copies.reduce_scatter([shard], [flat])
-            work: Waitable | None = dist.reduce_scatter_tensor(
-                shard, flat, group=self._inside, async_op=True
-            )
-            assert work is not None
-            return work
+            return dist.reduce_scatter_tensor(shard, flat, group=self._inside, async_op=True)
 
-        def reduce_across() -> Waitable:
+        def reduce_across() -> Waitable | None:
             shard.mul_(1.0 / divisor)
-            work: Waitable | None = dist.all_reduce(shard, group=self._across, async_op=True)
-            assert work is not None
-            return work
+            return dist.all_reduce(shard, group=self._across, async_op=True)
 
-        def gather_inside() -> Waitable:
+        def gather_inside() -> Waitable | None:
             if copies is not None:
                 return copies.all_gather([flat], [shard])
-            work: Waitable | None = dist.all_gather_into_tensor(
-                flat, shard, group=self._inside, async_op=True
-            )
-            assert work is not None
-            return work
+            return dist.all_gather_into_tensor(flat, shard, group=self._inside, async_op=True)
 
         stages = [scatter_inside, reduce_across, gather_inside]
         return Chain(stages, [flat, shard], bucket.device, self._side.on(bucket.device))

@@ -24,8 +24,7 @@ class Join(SideTask):
     everywhere. When all answer no, all leave.
 
     Args:
-        average_over: "active" divides gradients by the number of ranks with a batch, "world" by
-            the number of all ranks.
+        average_over: see ``DataParallelBase.join``.
 
     Raises:
         ValueError: ``average_over`` is neither.

@@ -1,11 +1,11 @@
 """Arguments of torch's ``DistributedDataParallel``, and their replacements here.
 
-Loaded by a wrapper that gets an argument which it does not have, and by ``bench-harness migrate``.
+Loaded by a wrapper that gets an argument which it does not have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 #: What torch's ``DistributedDataParallel`` calls its arguments, and what to write here instead.
 TORCH_ARGUMENTS = {
@@ -35,22 +35,19 @@ TORCH_ARGUMENTS = {
 }
 
 
-def refuse_arguments(wrapper: type, names: Iterable[str]) -> None:
+def refuse_arguments(wrapper: type, names: Collection[str]) -> None:
     """Refuses keyword arguments that a wrapper does not have.
 
     Raises:
         TypeError: naming the wrapper, and for arguments of torch's wrapper what to write instead.
     """
-    unknown = list(names)
-    if not unknown:
-        return
     texts = [
         f"{name} is an argument of torch's DistributedDataParallel ({TORCH_ARGUMENTS[name]})"
         if name in TORCH_ARGUMENTS
         else f"{name} is unknown"
-        for name in unknown
+        for name in names
     ]
     raise TypeError(
         f"the arguments of {wrapper.__name__} must be those of its documentation, but got "
-        f"{', '.join(unknown)}: {'; '.join(texts)}"
+        f"{', '.join(names)}: {'; '.join(texts)}"
     )

@@ -23,9 +23,7 @@ class MissingGradients(SideTask):
     The presence of each gradient travels with the last bucket, so agreeing costs no collective.
 
     Args:
-        policy: ``"skip-if-all"``: a parameter without a gradient on this rank counts as zeros, and
-            if no rank has a gradient, ``grad`` stays None everywhere. ``"zeros"``: it counts as
-            zeros always. ``"error"``: every rank raises.
+        policy: ``missing_gradients`` of ``DataParallelBase``.
 
     Raises:
         ValueError: an unknown policy.

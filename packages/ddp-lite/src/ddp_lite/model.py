@@ -30,11 +30,7 @@ _requires_grad = attrgetter("requires_grad")
 
 
 def check_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
-    """Refuses a module that no rank can wrap.
-
-    Args:
-        module: the candidate.
-        wrapper: our own base class; nothing inside ``module`` may be one.
+    """Refuses a module that no rank can wrap; nothing in it may be a ``wrapper`` already.
 
     Raises:
         TypeError: no module, or wrapped already.
@@ -117,11 +113,7 @@ def warn_about_environment(device: torch.device) -> None:
 
 
 class ModuleWatch:
-    """Remembers a module's structure, and which of its parameters require a gradient.
-
-    Args:
-        module: with all of its submodules and parameters.
-    """
+    """Remembers a module's structure, and which of its parameters require a gradient."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -154,10 +146,6 @@ class ModuleWatch:
     def has_changed(self, ranks: Ranks, settings: Callable[[], Mapping[str, str]]) -> bool:
         """True if ``requires_grad`` changed since the last call, alike on every rank.
 
-        Args:
-            ranks: that wrap the module.
-            settings: returns those of the wrapper, in words.
-
         Raises:
             ModelMismatchError: a parameter was added, replaced or removed, or not all ranks changed
                 ``requires_grad`` alike.
@@ -187,7 +175,7 @@ class ModuleWatch:
 
     def _describe_change(self) -> str:
         """Changes of the parameters in words; empty if they are the same."""
-        now = dict(self._named_now())
+        now = dict(self._module.named_parameters(remove_duplicate=False))
         then = self._by_name
         changes = {
             "added": [name for name in now if name not in then],
@@ -196,16 +184,13 @@ class ModuleWatch:
         }
         return shortened([f"{name} was {how}" for how, names in changes.items() for name in names])
 
-    def _named_now(self) -> Iterable[tuple[str, Tensor]]:
-        return self._module.named_parameters(remove_duplicate=False)
-
     def _refuse(self, change: str, ranks: Ranks) -> NoReturn:
         report = f"{change} since {ranks.owner} wrapped the module"
         ranks.tell(report)
         remedy = (
             "torch.func.functional_call must be given the plain module, wrapped.module: gradients "
             "that arrive at its parameters are averaged all the same"
-            if any(not isinstance(tensor, nn.Parameter) for _, tensor in self._named_now())
+            if any(not isinstance(tensor, nn.Parameter) for tensor in self._module.parameters())
             else "Change the module first and wrap it then: "
             f"{ranks.owner}(wrapped.detach()) after the change"
         )
@@ -295,11 +280,6 @@ def describe_module(module: nn.Module) -> list[tuple[str, str]]:
 
 def verify_same_model(module: nn.Module, ranks: Ranks, settings: Mapping[str, str]) -> None:
     """Checks that every rank wraps the same module with the same settings. Collective.
-
-    Args:
-        module: the one that is wrapped.
-        ranks: that wrap it.
-        settings: of the wrapper, in words.
 
     Raises:
         ModelMismatchError: on every rank, naming the differences and their ranks.

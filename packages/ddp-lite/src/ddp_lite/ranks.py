@@ -9,7 +9,6 @@ This module knows nothing of gradients. Every package that keeps replicas or sha
 ``ranks.together(what, ...)``    the same for a call that some ranks might not make
 ``ranks.agree(facts, ...)``      raises the same error on every rank if the ranks' facts differ
 ``ranks.gather(value)``          one JSON value from each rank
-``ranks.broadcast(value)``       rank 0's JSON value
 ``ranks.overwrite_with_rank_0``  tensors take rank 0's values
 ``ranks.absentees(report)``      the ranks that do not come to the same point, without a collective
 ===============================  ================================================================
@@ -299,10 +298,6 @@ class Ranks:
         """One JSON value from each rank, in rank order; see ``all_gather_json``. Collective."""
         return all_gather_json(value, self.control)
 
-    def broadcast(self, value: Any) -> Any:
-        """Rank 0's JSON value; see ``broadcast_json``. Collective."""
-        return broadcast_json(value, self.control)
-
     def agree(
         self,
         facts: Sequence[tuple[str, str]],
@@ -442,7 +437,6 @@ class Ranks:
     def _findings(self, report: str, occasion: int | str) -> list[str]:
         """Finds out about the other ranks, one phrase each, within a bounded time."""
         others = [rank for rank in range(self.size) if rank != self.rank]
-        troubles: dict[int, str] = {}
         answers: dict[int, str] = {}
         store_trouble = ""
         try:
@@ -450,7 +444,7 @@ class Ranks:
         except RuntimeError as error:  # torch's store errors derive from it
             store_trouble = f"the store could not be reached ({error or type(error).__name__})"
         answers = dict(answers)  # a call that hangs in the store may still be adding to it
-        self._look(others, troubles)
+        troubles = self._troubles(others)
         findings = [
             f"rank {rank} (pid {self._peers[rank].pid}) {trouble}"
             for rank, trouble in sorted(troubles.items())
@@ -476,20 +470,21 @@ class Ranks:
         store.set_timeout(timedelta(seconds=PROBE_SECONDS))  # all stores' from here on
         store.set(str(self.rank), report)
         deadline = time.monotonic() + PROBE_SECONDS
-        troubles: dict[int, str] = {}
-        while time.monotonic() < deadline and len(answers.keys() | troubles.keys()) < len(others):
-            self._look(others, troubles)
+        while True:
+            troubles = self._troubles(others)  # looked at first: a rank may report and then exit
             for rank in others:
                 if rank not in answers and store.check([str(rank)]):
                     answers[rank] = store.get(str(rank)).decode()
+            known = answers.keys() | troubles.keys()
+            if len(known) == len(others) or time.monotonic() > deadline:
+                return
             time.sleep(0.05)
 
-    def _look(self, others: Sequence[int], troubles: dict[int, str]) -> None:
-        """Adds the troubles of processes on this host to ``troubles``."""
-        for rank in others:
-            peer = self._peers[rank]
-            if peer.is_on_host_of(self._me) and (trouble := peer.trouble()) is not None:
-                troubles[rank] = trouble
+    def _troubles(self, others: Sequence[int]) -> dict[int, str]:
+        """The troubles of processes on this host, in words."""
+        near = [rank for rank in others if self._peers[rank].is_on_host_of(self._me)]
+        found = {rank: self._peers[rank].trouble() for rank in near}
+        return {rank: trouble for rank, trouble in found.items() if trouble is not None}
 
     def _reports(self, occasion: int | str) -> dist.distributed_c10d.PrefixStore:
         return self._store(f"reports/{occasion}")

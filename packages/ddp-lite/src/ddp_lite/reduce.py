@@ -144,18 +144,12 @@ class Averager:
     def _start_all_reduce(self, values: list[Tensor], operation: dist.ReduceOp) -> Waitable:
         # Methods of the communicator: dist.all_reduce re-checks its arguments on every call, and
         # dist._coalescing_manager leaves the group unusable if a call inside it raises.
-        started: Waitable
-        if len(values) == 1:
-            single = dist.AllreduceOptions()
-            single.reduceOp = operation
-            single.asyncOp = True
-            started = self.ranks.communicator.allreduce(values, single)
-        else:
-            several = dist.AllreduceCoalescedOptions()
-            several.reduceOp = operation
-            several.asyncOp = True
-            started = self.ranks.communicator.allreduce_coalesced(values, several)
-        return started
+        communicator, one = self.ranks.communicator, len(values) == 1
+        options = dist.AllreduceOptions() if one else dist.AllreduceCoalescedOptions()
+        options.reduceOp, options.asyncOp = operation, True
+        start = communicator.allreduce if one else communicator.allreduce_coalesced
+        work: Waitable = start(values, options)
+        return work
 
     def count(self, nbytes: int) -> None:
         """Counts a collective that was started elsewhere."""

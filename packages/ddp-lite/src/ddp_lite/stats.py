@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,11 +53,20 @@ class StepStats(SideTask):
         self._marks: list[Any] = []  # of the wait's begin and end: seconds, on CUDA events
         self._before = (0, 0)
         self._started_in_backward = 0
-        self._last: Callable[[], SynchronizationStats] | None = None
+        self._last: tuple[Sequence[Bucket], Sequence[Any], dict[str, int]] | None = None
 
     def last(self) -> SynchronizationStats | None:
         """The last step; None before the first. On CUDA the host waits for it."""
-        return None if self._last is None else self._last()
+        if self._last is None:
+            return None
+        buckets, marks, counts = self._last
+        return SynchronizationStats(
+            reductions=len(buckets),
+            group_bytes=tuple(bucket.nbytes for bucket in buckets),
+            group_parameters=tuple(bucket.names for bucket in buckets),
+            exposed_wait_ms=_milliseconds(*marks),
+            **counts,
+        )
 
     def begin(self, engine: Engine) -> None:
         """Remembers the counts before the step."""
@@ -73,15 +81,13 @@ class StepStats(SideTask):
         """The wait is over; keeps the parts of the result."""
         self._marks.append(self._mark())
         collectives, nbytes = self._before
-        self._last = functools.partial(
-            _statistics,
-            engine.started,
-            self._marks,
-            step=engine.ranks.step,
-            collectives=engine.average.collectives - collectives,
-            bytes=engine.average.bytes - nbytes,
-            started_in_backward=self._started_in_backward,
-        )
+        counts = {
+            "step": engine.ranks.step,
+            "collectives": engine.average.collectives - collectives,
+            "bytes": engine.average.bytes - nbytes,
+            "started_in_backward": self._started_in_backward,
+        }
+        self._last = engine.started, self._marks, counts
 
     def _mark(self) -> Any:
         if self._device.type != "cuda":
@@ -91,18 +97,6 @@ class StepStats(SideTask):
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
-
-
-def _statistics(
-    buckets: Sequence[Bucket], marks: Sequence[Any], **counts: int
-) -> SynchronizationStats:
-    return SynchronizationStats(
-        reductions=len(buckets),
-        group_bytes=tuple(bucket.nbytes for bucket in buckets),
-        group_parameters=tuple(bucket.names for bucket in buckets),
-        exposed_wait_ms=_milliseconds(*marks),
-        **counts,
-    )
 
 
 def _milliseconds(begin: Any, end: Any) -> float:

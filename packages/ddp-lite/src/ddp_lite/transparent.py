@@ -11,11 +11,7 @@ _PREFIX = "module."
 
 
 class TransparentWrapper(nn.Module):
-    """Passes everything but the forward pass on to ``module``.
-
-    Args:
-        module: what is wrapped.
-    """
+    """Passes everything but the forward pass on to ``module``."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_lite.base import DataParallelBase, refuse_unknown
-from ddp_lite.buckets import Bucket, BucketSizes, one_per_kind, one_per_parameter, typical_bytes
+from ddp_lite.buckets import Bucket, one_per_kind, one_per_parameter
 from ddp_lite.missing import Policy
 from ddp_lite.reduce import FlatCopy, InPlace, Way
 
@@ -134,6 +134,8 @@ class BucketedDDP(DataParallelBase):
         **unknown: Never,
     ) -> None:
         refuse_unknown(type(self), unknown)
+        from ddp_lite.bucket_sizes import BucketSizes
+
         # The base class makes the plan in its constructor, so the settings come first.
         self._sizes = BucketSizes(bucket_size_mb, last_bucket_size_mb)
         self._plan = self._sizes.plan
@@ -189,6 +191,7 @@ class BucketedDDP(DataParallelBase):
             return "collectives: wire_dtype is sent by them, and copies send gradients as they are"
         if not _is_gpu(self.device):
             return f"collectives: copies are between GPUs, and the messages are on {self.device}"
+        from ddp_lite.bucket_sizes import typical_bytes
         from ddp_lite.by_hook import ByHook
         from ddp_lite.peer.hook import chosen_hook
 
@@ -202,12 +205,13 @@ class BucketedDDP(DataParallelBase):
         own = {
             "copy": str(self._copy),
             "wire_dtype": str(self._wire_dtype),
-            "comm_hook": self._hook if isinstance(self._hook, str) else named(self._hook),
+            "comm_hook": self._hook if isinstance(self._hook, str) else _named(self._hook),
             "rebucket": str(self._rebucket),
         }
         return super()._settings() | self._sizes.settings | own
 
-    def _explain_when(self) -> str:
+    @property
+    def _words(self) -> str:  # type: ignore[override]
         how = "copied between GPUs" if self._engine.way is not self._way else str(self._way)
         if isinstance(self._hook, str):
             how += f" ({self._choice})"
@@ -218,20 +222,16 @@ def _chosen_way(
     copy: bool, wire_dtype: torch.dtype | None, comm_hook: CommHook | str | None
 ) -> Way:
     """The way that a user's arguments ask for; for "auto", until copies turn out to be better."""
-    if comm_hook is not None and not isinstance(comm_hook, str):
+    if comm_hook is not None and comm_hook not in ("auto", "collectives"):
+        from ddp_lite.by_hook import ByHook
+
+        way = ByHook(comm_hook)
         if wire_dtype is not None:
             raise ValueError(
                 "wire_dtype and a comm hook exclude each other, but got both. Convert inside the "
                 "hook (see ddp_lite.hooks)"
             )
-        from ddp_lite.by_hook import ByHook
-
-        return ByHook(comm_hook)
-    if comm_hook not in (None, "auto", "collectives"):
-        raise ValueError(
-            f'comm_hook must be "auto", "collectives" or a hook, but got {comm_hook!r}. '
-            "See ddp_lite.hooks and ddp_lite.peer for hooks"
-        )
+        return way
     if wire_dtype is not None:
         from ddp_lite.wire import OnWire
 
@@ -239,7 +239,7 @@ def _chosen_way(
     return FlatCopy(keep=True) if copy else InPlace()
 
 
-def named(hook: object) -> str:
+def _named(hook: object) -> str:
     """A hook and its settings, on which ranks must agree, in words."""
     kind = hook if isinstance(hook, type | FunctionType) else type(hook)
     return f"{kind.__qualname__} {getattr(hook, 'settings', '')}"

@@ -66,7 +66,8 @@ class BucketedDDPStrategy(DDPStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Within it, backward accumulates without communication."""
-        with self._wrapped.no_sync():
+        assert isinstance(self.model, BucketedDDP)
+        with self.model.no_sync():
             yield
 
     def on_validation_start(self) -> None:
@@ -83,11 +84,6 @@ class BucketedDDPStrategy(DDPStrategy):
             self.model.detach()
             self.model = self.lightning_module
         super().teardown()
-
-    @property
-    def _wrapped(self) -> BucketedDDP:
-        assert isinstance(self.model, BucketedDDP)
-        return self.model
 
     def _send_buffers(self) -> None:
         if isinstance(self.model, BucketedDDP):  # Trainer.validate wraps nothing

@@ -311,18 +311,14 @@ class PeerCopies:
         dtype, device = tensors[0].dtype, self.memory.device
         floating = tensors[0].is_floating_point()
         for tensor in tensors:
-            # There are hundreds, so the host asks for no more than it must.
-            same = tensor.dtype == dtype
-            if floating and same and tensor.device == device and tensor.is_contiguous():
-                continue
-            if not floating or not same:
+            if not floating or tensor.dtype != dtype:
                 raise ValueError(
                     "tensors of one message must have one floating dtype, but got "
                     f"{dtype} and {tensor.dtype}. Start one message per dtype"
                 )
-            if tensor.device != self.memory.device:
+            if tensor.device != device:
                 raise ValueError(
-                    f"tensors must be on {self.memory.device}, where this rank's shared memory "
+                    f"tensors must be on {device}, where this rank's shared memory "
                     f"is, but got one on {tensor.device}. Call torch.cuda.set_device before "
                     "PeerMemory is built"
                 )

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_lite.buckets import MEBIBYTE, Bucket
+from ddp_lite.buckets import Bucket
 from ddp_lite.peer.copies import PeerCopies, refuse_removed
 from ddp_lite.peer.memory import NEEDS, PeerMemory, SharedMemory, obstacle
 from ddp_lite.peer.schedule import SLOTS, rows_in_slot
+from ddp_lite.ranks import MEBIBYTE
 from ddp_lite.reduce import Reduction, contiguous
 
 #: Smaller messages are faster over NCCL: bus bandwidth on 4 H200s crosses at about this size.

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_lite.buckets import MEBIBYTE, bytes_from_mb
+from ddp_lite.bucket_sizes import bytes_from_mb
 from ddp_lite.peer.schedule import ALIGNMENT_BYTES, SLOTS, Recordings, rows_in_slot
-from ddp_lite.ranks import Peer, Ranks, all_gather_json, backend_for
+from ddp_lite.ranks import MEBIBYTE, Peer, Ranks, all_gather_json, backend_for
 
 LARGEST_GROUP = 8
 NEEDS = (

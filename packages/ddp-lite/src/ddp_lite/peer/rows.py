@@ -40,12 +40,7 @@ class Layout:
         self._begins = [(chunk.tensor, chunk.begin * itemsize) for chunk in chunks]
 
     def row(self, tensors: Sequence[Tensor], addresses: Sequence[int]) -> Row:
-        """One message's row.
-
-        Args:
-            tensors: of the message, contiguous.
-            addresses: of the tensors.
-        """
+        """The row of one message, with its tensors, contiguous, and their addresses."""
         at = [addresses[tensor] + begin for tensor, begin in self._begins]
         return Row(self, tensors, at)
 
