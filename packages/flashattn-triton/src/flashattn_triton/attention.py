@@ -92,7 +92,7 @@ def flash_attention(
     document_ids: Tensor | None = None,
     layout: Layout | None = None,
     return_lse: bool = False,
-    deterministic: bool = False,
+    deterministic: bool | None = None,
     implementation: Implementation = "auto",
     tiling: Tiling | None = None,
     **unknown: Never,
@@ -132,7 +132,9 @@ def flash_attention(
         layout: "bhsd" or "bshd", of inputs and output. None means "bhsd", with a warning if inputs
             look like "bshd".
         return_lse: also return the logsumexp.
-        deterministic: gradients are bit-identical from run to run.
+        deterministic: gradients are bit-identical from run to run. None means: as
+            ``torch.use_deterministic_algorithms`` says, with ``warn_only`` too, because every
+            problem has deterministic kernels. True and False decide by themselves.
         implementation: "auto" (for CUDA tensors "hopper" where that tier can run, else "triton";
             "tiled" PyTorch for all others), one of these, or "reference" (the definition: all
             scores in memory, any number of derivatives).

@@ -292,6 +292,8 @@ def explain(
             f"{', fed by the TMA where strides allow it' if t.use_tma else ''}"
             for name, t in kernels.items()
         ]
+    if problem.deterministic and keywords.get("deterministic") is None:
+        lines.append("deterministic gradients, as torch.use_deterministic_algorithms asks for")
     if bias is not None and bias.requires_grad:
         lines.append("backward, bias: its own pass over the scores, every sum in a fixed order")
     return "\n".join(lines)
