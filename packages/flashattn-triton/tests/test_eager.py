@@ -510,7 +510,7 @@ def test_starts_of_packed_calls_tell_kinds_apart_and_are_checked_each_time() -> 
     with pytest.raises(ValueError, match="cu_seqlens_q must rise from 0"):
         flash_attention_varlen(q, k, v, wrong, wrong, 20, 20)
     with pytest.raises(ValueError, match="cu_seqlens_q must be a contiguous int32"):
-        flash_attention_varlen(q, k, v, starts.long(), starts.long(), 20, 20)
+        flash_attention_varlen(q, k, v, starts.short(), starts.short(), 20, 20)
 
 
 def test_outputs_of_packed_calls_may_be_changed_in_place() -> None:

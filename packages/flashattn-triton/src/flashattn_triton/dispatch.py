@@ -115,6 +115,8 @@ def choose(
         problem = replace(problem, tiling=tiling)
     kind = (query.device, query.dtype, (query.shape[-1], value.shape[-1]))
     plan = _choose(*kind, problem, tensors)
+    if not problem.packed and (query.numel() == 0 or key.numel() == 0) and plan.tiling is not None:
+        return Plan(tier="tiled", tiling=None, reason="no scores: there is nothing to launch")
     if plan.tier != "hopper":
         return plan
     for name, x in (("query", query), ("key", key), ("value", value)):
