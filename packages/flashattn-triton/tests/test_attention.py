@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -98,7 +99,6 @@ BAD_DENSE: list[tuple[dict[str, Any], str]] = [
     ({"value": (2, 1, 20, 16)}, "value must have key's 2 heads, but got 1"),
     ({"query": (2, 3, 20, 16)}, "multiple of key's, but got 3 and 2"),
     ({"query": (2, 2, 20, 257), "key": (2, 2, 20, 257)}, "from 1 to 256, but got 257"),
-    ({"query": (2, 2, 0, 16)}, "query must have a batch and a sequence of length >= 1"),
     ({"dtype": torch.float64}, "query must be float16, bfloat16 or float32"),
 ]
 
@@ -148,14 +148,14 @@ def starts(*values: int, **keywords: Any) -> torch.Tensor:
 
 BAD_PACKED: list[tuple[tuple[torch.Tensor | int | None, ...], str]] = [
     ((starts(0, 30), starts(0, 10, 20), 30, 20), "as many sequences as cu_seqlens_q"),
-    ((starts(0, 30, dtype=torch.int64), starts(0, 20), 30, 20), "contiguous int32 tensor"),
+    ((starts(0, 30, dtype=torch.int16), starts(0, 20), 30, 20), "contiguous int32 or int64"),
     ((starts(30), starts(0, 20), 30, 20), "at least one sequence"),
-    ((starts(0, 29), starts(0, 20), 30, 20), "rise from 0 to the number of tokens, 30"),
+    ((starts(0, 31), starts(0, 20), 31, 20), "rise from 0 to the number of tokens, 30"),
     ((starts(0, 20, 10, 30), starts(0, 5, 5, 20), 30, 20), "never fall"),
     ((starts(0, 30), starts(0, 20), 29, 20), "max_seqlen_q must be at least the longest"),
     ((starts(0, 30), starts(0, 20), 30, -1), "max_seqlen_k must be an integer >= 0 or None"),
     ((starts(0, 30), starts(0, 20), None, True), "max_seqlen_k must be an integer .* got True"),
-    ((starts(0, 29), starts(0, 20)), "rise from 0 to the number of tokens, 30"),
+    ((starts(0, 31), starts(0, 20)), "rise from 0 to the number of tokens, 30"),
     ((starts(0, 30), starts(0, 20), None, 19), "max_seqlen_k must be at least the longest"),
 ]
 
@@ -165,6 +165,125 @@ def test_bad_packing(arguments: tuple[Any, ...], message: str) -> None:
     q, k = torch.zeros(30, 2, 16), torch.zeros(20, 2, 16)
     with pytest.raises(ValueError, match=message):
         flash_attention_varlen(q, k, k, *arguments)
+
+
+def test_interpreted_kernels_refuse_tokens_that_no_sequence_owns() -> None:
+    x, ends = torch.zeros(30, 2, 16), starts(0, 29)
+    with pytest.raises(ValueError, match="rise from 0 to the number of tokens, 30"):
+        flash_attention_varlen(x, x, x, ends, ends, implementation="triton")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("implementation", ["tiled", "reference"])
+def test_tokens_that_no_sequence_owns_have_zeros(implementation: str, compiled: bool) -> None:
+    if compiled and implementation == "reference":
+        pytest.skip("reads starts on the host, so that it is not compiled")
+    attend = flash_attention_varlen
+    if compiled:
+        attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    leaves = [torch.randn(n, heads, 8).requires_grad_() for n, heads in ((20, 4), (16, 2), (16, 2))]
+    sinks = torch.randn(4, requires_grad=True)
+    ends = (starts(0, 6, 13), starts(0, 9, 11))
+    keywords: dict[str, Any] = {"causal": "bottom-right", "return_lse": True}
+    keywords |= {"sinks": sinks, "implementation": implementation}
+    out, lse = attend(*leaves, *ends, **keywords)
+    weight = torch.randn_like(out)
+    gradients = torch.autograd.grad((out * weight).sum() + lse[:, :13].sum(), [*leaves, sinks])
+    owned = [x[:n] for x, n in zip(leaves, (13, 11, 11), strict=True)]
+    out_owned, lse_owned = flash_attention_varlen(*owned, *ends, **keywords)
+    expected = torch.autograd.grad(
+        (out_owned * weight[:13]).sum() + lse_owned.sum(), [*leaves, sinks]
+    )
+    torch.testing.assert_close(out[:13], out_owned)
+    torch.testing.assert_close(lse[:, :13], lse_owned)
+    assert not out[13:].any()
+    assert lse[:, 13:].isneginf().all()
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, wanted)
+    for gradient, n in zip(gradients, (13, 11, 11), strict=False):
+        assert not gradient[n:].any()
+
+
+EMPTY = {
+    "no batch": ((0, 4, 5, 8), (0, 2, 7, 8)),
+    "no queries": ((2, 4, 0, 8), (2, 2, 7, 8)),
+    "no keys": ((2, 4, 5, 8), (2, 2, 0, 8)),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("implementation", ["auto", "reference"])
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("kind", EMPTY)
+def test_empty_problems(kind: str, with_sinks: bool, implementation: str, compiled: bool) -> None:
+    torch.compiler.reset()
+    attend = flash_attention
+    if compiled:
+        attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    query_shape, key_shape = EMPTY[kind]
+    leaves = [torch.randn(shape, requires_grad=True) for shape in (query_shape, *[key_shape] * 2)]
+    sinks = torch.randn(4, requires_grad=True) if with_sinks else None
+    out, lse = attend(
+        *leaves, sinks=sinks, causal="bottom-right", return_lse=True, implementation=implementation
+    )
+    assert out.shape == query_shape
+    assert not out.any()
+    expected = torch.full((4,), float("-inf")) if sinks is None else sinks.detach()
+    torch.testing.assert_close(lse.detach(), expected[:, None].expand(lse.shape))
+    out.sum().backward()
+    for leaf in leaves:
+        assert leaf.grad is not None
+        assert leaf.grad.shape == leaf.shape
+        assert not leaf.grad.any()
+
+
+@pytest.mark.parametrize("lengths", [(0, 0), (0, 5), (5, 0)], ids=str)
+@pytest.mark.parametrize("implementation", ["tiled", "reference"])
+def test_empty_packed_problems(lengths: tuple[int, int], implementation: str) -> None:
+    n_queries, n_keys = lengths
+    leaves = [torch.randn(n, 2, 8, requires_grad=True) for n in (n_queries, n_keys, n_keys)]
+    out = flash_attention_varlen(
+        *leaves, starts(0, n_queries), starts(0, n_keys), implementation=implementation
+    )
+    assert out.shape == (n_queries, 2, 8)
+    assert not out.any()
+    out.sum().backward()
+    assert all(x.grad is not None and not x.grad.any() for x in leaves)
+
+
+@pytest.mark.parametrize(
+    "length",
+    [
+        lambda: torch.tensor(9),
+        lambda: torch.tensor(9, dtype=torch.int32),
+        lambda: pytest.importorskip("numpy").int64(9),
+    ],
+)
+def test_lengths_and_starts_of_other_types(length: Callable[[], Any]) -> None:
+    x, ends = torch.randn(20, 2, 16), starts(0, 9, 11, 20)
+    expected = flash_attention_varlen(x, x, x, ends, ends, 9, 9)
+    for given in (ends, ends.long()):
+        out = flash_attention_varlen(x, x, x, given, given, length(), length())
+        assert torch.equal(out, expected)
+    with pytest.raises(ValueError, match="max_seqlen_q must be at least the longest"):
+        flash_attention_varlen(x, x, x, ends, ends, length() - 1, length())
+    with pytest.raises(ValueError, match="max_seqlen_q must be an integer >= 0 or None"):
+        flash_attention_varlen(x, x, x, ends, ends, torch.tensor(9.0), 9)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("as_number", [False, True])
+def test_longest_lengths_that_compiled_code_computes(as_number: bool) -> None:
+    x, ends = torch.randn(20, 2, 16), starts(0, 9, 11, 20)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def attend(x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        longest: Any = ends.diff().max()
+        longest = longest.item() if as_number else longest
+        return flash_attention_varlen(x, x, x, ends.long(), ends.long(), longest, longest)
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        out = attend(x, ends)
+    torch.testing.assert_close(out, flash_attention_varlen(x, x, x, ends, ends))
 
 
 @pytest.mark.parametrize("given", [(), (20,), (None, 9)], ids=str)

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flashattn_triton import dispatch, flash_attention, flash_attention_varlen, op, triton_versions
+from flashattn_triton import (
+    dispatch,
+    explain,
+    flash_attention,
+    flash_attention_varlen,
+    op,
+    triton_versions,
+)
 from flashattn_triton.configs import TABLE
 
 # With a GPU the kernels are compiled, and take no CPU tensors: see test_hopper_launch.py.
@@ -85,6 +92,74 @@ def test_options_tell_kinds_apart(options: dict[str, Any]) -> None:
     assert torch.equal(other, flash_attention(q, k, v, **options))
     if not options.keys() & {"deterministic", "implementation"}:
         assert not torch.equal(plain, other)
+
+
+@pytest.fixture
+def torch_setting() -> Iterator[Callable[..., None]]:
+    """``torch.use_deterministic_algorithms``, which is as before when the test ends."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    yield torch.use_deterministic_algorithms
+    torch.use_deterministic_algorithms(before, warn_only=warn_only)
+
+
+def deterministic_problems() -> list[bool]:
+    return [x.problem.deterministic for x in op._cache.values() if isinstance(x, op.CachedCall)]
+
+
+@pytest.mark.parametrize("warn_only", [False, True])
+def test_torchs_setting_is_the_default_of_deterministic(
+    torch_setting: Callable[..., None], warn_only: bool
+) -> None:
+    q, k, v = inputs()
+    starts = torch.tensor([0, q.shape[2]], dtype=torch.int32)
+    packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+    for call in (
+        lambda **given: flash_attention(q, k, v, **given),
+        lambda **given: flash_attention_varlen(*packed, starts, starts, **given),
+    ):
+        op._cache.clear()
+        torch_setting(False)
+        call()
+        torch_setting(True, warn_only=warn_only)
+        call()
+        assert deterministic_problems() == [False, True]
+        call(deterministic=False)
+        call(deterministic=True)
+        torch_setting(False)
+        call()
+        assert deterministic_problems() == [False, True]  # no other kinds of calls
+        torch_setting(True)
+
+
+def test_explain_names_torchs_setting(torch_setting: Callable[..., None]) -> None:
+    sentence = "as torch.use_deterministic_algorithms asks for"
+    tensors = inputs()
+    torch_setting(False)
+    assert sentence not in explain(*tensors)
+    torch_setting(True)
+    assert sentence in explain(*tensors)
+    assert sentence not in explain(*tensors, deterministic=True)
+    assert sentence not in explain(*tensors, deterministic=False)
+
+
+def test_compiled_code_is_guarded_by_torchs_setting(torch_setting: Callable[..., None]) -> None:
+    seen: list[bool] = []
+
+    def backend(graph: torch.fx.GraphModule, example: list[Tensor]) -> Any:
+        seen.extend(
+            next(x for x in node.args if isinstance(x, bool))
+            for node in graph.graph.nodes
+            if "flashattn_triton" in str(node.target)
+        )
+        return graph
+
+    compiled = torch.compile(flash_attention, backend=backend, fullgraph=True)
+    tensors = inputs()
+    for setting in (False, True, False):
+        torch_setting(setting)
+        compiled(*tensors)
+    assert seen == [False, True]
 
 
 def test_layouts_and_strides_tell_kinds_apart() -> None:
@@ -435,7 +510,7 @@ def test_starts_of_packed_calls_tell_kinds_apart_and_are_checked_each_time() -> 
     with pytest.raises(ValueError, match="cu_seqlens_q must rise from 0"):
         flash_attention_varlen(q, k, v, wrong, wrong, 20, 20)
     with pytest.raises(ValueError, match="cu_seqlens_q must be a contiguous int32"):
-        flash_attention_varlen(q, k, v, starts.long(), starts.long(), 20, 20)
+        flash_attention_varlen(q, k, v, starts.short(), starts.short(), 20, 20)
 
 
 def test_outputs_of_packed_calls_may_be_changed_in_place() -> None:

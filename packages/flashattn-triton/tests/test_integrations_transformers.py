@@ -31,6 +31,7 @@ SIZES = {
 @pytest.fixture(autouse=True)
 def _registered():
     integration.register()
+    torch.compiler.reset()  # all models share the code objects whose compilations are counted
 
 
 def causal_model(kind, implementation, **keywords):
@@ -210,6 +211,73 @@ def test_a_compiled_model_without_graph_breaks():
     torch.testing.assert_close(compiled(ids, use_cache=False), model(ids, use_cache=False))
 
 
+def packed_rows():
+    """Tokens, the same with another first document, and the positions of two packed rows."""
+    ids = tokens()
+    other = ids.clone()
+    other[:, :3] = (other[:, :3] - 2) % 58 + 3
+    rows = [torch.cat([torch.arange(n) for n in row]) for row in ((8, 11), (3, 1, 15))]
+    return ids, other, torch.stack(rows).to(DEVICE)
+
+
+# On a GPU a failed assertion ends the process's use of the device.
+on_the_cpu = pytest.mark.skipif(DEVICE == "cuda", reason="asserts on the device")
+
+
+@on_the_cpu
+@pytest.mark.parametrize(("kind", "keywords"), [("Llama", {}), ("Mistral", {"sliding_window": 6})])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_compiled_models_refuse_rows_packed_by_positions(kind, keywords, backend, rows):
+    model, _ = pair(kind, **keywords)
+    ids, _, positions = packed_rows()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    ids, positions = ids[-rows:], positions[-rows:]
+    with pytest.raises(RuntimeError, match="position_ids must number one sequence in each row"):
+        compiled(ids, position_ids=positions, use_cache=False)
+    one = torch.arange(19, device=DEVICE).expand_as(ids).clone() + 2
+    out = compiled(ids, position_ids=one, use_cache=False).logits
+    expected = model(ids, position_ids=one, use_cache=False).logits
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "keywords"), [("Llama", {}), ("Mistral", {"sliding_window": 6})])
+def test_the_ways_out_for_rows_packed_by_positions(kind, keywords):
+    model, theirs = pair(kind, **keywords)
+    ids, other, positions = (x[:1] for x in packed_rows())
+    starts = torch.tensor([0, 8, 19], dtype=torch.int32, device=DEVICE)
+    given = {"position_ids": positions, "use_cache": False}
+    expected = theirs(ids, **given).logits
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    out, changed = (
+        compiled(x, cu_seq_lens_q=starts, cu_seq_lens_k=starts, **given).logits
+        for x in (ids, other)
+    )
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(out[:, 8:], changed[:, 8:])  # no document sees another
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+    torch.testing.assert_close(model(ids, **given).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@on_the_cpu
+def test_exported_models_refuse_rows_packed_by_positions():
+    model, _ = pair("Llama")
+    ids, _, positions = packed_rows()
+    given = {"position_ids": torch.arange(19).expand_as(ids), "use_cache": False}
+    program = torch.export.export(model, (ids,), given).module()
+    torch.testing.assert_close(program(ids, **given).logits, model(ids, **given).logits)
+    with pytest.raises(RuntimeError, match="position_ids must number one sequence in each row"):
+        program(ids, position_ids=positions, use_cache=False)
+
+
+def test_compiled_models_train_and_take_dynamic_shapes():
+    model, theirs = pair("Llama")
+    model.compile(backend="aot_eager", fullgraph=True, dynamic=True)
+    for length in (19, 37):
+        assert_same_results(model, theirs, tokens(length=length))
+
+
 def gpt_oss(implementation):
     """Attention sinks, sliding windows in every other layer, grouped heads, experts."""
     config = transformers.GptOssConfig(
@@ -375,6 +443,27 @@ def test_only_bands_are_accepted(rule, local_size, accepted):
     else:
         with pytest.raises(ValueError, match="but got a rule that is none of these"):
             integration.attention_mask(**arguments)
+
+
+@on_the_cpu
+@pytest.mark.parametrize(
+    ("rule", "keys", "message"),
+    [
+        (lambda batch, head, query, key: (key <= query) | (key < 6), 10, "none of these"),
+        (lambda batch, head, query, key: key <= query, 12, "The last query must be at"),
+        (chunked(4), 10, None),
+    ],
+)
+def test_rules_are_checked_in_compiled_code(rule, keys, message):
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def several():
+        return integration.attention_mask(1, 10, keys, mask_function=rule)
+
+    if message is None:
+        assert several().item() is True
+    else:
+        with pytest.raises(RuntimeError, match=message):
+            several()
 
 
 def test_chunks_are_sequences():

@@ -13,7 +13,14 @@ from torch.autograd.function import once_differentiable
 from flashattn_triton.compiled_backward import compiled_flash_backward
 from flashattn_triton.configs import Tiling
 from flashattn_triton.documents import attend_to_documents
-from flashattn_triton.inputs import check_dense, check_inputs, check_varlen, in_one_batch
+from flashattn_triton.inputs import (
+    as_length,
+    as_starts,
+    check_dense,
+    check_inputs,
+    check_varlen,
+    in_one_batch,
+)
 from flashattn_triton.mask_and_bias import mask_and_bias_of, normalised, resolve_mask_and_bias
 from flashattn_triton.mistakes import (
     check_tensors,
@@ -92,7 +99,7 @@ def flash_attention(
     document_ids: Tensor | None = None,
     layout: Layout | None = None,
     return_lse: bool = False,
-    deterministic: bool = False,
+    deterministic: bool | None = None,
     implementation: Implementation = "auto",
     tiling: Tiling | None = None,
     **unknown: Never,
@@ -101,7 +108,7 @@ def flash_attention(
 
     Differentiable once in query, key, value, sinks and bias, through the output and the logsumexp.
     Scores, sums and all gradients are accumulated in fp32. A query that sees no key has output 0,
-    logsumexp -inf and no gradient.
+    logsumexp -inf and no gradient. Batches and lengths may be 0.
 
     Args:
         query: (B, H, N_q, D) for layout "bhsd", (B, N_q, H, D) for "bshd"; fp16, bf16 or fp32; D
@@ -132,7 +139,9 @@ def flash_attention(
         layout: "bhsd" or "bshd", of inputs and output. None means "bhsd", with a warning if inputs
             look like "bshd".
         return_lse: also return the logsumexp.
-        deterministic: gradients are bit-identical from run to run.
+        deterministic: gradients are bit-identical from run to run. None means: as
+            ``torch.use_deterministic_algorithms`` says, with ``warn_only`` too, because every
+            problem has deterministic kernels. True and False decide by themselves.
         implementation: "auto" (for CUDA tensors "hopper" where that tier can run, else "triton";
             "tiled" PyTorch for all others), one of these, or "reference" (the definition: all
             scores in memory, any number of derivatives).
@@ -247,19 +256,23 @@ def flash_attention_varlen(
 
     The host never waits for the device, so on a GPU the values in ``cu_seqlens`` are not checked:
     they must rise from 0 to the number of tokens, in steps of at most ``max_seqlen``, if that is
-    given. Sequences may be empty, on either side.
+    given. Sequences may be empty, on either side. On the tiers "tiled" and "reference" they may end
+    before the last token: the tokens behind them have output 0, logsumexp -inf and gradients 0. On
+    a GPU the results of such tokens are undefined.
 
     Args:
         query: (T_q, H, D), the sequences' tokens one after another.
         key: (T_k, G, D).
         value: (T_k, G, E).
-        cu_seqlens_q: (sequences + 1,) int32, where each sequence starts in ``query``, and T_q.
+        cu_seqlens_q: (sequences + 1,) int32, or int64, which costs a copy: where each sequence
+            starts in ``query``, and T_q.
         cu_seqlens_k: the same for ``key`` and ``value``.
         max_seqlen_q: at least the length of the longest query sequence. None stands for T_q, with
             the same results and still without waiting for the device. The portable kernels then
             launch as many programs for every sequence as one of T_q tokens would need, most of
             which return at once, so pass the length if there are many sequences. The Hopper tier's
-            launches depend on it only in the shape of their tiles.
+            launches depend on it only in the shape of their tiles. An int, an integer of NumPy or a
+            tensor of no dimensions, for which None stands if it is on a GPU or traced.
         max_seqlen_k: the same for keys; None stands for T_k.
         alibi_slopes: (H,) or (sequences, H) fp32 constants.
         prefix_lengths: (sequences,) integers.
@@ -284,7 +297,11 @@ def flash_attention_varlen(
                 cu_seqlens_q=cu_seqlens_q,
                 cu_seqlens_k=cu_seqlens_k,
             )
+    if cu_seqlens_q.dtype is not torch.int32 or cu_seqlens_k.dtype is not torch.int32:
+        cu_seqlens_q, cu_seqlens_k = as_starts(cu_seqlens_q, cu_seqlens_k)
     given = (alibi_slopes, None, prefix_lengths, sinks, cu_seqlens_q, cu_seqlens_k)
+    if type(max_seqlen_q) not in _LENGTHS or type(max_seqlen_k) not in _LENGTHS:
+        max_seqlen_q, max_seqlen_k = as_length(max_seqlen_q), as_length(max_seqlen_k)
     if (
         query.dim() != 3
         or key.dim() != 3

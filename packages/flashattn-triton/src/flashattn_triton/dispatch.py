@@ -115,6 +115,8 @@ def choose(
         problem = replace(problem, tiling=tiling)
     kind = (query.device, query.dtype, (query.shape[-1], value.shape[-1]))
     plan = _choose(*kind, problem, tensors)
+    if not problem.packed and (query.numel() == 0 or key.numel() == 0) and plan.tiling is not None:
+        return Plan(tier="tiled", tiling=None, reason="no scores: there is nothing to launch")
     if plan.tier != "hopper":
         return plan
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -292,6 +294,8 @@ def explain(
             f"{', fed by the TMA where strides allow it' if t.use_tma else ''}"
             for name, t in kernels.items()
         ]
+    if problem.deterministic and keywords.get("deterministic") is None:
+        lines.append("deterministic gradients, as torch.use_deterministic_algorithms asks for")
     if bias is not None and bias.requires_grad:
         lines.append("backward, bias: its own pass over the scores, every sum in a fixed order")
     return "\n".join(lines)

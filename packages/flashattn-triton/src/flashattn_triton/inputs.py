@@ -6,6 +6,8 @@ Legend as in :mod:`flashattn_triton.problem`.
 from __future__ import annotations
 
 import itertools
+import operator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,12 +62,32 @@ def check_dense(query: Tensor, key: Tensor, value: Tensor) -> None:
             f"value must have key's sequence length {key.shape[2]}, but got {value.shape[2]}. Pass "
             f"the same positions of both."
         )
-    for name, x in (("query", query), ("key", key)):
-        if x.shape[0] < 1 or x.shape[2] < 1:
-            raise ValueError(
-                f"{name} must have a batch and a sequence of length >= 1, but got shape "
-                f"{tuple(x.shape)}. Leave empty batches out."
-            )
+
+
+def as_length(length: object) -> Any:
+    """A ``max_seqlen`` as an int or None; what is neither a number nor a tensor stays as it is.
+
+    A tensor is read only where the host need not wait for it. Else None stands for it, which means
+    the number of tokens.
+    """
+    if isinstance(length, Tensor) and length.dim() == 0 and not length.is_floating_point():
+        traced = torch.compiler.is_compiling() or isinstance(length, FakeTensor)
+        return None if traced or length.device.type != "cpu" else int(length)
+    if isinstance(length, int | torch.SymInt | None):
+        return length
+    try:
+        return operator.index(length)  # type: ignore[arg-type]
+    except TypeError:
+        return length
+
+
+def as_starts(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[Tensor, Tensor]:
+    """Starts of packed sequences in int32; one tensor for both stays one."""
+    same = cu_seqlens_k is cu_seqlens_q
+    starts_q, starts_k = (
+        x.int() if x.dtype == torch.int64 else x for x in (cu_seqlens_q, cu_seqlens_k)
+    )
+    return starts_q, starts_q if same else starts_k
 
 
 def check_varlen(
@@ -76,11 +98,14 @@ def check_varlen(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
+    *,
+    to_the_end: bool = False,
 ) -> None:
     """Checks packed (T_q, H, D), (T_k, G, D), (T_k, G, E) and where their sequences start.
 
     The *values* of ``cu_seqlens`` are checked when they are on the CPU. On a GPU reading them
     would stop the host until the device catches up, so there they are the caller's responsibility.
+    ``to_the_end``: the last sequence must end at the last token.
 
     Raises:
         ValueError: naming the argument, what it must be and what was given.
@@ -102,7 +127,12 @@ def check_varlen(
     for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if length is None:
             continue
-        if isinstance(length, bool) or not isinstance(length, int | torch.SymInt) or length < 0:
+        known = isinstance(length, int) and not torch.compiler.is_compiling()  # no symbol
+        if (
+            isinstance(length, bool)
+            or not isinstance(length, int | torch.SymInt)
+            or (known and length < 0)
+        ):
             raise ValueError(
                 f"{name} must be an integer >= 0 or None, but got {length!r}. Pass the longest "
                 f"length as a Python int, or leave it out."
@@ -111,10 +141,9 @@ def check_varlen(
     for name, x in starts:
         if x.dim() != 1 or x.shape[0] < 2 or x.dtype != torch.int32 or not x.is_contiguous():
             raise ValueError(
-                f"{name} must be a contiguous int32 tensor of shape (sequences + 1,) with at least "
-                f"one sequence, but got shape {tuple(x.shape)}, dtype {x.dtype}. Start with 0 "
-                f"and end "
-                f"with the number of tokens."
+                f"{name} must be a contiguous int32 or int64 tensor of shape (sequences + 1,) with "
+                f"at least one sequence, but got shape {tuple(x.shape)}, dtype {x.dtype}. Start "
+                f"with 0 and end with the number of tokens."
             )
         if x.device != query.device:
             raise ValueError(
@@ -127,7 +156,9 @@ def check_varlen(
             f"({cu_seqlens_q.shape[0] - 1}), but got {cu_seqlens_k.shape[0] - 1}. Sequences may be "
             f"empty on either side."
         )
-    check_starts(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    check_starts(
+        query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, to_the_end=to_the_end
+    )
 
 
 def check_starts(
@@ -137,8 +168,13 @@ def check_starts(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
+    *,
+    to_the_end: bool,
 ) -> None:
     """Checks the values of ``cu_seqlens`` of CPU tensors, which :func:`check_varlen` has accepted.
+
+    Tokens behind the last sequence have zeros as results on the tiers that compute on the CPU.
+    Kernels write nothing there, so that ``to_the_end`` must be True where Triton interprets them.
 
     Raises:
         ValueError: naming the argument, what it must be and what was given.
@@ -151,15 +187,22 @@ def check_starts(
     tokens = (query.shape[0], key.shape[0])
     longest = (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))
     for (name, x), total, limit in zip(starts, tokens, longest, strict=True):
-        _check_starts(name, x, total, *limit)
+        _check_starts(name, x, total, *limit, to_the_end=to_the_end)
 
 
 def _check_starts(
-    name: str, starts: Tensor, total: int, limit_name: str, limit: int | None
+    name: str,
+    starts: Tensor,
+    total: int,
+    limit_name: str,
+    limit: int | None,
+    *,
+    to_the_end: bool,
 ) -> None:
     values = starts.tolist()
     lengths = [end - start for start, end in itertools.pairwise(values)]
-    if values[0] != 0 or values[-1] != total or min(lengths) < 0:
+    last = values[-1]
+    if values[0] != 0 or last > total or (to_the_end and last < total) or min(lengths) < 0:
         raise ValueError(
             f"{name} must rise from 0 to the number of tokens, {total}, and never fall, but got "
             f"{values}. Use the cumulative sum of the lengths, with 0 before it."
@@ -234,7 +277,10 @@ def check_inputs(
     if problem.packed:
         assert cu_seqlens_q is not None
         assert cu_seqlens_k is not None
-        check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, *problem.longest)
+        check_varlen(
+            query, key, value, cu_seqlens_q, cu_seqlens_k, *problem.longest,
+            to_the_end=problem.implementation == "triton",
+        )  # fmt: skip
     elif problem.layout == "bshd" and query.dim() == key.dim() == value.dim() == 4:
         check_dense(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
     else:

@@ -45,7 +45,7 @@ class OptionKeywords(TypedDict, total=False):
     scale: float | None
     window: Window | None
     softcap: float | None
-    deterministic: bool
+    deterministic: bool | None
     implementation: Implementation
     tiling: Tiling | None
 
@@ -189,7 +189,7 @@ def problem_of(
     scale: float | None = None,
     window: Window | None = None,
     softcap: float | None = None,
-    deterministic: bool = False,
+    deterministic: bool | None = None,
     implementation: Implementation = "auto",
     tiling: Tiling | None = None,
 ) -> Problem:
@@ -197,6 +197,8 @@ def problem_of(
 
     Equal values of unequal types (True and 1) are not equally valid, so types are part of the key.
     """
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
     arguments = (
         layout, head_dim, longest, causal, scale, window, softcap, deterministic, implementation,
         tiling,
@@ -225,7 +227,7 @@ def new_problem(
     scale: float | None = None,
     window: Window | None = None,
     softcap: float | None = None,
-    deterministic: bool = False,
+    deterministic: bool | None = None,
     implementation: Implementation = "auto",
     tiling: Tiling | None = None,
 ) -> Problem:
@@ -239,7 +241,8 @@ def new_problem(
         scale: factor on Q·K before the softmax; any finite number, negative ones included.
         window: (left, right) numbers of visible keys beside the diagonal; None means no limit.
         softcap: c > 0 maps a scaled score s to c·tanh(s/c).
-        deterministic: gradients are bit-identical from run to run.
+        deterministic: gradients are bit-identical from run to run; None: as
+            ``torch.use_deterministic_algorithms`` says, which compiled code is guarded by.
         implementation: one of :data:`IMPLEMENTATIONS`.
         tiling: kernel shapes to use instead of the shipped table's.
 
@@ -251,6 +254,8 @@ def new_problem(
         check_layout(layout)
     check_implementation(implementation)
     check_tiling_type(tiling)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
     return Problem(
         causal=_normalise_causal(causal),
         scale=_normalise_scale(scale, head_dim),

@@ -142,7 +142,8 @@ def attention_reference_varlen(
         dtype: as in :func:`attention_reference`.
 
     Returns:
-        Output (T_q, H, E) and logsumexp (H, T_q), both in ``dtype``.
+        Output (T_q, H, E) and logsumexp (H, T_q), both in ``dtype``: 0 and -inf for tokens behind
+        the last sequence.
     """
     outputs, logsumexps = [], []
     spans = zip(
@@ -161,4 +162,8 @@ def attention_reference_varlen(
         )
         outputs.append(out[0].transpose(0, 1))
         logsumexps.append(logsumexp[0])
-    return torch.cat(outputs), torch.cat(logsumexps, dim=-1)
+    unowned = query.shape[0] - sum(len(out) for out in outputs)
+    return (
+        F.pad(torch.cat(outputs), (0, 0, 0, 0, 0, unowned)),
+        F.pad(torch.cat(logsumexps, dim=-1), (0, unowned), value=float("-inf")),
+    )

@@ -162,7 +162,7 @@ def _sinks_launcher(
     _, _, _, out, _, grad_out, grad_lse = tensors
     assert out is not None
     assert grad_out is not None
-    if not out.is_cuda:
+    if not out.is_cuda or out.numel() == 0:
 
         def launch(
             sinks: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None

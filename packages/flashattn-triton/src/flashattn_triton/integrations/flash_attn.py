@@ -51,7 +51,7 @@ def flash_attn_func(
     window_size: tuple[int | None, int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
+    deterministic: bool | None = None,
     return_attn_probs: bool = False,
     **flash_attn_3: Any,
 ) -> Result:
@@ -69,7 +69,8 @@ def flash_attn_func(
         softcap: c > 0 replaces a scaled score s by c·tanh(s/c); 0 means none.
         alibi_slopes: (H,) or (B, H) fp32 constants: slope · |i + N_k - N_q - j| is subtracted from
             the score of query i and key j.
-        deterministic: gradients are bit-identical from run to run.
+        deterministic: gradients are bit-identical from run to run; None means: as
+            ``torch.use_deterministic_algorithms`` says.
         return_attn_probs: also return the logsumexp (B, H, N_q) in fp32, and None in the place of
             the probabilities, which never exist.
         flash_attn_3: further arguments of flash-attn 3.
@@ -118,7 +119,7 @@ def flash_attn_varlen_func(
     window_size: tuple[int | None, int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
+    deterministic: bool | None = None,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
     **flash_attn_3: Any,

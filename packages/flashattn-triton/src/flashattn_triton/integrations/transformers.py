@@ -39,6 +39,22 @@ UNSUPPORTED = {
     "head_mask": "a head mask",
 }
 
+# Errors of traced code, which must be complete before values are known.
+PACKED_WHILE_TRACED = (
+    "position_ids must number one sequence in each row where the model is traced (torch.compile, "
+    f"torch.export) with {NAME}, but got rows of several. Pass where the sequences start as "
+    "cu_seq_lens_q and cu_seq_lens_k, or compile the blocks of the model instead of the model."
+)
+NO_BAND = (
+    f"The mask must be causal, a sliding window or full within sequences for {NAME}, but got a "
+    "rule that is none of these (such as blocks or a prefix that see ahead). Choose another "
+    "attn_implementation."
+)
+STATIC_CACHE_WHILE_TRACED = (
+    f"The last query must be at the position of the last key for {NAME}, but got keys beyond it. "
+    "Use a dynamic cache instead of a static one."
+)
+
 
 def register() -> None:
     """Makes ``attn_implementation="flashattn-triton"`` known to transformers; repeatable.
@@ -145,6 +161,10 @@ def attention_forward(
             f"output_attentions must be False, because {NAME} never has the attention weights, but "
             f"got True. Leave it out, or use attn_implementation='eager'."
         )
+    if attention_mask is not None and attention_mask.dim() == 0:  # of code that is being traced
+        if cu_seq_lens_q is None:
+            torch._assert_async(~attention_mask, PACKED_WHILE_TRACED)
+        attention_mask = None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     options: dict[str, Any] = {
         # With a cache the queries are the last of the keys' positions; without one, N_q = N_k.
@@ -309,8 +329,9 @@ def attention_mask(
     ``sliding_window``, within each sequence. The rule that transformers would build the mask from
     is therefore evaluated for every query, at its diagonal and at distances of 1, 2, 4, ... keys
     from it, and must agree with such bands: causal or not, and ``local_size`` wide if that is
-    given. While ``torch.compile`` traces, values cannot be read: then only rules supplied by the
-    user are refused, and packed sequences are recognised by ``cu_seq_lens_q`` alone.
+    given. While ``torch.compile`` or ``torch.export`` traces, values cannot be read: then the
+    compiled code compares on the device (``torch._assert_async``), and several sequences in one row
+    are an error of :func:`attention_forward` unless ``cu_seq_lens_q`` says where they start.
 
     Args:
         batch_size: B.
@@ -326,10 +347,12 @@ def attention_mask(
 
     Returns:
         (B, N_k) integers, 0 for padding and the number of a token's sequence elsewhere; None if
-        each row is one sequence without padding.
+        each row is one sequence without padding. While a compiler traces, () bool instead: True
+        if a row has several sequences.
 
     Raises:
         ValueError: if the mask is not a band, or keys lie beyond the last query (a static cache).
+        RuntimeError: the same, where compiled code finds it.
     """
     if use_vmap:
         raise ValueError(
@@ -337,11 +360,17 @@ def attention_mask(
             f"functions, but got one. Choose another attn_implementation."
         )
     sequences = None
-    if mask_function is not None and not torch.compiler.is_compiling():
-        queries = torch.arange(q_length, device=device) + int(q_offset)
+    traced = torch.compiler.is_compiling()
+    if mask_function is not None:
+        queries = torch.arange(q_length, device=device) + (q_offset if traced else int(q_offset))
         keys = (kv_offset, kv_offset + kv_length - 1)
-        visible, distances = _evaluate(mask_function, batch_size, queries, keys, local_size)
-        sequences = _recognise(visible, distances, queries, keys, local_size)
+        if traced:
+            packed = _recognise_traced(mask_function, batch_size, queries, keys, local_size)
+            if attention_mask is None:
+                return packed
+            torch._assert_async(~packed, PACKED_WHILE_TRACED)
+        else:
+            sequences = _recognise(mask_function, batch_size, queries, keys, local_size)
     if attention_mask is None:
         return sequences
     padding = attention_mask[:, -kv_length:]
@@ -355,62 +384,101 @@ def attention_mask(
     return None if bool(padding.all()) else padding.int()
 
 
-def _evaluate(
+def _recognise(
     mask_function: MaskFunction,
     batch_size: int,
     queries: Tensor,
     keys: tuple[int, int],
     local_size: int | None,
-) -> tuple[Tensor, Tensor]:
-    """The rule for each query at some distances: (B, N_q, distances) bool, and the distances."""
-    first, last = keys
-    far = [2**n for n in range((last - first + 1).bit_length())]
-    if local_size is not None:
-        far += [local_size - 1, local_size, local_size + 1]
-    distances = torch.tensor(sorted({0, *far, *(-d for d in far)}), device=queries.device)
-    positions = queries[:, None] + distances
-    exists = (positions >= first) & (positions <= last)
-    batch = torch.arange(batch_size, device=queries.device)[:, None, None, None]
-    head = torch.zeros_like(batch)
-    visible = mask_function(batch, head, queries[:, None], positions.clamp(first, last))
-    visible = visible.expand(batch_size, 1, *positions.shape)[:, 0].to(queries.device)
-    return visible & exists, distances
-
-
-def _recognise(
-    visible: Tensor,
-    distances: Tensor,
-    queries: Tensor,
-    keys: tuple[int, int],
-    local_size: int | None,
 ) -> Tensor | None:
     """The sequences (B, N_k) in which the rule is a band; None if each row is only one."""
-    first, last = keys
-    causal = not visible[..., distances > 0].any()
-    band = distances <= 0 if causal else torch.ones_like(distances, dtype=torch.bool)
-    if local_size is not None:
-        band = band & (distances > -local_size if causal else distances.abs() <= local_size)
-    # A sequence starts where a query does not see the key before its own.
-    sequences = torch.ones(len(visible), last - first + 1, dtype=torch.int64, device=queries.device)
-    whole = len(queries) == sequences.shape[1]
-    if whole and causal and (local_size is None or local_size > 1):
-        starts = ~visible[..., distances == -1].squeeze(-1)
-        sequences = starts.cumsum(dim=1)
-    positions = queries[:, None] + distances - first
-    inside = (positions >= 0) & (positions <= last - first)
-    positions = positions.clamp(0, last - first)
-    own = sequences[:, (queries - first).clamp(0, last - first)]
-    same = sequences[:, positions] == own[..., None]
-    if not torch.equal(visible, (band & inside) & same):
-        raise ValueError(
-            f"The mask must be causal, a sliding window or full within sequences for {NAME}, but "
-            f"got a rule that is none of these (such as blocks or a prefix that see ahead). Choose "
-            f"another attn_implementation."
-        )
-    if (causal or local_size is not None) and int(queries[-1]) != last:
+    powers = (keys[1] - keys[0] + 1).bit_length()
+    agrees, at_an_end, sequences = _compare(
+        mask_function, batch_size, queries, keys, local_size, powers
+    )
+    if not agrees:
+        raise ValueError(NO_BAND)
+    if not at_an_end:
         raise ValueError(
             f"The last query must be at the position of the last key for {NAME}, but got queries "
-            f"up to {int(queries[-1])} and keys up to {last}. Use a dynamic cache "
+            f"up to {int(queries[-1])} and keys up to {keys[1]}. Use a dynamic cache "
             f"instead of a static one."
         )
     return sequences.int() if int(sequences.max()) > 1 else None
+
+
+def _recognise_traced(
+    mask_function: MaskFunction,
+    batch_size: int,
+    queries: Tensor,
+    keys: tuple[int, int],
+    local_size: int | None,
+) -> Tensor:
+    """() bool: True if a row has several sequences.
+
+    The compiled code raises the errors of :func:`_recognise`. Lengths may be symbols, so that rules
+    are evaluated up to a distance of 2**20 in any case.
+    """
+    agrees, at_an_end, sequences = _compare(
+        mask_function, batch_size, queries, keys, local_size, powers=21
+    )
+    torch._assert_async(agrees, NO_BAND)
+    torch._assert_async(at_an_end, STATIC_CACHE_WHILE_TRACED)
+    return (sequences > 1).any()
+
+
+def _compare(
+    mask_function: MaskFunction,
+    batch_size: int,
+    queries: Tensor,
+    keys: tuple[int, int],
+    local_size: int | None,
+    powers: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The rule beside the bands that are computed; nothing here depends on a value of a tensor.
+
+    Args:
+        mask_function: the rule.
+        batch_size: B.
+        queries: (N_q,), their positions.
+        keys: the first and the last position of keys.
+        local_size: width of a sliding window.
+        powers: distances of 1, 2, 4, ..., so many, are looked at in both directions.
+
+    Returns:
+        Whether the rule is a band within sequences, () bool; whether the last query is at the last
+        key or need not be, () bool; the number of each key's sequence in its row, (B, N_k) int64,
+        from 1 on.
+    """
+    first, last = keys
+    far = [2**n for n in range(powers)]
+    if local_size is not None:
+        far += [local_size - 1, local_size, local_size + 1]
+    listed = sorted({0, 1, *far, *(-d for d in (1, *far))})
+    distances = torch.tensor(listed, device=queries.device)
+    positions = queries[:, None] + distances
+    exists = (positions >= first) & (positions <= last)
+    positions = positions.clamp(first, last)
+    batch = torch.arange(batch_size, device=queries.device)[:, None, None, None]
+    head = torch.zeros_like(batch)
+    visible = mask_function(batch, head, queries[:, None], positions)
+    visible = visible.expand(batch_size, 1, *positions.shape)[:, 0].to(queries.device) & exists
+
+    causal = ~(visible & (distances > 0)).any()
+    band = ~causal | (distances <= 0)
+    if local_size is not None:
+        width = torch.where(causal, local_size - 1, local_size)
+        band = band & (distances.abs() <= width)
+    # A sequence starts where a query does not see the key before its own.
+    n_keys = last - first + 1
+    sequences = torch.ones(batch_size, n_keys, dtype=torch.int64, device=queries.device)
+    if queries.shape[0] == n_keys and (local_size is None or local_size > 1):
+        starts = causal & ~visible[..., listed.index(-1)]
+        sequences = torch.where(causal, starts.cumsum(dim=1), sequences)
+    own = sequences[:, (queries - first).clamp(0, last - first)]
+    same = sequences[:, positions - first] == own[..., None]
+    agrees = (visible == ((band & exists) & same)).all()
+    at_an_end = queries[-1] == last
+    if local_size is None:
+        at_an_end = at_an_end | ~causal
+    return agrees, at_an_end, sequences
