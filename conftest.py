@@ -1,6 +1,7 @@
 """Settings every test of the workspace shares."""
 
 import atexit
+import contextlib
 import gc
 import os
 from collections.abc import Iterator
@@ -23,6 +24,13 @@ from selection import starts_processes
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+
+with contextlib.suppress(ImportError):  # a machine with GPUs may lack it
+    import hypothesis
+
+    # An example takes longer on a machine that is busy, which is no fault of what is tested.
+    hypothesis.settings.register_profile("workspace", deadline=None)
+    hypothesis.settings.load_profile("workspace")
 
 MOST_PROCESSES = 4  # each needs 1 GB of memory and more, and starts ranks of its own
 
