@@ -3,10 +3,11 @@
 from shard_optim.communication import CollectiveError
 from shard_optim.fully_sharded import FullyShardedDataParallel, WholeMatrixOptimizer
 from shard_optim.gradients import ShardedGradScaler
-from shard_optim.layout import BucketPlan, Partition, Span, plan_buckets
+from shard_optim.layout import BucketPlan, Span, plan_buckets
 from shard_optim.offload import OffloadedOptimizer
 from shard_optim.optimizer import ShardedOptimizer
 from shard_optim.state import full_state, load, load_full_state, save
+from shard_optim.wrapped import Partition
 
 __all__ = [
     "BucketPlan",

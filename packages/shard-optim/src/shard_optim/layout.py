@@ -24,7 +24,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -32,10 +31,7 @@ from torch import Tensor
 from ddp_lite.ranks import Ranks
 from ddp_lite.reduce import Waitable
 from shard_optim.communication import Communication
-from shard_optim.wrapped import Groups, all_params, name_of
-
-Partition = Literal["flat", "whole"]
-"""Whether each rank owns an equal range of every bucket's elements, or whole parameters."""
+from shard_optim.wrapped import Groups, Partition, all_params, name_of
 
 PARTITIONS: tuple[Partition, ...] = ("flat", "whole")
 

@@ -25,7 +25,6 @@ from shard_optim.communication import (
 from shard_optim.gradients import check_clipping, clip_sharded_
 from shard_optim.layout import (
     Bucket,
-    Partition,
     Placement,
     check_gradient,
     check_layout,
@@ -47,6 +46,7 @@ from shard_optim.overlap import ForwardWaits
 from shard_optim.plain_state import check_full_state
 from shard_optim.reduction import GradientReducer
 from shard_optim.wrapped import (
+    Partition,
     all_params,
     as_groups,
     check_elementwise_update,

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-if TYPE_CHECKING:
-    from shard_optim.layout import Partition
+Partition = Literal["flat", "whole"]
+"""Whether each rank owns an equal range of every bucket's elements, or whole parameters."""
 
 Groups = Sequence[dict[str, Any]]
 
