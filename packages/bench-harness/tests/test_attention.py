@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -248,14 +248,16 @@ def test_lack_of_memory_ends_the_case(module: ModuleType) -> None:
 
 
 def test_an_installed_package_registers_an_implementation(
-    monkeypatch: pytest.MonkeyPatch, module: ModuleType
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, tmp_path: Path
 ) -> None:
     module.attend = attentions.naive
-    entry = importlib.metadata.EntryPoint(
-        "mine", "user_kernels:attend", attentions.ENTRY_POINT_GROUP
+    metadata = tmp_path / "user_kernels-0.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: user-kernels\nVersion: 0.1\n")
+    (metadata / "entry_points.txt").write_text(
+        f"[{attentions.ENTRY_POINT_GROUP}]\nmine = user_kernels:attend\n"
     )
-    plug_ins = importlib.metadata.EntryPoints([entry])
-    monkeypatch.setattr(attentions, "_plug_ins", lambda: plug_ins)
+    monkeypatch.syspath_prepend(tmp_path)
     assert attentions.names()[-1] == "mine"
     assert attentions.find("mine") is attentions.naive
 

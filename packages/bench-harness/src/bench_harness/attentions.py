@@ -25,12 +25,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from bench_harness.core import CaseSkipped
+from bench_harness.core import CaseSkipped, registered
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +42,7 @@ Window: TypeAlias = tuple[int | None, int | None]
 
 def names() -> list[str]:
     """Names of all implementations: the built-in ones first, then those of entry points."""
-    return list(dict.fromkeys([*BUILT_IN, *(entry.name for entry in _plug_ins())]))
+    return list(dict.fromkeys([*BUILT_IN, *registered(ENTRY_POINT_GROUP)]))
 
 
 def check(name: str) -> None:
@@ -112,7 +111,7 @@ def find(name: str) -> Attend:
     check(name)
     if name in BUILT_IN:
         return BUILT_IN[name]()
-    target = name if ":" in name else next(e.value for e in _plug_ins() if e.name == name)
+    target = name if ":" in name else registered(ENTRY_POINT_GROUP)[name]
     module, _, attribute = target.partition(":")
     try:
         found: Attend = operator.attrgetter(attribute)(importlib.import_module(module))
@@ -122,10 +121,6 @@ def find(name: str) -> Attend:
             "it out of variants."
         ) from error
     return found
-
-
-def _plug_ins() -> importlib.metadata.EntryPoints:
-    return importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
 
 
 def naive(

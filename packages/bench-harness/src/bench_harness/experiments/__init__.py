@@ -7,10 +7,9 @@ whose name is the experiment's and whose value is its class, ``package.module:Cl
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from collections.abc import Iterator
 
-from bench_harness.core import CaseSkipped, Figure, Table, option
+from bench_harness.core import CaseSkipped, Figure, Table, option, registered
 from bench_harness.experiments.base import Experiment
 
 __all__ = ["CaseSkipped", "Experiment", "Figure", "Table", "every", "get", "names", "option"]
@@ -32,8 +31,7 @@ _BUILT_IN = {
 
 
 def _targets() -> dict[str, str]:
-    plug_ins = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
-    return _BUILT_IN | {entry.name: entry.value for entry in plug_ins}
+    return _BUILT_IN | registered(ENTRY_POINT_GROUP)
 
 
 def names() -> list[str]:
