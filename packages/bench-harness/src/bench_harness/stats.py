@@ -205,5 +205,7 @@ def _drift(values: np.ndarray) -> float:
     tau = stats.kendalltau(time, values)
     if not math.isfinite(tau.pvalue) or tau.pvalue > 0.01:
         return 0.0
-    slope = float(stats.theilslopes(values, time).slope)
+    # scipy.stats.theilslopes sorts all slopes for an interval that is not needed here.
+    first, second = np.triu_indices(values.size, 1)
+    slope = float(np.median((values[second] - values[first]) / (second - first)))
     return slope * (values.size - 1) / float(np.median(values))
