@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -192,6 +194,60 @@ def test_a_bias_of_minus_infinity_hides_keys(implementation: Any) -> None:
     close((gradients[0], gradients[1][:, :, rest], gradients[2][:, :, rest]), wanted)
     assert not gradients[1][:, :, 5:9].any()
     assert not gradients[3][3].any()
+
+
+@pytest.mark.parametrize("implementation", ["tiled", "triton", "reference"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"softcap": 2.0},
+        {"causal": "bottom-right", "alibi_slopes": torch.full((4,), 0.5)},
+        {"causal": "top-left", "window": (7, 0)},
+    ],
+    ids=["plain", "softcap", "alibi", "window"],
+)
+def test_a_bias_of_a_large_negative_number_is_one_of_minus_infinity(
+    implementation: Any, options: dict[str, Any]
+) -> None:
+    """Also in rows that have nothing else, whose logsumexp could not hold what is added to it."""
+    q, k, v = leaves()
+    options = {n: x.to(DEVICE) if isinstance(x, Tensor) else x for n, x in options.items()}
+    weight = torch.randn(*q.shape[:3], v.shape[-1], device=DEVICE)
+
+    def attend(fill: float, dtype: torch.dtype) -> list[Tensor]:
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        bias = torch.randn(20, 33, device=DEVICE, generator=generator).to(dtype)
+        bias[:, 5:9] = bias[3] = fill
+        bias.requires_grad_()
+        call = partial(flash_attention, implementation=implementation, return_lse=True, **options)
+        out, lse = call(q, k, v, bias=bias)
+        return [out, lse, *torch.autograd.grad(out, (q, k, v, bias), weight)]
+
+    names = ("out", "lse", "dq", "dk", "dv", "dbias")
+    for dtype, fills in (
+        (torch.float32, (-8192.0, -1e9, torch.finfo(torch.float32).min)),
+        (torch.float16, (-1e4, torch.finfo(torch.float16).min)),
+        (torch.bfloat16, (-1e9, torch.finfo(torch.bfloat16).min)),
+    ):
+        hidden = attend(-math.inf, dtype)
+        assert (hidden[1][:, :, 3] == -math.inf).all()
+        for fill in fills:
+            for name, x, y in zip(names, attend(fill, dtype), hidden, strict=True):
+                assert torch.equal(x, y), (name, fill)  # the same operations in one order
+
+
+@pytest.mark.parametrize("implementation", ["tiled", "triton", "reference"])
+def test_probabilities_of_a_row_that_only_sees_low_numbers_sum_to_one(implementation: Any) -> None:
+    q, k, v = leaves()
+    bias = torch.full((20, 33), -8191.0, device=DEVICE)
+    weight = torch.randn(*q.shape[:3], v.shape[-1], device=DEVICE)
+    out = flash_attention(q, k, v, bias=bias, implementation=implementation)
+    (dv,) = torch.autograd.grad(out, (v,), weight)
+    groups = weight.sum(2).unflatten(1, (v.shape[1], -1)).sum(2)
+    assert torch.allclose(
+        dv.sum(2), groups, rtol=2.0**-10, atol=2.0**-10 * groups.abs().max().item()
+    )
 
 
 @pytest.mark.parametrize("leading", [(), (2, 3)], ids=str)

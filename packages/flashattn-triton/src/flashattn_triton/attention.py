@@ -130,8 +130,8 @@ def flash_attention(
         alibi_slopes: (H,) or (B, H) fp32 constants: slope · |distance| is subtracted from a score,
             where the distance is that of the key from the query's diagonal (arXiv:2108.12409).
         bias: broadcastable to (B, H, N_q, N_k), fp16, bf16 or fp32: is added to the scores, after
-            the soft-cap; -inf hides a key. Differentiable; its gradient is summed in a fixed order
-            over the dimensions that share it.
+            the soft-cap; -inf hides a key, and so does what is -8192 or less. Differentiable; its
+            gradient is summed in a fixed order over the dimensions that share it.
         prefix_lengths: (B,) integers, with a causal mask and no window: every query also sees the
             first keys of its sequence, that many.
         document_ids: (B, N) integers, for self-attention within documents that share rows: a token

@@ -5,6 +5,7 @@ For query i and key j of one head, where ``offset`` is
 
     S_ij = softcap(scale · q_i · k_j) - slope · |i + offset - j| + bias_ij
 
+and a bias_ij of :data:`HIDDEN_BIAS` or less counts as -inf: it hides key j from query i.
 ALiBi (Press et al. 2021, arXiv:2108.12409) has one slope for each head and needs no memory for its
 bias. In a prefix language model (Raffel et al. 2019, arXiv:1910.10683) every query sees the keys of
 its sequence's prefix, and beyond it the mask is causal. An attention sink is one more score of each
@@ -26,6 +27,10 @@ from flashattn_triton.problem import DTYPES, Problem
 
 # Keywords of the public functions, in the order in which operators take the tensors.
 NAMES = ("alibi_slopes", "bias", "prefix_lengths", "sinks")
+
+# A bias at or below this number counts as -inf. The logsumexp is one fp32 number: that of a row in
+# which every key has -1e9 would lose log(N), and the row's P would sum to N instead of 1.
+HIDDEN_BIAS = -8192.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +124,8 @@ class MaskAndBias:
                 slice(None) if n == 1 else slice(*span)
                 for n, span in zip(self.bias.shape[2:], (queries, keys), strict=True)
             )
-            total = self.bias[:, :, rows, columns].to(dtype)
+            bias = self.bias[:, :, rows, columns]
+            total = bias.masked_fill(bias <= HIDDEN_BIAS, float("-inf")).to(dtype)
         if self.alibi_slopes is not None:
             device = self.alibi_slopes.device
             distances = torch.arange(*queries, device=device)[:, None] + offset

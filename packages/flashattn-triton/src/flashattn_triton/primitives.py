@@ -23,6 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashattn_triton import mask_and_bias
 from flashattn_triton.triton_versions import integer_of_interpreter
 
 integer_of = integer_of_interpreter()
@@ -30,6 +31,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 # HAS_ALIBI where no query sees a key behind its diagonal: all distances have one sign.
 CAUSAL_ALIBI = tl.constexpr(2)
+HIDDEN_BIAS = tl.constexpr(mask_and_bias.HIDDEN_BIAS)
 
 
 @triton.jit
@@ -236,7 +238,7 @@ def load_bias(
     if MASKED:
         inside = inside & (keys < n_keys)
     pointers = bias + queries.to(tl.int64) * stride_bq + keys.to(tl.int64) * stride_bk
-    return tl.load(pointers, mask=inside, other=0.0)
+    return tl.load(pointers, mask=inside, other=float("-inf"))
 
 
 @triton.jit
@@ -314,7 +316,8 @@ def scores_tile(
                 bias, of_queries(queries, TRANSPOSED), of_keys(key_start + keys, TRANSPOSED),
                 n_queries, n_keys, stride_bq, stride_bk, MASKED,
             )  # fmt: skip
-        z += added.to(tl.float32)
+        added = added.to(tl.float32)
+        z += tl.where(added <= HIDDEN_BIAS, float("-inf"), added)
     if HIDES:
         z = tl.where(seen, z, float("-inf"))
     return z, unit, s
