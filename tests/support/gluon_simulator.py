@@ -495,6 +495,17 @@ class _Namespace(types.SimpleNamespace):
         return lambda *arguments, **keywords: None
 
 
+def _collect(scope: dict[str, Any], scopes: list[dict[str, Any]]) -> None:
+    """Appends ``scope``, and the modules of all functions that it names, to ``scopes``."""
+    scopes.append(scope)
+    for value in list(scope.values()):
+        function = getattr(value, "fn", None)
+        if isinstance(function, types.FunctionType) and not any(
+            function.__globals__ is known for known in scopes
+        ):
+            _collect(function.__globals__, scopes)
+
+
 def load(module: types.ModuleType, machine: Machine, **changes: Any) -> dict[str, Any]:
     """The functions of ``module`` as plain Python on ``machine``, by name.
 
@@ -560,13 +571,10 @@ def load(module: types.ModuleType, machine: Machine, **changes: Any) -> dict[str
         "named_barrier_arrive_at": machine.named_arrive,
     }
     known = set(names)
-    # What the module imports first, with all that the functions there call.
-    imported = [
-        value.fn.__globals__
-        for value in vars(module).values()
-        if isinstance(getattr(value, "fn", None), types.FunctionType)
-    ]
-    for name, value in (item for each in (*imported, vars(module)) for item in each.items()):
+    # What the module imports comes first, with all that the functions there call.
+    scopes: list[dict[str, Any]] = []
+    _collect(vars(module), scopes)
+    for name, value in (item for scope in reversed(scopes) for item in scope.items()):
         if name in known:
             continue
         if isinstance(getattr(value, "fn", None), types.FunctionType):

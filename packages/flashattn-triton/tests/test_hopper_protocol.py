@@ -82,7 +82,8 @@ def run(
             parameters.append(None if like is None else Pointer(array.reshape(-1)))
 
     programs = range(launch.grid[0])
-    together = len(programs) if launch.constants.get("ORDERED") else 1
+    ordered = getattr(launch.constants.get("OPTIONS"), "ordered", False)
+    together = len(programs) if ordered else 1
     grid = Grid(together)
 
     def run_one(program: int) -> None:

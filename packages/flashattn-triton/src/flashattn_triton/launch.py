@@ -183,24 +183,6 @@ def option_numbers(problem: Problem) -> dict[str, float]:
     }
 
 
-def option_constants(problem: Problem) -> dict[str, bool]:
-    """The kernels' compile-time arguments that say which options there are."""
-    left, right = problem.band
-    return {
-        "BOTTOM_RIGHT": problem.bottom_right,
-        "HAS_LEFT": left is not None,
-        "HAS_SOFTCAP": problem.softcap is not None,
-        "is_causal": right is not None,
-    }
-
-
-def alibi_constant(problem: Problem, specialization: MaskAndBiasSpecialization) -> dict[str, int]:
-    """The kernels' compile-time argument HAS_ALIBI: 2 where no key behind the diagonal is seen."""
-    right = problem.band[1]
-    one_sided = right is not None and right <= 0 and not specialization.prefix
-    return {"HAS_ALIBI": specialization.alibi and 1 + one_sided}
-
-
 def register_limit(
     specialization: MaskAndBiasSpecialization, tiles: Tiles, dtype: torch.dtype, width: int
 ) -> int | None:

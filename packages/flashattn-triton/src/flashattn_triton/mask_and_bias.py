@@ -48,15 +48,6 @@ class MaskAndBiasSpecialization:
         names = ("stride_bb", "stride_bh", "stride_bq", "stride_bk")
         return dict(zip(names, self.bias_strides, strict=True))
 
-    @property
-    def constants(self) -> dict[str, bool]:
-        """The kernels' compile-time arguments; of sinks only the forward kernel knows."""
-        return {
-            "HAS_ALIBI": self.alibi,
-            "HAS_BIAS": self.bias_strides[0] is not None,
-            "HAS_PREFIX": self.prefix,
-        }
-
 
 @dataclass(frozen=True, kw_only=True)
 class MaskAndBias:

@@ -13,9 +13,13 @@ products are wgmma instructions on tiles in shared memory; functions of ``tl`` e
 each tier has its own ``scores_tile``, the Hopper tier in :mod:`flashattn_triton.hopper.scores`.
 What both could share, tanh, differs on purpose: there the special function unit computes it alone.
 
-The fields of a problem (strides, lengths, options) are separate parameters of kernels and
-functions, because Triton 3.6 and 3.7 have aggregates only under a private name,
-``language.core._aggregate``; ``triton.aggregate`` exists from 3.8 on.
+Kernels take one parameter for their compile-time options (``portable.options``). Functions also
+take what belongs together as tuples:
+
+    mask     (offset, queries, keys, window left, window right, prefix) of a sequence
+    added    (ALiBi's slope in units of log2, bias, its row stride, its column stride); the bias is
+             a pointer to this head's, or if ``bias_tma`` a descriptor of (1 or B, 1 or H, N_q, N_k)
+    factors  (scale, soft-cap)
 """
 
 from __future__ import annotations
@@ -97,6 +101,30 @@ def loop_bound(x, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def tile_of_program(
+    n_rows, n_heads, TILE: tl.constexpr, LAST_FIRST: tl.constexpr, OPTIONS: tl.constexpr
+):
+    """(first row, batch element, head) of this program's tile of TILE rows.
+
+    Tiles of one head are neighbours, so that what they share stays in L2. The batch may share a
+    bias: its elements then follow one another, to find it there.
+    """
+    n_tiles = tl.cdiv(n_rows, TILE)
+    if OPTIONS.has_bias:
+        n_batch = tl.num_programs(0) // (n_tiles * n_heads)
+        batch = tl.program_id(0) % n_batch
+        head = tl.program_id(0) // n_batch // n_tiles
+        tile = tl.program_id(0) // n_batch % n_tiles
+    else:
+        head = (tl.program_id(0) // n_tiles) % n_heads
+        batch = tl.program_id(0) // n_tiles // n_heads
+        tile = tl.program_id(0) % n_tiles
+    if LAST_FIRST:
+        tile = n_tiles - 1 - tile
+    return tile * TILE, batch, head
+
+
+@triton.jit
 def packed_offsets(cu_seqlens_q_ptr, cu_seqlens_k_ptr, sequence):
     """(first query, first key, queries, keys) of a sequence of a packed batch."""
     first_query = tl.load(cu_seqlens_q_ptr + sequence)
@@ -104,6 +132,27 @@ def packed_offsets(cu_seqlens_q_ptr, cu_seqlens_k_ptr, sequence):
     n_queries = tl.load(cu_seqlens_q_ptr + sequence + 1) - first_query
     n_keys = tl.load(cu_seqlens_k_ptr + sequence + 1) - first_key
     return first_query, first_key, n_queries, n_keys
+
+
+@triton.jit
+def mask_of(batch, n_queries, n_keys, window_left, window_right, prefix_ptr, OPTIONS: tl.constexpr):
+    """``mask``, as the module's docstring describes it, of a batch element or sequence."""
+    offset = 0
+    if OPTIONS.bottom_right:
+        offset = n_keys - n_queries
+    prefix = 0
+    if OPTIONS.has_prefix:
+        prefix = tl.load(prefix_ptr + batch)
+    return offset, n_queries, n_keys, window_left, window_right, prefix
+
+
+@triton.jit
+def slope_of(slopes_ptr, batch, n_heads, head, OPTIONS: tl.constexpr):
+    """ALiBi's slope of a head, in units of log2; 0 without ALiBi."""
+    slope = 0.0
+    if OPTIONS.alibi:
+        slope = tl.load(slopes_ptr + batch * n_heads + head) * LOG2_E
+    return slope
 
 
 @triton.jit
@@ -164,26 +213,16 @@ def tile_indices(N: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def visible(
-    queries,
-    keys,
-    offset,
-    n_keys,
-    window_left,
-    window_right,
-    prefix,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    HAS_PREFIX: tl.constexpr,
-):
+def visible(queries, keys, mask, is_causal: tl.constexpr, OPTIONS: tl.constexpr):
     """Which of ``keys`` each of ``queries`` sees (broadcast); the diagonal is query + offset."""
+    offset, _, n_keys, window_left, window_right, prefix = mask
     seen = keys < n_keys
-    if RIGHT:
+    if is_causal:
         reached = keys <= queries + (offset + window_right)
-        if HAS_PREFIX:
+        if OPTIONS.has_prefix:
             reached = reached | (keys < prefix)
         seen = seen & reached
-    if LEFT:
+    if OPTIONS.has_left:
         seen = seen & (keys >= queries + (offset - window_left))
     return seen
 
@@ -223,17 +262,10 @@ def of_keys(x, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
-def load_bias(
-    bias,  # a pointer to this head's, any of the dtypes of inputs
-    queries,
-    keys,
-    n_queries,
-    n_keys,
-    stride_bq,
-    stride_bk,
-    MASKED: tl.constexpr,
-):
+def load_bias(added, queries, keys, mask, MASKED: tl.constexpr):
     """The bias of a tile. Queries may lie past the end; keys only in a MASKED tile."""
+    _, bias, stride_bq, stride_bk = added
+    _, n_queries, n_keys, _, _, _ = mask
     inside = queries < n_queries
     if MASKED:
         inside = inside & (keys < n_keys)
@@ -249,75 +281,64 @@ def scores_tile(
     keys,
     base,  # a key near those that count, from which positions are measured
     first_position,  # of the tile's first key
-    offset,
-    n_queries,
-    n_keys,
-    window_left,
-    window_right,
-    prefix,
-    slope,  # ALiBi's for this head, in units of log2
-    bias,  # a pointer to this head's, or if BIAS_TMA a descriptor of (1 or B, 1 or H, N_q, N_k)
+    mask,
+    added,
     bias_position,  # batch element, head and first query in the descriptor
-    stride_bq,
-    stride_bk,
-    scale,
-    softcap,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_PREFIX: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BIAS_TMA: tl.constexpr,
+    factors,
     is_causal: tl.constexpr,
+    OPTIONS: tl.constexpr,
     MASKED: tl.constexpr,  # some keys may lie past the end
     HIDES: tl.constexpr,  # scores of keys that are not visible become -inf
     TRANSPOSED: tl.constexpr,
 ):
     """Scaled, soft-capped, biased and hidden scores: (z, unit, s), z · unit in units of log2.
 
-    With a soft-cap the last is its tanh, whose derivative is 1 - s². If HAS_ALIBI is
+    With a soft-cap the last is its tanh, whose derivative is 1 - s². If ``alibi`` is
     :data:`CAUSAL_ALIBI`, what :func:`alibi_of_rows` returns is left out of each row.
 
     The caller computes the product, because a backward kernel issues another one beside it. A
     backward kernel also takes no maximum, so it hides P instead (:func:`probabilities`), which
     leaves the scale in one multiply-add.
     """
-    if HAS_SOFTCAP:
+    offset = mask[0]
+    slope, bias, _, _ = added
+    scale, softcap = factors
+    if OPTIONS.has_softcap:
         s = tanh(s * (scale / softcap))
         factor = softcap * LOG2_E
     else:
         factor = scale * LOG2_E
-    if not (HIDES or HAS_ALIBI or HAS_BIAS):
+    if not (HIDES or OPTIONS.alibi or OPTIONS.has_bias):
         return s, factor, s
     if HIDES:
         seen = visible(
-            of_queries(queries, TRANSPOSED), of_keys(key_start + keys, TRANSPOSED), offset, n_keys,
-            window_left, window_right, prefix, HAS_LEFT, is_causal, HAS_PREFIX,
+            of_queries(queries, TRANSPOSED), of_keys(key_start + keys, TRANSPOSED), mask, is_causal,
+            OPTIONS,
         )  # fmt: skip
     # Scores have the bias's own units where there is one, so that adding it is one multiply-add.
-    unit: tl.constexpr = LOG2_E if HAS_BIAS else 1.0
-    in_unit: tl.constexpr = LN_2 if HAS_BIAS else 1.0
+    unit: tl.constexpr = LOG2_E if OPTIONS.has_bias else 1.0
+    in_unit: tl.constexpr = LN_2 if OPTIONS.has_bias else 1.0
     z = s * (factor * in_unit)
-    if HAS_ALIBI == CAUSAL_ALIBI:
+    if OPTIONS.alibi == CAUSAL_ALIBI:
         positions = key_positions(first_position, slope * in_unit, keys.shape[0])
         z += of_keys(positions, TRANSPOSED)
-    elif HAS_ALIBI:
+    elif OPTIONS.alibi:
         z = subtract_distances(
             z, of_queries(queries, TRANSPOSED), of_keys(key_start + keys, TRANSPOSED), offset, base,
             slope * in_unit,
         )  # fmt: skip
-    if HAS_BIAS:
-        if BIAS_TMA:
+    if OPTIONS.has_bias:
+        if OPTIONS.bias_tma:
             batch, head, first_query = bias_position
-            added = bias.load([batch, head, first_query, key_start])
-            added = added.reshape(queries.shape[0], keys.shape[0])
+            tile = bias.load([batch, head, first_query, key_start])
+            tile = tile.reshape(queries.shape[0], keys.shape[0])
         else:
-            added = load_bias(
-                bias, of_queries(queries, TRANSPOSED), of_keys(key_start + keys, TRANSPOSED),
-                n_queries, n_keys, stride_bq, stride_bk, MASKED,
+            tile = load_bias(
+                added, of_queries(queries, TRANSPOSED), of_keys(key_start + keys, TRANSPOSED), mask,
+                MASKED,
             )  # fmt: skip
-        added = added.to(tl.float32)
-        z += tl.where(added <= HIDDEN_BIAS, float("-inf"), added)
+        tile = tile.to(tl.float32)
+        z += tl.where(tile <= HIDDEN_BIAS, float("-inf"), tile)
     if HIDES:
         z = tl.where(seen, z, float("-inf"))
     return z, unit, s
@@ -337,42 +358,28 @@ def probabilities(
     key_start,  # of the tile, whose keys are counted from it
     keys,
     base,  # the tile's first key
-    offset,
-    n_queries,
-    n_keys,
-    window_left,
-    window_right,
-    prefix,
-    slope,
-    bias,
-    stride_bq,
-    stride_bk,
-    scale,
-    softcap,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_PREFIX: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    mask,
+    added,
+    factors,
     is_causal: tl.constexpr,
+    OPTIONS: tl.constexpr,
     MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):
     """P of one tile, and the third result of :func:`scores_tile`."""
     z, unit, s = scores_tile(
-        s, queries, key_start, keys, base, 0, offset, n_queries, n_keys, window_left, window_right,
-        prefix, slope, bias, None, stride_bq, stride_bk, scale, softcap, HAS_SOFTCAP, HAS_LEFT,
-        HAS_PREFIX, HAS_ALIBI, HAS_BIAS, False, is_causal, MASKED, False, TRANSPOSED,
+        s, queries, key_start, keys, base, 0, mask, added, None, factors, is_causal, OPTIONS,
+        MASKED, False, TRANSPOSED,
     )  # fmt: skip
-    if HAS_BIAS:  # which may hide all keys of a query: -inf - -inf is NaN
+    if OPTIONS.has_bias:  # which may hide all keys of a query: -inf - -inf is NaN
         logsumexp = tl.where(logsumexp == float("-inf"), float("inf"), logsumexp)
-    if HAS_ALIBI == CAUSAL_ALIBI:
-        logsumexp += alibi_of_rows(queries, offset, base, slope)
+    if OPTIONS.alibi == CAUSAL_ALIBI:
+        logsumexp += alibi_of_rows(queries, mask[0], base, added[0])
     p = tl.exp2(z * unit - of_queries(logsumexp, TRANSPOSED))
     if MASKED:
         seen = visible(
-            of_queries(queries, TRANSPOSED), of_keys(key_start + keys, TRANSPOSED), offset, n_keys,
-            window_left, window_right, prefix, HAS_LEFT, is_causal, HAS_PREFIX,
+            of_queries(queries, TRANSPOSED), of_keys(key_start + keys, TRANSPOSED), mask, is_causal,
+            OPTIONS,
         )  # fmt: skip
         p = tl.where(seen, p, 0.0)
     return p, s
@@ -380,36 +387,28 @@ def probabilities(
 
 @triton.jit
 def key_range(
-    query_start,
-    offset,
-    n_keys,
-    window_left,
-    window_right,
-    prefix,
-    Q_TILE_SIZE: tl.constexpr,
-    K_TILE_SIZE: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_PREFIX: tl.constexpr,
-    is_causal: tl.constexpr,
-):
+    query_start, mask, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
+    is_causal: tl.constexpr, OPTIONS: tl.constexpr,
+):  # fmt: skip
     """(start, full_start, full_stop, stop) of the walk over keys for one query tile.
 
     Some query of the tile sees some key from ``start`` to ``stop``; every query sees every key from
     ``full_start`` to ``full_stop``. All but ``stop`` are multiples of the key tile.
     """
+    offset, _, n_keys, window_left, window_right, prefix = mask
     stop = n_keys
     full_stop = n_keys // K_TILE_SIZE * K_TILE_SIZE
     if is_causal:
         first_hidden = query_start + offset + window_right + 1
         stop = tl.minimum(stop, tl.maximum(first_hidden + Q_TILE_SIZE - 1, 0))
         full_stop = tl.minimum(full_stop, tl.maximum(first_hidden, 0) // K_TILE_SIZE * K_TILE_SIZE)
-    if HAS_PREFIX:
+    if OPTIONS.has_prefix:
         seen_by_all = tl.minimum(prefix, n_keys)
         stop = tl.maximum(stop, seen_by_all)
         full_stop = tl.maximum(full_stop, seen_by_all // K_TILE_SIZE * K_TILE_SIZE)
     start = 0
     full_start = 0
-    if HAS_LEFT:
+    if OPTIONS.has_left:
         first_seen = query_start + offset - window_left
         start = tl.maximum(first_seen, 0) // K_TILE_SIZE * K_TILE_SIZE
         full_start = tl.cdiv(tl.maximum(first_seen + Q_TILE_SIZE - 1, 0), K_TILE_SIZE) * K_TILE_SIZE

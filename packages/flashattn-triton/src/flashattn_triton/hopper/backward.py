@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flashattn_triton.hopper import forward
 from flashattn_triton.hopper.backward_256 import backward_256_kernel
+from flashattn_triton.hopper.backward_common import BackwardOptions
 from flashattn_triton.hopper.backward_kernel import hopper_backward_kernel
 from flashattn_triton.hopper.backward_products import OWN, STATISTICS
 from flashattn_triton.hopper.backward_wide import wide_backward_kernel
@@ -329,7 +330,6 @@ def hopper_backward_call(
         {**shape, "WIDTH": sum_width, "NARROW": head_dim < width},
     )
     may_ring = problem.deterministic and problem.band == (None, None)
-    narrow = {"COLUMNS": columns_in_use(head_dim, width)} if width <= 128 else {}
     main = hopper_launch(
         kernel,
         programs[1],
@@ -359,14 +359,16 @@ def hopper_backward_call(
             "tanh_scale": None if softcap is None else problem.scale / softcap,
         },
         {
-            **narrow,
-            "RAGGED": packed or n_keys % keys != 0,
-            "is_causal": problem.band[1] is not None,
-            "HAS_LEFT": problem.band[0] is not None,
-            "PACKED": packed,
-            "BOTTOM_RIGHT": packed and problem.bottom_right,
-            "ORDERED": problem.deterministic,
-            "RING": most_in_ring(device) if may_ring else 0,
+            "OPTIONS": BackwardOptions(
+                columns=columns_in_use(head_dim, width),
+                ragged=packed or n_keys % keys != 0,
+                is_causal=problem.band[1] is not None,
+                has_left=problem.band[0] is not None,
+                packed=packed,
+                bottom_right=packed and problem.bottom_right,
+                ordered=problem.deterministic,
+                ring=most_in_ring(device) if may_ring else 0,
+            )
         },
     )
     return HopperBackwardCall(

@@ -32,26 +32,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashattn_triton.hopper.backward_kernel import (
+from flashattn_triton.hopper.backward_common import (
     CONSUMERS,
     EVERYBODY,
     STAGES,
+    allocate_barriers,
+    allocate_buffers,
+    allocate_tiles,
     fragment_offsets,
+    has_work,
+    load_keys,
+    load_output_gradient,
+    load_queries,
+    work_of_program,
     wrapped,
 )
-from flashattn_triton.hopper.backward_products import STATISTICS, subtract
-from flashattn_triton.hopper.schedule import (
-    WARPS,
-    allow_addition,
-    key_tile_of_program,
-    load_tile,
-    next_query_tile,
-    query_tiles,
-    ring_of,
-    store_tile,
-    tiles_before,
-    walk,
-)
+from flashattn_triton.hopper.backward_products import subtract
+from flashattn_triton.hopper.schedule import WARPS, allow_addition, next_query_tile, store_tile
 from flashattn_triton.hopper.scores import probabilities, tanh
 from flashattn_triton.hopper.support import (
     named_barrier_arrive,
@@ -60,7 +57,6 @@ from flashattn_triton.hopper.support import (
     named_barrier_sync_at,
     reduce_add,
     signal_successors,
-    tma_load,
 )
 
 TILE = gl.constexpr(64)  # keys of a program, queries of a step
@@ -70,9 +66,9 @@ COLUMNS = gl.constexpr(128)  # of the gradients, of a consumer
 PART = gl.constexpr(64)  # columns of dQ that a consumer computes at a time
 DS_BUFFERS = gl.constexpr(2)  # tiles of dS: read for dQ, and written
 # Hardware barriers, the first of two each. Consumers arrive at EMPTY + slot when they have read
-# Q and dO there, and if ORDERED at ADDED + slot when they have added to all of the tile of dQ of
-# the step before. Consumer c arrives at READ + c when it has read this tile's P, and at WRITTEN + c
-# when it has written its half of P and dS of the next tile.
+# Q and dO there, and if ``ordered`` at ADDED + slot when they have added to all of the tile of dQ
+# of the step before. Consumer c arrives at READ + c when it has read this tile's P, and at
+# WRITTEN + c when it has written its half of P and dS of the next tile.
 EMPTY = gl.constexpr(0)
 ADDED = gl.constexpr(2)
 READ = gl.constexpr(4)
@@ -82,41 +78,15 @@ WRITTEN = gl.constexpr(6)
 
 
 @gluon.jit
-def _producer(
-    loads,
-    full,
-    buffers,
-    order_counters_ptr,
-    sizes,
-    tiles_ptr,
-    band,
-    is_causal: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
-    PACKED: gl.constexpr,
-    BOTTOM_RIGHT: gl.constexpr,
-    ORDERED: gl.constexpr,
-    RING: gl.constexpr,
-):
+def _producer(loads, barriers, buffers, order_counters_ptr, work, OPTIONS: gl.constexpr):
     """Fetches K and V once, then each step's Q with L and delta, and dO."""
-    q_desc, k_desc, v_desc, do_desc, statistics_desc = loads
-    kv_full, q_full, do_full, may_add = full
-    k_smem, v_smem, q_smem, do_smem, statistics_smem = buffers
-    TILE_BYTES: gl.constexpr = TILE * WIDTH * 2
-    _, _, N_KV_HEADS, HEADS_PER_KV, _ = sizes
-    first_key, kv_head, n_queries, n_keys, offset, q_at, k_at, sequence = key_tile_of_program(
-        sizes, tiles_ptr, TILE, PACKED, BOTTOM_RIGHT, ORDERED
-    )
-    n_tiles = query_tiles(n_queries, TILE, PACKED)
-    ring = ring_of(n_keys, n_tiles, RING, TILE, TILE)
-    first, last, wrap, per_head = walk(
-        first_key, offset, band, n_tiles, TILE, TILE, is_causal, HAS_LEFT, ORDERED, ring
-    )
+    own, walked, tiles = work_of_program(work, TILE, TILE, OPTIONS)
+    _, kv_head, _, _, q_at, _ = own
+    first, _, _, per_head = walked
+    n_tiles, first_tile, _ = tiles
+    HEADS_PER_KV = work[0][3]
     steps = per_head * HEADS_PER_KV
-    mbarrier.expect(kv_full, 2 * TILE_BYTES)
-    load_tile(k_desc, k_at, kv_head, first_key, kv_full, k_smem.index(0), PACKED)
-    load_tile(v_desc, k_at, kv_head, first_key, kv_full, v_smem.index(0), PACKED)
-    n_heads = N_KV_HEADS * HEADS_PER_KV
-    first_tile = tiles_before(q_at, n_queries, sequence, n_heads, n_tiles, TILE, PACKED)
+    load_keys(loads, barriers, buffers, own, OPTIONS.packed)
     tile = first
     head = kv_head * HEADS_PER_KV
     tile_to_add = tile
@@ -127,24 +97,17 @@ def _producer(
         if step >= STAGES:
             named_barrier_sync_at(EMPTY + slot, EVERYBODY)
         if step < steps:
-            q_arrived = q_full.index(slot)
-            mbarrier.expect(q_arrived, TILE_BYTES + TILE * STATISTICS * 2)
-            load_tile(q_desc, q_at, head, tile * TILE, q_arrived, q_smem.index(slot), PACKED)
-            tma_load(statistics_desc, [row, 0], q_arrived, statistics_smem.index(slot))
-            do_arrived = do_full.index(slot)
-            mbarrier.expect(do_arrived, TILE_BYTES)
-            load_tile(do_desc, q_at, head, tile * TILE, do_arrived, do_smem.index(slot), PACKED)
-            tile, head = next_query_tile(tile, head, first, last, wrap)
-        if ORDERED:
+            load_queries(loads, barriers, buffers, slot, q_at, head, tile, row, OPTIONS.packed)
+            load_output_gradient(loads, barriers, buffers, slot, q_at, head, tile, OPTIONS.packed)
+            tile, head = next_query_tile(tile, head, walked)
+        if OPTIONS.ordered:
             order_counter = order_counters_ptr + first_tile + head_to_add * n_tiles + tile_to_add
             if step >= STAGES:
                 allow_addition(
-                    may_add, order_counter, tile_to_add, first, first_key, n_keys, offset, n_tiles,
-                    TILE, TILE, is_causal, WARPS, ring,
+                    barriers[3].index(0), order_counter, tile_to_add, own, walked, tiles, TILE,
+                    TILE, OPTIONS.is_causal, WARPS,
                 )  # fmt: skip
-                tile_to_add, head_to_add = next_query_tile(
-                    tile_to_add, head_to_add, first, last, wrap
-                )
+                tile_to_add, head_to_add = next_query_tile(tile_to_add, head_to_add, walked)
             if step > 0:
                 named_barrier_sync_at(ADDED + (step - 1) % STAGES, EVERYBODY)
             if step >= STAGES:
@@ -198,17 +161,14 @@ def _probabilities(
     statistics_smem,
     slot,
     diagonal,
-    band,
-    n_keys,
-    scale_log2,
-    tanh_scale,
+    limits,
+    scales,
     CONSUMER: gl.constexpr,
     DTYPE: gl.constexpr,
-    RAGGED: gl.constexpr,
-    is_causal: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
+    OPTIONS: gl.constexpr,
 ):
     """(TILE, HALF) P and dS of the queries whose statistics are in that slot."""
+    _, scale_log2, tanh_scale = scales
     HAS_SOFTCAP: gl.constexpr = tanh_scale is not None
     SCORES: gl.constexpr = s.type.layout
     if HAS_SOFTCAP:
@@ -218,7 +178,7 @@ def _probabilities(
         statistics = statistics_smem.index(slot).slice(CONSUMER * HALF, HALF, dim=0)
         s = subtract(0, statistics, s, True, SCORES)
         s = warpgroup_mma_wait(0, deps=(s,))
-    p = probabilities(s, scale_log2, diagonal, band, n_keys, RAGGED, is_causal, HAS_LEFT, True)
+    p = probabilities(s, scale_log2, diagonal, limits, OPTIONS, True)
     return p.to(DTYPE), (p * dp).to(DTYPE)
 
 
@@ -237,7 +197,7 @@ def _write(p, ds, p_smem, ds_tile, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _step(
-    full,
+    barriers,
     buffers,
     p_smem,
     ds_smem,
@@ -246,26 +206,21 @@ def _step(
     step,
     steps,  # in all
     diagonal,  # of the next tile
-    band,
-    n_keys,
-    scale_log2,
-    tanh_scale,
+    limits,
+    scales,
     dk,  # (TILE, COLUMNS) fp32, without the scale
     dv,
     dq,  # (TILE, PART) fp32, the second part of the previous step's dQ
     CONSUMER: gl.constexpr,
-    RAGGED: gl.constexpr,
-    is_causal: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
-    ORDERED: gl.constexpr,
+    OPTIONS: gl.constexpr,
 ):
     """dV, dK and dQ of the tile whose P and dS are in shared memory, and P and dS of the next.
 
     Returns dK, dV and the second part of dQ, which the next step adds.
     """
-    _, q_full, do_full, may_add = full
+    _, q_full, do_full, may_add = barriers
     k_smem, _, q_smem, do_smem, statistics_smem = buffers
-    HAS_SOFTCAP: gl.constexpr = tanh_scale is not None
+    HAS_SOFTCAP: gl.constexpr = scales[2] is not None
     slot = step % STAGES
     next_slot = (step + 1) % STAGES
     next_phase = ((step + 1) // STAGES) & 1
@@ -285,21 +240,20 @@ def _step(
     dv = warpgroup_mma(p_smem.index(0), do_columns, dv, is_async=True)
     dk = warpgroup_mma(ds_tile, q_columns, dk, is_async=True)
     _add_dq(previous_dq_pointer, dq, True, CONSUMER)
-    if ORDERED:
+    if OPTIONS.ordered:
         named_barrier_arrive_at(ADDED + slot, EVERYBODY)
     dq = _start_dq(ds_tile, k_smem, opaque_zero, dq, False, CONSUMER)
     s, dp, dk, dv = warpgroup_mma_wait(1, deps=(s, dp, dk, dv))
     named_barrier_arrive(READ + CONSUMER, CONSUMERS)
     named_barrier_arrive_at(EMPTY + slot, EVERYBODY)
     p, ds = _probabilities(
-        s, dp, statistics_smem, next_slot, diagonal, band, n_keys, scale_log2, tanh_scale,
-        CONSUMER, q_smem.dtype, RAGGED, is_causal, HAS_LEFT,
-    )  # fmt: skip
+        s, dp, statistics_smem, next_slot, diagonal, limits, scales, CONSUMER, q_smem.dtype, OPTIONS
+    )
     _write(p, ds, p_smem, next_ds_tile, CONSUMER)
     second = _start_dq(ds_tile, k_smem, opaque_zero, zero_accumulator, True, CONSUMER)
     dq = warpgroup_mma_wait(1, deps=(dq,))
-    if ORDERED:
-        mbarrier.wait(may_add, step & 1)
+    if OPTIONS.ordered:
+        mbarrier.wait(may_add.index(0), step & 1)
     _add_dq(dq_pointer, dq, False, CONSUMER)
     second = warpgroup_mma_wait(0, deps=(second,))
     named_barrier_sync(WRITTEN + 1 - CONSUMER, CONSUMERS)
@@ -308,48 +262,30 @@ def _step(
 
 @gluon.jit
 def _consumer(
-    dk_desc,
-    dv_desc,
-    full,
+    stores,
+    barriers,
     buffers,
     p_smem,
     ds_smem,
     dq_ptr,
-    order_counters_ptr,
-    scale,
-    scale_log2,
-    tanh_scale,
-    sizes,
-    tiles_ptr,
-    band,
+    scales,
+    work,
     CONSUMER: gl.constexpr,
-    RAGGED: gl.constexpr,
-    is_causal: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
-    PACKED: gl.constexpr,
-    BOTTOM_RIGHT: gl.constexpr,
-    ORDERED: gl.constexpr,
-    RING: gl.constexpr,
+    OPTIONS: gl.constexpr,
 ):
     """Half of the columns of dK, dV and each tile of dQ."""
-    kv_full, q_full, do_full, _ = full
+    dk_desc, dv_desc = stores
+    kv_full, q_full, do_full, _ = barriers
     k_smem, v_smem, q_smem, _, statistics_smem = buffers
-    HAS_SOFTCAP: gl.constexpr = tanh_scale is not None
-    _, _, N_KV_HEADS, HEADS_PER_KV, _ = sizes
-    first_key, kv_head, n_queries, n_keys, offset, q_at, k_at, sequence = key_tile_of_program(
-        sizes, tiles_ptr, TILE, PACKED, BOTTOM_RIGHT, ORDERED
-    )
-    all_keys = n_keys
-    n_keys -= first_key
-    n_tiles = query_tiles(n_queries, TILE, PACKED)
-    ring = ring_of(all_keys, n_tiles, RING, TILE, TILE)
-    first, _, _, per_head = walk(
-        first_key, offset, band, n_tiles, TILE, TILE, is_causal, HAS_LEFT, ORDERED, ring
-    )
+    HAS_SOFTCAP: gl.constexpr = scales[2] is not None
+    own, walked, tiles = work_of_program(work, TILE, TILE, OPTIONS)
+    first_key, kv_head, n_keys, offset, _, k_at = own
+    first, _, _, per_head = walked
+    n_tiles, first_tile, _ = tiles
+    HEADS_PER_KV = work[0][3]
+    limits = (work[2], n_keys - first_key)
     steps = per_head * HEADS_PER_KV
-    n_heads = N_KV_HEADS * HEADS_PER_KV
-    group = tiles_before(q_at, n_queries, sequence, n_heads, n_tiles, TILE, PACKED)
-    group += kv_head * HEADS_PER_KV * n_tiles
+    group = first_tile + kv_head * HEADS_PER_KV * n_tiles
     dq_group = dq_ptr + gl.cast(group, gl.int64) * (TILE * WIDTH)
     diagonal = first * TILE + offset - first_key + CONSUMER * HALF
     mbarrier.wait(kv_full, 0)
@@ -358,9 +294,8 @@ def _consumer(
     s, dp = _start_scores(buffers, 0, 0, CONSUMER, HAS_SOFTCAP)
     s, dp = warpgroup_mma_wait(0, deps=(s, dp))
     p, ds = _probabilities(
-        s, dp, statistics_smem, 0, diagonal, band, n_keys, scale_log2, tanh_scale, CONSUMER,
-        q_smem.dtype, RAGGED, is_causal, HAS_LEFT,
-    )  # fmt: skip
+        s, dp, statistics_smem, 0, diagonal, limits, scales, CONSUMER, q_smem.dtype, OPTIONS
+    )
     named_barrier_arrive(READ + CONSUMER, CONSUMERS)
     _write(p, ds, p_smem, ds_smem.index(0), CONSUMER)
     named_barrier_sync(WRITTEN + 1 - CONSUMER, CONSUMERS)
@@ -375,25 +310,24 @@ def _consumer(
         dq_pointer = dq_group + gl.cast(tile, gl.int64) * (TILE * WIDTH)
         next_diagonal = diagonal + ((step + 1) % per_head) * TILE
         dk, dv, dq = _step(
-            full, buffers, p_smem, ds_smem, dq_pointer, previous_dq_pointer, step, steps,
-            next_diagonal, band, n_keys, scale_log2, tanh_scale, dk,
-            dv, dq, CONSUMER, RAGGED, is_causal, HAS_LEFT, ORDERED,
+            barriers, buffers, p_smem, ds_smem, dq_pointer, previous_dq_pointer, step, steps,
+            next_diagonal, limits, scales, dk, dv, dq, CONSUMER, OPTIONS,
         )  # fmt: skip
         previous_dq_pointer = dq_pointer
     _add_dq(previous_dq_pointer, dq, True, CONSUMER)
-    if ORDERED:
+    if OPTIONS.ordered:
         named_barrier_arrive_at(ADDED + steps % STAGES, EVERYBODY)
     # The other consumer has arrived at WRITTEN, so that its scores are complete. After them it does
     # not read V, and of K only its own columns: this consumer's columns may be overwritten.
     own_v = v_smem.index(0).slice(CONSUMER * COLUMNS, COLUMNS, dim=1)
     own_k = k_smem.index(0).slice(CONSUMER * COLUMNS, COLUMNS, dim=1)
     own_v.store(dv.to(own_v.dtype))
-    own_k.store((dk * scale).to(own_k.dtype))
+    own_k.store((dk * scales[0]).to(own_k.dtype))
     fence_async_shared()
     named_barrier_sync(READ, CONSUMERS)
     if CONSUMER == 0:
-        store_tile(dv_desc, k_at, kv_head, first_key, v_smem.index(0), PACKED)
-        store_tile(dk_desc, k_at, kv_head, first_key, k_smem.index(0), PACKED)
+        store_tile(dv_desc, k_at, kv_head, first_key, v_smem.index(0), OPTIONS.packed)
+        store_tile(dk_desc, k_at, kv_head, first_key, k_smem.index(0), OPTIONS.packed)
         tma.store_wait(0)
 
 
@@ -427,62 +361,26 @@ def backward_256_kernel(
     scale,
     scale_log2,
     tanh_scale,
-    RAGGED: gl.constexpr,
-    is_causal: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
-    PACKED: gl.constexpr,
-    BOTTOM_RIGHT: gl.constexpr,
-    ORDERED: gl.constexpr,
-    RING: gl.constexpr,
+    OPTIONS: gl.constexpr,
 ):
     """dK and dV, and dQ / scale added to ``dq_ptr``. Grid: key tiles · B · G."""
-    DTYPE: gl.constexpr = q_desc.dtype
-    ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, WIDTH], DTYPE)
-    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, TILE], DTYPE)
-    k_smem = gl.allocate_shared_memory(DTYPE, [1, TILE, WIDTH], ROWS)
-    v_smem = gl.allocate_shared_memory(DTYPE, [1, TILE, WIDTH], ROWS)
-    q_smem = gl.allocate_shared_memory(DTYPE, [STAGES, TILE, WIDTH], ROWS)
-    do_smem = gl.allocate_shared_memory(DTYPE, [STAGES, TILE, WIDTH], ROWS)
-    p_smem = gl.allocate_shared_memory(DTYPE, [1, TILE, TILE], SQUARE)
-    ds_smem = gl.allocate_shared_memory(DTYPE, [DS_BUFFERS, TILE, TILE], SQUARE)
-    statistics_smem = gl.allocate_shared_memory(
-        gl.bfloat16, [STAGES, TILE, STATISTICS], statistics_desc.layout
-    )
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    kv_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    mbarrier.init(kv_full, count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(do_full.index(i), count=1)
     loads = (q_desc, k_desc, v_desc, do_desc, statistics_desc)
-    may_add = kv_full  # of no use unless ORDERED
-    if ORDERED:
-        may_add = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-        mbarrier.init(may_add, count=1)
-    full = (kv_full, q_full, do_full, may_add)
-    buffers = (k_smem, v_smem, q_smem, do_smem, statistics_smem)
-    sizes = (N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_PER_KV, offset)
-    present = True
-    if PACKED:
-        present = gl.program_id(0) < gl.load(tiles_ptr) * N_KV_HEADS
+    buffers = allocate_buffers(loads)
+    p_smem = allocate_tiles(q_desc.dtype, 1, TILE, TILE)
+    ds_smem = allocate_tiles(q_desc.dtype, DS_BUFFERS, TILE, TILE)
+    barriers = allocate_barriers(1 if OPTIONS.ordered else 0)
+    stores = (dk_desc, dv_desc)
+    scales = (scale, scale_log2, tanh_scale)
+    work = ((N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_PER_KV, offset), tiles_ptr, band)
 
     # Written in place, because a tuple bound to a variable loses its compile-time members.
-    if present:
+    if has_work(work, OPTIONS):
         gl.warp_specialize([
-            (_producer, (
-                loads, full, buffers, order_counters_ptr, sizes, tiles_ptr, band, is_causal,
-                HAS_LEFT, PACKED, BOTTOM_RIGHT, ORDERED, RING,
+            (_producer, (loads, barriers, buffers, order_counters_ptr, work, OPTIONS)),
+            (_consumer, (
+                stores, barriers, buffers, p_smem, ds_smem, dq_ptr, scales, work, 0, OPTIONS,
             )),
             (_consumer, (
-                dk_desc, dv_desc, full, buffers, p_smem, ds_smem, dq_ptr, order_counters_ptr, scale,
-                scale_log2, tanh_scale, sizes, tiles_ptr, band, 0, RAGGED, is_causal, HAS_LEFT,
-                PACKED, BOTTOM_RIGHT, ORDERED, RING,
-            )),
-            (_consumer, (
-                dk_desc, dv_desc, full, buffers, p_smem, ds_smem, dq_ptr, order_counters_ptr, scale,
-                scale_log2, tanh_scale, sizes, tiles_ptr, band, 1, RAGGED, is_causal, HAS_LEFT,
-                PACKED, BOTTOM_RIGHT, ORDERED, RING,
+                stores, barriers, buffers, p_smem, ds_smem, dq_ptr, scales, work, 1, OPTIONS,
             )),
         ], [4, 4], [240, 240])  # fmt: skip

@@ -31,37 +31,33 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashattn_triton.hopper.backward_kernel import (
+from flashattn_triton.hopper.backward_common import (
     CONSUMERS,
     DO_EMPTY,
     DS_BUFFERS,
     EVERYBODY,
-    KEYS,
     Q_EMPTY,
     STAGES,
+    allocate_barriers,
+    allocate_buffers,
+    allocate_tiles,
     ds_written,
     fragment_offsets,
+    has_part,
+    has_work,
+    producer,
+    steps_of_head,
+    work_of_program,
     wrapped,
 )
-from flashattn_triton.hopper.backward_products import OWN, STATISTICS, soft_cap
-from flashattn_triton.hopper.schedule import (
-    WARPS,
-    allow_addition,
-    key_tile_of_program,
-    load_tile,
-    next_query_tile,
-    query_tiles,
-    ring_of,
-    store_tile,
-    tiles_before,
-    walk,
-)
+from flashattn_triton.hopper.backward_kernel import KEYS
+from flashattn_triton.hopper.backward_products import OWN, soft_cap
+from flashattn_triton.hopper.schedule import key_tile_of_program, store_tile
 from flashattn_triton.hopper.scores import probabilities
 from flashattn_triton.hopper.support import (
     named_barrier_arrive_at,
     named_barrier_sync_at,
     signal_successors,
-    tma_load,
 )
 from flashattn_triton.hopper.wide_products import (
     HALF,
@@ -78,88 +74,6 @@ from flashattn_triton.hopper.wide_products import (
     start_scores,
 )
 
-# ---- producer ------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _producer(
-    loads,
-    full,
-    buffers,
-    order_counters_ptr,
-    sizes,
-    tiles_ptr,
-    band,
-    is_causal: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
-    PACKED: gl.constexpr,
-    BOTTOM_RIGHT: gl.constexpr,
-    ORDERED: gl.constexpr,
-    RING: gl.constexpr,
-):
-    """Fetches K and V once, then each step's Q with L and delta, and dO."""
-    q_desc, k_desc, v_desc, do_desc, statistics_desc = loads
-    kv_full, q_full, do_full, may_add = full
-    k_smem, v_smem, q_smem, do_smem, statistics_smem = buffers
-    KEY_BYTES: gl.constexpr = KEYS * (PARTS * PART + VALUES) * 2
-    QUERY_BYTES: gl.constexpr = QUERIES * (PARTS * PART + STATISTICS) * 2
-    _, _, N_KV_HEADS, HEADS_PER_KV, _ = sizes
-    first_key, kv_head, n_queries, n_keys, offset, q_at, k_at, sequence = key_tile_of_program(
-        sizes, tiles_ptr, KEYS, PACKED, BOTTOM_RIGHT, ORDERED
-    )
-    n_tiles = query_tiles(n_queries, QUERIES, PACKED)
-    ring = ring_of(n_keys, n_tiles, RING, KEYS, QUERIES)
-    first, last, wrap, per_head = walk(
-        first_key, offset, band, n_tiles, KEYS, QUERIES, is_causal, HAS_LEFT, ORDERED, ring
-    )
-    steps = per_head * HEADS_PER_KV
-    mbarrier.expect(kv_full, KEY_BYTES)
-    for part in gl.static_range(PARTS):
-        k_part = k_smem.index(part)
-        load_tile(k_desc, k_at, kv_head, first_key, kv_full, k_part, PACKED, part * PART)
-    load_tile(v_desc, k_at, kv_head, first_key, kv_full, v_smem.index(0), PACKED)
-    n_heads = N_KV_HEADS * HEADS_PER_KV
-    first_tile = tiles_before(q_at, n_queries, sequence, n_heads, n_tiles, QUERIES, PACKED)
-    tile = first
-    head = kv_head * HEADS_PER_KV
-    tile_to_add = tile
-    head_to_add = head
-    for step in range(steps + STAGES):
-        slot = step % STAGES
-        if ORDERED:
-            # Of the step whose dQ comes next: its counter is read ahead, because that takes long.
-            ready = step - STAGES
-            if ready >= 0:
-                allow_addition(
-                    may_add.index(slot),
-                    order_counters_ptr + first_tile + head_to_add * n_tiles + tile_to_add,
-                    tile_to_add, first, first_key, n_keys, offset, n_tiles, KEYS, QUERIES,
-                    is_causal, 2 * WARPS, ring,
-                )  # fmt: skip
-                tile_to_add, head_to_add = next_query_tile(
-                    tile_to_add, head_to_add, first, last, wrap
-                )
-        row = (first_tile + head * n_tiles + tile) * QUERIES  # of all heads' tiles
-        first_query = tile * QUERIES
-        if step >= STAGES:
-            named_barrier_sync_at(DO_EMPTY + slot, EVERYBODY)
-        if step < steps:
-            mbarrier.expect(do_full.index(slot), QUERIES * VALUES * 2)
-            do_tile = do_smem.index(slot)
-            load_tile(do_desc, q_at, head, first_query, do_full.index(slot), do_tile, PACKED)
-        if step >= STAGES:
-            named_barrier_sync_at(Q_EMPTY + slot, EVERYBODY)
-        if step <= steps:  # the last step issues the scores of a tile that nobody uses
-            arrived = q_full.index(slot)
-            mbarrier.expect(arrived, QUERY_BYTES)
-            for part in gl.static_range(PARTS):
-                q_part = q_smem.index(slot * PARTS + part)
-                load_tile(q_desc, q_at, head, first_query, arrived, q_part, PACKED, part * PART)
-            tma_load(statistics_desc, [row, 0], arrived, statistics_smem.index(slot))
-        if step + 1 < steps:
-            tile, head = next_query_tile(tile, head, first, last, wrap)
-
-
 # ---- consumer ------------------------------------------------------------------------------------
 
 
@@ -175,28 +89,22 @@ def _opaque_zero(step):
 
 @gluon.jit
 def _half_step(
-    q_full,
-    may_add,
+    barriers,
     buffers,
     ds_smem,
     dq_own,  # pointers to this consumer's parts of the first tile of dQ of the group of heads
     step,
     previous_tile,  # the previous step's, counted from the group's first tile; -1 in step 0
     diagonal,
-    band,
-    n_keys,
-    scale_log2,
-    tanh_scale,
+    limits,
+    scales,
     s_half,  # (OWN, HALF) fp32, raw scores of this half, less L / scale
     ds_first,  # (OWN, HALF), dS of the first half
     dk,  # (OWN, D) fp32, by parts of columns, without the scale
     dv,  # (OWN, E) fp32
     SECOND: gl.constexpr,
     CONSUMER: gl.constexpr,
-    RAGGED: gl.constexpr,
-    is_causal: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
-    ORDERED: gl.constexpr,
+    OPTIONS: gl.constexpr,
     MASKED: gl.constexpr,
 ):
     """Adds what half a tile of queries contributes to dK and dV, and the previous tile to dQ.
@@ -205,7 +113,9 @@ def _half_step(
 
     Returns dS, dK and dV.
     """
+    _, q_full, _, may_add = barriers
     k_smem, v_smem, q_smem, do_smem, statistics_smem = buffers
+    _, scale_log2, tanh_scale = scales
     DTYPE: gl.constexpr = q_smem.dtype
     SCORES: gl.constexpr = s_half.type.layout
     HAS_SOFTCAP: gl.constexpr = tanh_scale is not None
@@ -222,7 +132,7 @@ def _half_step(
         s_half, slope = soft_cap(s_half, tanh_scale, statistics, gl.float32, SCORES)
     dp = start_dp(own_v, do_half, statistics)
     first = diagonal + SECOND * HALF
-    p = probabilities(s_half, scale_log2, first, band, n_keys, RAGGED, is_causal, HAS_LEFT, MASKED)
+    p = probabilities(s_half, scale_log2, first, limits, OPTIONS, MASKED)
     dv = warpgroup_mma(gl.convert_layout(p.to(DTYPE), DV_OPERAND), do_half, dv, is_async=True)
     if HAS_SOFTCAP:
         p *= slope
@@ -250,7 +160,7 @@ def _half_step(
     dq = warpgroup_mma_wait(0, deps=(dq,))
     # One branch around all additions, because a condition on each of them costs registers.
     if previous_tile >= 0:
-        if ORDERED and not SECOND:
+        if OPTIONS.ordered and not SECOND:
             mbarrier.wait(may_add.index((step - 1) % STAGES), ((step - 1) // STAGES) & 1)
         add_dq(dq_own, previous_tile, dq, THIRD)
     return ds, dk, dv
@@ -258,49 +168,44 @@ def _half_step(
 
 @gluon.jit
 def _step(
-    full,
+    barriers,
     buffers,
     ds_smem,
     dq_own,
     step,
     steps,
     previous_tile,
-    order_counters,  # one for each tile of dQ of the group of heads, if ORDERED
+    order_counters,  # one for each tile of dQ of the group of heads, if ``ordered``
     diagonal,
-    band,
-    n_keys,
-    scale_log2,
-    tanh_scale,
+    limits,
+    scales,
     s,
     dk,
     dv,
     CONSUMER: gl.constexpr,
-    RAGGED: gl.constexpr,
-    is_causal: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
-    ORDERED: gl.constexpr,
+    OPTIONS: gl.constexpr,
     MASKED: gl.constexpr,
 ):
     """Both halves of a tile of queries with scores ``s``: the next tile's scores, dK and dV."""
-    _, q_full, do_full, may_add = full
+    do_full = barriers[2]
     k_smem, _, q_smem, _, statistics_smem = buffers
     next_slot = (step + 1) % STAGES
     next_phase = ((step + 1) // STAGES) & 1
     s_first, s_second = halves(s)
     ds, dk, dv = _half_step(
-        q_full, may_add, buffers, ds_smem, dq_own, step, previous_tile, diagonal, band,
-        n_keys, scale_log2, tanh_scale, s_first, None, dk, dv, False, CONSUMER, RAGGED, is_causal,
-        HAS_LEFT, ORDERED, MASKED,
+        barriers, buffers, ds_smem, dq_own, step, previous_tile, diagonal, limits, scales, s_first,
+        None, dk, dv, False, CONSUMER, OPTIONS, MASKED,
     )  # fmt: skip
     _, dk, dv = _half_step(
-        q_full, may_add, buffers, ds_smem, dq_own, step, previous_tile, diagonal, band,
-        n_keys, scale_log2, tanh_scale, s_second, ds, dk, dv, True, CONSUMER, RAGGED, is_causal,
-        HAS_LEFT, ORDERED, MASKED,
+        barriers, buffers, ds_smem, dq_own, step, previous_tile, diagonal, limits, scales, s_second,
+        ds, dk, dv, True, CONSUMER, OPTIONS, MASKED,
     )  # fmt: skip
-    HAS_SOFTCAP: gl.constexpr = tanh_scale is not None
+    HAS_SOFTCAP: gl.constexpr = scales[2] is not None
     opaque_zero = _opaque_zero(step)
     s = start_scores(k_smem, q_smem, statistics_smem, opaque_zero, next_slot, CONSUMER, HAS_SOFTCAP)
-    if ORDERED:  # here the additions become visible while the tensor cores compute the scores
+    if (
+        OPTIONS.ordered
+    ):  # here the additions become visible while the tensor cores compute the scores
         signal_successors(order_counters + previous_tile, previous_tile >= 0)
     mbarrier.wait(do_full.index(next_slot), next_phase, pred=step + 1 < steps)
     # ptxas runs every product by itself unless each iteration ends with nothing in flight.
@@ -310,59 +215,35 @@ def _step(
 
 @gluon.jit
 def _consumer(
-    dk_desc,
-    dv_desc,
-    full,
+    stores,
+    barriers,
     buffers,
     ds_smem,
     dq_ptr,
     order_counters_ptr,
-    scale,
-    scale_log2,
-    tanh_scale,
-    sizes,
-    tiles_ptr,
-    band,
+    scales,
+    work,
     CONSUMER: gl.constexpr,
-    RAGGED: gl.constexpr,
-    is_causal: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
-    PACKED: gl.constexpr,
-    BOTTOM_RIGHT: gl.constexpr,
-    ORDERED: gl.constexpr,
-    RING: gl.constexpr,
+    OPTIONS: gl.constexpr,
 ):
     """dK and dV of 64 keys, and half of each tile of dQ."""
-    kv_full, q_full, do_full, may_add = full
+    dk_desc, dv_desc = stores
+    kv_full, q_full, do_full, may_add = barriers
     k_smem, v_smem, q_smem, _, statistics_smem = buffers
+    sizes, tiles_ptr, band = work
     N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_PER_KV, first_offset = sizes
+    scale, _, tanh_scale = scales
     HAS_SOFTCAP: gl.constexpr = tanh_scale is not None
-    first_key, kv_head, n_queries, n_keys, offset, q_at, k_at, sequence = key_tile_of_program(
-        sizes, tiles_ptr, KEYS, PACKED, BOTTOM_RIGHT, ORDERED
-    )
+    own, walked, tiles = work_of_program(work, KEYS, QUERIES, OPTIONS)
+    first_key, kv_head, n_keys, offset, _, _ = own
+    first, _, _, per_head = walked
+    n_tiles, first_tile, _ = tiles
     own_key = first_key + CONSUMER * OWN
-    all_keys = n_keys
-    n_keys -= own_key
-    n_tiles = query_tiles(n_queries, QUERIES, PACKED)
-    ring = ring_of(all_keys, n_tiles, RING, KEYS, QUERIES)
-    first, _, _, per_head = walk(
-        first_key, offset, band, n_tiles, KEYS, QUERIES, is_causal, HAS_LEFT, ORDERED, ring
-    )
+    limits = (band, n_keys - own_key)
     steps = per_head * HEADS_PER_KV
-    # Under a causal mask, all queries of a tile see all keys here if its first query does.
     diagonal = first * QUERIES + offset - own_key
-    n_masked = 0
-    if is_causal:
-        n_masked = min(max(gl.cdiv(OWN - 1 - diagonal, QUERIES), 0), per_head)
-    n_seen = per_head  # from this step on, a window's left edge hides keys from some queries
-    if HAS_LEFT:  # all queries of a tile see all keys here if its last query does
-        n_seen = min(max((band - diagonal + 1) // QUERIES, n_masked), per_head)
-    if RAGGED:
-        n_masked = gl.where(n_keys < OWN, per_head, n_masked)
-        n_seen = max(n_seen, n_masked)
-    n_heads = N_KV_HEADS * HEADS_PER_KV
-    group = tiles_before(q_at, n_queries, sequence, n_heads, n_tiles, QUERIES, PACKED)
-    group += kv_head * HEADS_PER_KV * n_tiles
+    bounds = steps_of_head(diagonal, limits, per_head, OWN, QUERIES, OPTIONS)
+    group = first_tile + kv_head * HEADS_PER_KV * n_tiles
     dq_group = dq_ptr + gl.cast(group, gl.int64) * (QUERIES * PARTS * PART)
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     DQ_THIRD: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART // 2, 16])
@@ -371,7 +252,7 @@ def _consumer(
         dq_group + 2 * 4096 + CONSUMER * 2048 + fragment_offsets(PART // 2, DQ_THIRD),
     )
     order_counters = order_counters_ptr
-    if ORDERED:
+    if OPTIONS.ordered:
         order_counters += group
 
     mbarrier.wait(kv_full, 0)
@@ -392,32 +273,19 @@ def _consumer(
     head = 0  # the first tile of a head, of the tiles of the group's heads
     previous_tile = -1
     for _ in range(HEADS_PER_KV):
-        if is_causal or RAGGED:
-            for j in range(n_masked):
-                s, dk, dv = _step(
-                    full, buffers, ds_smem, dq_own, step, steps, previous_tile, order_counters,
-                    diagonal + j * QUERIES, band, n_keys, scale_log2, tanh_scale, s, dk, dv,
-                    CONSUMER, RAGGED, is_causal, HAS_LEFT, ORDERED, True,
-                )  # fmt: skip
-                step += 1
-                previous_tile = head + wrapped(first + j, n_tiles)
-        for j in range(n_masked, n_seen):
-            s, dk, dv = _step(
-                full, buffers, ds_smem, dq_own, step, steps, previous_tile, order_counters,
-                diagonal, band, n_keys, scale_log2, tanh_scale, s, dk, dv, CONSUMER, RAGGED,
-                is_causal, HAS_LEFT, ORDERED, False,
-            )  # fmt: skip
-            step += 1
-            previous_tile = head + wrapped(first + j, n_tiles)
-        if HAS_LEFT:
-            for j in range(n_seen, per_head):
-                s, dk, dv = _step(
-                    full, buffers, ds_smem, dq_own, step, steps, previous_tile, order_counters,
-                    diagonal + j * QUERIES, band, n_keys, scale_log2, tanh_scale, s, dk, dv,
-                    CONSUMER, RAGGED, is_causal, HAS_LEFT, ORDERED, True,
-                )  # fmt: skip
-                step += 1
-                previous_tile = head + first + j
+        for part in gl.static_range(3):
+            if has_part(part, OPTIONS):
+                for j in range(bounds[part], bounds[part + 1]):
+                    s, dk, dv = _step(
+                        barriers, buffers, ds_smem, dq_own, step, steps, previous_tile,
+                        order_counters, diagonal + j * QUERIES, limits, scales, s, dk, dv,
+                        CONSUMER, OPTIONS, part != 1,
+                    )  # fmt: skip
+                    step += 1
+                    tile = first + j
+                    if part < 2:  # behind a left edge no walk begins in the middle
+                        tile = wrapped(tile, n_tiles)
+                    previous_tile = head + tile
         head += n_tiles
 
     # Computed once more, with numbers that the compiler takes for new ones: see _opaque_zero.
@@ -429,9 +297,7 @@ def _consumer(
         HEADS_PER_KV,
         first_offset,
     )
-    first_key, kv_head, _, _, _, _, k_at, _ = key_tile_of_program(
-        sizes, tiles_ptr, KEYS, PACKED, BOTTOM_RIGHT, ORDERED
-    )
+    first_key, kv_head, _, _, _, _, k_at, _ = key_tile_of_program(sizes, tiles_ptr, KEYS, OPTIONS)
     own_key = first_key + CONSUMER * OWN
     named_barrier_sync_at(ds_written(1 - CONSUMER, steps), CONSUMERS)
     ds_tile = ds_smem.index((steps - 1) % DS_BUFFERS)
@@ -439,15 +305,15 @@ def _consumer(
     own_v = v_smem.index(opaque_zero).slice(CONSUMER * OWN, OWN, dim=0)
     own_v.store(dv.to(own_v.dtype))  # the other consumer never reads this half of V
     fence_async_shared()
-    store_tile(dv_desc, k_at, kv_head, own_key, own_v, PACKED)
+    store_tile(dv_desc, k_at, kv_head, own_key, own_v, OPTIONS.packed)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    if ORDERED:
+    if OPTIONS.ordered:
         mbarrier.wait(may_add.index((steps - 1) % STAGES), ((steps - 1) // STAGES) & 1)
     add_dq(dq_own, previous_tile, dq, False)
     dq_third = start_dq(ds_tile, k_smem, opaque_zero, True, CONSUMER)
     dq_third = warpgroup_mma_wait(0, deps=(dq_third,))
     add_dq(dq_own, previous_tile, dq_third, True)
-    if ORDERED:
+    if OPTIONS.ordered:
         signal_successors(order_counters + previous_tile, previous_tile >= 0)
     named_barrier_arrive_at(ds_written(CONSUMER, steps + 1), CONSUMERS)
     named_barrier_sync_at(ds_written(1 - CONSUMER, steps + 1), CONSUMERS)
@@ -456,7 +322,7 @@ def _consumer(
         # dK replaces this half of K, which the other consumer's dQ read until it arrived above.
         own_k.store((dk[part] * scale).to(own_k.dtype))
         fence_async_shared()
-        store_tile(dk_desc, k_at, kv_head, own_key, own_k, PACKED, part * PART)
+        store_tile(dk_desc, k_at, kv_head, own_key, own_k, OPTIONS.packed, part * PART)
     tma.store_wait(0)
 
 
@@ -490,62 +356,27 @@ def wide_backward_kernel(
     scale,
     scale_log2,
     tanh_scale,
-    RAGGED: gl.constexpr,
-    is_causal: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
-    PACKED: gl.constexpr,
-    BOTTOM_RIGHT: gl.constexpr,
-    ORDERED: gl.constexpr,
-    RING: gl.constexpr,
+    OPTIONS: gl.constexpr,
 ):
     """dK and dV, and dQ / scale added to ``dq_ptr``. Grid: key tiles · B · G."""
-    DTYPE: gl.constexpr = q_desc.dtype
-    Q_SMEM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([QUERIES, PART], DTYPE)
-    K_SMEM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, PART], DTYPE)
-    DO_SMEM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([QUERIES, VALUES], DTYPE)
-    V_SMEM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, VALUES], DTYPE)
-    DS_SMEM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], DTYPE)
-    k_smem = gl.allocate_shared_memory(DTYPE, [PARTS, KEYS, PART], K_SMEM)
-    v_smem = gl.allocate_shared_memory(DTYPE, [1, KEYS, VALUES], V_SMEM)
-    q_smem = gl.allocate_shared_memory(DTYPE, [STAGES * PARTS, QUERIES, PART], Q_SMEM)
-    do_smem = gl.allocate_shared_memory(DTYPE, [STAGES, QUERIES, VALUES], DO_SMEM)
-    statistics_smem = gl.allocate_shared_memory(
-        gl.bfloat16, [STAGES, QUERIES, STATISTICS], statistics_desc.layout
-    )
-    ds_smem = gl.allocate_shared_memory(DTYPE, [DS_BUFFERS, KEYS, QUERIES], DS_SMEM)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    kv_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    may_add = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    mbarrier.init(kv_full, count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(do_full.index(i), count=1)
-        mbarrier.init(may_add.index(i), count=1)
     loads = (q_desc, k_desc, v_desc, do_desc, statistics_desc)
-    full = (kv_full, q_full, do_full, may_add)
-    buffers = (k_smem, v_smem, q_smem, do_smem, statistics_smem)
-    sizes = (N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_PER_KV, offset)
-    present = True
-    if PACKED:
-        present = gl.program_id(0) < gl.load(tiles_ptr) * N_KV_HEADS
+    buffers = allocate_buffers(loads, PARTS)
+    ds_smem = allocate_tiles(q_desc.dtype, DS_BUFFERS, KEYS, QUERIES)
+    barriers = allocate_barriers(STAGES if OPTIONS.ordered else 0)
+    stores = (dk_desc, dv_desc)
+    scales = (scale, scale_log2, tanh_scale)
+    work = ((N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_PER_KV, offset), tiles_ptr, band)
 
     # Written in place, because a tuple bound to a variable loses its compile-time members.
-    if present:
+    if has_work(work, OPTIONS):
         gl.warp_specialize([
-            (_producer, (
-                loads, full, buffers, order_counters_ptr, sizes, tiles_ptr, band, is_causal,
-                HAS_LEFT, PACKED, BOTTOM_RIGHT, ORDERED, RING,
+            (producer, (loads, barriers, buffers, order_counters_ptr, work, OPTIONS, False)),
+            (_consumer, (
+                stores, barriers, buffers, ds_smem, dq_ptr, order_counters_ptr, scales, work, 0,
+                OPTIONS,
             )),
             (_consumer, (
-                dk_desc, dv_desc, full, buffers, ds_smem, dq_ptr, order_counters_ptr, scale,
-                scale_log2, tanh_scale, sizes, tiles_ptr, band, 0, RAGGED, is_causal, HAS_LEFT,
-                PACKED, BOTTOM_RIGHT, ORDERED, RING,
-            )),
-            (_consumer, (
-                dk_desc, dv_desc, full, buffers, ds_smem, dq_ptr, order_counters_ptr, scale,
-                scale_log2, tanh_scale, sizes, tiles_ptr, band, 1, RAGGED, is_causal, HAS_LEFT,
-                PACKED, BOTTOM_RIGHT, ORDERED, RING,
+                stores, barriers, buffers, ds_smem, dq_ptr, order_counters_ptr, scales, work, 1,
+                OPTIONS,
             )),
         ], [4, 4], [240, 240])  # fmt: skip

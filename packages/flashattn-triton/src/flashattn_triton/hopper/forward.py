@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashattn_triton.hopper.configs import columns_in_use, forward_config, forward_widths
-from flashattn_triton.hopper.forward_kernel import ROWS, hopper_forward_kernel
+from flashattn_triton.hopper.forward_kernel import ROWS, ForwardOptions, hopper_forward_kernel
 from flashattn_triton.hopper.launch import (
     edges,
     hopper_launch,
@@ -186,22 +186,22 @@ def hopper_forward_call(
         "scale_log2": (problem.scale if softcap is None else softcap) * LOG2_E,
         "tanh_scale": None if softcap is None else problem.scale / softcap,
     }
-    constants = {
-        "CONSUMERS": config.consumers,
-        "STAGES": config.stages,
-        "PARTS": config.parts,
-        "COLUMNS": columns_in_use(max(head_dims), tile_columns),
-        "Q_SLOTS": config.q_slots,
-        "REGISTERS": config.registers,
-        "NEGATIVE": softcap is None and problem.scale < 0,
-        "SHIFTED": offset != 0 or (packed and problem.bottom_right),
-        "HALVED": config.halves and offset == 0 and (equal if packed else n_keys >= n_queries),
-        "HAS_LEFT": left is not None,
-        "is_causal": right is not None,
-        "PACKED": packed,
-        "BOTTOM_RIGHT": packed and problem.bottom_right,
-        "HAS_SINKS": sinks is not None,
-    }
+    options = ForwardOptions(
+        consumers=config.consumers,
+        stages=config.stages,
+        parts=config.parts,
+        columns=columns_in_use(max(head_dims), tile_columns),
+        q_slots=config.q_slots,
+        registers=config.registers,
+        negative=softcap is None and problem.scale < 0,
+        shifted=offset != 0 or (packed and problem.bottom_right),
+        halved=config.halves and offset == 0 and (equal if packed else n_keys >= n_queries),
+        is_causal=right is not None,
+        has_left=left is not None,
+        packed=packed,
+        bottom_right=packed and problem.bottom_right,
+        has_sinks=sinks is not None,
+    )
     map_of = packed_tile_map if packed else tile_map
     query_block, key_block = [1, 1, ROWS.value, tile_columns], [1, 1, config.keys, tile_columns]
     q_map = map_of(q_shape, strides[0], query_block, dtype)
@@ -220,7 +220,11 @@ def hopper_forward_call(
     }
     return HopperForwardCall(
         launch=hopper_launch(
-            hopper_forward_kernel, min(n_tiles, programs), parameters, numbers, constants
+            hopper_forward_kernel,
+            min(n_tiles, programs),
+            parameters,
+            numbers,
+            {"OPTIONS": options},
         ),
         device=device.index,
         allocate=allocator(device),

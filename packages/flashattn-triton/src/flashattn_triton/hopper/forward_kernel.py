@@ -26,6 +26,8 @@ key, E of value.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -64,52 +66,75 @@ LN_2 = gl.constexpr(0.6931471805599453)
 LOG2_E = gl.constexpr(1.4426950408889634)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ForwardOptions:
+    """Compile-time options of the forward kernel.
+
+    consumers: warp groups with ROWS rows each.
+    stages: tiles of K and of V that are in shared memory at a time.
+    parts: of equal width, into which tiles of Q and K are cut.
+    columns: of each part of Q and K, those that are in use; of V, as many others are not.
+    q_slots: 2, or 1 if the output takes the place of Q.
+    registers: of a consumer's thread.
+    negative: the scale is.
+    shifted: the diagonal's offset is not 0.
+    halved: no query of the first of two consumers sees more than half of its last tile of keys.
+    is_causal: no query sees a key after its diagonal.
+    has_left: no query sees a key more than ``width`` before its diagonal.
+    packed: sequences are packed; ``bottom_right`` adds the difference of a sequence's lengths.
+    has_sinks: each head has one more score in every row.
+    """
+
+    consumers: int
+    stages: int
+    parts: int
+    columns: int
+    q_slots: int
+    registers: int
+    negative: bool
+    shifted: bool
+    halved: bool
+    is_causal: bool
+    has_left: bool
+    packed: bool
+    bottom_right: bool
+    has_sinks: bool
+
+
 # ---- producer ------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _load(
-    descriptor, at, head, row, barrier, smem, tile, PARTS: gl.constexpr, PACKED: gl.constexpr
-):
+def _load(descriptor, at, head, row, barrier, smem, tile, OPTIONS: gl.constexpr):
     """Loads all parts of one tile of Q or K."""
+    PARTS: gl.constexpr = OPTIONS.parts
     for part in gl.static_range(PARTS):
-        part_smem = smem.index(tile * PARTS + part)
-        load_tile(descriptor, at, head, row, barrier, part_smem, PACKED, part * smem.shape[2])
+        to = smem.index(tile * PARTS + part)
+        load_tile(descriptor, at, head, row, barrier, to, OPTIONS.packed, part * smem.shape[2])
 
 
 @gluon.jit
-def _producer(
-    descriptors,
-    barriers,
-    buffers,
-    sizes,
-    band,
-    tiles_ptr,
-    CONSUMERS: gl.constexpr,
-    STAGES: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
-    is_causal: gl.constexpr,
-    PACKED: gl.constexpr,
-    BOTTOM_RIGHT: gl.constexpr,
-):
+def _producer(descriptors, barriers, buffers, work, OPTIONS: gl.constexpr):
     """Loads each tile's Q once and its K and V tile by tile, into slots that consumers released."""
     q_desc, k_desc, v_desc, _o_desc = descriptors
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     q_smem, k_smem, v_smem, _o_smem = buffers
-    N_TILES, _N_QUERIES, _N_HEADS, HEADS_PER_KV, _GROUP = sizes
+    N_TILES, _N_QUERIES, _N_HEADS, HEADS_PER_KV, _GROUP = work[0]
+    CONSUMERS: gl.constexpr = OPTIONS.consumers
+    STAGES: gl.constexpr = OPTIONS.stages
+    PARTS: gl.constexpr = OPTIONS.parts
+    Q_SLOTS: gl.constexpr = OPTIONS.q_slots
     KEYS: gl.constexpr = k_smem.shape[1]
-    PARTS: gl.constexpr = k_smem.shape[0] // STAGES
-    Q_SLOTS: gl.constexpr = q_smem.shape[0] // (CONSUMERS * PARTS)
     QUERY_BYTES: gl.constexpr = CONSUMERS * ROWS * PARTS * k_smem.shape[2] * 2
     KEY_BYTES: gl.constexpr = KEYS * PARTS * k_smem.shape[2] * 2
     VALUE_BYTES: gl.constexpr = KEYS * v_smem.shape[2] * 2
     tiles_done = 0  # tiles of keys so far
     for round_index in range(n_rounds(N_TILES)):
         first_row, head, n_queries, own_band, q_at, k_at = tile_of_round(
-            round_index, sizes, band, tiles_ptr, CONSUMERS * ROWS, PACKED, BOTTOM_RIGHT
+            round_index, work, CONSUMERS * ROWS, OPTIONS
         )
         stop_row = min(first_row + CONSUMERS * ROWS, n_queries)
-        start, stop = key_tiles(first_row, stop_row, own_band, KEYS, HAS_LEFT, is_causal, PACKED)
+        start, stop = key_tiles(first_row, stop_row, own_band, KEYS, OPTIONS)
         kv_head = head // HEADS_PER_KV
         q_slot = round_index % Q_SLOTS
         mbarrier.wait(q_empty.index(q_slot), ((round_index // Q_SLOTS) & 1) ^ 1)
@@ -117,18 +142,18 @@ def _producer(
         for c in gl.static_range(CONSUMERS):
             row = first_row + c * ROWS
             q_tile = q_slot * CONSUMERS + c
-            _load(q_desc, q_at, head, row, q_full.index(q_slot), q_smem, q_tile, PARTS, PACKED)
+            _load(q_desc, q_at, head, row, q_full.index(q_slot), q_smem, q_tile, OPTIONS)
         for j in range(stop - start):
             first_key = (stop - 1 - j) * KEYS
             slot = tiles_done % STAGES
             phase = (tiles_done // STAGES) & 1
             mbarrier.wait(k_empty.index(slot), phase ^ 1)
             mbarrier.expect(k_full.index(slot), KEY_BYTES)
-            _load(k_desc, k_at, kv_head, first_key, k_full.index(slot), k_smem, slot, PARTS, PACKED)
+            _load(k_desc, k_at, kv_head, first_key, k_full.index(slot), k_smem, slot, OPTIONS)
             mbarrier.wait(v_empty.index(slot), phase ^ 1)
             mbarrier.expect(v_full.index(slot), VALUE_BYTES)
             v_tile = v_smem.index(slot)
-            load_tile(v_desc, k_at, kv_head, first_key, v_full.index(slot), v_tile, PACKED)
+            load_tile(v_desc, k_at, kv_head, first_key, v_full.index(slot), v_tile, OPTIONS.packed)
             tiles_done += 1
 
 
@@ -152,21 +177,19 @@ def _scheduler_barrier_arrive(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def _release_tiles(
-    n, tiles_done, barriers, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr
-):
+def _release_tiles(n, tiles_done, barriers, CONSUMER: gl.constexpr, OPTIONS: gl.constexpr):
     """Releases ``n`` tiles that only other consumers' rows see; returns the new ``tiles_done``."""
     _q_full, _q_empty, k_full, k_empty, v_full, v_empty = barriers
     for _ in range(n):
-        slot = tiles_done % STAGES
-        phase = (tiles_done // STAGES) & 1
+        slot = tiles_done % OPTIONS.stages
+        phase = (tiles_done // OPTIONS.stages) & 1
         mbarrier.wait(k_full.index(slot), phase)
         mbarrier.arrive(k_empty.index(slot), count=1)
         mbarrier.wait(v_full.index(slot), phase)
         mbarrier.arrive(v_empty.index(slot), count=1)
         tiles_done += 1
         _scheduler_barrier_wait(CONSUMER)
-        _scheduler_barrier_arrive(CONSUMER, CONSUMERS)
+        _scheduler_barrier_arrive(CONSUMER, OPTIONS.consumers)
     return tiles_done
 
 
@@ -182,19 +205,14 @@ def _parts_of(smem, tile, PARTS: gl.constexpr):
 
 @gluon.jit
 def _issue_scores(
-    q_parts,
-    k_smem,
-    slot,
-    PARTS: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    KEYS: gl.constexpr,
-    SCORES: gl.constexpr,
+    q_parts, k_smem, slot, KEYS: gl.constexpr, SCORES: gl.constexpr, OPTIONS: gl.constexpr
 ):
     """Starts Q·Kᵀ with the first KEYS keys of a tile, one part after another."""
+    PARTS: gl.constexpr = OPTIONS.parts
     s = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
     for part in gl.static_range(PARTS):
         keys = k_smem.index(slot * PARTS + part).slice(0, KEYS, dim=0)
-        s = issue_over_columns(q_parts[part], keys, s, COLUMNS, part > 0)
+        s = issue_over_columns(q_parts[part], keys, s, OPTIONS.columns, part > 0)
     return s
 
 
@@ -215,6 +233,12 @@ def _store_output(
         store_tile(descriptor, at, head, row, smem.index(tile + part), PACKED, part * smem.shape[2])
 
 
+@gluon.constexpr_function
+def _has_blind_rows(options):
+    """Whether some row may see no key at first."""
+    return options.shifted or options.has_left or options.packed
+
+
 @gluon.jit
 def _step(
     q_parts,
@@ -224,28 +248,21 @@ def _step(
     first_row,
     first_key,
     band,
-    scale_log2,
-    tanh_scale,
+    scales,
     acc,  # (ROWS, E) fp32, by ranges of columns
     p,  # (ROWS, KEYS), P of the previous tile
     row_max,  # (ROWS,) fp32, in units of log2
     row_sum,  # (ROWS,) fp32
     CONSUMER: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    STAGES: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    NEGATIVE: gl.constexpr,
-    BLIND_ROWS: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
-    is_causal: gl.constexpr,
+    OPTIONS: gl.constexpr,
     MASKED: gl.constexpr,
     SCORES: gl.constexpr,
 ):
     """Q·Kᵀ of this tile, its softmax, and beside the softmax P·V of the previous tile."""
     _q_full, _q_empty, k_full, k_empty, v_full, v_empty = barriers
     _q_smem, k_smem, v_smem, _o_smem = buffers
-    KEYS: gl.constexpr = k_smem.shape[1]
-    PARTS: gl.constexpr = k_smem.shape[0] // STAGES
+    scale_log2, tanh_scale = scales
+    STAGES: gl.constexpr = OPTIONS.stages
     slot = tiles_done % STAGES
     phase = (tiles_done // STAGES) & 1
     before = (tiles_done - 1) % STAGES
@@ -253,18 +270,16 @@ def _step(
 
     mbarrier.wait(k_full.index(slot), phase)
     _scheduler_barrier_wait(CONSUMER)
-    s = _issue_scores(q_parts, k_smem, slot, PARTS, COLUMNS, KEYS, SCORES)
+    s = _issue_scores(q_parts, k_smem, slot, k_smem.shape[1], SCORES, OPTIONS)
     mbarrier.wait(v_full.index(before), phase_before)
     acc = issue_columns(p, v_smem.index(before), acc)
-    _scheduler_barrier_arrive(CONSUMER, CONSUMERS)
+    _scheduler_barrier_arrive(CONSUMER, OPTIONS.consumers)
 
     s = warpgroup_mma_wait(len(acc), deps=(s,))
     mbarrier.arrive(k_empty.index(slot), count=1)
-    s = scores_tile(
-        s, tanh_scale, first_row, first_key, band, MASKED, NEGATIVE, HAS_LEFT, is_causal
-    )
-    new_max = gl.maximum(row_max, largest(s, scale_log2, NEGATIVE))
-    shift = finite_max(new_max, BLIND_ROWS and MASKED)
+    s = scores_tile(s, tanh_scale, first_row, first_key, band, MASKED, OPTIONS)
+    new_max = gl.maximum(row_max, largest(s, scale_log2, OPTIONS.negative))
+    shift = finite_max(new_max, _has_blind_rows(OPTIONS) and MASKED)
     exponentials = exp2(s * scale_log2 - gl.expand_dims(shift, 1))
     correction = exp2(row_max - shift)
     row_sum = row_sum * correction + gl.sum(exponentials, 1)
@@ -282,44 +297,33 @@ def _consumer(
     descriptors,
     barriers,
     buffers,
-    sizes,
-    band,
-    tiles_ptr,
-    L_ptr,
-    sinks_ptr,
-    scale_log2,
-    tanh_scale,
+    work,
+    per_row,
+    scales,
     CONSUMER: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    STAGES: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    NEGATIVE: gl.constexpr,
-    SHIFTED: gl.constexpr,
-    HALVED: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
-    is_causal: gl.constexpr,
-    PACKED: gl.constexpr,
-    BOTTOM_RIGHT: gl.constexpr,
-    HAS_SINKS: gl.constexpr,
+    OPTIONS: gl.constexpr,
 ):
     """Output and logsumexp of 64 rows of each tile."""
     _q_desc, _k_desc, _v_desc, o_desc = descriptors
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     q_smem, k_smem, v_smem, o_smem = buffers
-    N_TILES, N_QUERIES, N_HEADS, _HEADS_PER_KV, _GROUP = sizes
-    BLIND_ROWS: gl.constexpr = SHIFTED or HAS_LEFT or PACKED
+    N_TILES, N_QUERIES, N_HEADS, _HEADS_PER_KV, _GROUP = work[0]
+    L_ptr, sinks_ptr = per_row
+    scale_log2, tanh_scale = scales
+    CONSUMERS: gl.constexpr = OPTIONS.consumers
+    STAGES: gl.constexpr = OPTIONS.stages
+    PARTS: gl.constexpr = OPTIONS.parts
+    Q_SLOTS: gl.constexpr = OPTIONS.q_slots
     KEYS: gl.constexpr = k_smem.shape[1]
     E: gl.constexpr = v_smem.shape[2]
-    PARTS: gl.constexpr = k_smem.shape[0] // STAGES
     O_PARTS: gl.constexpr = E // o_smem.shape[2]
-    Q_SLOTS: gl.constexpr = q_smem.shape[0] // (CONSUMERS * PARTS)
     DTYPE: gl.constexpr = k_smem.dtype
     WARPS: gl.constexpr = [gl.num_warps(), 1]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], WARPS, [16, KEYS, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], WARPS, [16, E, 16])
     PROBABILITIES: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
     # Of the tile on the diagonal, the first of two consumers sees the first half at most.
-    FIRST_KEYS: gl.constexpr = KEYS // 2 if HALVED and CONSUMER == 0 else KEYS
+    FIRST_KEYS: gl.constexpr = KEYS // 2 if OPTIONS.halved and CONSUMER == 0 else KEYS
     FIRST: gl.constexpr = gl.NVMMADistributedLayout([3, 0], WARPS, [16, FIRST_KEYS, 16])
     SCORE_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     tiles_done = 0
@@ -328,22 +332,18 @@ def _consumer(
 
     for round_index in range(n_rounds(N_TILES)):
         tile_row, head, n_queries, own_band, q_at, _ = tile_of_round(
-            round_index, sizes, band, tiles_ptr, CONSUMERS * ROWS, PACKED, BOTTOM_RIGHT
+            round_index, work, CONSUMERS * ROWS, OPTIONS
         )
         first_row = tile_row + CONSUMER * ROWS
         stop_row = min(tile_row + CONSUMERS * ROWS, n_queries)
-        tile_start, tile_stop = key_tiles(
-            tile_row, stop_row, own_band, KEYS, HAS_LEFT, is_causal, PACKED
-        )
+        tile_start, tile_stop = key_tiles(tile_row, stop_row, own_band, KEYS, OPTIONS)
         stop_row = min(first_row + ROWS, n_queries)
-        start, stop = key_tiles(first_row, stop_row, own_band, KEYS, HAS_LEFT, is_causal, PACKED)
+        start, stop = key_tiles(first_row, stop_row, own_band, KEYS, OPTIONS)
         if first_row >= n_queries:  # there are no rows here
             start = tile_start
             stop = tile_start + 1
         n_key_tiles = stop - start
-        tiles_done = _release_tiles(
-            tile_stop - stop, tiles_done, barriers, CONSUMER, CONSUMERS, STAGES
-        )
+        tiles_done = _release_tiles(tile_stop - stop, tiles_done, barriers, CONSUMER, OPTIONS)
 
         # The last visible tile: there is no P·V to issue beside its scores, and no maximum yet.
         slot = tiles_done % STAGES
@@ -352,61 +352,47 @@ def _consumer(
         mbarrier.wait(q_full.index(q_slot), (round_index // Q_SLOTS) & 1)
         mbarrier.wait(k_full.index(slot), (tiles_done // STAGES) & 1)
         _scheduler_barrier_wait(CONSUMER)
-        s = _issue_scores(q_parts, k_smem, slot, PARTS, COLUMNS, FIRST_KEYS, FIRST)
+        s = _issue_scores(q_parts, k_smem, slot, FIRST_KEYS, FIRST, OPTIONS)
         _scheduler_barrier_arrive(CONSUMER, CONSUMERS)
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(k_empty.index(slot), count=1)
         first_key = (stop - 1) * KEYS
-        masked = is_causal or HAS_LEFT or first_key + KEYS > own_band[0]
-        s = scores_tile(
-            s, tanh_scale, first_row, first_key, own_band, masked, NEGATIVE, HAS_LEFT, is_causal
-        )
-        row_max = largest(s, scale_log2, NEGATIVE)
-        if HAS_SINKS:  # one more score of each row, without a value
+        masked = OPTIONS.is_causal or OPTIONS.has_left or first_key + KEYS > own_band[0]
+        s = scores_tile(s, tanh_scale, first_row, first_key, own_band, masked, OPTIONS)
+        row_max = largest(s, scale_log2, OPTIONS.negative)
+        if OPTIONS.has_sinks:  # one more score of each row, without a value
             sink = gl.load(sinks_ptr + head).to(gl.float32) * LOG2_E
             row_max = gl.maximum(row_max, sink)
-        shift = finite_max(row_max, BLIND_ROWS)
+        shift = finite_max(row_max, _has_blind_rows(OPTIONS))
         exponentials = exp2(s * scale_log2 - gl.expand_dims(shift, 1))
         row_sum = gl.sum(exponentials, 1)
-        if HAS_SINKS:
+        if OPTIONS.has_sinks:
             row_sum += exp2(sink - shift)
         if FIRST_KEYS < KEYS:
             exponentials = pad_columns(exponentials, SCORES)
             row_max = gl.convert_layout(row_max, SCORE_ROWS, assert_trivial=True)
             row_sum = gl.convert_layout(row_sum, SCORE_ROWS, assert_trivial=True)
         p = to_operand(exponentials, DTYPE, PROBABILITIES)
-        acc = zero_columns(ROWS, E, E - (k_smem.shape[2] - COLUMNS))
+        acc = zero_columns(ROWS, E, E - (k_smem.shape[2] - OPTIONS.columns))
 
         # A diagonal that is not aligned to tiles crosses two of them, a window's left edge too.
         whole = 1
         whole_stop = n_key_tiles
-        if SHIFTED or HAS_LEFT:
-            first_whole, last_whole = whole_tiles(
-                first_row, stop_row, own_band, KEYS, HAS_LEFT, is_causal
-            )
-        if SHIFTED:
+        if OPTIONS.shifted or OPTIONS.has_left:
+            first_whole, last_whole = whole_tiles(first_row, stop_row, own_band, KEYS, OPTIONS)
+        if OPTIONS.shifted:
             whole = min(max(stop - last_whole, 1), n_key_tiles)
-            for j in range(1, whole):
-                acc, p, row_max, row_sum = _step(
-                    q_parts, barriers, buffers, tiles_done + j, first_row, first_key - j * KEYS,
-                    own_band, scale_log2, tanh_scale, acc, p, row_max, row_sum, CONSUMER, CONSUMERS,
-                    STAGES, COLUMNS, NEGATIVE, BLIND_ROWS, HAS_LEFT, is_causal, True, SCORES,
-                )  # fmt: skip
-        if HAS_LEFT:
+        if OPTIONS.has_left:
             whole_stop = min(max(stop - first_whole, whole), n_key_tiles)
-        for j in range(whole, whole_stop):
-            acc, p, row_max, row_sum = _step(
-                q_parts, barriers, buffers, tiles_done + j, first_row, first_key - j * KEYS,
-                own_band, scale_log2, tanh_scale, acc, p, row_max, row_sum, CONSUMER, CONSUMERS,
-                STAGES, COLUMNS, NEGATIVE, BLIND_ROWS, HAS_LEFT, is_causal, False, SCORES,
-            )  # fmt: skip
-        if HAS_LEFT:
-            for j in range(whole_stop, n_key_tiles):
-                acc, p, row_max, row_sum = _step(
-                    q_parts, barriers, buffers, tiles_done + j, first_row, first_key - j * KEYS,
-                    own_band, scale_log2, tanh_scale, acc, p, row_max, row_sum, CONSUMER, CONSUMERS,
-                    STAGES, COLUMNS, NEGATIVE, BLIND_ROWS, HAS_LEFT, is_causal, True, SCORES,
-                )  # fmt: skip
+        bounds = (1, whole, whole_stop, n_key_tiles)
+        for part in gl.static_range(3):
+            if (OPTIONS.shifted, True, OPTIONS.has_left)[part]:
+                for j in range(bounds[part], bounds[part + 1]):
+                    acc, p, row_max, row_sum = _step(
+                        q_parts, barriers, buffers, tiles_done + j, first_row, first_key - j * KEYS,
+                        own_band, scales, acc, p, row_max, row_sum, CONSUMER, OPTIONS, part != 1,
+                        SCORES,
+                    )  # fmt: skip
         tiles_done += n_key_tiles
         if Q_SLOTS > 1:
             mbarrier.arrive(q_empty.index(q_slot), count=1)
@@ -420,18 +406,16 @@ def _consumer(
         normaliser = 1.0 / row_sum
         acc = wait_for_columns(acc, 0)
         mbarrier.arrive(v_empty.index(slot), count=1)
-        if HAS_LEFT:
-            tiles_done = _release_tiles(
-                start - tile_start, tiles_done, barriers, CONSUMER, CONSUMERS, STAGES
-            )
+        if OPTIONS.has_left:
+            tiles_done = _release_tiles(start - tile_start, tiles_done, barriers, CONSUMER, OPTIONS)
 
         if Q_SLOTS > 1:
             tma.store_wait(0)  # until the previous tile's output has left shared memory
         acc = scale_rows(acc, normaliser)
         o_tile = CONSUMER * PARTS
-        _store_output(acc, o_desc, q_at, head, first_row, o_smem, o_tile, O_PARTS, PACKED)
+        _store_output(acc, o_desc, q_at, head, first_row, o_smem, o_tile, O_PARTS, OPTIONS.packed)
         rows = first_row + gl.arange(0, ROWS, SCORE_ROWS)
-        if PACKED:
+        if OPTIONS.packed:
             l_row = head.to(gl.int64) * N_QUERIES + (q_at[0] - n_queries)
         else:
             l_row = (q_at[0] * N_HEADS + head).to(gl.int64) * N_QUERIES
@@ -480,36 +464,23 @@ def hopper_forward_kernel(
     width,
     scale_log2,
     tanh_scale,
-    CONSUMERS: gl.constexpr,
-    STAGES: gl.constexpr,
-    PARTS: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    Q_SLOTS: gl.constexpr,
-    REGISTERS: gl.constexpr,
-    NEGATIVE: gl.constexpr,
-    SHIFTED: gl.constexpr,
-    HALVED: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
-    is_causal: gl.constexpr,
-    PACKED: gl.constexpr,
-    BOTTOM_RIGHT: gl.constexpr,
-    HAS_SINKS: gl.constexpr,
+    OPTIONS: gl.constexpr,  # ForwardOptions
 ):
-    """Tiles of CONSUMERS · 64 rows, ``N_TILES`` of them over all heads, by any number of programs.
+    """Tiles of consumers · 64 rows, ``N_TILES`` of them over all heads, by any number of programs.
 
     ``GROUP``: how many heads are worked on at a time, at least 1.
-    ``offset``: key index minus query index of the last key that a query sees, if ``is_causal``;
-    ``SHIFTED`` if not 0. ``width``: how many keys before that one a query sees, if ``HAS_LEFT``.
-    ``HALVED``: no query of the first of two consumers sees more than half of its last tile of keys.
-    ``COLUMNS``: of each part of Q and K, those that are in use; of V, as many others are not.
-    ``Q_SLOTS``: 2, or 1 if the output takes the place of Q.
-    ``scale_log2``: scale · log2(e), not 0; ``NEGATIVE`` is its sign. With a
-    soft-cap it is softcap · log2(e), and ``tanh_scale``, else None, is scale / softcap: the tanh of
-    scores times this factor takes their place.
-    ``PACKED``: ``N_QUERIES`` and ``N_KEYS`` are the tokens of all sequences, ``offset`` does not
-    count the difference of a sequence's lengths, which ``BOTTOM_RIGHT`` adds to it, and the table
-    says how many tiles there are.
+    ``offset``: key index minus query index of the last key that a query sees, if ``is_causal``.
+    ``width``: how many keys before that one a query sees, if ``has_left``.
+    ``scale_log2``: scale · log2(e), not 0. With a soft-cap it is softcap · log2(e), and
+    ``tanh_scale``, else None, is scale / softcap: the tanh of scores times this factor takes their
+    place.
+    If ``packed``, ``N_QUERIES`` and ``N_KEYS`` are the tokens of all sequences, ``offset`` does not
+    count the difference of a sequence's lengths, and the table says how many tiles there are.
     """
+    CONSUMERS: gl.constexpr = OPTIONS.consumers
+    STAGES: gl.constexpr = OPTIONS.stages
+    PARTS: gl.constexpr = OPTIONS.parts
+    Q_SLOTS: gl.constexpr = OPTIONS.q_slots
     DTYPE: gl.constexpr = q_desc.dtype
     KEYS: gl.constexpr = k_desc.block_shape[-2]
     WIDTH: gl.constexpr = k_desc.block_shape[-1]
@@ -541,37 +512,29 @@ def hopper_forward_kernel(
     descriptors = (q_desc, k_desc, v_desc, o_desc)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     buffers = (q_smem, k_smem, v_smem, o_smem)
-    if PACKED:
+    if OPTIONS.packed:
         N_TILES = gl.load(tiles_ptr) * N_HEADS
-    sizes = (N_TILES, N_QUERIES, N_HEADS, HEADS_PER_KV, GROUP)
-    if not SHIFTED:
+    if not OPTIONS.shifted:
         offset = 0
-    band = (N_KEYS, offset, width)
+    work = (
+        (N_TILES, N_QUERIES, N_HEADS, HEADS_PER_KV, GROUP), (N_KEYS, offset, width), tiles_ptr
+    )  # fmt: skip
+    scales = (scale_log2, tanh_scale)
+    per_row = (L_ptr, sinks_ptr)
+    REGISTERS: gl.constexpr = OPTIONS.registers
 
     # Written in place, because a tuple bound to a variable loses its compile-time members.
     # fmt: off
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_producer, (descriptors, barriers, buffers, sizes, band, tiles_ptr,
-                        CONSUMERS, STAGES, HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT)),
-            (_consumer, (descriptors, barriers, buffers, sizes, band, tiles_ptr, L_ptr,
-                        sinks_ptr, scale_log2, tanh_scale, 0, CONSUMERS, STAGES, COLUMNS, NEGATIVE,
-                        SHIFTED, HALVED, HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT, HAS_SINKS)),
-            (_consumer, (descriptors, barriers, buffers, sizes, band, tiles_ptr, L_ptr,
-                        sinks_ptr, scale_log2, tanh_scale, 1, CONSUMERS, STAGES, COLUMNS, NEGATIVE,
-                        SHIFTED, HALVED, HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT, HAS_SINKS)),
+            (_producer, (descriptors, barriers, buffers, work, OPTIONS)),
+            (_consumer, (descriptors, barriers, buffers, work, per_row, scales, 0, OPTIONS)),
+            (_consumer, (descriptors, barriers, buffers, work, per_row, scales, 1, OPTIONS)),
         ], [4, 4], [REGISTERS, REGISTERS])
     else:
         gl.warp_specialize([
-            (_producer, (descriptors, barriers, buffers, sizes, band, tiles_ptr,
-                        CONSUMERS, STAGES, HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT)),
-            (_consumer, (descriptors, barriers, buffers, sizes, band, tiles_ptr, L_ptr,
-                        sinks_ptr, scale_log2, tanh_scale, 0, CONSUMERS, STAGES, COLUMNS, NEGATIVE,
-                        SHIFTED, HALVED, HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT, HAS_SINKS)),
-            (_consumer, (descriptors, barriers, buffers, sizes, band, tiles_ptr, L_ptr,
-                        sinks_ptr, scale_log2, tanh_scale, 1, CONSUMERS, STAGES, COLUMNS, NEGATIVE,
-                        SHIFTED, HALVED, HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT, HAS_SINKS)),
-            (_consumer, (descriptors, barriers, buffers, sizes, band, tiles_ptr, L_ptr,
-                        sinks_ptr, scale_log2, tanh_scale, 2, CONSUMERS, STAGES, COLUMNS, NEGATIVE,
-                        SHIFTED, HALVED, HAS_LEFT, is_causal, PACKED, BOTTOM_RIGHT, HAS_SINKS)),
+            (_producer, (descriptors, barriers, buffers, work, OPTIONS)),
+            (_consumer, (descriptors, barriers, buffers, work, per_row, scales, 0, OPTIONS)),
+            (_consumer, (descriptors, barriers, buffers, work, per_row, scales, 1, OPTIONS)),
+            (_consumer, (descriptors, barriers, buffers, work, per_row, scales, 2, OPTIONS)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])

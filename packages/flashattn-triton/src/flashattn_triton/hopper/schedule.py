@@ -187,8 +187,9 @@ def n_rounds(N_TILES):
 
 
 @gluon.jit
-def _packed_tile(round_index, sizes, band, tiles_ptr, ROWS_PER_TILE: gl.constexpr):
+def _packed_tile(round_index, work, ROWS_PER_TILE: gl.constexpr):
     """:func:`tile_of_round` of a packed batch: sequence after sequence, each in groups of heads."""
+    sizes, band, tiles_ptr = work
     _N_TILES, _N_QUERIES, N_HEADS, _HEADS_PER_KV, _GROUP = sizes
     _N_KEYS, offset, width = band
     index = _tile_index(round_index)
@@ -209,8 +210,9 @@ def _packed_tile(round_index, sizes, band, tiles_ptr, ROWS_PER_TILE: gl.constexp
 
 
 @gluon.jit
-def _dense_tile(round_index, sizes, band, ROWS_PER_TILE: gl.constexpr):
+def _dense_tile(round_index, work, ROWS_PER_TILE: gl.constexpr):
     """:func:`tile_of_round` of a dense batch: groups of heads of all batch elements."""
+    sizes, band, _ = work
     N_TILES, N_QUERIES, N_HEADS, _HEADS_PER_KV, GROUP = sizes
     index = _tile_index(round_index)
     n_tiles = gl.cdiv(N_QUERIES, ROWS_PER_TILE)
@@ -227,72 +229,55 @@ def _dense_tile(round_index, sizes, band, ROWS_PER_TILE: gl.constexpr):
 
 
 @gluon.jit
-def tile_of_round(
-    round_index,
-    sizes,
-    band,
-    tiles_ptr,
-    ROWS_PER_TILE: gl.constexpr,
-    PACKED: gl.constexpr,
-    BOTTOM_RIGHT: gl.constexpr,
-):
+def tile_of_round(round_index, work, ROWS_PER_TILE: gl.constexpr, OPTIONS: gl.constexpr):
     """A tile of queries: (first row, head, rows, band, ``at`` of the rows, ``at`` of the keys).
 
-    Rows and band are those of the tile's sequence; ``at`` is an argument of :func:`load_tile`.
+    ``work``: (sizes of the problem, band, table of a packed batch). Rows and band are those of the
+    tile's sequence; ``at`` is an argument of :func:`load_tile`.
 
     Groups of heads come one after another. Within a group, rows are outermost, so that under a
     causal mask lengths rise or fall steadily: they fall in the last group, and in each other group
     they end as the next one begins.
     """
-    if PACKED:
+    if OPTIONS.packed:
         first_row, head, n_queries, own_band, q_at, k_at = _packed_tile(
-            round_index, sizes, band, tiles_ptr, ROWS_PER_TILE
+            round_index, work, ROWS_PER_TILE
         )
-        if BOTTOM_RIGHT:
+        if OPTIONS.bottom_right:
             n_keys, offset, width = own_band
             own_band = (n_keys, offset + n_keys - n_queries, width)
     else:
         first_row, head, n_queries, own_band, q_at, k_at = _dense_tile(
-            round_index, sizes, band, ROWS_PER_TILE
+            round_index, work, ROWS_PER_TILE
         )
     return first_row, head, n_queries, own_band, q_at, k_at
 
 
 @gluon.jit
-def key_tiles(
-    first_row,
-    stop_row,
-    band,
-    KEYS: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
-    is_causal: gl.constexpr,
-    PACKED: gl.constexpr,
-):
+def key_tiles(first_row, stop_row, band, KEYS: gl.constexpr, OPTIONS: gl.constexpr):
     """Tiles of keys that at least one of these rows sees: (first, last + 1), at least one tile."""
     N_KEYS, offset, width = band
     stop = N_KEYS
-    if is_causal:
+    if OPTIONS.is_causal:
         stop = min(stop, max(stop_row + offset, 1))
     stop = gl.cdiv(stop, KEYS)
-    if PACKED:  # where a sequence may be empty
+    if OPTIONS.packed:  # where a sequence may be empty
         stop = max(stop, 1)
     start = 0
-    if HAS_LEFT:
+    if OPTIONS.has_left:
         start = min(max(first_row + offset - width, 0) // KEYS, stop - 1)
     return start, stop
 
 
 @gluon.jit
-def whole_tiles(
-    first_row, stop_row, band, KEYS: gl.constexpr, HAS_LEFT: gl.constexpr, is_causal: gl.constexpr
-):
+def whole_tiles(first_row, stop_row, band, KEYS: gl.constexpr, OPTIONS: gl.constexpr):
     """Tiles of keys of which each of these rows sees every key: (first, last + 1)."""
     N_KEYS, offset, width = band
     stop = N_KEYS
-    if is_causal:
+    if OPTIONS.is_causal:
         stop = min(stop, max(first_row + offset + 1, 0))
     start = 0
-    if HAS_LEFT:
+    if OPTIONS.has_left:
         start = gl.cdiv(max(stop_row - 1 + offset - width, 0), KEYS)
     return start, stop // KEYS
 
@@ -301,22 +286,15 @@ def whole_tiles(
 
 
 @gluon.jit
-def key_tile_of_program(
-    sizes,
-    tiles_ptr,
-    KEYS: gl.constexpr,
-    PACKED: gl.constexpr,
-    BOTTOM_RIGHT: gl.constexpr,
-    LAST_FIRST: gl.constexpr,
-):
+def key_tile_of_program(sizes, tiles_ptr, KEYS: gl.constexpr, OPTIONS: gl.constexpr):
     """A tile of KEYS keys: (first key, key head, queries, keys, offset, q_at, k_at, sequence).
 
     Queries, keys and offset are those of the tile's sequence; ``q_at`` and ``k_at`` are for
     :func:`load_tile`. Programs take one head after another, and of a head the first tile of keys
-    first, which most queries see, or the last one first if LAST_FIRST.
+    first, which most queries see, or the last one first if ``ordered``.
     """
     N_QUERIES, N_KEYS, N_KV_HEADS, _HEADS_PER_KV, offset = sizes
-    if PACKED:
+    if OPTIONS.packed:
         first_tile, end_q, n_queries, end_k, n_keys, _, _, sequence = entry_of_tile(
             tiles_ptr, gl.program_id(0) // N_KV_HEADS
         )
@@ -326,7 +304,7 @@ def key_tile_of_program(
         first_key = (index % n_tiles) * KEYS
         q_at = (end_q, END - n_queries)
         k_at = (end_k, END - n_keys)
-        if BOTTOM_RIGHT:
+        if OPTIONS.bottom_right:
             offset += n_keys - n_queries
     else:
         n_tiles = gl.cdiv(N_KEYS, KEYS)
@@ -338,68 +316,55 @@ def key_tile_of_program(
         n_keys = N_KEYS
         q_at = (sequence, 0)
         k_at = (sequence, 0)
-    if LAST_FIRST:
+    if OPTIONS.ordered:
         first_key = (n_tiles - 1) * KEYS - first_key
     return first_key, head, n_queries, n_keys, offset, q_at, k_at, sequence
 
 
 @gluon.jit
 def walk(
-    first_key,
-    offset,
-    band,
-    n_tiles,
-    KEYS: gl.constexpr,
-    QUERIES: gl.constexpr,
-    is_causal: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
-    ORDERED: gl.constexpr,
-    ring=0,
-):
+    first_key, offset, band, n_tiles, KEYS: gl.constexpr, QUERIES: gl.constexpr,
+    OPTIONS: gl.constexpr, ring,
+):  # fmt: skip
     """Which of a head's tiles of queries see some key here: (first, last, wrap, count).
 
     The count is at least 1. ``wrap`` is the tile that comes after ``last``. Without a mask programs
     start at different tiles, so that they do not all add to the same part of dQ: ``wrap`` is then
-    tile 0. Otherwise it is ``first``, of the next head. If ORDERED they start at different tiles
-    only in a ``ring``, see :func:`ring_of`.
+    tile 0. Otherwise it is ``first``, of the next head. If ``ordered`` they start at different
+    tiles only in a ``ring``, see :func:`ring_of`.
     """
     first = 0
     last = n_tiles - 1
-    if is_causal:
+    if OPTIONS.is_causal:
         first = min(max(first_key - offset, 0) // QUERIES, last)
-    if HAS_LEFT:
+    if OPTIONS.has_left:
         last = max(min((first_key + KEYS - 1 - offset + band) // QUERIES, last), first)
-    if is_causal or HAS_LEFT:
+    if OPTIONS.is_causal or OPTIONS.has_left:
         return first, last, first, last - first + 1
-    if ORDERED:
+    if OPTIONS.ordered:
         return gl.where(ring > 0, first_key // QUERIES, 0), last, 0, n_tiles
     return (first_key // QUERIES) % n_tiles, last, 0, n_tiles
 
 
 @gluon.jit
-def next_query_tile(tile, head, first, last, wrap):
-    """The next tile of queries; after a head's last one, of the next head of the group."""
+def next_query_tile(tile, head, walked):
+    """The next tile of queries of a :func:`walk`; after a head's last one, of the next head."""
+    first, last, wrap, _ = walked
     tile = gl.where(tile == last, wrap, tile + 1)
     return tile, gl.where(tile == first, head + 1, head)
 
 
 @gluon.jit
 def predecessors(
-    tile,
-    first,
-    first_key,
-    n_keys,
-    offset,
-    n_tiles,
-    KEYS: gl.constexpr,
-    QUERIES: gl.constexpr,
-    is_causal: gl.constexpr,
-    ring=0,
+    tile, own, walked, tiles, KEYS: gl.constexpr, QUERIES: gl.constexpr, is_causal: gl.constexpr
 ):
-    """How many programs add to a tile of dQ before this one, whose walk begins at ``first``.
+    """How many programs add to a tile of dQ before this one; see ``work_of_program``.
 
     In a ring, the step in which a program comes to the tile decides.
     """
+    first_key, _, n_keys, offset, _, _ = own
+    n_tiles, _, ring = tiles
+    first = walked[0]
     last_key = n_keys - 1
     if is_causal:  # the last tile of queries is walked over by all programs
         seen = min(last_key, (tile + 1) * QUERIES - 1 + offset)
@@ -430,20 +395,9 @@ def ring_of(n_keys, n_tiles, RING: gl.constexpr, KEYS: gl.constexpr, QUERIES: gl
 
 @gluon.jit
 def allow_addition(
-    may_add,
-    order_counter,
-    tile,
-    first,
-    first_key,
-    n_keys,
-    offset,
-    n_tiles,
-    KEYS: gl.constexpr,
-    QUERIES: gl.constexpr,
-    is_causal: gl.constexpr,
-    SIGNALS: gl.constexpr,
-    ring=0,
-):
+    may_add, order_counter, tile, own, walked, tiles, KEYS: gl.constexpr, QUERIES: gl.constexpr,
+    is_causal: gl.constexpr, SIGNALS: gl.constexpr,
+):  # fmt: skip
     """Waits until all predecessors have added to a tile of dQ, and then arrives at ``may_add``.
 
     The producer calls this, and consumers wait at ``may_add``: a loop around a load within a
@@ -451,9 +405,7 @@ def allow_addition(
     ``order_counter``: the tile's, which a program increments SIGNALS times, once by each warp that
     signals.
     """
-    n = predecessors(
-        tile, first, first_key, n_keys, offset, n_tiles, KEYS, QUERIES, is_causal, ring
-    )
+    n = predecessors(tile, own, walked, tiles, KEYS, QUERIES, is_causal)
     wait_for_predecessors(order_counter, n * SIGNALS)
     mbarrier.arrive(may_add, count=1)
 

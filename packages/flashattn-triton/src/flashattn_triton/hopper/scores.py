@@ -22,15 +22,7 @@ def tanh(x):
 
 
 @gluon.jit
-def mask_scores(
-    s,
-    first_row,
-    first_key,
-    band,
-    NEGATIVE: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
-    is_causal: gl.constexpr,
-):
+def mask_scores(s, first_row, first_key, band, OPTIONS: gl.constexpr):
     """Replaces (queries, keys) scores by ones whose exponential is 0 where the mask hides the key.
 
     For the forward kernel, which takes maxima of scores.
@@ -42,27 +34,19 @@ def mask_scores(
     diagonal = gl.arange(0, s.shape[0], gl.SliceLayout(1, LAYOUT)) + (
         first_row + offset - first_key
     )
-    if is_causal:
+    if OPTIONS.is_causal:
         last = gl.minimum(last, diagonal)
     seen = keys <= gl.expand_dims(last, 1)
-    if HAS_LEFT:
+    if OPTIONS.has_left:
         seen = seen & (keys >= gl.expand_dims(diagonal - width, 1))
-    return gl.where(seen, s, float("inf") if NEGATIVE else -float("inf"))
+    return gl.where(seen, s, float("inf") if OPTIONS.negative else -float("inf"))
 
 
 @gluon.jit
-def scores_tile(
-    s,  # Q Kᵀ of one tile (queries, keys)
-    tanh_scale,  # None without a soft-cap
-    first_row,
-    first_key,
-    band,
-    masked,
-    NEGATIVE: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
-    is_causal: gl.constexpr,
-):
+def scores_tile(s, tanh_scale, first_row, first_key, band, masked, OPTIONS: gl.constexpr):
     """Soft-capped and masked scores, for the forward kernel; exp2's operand applies the scale.
+
+    ``s``: Q Kᵀ of one tile (queries, keys). ``tanh_scale``: None without a soft-cap.
 
     The backward kernels share :func:`probabilities` instead: their scores are capped in between
     products, because the tensor cores subtract logsumexps, and they take no maximum.
@@ -70,54 +54,37 @@ def scores_tile(
     if tanh_scale is not None:
         s = tanh(s * tanh_scale)
     if masked:
-        s = mask_scores(s, first_row, first_key, band, NEGATIVE, HAS_LEFT, is_causal)
+        s = mask_scores(s, first_row, first_key, band, OPTIONS)
     return s
 
 
 @gluon.jit
-def probabilities(
-    s,
-    scale_log2,
-    diagonal,
-    band,
-    n_keys,
-    RAGGED: gl.constexpr,
-    is_causal: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
-    MASKED: gl.constexpr,
-):
+def probabilities(s, scale_log2, diagonal, limits, OPTIONS: gl.constexpr, MASKED: gl.constexpr):
     """P of a tile of (keys, queries) scores from which L / scale has been subtracted."""
     p = exp2(s * scale_log2)
     if MASKED:
-        p = mask_probabilities(p, diagonal, band, n_keys, RAGGED, is_causal, HAS_LEFT)
+        p = mask_probabilities(p, diagonal, limits, OPTIONS)
     return p
 
 
 @gluon.jit
-def mask_probabilities(
-    p,
-    diagonal,
-    band,
-    n_keys,
-    RAGGED: gl.constexpr,
-    is_causal: gl.constexpr,
-    HAS_LEFT: gl.constexpr,
-):
+def mask_probabilities(p, diagonal, limits, OPTIONS: gl.constexpr):
     """Replaces (keys, queries) probabilities by 0 where the mask hides the key from the query.
 
     For the backward kernels, whose tiles are transposed, and which need no maximum.
 
     Query i sees the rows of ``p`` from ``diagonal + i - band`` to ``diagonal + i``, which are among
-    the first ``n_keys``.
+    the first ``n_keys``; ``limits`` are both numbers.
     """
+    band, n_keys = limits
     LAYOUT: gl.constexpr = p.type.layout
     keys = gl.arange(0, p.shape[0], gl.SliceLayout(1, LAYOUT))
     last = diagonal + gl.arange(0, p.shape[1], gl.SliceLayout(0, LAYOUT))
-    if is_causal:
+    if OPTIONS.is_causal:
         p = gl.where(gl.expand_dims(keys, 1) <= gl.expand_dims(last, 0), p, 0.0)
-    if HAS_LEFT:
+    if OPTIONS.has_left:
         p = gl.where(gl.expand_dims(keys, 1) >= gl.expand_dims(last - band, 0), p, 0.0)
-    if RAGGED:
+    if OPTIONS.ragged:
         p = gl.where(gl.expand_dims(keys < n_keys, 1), p, 0.0)
     return p
 

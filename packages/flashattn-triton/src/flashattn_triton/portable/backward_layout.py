@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-import triton
 
 from flashattn_triton.configs import Tiles
 from flashattn_triton.launch import (
@@ -15,17 +14,16 @@ from flashattn_triton.launch import (
     Parameter,
     Sizes,
     Strides,
-    alibi_constant,
-    dot_precision,
-    is_wide,
-    option_constants,
     option_numbers,
     outer,
     padded,
     stride_numbers,
 )
 from flashattn_triton.mask_and_bias import MaskAndBiasSpecialization
+from flashattn_triton.portable.options import KernelOptions, kernel_options
 from flashattn_triton.problem import Problem
+
+_Options = TypeVar("_Options", bound=KernelOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,22 +94,31 @@ class BackwardLayout:
             **option_numbers(self.problem),
         }
 
-    def constants(self, kernel: Any, tiles: Tiles) -> dict[str, Any]:
-        """The compile-time arguments that both kernels take."""
-        width, value_width = self.widths
+    def constants(self, tiles: Tiles, options: KernelOptions) -> dict[str, Any]:
+        """The compile-time arguments of both kernels."""
         return {
             "D": self.shapes[0][3],
-            "E": self.shapes[2][3],
-            "D_PADDED": width,
-            "E_PADDED": value_width,
             "Q_TILE_SIZE": tiles.queries,
             "K_TILE_SIZE": tiles.keys,
-            "PACKED": self.sizes is not None,
-            "WIDE": is_wide(*self.strides, *self.gradient_strides),
-            "PRECISION": dot_precision(self.dtype),
-            "INTERPRETED": not isinstance(kernel, triton.JITFunction),
-            "USE_TMA": self.readable_by_tma and tiles.use_tma,
-            **option_constants(self.problem),
-            **self.specialization.constants,
-            **alibi_constant(self.problem, self.specialization),
+            "is_causal": self.problem.band[1] is not None,
+            "OPTIONS": options,
         }
+
+    def options(self, kind: type[_Options], kernel: Any, tiles: Tiles, **others: Any) -> _Options:
+        """The options of a kernel, which are of that kind."""
+        return kernel_options(
+            kind,
+            kernel,
+            self.problem,
+            self.specialization,
+            (self.shapes[0][3], self.shapes[2][3]),
+            self.dtype,
+            (*self.strides, *self.gradient_strides),
+            packed=self.sizes is not None,
+            use_tma=self.use_tma(tiles),
+            **others,
+        )
+
+    def use_tma(self, tiles: Tiles) -> bool:
+        """Whether the TMA reads operands."""
+        return self.readable_by_tma and tiles.use_tma

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import triton
@@ -24,13 +23,9 @@ from flashattn_triton.configs import Tiling
 from flashattn_triton.launch import (
     Launch,
     Parameter,
-    alibi_constant,
     can_use_tma,
-    dot_precision,
     given_addresses,
     given_parameters,
-    is_wide,
-    option_constants,
     option_numbers,
     padded,
     stride_numbers,
@@ -38,18 +33,20 @@ from flashattn_triton.launch import (
     unit_last_stride,
 )
 from flashattn_triton.mask_and_bias import MaskAndBias
+from flashattn_triton.portable.options import BiasPassOptions, kernel_options
 from flashattn_triton.portable.preprocess import (
     PREPROCESS_TILES,
     preprocess_addresses,
     preprocess_launch,
 )
 from flashattn_triton.primitives import (
-    LOG2_E,
     dot,
     key_range,
     load_rows,
     loop_bound,
+    mask_of,
     probabilities,
+    slope_of,
     tile_indices,
     tma_load,
 )
@@ -61,129 +58,91 @@ _BYTES_OF_COLUMNS = 128
 
 @triton.jit
 def _product_by_columns(
-    a_tile,
-    b_tile,
-    a_rows,
-    b_rows,
-    stride_a,
-    stride_b,
-    n_a_rows,
-    n_b_rows,
-    WIDTH: tl.constexpr,
-    WIDTH_PADDED: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """``a @ bᵀ`` of two tiles in memory, COLUMNS at a time: wide tiles do not fit the registers."""
+    a_tile, b_tile, a_rows, b_rows, stride_a, stride_b, n_a_rows, n_b_rows, WIDTH: tl.constexpr,
+    WIDTH_PADDED: tl.constexpr, OPTIONS: tl.constexpr,
+):  # fmt: skip
+    """``a @ bᵀ`` of two tiles in memory, by columns: wide tiles do not fit the registers."""
+    COLUMNS: tl.constexpr = OPTIONS.columns
     columns = tl.arange(0, COLUMNS)
     product = tl.zeros([a_rows.shape[0], b_rows.shape[0]], tl.float32)
     for _ in range(0, WIDTH_PADDED, COLUMNS):
         a = load_rows(a_tile, a_rows, columns, stride_a, n_a_rows, WIDTH, True)
         b = load_rows(b_tile, b_rows, columns, stride_b, n_b_rows, WIDTH, True)
-        product = dot(a, tl.trans(b), product, PRECISION, INTERPRETED)
+        product = dot(a, tl.trans(b), product, OPTIONS.precision, OPTIONS.interpreted)
         columns += COLUMNS
     return product
 
 
 @triton.jit
+def _tile_at(tensor, batch, head, first):
+    """A pointer to the tile that begins at row ``first``, and the stride of rows."""
+    ptr, stride_batch, stride_head, stride_row = tensor
+    return ptr + batch * stride_batch + head * stride_head + first * stride_row, stride_row
+
+
+@triton.jit
 def _gradient_of_scores(
-    Q_ptr,
-    K_ptr,
-    V_ptr,
-    dO_ptr,
+    q,  # pointers, or descriptors, with the strides of batch, head and row
+    k,
+    v,
+    do,
     statistics_ptr,
     slopes_ptr,
-    bias_ptr,
+    bias,  # a pointer with four strides
     batch,
     head,
     query_start,
     key_start,
-    stride_qb,
-    stride_qh,
-    stride_qq,
-    stride_kb,
-    stride_kh,
-    stride_kk,
-    stride_vb,
-    stride_vh,
-    stride_vk,
-    stride_dob,
-    stride_doh,
-    stride_doq,
-    stride_bb,
-    stride_bh,
-    stride_bq,
-    stride_bk,
-    N_PADDED,
-    N_QUERIES,
-    N_KEYS,
-    N_HEADS,
-    HEADS_PER_KV,
-    scale,
-    softcap,
-    window_left,
-    window_right,
-    prefix,
-    offset,
+    n_padded,
+    heads,  # of queries, and of queries for each of keys
+    mask,
+    factors,
     D: tl.constexpr,
-    E: tl.constexpr,
-    D_PADDED: tl.constexpr,
-    E_PADDED: tl.constexpr,
-    COLUMNS: tl.constexpr,
     Q_TILE_SIZE: tl.constexpr,
     K_TILE_SIZE: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_PREFIX: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INTERPRETED: tl.constexpr,
     is_causal: tl.constexpr,
-    USE_TMA: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
     """dS of one tile of one head of one batch element, behind the soft-cap."""
+    _, n_queries, n_keys, _, _, _ = mask
+    n_heads, heads_per_kv = heads
+    bias_ptr, stride_bb, stride_bh, stride_bq, stride_bk = bias
     b, h = batch.to(tl.int64), head.to(tl.int64)
-    kv_h = h // HEADS_PER_KV
+    kv_h = h // heads_per_kv
     first, first_key = query_start.to(tl.int64), key_start.to(tl.int64)
-    rows = tile_indices(Q_TILE_SIZE, WIDE)
-    key_rows = tile_indices(K_TILE_SIZE, WIDE)
+    rows = tile_indices(Q_TILE_SIZE, OPTIONS.wide)
+    key_rows = tile_indices(K_TILE_SIZE, OPTIONS.wide)
     queries = query_start + tl.arange(0, Q_TILE_SIZE)
-    statistics = statistics_ptr + (b * N_HEADS + h) * 2 * N_PADDED
+    statistics = statistics_ptr + (b * n_heads + h) * 2 * n_padded
     logsumexp = tl.load(statistics + queries)
-    delta = tl.load(statistics + N_PADDED + queries)
-    slope = 0.0
-    if HAS_ALIBI:
-        slope = tl.load(slopes_ptr + batch * N_HEADS + head) * LOG2_E
-    if USE_TMA:  # rows and columns past the end are 0
-        kv_head = head // HEADS_PER_KV
-        q = tma_load(Q_ptr, batch, head, query_start, Q_TILE_SIZE, D_PADDED)
-        k = tma_load(K_ptr, batch, kv_head, key_start, K_TILE_SIZE, D_PADDED)
-        v = tma_load(V_ptr, batch, kv_head, key_start, K_TILE_SIZE, E_PADDED)
-        do = tma_load(dO_ptr, batch, head, query_start, Q_TILE_SIZE, E_PADDED)
-        s = dot(q, tl.trans(k), None, PRECISION, INTERPRETED)
-        dp = dot(do, tl.trans(v), None, PRECISION, INTERPRETED)
+    delta = tl.load(statistics + n_padded + queries)
+    slope = slope_of(slopes_ptr, batch, n_heads, head, OPTIONS)
+    if OPTIONS.use_tma:  # rows and columns past the end are 0
+        kv_head = head // heads_per_kv
+        q_tile = tma_load(q[0], batch, head, query_start, Q_TILE_SIZE, OPTIONS.d_padded)
+        k_tile = tma_load(k[0], batch, kv_head, key_start, K_TILE_SIZE, OPTIONS.d_padded)
+        v_tile = tma_load(v[0], batch, kv_head, key_start, K_TILE_SIZE, OPTIONS.e_padded)
+        do_tile = tma_load(do[0], batch, head, query_start, Q_TILE_SIZE, OPTIONS.e_padded)
+        s = dot(q_tile, tl.trans(k_tile), None, OPTIONS.precision, OPTIONS.interpreted)
+        dp = dot(do_tile, tl.trans(v_tile), None, OPTIONS.precision, OPTIONS.interpreted)
     else:
-        n_rows, n_key_rows = N_QUERIES - query_start, N_KEYS - key_start
-        q_tile = Q_ptr + b * stride_qb + h * stride_qh + first * stride_qq
-        k_tile = K_ptr + b * stride_kb + kv_h * stride_kh + first_key * stride_kk
-        v_tile = V_ptr + b * stride_vb + kv_h * stride_vh + first_key * stride_vk
-        do_tile = dO_ptr + b * stride_dob + h * stride_doh + first * stride_doq
+        n_rows, n_key_rows = n_queries - query_start, n_keys - key_start
+        q_tile, stride_qq = _tile_at(q, b, h, first)
+        k_tile, stride_kk = _tile_at(k, b, kv_h, first_key)
+        v_tile, stride_vk = _tile_at(v, b, kv_h, first_key)
+        do_tile, stride_doq = _tile_at(do, b, h, first)
         s = _product_by_columns(
-            q_tile, k_tile, rows, key_rows, stride_qq, stride_kk, n_rows, n_key_rows, D, D_PADDED,
-            COLUMNS, PRECISION, INTERPRETED,
+            q_tile, k_tile, rows, key_rows, stride_qq, stride_kk, n_rows, n_key_rows, D,
+            OPTIONS.d_padded, OPTIONS,
         )  # fmt: skip
         dp = _product_by_columns(
-            do_tile, v_tile, rows, key_rows, stride_doq, stride_vk, n_rows, n_key_rows, E,
-            E_PADDED, COLUMNS, PRECISION, INTERPRETED,
+            do_tile, v_tile, rows, key_rows, stride_doq, stride_vk, n_rows, n_key_rows, OPTIONS.e,
+            OPTIONS.e_padded, OPTIONS,
         )  # fmt: skip
+    added = (slope, bias_ptr + b * stride_bb + h * stride_bh, stride_bq, stride_bk)
     p, _scores = probabilities(
-        s, logsumexp, queries, key_start, key_rows, key_start, offset, N_QUERIES, N_KEYS,
-        window_left, window_right, prefix, slope, bias_ptr + b * stride_bb + h * stride_bh,
-        stride_bq, stride_bk, scale, softcap, HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI,
-        HAS_BIAS, is_causal, True, False,
+        s, logsumexp, queries, key_start, key_rows, key_start, mask, added, factors, is_causal,
+        OPTIONS, True, False,
     )  # fmt: skip
     return p * (dp - delta[:, None])
 
@@ -233,115 +192,93 @@ def bias_pass_kernel(
     window_left,
     window_right,
     D: tl.constexpr,
-    E: tl.constexpr,
-    D_PADDED: tl.constexpr,
-    E_PADDED: tl.constexpr,
-    COLUMNS: tl.constexpr,
     Q_TILE_SIZE: tl.constexpr,
     K_TILE_SIZE: tl.constexpr,
-    BOTTOM_RIGHT: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_PREFIX: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SHARED_BY_QUERIES: tl.constexpr,
-    SHARED_BY_KEYS: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    USE_TMA: tl.constexpr,
     is_causal: tl.constexpr,
+    OPTIONS: tl.constexpr,  # portable.options.BiasPassOptions
 ):
     """One tile of the gradient. Grid: query tiles · key tiles · heads · batch, those of the bias.
 
     A dimension that shares the bias is walked over instead, and the last sum is over a tile.
     """
     query_tiles, key_tiles = 1, 1
-    if not SHARED_BY_QUERIES:
+    if not OPTIONS.shared_by_queries:
         query_tiles = tl.cdiv(N_QUERIES, Q_TILE_SIZE)
-    if not SHARED_BY_KEYS:
+    if not OPTIONS.shared_by_keys:
         key_tiles = tl.cdiv(N_KEYS, K_TILE_SIZE)
     own_key = (tl.program_id(0) % key_tiles) * K_TILE_SIZE
     own_query = (tl.program_id(0) // key_tiles % query_tiles) * Q_TILE_SIZE
     batch_head = tl.program_id(0) // key_tiles // query_tiles
     own_batch, own_head = batch_head // OWN_HEADS, batch_head % OWN_HEADS
     query_end, key_end = N_QUERIES, N_KEYS
-    if not SHARED_BY_QUERIES:
+    if not OPTIONS.shared_by_queries:
         query_end = tl.minimum(own_query + Q_TILE_SIZE, N_QUERIES)
-    if not SHARED_BY_KEYS:
+    if not OPTIONS.shared_by_keys:
         key_end = tl.minimum(own_key + K_TILE_SIZE, N_KEYS)
-    offset = 0
-    if BOTTOM_RIGHT:
-        offset = N_KEYS - N_QUERIES
+    q = (Q_ptr, stride_qb, stride_qh, stride_qq)
+    k = (K_ptr, stride_kb, stride_kh, stride_kk)
+    v = (V_ptr, stride_vb, stride_vh, stride_vk)
+    do = (dO_ptr, stride_dob, stride_doh, stride_doq)
+    bias = (bias_ptr, stride_bb, stride_bh, stride_bq, stride_bk)
 
     n_shared = SHARING_BATCHES * SHARING_HEADS
     total = tl.zeros([Q_TILE_SIZE, K_TILE_SIZE], tl.float32)
-    if SHARED_BY_QUERIES or SHARED_BY_KEYS:
-        for shared in range(loop_bound(n_shared, INTERPRETED)):
+    if OPTIONS.shared_by_queries or OPTIONS.shared_by_keys:
+        for shared in range(loop_bound(n_shared, OPTIONS.interpreted)):
             batch = own_batch + shared // SHARING_HEADS
             head = own_head + shared % SHARING_HEADS
-            prefix = 0
-            if HAS_PREFIX:
-                prefix = tl.load(prefix_ptr + batch)
+            mask = mask_of(batch, N_QUERIES, N_KEYS, window_left, window_right, prefix_ptr, OPTIONS)
             for query_start in range(
-                loop_bound(own_query, INTERPRETED), loop_bound(query_end, INTERPRETED), Q_TILE_SIZE
+                loop_bound(own_query, OPTIONS.interpreted),
+                loop_bound(query_end, OPTIONS.interpreted),
+                Q_TILE_SIZE,
             ):
                 query_start = query_start + 0  # a tensor under the interpreter too
                 start, _full_start, _full_stop, stop = key_range(
-                    query_start, offset, N_KEYS, window_left, window_right, prefix, Q_TILE_SIZE,
-                    K_TILE_SIZE, HAS_LEFT, HAS_PREFIX, is_causal,
-                )  # fmt: skip
+                    query_start, mask, Q_TILE_SIZE, K_TILE_SIZE, is_causal, OPTIONS
+                )
                 start, stop = tl.maximum(start, own_key), tl.minimum(stop, key_end)
                 for key_start in range(
-                    loop_bound(start, INTERPRETED), loop_bound(stop, INTERPRETED), K_TILE_SIZE
+                    loop_bound(start, OPTIONS.interpreted),
+                    loop_bound(stop, OPTIONS.interpreted),
+                    K_TILE_SIZE,
                 ):
                     key_start = key_start + 0
                     total += _gradient_of_scores(
-                        Q_ptr, K_ptr, V_ptr, dO_ptr, statistics_ptr, slopes_ptr, bias_ptr, batch,
-                        head, query_start, key_start, stride_qb, stride_qh, stride_qq, stride_kb,
-                        stride_kh, stride_kk, stride_vb, stride_vh, stride_vk, stride_dob,
-                        stride_doh, stride_doq, stride_bb, stride_bh, stride_bq, stride_bk,
-                        N_PADDED, N_QUERIES, N_KEYS, N_HEADS, HEADS_PER_KV, scale, softcap,
-                        window_left, window_right, prefix, offset, D, E, D_PADDED, E_PADDED,
-                        COLUMNS, Q_TILE_SIZE, K_TILE_SIZE, HAS_LEFT, HAS_SOFTCAP, HAS_PREFIX,
-                        HAS_ALIBI, HAS_BIAS, WIDE, PRECISION, INTERPRETED, is_causal, USE_TMA,
+                        q, k, v, do, statistics_ptr, slopes_ptr, bias, batch, head, query_start,
+                        key_start, N_PADDED, (N_HEADS, HEADS_PER_KV), mask, (scale, softcap), D,
+                        Q_TILE_SIZE, K_TILE_SIZE, is_causal, OPTIONS,
                     )  # fmt: skip
     else:
         # One tile for each element that shares the bias: no other loop, so that the next element's
         # operands are loaded meanwhile.
-        if not HAS_PREFIX:
+        if not OPTIONS.has_prefix:
+            mask = mask_of(0, N_QUERIES, N_KEYS, window_left, window_right, prefix_ptr, OPTIONS)
             start, _full_start, _full_stop, stop = key_range(
-                own_query, offset, N_KEYS, window_left, window_right, 0, Q_TILE_SIZE,
-                K_TILE_SIZE, HAS_LEFT, HAS_PREFIX, is_causal,
-            )  # fmt: skip
+                own_query, mask, Q_TILE_SIZE, K_TILE_SIZE, is_causal, OPTIONS
+            )
             n_shared = tl.where((own_key >= start) & (own_key < stop), n_shared, 0)
-        query_start, key_start = own_query, own_key
-        for shared in range(loop_bound(n_shared, INTERPRETED)):
+        for shared in range(loop_bound(n_shared, OPTIONS.interpreted)):
             batch = own_batch + shared // SHARING_HEADS
             head = own_head + shared % SHARING_HEADS
-            prefix = 0
-            if HAS_PREFIX:
-                prefix = tl.load(prefix_ptr + batch)
+            own_mask = mask_of(
+                batch, N_QUERIES, N_KEYS, window_left, window_right, prefix_ptr, OPTIONS
+            )
             total += _gradient_of_scores(
-                Q_ptr, K_ptr, V_ptr, dO_ptr, statistics_ptr, slopes_ptr, bias_ptr, batch, head,
-                query_start, key_start, stride_qb, stride_qh, stride_qq, stride_kb, stride_kh,
-                stride_kk, stride_vb, stride_vh, stride_vk, stride_dob, stride_doh, stride_doq,
-                stride_bb, stride_bh, stride_bq, stride_bk, N_PADDED, N_QUERIES, N_KEYS, N_HEADS,
-                HEADS_PER_KV, scale, softcap, window_left, window_right, prefix, offset, D, E,
-                D_PADDED, E_PADDED, COLUMNS, Q_TILE_SIZE, K_TILE_SIZE, HAS_LEFT, HAS_SOFTCAP,
-                HAS_PREFIX, HAS_ALIBI, HAS_BIAS, WIDE, PRECISION, INTERPRETED, is_causal, USE_TMA,
+                q, k, v, do, statistics_ptr, slopes_ptr, bias, batch, head, own_query, own_key,
+                N_PADDED, (N_HEADS, HEADS_PER_KV), own_mask, (scale, softcap), D, Q_TILE_SIZE,
+                K_TILE_SIZE, is_causal, OPTIONS,
             )  # fmt: skip
 
-    width = 1 if SHARED_BY_KEYS else N_KEYS
-    height = 1 if SHARED_BY_QUERIES else N_QUERIES
+    width = 1 if OPTIONS.shared_by_keys else N_KEYS
+    height = 1 if OPTIONS.shared_by_queries else N_QUERIES
     dB_ptr += batch_head.to(tl.int64) * height * width
     queries = (own_query + tl.arange(0, Q_TILE_SIZE))[:, None]
     keys = (own_key + tl.arange(0, K_TILE_SIZE))[None, :]
-    if SHARED_BY_QUERIES:
+    if OPTIONS.shared_by_queries:
         total = tl.sum(total, 0)[None, :]
         queries = tl.zeros([1, 1], tl.int32)
-    if SHARED_BY_KEYS:
+    if OPTIONS.shared_by_keys:
         total = tl.sum(total, 1)[:, None]
         keys = tl.zeros([1, 1], tl.int32)
     pointers = dB_ptr + queries.to(tl.int64) * width + keys
@@ -457,24 +394,31 @@ def bias_call(
         "SHARING_HEADS": heads // own_heads,
         **option_numbers(problem),
     }
-    width, value_width = padded(head_dim, query.dtype), padded(value_dim, query.dtype)
-    constants: dict[str, Any] = {
+    options = kernel_options(
+        BiasPassOptions,
+        bias_pass_kernel,
+        problem,
+        specialization,
+        (head_dim, value_dim),
+        query.dtype,
+        strides,
+        packed=False,
+        use_tma=use_tma,
+        columns=min(
+            _BYTES_OF_COLUMNS // query.dtype.itemsize,
+            padded(head_dim, query.dtype),
+            padded(value_dim, query.dtype),
+        ),
+        shared_by_queries=own_queries < n_queries,
+        shared_by_keys=own_keys < n_keys,
+    )
+    width, value_width = options.d_padded, options.e_padded
+    constants = {
         "D": head_dim,
-        "E": value_dim,
-        "D_PADDED": width,
-        "E_PADDED": value_width,
-        "COLUMNS": min(_BYTES_OF_COLUMNS // query.dtype.itemsize, width, value_width),
         "Q_TILE_SIZE": tiles.queries,
         "K_TILE_SIZE": tiles.keys,
-        "SHARED_BY_QUERIES": own_queries < n_queries,
-        "SHARED_BY_KEYS": own_keys < n_keys,
-        "WIDE": is_wide(*strides),
-        "PRECISION": dot_precision(query.dtype),
-        "INTERPRETED": not isinstance(bias_pass_kernel, triton.JITFunction),
-        "USE_TMA": use_tma,
-        **option_constants(problem),
-        **specialization.constants,
-        **alibi_constant(problem, specialization),
+        "is_causal": problem.band[1] is not None,
+        "OPTIONS": options,
     }
     rows = 1 if own_queries < n_queries else -(-n_queries // tiles.queries)
     columns = 1 if own_keys < n_keys else -(-n_keys // tiles.keys)

@@ -19,8 +19,6 @@ key, E head_dim of value, T tokens of a packed batch. Capital ``_PADDED`` widths
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -32,25 +30,21 @@ from flashattn_triton.launch import (
     Layout,
     Packing,
     Parameter,
-    alibi_constant,
     can_use_tma,
-    dot_precision,
     empty_output,
     empty_row_statistic,
     given_addresses,
     given_parameters,
     in_layout,
-    is_wide,
-    option_constants,
     option_numbers,
     outer,
-    padded,
     register_limit,
     stride_numbers,
     tile_view,
     unit_last_stride,
 )
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
+from flashattn_triton.portable.options import ForwardOptions, kernel_options
 from flashattn_triton.primitives import (
     CAUSAL_ALIBI,
     LN_2,
@@ -60,10 +54,13 @@ from flashattn_triton.primitives import (
     key_range,
     load_rows,
     loop_bound,
+    mask_of,
     packed_offsets,
     scores_tile,
+    slope_of,
     store_rows,
     tile_indices,
+    tile_of_program,
     tma_load,
 )
 from flashattn_triton.problem import Problem
@@ -77,10 +74,8 @@ def _attend(
     q,  # (Q_TILE_SIZE, D_PADDED)
     K,  # a pointer to this head, or a descriptor of all of (B, G, N_k, D); so is V
     V,
-    batch,
-    kv_head,
-    stride_kk,
-    stride_vk,
+    kv_position,  # batch element and head in the descriptors
+    kv_strides,  # of a row of K and of V
     start,
     stop,
     queries,
@@ -88,68 +83,55 @@ def _attend(
     keys,
     columns,
     value_columns,
-    offset,
-    n_keys,
-    window_left,
-    window_right,
-    prefix,
-    slope,
-    bias,  # a pointer to this head's, or if BIAS_TMA a descriptor of (1 or B, 1 or H, N_q, N_k)
-    bias_batch,
-    bias_head,
-    stride_bq,
-    stride_bk,
-    n_queries,
-    scale,
-    softcap,
+    mask,
+    added,
+    bias_position,
+    factors,
     D: tl.constexpr,
-    E: tl.constexpr,
-    K_TILE_SIZE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_PREFIX: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    USE_TMA: tl.constexpr,
-    BIAS_TMA: tl.constexpr,
     is_causal: tl.constexpr,
+    OPTIONS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Folds keys ``start`` to ``stop`` into the accumulators."""
+    offset, n_keys = mask[0], mask[2]
+    batch, kv_head = kv_position
+    stride_kk, stride_vk = kv_strides
+    bias_batch, bias_head = bias_position
+    K_TILE_SIZE: tl.constexpr = keys.shape[0]
+    INTERPRETED: tl.constexpr = OPTIONS.interpreted
+    PRECISION: tl.constexpr = OPTIONS.precision
     for key_start in range(
         loop_bound(start, INTERPRETED), loop_bound(stop, INTERPRETED), K_TILE_SIZE
     ):
         key_start = key_start + 0  # a tensor under the interpreter too
-        if USE_TMA:
+        if OPTIONS.use_tma:
             k = tma_load(K, batch, kv_head, key_start, K_TILE_SIZE, columns.shape[0])
         else:
             k_tile = K + key_start.to(tl.int64) * stride_kk
             k = load_rows(k_tile, keys, columns, stride_kk, n_keys - key_start, D, MASKED)
         s = dot(q, tl.trans(k), None, PRECISION, INTERPRETED)  # (Q_TILE_SIZE, K_TILE_SIZE)
         z, unit, _ = scores_tile(
-            s, queries, key_start, keys, first_diagonal, key_start - first_diagonal, offset,
-            n_queries, n_keys, window_left, window_right, prefix, slope, bias,
-            (bias_batch, bias_head, first_diagonal - offset), stride_bq, stride_bk, scale, softcap,
-            HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI, HAS_BIAS, BIAS_TMA, is_causal, MASKED,
+            s, queries, key_start, keys, first_diagonal, key_start - first_diagonal, mask, added,
+            (bias_batch, bias_head, first_diagonal - offset), factors, is_causal, OPTIONS, MASKED,
             MASKED, False,
         )  # fmt: skip
         # unit >= 0, so the maximum commutes with it, and the scale folds into one multiply-add.
         new_max = tl.maximum(row_max, tl.max(z, 1) * unit)
         shift = new_max
-        if MASKED or HAS_BIAS:
+        if MASKED or OPTIONS.has_bias:
             # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         p = tl.exp2(z * unit - shift[:, None])
         correction = tl.exp2(row_max - shift)
         row_sum = row_sum * correction + tl.sum(p, 1)
         acc = acc * correction[:, None]
-        if USE_TMA:
+        if OPTIONS.use_tma:
             v = tma_load(V, batch, kv_head, key_start, K_TILE_SIZE, value_columns.shape[0])
         else:
             v_tile = V + key_start.to(tl.int64) * stride_vk
-            v = load_rows(v_tile, keys, value_columns, stride_vk, n_keys - key_start, E, MASKED)
+            v = load_rows(
+                v_tile, keys, value_columns, stride_vk, n_keys - key_start, OPTIONS.e, MASKED
+            )
         acc = dot(p.to(v.dtype), v, acc, PRECISION, INTERPRETED)
         row_max = new_max
     return acc, row_sum, row_max
@@ -205,51 +187,26 @@ def flash_forward_kernel(
     window_left,
     window_right,
     D: tl.constexpr,
-    E: tl.constexpr,
-    D_PADDED: tl.constexpr,
-    E_PADDED: tl.constexpr,
     Q_TILE_SIZE: tl.constexpr,
     K_TILE_SIZE: tl.constexpr,
-    PACKED: tl.constexpr,
-    BOTTOM_RIGHT: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_PREFIX: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    NEGATIVE_SCALE: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    USE_TMA: tl.constexpr,
-    BIAS_TMA: tl.constexpr,
     is_causal: tl.constexpr,
+    OPTIONS: tl.constexpr,  # portable.options.ForwardOptions
 ):
     """One query tile of one head. ``is_causal``: no key after diagonal + window_right is visible.
 
     Grid: one dimension, tiles · B · H. The tiles of one head are neighbours, so that its keys stay
     in L2, and the last tile, which sees most keys under a causal mask, comes first.
     """
-    n_tiles = tl.cdiv(N_QUERIES, Q_TILE_SIZE)
-    head = (tl.program_id(0) // n_tiles) % N_HEADS
-    batch = tl.program_id(0) // n_tiles // N_HEADS
-    query_start = (n_tiles - 1 - tl.program_id(0) % n_tiles) * Q_TILE_SIZE
-    if HAS_BIAS:  # which the batch may share: its elements follow one another, to find it in L2
-        n_batch = tl.num_programs(0) // (n_tiles * N_HEADS)
-        batch = tl.program_id(0) % n_batch
-        head = tl.program_id(0) // n_batch // n_tiles
-        query_start = (n_tiles - 1 - tl.program_id(0) // n_batch % n_tiles) * Q_TILE_SIZE
-
+    query_start, batch, head = tile_of_program(N_QUERIES, N_HEADS, Q_TILE_SIZE, True, OPTIONS)
     b, h = batch.to(tl.int64), head.to(tl.int64)
     kv_head = head // HEADS_PER_KV
     Q_ptr += b * stride_qb + h * stride_qh
-    if not USE_TMA:
+    if not OPTIONS.use_tma:
         K_ptr += b * stride_kb + kv_head.to(tl.int64) * stride_kh
         V_ptr += b * stride_vb + kv_head.to(tl.int64) * stride_vh
     O_ptr += b * stride_ob + h * stride_oh
     L_ptr += b * stride_lb + h * stride_lh
-    if PACKED:
+    if OPTIONS.packed:
         first_query, first_key, N_QUERIES, N_KEYS = packed_offsets(
             cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch
         )
@@ -260,82 +217,57 @@ def flash_forward_kernel(
         V_ptr += first_key.to(tl.int64) * stride_vk
         O_ptr += first_query.to(tl.int64) * stride_oq
         L_ptr += first_query
-    offset = 0
-    if BOTTOM_RIGHT:
-        offset = N_KEYS - N_QUERIES
-    prefix = 0
-    if HAS_PREFIX:
-        prefix = tl.load(prefix_ptr + batch)
-    slope = 0.0
-    if HAS_ALIBI:
-        slope = tl.load(slopes_ptr + batch * N_HEADS + head) * LOG2_E
+    mask = mask_of(batch, N_QUERIES, N_KEYS, window_left, window_right, prefix_ptr, OPTIONS)
+    offset = mask[0]
+    slope = slope_of(slopes_ptr, batch, N_HEADS, head, OPTIONS)
     bias_batch, bias_head = batch, head
-    if BIAS_TMA:  # of a dimension that shares the bias there is one element
+    if OPTIONS.bias_tma:  # of a dimension that shares the bias there is one element
         bias_batch = tl.where(stride_bb == 0, 0, batch)
         bias_head = tl.where(stride_bh == 0, 0, head)
-    elif HAS_BIAS:
+    elif OPTIONS.has_bias:
         bias_ptr += b * stride_bb + h * stride_bh
 
     start, full_start, full_stop, stop = key_range(
-        query_start, offset, N_KEYS, window_left, window_right, prefix, Q_TILE_SIZE, K_TILE_SIZE,
-        HAS_LEFT, HAS_PREFIX, is_causal,
-    )  # fmt: skip
-    rows = tile_indices(Q_TILE_SIZE, WIDE)
-    keys = tile_indices(K_TILE_SIZE, WIDE)
-    columns = tl.arange(0, D_PADDED)
-    value_columns = tl.arange(0, E_PADDED)
+        query_start, mask, Q_TILE_SIZE, K_TILE_SIZE, is_causal, OPTIONS
+    )
+    rows = tile_indices(Q_TILE_SIZE, OPTIONS.wide)
+    keys = tile_indices(K_TILE_SIZE, OPTIONS.wide)
+    columns = tl.arange(0, OPTIONS.d_padded)
+    value_columns = tl.arange(0, OPTIONS.e_padded)
     queries = query_start + tl.arange(0, Q_TILE_SIZE)
     n_rows = N_QUERIES - query_start
     q_tile = Q_ptr + query_start.to(tl.int64) * stride_qq
     q = load_rows(q_tile, rows, columns, stride_qq, n_rows, D, True)
-    if NEGATIVE_SCALE:
+    if OPTIONS.negative_scale:
         q = (-q.to(tl.float32)).to(q.dtype)
     scale = tl.abs(scale)
 
-    acc = tl.zeros([Q_TILE_SIZE, E_PADDED], tl.float32)
+    acc = tl.zeros([Q_TILE_SIZE, OPTIONS.e_padded], tl.float32)
     row_sum = tl.zeros([Q_TILE_SIZE], tl.float32)
     row_max = tl.full([Q_TILE_SIZE], float("-inf"), tl.float32)
-    if HAS_SINKS:  # as if each row had seen one key before, with the sink as score and value 0
+    if OPTIONS.has_sinks:  # as if each row had seen one key, with the sink as score and value 0
         row_sum += 1.0
         row_max = row_sum * (tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E)
-        if HAS_ALIBI == CAUSAL_ALIBI:
+        if OPTIONS.alibi == CAUSAL_ALIBI:
             row_max += alibi_of_rows(queries, offset, query_start + offset, slope)
-    if HAS_LEFT:
-        acc, row_sum, row_max = _attend(
-            acc, row_sum, row_max, q, K_ptr, V_ptr, batch, kv_head, stride_kk, stride_vk,
-            start, tl.minimum(full_start, stop),
-            queries, query_start + offset, keys, columns, value_columns, offset, N_KEYS,
-            window_left, window_right,
-            prefix, slope, bias_ptr, bias_batch, bias_head, stride_bq, stride_bk, N_QUERIES,
-            scale, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI,
-            HAS_BIAS, PRECISION, INTERPRETED, USE_TMA, BIAS_TMA, is_causal, True,
-        )  # fmt: skip
-    acc, row_sum, row_max = _attend(
-        acc, row_sum, row_max, q, K_ptr, V_ptr, batch, kv_head, stride_kk, stride_vk,
-        full_start, full_stop,
-        queries, query_start + offset, keys, columns, value_columns, offset, N_KEYS,
-        window_left, window_right,
-        prefix, slope, bias_ptr, bias_batch, bias_head, stride_bq, stride_bk, N_QUERIES,
-        scale, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI,
-        HAS_BIAS, PRECISION, INTERPRETED, USE_TMA, BIAS_TMA, is_causal, False,
-    )  # fmt: skip
-    acc, row_sum, row_max = _attend(
-        acc, row_sum, row_max, q, K_ptr, V_ptr, batch, kv_head, stride_kk, stride_vk,
-        tl.maximum(full_start, full_stop), stop,
-        queries, query_start + offset, keys, columns, value_columns, offset, N_KEYS,
-        window_left, window_right,
-        prefix, slope, bias_ptr, bias_batch, bias_head, stride_bq, stride_bk, N_QUERIES,
-        scale, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI,
-        HAS_BIAS, PRECISION, INTERPRETED, USE_TMA, BIAS_TMA, is_causal, True,
-    )  # fmt: skip
+    starts = (start, full_start, tl.maximum(full_start, full_stop))
+    stops = (tl.minimum(full_start, stop), full_stop, stop)
+    for part in tl.static_range(3):  # a window's left edge, whole tiles, the right edge
+        if part > 0 or OPTIONS.has_left:
+            acc, row_sum, row_max = _attend(
+                acc, row_sum, row_max, q, K_ptr, V_ptr, (batch, kv_head), (stride_kk, stride_vk),
+                starts[part], stops[part], queries, query_start + offset, keys, columns,
+                value_columns, mask, (slope, bias_ptr, stride_bq, stride_bk),
+                (bias_batch, bias_head), (scale, softcap), D, is_causal, OPTIONS, part != 1,
+            )  # fmt: skip
 
     # A row that saw no key, nor a sink, has sum 0: output 0 / 1, logsumexp -inf + log2(1).
     out = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
-    if HAS_ALIBI == CAUSAL_ALIBI:
+    if OPTIONS.alibi == CAUSAL_ALIBI:
         row_max -= alibi_of_rows(queries, offset, query_start + offset, slope)
     logsumexp = (row_max + tl.log2(tl.where(row_sum == 0.0, 1.0, row_sum))) * LN_2
     o_tile = O_ptr + query_start.to(tl.int64) * stride_oq
-    store_rows(o_tile, out, rows, value_columns, stride_oq, n_rows, E)
+    store_rows(o_tile, out, rows, value_columns, stride_oq, n_rows, OPTIONS.e)
     tl.store(L_ptr + queries, logsumexp, mask=queries < N_QUERIES)
 
 
@@ -440,24 +372,26 @@ def forward_call(
         "HEADS_PER_KV": heads // kv_heads,
         **option_numbers(problem),
     }
-    constants: dict[str, Any] = {
+    options = kernel_options(
+        ForwardOptions,
+        flash_forward_kernel,
+        problem,
+        specialization,
+        (head_dim, value_dim),
+        dtype,
+        tuple(matrices),
+        packed=sizes is not None,
+        use_tma=use_tma,
+        bias_tma=bias_tma,
+        has_sinks=specialization.sinks,
+        negative_scale=problem.scale < 0,
+    )
+    constants = {
         "D": head_dim,
-        "E": value_dim,
-        "D_PADDED": padded(head_dim, dtype),
-        "E_PADDED": padded(value_dim, dtype),
         "Q_TILE_SIZE": tiles.queries,
         "K_TILE_SIZE": tiles.keys,
-        "PACKED": sizes is not None,
-        "HAS_SINKS": specialization.sinks,
-        "NEGATIVE_SCALE": problem.scale < 0,
-        "WIDE": is_wide(*matrices),
-        "PRECISION": dot_precision(dtype),
-        "INTERPRETED": not isinstance(flash_forward_kernel, triton.JITFunction),
-        "USE_TMA": use_tma,
-        "BIAS_TMA": bias_tma,
-        **option_constants(problem),
-        **specialization.constants,
-        **alibi_constant(problem, specialization),
+        "is_causal": problem.band[1] is not None,
+        "OPTIONS": options,
     }
     programs = -(-n_queries // tiles.queries) * batch * heads
     sinks = mask_and_bias.sinks
@@ -468,8 +402,8 @@ def forward_call(
         "sinks_ptr": None if sinks is None else sinks.dtype,
     }
     if use_tma:
-        k_block = [1, 1, tiles.keys, constants["D_PADDED"]]
-        v_block = [1, 1, tiles.keys, constants["E_PADDED"]]
+        k_block = [1, 1, tiles.keys, options.d_padded]
+        v_block = [1, 1, tiles.keys, options.e_padded]
         parameters["K_ptr"] = tile_view(shapes[1], strides[1], k_block, dtype)
         parameters["V_ptr"] = tile_view(shapes[2], strides[2], v_block, dtype)
     if bias is not None and bias_tma:

@@ -14,16 +14,19 @@ import triton.language as tl
 from flashattn_triton.configs import Tiles
 from flashattn_triton.launch import Launch, Parameter, stride_numbers, tile_view
 from flashattn_triton.portable.backward_layout import BackwardLayout
+from flashattn_triton.portable.options import KeyPassOptions
 from flashattn_triton.primitives import (
-    LOG2_E,
     dot,
     load_rows,
     load_statistic,
     loop_bound,
+    mask_of,
     packed_offsets,
     probabilities,
+    slope_of,
     store_rows,
     tile_indices,
+    tile_of_program,
     tma_load,
     tma_reload,
 )
@@ -46,13 +49,9 @@ def _differentiate_keys(
     dQ,
     statistics,  # a pointer to this head's, or a descriptor of (2 · B · H, N_PADDED)
     n_padded,
-    batch,
-    head,
-    batch_head,  # batch · H + head
+    position,  # batch element and head in the descriptors; batch · H + head
     dq_start,
-    stride_qq,
-    stride_doq,
-    stride_dqq,
+    strides,  # of a row of Q, of dO and of dQ
     start,
     stop,
     keys,
@@ -60,72 +59,56 @@ def _differentiate_keys(
     rows,
     columns,
     value_columns,
-    offset,
-    n_queries,
-    n_keys,
-    window_left,
-    window_right,
-    prefix,
-    slope,
-    bias,
-    stride_bq,
-    stride_bk,
-    scale,
-    softcap,
+    mask,
+    added,
+    factors,
     D: tl.constexpr,
-    E: tl.constexpr,
-    Q_TILE_SIZE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_PREFIX: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    DQ_MODE: tl.constexpr,
-    USE_TMA: tl.constexpr,
-    STATISTICS_BY_TMA: tl.constexpr,
-    PACKED: tl.constexpr,
     is_causal: tl.constexpr,
+    OPTIONS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Adds what queries ``start`` to ``stop`` contribute. Scores are (keys, queries) here."""
-    WIDE_FP32: tl.constexpr = USE_TMA and PRECISION == "bf16x6" and columns.shape[0] > 128
+    n_queries = mask[1]
+    batch, head, batch_head = position
+    stride_qq, stride_doq, stride_dqq = strides
+    Q_TILE_SIZE: tl.constexpr = rows.shape[0]
+    INTERPRETED: tl.constexpr = OPTIONS.interpreted
+    PRECISION: tl.constexpr = OPTIONS.precision
+    WIDE_FP32: tl.constexpr = OPTIONS.use_tma and PRECISION == "bf16x6" and columns.shape[0] > 128
     for query_start in range(
         loop_bound(start, INTERPRETED), loop_bound(stop, INTERPRETED), Q_TILE_SIZE
     ):
         query_start = query_start + 0  # a tensor under the interpreter too
         n_rows = n_queries - query_start
         queries = query_start + tl.arange(0, Q_TILE_SIZE)
-        if USE_TMA:  # rows and columns past the end are 0
+        if OPTIONS.use_tma:  # rows and columns past the end are 0
             q = tma_load(Q, batch, head, query_start, Q_TILE_SIZE, columns.shape[0])
         else:
             q_tile = Q + query_start.to(tl.int64) * stride_qq
             q = load_rows(q_tile, rows, columns, stride_qq, n_rows, D, True)
-        if STATISTICS_BY_TMA:
+        if OPTIONS.statistics_by_tma:
             logsumexp = statistics.load([2 * batch_head, query_start]).reshape(Q_TILE_SIZE)
         else:
-            logsumexp = load_statistic(statistics, queries, n_queries, float("inf"), PACKED)
-        if USE_TMA:
+            logsumexp = load_statistic(statistics, queries, n_queries, float("inf"), OPTIONS.packed)
+        if OPTIONS.use_tma:
             do = tma_load(dO, batch, head, query_start, Q_TILE_SIZE, value_columns.shape[0])
         else:
             do_tile = dO + query_start.to(tl.int64) * stride_doq
-            do = load_rows(do_tile, rows, value_columns, stride_doq, n_rows, E, True)
-        if STATISTICS_BY_TMA:
+            do = load_rows(do_tile, rows, value_columns, stride_doq, n_rows, OPTIONS.e, True)
+        if OPTIONS.statistics_by_tma:
             delta = statistics.load([2 * batch_head + 1, query_start]).reshape(Q_TILE_SIZE)
         else:
-            delta = load_statistic(statistics + n_padded, queries, n_queries, 0.0, PACKED)
+            delta = load_statistic(statistics + n_padded, queries, n_queries, 0.0, OPTIONS.packed)
         # The products that give S and dP are next to each other, so that the compiler issues both
         # before it waits for either. The same holds for the products added to dV and dK below.
         s = dot(k, tl.trans(q), None, PRECISION, INTERPRETED)  # (K_TILE_SIZE, Q_TILE_SIZE)
         dp = dot(v, tl.trans(do), None, PRECISION, INTERPRETED)
         p, s = probabilities(
-            s, logsumexp, queries, 0, keys, first_key, offset, n_queries, n_keys,
-            window_left, window_right, prefix, slope, bias, stride_bq, stride_bk, scale, softcap,
-            HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI, HAS_BIAS, is_causal, MASKED, True,
+            s, logsumexp, queries, 0, keys, first_key, mask, added, factors, is_causal, OPTIONS,
+            MASKED, True,
         )  # fmt: skip
         ds = p * (dp - delta[None, :])
-        if HAS_SOFTCAP:
+        if OPTIONS.has_softcap:
             ds = ds * (1.0 - s * s)
         ds = ds.to(q.dtype)
         if WIDE_FP32:
@@ -135,11 +118,11 @@ def _differentiate_keys(
             )
         dv = dot(p.to(do.dtype), do, dv, PRECISION, INTERPRETED, INFINITIES=not WIDE_FP32)
         dk = dot(ds, q, dk, PRECISION, INTERPRETED, INFINITIES=not WIDE_FP32)
-        if DQ_MODE == TMA_REDUCE:
+        if OPTIONS.dq_mode == TMA_REDUCE:
             # Rows past the end carry zeros, which may be added to whatever follows.
             dq = dot(tl.trans(ds), k, None, PRECISION, INTERPRETED, INFINITIES=not WIDE_FP32)
             dQ.atomic_add([(dq_start + query_start).to(tl.int32), 0], dq)
-        elif DQ_MODE == ATOMIC:
+        elif OPTIONS.dq_mode == ATOMIC:
             dq = dot(tl.trans(ds), k, None, PRECISION, INTERPRETED, INFINITIES=not WIDE_FP32)
             dq_tile = dQ + dq_start + query_start.to(tl.int64) * stride_dqq
             pointers = dq_tile + rows[:, None] * stride_dqq + columns[None, :]
@@ -198,42 +181,18 @@ def key_pass_kernel(
     window_left,
     window_right,
     D: tl.constexpr,
-    E: tl.constexpr,
-    D_PADDED: tl.constexpr,
-    E_PADDED: tl.constexpr,
     Q_TILE_SIZE: tl.constexpr,
     K_TILE_SIZE: tl.constexpr,
-    PACKED: tl.constexpr,
-    BOTTOM_RIGHT: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_PREFIX: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    DQ_MODE: tl.constexpr,
-    USE_TMA: tl.constexpr,
-    STATISTICS_BY_TMA: tl.constexpr,
     is_causal: tl.constexpr,
+    OPTIONS: tl.constexpr,  # portable.options.KeyPassOptions
 ):
     """dK and dV of one key tile of one key head. Grid: tiles · B · G.
 
     Under a causal mask the first key tile is seen by most queries, so the order is longest first.
     """
-    n_tiles = tl.cdiv(N_KEYS, K_TILE_SIZE)
-    kv_head = (tl.program_id(0) // n_tiles) % N_KV_HEADS
-    batch = tl.program_id(0) // n_tiles // N_KV_HEADS
-    key_start = (tl.program_id(0) % n_tiles) * K_TILE_SIZE
-    if HAS_BIAS:  # which the batch may share: its elements follow one another, to find it in L2
-        n_batch = tl.num_programs(0) // (n_tiles * N_KV_HEADS)
-        batch = tl.program_id(0) % n_batch
-        kv_head = tl.program_id(0) // n_batch // n_tiles
-        key_start = (tl.program_id(0) // n_batch % n_tiles) * K_TILE_SIZE
-
+    key_start, batch, kv_head = tile_of_program(N_KEYS, N_KV_HEADS, K_TILE_SIZE, False, OPTIONS)
     b, kv_h = batch.to(tl.int64), kv_head.to(tl.int64)
-    if not USE_TMA:
+    if not OPTIONS.use_tma:
         Q += b * stride_qb
         dO += b * stride_dob
     K_ptr += b * stride_kb + kv_h * stride_kh
@@ -242,7 +201,7 @@ def key_pass_kernel(
     dV_ptr += b * stride_dvb + kv_h * stride_dvh
     dq_start = b * stride_dqb
     first_statistic = 0
-    if PACKED:
+    if OPTIONS.packed:
         first_query, first_key, N_QUERIES, N_KEYS = packed_offsets(
             cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch
         )
@@ -256,12 +215,8 @@ def key_pass_kernel(
         dK_ptr += first_key.to(tl.int64) * stride_dkk
         dV_ptr += first_key.to(tl.int64) * stride_dvk
         first_statistic = first_query
-    offset = 0
-    if BOTTOM_RIGHT:
-        offset = N_KEYS - N_QUERIES
-    prefix = 0
-    if HAS_PREFIX:
-        prefix = tl.load(prefix_ptr + batch)
+    mask = mask_of(batch, N_QUERIES, N_KEYS, window_left, window_right, prefix_ptr, OPTIONS)
+    offset, _, _, _, _, prefix = mask
 
     # Queries that see some key of the tile, and whole query tiles that see every key of it. A key
     # tile past the end is masked throughout: what its padding adds to dQ must be exactly 0.
@@ -271,75 +226,62 @@ def key_pass_kernel(
         first_seeing = key_start - offset - window_right
         start = tl.maximum(first_seeing, 0) // Q_TILE_SIZE * Q_TILE_SIZE
         full_start = tl.maximum(full_start, first_seeing + K_TILE_SIZE - 1)
-    if HAS_PREFIX:
+    if OPTIONS.has_prefix:
         seen_by_all = tl.minimum(prefix, N_KEYS)
         start = tl.where(key_start < seen_by_all, 0, start)
         full_start = tl.where(key_start + K_TILE_SIZE <= seen_by_all, 0, full_start)
     full_start = tl.cdiv(tl.maximum(full_start, 0), Q_TILE_SIZE) * Q_TILE_SIZE
     stop, full_stop = N_QUERIES, N_QUERIES
-    if HAS_LEFT:
+    if OPTIONS.has_left:
         first_blind = key_start - offset + window_left + 1
         stop = tl.minimum(stop, tl.maximum(first_blind + K_TILE_SIZE - 1, 0))
         full_stop = tl.minimum(full_stop, tl.maximum(first_blind, 0) // Q_TILE_SIZE * Q_TILE_SIZE)
+    starts = (start, full_start, tl.maximum(full_start, full_stop))
+    stops = (tl.minimum(full_start, stop), full_stop, stop)
 
-    columns = tl.arange(0, D_PADDED)
-    value_columns = tl.arange(0, E_PADDED)
-    rows = tile_indices(Q_TILE_SIZE, WIDE)
-    key_rows = tile_indices(K_TILE_SIZE, WIDE)
+    columns = tl.arange(0, OPTIONS.d_padded)
+    value_columns = tl.arange(0, OPTIONS.e_padded)
+    rows = tile_indices(Q_TILE_SIZE, OPTIONS.wide)
+    key_rows = tile_indices(K_TILE_SIZE, OPTIONS.wide)
     keys = key_start + tl.arange(0, K_TILE_SIZE)
     n_rows = N_KEYS - key_start
     first = key_start.to(tl.int64)
     k = load_rows(K_ptr + first * stride_kk, key_rows, columns, stride_kk, n_rows, D, True)
-    v = load_rows(V_ptr + first * stride_vk, key_rows, value_columns, stride_vk, n_rows, E, True)
+    v_tile = V_ptr + first * stride_vk
+    v = load_rows(v_tile, key_rows, value_columns, stride_vk, n_rows, OPTIONS.e, True)
 
-    dk = tl.zeros([K_TILE_SIZE, D_PADDED], tl.float32)
-    dv = tl.zeros([K_TILE_SIZE, E_PADDED], tl.float32)
-    for member in range(loop_bound(HEADS_PER_KV, INTERPRETED)):
+    dk = tl.zeros([K_TILE_SIZE, OPTIONS.d_padded], tl.float32)
+    dv = tl.zeros([K_TILE_SIZE, OPTIONS.e_padded], tl.float32)
+    for member in range(loop_bound(HEADS_PER_KV, OPTIONS.interpreted)):
         head = kv_head * HEADS_PER_KV + member
         batch_head = batch * N_KV_HEADS * HEADS_PER_KV + head
-        if PACKED:  # all sequences are one row of each head
+        if OPTIONS.packed:  # all sequences are one row of each head
             batch_head = head
         q_head, do_head, head_statistics = Q, dO, statistics
-        if not USE_TMA:
+        if not OPTIONS.use_tma:
             q_head += head.to(tl.int64) * stride_qh
             do_head += head.to(tl.int64) * stride_doh
-        if not STATISTICS_BY_TMA:
+        if not OPTIONS.statistics_by_tma:
             head_statistics += batch_head.to(tl.int64) * 2 * N_PADDED + first_statistic
-        slope, bias_head = 0.0, bias_ptr
-        if HAS_ALIBI:
-            slope = tl.load(slopes_ptr + batch * N_KV_HEADS * HEADS_PER_KV + head) * LOG2_E
-        if HAS_BIAS:
-            bias_head += b * stride_bb + head.to(tl.int64) * stride_bh
+        slope = slope_of(slopes_ptr, batch, N_KV_HEADS * HEADS_PER_KV, head, OPTIONS)
+        first_bias = 0
+        if OPTIONS.has_bias:
+            first_bias = b * stride_bb + head.to(tl.int64) * stride_bh
         dq_head = dq_start + head.to(tl.int64) * stride_dqh
-        dk, dv = _differentiate_keys(
-            dk, dv, k, v, q_head, do_head, dQ, head_statistics, N_PADDED, batch, head, batch_head,
-            dq_head, stride_qq, stride_doq, stride_dqq, start, tl.minimum(full_start, stop),
-            keys, key_start, rows, columns, value_columns, offset, N_QUERIES, N_KEYS,
-            window_left, window_right, prefix, slope, bias_head, stride_bq, stride_bk, scale,
-            softcap, D, E, Q_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI, HAS_BIAS,
-            PRECISION, INTERPRETED, DQ_MODE, USE_TMA, STATISTICS_BY_TMA, PACKED, is_causal, True,
-        )  # fmt: skip
-        dk, dv = _differentiate_keys(
-            dk, dv, k, v, q_head, do_head, dQ, head_statistics, N_PADDED, batch, head, batch_head,
-            dq_head, stride_qq, stride_doq, stride_dqq, full_start, full_stop,
-            keys, key_start, rows, columns, value_columns, offset, N_QUERIES, N_KEYS,
-            window_left, window_right, prefix, slope, bias_head, stride_bq, stride_bk, scale,
-            softcap, D, E, Q_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI, HAS_BIAS,
-            PRECISION, INTERPRETED, DQ_MODE, USE_TMA, STATISTICS_BY_TMA, PACKED, is_causal, False,
-        )  # fmt: skip
-        if HAS_LEFT:
-            dk, dv = _differentiate_keys(
-                dk, dv, k, v, q_head, do_head, dQ, head_statistics, N_PADDED, batch, head,
-                batch_head, dq_head, stride_qq, stride_doq, stride_dqq,
-                tl.maximum(full_start, full_stop), stop, keys, key_start, rows, columns,
-                value_columns, offset, N_QUERIES, N_KEYS, window_left, window_right, prefix, slope,
-                bias_head, stride_bq, stride_bk, scale, softcap, D, E, Q_TILE_SIZE, HAS_SOFTCAP,
-                HAS_LEFT, HAS_PREFIX, HAS_ALIBI, HAS_BIAS, PRECISION, INTERPRETED, DQ_MODE, USE_TMA,
-                STATISTICS_BY_TMA, PACKED, is_causal, True,
-            )  # fmt: skip
+        for part in tl.static_range(3):  # the right edge, whole tiles, a window's left edge
+            if part < 2 or OPTIONS.has_left:
+                dk, dv = _differentiate_keys(
+                    dk, dv, k, v, q_head, do_head, dQ, head_statistics, N_PADDED,
+                    (batch, head, batch_head), dq_head, (stride_qq, stride_doq, stride_dqq),
+                    starts[part], stops[part], keys, key_start, rows, columns, value_columns, mask,
+                    (slope, bias_ptr + first_bias if OPTIONS.has_bias else None, stride_bq,
+                    stride_bk),
+                    (scale, softcap), D, is_causal, OPTIONS, part != 1,
+                )  # fmt: skip
     dk_tile = dK_ptr + first * stride_dkk
     store_rows(dk_tile, dk * scale, key_rows, columns, stride_dkk, n_rows, D)
-    store_rows(dV_ptr + first * stride_dvk, dv, key_rows, value_columns, stride_dvk, n_rows, E)
+    dv_tile = dV_ptr + first * stride_dvk
+    store_rows(dv_tile, dv, key_rows, value_columns, stride_dvk, n_rows, OPTIONS.e)
 
 
 def key_pass_launch(layout: BackwardLayout, tiles: Tiles, dq_mode: tl.constexpr) -> Launch:
@@ -360,11 +302,11 @@ def key_pass_launch(layout: BackwardLayout, tiles: Tiles, dq_mode: tl.constexpr)
         "dQ": dtype if dq_mode is NONE else fp32,
         **layout.given,
     }
-    constants = layout.constants(key_pass_kernel, tiles)
     # Unless the loop is pipelined, the program waits for a TMA load where the load is issued. It
     # does not wait for a load through pointers until it needs the values.
-    statistics_by_tma = constants["USE_TMA"] and tiles.stages > 1
-    if constants["USE_TMA"]:
+    use_tma = layout.use_tma(tiles)
+    statistics_by_tma = use_tma and tiles.stages > 1
+    if use_tma:
         block = [1, 1, tiles.queries]
         shape, do_shape = layout.shapes[0], layout.do_shape
         parameters["Q"] = tile_view(shape, layout.strides[0], [*block, width], dtype)
@@ -373,6 +315,13 @@ def key_pass_launch(layout: BackwardLayout, tiles: Tiles, dq_mode: tl.constexpr)
             n_padded = layout.n_padded
             rows = [2 * batch * heads, n_padded]
             parameters["statistics"] = tile_view(rows, [n_padded, 1], block[1:], fp32)
+    options = layout.options(
+        KeyPassOptions,
+        key_pass_kernel,
+        tiles,
+        dq_mode=dq_mode.value,
+        statistics_by_tma=statistics_by_tma,
+    )
     dq, dk, dv = layout.outer_gradients()
     if dq_mode is TMA_REDUCE:
         rows = [layout.shapes[0][:3].numel(), width]
@@ -384,7 +333,7 @@ def key_pass_launch(layout: BackwardLayout, tiles: Tiles, dq_mode: tl.constexpr)
         -(-n_keys // tiles.keys) * batch * kv_heads,
         parameters,
         {**layout.numbers(), **stride_numbers(dq=dq, dk=dk, dv=dv), "N_KV_HEADS": kv_heads},
-        {**constants, "DQ_MODE": dq_mode.value, "STATISTICS_BY_TMA": statistics_by_tma},
+        layout.constants(tiles, options),
         warps=tiles.warps,
         stages=tiles.stages,
     )

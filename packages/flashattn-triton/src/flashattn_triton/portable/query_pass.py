@@ -20,17 +20,20 @@ from flashattn_triton.launch import (
     tile_view,
 )
 from flashattn_triton.portable.backward_layout import BackwardLayout
+from flashattn_triton.portable.options import KernelOptions
 from flashattn_triton.primitives import (
-    LOG2_E,
     dot,
     key_range,
     load_rows,
     load_statistic,
     loop_bound,
+    mask_of,
     packed_offsets,
     probabilities,
+    slope_of,
     store_rows,
     tile_indices,
+    tile_of_program,
     tma_load,
     tma_reload,
 )
@@ -45,66 +48,51 @@ def _differentiate_queries(
     delta,
     K,  # a pointer to this head, or a descriptor of all of (B, G, N_k, D); so is V
     V,
-    batch,
-    kv_head,
-    stride_kk,
-    stride_vk,
+    kv_position,  # batch element and head in the descriptors
+    kv_strides,  # of a row of K and of V
     start,
     stop,
     queries,
     keys,
     columns,
     value_columns,
-    offset,
-    n_keys,
-    window_left,
-    window_right,
-    prefix,
-    slope,
-    bias,
-    stride_bq,
-    stride_bk,
-    n_queries,
-    scale,
-    softcap,
+    mask,
+    added,
+    factors,
     D: tl.constexpr,
-    E: tl.constexpr,
-    K_TILE_SIZE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_PREFIX: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    USE_TMA: tl.constexpr,
     is_causal: tl.constexpr,
+    OPTIONS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Adds what keys ``start`` to ``stop`` contribute to dQ."""
-    WIDE_FP32: tl.constexpr = USE_TMA and PRECISION == "bf16x6" and columns.shape[0] > 128
+    n_keys = mask[2]
+    batch, kv_head = kv_position
+    stride_kk, stride_vk = kv_strides
+    K_TILE_SIZE: tl.constexpr = keys.shape[0]
+    INTERPRETED: tl.constexpr = OPTIONS.interpreted
+    PRECISION: tl.constexpr = OPTIONS.precision
+    WIDE_FP32: tl.constexpr = OPTIONS.use_tma and PRECISION == "bf16x6" and columns.shape[0] > 128
     for key_start in range(
         loop_bound(start, INTERPRETED), loop_bound(stop, INTERPRETED), K_TILE_SIZE
     ):
         key_start = key_start + 0  # a tensor under the interpreter too
         n_rows = n_keys - key_start
-        if USE_TMA:
+        if OPTIONS.use_tma:
             k = tma_load(K, batch, kv_head, key_start, K_TILE_SIZE, columns.shape[0])
             v = tma_load(V, batch, kv_head, key_start, K_TILE_SIZE, value_columns.shape[0])
         else:
             k_tile = K + key_start.to(tl.int64) * stride_kk
             k = load_rows(k_tile, keys, columns, stride_kk, n_rows, D, MASKED)
             v_tile = V + key_start.to(tl.int64) * stride_vk
-            v = load_rows(v_tile, keys, value_columns, stride_vk, n_rows, E, MASKED)
+            v = load_rows(v_tile, keys, value_columns, stride_vk, n_rows, OPTIONS.e, MASKED)
         s = dot(q, tl.trans(k), None, PRECISION, INTERPRETED)  # (Q_TILE_SIZE, K_TILE_SIZE)
         dp = dot(do, tl.trans(v), None, PRECISION, INTERPRETED)
         p, s = probabilities(
-            s, logsumexp, queries, key_start, keys, key_start, offset, n_queries, n_keys,
-            window_left, window_right, prefix, slope, bias, stride_bq, stride_bk, scale, softcap,
-            HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX, HAS_ALIBI, HAS_BIAS, is_causal, MASKED, False,
+            s, logsumexp, queries, key_start, keys, key_start, mask, added, factors, is_causal,
+            OPTIONS, MASKED, False,
         )  # fmt: skip
         ds = p * (dp - delta[:, None])
-        if HAS_SOFTCAP:
+        if OPTIONS.has_softcap:
             ds = ds * (1.0 - s * s)
         if WIDE_FP32:
             k = tma_reload(K, batch, kv_head, key_start, n_keys, K_TILE_SIZE, columns.shape[0])
@@ -154,48 +142,26 @@ def query_pass_kernel(
     window_left,
     window_right,
     D: tl.constexpr,
-    E: tl.constexpr,
-    D_PADDED: tl.constexpr,
-    E_PADDED: tl.constexpr,
     Q_TILE_SIZE: tl.constexpr,
     K_TILE_SIZE: tl.constexpr,
-    PACKED: tl.constexpr,
-    BOTTOM_RIGHT: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_PREFIX: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    USE_TMA: tl.constexpr,
     is_causal: tl.constexpr,
+    OPTIONS: tl.constexpr,  # portable.options.KernelOptions
 ):
     """dQ of one query tile of one head; the same walk over keys as the forward kernel."""
-    n_tiles = tl.cdiv(N_QUERIES, Q_TILE_SIZE)
-    head = (tl.program_id(0) // n_tiles) % N_HEADS
-    batch = tl.program_id(0) // n_tiles // N_HEADS
-    query_start = (n_tiles - 1 - tl.program_id(0) % n_tiles) * Q_TILE_SIZE
-    if HAS_BIAS:  # which the batch may share: its elements follow one another, to find it in L2
-        n_batch = tl.num_programs(0) // (n_tiles * N_HEADS)
-        batch = tl.program_id(0) % n_batch
-        head = tl.program_id(0) // n_batch // n_tiles
-        query_start = (n_tiles - 1 - tl.program_id(0) // n_batch % n_tiles) * Q_TILE_SIZE
-
+    query_start, batch, head = tile_of_program(N_QUERIES, N_HEADS, Q_TILE_SIZE, True, OPTIONS)
     b, h = batch.to(tl.int64), head.to(tl.int64)
     kv_head = head // HEADS_PER_KV
     Q_ptr += b * stride_qb + h * stride_qh
-    if not USE_TMA:
+    if not OPTIONS.use_tma:
         K += b * stride_kb + kv_head.to(tl.int64) * stride_kh
         V += b * stride_vb + kv_head.to(tl.int64) * stride_vh
     dO_ptr += b * stride_dob + h * stride_doh
     dQ_ptr += b * stride_dqb + h * stride_dqh
     batch_head = batch * N_HEADS + head
-    if PACKED:  # all sequences are one row of each head
+    if OPTIONS.packed:  # all sequences are one row of each head
         batch_head = head
     statistics_ptr += batch_head.to(tl.int64) * 2 * N_PADDED
-    if PACKED:
+    if OPTIONS.packed:
         first_query, first_key, N_QUERIES, N_KEYS = packed_offsets(
             cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch
         )
@@ -207,57 +173,38 @@ def query_pass_kernel(
         dO_ptr += first_query.to(tl.int64) * stride_doq
         dQ_ptr += first_query.to(tl.int64) * stride_dqq
         statistics_ptr += first_query
-    offset = 0
-    if BOTTOM_RIGHT:
-        offset = N_KEYS - N_QUERIES
-    prefix = 0
-    if HAS_PREFIX:
-        prefix = tl.load(prefix_ptr + batch)
-    slope = 0.0
-    if HAS_ALIBI:
-        slope = tl.load(slopes_ptr + batch * N_HEADS + head) * LOG2_E
-    if HAS_BIAS:
+    mask = mask_of(batch, N_QUERIES, N_KEYS, window_left, window_right, prefix_ptr, OPTIONS)
+    slope = slope_of(slopes_ptr, batch, N_HEADS, head, OPTIONS)
+    if OPTIONS.has_bias:
         bias_ptr += b * stride_bb + h * stride_bh
 
     start, full_start, full_stop, stop = key_range(
-        query_start, offset, N_KEYS, window_left, window_right, prefix, Q_TILE_SIZE, K_TILE_SIZE,
-        HAS_LEFT, HAS_PREFIX, is_causal,
-    )  # fmt: skip
-    rows = tile_indices(Q_TILE_SIZE, WIDE)
-    keys = tile_indices(K_TILE_SIZE, WIDE)
-    columns = tl.arange(0, D_PADDED)
-    value_columns = tl.arange(0, E_PADDED)
+        query_start, mask, Q_TILE_SIZE, K_TILE_SIZE, is_causal, OPTIONS
+    )
+    rows = tile_indices(Q_TILE_SIZE, OPTIONS.wide)
+    keys = tile_indices(K_TILE_SIZE, OPTIONS.wide)
+    columns = tl.arange(0, OPTIONS.d_padded)
+    value_columns = tl.arange(0, OPTIONS.e_padded)
     queries = query_start + tl.arange(0, Q_TILE_SIZE)
     n_rows = N_QUERIES - query_start
     first = query_start.to(tl.int64)
     q = load_rows(Q_ptr + first * stride_qq, rows, columns, stride_qq, n_rows, D, True)
-    do = load_rows(dO_ptr + first * stride_doq, rows, value_columns, stride_doq, n_rows, E, True)
-    logsumexp = load_statistic(statistics_ptr, queries, N_QUERIES, float("inf"), PACKED)
-    delta = load_statistic(statistics_ptr + N_PADDED, queries, N_QUERIES, 0.0, PACKED)
+    do_tile = dO_ptr + first * stride_doq
+    do = load_rows(do_tile, rows, value_columns, stride_doq, n_rows, OPTIONS.e, True)
+    logsumexp = load_statistic(statistics_ptr, queries, N_QUERIES, float("inf"), OPTIONS.packed)
+    delta = load_statistic(statistics_ptr + N_PADDED, queries, N_QUERIES, 0.0, OPTIONS.packed)
 
-    dq = tl.zeros([Q_TILE_SIZE, D_PADDED], tl.float32)
-    if HAS_LEFT:
-        dq = _differentiate_queries(
-            dq, q, do, logsumexp, delta, K, V, batch, kv_head, stride_kk, stride_vk,
-            start, tl.minimum(full_start, stop), queries, keys, columns, value_columns, offset,
-            N_KEYS, window_left, window_right, prefix, slope, bias_ptr, stride_bq, stride_bk,
-            N_QUERIES, scale, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX,
-            HAS_ALIBI, HAS_BIAS, PRECISION, INTERPRETED, USE_TMA, is_causal, True,
-        )  # fmt: skip
-    dq = _differentiate_queries(
-        dq, q, do, logsumexp, delta, K, V, batch, kv_head, stride_kk, stride_vk,
-        full_start, full_stop, queries, keys, columns, value_columns, offset,
-        N_KEYS, window_left, window_right, prefix, slope, bias_ptr, stride_bq, stride_bk,
-        N_QUERIES, scale, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX,
-        HAS_ALIBI, HAS_BIAS, PRECISION, INTERPRETED, USE_TMA, is_causal, False,
-    )  # fmt: skip
-    dq = _differentiate_queries(
-        dq, q, do, logsumexp, delta, K, V, batch, kv_head, stride_kk, stride_vk,
-        tl.maximum(full_start, full_stop), stop, queries, keys, columns, value_columns, offset,
-        N_KEYS, window_left, window_right, prefix, slope, bias_ptr, stride_bq, stride_bk,
-        N_QUERIES, scale, softcap, D, E, K_TILE_SIZE, HAS_SOFTCAP, HAS_LEFT, HAS_PREFIX,
-        HAS_ALIBI, HAS_BIAS, PRECISION, INTERPRETED, USE_TMA, is_causal, True,
-    )  # fmt: skip
+    dq = tl.zeros([Q_TILE_SIZE, OPTIONS.d_padded], tl.float32)
+    starts = (start, full_start, tl.maximum(full_start, full_stop))
+    stops = (tl.minimum(full_start, stop), full_stop, stop)
+    for part in tl.static_range(3):  # a window's left edge, whole tiles, the right edge
+        if part > 0 or OPTIONS.has_left:
+            dq = _differentiate_queries(
+                dq, q, do, logsumexp, delta, K, V, (batch, kv_head), (stride_kk, stride_vk),
+                starts[part], stops[part], queries, keys, columns, value_columns, mask,
+                (slope, bias_ptr, stride_bq, stride_bk), (scale, softcap), D, is_causal, OPTIONS,
+                part != 1,
+            )  # fmt: skip
     store_rows(dQ_ptr + first * stride_dqq, dq * scale, rows, columns, stride_dqq, n_rows, D)
 
 
@@ -272,8 +219,8 @@ def query_pass_launch(layout: BackwardLayout, tiles: Tiles) -> Launch:
         "statistics_ptr": torch.float32,
         **layout.given,
     }
-    constants = layout.constants(query_pass_kernel, tiles)
-    if constants["USE_TMA"]:
+    options = layout.options(KernelOptions, query_pass_kernel, tiles)
+    if options.use_tma:
         block = [1, 1, tiles.keys]
         for i, name, columns in ((1, "K", width), (2, "V", value_width)):
             shape, strides = layout.shapes[i], layout.strides[i]
@@ -285,7 +232,7 @@ def query_pass_launch(layout: BackwardLayout, tiles: Tiles) -> Launch:
         -(-n_queries // tiles.queries) * batch * heads,
         parameters,
         {**layout.numbers(), **stride_numbers(dq=dq), "N_HEADS": heads},
-        constants,
+        layout.constants(tiles, options),
         warps=tiles.warps,
         stages=tiles.stages,
         registers=register_limit(layout.specialization, tiles, dtype, max(width, value_width)),

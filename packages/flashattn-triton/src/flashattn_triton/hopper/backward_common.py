@@ -1,0 +1,342 @@
+# Kernels are typed by Triton's compiler, not by annotations.
+# mypy: disable-error-code="no-untyped-def,attr-defined,assignment"
+"""Functions that the three backward kernels on sm_90 share; each kernel's ``_step`` is its own.
+
+A program owns a tile of keys of one key head, and walks over the tiles of queries of the query
+heads that share it. Functions pass on what belongs together as tuples:
+
+    loads       descriptors of Q, K, V, dO and the statistics
+    buffers     shared memory of K, V, Q, dO and the statistics, tiles first
+    barriers    the TMA has loaded K and V; a tile of Q; a tile of dO; consumers may add to dQ
+    work        (sizes of the problem, table of a packed batch, band), see :func:`work_of_program`
+
+Legend as in ``backward_kernel``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from flashattn_triton.hopper.backward_products import STATISTICS
+from flashattn_triton.hopper.schedule import (
+    WARPS,
+    allow_addition,
+    key_tile_of_program,
+    load_tile,
+    next_query_tile,
+    query_tiles,
+    ring_of,
+    tiles_before,
+    walk,
+)
+from flashattn_triton.hopper.support import (
+    named_barrier_sync_at,
+    signal_successors,
+    tma_load,
+)
+
+STAGES = gl.constexpr(2)  # tiles of Q and of dO that are in shared memory at a time
+DS_BUFFERS = gl.constexpr(3)  # tiles of dS: written, read, and still read by the slower consumer
+
+# Hardware barriers, the first of several each, where consumers own keys. Consumers arrive at
+# DO_EMPTY + slot or at Q_EMPTY + slot when they have read that slot, and the producer waits there
+# before it loads the next tile into it. At the four barriers from DS_WRITTEN on, each consumer
+# tells the other that it has written its half of dS (see ds_written). Arrivals at barriers in
+# shared memory would need a barrier among a consumer's own warps first; arrivals at these do not.
+DO_EMPTY = gl.constexpr(0)
+Q_EMPTY = gl.constexpr(2)
+DS_WRITTEN = gl.constexpr(4)
+CONSUMERS = gl.constexpr(256)  # threads
+EVERYBODY = gl.constexpr(384)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardOptions:
+    """Compile-time options of the backward kernels.
+
+    columns: of tiles that are not cut into parts, those in use.
+    ragged: the last tile has keys past the end.
+    is_causal: no query sees a key after its diagonal.
+    has_left: no query sees a key more than ``band`` before its diagonal.
+    packed: sequences are packed; ``bottom_right`` adds the difference of a sequence's lengths.
+    ordered: programs add to a tile of dQ in a fixed order.
+    ring: the most programs of a ring; 0 unless ``ordered`` and without a mask.
+    """
+
+    columns: int
+    ragged: bool
+    is_causal: bool
+    has_left: bool
+    packed: bool
+    bottom_right: bool
+    ordered: bool
+    ring: int
+
+
+# ---- entry ---------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def allocate_tiles(DTYPE: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Shared memory of N tiles, which the TMA and products read."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], DTYPE)
+    return gl.allocate_shared_memory(DTYPE, [N, ROWS, COLUMNS], LAYOUT)
+
+
+@gluon.jit
+def allocate_buffers(loads, PARTS: gl.constexpr = 1):
+    """Shared memory of what descriptors load; Q and K in so many parts."""
+    q_desc, k_desc, v_desc, do_desc, statistics_desc = loads
+    DTYPE: gl.constexpr = q_desc.dtype
+    KEYS: gl.constexpr = k_desc.block_shape[-2]
+    QUERIES: gl.constexpr = q_desc.block_shape[-2]
+    k_smem = allocate_tiles(DTYPE, PARTS, KEYS, k_desc.block_shape[-1])
+    v_smem = allocate_tiles(DTYPE, 1, KEYS, v_desc.block_shape[-1])
+    q_smem = allocate_tiles(DTYPE, STAGES * PARTS, QUERIES, q_desc.block_shape[-1])
+    do_smem = allocate_tiles(DTYPE, STAGES, QUERIES, do_desc.block_shape[-1])
+    statistics_smem = gl.allocate_shared_memory(
+        gl.bfloat16, [STAGES, QUERIES, STATISTICS], statistics_desc.layout
+    )
+    return k_smem, v_smem, q_smem, do_smem, statistics_smem
+
+
+@gluon.jit
+def allocate_barriers(ADDITIONS: gl.constexpr):
+    """Barriers in shared memory. ADDITIONS: how many say that consumers may add to dQ."""
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    mbarrier.init(kv_full, count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(do_full.index(i), count=1)
+    may_add = q_full  # of no use
+    if ADDITIONS > 0:
+        may_add = gl.allocate_shared_memory(gl.int64, [ADDITIONS, 1], BARRIER)
+        for i in gl.static_range(ADDITIONS):
+            mbarrier.init(may_add.index(i), count=1)
+    return kv_full, q_full, do_full, may_add
+
+
+@gluon.jit
+def has_work(work, OPTIONS: gl.constexpr):
+    """Whether there is a tile of keys for this program, of which there may be more than tiles."""
+    sizes, tiles_ptr, _ = work
+    present = True
+    if OPTIONS.packed:
+        present = gl.program_id(0) < gl.load(tiles_ptr) * sizes[2]
+    return present
+
+
+# ---- walk ----------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def work_of_program(work, KEYS: gl.constexpr, QUERIES: gl.constexpr, OPTIONS: gl.constexpr):
+    """The tile of keys of this program, and its walk over tiles of queries.
+
+    ``work``: (sizes, table of a packed batch, band); sizes are N_QUERIES, N_KEYS, N_KV_HEADS,
+    HEADS_PER_KV and offset.
+
+    Returns:
+        (first key, key head, keys, offset, q_at, k_at) of the sequence; the walk over one head:
+        (first tile, last, the one after the last, how many); and where its tiles are: (tiles of a
+        head, tiles before the sequence's, programs of a ring).
+    """
+    sizes, tiles_ptr, band = work
+    _, _, N_KV_HEADS, HEADS_PER_KV, _ = sizes
+    first_key, kv_head, n_queries, n_keys, offset, q_at, k_at, sequence = key_tile_of_program(
+        sizes, tiles_ptr, KEYS, OPTIONS
+    )
+    n_tiles = query_tiles(n_queries, QUERIES, OPTIONS.packed)
+    ring = ring_of(n_keys, n_tiles, OPTIONS.ring, KEYS, QUERIES)
+    walked = walk(first_key, offset, band, n_tiles, KEYS, QUERIES, OPTIONS, ring)
+    n_heads = N_KV_HEADS * HEADS_PER_KV
+    first_tile = tiles_before(q_at, n_queries, sequence, n_heads, n_tiles, QUERIES, OPTIONS.packed)
+    return (first_key, kv_head, n_keys, offset, q_at, k_at), walked, (n_tiles, first_tile, ring)
+
+
+@gluon.jit
+def wrapped(tile, n_tiles):
+    """``tile``, counted on from tile 0 after the last one, where a walk begins in the middle."""
+    return gl.where(tile < n_tiles, tile, tile - n_tiles)
+
+
+@gluon.jit
+def steps_of_head(
+    diagonal, limits, per_head, KEYS: gl.constexpr, QUERIES: gl.constexpr, OPTIONS: gl.constexpr
+):
+    """Where the three parts of a head's steps begin, and where the last one ends.
+
+    In the second part every query sees each of a consumer's KEYS keys: only the others are masked.
+    ``limits``: (band, keys from the consumer's first one on).
+    """
+    band, n_keys = limits
+    n_masked = 0  # under a causal mask, all queries of a tile see all keys if the first one does
+    if OPTIONS.is_causal:
+        n_masked = min(max(gl.cdiv(KEYS - 1 - diagonal, QUERIES), 0), per_head)
+    n_seen = per_head  # from this step on, a window's left edge hides keys from some queries
+    if OPTIONS.has_left:  # all queries of a tile see all keys here if its last query does
+        n_seen = min(max((band - diagonal + 1) // QUERIES, n_masked), per_head)
+    if OPTIONS.ragged:
+        n_masked = gl.where(n_keys < KEYS, per_head, n_masked)
+        n_seen = max(n_seen, n_masked)
+    return 0, n_masked, n_seen, per_head
+
+
+@gluon.constexpr_function
+def has_part(part, options):
+    """Whether there can be steps in a part of :func:`steps_of_head`."""
+    return (options.is_causal or options.ragged, True, options.has_left)[part]
+
+
+# ---- producer ------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def load_keys(loads, barriers, buffers, tile, PACKED: gl.constexpr):
+    """Loads K and V of a program's ``tile``, which :func:`work_of_program` returned first."""
+    _, k_desc, v_desc, _, _ = loads
+    k_smem, v_smem, _, _, _ = buffers
+    first_key, kv_head, _, _, _, k_at = tile
+    PARTS: gl.constexpr = k_smem.shape[0]
+    PART: gl.constexpr = k_smem.shape[2]
+    BYTES: gl.constexpr = k_smem.shape[1] * (PARTS * PART + v_smem.shape[2]) * 2
+    full = barriers[0]
+    mbarrier.expect(full, BYTES)
+    for part in gl.static_range(PARTS):
+        k_part = k_smem.index(part)
+        load_tile(k_desc, k_at, kv_head, first_key, full, k_part, PACKED, part * PART)
+    load_tile(v_desc, k_at, kv_head, first_key, full, v_smem.index(0), PACKED)
+
+
+@gluon.jit
+def load_queries(loads, barriers, buffers, slot, at, head, tile, row, PACKED: gl.constexpr):
+    """Loads a tile of Q, with the statistics that begin at ``row``."""
+    k_smem, _, q_smem, _, statistics_smem = buffers
+    PARTS: gl.constexpr = k_smem.shape[0]
+    QUERIES: gl.constexpr = q_smem.shape[1]
+    PART: gl.constexpr = q_smem.shape[2]
+    full = barriers[1].index(slot)
+    mbarrier.expect(full, QUERIES * (PARTS * PART + STATISTICS) * 2)
+    for part in gl.static_range(PARTS):
+        q_part = q_smem.index(slot * PARTS + part)
+        load_tile(loads[0], at, head, tile * QUERIES, full, q_part, PACKED, part * PART)
+    tma_load(loads[4], [row, 0], full, statistics_smem.index(slot))
+
+
+@gluon.jit
+def load_output_gradient(loads, barriers, buffers, slot, at, head, tile, PACKED: gl.constexpr):
+    """Loads a tile of dO."""
+    do_smem = buffers[3]
+    QUERIES: gl.constexpr = do_smem.shape[1]
+    full = barriers[2].index(slot)
+    mbarrier.expect(full, QUERIES * do_smem.shape[2] * 2)
+    load_tile(loads[3], at, head, tile * QUERIES, full, do_smem.index(slot), PACKED)
+
+
+@gluon.jit
+def producer(
+    loads,
+    barriers,
+    buffers,
+    order_counters_ptr,
+    work,
+    OPTIONS: gl.constexpr,
+    SIGNALS: gl.constexpr,  # the producer signals for the consumers, else they do so themselves
+):
+    """Fetches K and V once, then each step's dO, and Q with L and delta, if consumers own keys."""
+    KEYS: gl.constexpr = buffers[0].shape[1]
+    QUERIES: gl.constexpr = buffers[2].shape[1]
+    own, walked, tiles = work_of_program(work, KEYS, QUERIES, OPTIONS)
+    _, kv_head, _, _, q_at, _ = own
+    first, _, _, per_head = walked
+    n_tiles, first_tile, _ = tiles
+    HEADS_PER_KV = work[0][3]
+    steps = per_head * HEADS_PER_KV
+    load_keys(loads, barriers, buffers, own, OPTIONS.packed)
+    may_add = barriers[3]
+    tile = first
+    head = kv_head * HEADS_PER_KV
+    tile_to_add = tile
+    head_to_add = head
+    order_counter = order_counters_ptr
+    for step in range(steps + STAGES):
+        slot = step % STAGES
+        if OPTIONS.ordered and not SIGNALS:
+            # Of the step whose dQ comes next: its counter is read ahead, because that takes long.
+            ready = step - STAGES
+            if ready >= 0:
+                order_counter = order_counters_ptr + first_tile + head_to_add * n_tiles
+                order_counter += tile_to_add
+                allow_addition(
+                    may_add.index(slot), order_counter, tile_to_add, own, walked, tiles, KEYS,
+                    QUERIES, OPTIONS.is_causal, 2 * WARPS,
+                )  # fmt: skip
+                tile_to_add, head_to_add = next_query_tile(tile_to_add, head_to_add, walked)
+        row = (first_tile + head * n_tiles + tile) * QUERIES  # of all heads' tiles
+        if step >= STAGES:
+            named_barrier_sync_at(DO_EMPTY + slot, EVERYBODY)
+        if step < steps:
+            load_output_gradient(loads, barriers, buffers, slot, q_at, head, tile, OPTIONS.packed)
+        if step >= STAGES:
+            named_barrier_sync_at(Q_EMPTY + slot, EVERYBODY)
+        if step <= steps:  # the last step issues the scores of a tile that nobody uses
+            load_queries(loads, barriers, buffers, slot, q_at, head, tile, row, OPTIONS.packed)
+        if OPTIONS.ordered and SIGNALS:
+            # The consumers have given back Q of STAGES steps before, in which they added to the
+            # tile of one step before that. In their next step they add to this one's.
+            if step > STAGES:
+                signal_successors(order_counter, gl.to_tensor(True))
+            if step >= STAGES:
+                order_counter = order_counters_ptr + first_tile + head_to_add * n_tiles
+                order_counter += tile_to_add
+                allow_addition(
+                    may_add.index(0), order_counter, tile_to_add, own, walked, tiles, KEYS,
+                    QUERIES, OPTIONS.is_causal, WARPS,
+                )  # fmt: skip
+                tile_to_add, head_to_add = next_query_tile(tile_to_add, head_to_add, walked)
+        if step + 1 < steps:
+            tile, head = next_query_tile(tile, head, walked)
+    if OPTIONS.ordered and SIGNALS:  # after the loop, the consumers add to the last tile
+        named_barrier_sync_at(Q_EMPTY + steps % STAGES, EVERYBODY)
+        signal_successors(order_counter, gl.to_tensor(True))
+
+
+# ---- consumer ------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def fragment_offsets(WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
+    """Offsets of the first WIDTH columns of a (64, 64) fp32 block.
+
+    A thread's elements are groups of four.
+    """
+    rows = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), 1)
+    columns = gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT)), 0)
+    return (columns // 8) * 512 + ((rows // 16) * 32 + (rows % 8) * 4 + (columns % 8) // 2) * 4
+
+
+@gluon.jit
+def ds_written(CONSUMER: gl.constexpr, steps):
+    """The barrier at which ``CONSUMER`` arrives when it has written dS of ``steps`` steps.
+
+    In step n a consumer waits at the other consumer's barrier for n steps, writes its half of dS,
+    arrives at its own barrier for n + 1 steps, and reads both halves of dS of step n - 1. It
+    arrives once before step 0, for 0 steps, and once after the last step, when it has read all dS.
+    Two barriers for each consumer and three buffers of dS are enough:
+
+    - A read is safe: both halves of dS of step n - 1 are complete after the wait for n steps, in
+      which all warps of the reading consumer take part.
+    - A write is safe: in step n it replaces dS of step n - 3. The other consumer reads that in its
+      step n - 2, at whose end its products are complete, and arrives for n steps after that.
+    - A barrier is free when it is used again: an arrival for n + 1 steps uses the barrier of n - 1
+      steps. It follows a wait for the other's n steps, and the other consumer waits for n - 1 steps
+      before it arrives for n.
+    """
+    return DS_WRITTEN + 2 * CONSUMER + steps % 2

@@ -1,0 +1,123 @@
+"""Compile-time options of the portable kernels: one object, which is one parameter of a kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import triton
+
+from flashattn_triton.launch import Strides, dot_precision, is_wide, padded
+from flashattn_triton.mask_and_bias import MaskAndBiasSpecialization
+from flashattn_triton.problem import Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelOptions:
+    """What every kernel and its functions are specialised on, besides D, tiles and ``is_causal``.
+
+    e: head_dim of value.
+    d_padded: and ``e_padded``: the powers of two at which D and E are computed.
+    packed: sequences are packed. bottom_right: the last query's diagonal ends at the last key.
+    has_left: no query sees a key more than a window before its diagonal.
+    alibi: 0 without slopes, ``primitives.CAUSAL_ALIBI`` where no key behind the diagonal is seen,
+        else 1.
+    wide: rows of one tile can be more than 2^31 elements apart.
+    precision: of products, see :func:`~flashattn_triton.launch.dot_precision`.
+    interpreted: Triton's interpreter runs the kernel.
+    use_tma: operands are loaded by the TMA, from descriptors. bias_tma: so is the bias.
+    """
+
+    e: int
+    d_padded: int
+    e_padded: int
+    packed: bool
+    bottom_right: bool
+    has_left: bool
+    has_softcap: bool
+    has_prefix: bool
+    alibi: int
+    has_bias: bool
+    wide: bool
+    precision: str
+    interpreted: bool
+    use_tma: bool
+    bias_tma: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardOptions(KernelOptions):
+    """Of the forward kernel."""
+
+    has_sinks: bool
+    negative_scale: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyPassOptions(KernelOptions):
+    """Of the key pass; see ``key_pass``.
+
+    dq_mode: how it adds its part of dQ. statistics_by_tma: from a descriptor.
+    """
+
+    dq_mode: int
+    statistics_by_tma: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class BiasPassOptions(KernelOptions):
+    """Of the bias pass.
+
+    columns: of operands that are multiplied at a time.
+    shared_by_queries: the bias has one row for all queries.
+    shared_by_keys: the bias has one column for all keys.
+    """
+
+    columns: int
+    shared_by_queries: bool
+    shared_by_keys: bool
+
+
+_Options = TypeVar("_Options", bound=KernelOptions)
+
+
+def kernel_options(
+    kind: type[_Options],
+    kernel: Any,
+    problem: Problem,
+    specialization: MaskAndBiasSpecialization,
+    head_dims: tuple[int, int],
+    dtype: torch.dtype,
+    strides: tuple[Strides, ...],
+    **others: Any,
+) -> _Options:
+    """Options of ``kernel`` for tensors with these strides.
+
+    Args:
+        kind: the class of its options.
+        kernel: the kernel.
+        problem: mask and soft-cap.
+        specialization: which tensors change the softmax.
+        head_dims: D of query and key, E of value.
+        dtype: of the inputs.
+        strides: of all matrices that the kernel reads or writes.
+        others: ``packed``, ``use_tma``, and what only ``kind`` has.
+    """
+    left, right = problem.band
+    one_sided = right is not None and right <= 0 and not specialization.prefix
+    return kind(
+        e=head_dims[1],
+        d_padded=padded(head_dims[0], dtype),
+        e_padded=padded(head_dims[1], dtype),
+        bottom_right=problem.bottom_right,
+        has_left=left is not None,
+        has_softcap=problem.softcap is not None,
+        has_prefix=specialization.prefix,
+        alibi=specialization.alibi and 1 + one_sided,
+        has_bias=specialization.bias_strides[0] is not None,
+        wide=is_wide(*strides),
+        precision=dot_precision(dtype),
+        interpreted=not isinstance(kernel, triton.JITFunction),
+        **others,
+    )
