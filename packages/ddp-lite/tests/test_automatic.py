@@ -258,7 +258,8 @@ def test_copies_serve_every_feature(tmp_path: Path, policy: Policy) -> None:
 OBSTACLES: dict[str, tuple[Any, str]] = {
     "two hosts": (
         lambda r: {"host": f"host-{r}"},
-        r"ranks on 2 hosts \(host-0, host-1\), inside each of which HierarchicalAverage can copy",
+        r"ranks on 2 hosts \(host-0, host-1\), inside each of which "
+        r"examples/hierarchical_average\.py can copy",
     ),
     "one GPU": (lambda r: {"gpu": 0}, "2 ranks on 1 GPUs"),
     "no access": (lambda r: {"reaches": r == 0}, "rank 1 without access to the GPU of rank 0"),

@@ -6,11 +6,11 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from hierarchical_average import HierarchicalAverage
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_lite import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP
-from ddp_lite.hooks import HierarchicalAverage
 from ddp_lite.peer import PeerCopyAverage, PeerMemory
 from ranks import run_ranks
 

@@ -13,7 +13,6 @@ from ddp_lite import (
     OverlapDDP,
     UnfinishedSynchronizationError,
 )
-from ddp_lite.model import warn_about_environment
 from ranks import run_ranks
 
 ALL = (NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP)
@@ -200,10 +199,3 @@ def sparse(rank: int, world_size: int) -> None:
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_sparse_gradients_are_refused_by_name() -> None:
     run_ranks(sparse, 2)
-
-
-def test_settings_that_destroy_overlap_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    with pytest.warns(UserWarning, match="CUDA_DEVICE_MAX_CONNECTIONS=1 is set"):
-        warn_about_environment(torch.device("cuda"))
-    warn_about_environment(torch.device("cpu"))

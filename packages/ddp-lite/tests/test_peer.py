@@ -14,10 +14,10 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import torch.distributed as dist
+from hierarchical_average import HierarchicalAverage
 from torch import Tensor, nn
 
 from ddp_lite import BucketedDDP, PeerFailureError, hooks
-from ddp_lite.hooks import HierarchicalAverage
 from ddp_lite.peer import PeerCopies, PeerCopyAverage, PeerMemory, choose_communication
 from ddp_lite.peer import schedule as peer_schedule
 from ddp_lite.peer.memory import Watch
@@ -387,7 +387,11 @@ def one_rank(rank: int, world_size: int) -> None:
         BucketedDDP(nn.Linear(2, 2), comm_hook=3)
     with pytest.raises(ValueError, match=r"wire_dtype must be a floating-point .* got 'bf16'\."):
         BucketedDDP(nn.Linear(2, 2), wire_dtype="bf16")
-    for name, instead in (("CompressTo", "wire_dtype="), ("PowerSGD", r"examples/power_sgd\.py")):
+    for name, instead in (
+        ("CompressTo", "wire_dtype="),
+        ("PowerSGD", r"examples/power_sgd\.py"),
+        ("HierarchicalAverage", r"examples/hierarchical_average\.py"),
+    ):
         with pytest.raises(
             ImportError, match=rf"ddp_lite\.hooks has no {name} any more: .*{instead}"
         ):

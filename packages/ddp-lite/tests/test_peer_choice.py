@@ -64,7 +64,7 @@ def test_large_messages_between_gpus_of_one_host_are_copied(ranks: list[Any]) ->
         (
             (THERE, "1"),
             r"ranks on 2 hosts \(host-a, host-b\), inside each of which "
-            r"HierarchicalAverage can copy",
+            r"examples/hierarchical_average\.py can copy",
         ),
         ((HERE, "0"), "2 ranks on 1 GPUs"),
         ((HERE, None), "rank 1 without a GPU"),

@@ -12,11 +12,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from hierarchical_average import HierarchicalAverage
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from ddp_lite import BucketedDDP, PeerFailureError
-from ddp_lite.hooks import HierarchicalAverage
 from ddp_lite.peer import PeerCopies, PeerCopyAverage, PeerMemory, choose_communication
 from ddp_lite.peer import kernel as peer_kernel
 from ranks import run_ranks

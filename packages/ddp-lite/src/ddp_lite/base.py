@@ -80,7 +80,6 @@ class DataParallelBase(TransparentWrapper, ABC):
         super().__init__(module)
         self.process_group, self.device = resolve_group(process_group), model.common_device(module)
         model.check_backend(self.process_group, self.device)
-        model.warn_about_environment(self.device)
         self._policy, self._auto_finish = missing_gradients, auto_finish
         self._stats: StepStats | None = None
         self._ranks = Ranks(self.process_group, self.device, type(self).__name__)

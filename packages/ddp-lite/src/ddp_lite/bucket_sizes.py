@@ -137,21 +137,3 @@ def _by_completion(
 ) -> list[tuple[int, ...]]:
     position = {spec.index: order for order, spec in enumerate(specs)}
     return sorted(groups, key=lambda group: max(position[index] for index in group))
-
-
-def typical_bytes(sizes: Iterable[int]) -> int:
-    """The size in bytes of the buckets that most of the gradients travel in.
-
-    Args:
-        sizes: of all buckets, in bytes.
-
-    Returns:
-        Half of all bytes are in buckets of at least this size; 0 if there are none.
-    """
-    largest_first = sorted(sizes, reverse=True)
-    half, so_far = sum(largest_first) / 2, 0
-    for size in largest_first:
-        so_far += size
-        if so_far >= half:
-            return size
-    return 0

@@ -11,8 +11,6 @@ Changes of a parameter's dtype or size are found when its gradient is about to b
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NoReturn
@@ -97,19 +95,6 @@ def check_backend(group: dist.ProcessGroup, device: torch.device) -> None:
             f"and the group's backends are {dist.get_backend_config(group)!r}. Move the module "
             "or initialise another backend."
         )
-
-
-def warn_about_environment(device: torch.device) -> None:
-    """Warns of settings that keep NCCL from running beside the backward pass."""
-    if device.type != "cuda":
-        return
-    for name, bad in (("CUDA_DEVICE_MAX_CONNECTIONS", "1"), ("TORCH_NCCL_ENABLE_TIMING", "1")):
-        if os.environ.get(name) == bad:
-            warnings.warn(
-                f"{name}={bad} is set: it serialises communication with the backward pass, so "
-                "nothing will overlap; unset it",
-                stacklevel=5,
-            )
 
 
 class ModuleWatch:

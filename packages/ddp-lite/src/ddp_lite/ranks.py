@@ -101,8 +101,7 @@ def resolve_group(
         if group.ndim != 1:
             raise ValueError(
                 f"a device mesh must have one dimension, but got {group.ndim} "
-                f"({group.mesh_dim_names}). Pass one of them (mesh['name']), and a "
-                "HierarchicalAverage as comm_hook to use two"
+                f"({group.mesh_dim_names}). Pass one of them, mesh['name']"
             )
         return group.get_group()
     if not isinstance(group, dist.ProcessGroup):
@@ -238,22 +237,18 @@ class Ranks:
         Raises:
             StepMismatchError: on every rank, if a rank is about to run something else.
         """
-
-        def compare_and_call() -> Result:
-            self._compare(what)
-            return call(*arguments)
-
-        return self.call(what, compare_and_call)
+        if self.has_own_connections:
+            self.call(what, self._compare, what)
+        return self.call(what, call, *arguments)
 
     def _compare(self, what: str) -> None:
-        if self.has_own_connections:
-            digest = hashlib.sha256(f"{what} {self.step}".encode()).digest()
-            number = int.from_bytes(digest[:7], "big")
-            # max(x) == -max(-x) exactly when every rank sent the same x.
-            bounds = torch.tensor([number, -number], dtype=torch.int64)
-            all_reduce(self.control, bounds, dist.ReduceOp.MAX)
-            if bounds[0] != -bounds[1]:
-                raise self.disagreement(f"it is about to run {what}")
+        digest = hashlib.sha256(f"{what} {self.step}".encode()).digest()
+        number = int.from_bytes(digest[:7], "big")
+        # max(x) == -max(-x) exactly when every rank sent the same x.
+        bounds = torch.tensor([number, -number], dtype=torch.int64)
+        all_reduce(self.control, bounds, dist.ReduceOp.MAX)
+        if bounds[0] != -bounds[1]:
+            raise self.disagreement(f"it is about to run {what}")
 
     def raise_named(self, what: str, begin: float, error: RuntimeError) -> None:
         """Raises a backend's error with names; returns if it is no backend's, like lack of memory.

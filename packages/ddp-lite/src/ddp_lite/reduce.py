@@ -7,7 +7,7 @@ gradients:
 - ``InPlace``: the collective works on the gradients where autograd put them. Nothing is copied.
 - ``FlatCopy``: one copy into a flat tensor, and the gradients become views of it (2N).
 - ``wire.OnWire``: one converting copy into a flat tensor of a smaller dtype and one back.
-- ``by_hook.ByHook``: a function or object of the user's averages.
+- ``hooks.ByHook``: a function or object of the user's averages.
 
 A gradient that is missing on this rank takes part as zeros. ``messages`` are small tensors of the
 bucket's dtype that are averaged along with it. On CUDA, waiting makes the current stream wait and

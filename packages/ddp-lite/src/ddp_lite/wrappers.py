@@ -32,7 +32,7 @@ from ddp_lite.missing import Policy
 from ddp_lite.reduce import FlatCopy, InPlace, Way
 
 if TYPE_CHECKING:
-    from ddp_lite.by_hook import CommHook
+    from ddp_lite.hooks import CommHook
 
 
 class NaiveDDP(DataParallelBase):
@@ -191,12 +191,11 @@ class BucketedDDP(DataParallelBase):
             return "collectives: wire_dtype is sent by them, and copies send gradients as they are"
         if not _is_gpu(self.device):
             return f"collectives: copies are between GPUs, and the messages are on {self.device}"
-        from ddp_lite.bucket_sizes import typical_bytes
-        from ddp_lite.by_hook import ByHook
+        from ddp_lite.hooks import ByHook
         from ddp_lite.peer.hook import chosen_hook
 
-        size = typical_bytes(bucket.nbytes for bucket in self._engine.buckets)
-        hook, choice = chosen_hook(self.process_group, size, self.device)
+        sizes = [bucket.nbytes for bucket in self._engine.buckets]
+        hook, choice = chosen_hook(self.process_group, sizes, self.device)
         if hook is not None:
             self._engine.way = ByHook(hook)
         return str(choice)
@@ -223,7 +222,7 @@ def _chosen_way(
 ) -> Way:
     """The way that a user's arguments ask for; for "auto", until copies turn out to be better."""
     if comm_hook is not None and comm_hook not in ("auto", "collectives"):
-        from ddp_lite.by_hook import ByHook
+        from ddp_lite.hooks import ByHook
 
         way = ByHook(comm_hook)
         if wire_dtype is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Never
 
@@ -115,14 +115,15 @@ def choose_communication(
 
 def chosen_hook(
     group: dist.ProcessGroup,
-    message_bytes: int,
+    bucket_bytes: Iterable[int],
     device: torch.device,
 ) -> tuple[PeerCopyAverage | None, Communication]:
     """The hook that ``choose_communication`` leads to, None for the group's collectives, and why.
 
     A GPU without enough free memory, or whose memory cannot be shared, leads to collectives too.
+    ``bucket_bytes``: sizes of all buckets.
     """
-    choice = choose_communication(group, message_bytes, device)
+    choice = choose_communication(group, typical_bytes(bucket_bytes), device)
     if choice.name != "peer-copy":
         return None, choice
     try:
@@ -135,3 +136,21 @@ def chosen_hook(
         "torch.cuda.memory_allocated does not count"
     )
     return PeerCopyAverage(memory), replace(choice, reason=reason)
+
+
+def typical_bytes(sizes: Iterable[int]) -> int:
+    """The size in bytes of the buckets that most of the gradients travel in.
+
+    Args:
+        sizes: of all buckets, in bytes.
+
+    Returns:
+        Half of all bytes are in buckets of at least this size; 0 if there are none.
+    """
+    largest_first = sorted(sizes, reverse=True)
+    half, so_far = sum(largest_first) / 2, 0
+    for size in largest_first:
+        so_far += size
+        if so_far >= half:
+            return size
+    return 0
