@@ -95,7 +95,11 @@ def run_ranks(
 
 
 def run_case(
-    function: Callable[..., Any], world_size: int, cases: Iterable[Any], *case: Any
+    function: Callable[..., Any],
+    world_size: int,
+    cases: Iterable[Any],
+    *case: Any,
+    backend: str = "gloo",
 ) -> list[Any]:
     """One of several cases that share a start of ranks, so that each is a test of its own.
 
@@ -106,6 +110,7 @@ def run_case(
         function: a module-level function of a test file.
         cases: all of them, in this order: names or numbers, or tuples of these.
         case: the one that is asked for.
+        backend: see ``run_ranks``.
 
     Returns:
         What each rank returned, in rank order.
@@ -114,7 +119,7 @@ def run_case(
         RanksFailed: with the traceback of each rank on which this case, or one before it, failed.
     """
     tuples = tuple(each if isinstance(each, tuple) else (each,) for each in cases)
-    outcomes = _outcomes_of_all(function, world_size, tuples)
+    outcomes = _outcomes_of_all(function, world_size, tuples, backend)
     failed, values = [], []
     for outcome in outcomes:
         found = outcome.value if outcome.ok else {}
@@ -132,10 +137,13 @@ def run_case(
 
 @functools.lru_cache(maxsize=2)  # the tests of a function come one after the other
 def _outcomes_of_all(
-    function: Callable[..., Any], world_size: int, cases: tuple[tuple[Any, ...], ...]
+    function: Callable[..., Any],
+    world_size: int,
+    cases: tuple[tuple[Any, ...], ...],
+    backend: str,
 ) -> list[RankOutcome]:
     source = (Path(inspect.getfile(function)).resolve(), function.__qualname__)
-    return run_ranks(_all_cases, world_size, source, cases, check=False)
+    return run_ranks(_all_cases, world_size, source, cases, backend=backend, check=False)
 
 
 def _all_cases(
