@@ -97,18 +97,6 @@ class Arrivals:
         late: indices of started buckets whose parameters got more gradient since.
     """
 
-    __slots__ = (
-        "accumulating",
-        "begun",
-        "bucket_of",
-        "engine",
-        "late",
-        "marks",
-        "next",
-        "order",
-        "outstanding",
-    )
-
     def __init__(self, engine: Engine) -> None:
         self.engine = weakref.ref(engine)
         self.accumulating = False

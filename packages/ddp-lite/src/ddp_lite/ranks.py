@@ -50,13 +50,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_lite.errors import (
     ModelMismatchError,
     PeerFailureError,
     StepMismatchError,
-    StoreTimeoutError,
     SynchronizationError,
 )
 
@@ -348,18 +348,12 @@ class Ranks:
         """
         if self.size == 1:
             return
-        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for tensor in tensors:
-            value = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            if value.numel():
-                kinds.setdefault((value.dtype, value.device), []).append(value)
+        views = [torch.view_as_real(t) if t.is_complex() else t for t in tensors if t.numel()]
         with torch.no_grad():
-            for chunk in (chunk for values in kinds.values() for chunk in _chunks(values)):
-                flat = torch.cat([value.reshape(-1) for value in chunk])
+            for chunk in _take_tensors(views, _BROADCAST_CHUNK_BYTES):
+                flat = _flatten_dense_tensors(chunk)
                 broadcast(self.control, flat)
-                pieces = flat.split([value.numel() for value in chunk])
-                for value, piece in zip(chunk, pieces, strict=True):
-                    value.copy_(piece.view(value.shape))
+                torch._foreach_copy_(chunk, list(_unflatten_dense_tensors(flat, chunk)))
 
     # -- ranks that fail, stray or stay away -----------------------------------------------------
 
@@ -525,7 +519,7 @@ def _within(seconds: float, call: Callable[[], Result]) -> Result:
     """Calls ``call`` in a thread of its own and waits for it no longer than ``seconds``.
 
     Raises:
-        StoreTimeoutError: it had not returned by then. Nothing can end the thread, so it stays.
+        DistStoreError: it had not returned by then. Nothing can end the thread, so it stays.
         RuntimeError: as ``call`` did.
     """
     results: list[Result] = []
@@ -543,7 +537,7 @@ def _within(seconds: float, call: Callable[[], Result]) -> Result:
     if errors:
         raise errors[0]
     if not results:
-        raise StoreTimeoutError(f"no answer within {seconds:.0f} s")
+        raise dist.DistStoreError(f"no answer within {seconds:.0f} s")
     return results[0]
 
 
@@ -650,18 +644,6 @@ def _to_bytes(values: Tensor) -> bytearray:
     memory = bytearray(values.numel())
     torch.frombuffer(memory, dtype=torch.uint8).copy_(values)
     return memory
-
-
-def _chunks(values: Sequence[Tensor]) -> list[list[Tensor]]:
-    chunks: list[list[Tensor]] = []
-    used = 0
-    for value in values:
-        if not chunks or used + value.nbytes > _BROADCAST_CHUNK_BYTES:
-            chunks.append([])
-            used = 0
-        chunks[-1].append(value)
-        used += value.nbytes
-    return chunks
 
 
 # -- words -------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -79,13 +79,6 @@ class Reduction:
         return self._averages
 
 
-class Completed:
-    """A result that is there already."""
-
-    def wait(self) -> None:
-        """Returns at once."""
-
-
 # -- the collective ----------------------------------------------------------------------------
 
 
@@ -125,7 +118,7 @@ class Averager:
             nbytes: size of all, for the count; None asks the tensors, which takes longer.
         """
         if self.ranks.size == 1:
-            return Completed()
+            return Reduction((), ())
         if os.getpid() != self._process:
             self.ranks.require_same_process()
         values = list(tensors)
@@ -155,20 +148,6 @@ class Averager:
         """Counts a collective that was started elsewhere."""
         self.collectives += 1
         self.bytes += nbytes
-
-    def describe(self, dtypes: Iterable[torch.dtype]) -> str:
-        """The reductions used for some dtypes, in words."""
-        return ", ".join(
-            f"{self._describe(dtype)} in {str(dtype).removeprefix('torch.')}"
-            for dtype in sorted(set(dtypes), key=str)
-        )
-
-    def _describe(self, dtype: torch.dtype) -> str:
-        if self.ranks.size == 1:
-            return "none (one rank)"
-        if dtype == torch.float16:
-            return f"SUM of values/{self._half_divisor()}, then scaled"
-        return "AVG" if self._scale_after is None else "SUM, then scaled"
 
     def _half_divisor(self) -> int:
         return 1 << math.ceil(math.log2(self.ranks.size) / 2)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ddp_lite.base import DataParallelBase, refuse_unknown
+from ddp_lite.base import DataParallelBase
 from ddp_lite.buckets import Bucket, one_per_kind, one_per_parameter
 from ddp_lite.missing import Policy
 from ddp_lite.reduce import FlatCopy, InPlace, Way
@@ -133,7 +133,6 @@ class BucketedDDP(DataParallelBase):
         auto_finish: bool = True,
         **unknown: Never,
     ) -> None:
-        refuse_unknown(type(self), unknown)
         from ddp_lite.bucket_sizes import BucketSizes
 
         # The base class makes the plan in its constructor, so the settings come first.
@@ -145,11 +144,19 @@ class BucketedDDP(DataParallelBase):
         self._rebucket = isinstance(self._hook, str) if rebucket is None else rebucket
         asked = "there is nothing to average" if comm_hook == "auto" else "as comm_hook asks"
         self._choice = f"collectives: {asked}"
+        self._settings = {
+            **self._sizes.settings,
+            "copy": str(copy),
+            "wire_dtype": str(wire_dtype),
+            "comm_hook": self._hook if isinstance(self._hook, str) else _named(self._hook),
+            "rebucket": str(self._rebucket),
+        }
         super().__init__(
             module,
             process_group=process_group,
             missing_gradients=missing_gradients,
             auto_finish=auto_finish,
+            **unknown,
         )
 
     @property
@@ -199,15 +206,6 @@ class BucketedDDP(DataParallelBase):
         if hook is not None:
             self._engine.way = ByHook(hook)
         return str(choice)
-
-    def _settings(self) -> dict[str, str]:
-        own = {
-            "copy": str(self._copy),
-            "wire_dtype": str(self._wire_dtype),
-            "comm_hook": self._hook if isinstance(self._hook, str) else _named(self._hook),
-            "rebucket": str(self._rebucket),
-        }
-        return super()._settings() | self._sizes.settings | own
 
     @property
     def _words(self) -> str:  # type: ignore[override]
