@@ -384,6 +384,13 @@ def test_ranks_agree_that_one_cannot_map_its_peers_memory() -> None:
     run_ranks(one_rank_cannot_map, 2)
 
 
+class Older:
+    """A gradient hook as they were."""
+
+    def reduce_gradients(self, bucket: object, gradients: object) -> None:
+        """Would return the averages."""
+
+
 def one_rank(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r'must be "auto", "collectives" or a hook, but got \'x'):
         BucketedDDP(nn.Linear(2, 2), comm_hook="x")
@@ -391,6 +398,8 @@ def one_rank(rank: int, world_size: int) -> None:
         ValueError, match=r'"auto", "collectives" or a hook, but got int\. A hook c'
     ):
         BucketedDDP(nn.Linear(2, 2), comm_hook=3)
+    with pytest.raises(ValueError, match=r"got Older\. A hook .* average_in_place\(bucket, grad"):
+        BucketedDDP(nn.Linear(2, 2), comm_hook=Older())
     with pytest.raises(ValueError, match=r"wire_dtype must be a floating-point .* got 'bf16'\."):
         BucketedDDP(nn.Linear(2, 2), wire_dtype="bf16")
     for name, instead in (

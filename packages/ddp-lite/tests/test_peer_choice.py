@@ -109,4 +109,4 @@ def test_a_hook_of_another_group_is_refused() -> None:
     other.group_name = "other"
     bucket: Any = SimpleNamespace(process_group=other, parameters=())
     with pytest.raises(ValueError, match=r"it is for two \(2 ranks\) and the wrapper's is other"):
-        hook.reduce_gradients(bucket, [])
+        hook.average_in_place(bucket, [])

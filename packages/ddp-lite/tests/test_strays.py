@@ -350,8 +350,12 @@ def test_layouts_in_memory_do_no_harm_after_wrapping(name: str) -> None:
     run_case(layouts, 2, ALL, name)
 
 
+def own_average(flat: torch.Tensor, bucket: object) -> dist.Work:
+    return dist.all_reduce(flat, dist.ReduceOp.AVG, async_op=True)
+
+
 def forked(rank: int, world_size: int, name: str) -> None:
-    wrapped = WRAPPERS[name](Net())
+    wrapped = BucketedDDP(Net(), comm_hook=own_average) if name == "hook" else WRAPPERS[name](Net())
     usual(wrapped)
     child = os.fork()
     if child == 0:
@@ -366,6 +370,6 @@ def forked(rank: int, world_size: int, name: str) -> None:
     usual(wrapped)  # the ranks themselves train on
 
 
-@pytest.mark.parametrize("name", ["naive", "bucketed"])
+@pytest.mark.parametrize("name", ["naive", "bucketed", "hook"])
 def test_backward_in_a_forked_child_is_an_error(name: str) -> None:
     run_ranks(forked, 2, name)

@@ -105,14 +105,13 @@ def plan_buckets(
     open_groups: dict[torch.dtype, tuple[list[int], int]] = {}
     left = sum(spec.nbytes for spec in specs)
     for spec in head:
-        kind = spec.dtype
-        group, room = open_groups.get(kind, ([], 0))
+        group, room = open_groups.get(spec.dtype, ([], 0))
         if not group or spec.nbytes > room:
             group = []
             groups.append(group)
             room = min(bucket_bytes, max(least, left // 2)) if taper else bucket_bytes
         group.append(spec.index)
-        open_groups[kind] = (group, room - spec.nbytes)
+        open_groups[spec.dtype] = (group, room - spec.nbytes)
         left -= spec.nbytes
     plan = _by_completion([tuple(group) for group in groups], specs)
     return [*plan, tuple(spec.index for spec in tail)] if tail else plan
@@ -120,11 +119,9 @@ def plan_buckets(
 
 def _tail(specs: Sequence[ParameterSpec], limit: int) -> Sequence[ParameterSpec]:
     """The longest end of ``specs`` of one kind within ``limit`` bytes; at least one parameter."""
-    used = 0
-    start = len(specs)
+    used, start = 0, len(specs)
     for spec in reversed(specs):
-        last = specs[-1]
-        same_kind = spec.dtype == last.dtype
+        same_kind = spec.dtype == specs[-1].dtype
         if start < len(specs) and (not same_kind or used + spec.nbytes > limit):
             break
         used += spec.nbytes

@@ -38,7 +38,7 @@ from ddp_lite.errors import MissingGradientError, UnfinishedSynchronizationError
 from ddp_lite.grad_hooks import Hooks, remove_all
 from ddp_lite.model import refuse_other_gradients
 from ddp_lite.ranks import Ranks, broadcast
-from ddp_lite.reduce import Averager, PendingGradients, Way
+from ddp_lite.reduce import Averager, Reduction, Way
 
 When = Literal["one by one after backward", "after backward", "in backward"]
 Plan = Callable[[Sequence[ParameterSpec]], list[tuple[int, ...]]]
@@ -234,7 +234,7 @@ class Engine:
     def _begin_step(self) -> None:
         self.arrivals.reset(self.buckets)
         self.started: list[Bucket] = []
-        self._in_flight: dict[Bucket, PendingGradients] = {}
+        self._in_flight: dict[Bucket, Reduction] = {}
         self._backward = None
         for task in self.tasks:
             task.begin(self)
@@ -261,6 +261,7 @@ class Engine:
     # 2. A bucket's reduction starts.
 
     def _start(self, bucket: Bucket, again: bool = False) -> None:
+        self.ranks.require_same_process()
         gradients = [parameter.grad for parameter in bucket.parameters]
         absent: list[int] = []
         if not _as_wrapped(bucket, gradients):
@@ -327,8 +328,9 @@ class Engine:
             self._put_back(bucket)
         if len(buckets) < len(self.buckets):
             # A rank that does this alone would meet other buckets of ranks in the next step. All
-            # buckets meet their likes there, and ``SameStep`` finds the difference.
-            self.ranks.together(f"a second reduction of the buckets {list(late)}", _nothing)
+            # buckets meet their likes there, and ``SameStep`` finds the difference. Comparing the
+            # words is all that ranks do here.
+            self.ranks.together(f"a second reduction of the buckets {list(late)}", lambda: None)
         for bucket in buckets:
             self._start(bucket, again=True)
 
@@ -441,7 +443,3 @@ def _as_wrapped(bucket: Bucket, gradients: Sequence[Any]) -> bool:
         )
     except (AttributeError, RuntimeError):  # None, sparse
         return False
-
-
-def _nothing() -> None:
-    """No collective of its own; comparing its name is all."""

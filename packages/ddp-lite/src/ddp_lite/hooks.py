@@ -14,7 +14,7 @@ from typing import Never, Protocol, runtime_checkable
 from torch import Tensor
 
 from ddp_lite.buckets import Bucket
-from ddp_lite.reduce import Averager, Gradients, PendingGradients, Reduction, Waitable, pack
+from ddp_lite.reduce import Averager, Gradients, Reduction, Waitable, contiguous, pack
 
 _REMOVED = {
     "Communication": "copies are a ddp_lite.peer.PeerCopies",
@@ -29,8 +29,8 @@ _REMOVED = {
 class GradientHook(Protocol):
     """A comm hook that takes the gradients where autograd put them, not in a flat tensor."""
 
-    def reduce_gradients(self, bucket: Bucket, gradients: Gradients) -> PendingGradients:
-        """Starts averaging the gradients of a complete bucket; None stands for zeros."""
+    def average_in_place(self, bucket: Bucket, gradients: Sequence[Tensor]) -> Waitable:
+        """Starts averaging the gradients of a complete bucket, contiguous ones of any shapes."""
 
 
 CommHook = Callable[[Tensor, Bucket], Waitable] | GradientHook
@@ -48,37 +48,29 @@ class ByHook:
             got = repr(hook) if isinstance(hook, str) else type(hook).__name__
             raise ValueError(
                 f'comm_hook must be "auto", "collectives" or a hook, but got {got}. A hook can be '
-                "called with (flat, bucket), or has reduce_gradients(bucket, gradients); see "
+                "called with (flat, bucket), or has average_in_place(bucket, gradients); see "
                 "ddp_lite.hooks and ddp_lite.peer"
             )
         self._hook = hook
 
     def __call__(
         self, average: Averager, bucket: Bucket, gradients: Gradients, messages: Sequence[Tensor]
-    ) -> PendingGradients:
+    ) -> Reduction:
         """See ``Way``."""
+        copies: Sequence[tuple[Tensor, Tensor]] = ()
         if isinstance(self._hook, GradientHook):
+            own, values, copies = contiguous(bucket, gradients)
             average.count(bucket.nbytes)
-            pending = self._hook.reduce_gradients(bucket, gradients)
-            return _WithMessages(pending, average(messages)) if messages else pending
-        bucket.flat = flat = bucket.parameters[0].new_empty(bucket.padded_numel)
-        views = pack(bucket, gradients, flat)
-        average.count(flat.nbytes)
-        work = self._hook(flat, bucket)
-        return Reduction((work, average(messages)) if messages else (work,), views)
+            work = self._hook.average_in_place(bucket, values)
+        else:
+            bucket.flat = flat = bucket.parameters[0].new_empty(bucket.padded_numel)
+            own = pack(bucket, gradients, flat)
+            average.count(flat.nbytes)
+            work = self._hook(flat, bucket)
+        return Reduction((work, average(messages)) if messages else (work,), own, copies)
 
     def __str__(self) -> str:
         return "handed to the comm hook"
-
-
-class _WithMessages:
-    def __init__(self, gradients: PendingGradients, messages: Waitable) -> None:
-        self._gradients, self._messages = gradients, messages
-
-    def wait(self) -> Sequence[Tensor]:
-        averages = self._gradients.wait()
-        self._messages.wait()
-        return averages
 
 
 def __getattr__(name: str) -> Never:

@@ -267,7 +267,7 @@ class Ranks:
         Raises:
             SynchronizationError: this process was forked from the one that built this object.
         """
-        if os.getpid() != self._me.pid:
+        if os.getpid() != self._me.pid and self.size > 1:
             raise SynchronizationError(
                 f"the {self.owner} of process {self._me.pid} cannot synchronise in process "
                 f"{os.getpid()}, which was forked from it: the forked process is no rank. Run "

@@ -15,7 +15,7 @@ from ddp_lite.peer.copies import PeerCopies, refuse_removed
 from ddp_lite.peer.memory import NEEDS, PeerMemory, SharedMemory, obstacle
 from ddp_lite.peer.schedule import SLOTS, rows_in_slot
 from ddp_lite.ranks import MEBIBYTE
-from ddp_lite.reduce import Reduction, contiguous
+from ddp_lite.reduce import Waitable
 
 #: Smaller messages are faster over NCCL: bus bandwidth on 4 H200s crosses at about this size.
 SMALLEST_MESSAGE_BYTES = 100 * MEBIBYTE
@@ -48,8 +48,8 @@ class PeerCopyAverage:
         self.copies = PeerCopies(memory)
         self.settings = f"rows of {memory.row_bytes} bytes"
 
-    def reduce_gradients(self, bucket: Bucket, gradients: Sequence[Tensor | None]) -> Reduction:
-        """Starts averaging the gradients where they lie; None stands for zeros."""
+    def average_in_place(self, bucket: Bucket, gradients: Sequence[Tensor]) -> Waitable:
+        """Starts averaging the gradients where they lie."""
         group = self.copies.memory.group
         if bucket.process_group.group_name != group.group_name:
             raise ValueError(
@@ -58,8 +58,7 @@ class PeerCopyAverage:
                 f"{bucket.process_group.group_name} ({bucket.process_group.size()} ranks). Build "
                 "PeerCopyAverage from the group that the wrapper is given"
             )
-        targets, values, copies = contiguous(bucket, gradients)
-        return Reduction((self.copies.average(values),), targets, copies)
+        return self.copies.average(gradients)
 
 
 @dataclass(frozen=True, kw_only=True)
