@@ -8,12 +8,14 @@ different sizes meet where ranks stray: gloo ends a process by SIGABRT that rece
 size than it expects.
 
 ``python packages/ddp-lite/tests/fault_suite.py docs/results/fault-suite.jsonl`` runs all of them
-and writes the rows that the package's documentation shows. ``test_fault_suite.py`` runs a sample,
-and all of ours nightly.
+and writes the rows that the package's documentation shows. With ``--gpus`` two ranks train on GPUs
+over NCCL, and the copies are real ones; ``--wrappers BucketedDDP,torch DDP`` leaves others out.
+``test_fault_suite.py`` runs a sample on CPUs, and all of ours nightly.
 """
 
 from __future__ import annotations
 
+import argparse
 import collections
 import contextlib
 import functools
@@ -405,14 +407,19 @@ def wrapper_named(name: str, folder: str) -> Any:
 
 
 def by_copies(folder: str) -> Any:
-    """Wraps modules in ``BucketedDDP`` with a hook of its own each, whose memory lies in files."""
-    from ddp_lite.peer import PeerCopyAverage
+    """Wraps modules in ``BucketedDDP`` with a hook of its own each; on CPUs its memory is files."""
+    from ddp_lite.peer import PeerCopyAverage, PeerMemory
     from process_memory import ProcessMemory
 
     numbers = itertools.count()
 
     def wrap(module: nn.Module) -> BucketedDDP:
-        memory = ProcessMemory(Path(folder) / f".memory-{next(numbers)}", row_bytes=256)
+        memory: Any
+        if dist.get_backend() == "nccl":
+            timeout = timedelta(seconds=TIMEOUT_S)
+            memory = PeerMemory(dist.group.WORLD, buffer_mb=1, timeout=timeout)  # type: ignore[arg-type]
+        else:
+            memory = ProcessMemory(Path(folder) / f".memory-{next(numbers)}", row_bytes=256)
         return BucketedDDP(module, 0.0001, comm_hook=PeerCopyAverage(memory))
 
     return wrap
@@ -420,6 +427,8 @@ def by_copies(folder: str) -> Any:
 
 def train(rank: int, world_size: int, name: str, fault: str, folder: str, timeout_s: float) -> None:
     """Trains with a fault. Appends a line per event to ``folder/RANK``: a hash, or an error."""
+    if dist.get_backend() == "nccl":
+        torch.set_default_device("cuda")
     wrapper = wrapper_named(name, folder)
     odd = rank == world_size - 1
     begin = time.monotonic()
@@ -460,7 +469,7 @@ def set_timeout(seconds: float) -> None:
 def hashed(module: nn.Module) -> str:
     digest = hashlib.sha256()
     for parameter in module.parameters():
-        digest.update(parameter.detach().float().numpy().tobytes())
+        digest.update(parameter.detach().float().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -485,17 +494,22 @@ class Result:
     seconds: float | None
 
 
-def inject(fault: str, name: str, world_size: int, timeout_s: float = TIMEOUT_S) -> Result:
+def inject(
+    fault: str, name: str, world_size: int, timeout_s: float = TIMEOUT_S, backend: str = "gloo"
+) -> Result:
     """Runs one fault and says how it ended.
 
     Args:
         timeout_s: of a collective, from the fault on.
+        backend: "gloo" on CPUs, "nccl" on GPUs.
     """
     from ranks import run_ranks
 
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         arguments = (name, fault, folder, timeout_s)
-        outcomes = run_ranks(train, world_size, *arguments, timeout=2 * HUNG_S, check=False)
+        outcomes = run_ranks(
+            train, world_size, *arguments, backend=backend, timeout=2 * HUNG_S, check=False
+        )
         events = [
             [json.loads(line) for line in (Path(folder) / str(rank)).read_text().splitlines()]
             for rank in range(world_size)
@@ -565,30 +579,39 @@ def by_fault(results: Iterable[Result]) -> Iterator[dict[str, object]]:
         yield row
 
 
-def main(target: Path) -> None:
+def main() -> None:
     """Runs the suite and writes its rows, in the layout of published rows."""
     from bench_harness.environment import git_state
 
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("target", type=Path, help="the file of rows")
+    parser.add_argument("--gpus", action="store_true", help="two ranks on GPUs, over NCCL")
+    parser.add_argument("--wrappers", default=",".join((*OURS, TORCHS)), help="names, with commas")
+    arguments = parser.parse_args()
+    machine, backend, sizes = f"{os.cpu_count()} CPU cores, gloo", "gloo", WORLD_SIZES
+    if arguments.gpus:
+        machine, backend, sizes = f"2 {torch.cuda.get_device_name()}, NCCL", "nccl", WORLD_SIZES[:1]
+        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # ranks name who is lost, as on gloo
     commit = (git_state(Path(__file__).parent) or {}).get("commit")
     results: list[Result] = []
-    for fault, name, world_size in itertools.product(NAMES, (*OURS, TORCHS), WORLD_SIZES):
+    for fault, name, size in itertools.product(NAMES, arguments.wrappers.split(","), sizes):
         if name == TORCHS and fault in NOT_TORCHS:
             continue
-        results.append(inject(fault, name, world_size))
+        results.append(inject(fault, name, size, backend=backend))
         print(json.dumps(asdict(results[-1])), flush=True)
-    with target.open("w", encoding="utf-8") as file:
+    with arguments.target.open("w", encoding="utf-8") as file:
         for label, rows in (
             ("runs", [asdict(result) for result in results]),
             ("by wrapper", list(summary(results))),
             ("by fault", list(by_fault(results))),
         ):
             about = {"experiment": "fault-suite", "case_key": label, "label": label}
-            machine = f"{os.cpu_count()} CPU cores, gloo, torch {torch.__version__}"
-            line = {**about, "commit": commit, "measured_on": machine, "config": {}, "rows": rows}
+            where = f"{machine}, torch {torch.__version__}"
+            line = {**about, "commit": commit, "measured_on": where, "config": {}, "rows": rows}
             file.write(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "support"))
     with contextlib.suppress(KeyboardInterrupt):
-        main(Path(sys.argv[1]))
+        main()
