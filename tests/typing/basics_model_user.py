@@ -28,7 +28,6 @@ from basics_model.attention import (
 from basics_model.captured_step import CaptureError
 from basics_model.checkpoint import checkpoint_path, list_checkpoints, prune_checkpoints
 from basics_model.generation import filter_logits
-from basics_model.memory import ActivationMemory, activation_memory
 from basics_model.model import RMSNorm, SwiGLU
 from basics_model.optimizer import cosine_learning_rate
 from basics_model.sizes import SizeName, model_flops
@@ -64,8 +63,7 @@ def model_and_data(path: Path, device: torch.device) -> float:
         1, max_learning_rate=1e-3, min_learning_rate=1e-4, warmup_steps=1, total_steps=10
     )
     flops: int = model_flops(config, batch=8, seq=64)
-    memory: ActivationMemory = activation_memory(config, batch=8, seq=64)
-    return sum(rates) + loss.item() + norm.item() + value + rate + flops + memory.total / 2**30
+    return sum(rates) + loss.item() + norm.item() + value + rate + flops
 
 
 def checkpoints(folder: Path, model: TransformerLM) -> Checkpoint:
