@@ -23,6 +23,7 @@ is freed at once and takes its hooks along. Outputs hold the engine until their 
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -207,6 +208,7 @@ class Engine:
         self.buckets: list[Bucket] = []
         self.finished = False
         self._plan, self._rebucket, self._rebucket_next = plan, rebucket, rebucket
+        self._process = os.getpid()
         self._backward: int | None = None  # the one that ends the step, by autograd's number
         self._hooks: list[Hooks] = []  # one, or none before ``adopt`` and after ``detach``
         weakref.finalize(self, remove_all, self._hooks).atexit = False
@@ -261,7 +263,8 @@ class Engine:
     # 2. A bucket's reduction starts.
 
     def _start(self, bucket: Bucket, again: bool = False) -> None:
-        self.ranks.require_same_process()
+        if os.getpid() != self._process:
+            self.ranks.require_same_process()
         gradients = [parameter.grad for parameter in bucket.parameters]
         absent: list[int] = []
         if not _as_wrapped(bucket, gradients):
