@@ -1,6 +1,7 @@
 """Files of ``train_lm.py``: which checkpoint a run continues, writing checkpoints, exporting."""
 
 import importlib.util
+import re
 import tempfile
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +19,32 @@ from basics_model import (
     save_checkpoint,
     save_safetensors,
 )
-from basics_model.checkpoint import checkpoint_path, list_checkpoints, prune_checkpoints
+
+_NAME = re.compile(r"step-(\d+)\.pt")
+
+
+def checkpoint_path(folder: Path | str, step: int) -> Path:
+    """Name of the checkpoint after ``step`` updates: ``folder/step-000000123.pt``."""
+    return Path(folder) / f"step-{step:09d}.pt"
+
+
+def list_checkpoints(folder: Path | str) -> list[Path]:
+    """Complete checkpoints named by :func:`checkpoint_path`, oldest first; [] without a folder."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        return []
+    steps = {
+        int(match[1]): path for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))
+    }
+    return [steps[step] for step in sorted(steps)]
+
+
+def prune_checkpoints(folder: Path | str, keep: int) -> None:
+    """Deletes all but the newest ``keep`` (at least 1) checkpoints of a folder."""
+    if keep < 1:
+        raise ValueError(f"keep must be at least 1, but got {keep}.")
+    for path in list_checkpoints(folder)[:-keep]:
+        path.unlink()
 
 
 def open_checkpoints(settings: Settings, identity: Mapping[str, Any]) -> Checkpoint | None:

@@ -57,9 +57,8 @@ from basics_model import (
     encode_bytes,
     generate,
     open_tokens,
-    restore_rng_state,
-    rng_state,
 )
+from basics_model.checkpoint import restore_rng_state
 from basics_model.sizes import model_flops
 from ddp_lite import PeerFailureError
 from shard_optim import CollectiveError
@@ -462,7 +461,6 @@ class Trainer:
                     step=self.step,
                     model=model,
                     optimizer=optimizer,
-                    rng=rng_state(),
                     extra={
                         "identity": self.inputs.identity,
                         "data": self.inputs.training.state_dict(),

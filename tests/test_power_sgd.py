@@ -1,21 +1,16 @@
 """``examples/power_sgd.py``: a comm hook that a user would write."""
 
 import gc
-import sys
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from power_sgd import PowerSGD, train
 from torch import nn
 
 from ddp_lite import BucketedDDP
 from ranks import run_ranks
-
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
-
-from power_sgd import PowerSGD, train
 
 
 def exact(rank: int, world_size: int) -> None:

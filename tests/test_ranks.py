@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from processes import all_end
-from ranks import RanksFailed, run_ranks
+from ranks import RanksFailed, run_case, run_ranks
 
 
 def total(rank: int, world_size: int, offset: int) -> float:
@@ -100,3 +100,24 @@ def test_signal_is_reported() -> None:
     assert outcomes[0].ok
     assert outcomes[1].exitcode == -signal.SIGKILL
     assert "died" in (outcomes[1].error or "")
+
+
+CASES = ("first", "second", "third")
+
+
+def all_but_the_second(rank: int, world_size: int, case: str) -> str:
+    if (rank, case) == (1, "second"):
+        raise ValueError("planted")
+    return f"{case} on rank {rank}, process {os.getpid()}"
+
+
+def test_cases_share_a_start_and_a_failure_names_its_case() -> None:
+    first = run_case(all_but_the_second, 2, CASES, "first")
+    assert [value.partition(",")[0] for value in first] == ["first on rank 0", "first on rank 1"]
+    with pytest.raises(RanksFailed, match=r"rank 1:\n(.*\n)*ValueError: planted"):
+        run_case(all_but_the_second, 2, CASES, "second")
+    with pytest.raises(
+        RanksFailed, match=r"rank 1 never got to this case: case \('second',\) failed"
+    ):
+        run_case(all_but_the_second, 2, CASES, "third")
+    assert run_case(all_but_the_second, 2, CASES, "first") == first

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from train_checkpoints import checkpoint_path, list_checkpoints, prune_checkpoints
 
-from basics_model import load_checkpoint, load_safetensors
-from basics_model.checkpoint import list_checkpoints
+from basics_model import Checkpoint, load_checkpoint, load_safetensors, save_checkpoint
 from tests.example_programs import EXAMPLES, Examples
 
 SCRIPT = EXAMPLES / "train_lm.py"
@@ -496,3 +496,18 @@ def test_two_gpus_train_and_continue(text: Path, tmp_path: Path, preset: str) ->
     assert ("by copies between GPUs" in output) == (preset == "fast")
     assert "continuing from step" in output
     assert losses(output)[40] < 1.0
+
+
+def test_folder_is_listed_by_step_and_pruned(tmp_path: Path) -> None:
+    assert list_checkpoints(tmp_path / "nowhere") == []
+    for step in (10, 2, 1_234_567_890):
+        save_checkpoint(checkpoint_path(tmp_path, step), Checkpoint(step=step, model={}))
+    (tmp_path / ".step-000000099.pt.tmp").touch()
+    (tmp_path / "notes.txt").touch()
+    steps = [load_checkpoint(path).step for path in list_checkpoints(tmp_path)]
+    assert steps == [2, 10, 1_234_567_890]
+    prune_checkpoints(tmp_path, keep=2)
+    assert [load_checkpoint(path).step for path in list_checkpoints(tmp_path)] == steps[1:]
+    assert (tmp_path / "notes.txt").exists()
+    with pytest.raises(ValueError, match="keep must be at least 1"):
+        prune_checkpoints(tmp_path, keep=0)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from train_checkpoints import checkpoint_path, list_checkpoints
 
 from basics_model import ModelConfig, TransformerLM, load_checkpoint
 from basics_model.attention import softmax_attention
-from basics_model.checkpoint import checkpoint_path, list_checkpoints
 from basics_model.sizes import model_flops
 from tests.example_programs import EXAMPLES, Examples
 

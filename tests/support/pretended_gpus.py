@@ -39,8 +39,8 @@ def pretended_gpus(
     asked = Mock(side_effect=all_gather_json)
     choose = peer_hook.chosen_hook
 
-    def chosen(group: Any, message_bytes: int, _device: object) -> Any:
-        return choose(group, message_bytes, torch.device("cuda", gpu))
+    def chosen(group: Any, bucket_bytes: Any, _device: object) -> Any:
+        return choose(group, bucket_bytes, torch.device("cuda", gpu))
 
     with ExitStack() as patches:
         for target, name, value in (

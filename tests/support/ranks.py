@@ -13,13 +13,15 @@ used in a process whose parent has asked for it.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import multiprocessing
 import multiprocessing.forkserver
 import sys
+import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -90,6 +92,74 @@ def run_ranks(
     if check and failed:
         raise RanksFailed("\n\n".join(map(_describe, failed)))
     return outcomes
+
+
+def run_case(
+    function: Callable[..., Any],
+    world_size: int,
+    cases: Iterable[Any],
+    *case: Any,
+    backend: str = "gloo",
+) -> list[Any]:
+    """One of several cases that share a start of ranks, so that each is a test of its own.
+
+    The first test that asks starts the ranks, which call ``function(rank, world_size, *case)`` for
+    one case after the other. A rank that fails in one takes no part in the cases after it.
+
+    Args:
+        function: a module-level function of a test file.
+        cases: all of them, in this order: names or numbers, or tuples of these.
+        case: the one that is asked for.
+        backend: see ``run_ranks``.
+
+    Returns:
+        What each rank returned, in rank order.
+
+    Raises:
+        RanksFailed: with the traceback of each rank on which this case, or one before it, failed.
+    """
+    tuples = tuple(each if isinstance(each, tuple) else (each,) for each in cases)
+    outcomes = _outcomes_of_all(function, world_size, tuples, backend)
+    failed, values = [], []
+    for outcome in outcomes:
+        found = outcome.value if outcome.ok else {}
+        if case not in found:
+            before = f"case {list(found)[-1]} failed" if found else _describe(outcome)
+            failed.append(f"rank {outcome.rank} never got to this case: {before}")
+        elif found[case][1]:
+            failed.append(f"rank {outcome.rank}:\n{found[case][1]}")
+        else:
+            values.append(found[case][0])
+    if failed:
+        raise RanksFailed("\n\n".join(failed))
+    return values
+
+
+@functools.lru_cache(maxsize=2)  # the tests of a function come one after the other
+def _outcomes_of_all(
+    function: Callable[..., Any],
+    world_size: int,
+    cases: tuple[tuple[Any, ...], ...],
+    backend: str,
+) -> list[RankOutcome]:
+    source = (Path(inspect.getfile(function)).resolve(), function.__qualname__)
+    return run_ranks(_all_cases, world_size, source, cases, backend=backend, check=False)
+
+
+def _all_cases(
+    rank: int, world_size: int, source: tuple[Path, str], cases: Sequence[tuple[Any, ...]]
+) -> dict[tuple[Any, ...], tuple[Any, str]]:
+    """For each case that this rank gets to, the value that it returned, and its traceback."""
+    path, name = source
+    function = getattr(_load(path), name)
+    found: dict[tuple[Any, ...], tuple[Any, str]] = {}
+    for case in cases:
+        try:
+            found[case] = function(rank, world_size, *case), ""
+        except Exception:  # noqa: BLE001 - whatever it is, the test shows it
+            found[case] = None, traceback.format_exc()
+            break
+    return found
 
 
 def set_collective_timeout(seconds: float) -> None:

@@ -12,7 +12,10 @@ import pytest
 
 #: What starts ranks, programs, or the processes of the command line's cases.
 STARTERS = frozenset(
-    {"run_ranks", "inject", "Popen", "get_context", "Examples", "cli", "process", "runner"}
+    {
+        *("run_ranks", "run_case", "inject", "Popen", "get_context", "Examples"),
+        *("cli", "process", "runner"),
+    }
 )
 _TESTS = (Path(__file__).resolve().parents[2], "tests")
 

@@ -11,7 +11,6 @@ from basics_model import (
     load_safetensors,
     model_config,
 )
-from basics_model.checkpoint import checkpoint_path
 
 
 def mistakes(model: TransformerLM, tokens: torch.Tensor) -> None:
@@ -25,4 +24,4 @@ def mistakes(model: TransformerLM, tokens: torch.Tensor) -> None:
     generate(model, tokens, 8)  # refused
     AdamW(model.parameters(), learning_rate=1e-3)  # refused
     AdamW(model.parameters(), betas=0.9)  # refused
-    print(load_checkpoint(checkpoint_path("folder", 3)).steps)  # refused
+    print(load_checkpoint("folder/3.pt").steps)  # refused

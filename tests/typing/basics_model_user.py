@@ -19,16 +19,13 @@ from basics_model import (
 from basics_model.attention import (
     Attention,
     apply_rotary,
-    attention_output,
-    attention_scores,
-    attention_softmax,
     rotary_tables,
     softmax_attention,
 )
 from basics_model.captured_step import CaptureError
-from basics_model.checkpoint import checkpoint_path, list_checkpoints, prune_checkpoints
+from basics_model.checkpoint import restore_rng_state, rng_state
 from basics_model.generation import filter_logits
-from basics_model.memory import ActivationMemory, activation_memory
+from basics_model.loss import linear_cross_entropy
 from basics_model.model import RMSNorm, SwiGLU
 from basics_model.optimizer import cosine_learning_rate
 from basics_model.sizes import SizeName, model_flops
@@ -54,7 +51,7 @@ def model_and_data(path: Path, device: torch.device) -> float:
     rates: list[float] = schedule.get_last_lr()
     loss: Tensor = basics_model.cross_entropy(model.forward(inputs), targets)
     hidden = torch.zeros(4, config.d_model)
-    loss += basics_model.linear_cross_entropy(hidden, model.lm_head.weight, targets, chunk_tokens=2)
+    loss += linear_cross_entropy(hidden, model.lm_head.weight, targets, chunk_tokens=2)
     norm: Tensor = basics_model.clip_gradients(model.parameters(), 1.0, eps=1e-6)
     optimizer.step()
     value: float = optimizer.step(lambda: 1.0)
@@ -64,18 +61,15 @@ def model_and_data(path: Path, device: torch.device) -> float:
         1, max_learning_rate=1e-3, min_learning_rate=1e-4, warmup_steps=1, total_steps=10
     )
     flops: int = model_flops(config, batch=8, seq=64)
-    memory: ActivationMemory = activation_memory(config, batch=8, seq=64)
-    return sum(rates) + loss.item() + norm.item() + value + rate + flops + memory.total / 2**30
+    return sum(rates) + loss.item() + norm.item() + value + rate + flops
 
 
 def checkpoints(folder: Path, model: TransformerLM) -> Checkpoint:
-    path: Path = checkpoint_path(folder, 3)
-    state = Checkpoint(step=3, model=model.state_dict(), rng=basics_model.rng_state())
+    path = folder / "3.pt"
+    state = Checkpoint(step=3, model=model.state_dict(), rng=rng_state())
     basics_model.save_checkpoint(path, state)
-    prune_checkpoints(folder, keep=1)
-    [newest] = list_checkpoints(folder)
-    loaded: Checkpoint = basics_model.load_checkpoint(newest, map_location="cpu")
-    basics_model.restore_rng_state(loaded.rng)
+    loaded: Checkpoint = basics_model.load_checkpoint(path, map_location="cpu")
+    restore_rng_state(loaded.rng)
     basics_model.save_safetensors(folder / "model.safetensors", model)
     same: TransformerLM = basics_model.load_safetensors(
         folder / "model.safetensors", attention=softmax_attention, device="cpu"
@@ -110,9 +104,7 @@ def text(model: TransformerLM) -> str:
 def parts(query: Tensor, device: torch.device) -> Tensor:
     cos, sin = rotary_tables(16, 8, 10_000.0, device)
     turned: Tensor = apply_rotary(query, cos, sin)
-    scores: Tensor = attention_scores(turned, query)
-    weights: Tensor = attention_softmax(scores)
-    out: Tensor = attention_output(weights, query)
+    out: Tensor = softmax_attention(turned, query, query)
     out = out + basics_model.sdpa_attention(query, query, query)
     out = RMSNorm(8, eps=1e-5).forward(out)
     return SwiGLU(8, 16, device=device).forward(out)

@@ -20,11 +20,13 @@ from ddp_lite import (
     SynchronizationStats,
     UnfinishedSynchronizationError,
 )
-from ddp_lite.hooks import HierarchicalAverage
+from ddp_lite.hooks import CommHook
 from ddp_lite.peer import PeerCopyAverage
 
 
-def wrappers(module: nn.Module, group: dist.ProcessGroup, mesh: DeviceMesh) -> list[str]:
+def wrappers(
+    module: nn.Module, group: dist.ProcessGroup, mesh: DeviceMesh, hook: CommHook
+) -> list[str]:
     made: list[DataParallelBase] = [
         NaiveDDP(module),
         FlatDDP(module, process_group=group, missing_gradients="zeros"),
@@ -33,7 +35,7 @@ def wrappers(module: nn.Module, group: dist.ProcessGroup, mesh: DeviceMesh) -> l
         BucketedDDP(module, "auto", process_group=group, missing_gradients="skip-if-all"),
         BucketedDDP(module, None, wire_dtype=torch.bfloat16, rebucket=True, auto_finish=False),
         BucketedDDP(module, bucket_size_mb=100, comm_hook=None),
-        BucketedDDP(module, comm_hook=HierarchicalAverage(mesh)),
+        BucketedDDP(module, comm_hook=hook),
         BucketedDDP(module, comm_hook=PeerCopyAverage(group)),
         BucketedDDP(module, comm_hook="collectives"),
     ]

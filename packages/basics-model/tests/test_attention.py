@@ -10,9 +10,6 @@ from basics_model import sdpa_attention
 from basics_model.attention import (
     Attention,
     apply_rotary,
-    attention_output,
-    attention_scores,
-    attention_softmax,
     rotary_tables,
     softmax_attention,
 )
@@ -54,17 +51,6 @@ def test_attention_and_its_gradients_equal_the_oracle(
     for actual, reference in pairs:
         scale = max(1.0, float(reference.abs().max()))
         assert float((actual.double() - reference).abs().max()) <= TOLERANCE[dtype] * scale
-
-
-def test_named_steps_make_up_softmax_attention() -> None:
-    query, key, value = torch.randn(3, 2, 4, 9, 6).unbind()
-    scores = attention_scores(query, key)
-    weights = attention_softmax(scores)
-    assert torch.equal(attention_output(weights, value), softmax_attention(query, key, value))
-    later = torch.ones(9, 9).triu(1).bool()
-    assert (scores[..., later] == -math.inf).all()
-    assert (weights[..., later] == 0).all()
-    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 9))
 
 
 def test_steps_are_ranges_of_a_profile() -> None:

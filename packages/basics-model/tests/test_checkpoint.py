@@ -24,11 +24,9 @@ from basics_model import (
     TransformerLM,
     cross_entropy,
     load_checkpoint,
-    restore_rng_state,
-    rng_state,
     save_checkpoint,
 )
-from basics_model.checkpoint import checkpoint_path, list_checkpoints, prune_checkpoints
+from basics_model.checkpoint import restore_rng_state
 
 
 def small(step: int) -> Checkpoint:
@@ -47,14 +45,13 @@ def test_resumed_run_equals_an_uninterrupted_one(config: ModelConfig, tmp_path: 
     model = TransformerLM(config)
     optimizer = AdamW(model.parameters())
     train(model, optimizer, 3)
-    path = checkpoint_path(tmp_path, 3)
+    path = tmp_path / "3.pt"
     save_checkpoint(
         path,
         Checkpoint(
             step=3,
             model=model.state_dict(),
             optimizer=optimizer.state_dict(),
-            rng=rng_state(),
             extra={"config": {"name": "x"}, "position": 3, "list": [1, 2.5, None, (True,)]},
         ),
     )
@@ -128,7 +125,7 @@ def start_child(program: str, *arguments: str) -> subprocess.Popen[str]:
 def test_killed_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     """Killed before the rename, the old one stays; killed after it, the new one is there."""
     survivors = {"half-write": 1, "written": 1, "fsync-1": 1, "fsync-2": 2}
-    paths = {moment: checkpoint_path(tmp_path / moment, 1) for moment in survivors}
+    paths = {moment: tmp_path / moment / "1.pt" for moment in survivors}
     for path in paths.values():
         path.parent.mkdir()
         save_checkpoint(path, small(1))
@@ -137,7 +134,7 @@ def test_killed_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     assert output.split() == [str(-signal.SIGKILL.value)] * len(survivors)
     for moment, path in paths.items():
         assert load_checkpoint(path).step == survivors[moment], moment
-        assert list_checkpoints(path.parent) == [path]
+        assert list(path.parent.glob("*.pt")) == [path]
         save_checkpoint(path, small(5))
         assert load_checkpoint(path).step == 5
         leftovers = [entry.name for entry in path.parent.iterdir() if entry != path]
@@ -205,7 +202,7 @@ for limit in range(0, 32_000, 500):
 
 def test_a_full_disk_is_an_os_error_with_the_files_name(tmp_path: Path) -> None:
     """Wherever it becomes full: after some bytes ``torch.save`` complains of other things."""
-    path = checkpoint_path(tmp_path, 1)
+    path = tmp_path / "1.pt"
     save_checkpoint(path, Checkpoint(step=1, model={}))
     content = path.read_bytes()
     with start_child(FULL_DISK, str(path)) as child:
@@ -316,26 +313,21 @@ def test_a_damaged_file_never_loads_other_values(tmp_path: Path, checksums: bool
     assert refused > len(damaged) / 3
 
 
-def test_folder_is_listed_by_step_and_pruned(tmp_path: Path) -> None:
-    assert list_checkpoints(tmp_path / "nowhere") == []
-    for step in (10, 2, 1_234_567_890):
-        save_checkpoint(checkpoint_path(tmp_path, step), small(step))
-    (tmp_path / ".step-000000099.pt.tmp").touch()
-    (tmp_path / "notes.txt").touch()
-    steps = [load_checkpoint(path).step for path in list_checkpoints(tmp_path)]
-    assert steps == [2, 10, 1_234_567_890]
-    prune_checkpoints(tmp_path, keep=2)
-    assert [load_checkpoint(path).step for path in list_checkpoints(tmp_path)] == steps[1:]
-    assert (tmp_path / "notes.txt").exists()
-    with pytest.raises(ValueError, match="keep must be at least 1"):
-        prune_checkpoints(tmp_path, keep=0)
-
-
 @pytest.mark.gpu
 def test_gpu_generator_state_is_kept(tmp_path: Path) -> None:
     torch.randn(3, device="cuda")
     path = tmp_path / "a.pt"
-    save_checkpoint(path, Checkpoint(step=1, model={}, rng=rng_state()))
+    save_checkpoint(path, Checkpoint(step=1, model={}))
     expected = torch.randn(3, device="cuda")
     restore_rng_state(load_checkpoint(path).rng)
     assert torch.equal(torch.randn(3, device="cuda"), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "module"), [("rng_state", "checkpoint"), ("linear_cross_entropy", "loss")]
+)
+def test_a_name_that_moved_says_where_it_is(name: str, module: str) -> None:
+    with pytest.raises(
+        ImportError, match=rf"{name} must be imported from basics_model\.{module}\."
+    ):
+        getattr(basics_model, name)

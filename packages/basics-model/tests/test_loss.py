@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from basics_model import ModelConfig, TransformerLM, cross_entropy, linear_cross_entropy
+from basics_model import ModelConfig, TransformerLM, cross_entropy
+from basics_model.loss import linear_cross_entropy
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3), (2, 1, 4)], ids=str)

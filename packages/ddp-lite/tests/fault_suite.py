@@ -3,17 +3,22 @@
 A fault is what the last rank does in one step of a training loop instead of the usual step, what it
 does instead of the usual construction, or what all ranks do. Each is tried with ddp-lite's
 wrappers, with gradients exchanged by copies, and with torch's ``DistributedDataParallel``, on gloo
-with a collective timeout of three seconds.
+with a collective timeout of three seconds. Buckets hold a parameter or two, so that messages of
+different sizes meet where ranks stray: gloo ends a process by SIGABRT that receives one of another
+size than it expects.
 
 ``python packages/ddp-lite/tests/fault_suite.py docs/results/fault-suite.jsonl`` runs all of them
-and writes the rows that the package's documentation shows. ``test_fault_suite.py`` runs a sample,
-and all of ours nightly.
+and writes the rows that the package's documentation shows. With ``--gpus`` two ranks train on GPUs
+over NCCL, and the copies are real ones; ``--wrappers BucketedDDP,torch DDP`` leaves others out.
+``test_fault_suite.py`` runs a sample on CPUs, and all of ours nightly.
 """
 
 from __future__ import annotations
 
+import argparse
 import collections
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -34,11 +39,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 from ddp_lite import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP
 
-WRAPPERS: dict[str, type[nn.Module]] = {
-    wrapper.__name__: wrapper for wrapper in (NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP)
+WRAPPERS: dict[str, Any] = {
+    "NaiveDDP": NaiveDDP,
+    "FlatDDP": FlatDDP,
+    "OverlapDDP": OverlapDDP,
+    "BucketedDDP": functools.partial(BucketedDDP, bucket_size_mb=0.0002, last_bucket_size_mb=1e-4),
 }
 #: ``BucketedDDP`` whose ranks exchange gradients as GPUs do that copy to each other.
 BY_COPIES = "BucketedDDP by copies"
@@ -52,24 +62,28 @@ HUNG_S = 60.0
 
 
 class Tap(nn.Module):
-    """Identity that can run something in the middle of forward or of backward."""
+    """Identity that can run something in the middle of forward or of backward. It has a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.register_buffer("unused", torch.zeros(5))
         self.in_forward: Callable[[], object] | None = None
         self.in_backward: Callable[[], object] | None = None
+        self.again: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.in_forward is not None:
             self.in_forward()
         if (action := self.in_backward) is not None:
             x.register_hook(lambda gradient: (action(), gradient)[1])
+        if self.again is not None:  # a backward of its own, in which gradients arrive twice
+            x = checkpoint(self.again, x, use_reentrant=True)
         return x
 
 
 def build() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), Tap(), nn.Linear(8, 8), nn.Linear(8, 1))
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), Tap(), nn.Linear(8, 8), nn.Linear(8, 2))
 
 
 class Loop:
@@ -81,7 +95,9 @@ class Loop:
         self.optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
 
     def loss(self, model: nn.Module | None = None) -> Tensor:
-        output: Tensor = (model or self.wrapped)(torch.full((2, 4), self.rank + 1.0))
+        dtype = next(self.module.parameters()).dtype
+        inputs = torch.full((2, 4), self.rank + 1.0, dtype=dtype)
+        output: Tensor = (model or self.wrapped)(inputs)
         return output.square().mean()
 
     def backward(self) -> None:
@@ -238,6 +254,50 @@ def another_collective(loop: Loop) -> None:
     dist.all_reduce(torch.ones(3))
 
 
+def shrink(loop: Loop) -> None:
+    """Pruning in place: the same memory, fewer elements."""
+    for parameter in loop.module[4].parameters():
+        parameter.data = parameter.data[:1]
+
+
+def joins(loop: Loop) -> None:
+    torchs = isinstance(loop.wrapped, nn.parallel.DistributedDataParallel)
+    arguments = () if torchs else (lambda: None,)
+    with loop.wrapped.join(*arguments):  # type: ignore[operator]
+        loop.step()
+
+
+def uses_a_layer_twice(loop: Loop) -> None:
+    loop.module[2].again = lambda x: loop.module[3](x)
+    loop.step()
+    loop.module[2].again = None
+
+
+def trains_in_a_fork(loop: Loop) -> None:
+    """The child, which is no rank, must not train; this rank goes on."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(round(4 * TIMEOUT_S))  # ends a child that waits
+        try:
+            loop.step()
+        except RuntimeError:
+            os._exit(0)
+        os._exit(1)
+    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0:
+        raise ArithmeticError("the child trained, or waited for others")
+
+
+def functional(loop: Loop) -> None:
+    """One step of MAML, through the wrapper."""
+    slow = dict(loop.wrapped.named_parameters())
+    inner = loop.loss()
+    gradients = torch.autograd.grad(inner, list(slow.values()), create_graph=True)
+    fast = {name: p - 0.1 * g for (name, p), g in zip(slow.items(), gradients, strict=True)}
+    loop.optimizer.zero_grad()
+    functional_call(loop.wrapped, fast, (torch.ones(2, 4),)).square().mean().backward()
+    loop.optimizer.step()
+
+
 #: What the last rank does in one step instead of the usual one.
 ON_ONE_RANK: dict[str, Fault] = {
     "is killed in forward": in_forward(die(signal.SIGKILL)),
@@ -269,7 +329,14 @@ ON_ONE_RANK: dict[str, Fault] = {
     "replaces a parameter": before(replace_weight),
     "freezes a parameter": before(lambda loop: loop.module[3].requires_grad_(False)),
     "converts the module to float64": before(lambda loop: loop.module.double()),
+    "converts the module to bfloat16": before(lambda loop: loop.module.bfloat16()),
+    "shrinks a parameter in place": before(shrink),
     "runs a collective of its own": before(another_collective),
+    "runs a collective in backward": in_backward(lambda: dist.all_reduce(torch.ones(3))),
+    "sends its buffers": before(lambda loop: loop.wrapped.sync_buffers()),  # type: ignore[operator]
+    "joins": joins,
+    "uses a layer twice": uses_a_layer_twice,
+    "trains in a forked child": before(trains_in_a_fork),
     "evaluates meanwhile": before(evaluate),
 }
 
@@ -280,6 +347,8 @@ ON_ALL_RANKS: dict[str, Fault] = {
         lambda loop: loop.module.register_parameter("scale", nn.Parameter(torch.ones(3)))
     ),
     "all use a part of the model": uses_a_part,
+    "all convert the module to float64": before(lambda loop: loop.module.double()),
+    "all call the wrapper with other parameters": functional,
 }
 
 Construct = Callable[[type[nn.Module]], nn.Module]
@@ -288,6 +357,13 @@ Construct = Callable[[type[nn.Module]], nn.Module]
 def bigger(wrapper: type[nn.Module]) -> nn.Module:
     model = build()
     model[3] = nn.Linear(8, 8, bias=False)
+    return wrapper(model)
+
+
+def transposed(wrapper: type[nn.Module]) -> nn.Module:
+    """The same shapes, another layout in memory."""
+    model = build()
+    model[3].weight = nn.Parameter(model[3].weight.detach().t().contiguous().t())
     return wrapper(model)
 
 
@@ -300,14 +376,15 @@ def absent(wrapper: type[nn.Module]) -> nn.Module:
 CONSTRUCTED: dict[str, Construct] = {
     "has another model": bigger,
     "wraps another dtype": lambda wrapper: wrapper(build().double()),
+    "wraps another layout in memory": transposed,
     "never constructs its wrapper": absent,
 }
 
 
 def two_wrappers_of_one_trunk(wrapper: type[nn.Module]) -> nn.Module:
     trunk = build()
-    first = wrapper(nn.Sequential(trunk, nn.Linear(1, 1)))
-    second = wrapper(nn.Sequential(trunk, nn.Linear(1, 2)))
+    first = wrapper(nn.Sequential(trunk, nn.Linear(2, 1)))
+    second = wrapper(nn.Sequential(trunk, nn.Linear(2, 2)))
     second.first = first  # keeps it alive
     return second
 
@@ -318,6 +395,8 @@ CONSTRUCTED_BY_ALL: dict[str, Construct] = {
 }
 
 NAMES = (*ON_ONE_RANK, *ON_ALL_RANKS, *CONSTRUCTED, *CONSTRUCTED_BY_ALL)
+#: torch's wrapper has no such call, or its ranks share sockets with the child.
+NOT_TORCHS = ("sends its buffers", "trains in a forked child")
 
 
 def wrapper_named(name: str, folder: str) -> Any:
@@ -328,14 +407,19 @@ def wrapper_named(name: str, folder: str) -> Any:
 
 
 def by_copies(folder: str) -> Any:
-    """Wraps modules in ``BucketedDDP`` with a hook of its own each, whose memory lies in files."""
-    from ddp_lite.peer import PeerCopyAverage
+    """Wraps modules in ``BucketedDDP`` with a hook of its own each; on CPUs its memory is files."""
+    from ddp_lite.peer import PeerCopyAverage, PeerMemory
     from process_memory import ProcessMemory
 
     numbers = itertools.count()
 
     def wrap(module: nn.Module) -> BucketedDDP:
-        memory = ProcessMemory(Path(folder) / f".memory-{next(numbers)}", row_bytes=256)
+        memory: Any
+        if dist.get_backend() == "nccl":
+            timeout = timedelta(seconds=TIMEOUT_S)
+            memory = PeerMemory(dist.group.WORLD, buffer_mb=1, timeout=timeout)  # type: ignore[arg-type]
+        else:
+            memory = ProcessMemory(Path(folder) / f".memory-{next(numbers)}", row_bytes=256)
         return BucketedDDP(module, 0.0001, comm_hook=PeerCopyAverage(memory))
 
     return wrap
@@ -343,6 +427,8 @@ def by_copies(folder: str) -> Any:
 
 def train(rank: int, world_size: int, name: str, fault: str, folder: str, timeout_s: float) -> None:
     """Trains with a fault. Appends a line per event to ``folder/RANK``: a hash, or an error."""
+    if dist.get_backend() == "nccl":
+        torch.set_default_device("cuda")
     wrapper = wrapper_named(name, folder)
     odd = rank == world_size - 1
     begin = time.monotonic()
@@ -383,7 +469,7 @@ def set_timeout(seconds: float) -> None:
 def hashed(module: nn.Module) -> str:
     digest = hashlib.sha256()
     for parameter in module.parameters():
-        digest.update(parameter.detach().float().numpy().tobytes())
+        digest.update(parameter.detach().float().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -408,17 +494,22 @@ class Result:
     seconds: float | None
 
 
-def inject(fault: str, name: str, world_size: int, timeout_s: float = TIMEOUT_S) -> Result:
+def inject(
+    fault: str, name: str, world_size: int, timeout_s: float = TIMEOUT_S, backend: str = "gloo"
+) -> Result:
     """Runs one fault and says how it ended.
 
     Args:
         timeout_s: of a collective, from the fault on.
+        backend: "gloo" on CPUs, "nccl" on GPUs.
     """
     from ranks import run_ranks
 
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         arguments = (name, fault, folder, timeout_s)
-        outcomes = run_ranks(train, world_size, *arguments, timeout=2 * HUNG_S, check=False)
+        outcomes = run_ranks(
+            train, world_size, *arguments, backend=backend, timeout=2 * HUNG_S, check=False
+        )
         events = [
             [json.loads(line) for line in (Path(folder) / str(rank)).read_text().splitlines()]
             for rank in range(world_size)
@@ -482,34 +573,45 @@ def by_fault(results: Iterable[Result]) -> Iterator[dict[str, object]]:
         for title, torchs in (("ddp-lite", False), (TORCHS, True)):
             own = [r for r in results if r.fault == fault and (r.wrapper == TORCHS) is torchs]
             found = {r.errors if r.verdict == "error" else r.verdict for r in own}
-            row[title] = "; ".join(sorted(found))
+            row[title] = "; ".join(sorted(found)) or "–"
             times = [r.seconds for r in own if r.seconds is not None]
             row[f"{title}_s"] = max(times, default=None)
         yield row
 
 
-def main(target: Path) -> None:
+def main() -> None:
     """Runs the suite and writes its rows, in the layout of published rows."""
     from bench_harness.environment import git_state
 
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("target", type=Path, help="the file of rows")
+    parser.add_argument("--gpus", action="store_true", help="two ranks on GPUs, over NCCL")
+    parser.add_argument("--wrappers", default=",".join((*OURS, TORCHS)), help="names, with commas")
+    arguments = parser.parse_args()
+    machine, backend, sizes = f"{os.cpu_count()} CPU cores, gloo", "gloo", WORLD_SIZES
+    if arguments.gpus:
+        machine, backend, sizes = f"2 {torch.cuda.get_device_name()}, NCCL", "nccl", WORLD_SIZES[:1]
+        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # ranks name who is lost, as on gloo
     commit = (git_state(Path(__file__).parent) or {}).get("commit")
     results: list[Result] = []
-    for fault, name, world_size in itertools.product(NAMES, (*OURS, TORCHS), WORLD_SIZES):
-        results.append(inject(fault, name, world_size))
+    for fault, name, size in itertools.product(NAMES, arguments.wrappers.split(","), sizes):
+        if name == TORCHS and fault in NOT_TORCHS:
+            continue
+        results.append(inject(fault, name, size, backend=backend))
         print(json.dumps(asdict(results[-1])), flush=True)
-    with target.open("w", encoding="utf-8") as file:
+    with arguments.target.open("w", encoding="utf-8") as file:
         for label, rows in (
             ("runs", [asdict(result) for result in results]),
             ("by wrapper", list(summary(results))),
             ("by fault", list(by_fault(results))),
         ):
             about = {"experiment": "fault-suite", "case_key": label, "label": label}
-            machine = f"{os.cpu_count()} CPU cores, gloo, torch {torch.__version__}"
-            line = {**about, "commit": commit, "measured_on": machine, "config": {}, "rows": rows}
+            where = f"{machine}, torch {torch.__version__}"
+            line = {**about, "commit": commit, "measured_on": where, "config": {}, "rows": rows}
             file.write(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "support"))
     with contextlib.suppress(KeyboardInterrupt):
-        main(Path(sys.argv[1]))
+        main()

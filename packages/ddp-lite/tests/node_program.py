@@ -2,16 +2,21 @@
 
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ddp_lite import BucketedDDP
-from ddp_lite.hooks import HierarchicalAverage
+
+sys.path.append(str(Path(__file__).parents[3] / "examples"))
+
+from hierarchical_average import HierarchicalAverage
 
 
 def mlp(width: int = 16) -> nn.Sequential:

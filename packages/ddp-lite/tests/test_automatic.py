@@ -27,7 +27,7 @@ from ddp_lite.peer import PeerCopyAverage
 from ddp_lite.peer import memory as peer_memory
 from pretended_gpus import ROW_BYTES, pretended_gpus
 from process_memory import ProcessMemory
-from ranks import run_ranks
+from ranks import run_case, run_ranks
 
 ON_CPU = "(collectives: copies are between GPUs, and the messages are on cpu)"
 
@@ -74,40 +74,60 @@ def last_bias_only() -> nn.Module:
     return module
 
 
-def reasons(rank: int, world_size: int) -> None:
-    wrappers = {
-        "default": BucketedDDP(large()),
-        "auto": BucketedDDP(large(), comm_hook="auto"),
-        "copy": BucketedDDP(large(), copy=True),
-        "wire": BucketedDDP(large(), wire_dtype=torch.bfloat16),
-        "by name": BucketedDDP(large(), comm_hook="collectives"),
-        "None": BucketedDDP(large(), comm_hook=None),
-    }
-    expected = {
-        "default": f"coalesced in place {ON_CPU}",
-        "auto": f"coalesced in place {ON_CPU}",
-        "copy": "copied into a flat tensor (collectives: copy=True asks for one flat tensor",
-        "wire": "flattened and sent as bfloat16 (collectives: wire_dtype is sent by them",
-        "by name": "coalesced in place (collectives: as comm_hook asks)",
-        "None": "coalesced in place (collectives: as comm_hook asks)",
-    }
-    for name, wrapped in wrappers.items():
-        said = wrapped.explain()
-        assert expected[name] in said, (name, said)
-        assert "\n" not in said
-    trains(wrappers["default"], rank)
+#: Arguments of ``BucketedDDP`` on CPUs, and the words of ``explain()``.
+REASONS: dict[str, tuple[dict[str, Any], str]] = {
+    "default": ({}, f"coalesced in place {ON_CPU}"),
+    "auto": ({"comm_hook": "auto"}, f"coalesced in place {ON_CPU}"),
+    "copy": (
+        {"copy": True},
+        "copied into a flat tensor (collectives: copy=True asks for one flat tensor",
+    ),
+    "wire": (
+        {"wire_dtype": torch.bfloat16},
+        "flattened and sent as bfloat16 (collectives: wire_dtype is sent by them",
+    ),
+    "by name": (
+        {"comm_hook": "collectives"},
+        "coalesced in place (collectives: as comm_hook asks)",
+    ),
+    "None": ({"comm_hook": None}, "coalesced in place (collectives: as comm_hook asks)"),
+}
+
+
+def reasons(rank: int, world_size: int, name: str) -> None:
+    arguments, expected = REASONS[name]
+    wrapped = BucketedDDP(large(), **arguments)
+    assert expected in wrapped.explain()
+    assert "\n" not in wrapped.explain()
+    if name == "default":
+        trains(wrapped, rank)
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_the_reason_is_always_given(name: str) -> None:
+    run_case(reasons, 2, REASONS, name)
+
+
+def thawed(rank: int, world_size: int) -> None:
     with pytest.warns(UserWarning, match="no trainable parameters"):
         frozen = BucketedDDP(large().requires_grad_(False))
     assert "(collectives: there is nothing to average)" in frozen.explain()
     frozen.module.requires_grad_(True)
     trains(frozen, rank)
     assert ON_CPU in frozen.explain()
+
+
+def test_the_reason_changes_with_the_parameters() -> None:
+    run_ranks(thawed, 2)
+
+
+def different_hooks(rank: int, world_size: int) -> None:
     with pytest.raises(ModelMismatchError, match="rank 0: comm_hook collectives; rank 1: comm_ho"):
         BucketedDDP(large(), comm_hook="auto" if rank else "collectives")
 
 
-def test_the_reason_is_always_given() -> None:
-    run_ranks(reasons, 2)
+def test_ranks_must_ask_for_the_same() -> None:
+    run_ranks(different_hooks, 2)
 
 
 def alone(rank: int, world_size: int) -> None:
@@ -258,7 +278,8 @@ def test_copies_serve_every_feature(tmp_path: Path, policy: Policy) -> None:
 OBSTACLES: dict[str, tuple[Any, str]] = {
     "two hosts": (
         lambda r: {"host": f"host-{r}"},
-        r"ranks on 2 hosts \(host-0, host-1\), inside each of which HierarchicalAverage can copy",
+        r"ranks on 2 hosts \(host-0, host-1\), inside each of which "
+        r"examples/hierarchical_average\.py can copy",
     ),
     "one GPU": (lambda r: {"gpu": 0}, "2 ranks on 1 GPUs"),
     "no access": (lambda r: {"reaches": r == 0}, "rank 1 without access to the GPU of rank 0"),
@@ -344,18 +365,26 @@ FAILURES = {
 }
 
 
-def without_memory(rank: int, world_size: int) -> None:
-    for fails, reason in FAILURES.items():
-        with pretended_gpus(rank) as asked, symmetric_memory(rank, fails) as allocated:
-            wrapped = BucketedDDP(large())
-            assert asked.call_count == {"allocation": 2, "mapping": 3}[fails]
-        assert f"coalesced in place (collectives: {reason}" in wrapped.explain(), wrapped.explain()
-        assert "\n" not in wrapped.explain()
-        assert len(allocated) == (fails == "mapping" or rank == 0)
-        assert not any(memory() is not None for memory in allocated), "given back"
-        assert watches() == []
-        trains(wrapped, rank)
-    # What is no lack of memory is an error, which leaves nothing behind either.
+def without_memory(rank: int, world_size: int, fails: str) -> None:
+    with pretended_gpus(rank) as asked, symmetric_memory(rank, fails) as allocated:
+        wrapped = BucketedDDP(large())
+        assert asked.call_count == {"allocation": 2, "mapping": 3}[fails]
+    reason = FAILURES[fails]
+    assert f"coalesced in place (collectives: {reason}" in wrapped.explain(), wrapped.explain()
+    assert "\n" not in wrapped.explain()
+    assert len(allocated) == (fails == "mapping" or rank == 0)
+    assert not any(memory() is not None for memory in allocated), "given back"
+    assert watches() == []
+    trains(wrapped, rank)
+
+
+@pytest.mark.parametrize("fails", FAILURES)
+def test_a_gpu_without_memory_to_share(fails: str) -> None:
+    """All ranks fall back, keep nothing, and say which rank could not."""
+    run_case(without_memory, 2, FAILURES, fails)
+
+
+def other_errors(rank: int, world_size: int) -> None:
     with (
         pretended_gpus(rank),
         symmetric_memory(rank, "probe"),
@@ -372,26 +401,28 @@ def without_memory(rank: int, world_size: int) -> None:
     assert (allocated, watches()) == ([], [])
 
 
-def test_a_gpu_without_memory_to_share() -> None:
-    """All ranks fall back, keep nothing, and say which rank could not."""
-    run_ranks(without_memory, 2)
+def test_what_is_no_lack_of_memory_is_an_error_and_leaves_nothing_behind() -> None:
+    run_ranks(other_errors, 2)
 
 
-def dropped(rank: int, world_size: int) -> None:
+ENDS = ("drop", "detach")
+
+
+def dropped(rank: int, world_size: int, end: str) -> None:
     gc.disable()  # it must not be needed
-    for end in ("drop", "detach"):
-        with pretended_gpus(rank), symmetric_memory(rank, None) as allocated:
-            wrapped = BucketedDDP(large())
-            assert "copied between GPUs (peer-copy: " in wrapped.explain()
-            assert len(watches()) == 1
-            assert allocated[0]() is not None
-            if end == "drop":
-                del wrapped
-            else:
-                wrapped.detach()
-            assert allocated[0]() is None, end
-            assert watches() == [], end
+    with pretended_gpus(rank), symmetric_memory(rank, None) as allocated:
+        wrapped = BucketedDDP(large())
+        assert "copied between GPUs (peer-copy: " in wrapped.explain()
+        assert len(watches()) == 1
+        assert allocated[0]() is not None
+        if end == "drop":
+            del wrapped
+        else:
+            wrapped.detach()
+        assert allocated[0]() is None
+        assert watches() == []
 
 
-def test_what_ranks_share_is_freed_with_the_wrapper() -> None:
-    run_ranks(dropped, 2)
+@pytest.mark.parametrize("end", ENDS)
+def test_what_ranks_share_is_freed_with_the_wrapper(end: str) -> None:
+    run_case(dropped, 2, ENDS, end)

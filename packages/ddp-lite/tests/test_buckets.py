@@ -9,9 +9,9 @@ from ddp_lite.bucket_sizes import (
     automatic_bucket_bytes,
     bytes_from_mb,
     plan_buckets,
-    typical_bytes,
 )
 from ddp_lite.buckets import ParameterSpec, one_per_kind, one_per_parameter
+from ddp_lite.peer.hook import typical_bytes
 
 
 def specs(*sizes: int, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> list[ParameterSpec]:

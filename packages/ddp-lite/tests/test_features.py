@@ -6,12 +6,12 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from hierarchical_average import HierarchicalAverage
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ddp_lite import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP
-from ddp_lite.hooks import HierarchicalAverage
-from ranks import run_ranks
+from ranks import run_case, run_ranks
 
 ALL = (NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP)
 
@@ -24,7 +24,14 @@ def copied(module: nn.Module, **kwargs: object) -> BucketedDDP:
     return BucketedDDP(module, 0.0002, copy=True, **kwargs)
 
 
-EVERY = (*ALL, small_buckets, copied)
+EVERY = {wrapper.__name__: wrapper for wrapper in (*ALL, small_buckets, copied)}
+EACH_FINISH = [(name, auto_finish) for name in EVERY for auto_finish in (False, True)]
+CHECKPOINTS = list(itertools.product(EVERY, (False, True), (False, True)))
+DTYPES = [name for name in EVERY if name != "small_buckets"]
+COPIES = (False, True)
+HOOKS = ("function", "two levels")
+COMPILED = ("OverlapDDP", "small_buckets")
+UNEVEN = list(itertools.product(EVERY, ("active", "world"), ("skip-if-all", "error")))
 
 
 def mlp(seed: int = 0) -> nn.Sequential:
@@ -50,65 +57,64 @@ def assert_gradients(wrapped: nn.Module, expected: list[torch.Tensor], **toleran
         torch.testing.assert_close(p.grad, g, **(tolerance or {"rtol": 1e-5, "atol": 1e-6}))
 
 
-def accumulation(rank: int, world_size: int) -> None:
-    for wrapper in EVERY:
-        for auto_finish in (False, True):
-            kwargs = {"auto_finish": auto_finish}
-            wrapped = wrapper(mlp(), **kwargs)
-            with wrapped.no_sync():
-                wrapped(batch(rank, 0)).sum().backward()
-            wrapped(batch(rank, 1)).sum().backward()
-            wrapped.finish_gradient_synchronization()
-            assert_gradients(wrapped, reference(world_size, 2))
+def accumulation(rank: int, world_size: int, name: str, auto_finish: bool) -> None:
+    wrapped = EVERY[name](mlp(), auto_finish=auto_finish)
+    with wrapped.no_sync():
+        wrapped(batch(rank, 0)).sum().backward()
+    wrapped(batch(rank, 1)).sum().backward()
+    wrapped.finish_gradient_synchronization()
+    assert_gradients(wrapped, reference(world_size, 2))
 
-            # two forwards, one backward
-            wrapped.zero_grad()
-            (wrapped(batch(rank, 0)).sum() + wrapped(batch(rank, 1)).sum()).backward()
-            wrapped.finish_gradient_synchronization()
-            assert_gradients(wrapped, reference(world_size, 2))
+    # two forwards, one backward
+    wrapped.zero_grad()
+    (wrapped(batch(rank, 0)).sum() + wrapped(batch(rank, 1)).sum()).backward()
+    wrapped.finish_gradient_synchronization()
+    assert_gradients(wrapped, reference(world_size, 2))
 
-            # two forwards, two backwards, nothing in between; then once more on top
-            for set_to_none in (True, False):
-                wrapped.zero_grad(set_to_none=set_to_none)
-                first, second = wrapped(batch(rank, 0)), wrapped(batch(rank, 1))
-                first.sum().backward()
-                second.sum().backward()
-                wrapped.finish_gradient_synchronization()
-                assert_gradients(wrapped, reference(world_size, 2))
-            wrapped(batch(rank, 2)).sum().backward()
-            wrapped.finish_gradient_synchronization()
-            assert_gradients(wrapped, reference(world_size, 3))
+    # two forwards, two backwards, nothing in between; then once more on top
+    for set_to_none in (True, False):
+        wrapped.zero_grad(set_to_none=set_to_none)
+        first, second = wrapped(batch(rank, 0)), wrapped(batch(rank, 1))
+        first.sum().backward()
+        second.sum().backward()
+        wrapped.finish_gradient_synchronization()
+        assert_gradients(wrapped, reference(world_size, 2))
+    wrapped(batch(rank, 2)).sum().backward()
+    wrapped.finish_gradient_synchronization()
+    assert_gradients(wrapped, reference(world_size, 3))
 
 
-def test_accumulation_and_several_backwards() -> None:
-    run_ranks(accumulation, 2)
+@pytest.mark.parametrize(("name", "auto_finish"), EACH_FINISH)
+def test_accumulation_and_several_backwards(name: str, auto_finish: bool) -> None:
+    run_case(accumulation, 2, EACH_FINISH, name, auto_finish)
 
 
-def groups(rank: int, world_size: int) -> None:
+def groups(rank: int, world_size: int, name: str) -> None:
     """Only some ranks train, and their group's ranks are not the world's."""
     some = dist.new_group([1, 2])
     mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
-    for wrapper in EVERY:
-        wrapped = wrapper(mlp(seed=rank), process_group=mesh)
-        wrapped.load_state_dict(mlp().state_dict())
-        wrapped(batch(rank)).sum().backward()
+    wrapper = EVERY[name]
+    wrapped = wrapper(mlp(seed=rank), process_group=mesh)
+    wrapped.load_state_dict(mlp().state_dict())
+    wrapped(batch(rank)).sum().backward()
+    wrapped.finish_gradient_synchronization()
+    assert_gradients(wrapped, reference(world_size))
+    if rank == 0:
+        return
+    wrapped = wrapper(mlp(seed=rank), process_group=some)  # takes rank 1's weights
+    for own, first in zip(wrapped.parameters(), mlp(seed=1).parameters(), strict=True):
+        assert torch.equal(own, first)
+    wrapped.load_state_dict(mlp().state_dict())
+    for _ in range(2):
+        wrapped.zero_grad()
+        wrapped(batch(rank - 1)).sum().backward()
         wrapped.finish_gradient_synchronization()
-        assert_gradients(wrapped, reference(world_size))
-        if rank == 0:
-            continue
-        wrapped = wrapper(mlp(seed=rank), process_group=some)  # takes rank 1's weights
-        for own, first in zip(wrapped.parameters(), mlp(seed=1).parameters(), strict=True):
-            assert torch.equal(own, first)
-        wrapped.load_state_dict(mlp().state_dict())
-        for _ in range(2):
-            wrapped.zero_grad()
-            wrapped(batch(rank - 1)).sum().backward()
-            wrapped.finish_gradient_synchronization()
-            assert_gradients(wrapped, reference(2))
+        assert_gradients(wrapped, reference(2))
 
 
-def test_any_process_group_or_mesh() -> None:
-    run_ranks(groups, 3)
+@pytest.mark.parametrize("name", EVERY)
+def test_any_process_group_or_mesh(name: str) -> None:
+    run_case(groups, 3, EVERY, name)
 
 
 class Checkpointed(nn.Module):
@@ -127,25 +133,28 @@ class Checkpointed(nn.Module):
         return back(x)
 
 
-def checkpointing(rank: int, world_size: int) -> None:
+def checkpointing(
+    rank: int, world_size: int, name: str, reentrant: bool, auto_finish: bool
+) -> None:
     model = mlp()
     for r in range(world_size):
         hidden = model[:2](batch(r))
         out = model[4](model[2:4](model[2:4](hidden)))
         (out.sum() / world_size).backward()
     expected = [p.grad for p in model.parameters()]
-    for wrapper in EVERY:
-        for reentrant, auto_finish in itertools.product((False, True), repeat=2):
-            wrapped = wrapper(Checkpointed(reentrant), auto_finish=auto_finish)
-            for _ in range(2):
-                wrapped.zero_grad()
-                wrapped(batch(rank)).sum().backward()
-                wrapped.finish_gradient_synchronization()
-                assert_gradients(wrapped, expected)
+    wrapped = EVERY[name](Checkpointed(reentrant), auto_finish=auto_finish)
+    for _ in range(2):
+        wrapped.zero_grad()
+        wrapped(batch(rank)).sum().backward()
+        wrapped.finish_gradient_synchronization()
+        assert_gradients(wrapped, expected)
 
 
-def test_both_kinds_of_activation_checkpointing() -> None:
-    run_ranks(checkpointing, 2, timeout=120)
+@pytest.mark.parametrize(("name", "reentrant", "auto_finish"), CHECKPOINTS)
+def test_both_kinds_of_activation_checkpointing(
+    name: str, reentrant: bool, auto_finish: bool
+) -> None:
+    run_case(checkpointing, 2, CHECKPOINTS, name, reentrant, auto_finish)
 
 
 class Mixed(nn.Module):
@@ -171,24 +180,36 @@ class Mixed(nn.Module):
         return total
 
 
-def dtypes(rank: int, world_size: int) -> None:
-    for wrapper in (*ALL, copied):
-        wrapped = wrapper(Mixed())
-        wrapped(float(rank + 1)).backward()
-        wrapped.finish_gradient_synchronization()
-        for name, p in wrapped.named_parameters():
-            assert p.grad.dtype == p.dtype, name
-            assert torch.equal(p.grad, torch.full_like(p, (world_size + 1) / 2)), name
-        assert "float16" in wrapped.explain()
-    # flags of missing gradients travel with complex ones, too
-    for wrapper in (*ALL, copied):
-        waves = [torch.ones(2, dtype=torch.complex64), torch.ones(1, dtype=torch.complex64)]
-        wrapped = wrapper(nn.ParameterList(waves))
-        wrapped.module[0].grad = torch.full((2,), rank * 1j)
-        wrapped.finish_gradient_synchronization()
-        assert torch.equal(wrapped.module[0].grad, torch.full((2,), (world_size - 1) / 2 * 1j))
-        assert wrapped.module[1].grad is None
-    # sums of large float16 values overflow, means do not
+def dtypes(rank: int, world_size: int, name: str) -> None:
+    wrapped = EVERY[name](Mixed())
+    wrapped(float(rank + 1)).backward()
+    wrapped.finish_gradient_synchronization()
+    for key, p in wrapped.named_parameters():
+        assert p.grad.dtype == p.dtype, key
+        assert torch.equal(p.grad, torch.full_like(p, (world_size + 1) / 2)), key
+    assert "float16" in wrapped.explain()
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_dtypes_are_kept_and_averaged_exactly(name: str) -> None:
+    run_case(dtypes, 3, DTYPES, name)
+
+
+def complex_flags(rank: int, world_size: int, name: str) -> None:
+    waves = [torch.ones(2, dtype=torch.complex64), torch.ones(1, dtype=torch.complex64)]
+    wrapped = EVERY[name](nn.ParameterList(waves))
+    wrapped.module[0].grad = torch.full((2,), rank * 1j)
+    wrapped.finish_gradient_synchronization()
+    assert torch.equal(wrapped.module[0].grad, torch.full((2,), (world_size - 1) / 2 * 1j))
+    assert wrapped.module[1].grad is None
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_flags_of_missing_gradients_travel_with_complex_ones_too(name: str) -> None:
+    run_case(complex_flags, 3, DTYPES, name)
+
+
+def large_halves(rank: int, world_size: int) -> None:
     wrapped = NaiveDDP(nn.ParameterList([torch.ones(3, dtype=torch.float16)]))
     wrapped.module[0].grad = torch.full((3,), 30000.0, dtype=torch.float16)
     wrapped.finish_gradient_synchronization()
@@ -196,64 +217,63 @@ def dtypes(rank: int, world_size: int) -> None:
     torch.testing.assert_close(wrapped.module[0].grad, expected, rtol=2**-10, atol=0)
 
 
-def test_dtypes_are_kept_and_averaged_exactly() -> None:
-    run_ranks(dtypes, 3)
+def test_sums_of_large_float16_values_overflow_and_means_do_not() -> None:
+    run_ranks(large_halves, 3)
 
 
-def precision(rank: int, world_size: int) -> None:
+def precision(rank: int, world_size: int, name: str) -> None:
     expected = reference(world_size)
-    for wrapper in EVERY:
-        wrapped = wrapper(mlp())
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = wrapped(batch(rank)).float().sum()
-        loss.backward()
-        wrapped.finish_gradient_synchronization()
-        assert_gradients(wrapped, expected, rtol=0.1, atol=0.1)
-        assert all(p.grad.dtype == torch.float32 for p in wrapped.parameters())
+    wrapper = EVERY[name]
+    wrapped = wrapper(mlp())
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = wrapped(batch(rank)).float().sum()
+    loss.backward()
+    wrapped.finish_gradient_synchronization()
+    assert_gradients(wrapped, expected, rtol=0.1, atol=0.1)
+    assert all(p.grad.dtype == torch.float32 for p in wrapped.parameters())
 
-        wrapped.zero_grad()
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        scaler.scale(wrapped(batch(rank)).sum()).backward()
-        wrapped.finish_gradient_synchronization()
-        torch._foreach_mul_([p.grad for p in wrapped.parameters()], 1 / scaler.get_scale())
-        assert_gradients(wrapped, expected)
-        norm = nn.utils.clip_grad_norm_(wrapped.parameters(), 0.1)
-        alone = torch.stack([g.norm() for g in expected]).norm()
-        torch.testing.assert_close(norm, alone)
-
-
-def test_autocast_scaler_and_clipping() -> None:
-    run_ranks(precision, 2)
+    wrapped.zero_grad()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(wrapped(batch(rank)).sum()).backward()
+    wrapped.finish_gradient_synchronization()
+    torch._foreach_mul_([p.grad for p in wrapped.parameters()], 1 / scaler.get_scale())
+    assert_gradients(wrapped, expected)
+    norm = nn.utils.clip_grad_norm_(wrapped.parameters(), 0.1)
+    alone = torch.stack([g.norm() for g in expected]).norm()
+    torch.testing.assert_close(norm, alone)
 
 
-def overflow(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("name", EVERY)
+def test_autocast_scaler_and_clipping(name: str) -> None:
+    run_case(precision, 2, EVERY, name)
+
+
+def overflow(rank: int, world_size: int, name: str) -> None:
     """An infinite gradient on one rank makes every rank's scaler skip the step."""
-    for wrapper in EVERY:
-        model = mlp()
-        before = [p.detach().clone() for p in model.parameters()]
-        wrapped = wrapper(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        for step, finite in enumerate((False, True)):
-            optimizer.zero_grad()
-            factor = 1.0 if finite or rank != 1 else float("inf")
-            scaler.scale(wrapped(batch(rank, step)).sum() * factor).backward()
-            wrapped.finish_gradient_synchronization()
-            scaler.step(optimizer)
-            scaler.update()
-            assert scaler.get_scale() == 512.0
-            changed = [
-                not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)
-            ]
-            assert any(changed) is finite
-        weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-        from_rank_0 = weights.clone()
-        dist.broadcast(from_rank_0, 0)
-        assert torch.equal(weights, from_rank_0)
+    model = mlp()
+    before = [p.detach().clone() for p in model.parameters()]
+    wrapped = EVERY[name](model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step, finite in enumerate((False, True)):
+        optimizer.zero_grad()
+        factor = 1.0 if finite or rank != 1 else float("inf")
+        scaler.scale(wrapped(batch(rank, step)).sum() * factor).backward()
+        wrapped.finish_gradient_synchronization()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 512.0
+        changed = [not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)]
+        assert any(changed) is finite
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    from_rank_0 = weights.clone()
+    dist.broadcast(from_rank_0, 0)
+    assert torch.equal(weights, from_rank_0)
 
 
-def test_scalers_skip_together() -> None:
-    run_ranks(overflow, 2, timeout=120)  # torch.optim takes long to import
+@pytest.mark.parametrize("name", EVERY)
+def test_scalers_skip_together(name: str) -> None:
+    run_case(overflow, 2, EVERY, name)
 
 
 class Delayed(nn.Module):
@@ -274,20 +294,20 @@ class Delayed(nn.Module):
         return total
 
 
-def delays(rank: int, world_size: int) -> None:
-    for wrapper in EVERY:
-        wrapped = wrapper(Delayed(rank))
-        for step in range(4):
-            wrapped.zero_grad()
-            wrapped(batch(rank, step)).backward()
-            wrapped.finish_gradient_synchronization()
-            mean = sum(batch(r, step).sum(0) for r in range(world_size)) / world_size
-            for part in wrapped.module.parts:
-                torch.testing.assert_close(part.weight.grad[0], mean)
+def delays(rank: int, world_size: int, name: str) -> None:
+    wrapped = EVERY[name](Delayed(rank))
+    for step in range(4):
+        wrapped.zero_grad()
+        wrapped(batch(rank, step)).backward()
+        wrapped.finish_gradient_synchronization()
+        mean = sum(batch(r, step).sum(0) for r in range(world_size)) / world_size
+        for part in wrapped.module.parts:
+            torch.testing.assert_close(part.weight.grad[0], mean)
 
 
-def test_order_and_delays_do_not_matter() -> None:
-    run_ranks(delays, 3)
+@pytest.mark.parametrize("name", EVERY)
+def test_order_and_delays_do_not_matter(name: str) -> None:
+    run_case(delays, 3, EVERY, name)
 
 
 class Backwards(nn.Module):
@@ -330,31 +350,29 @@ def test_buckets_follow_the_observed_order_after_one_step() -> None:
     run_ranks(rebucketing, 2)
 
 
-def addresses(rank: int, world_size: int) -> None:
+def addresses(rank: int, world_size: int, copy: bool) -> None:
     """By default no gradient is copied; with ``copy`` each lies in its bucket's flat tensor."""
-    for copy in (False, True):
-        model = mlp()
-        produced: dict[nn.Parameter, int] = {}
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(
-                lambda p, produced=produced: produced.update({p: p.grad.data_ptr()})
-            )
-        wrapped = BucketedDDP(model, 0.0002, rebucket=False, copy=copy)
-        wrapped(batch(rank)).sum().backward()
-        wrapped.finish_gradient_synchronization()
-        assert_gradients(wrapped, reference(world_size))
-        for bucket in wrapped.buckets:
-            assert (bucket.flat is None) is not copy
-            for p, span in zip(bucket.parameters, bucket.slices, strict=True):
-                expected = bucket.flat[span].data_ptr() if copy else produced[p]
-                assert p.grad.data_ptr() == expected
-        buckets = wrapped.buckets
-        wrapped.detach()
-        assert all(bucket.flat is None for bucket in buckets)
+    model = mlp()
+    produced: dict[nn.Parameter, int] = {}
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: produced.update({p: p.grad.data_ptr()}))
+    wrapped = BucketedDDP(model, 0.0002, rebucket=False, copy=copy)
+    wrapped(batch(rank)).sum().backward()
+    wrapped.finish_gradient_synchronization()
+    assert_gradients(wrapped, reference(world_size))
+    for bucket in wrapped.buckets:
+        assert (bucket.flat is None) is not copy
+        for p, span in zip(bucket.parameters, bucket.slices, strict=True):
+            expected = bucket.flat[span].data_ptr() if copy else produced[p]
+            assert p.grad.data_ptr() == expected
+    buckets = wrapped.buckets
+    wrapped.detach()
+    assert all(bucket.flat is None for bucket in buckets)
 
 
-def test_gradients_stay_where_autograd_put_them() -> None:
-    run_ranks(addresses, 2)
+@pytest.mark.parametrize("copy", COPIES)
+def test_gradients_stay_where_autograd_put_them(copy: bool) -> None:
+    run_case(addresses, 2, COPIES, copy)
 
 
 def wire(rank: int, world_size: int) -> None:
@@ -386,7 +404,7 @@ def test_wire_dtype_rounds_only_twice(world_size: int) -> None:
     run_ranks(wire, world_size)
 
 
-def hooks(rank: int, world_size: int) -> None:
+def hooks(rank: int, world_size: int, kind: str) -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
     seen = []
 
@@ -401,25 +419,24 @@ def hooks(rank: int, world_size: int) -> None:
         flat.div_(world_size)
         return dist.all_reduce(flat, async_op=True)
 
-    for hook, tolerance in (
-        (plain, {}),
-        (HierarchicalAverage(mesh), {}),
-    ):
-        wrapped = BucketedDDP(mlp(), 0.0002, comm_hook=hook)
-        for _ in range(2):
-            wrapped.zero_grad()
-            wrapped(batch(rank)).sum().backward()
-            wrapped.finish_gradient_synchronization()
-            assert_gradients(wrapped, reference(world_size), **tolerance)
-        assert wrapped.buckets[0].flat is not None
-        wrapped.buckets[0].release()
-        assert wrapped.buckets[0].flat is None
-        assert "comm hook" in wrapped.explain()
-    assert seen == [*range(len(wrapped.buckets))] * 2
+    hook = plain if kind == "function" else HierarchicalAverage(mesh)
+    wrapped = BucketedDDP(mlp(), 0.0002, comm_hook=hook)
+    for _ in range(2):
+        wrapped.zero_grad()
+        wrapped(batch(rank)).sum().backward()
+        wrapped.finish_gradient_synchronization()
+        assert_gradients(wrapped, reference(world_size))
+    assert wrapped.buckets[0].flat is not None
+    wrapped.buckets[0].release()
+    assert wrapped.buckets[0].flat is None
+    assert "comm hook" in wrapped.explain()
+    if kind == "function":
+        assert seen == [*range(len(wrapped.buckets))] * 2
 
 
-def test_comm_hooks() -> None:
-    run_ranks(hooks, 4)
+@pytest.mark.parametrize("kind", HOOKS)
+def test_comm_hooks(kind: str) -> None:
+    run_case(hooks, 4, HOOKS, kind)
 
 
 def convergence(rank: int, world_size: int) -> dict[str, float]:
@@ -456,59 +473,54 @@ def test_compressed_training_converges() -> None:
         assert outcome.value["wire"] < 1.2 * exact + 1e-3
 
 
-def uneven(rank: int, world_size: int) -> None:
-    for wrapper in EVERY:
-        for average_over in ("active", "world"):
-            for policy in ("skip-if-all", "error"):
-                wrapped = wrapper(mlp(), missing_gradients=policy)
-                steps = []
+def uneven(rank: int, world_size: int, name: str, average_over: str, policy: str) -> None:
+    wrapped = EVERY[name](mlp(), missing_gradients=policy)
+    steps = []
 
-                def update(wrapped=wrapped, steps=steps) -> None:
-                    steps.append(1)
-                    with torch.no_grad():
-                        for p in wrapped.parameters():
-                            p -= 0.1 * p.grad
-                            p.grad = None
+    def update() -> None:
+        steps.append(1)
+        with torch.no_grad():
+            for p in wrapped.parameters():
+                p -= 0.1 * p.grad
+                p.grad = None
 
-                with wrapped.join(update, average_over=average_over):
-                    for step in range(1 + 2 * rank):  # 1, 3, 5 batches
-                        wrapped(batch(rank, step)).sum().backward()
-                        wrapped.finish_gradient_synchronization()
-                        update()
-                assert len(steps) == 5
-                model = mlp()
-                for step in range(5):
-                    active = [r for r in range(world_size) if step < 1 + 2 * r]
-                    share = len(active) if average_over == "active" else world_size
-                    for r in active:
-                        (model(batch(r, step)).sum() / share).backward()
-                    with torch.no_grad():
-                        for p in model.parameters():
-                            p -= 0.1 * p.grad
-                            p.grad = None
-                for p, q in zip(wrapped.parameters(), model.parameters(), strict=True):
-                    torch.testing.assert_close(p, q)
-                wrapped(batch(rank)).sum().backward()  # ordinary steps go on afterwards
-                wrapped.finish_gradient_synchronization()
-
-
-def test_uneven_numbers_of_batches() -> None:
-    run_ranks(uneven, 3)
-
-
-def compiled(rank: int, world_size: int) -> None:
-    expected = reference(world_size)
-    inner = torch.compile(mlp(), backend="aot_eager")
-    for wrapper in (OverlapDDP, small_buckets):
-        wrapped = wrapper(inner)
-        for _ in range(2):
-            wrapped.zero_grad()
-            wrapped(batch(rank)).sum().backward()
+    with wrapped.join(update, average_over=average_over):
+        for step in range(1 + 2 * rank):  # 1, 3, 5 batches
+            wrapped(batch(rank, step)).sum().backward()
             wrapped.finish_gradient_synchronization()
-            assert_gradients(wrapped, expected)
-        wrapped.detach()
+            update()
+    assert len(steps) == 5
+    model = mlp()
+    for step in range(5):
+        active = [r for r in range(world_size) if step < 1 + 2 * r]
+        share = len(active) if average_over == "active" else world_size
+        for r in active:
+            (model(batch(r, step)).sum() / share).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+                p.grad = None
+    for p, q in zip(wrapped.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+    wrapped(batch(rank)).sum().backward()  # ordinary steps go on afterwards
+    wrapped.finish_gradient_synchronization()
+
+
+@pytest.mark.parametrize(("name", "average_over", "policy"), UNEVEN)
+def test_uneven_numbers_of_batches(name: str, average_over: str, policy: str) -> None:
+    run_case(uneven, 3, UNEVEN, name, average_over, policy)
+
+
+def compiled(rank: int, world_size: int, name: str) -> None:
+    wrapped = EVERY[name](torch.compile(mlp(), backend="aot_eager"))
+    for _ in range(2):
+        wrapped.zero_grad()
+        wrapped(batch(rank)).sum().backward()
+        wrapped.finish_gradient_synchronization()
+        assert_gradients(wrapped, reference(world_size))
 
 
 @pytest.mark.slow
-def test_compiled_inner_module() -> None:
-    run_ranks(compiled, 2, timeout=120)
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_inner_module(name: str) -> None:
+    run_case(compiled, 2, COMPILED, name)

@@ -2,17 +2,18 @@
 
 import gc
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
+from hierarchical_average import HierarchicalAverage
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_lite import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP
-from ddp_lite.hooks import HierarchicalAverage
 from ddp_lite.peer import PeerCopyAverage, PeerMemory
-from ranks import run_ranks
+from ranks import run_case, run_ranks
 
 pytestmark = pytest.mark.multi_gpu
 
@@ -46,40 +47,42 @@ def train(wrapped: nn.Module, rank: int, device: torch.device, steps: int = 4) -
     return torch.cat([p.detach().flatten() for p in wrapped.parameters()])
 
 
-def equal_to_torch(rank: int, world_size: int) -> None:
+BUILDS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "naive": NaiveDDP,
+    "flat": FlatDDP,
+    "overlap": OverlapDDP,
+    "in place": lambda m: BucketedDDP(m, 0.6),
+    "copy": lambda m: BucketedDDP(m, 0.6, copy=True),
+    "zeros": lambda m: BucketedDDP(m, 0.6, missing_gradients="zeros"),
+    "error": lambda m: BucketedDDP(m, 0.6, missing_gradients="error"),
+    "hierarchical": lambda m: BucketedDDP(
+        m, 0.6, comm_hook=HierarchicalAverage(dist.device_mesh.init_device_mesh("cuda", (1, 2)))
+    ),
+    "peer copies": lambda m: BucketedDDP(
+        m, 0.6, comm_hook=PeerCopyAverage(PeerMemory(dist.group.WORLD, buffer_mb=4))
+    ),
+}
+
+
+def equal_to_torch(rank: int, world_size: int, name: str) -> None:
     device = torch.device("cuda", rank)
-    group = dist.group.WORLD
-    mesh = dist.device_mesh.init_device_mesh("cuda", (1, 2))
     expected = train(DistributedDataParallel(mlp(device)), rank, device)
-    builds = {
-        "naive": lambda m: NaiveDDP(m),
-        "flat": lambda m: FlatDDP(m),
-        "overlap": lambda m: OverlapDDP(m),
-        "in place": lambda m: BucketedDDP(m, 0.6),
-        "copy": lambda m: BucketedDDP(m, 0.6, copy=True),
-        "zeros": lambda m: BucketedDDP(m, 0.6, missing_gradients="zeros"),
-        "error": lambda m: BucketedDDP(m, 0.6, missing_gradients="error"),
-        "hierarchical": lambda m: BucketedDDP(m, 0.6, comm_hook=HierarchicalAverage(mesh)),
-        "peer copies": lambda m: BucketedDDP(
-            m, 0.6, comm_hook=PeerCopyAverage(PeerMemory(group, buffer_mb=4))
-        ),
-    }
-    for name, build in builds.items():
-        wrapped = build(mlp(device))
-        assert wrapped.stats() is None
-        actual = train(wrapped, rank, device)
-        torch.testing.assert_close(actual, expected, **TOLERANCE, msg=lambda m, n=name: f"{n}: {m}")
-        from_rank_0 = actual.clone()
-        dist.broadcast(from_rank_0, 0)
-        assert torch.equal(actual, from_rank_0), name
-        stats = wrapped.stats()
-        assert stats.exposed_wait_ms >= 0
-        if isinstance(wrapped, OverlapDDP):
-            assert stats.started_in_backward == stats.reductions
+    wrapped = BUILDS[name](mlp(device))
+    assert wrapped.stats() is None
+    actual = train(wrapped, rank, device)
+    torch.testing.assert_close(actual, expected, **TOLERANCE)
+    from_rank_0 = actual.clone()
+    dist.broadcast(from_rank_0, 0)
+    assert torch.equal(actual, from_rank_0)
+    stats = wrapped.stats()
+    assert stats.exposed_wait_ms >= 0
+    if isinstance(wrapped, OverlapDDP):
+        assert stats.started_in_backward == stats.reductions
 
 
-def test_every_variant_equals_torch() -> None:
-    run_ranks(equal_to_torch, 2, backend="nccl", timeout=120)
+@pytest.mark.parametrize("name", BUILDS)
+def test_every_variant_equals_torch(name: str) -> None:
+    run_case(equal_to_torch, 2, BUILDS, name, backend="nccl")
 
 
 def wide(device: torch.device) -> nn.Sequential:
@@ -139,31 +142,34 @@ def test_peak_memory() -> None:
     run_ranks(memory, 2, backend="nccl", timeout=120)
 
 
-def dropped(rank: int, world_size: int) -> None:
+DROPPED = ("naive", "flat", "overlap", "in place")
+
+
+def dropped(rank: int, world_size: int, name: str) -> None:
     """What ``test_lifetime.py`` shows on CPUs, with NCCL and in the allocator's own count."""
     device = torch.device("cuda", rank)
     gc.disable()  # it must not be needed
     # cuBLAS keeps workspaces for each thread, and a barrier a tensor, from their first use on.
     wide(device)(batch(rank, 0, device)).sum().backward()
     dist.barrier()
-    for build in (NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP):
-        before = torch.cuda.memory_allocated()
-        wrapped = build(wide(device))
-        batches = [batch(rank, step, device) for step in range(2)]
-        for inputs in batches:
-            wrapped(inputs).square().mean().backward()
-            wrapped.finish_gradient_synchronization()
-        module = weakref.ref(wrapped.module)
-        del wrapped, batches, inputs
-        assert module() is None, build.__name__
-        torch.cuda.synchronize()
-        dist.barrier()
-        held = torch.cuda.memory_allocated() - before
-        assert held < 2**20, f"a dropped {build.__name__} keeps {held} bytes"
+    before = torch.cuda.memory_allocated()
+    wrapped = BUILDS[name](wide(device))
+    batches = [batch(rank, step, device) for step in range(2)]
+    for inputs in batches:
+        wrapped(inputs).square().mean().backward()
+        wrapped.finish_gradient_synchronization()
+    module = weakref.ref(wrapped.module)
+    del wrapped, batches, inputs
+    assert module() is None
+    torch.cuda.synchronize()
+    dist.barrier()
+    held = torch.cuda.memory_allocated() - before
+    assert held < 2**20, f"a dropped wrapper keeps {held} bytes"
 
 
-def test_a_dropped_wrapper_frees_its_memory() -> None:
-    run_ranks(dropped, 2, backend="nccl", timeout=120)
+@pytest.mark.parametrize("name", DROPPED)
+def test_a_dropped_wrapper_frees_its_memory(name: str) -> None:
+    run_case(dropped, 2, DROPPED, name, backend="nccl")
 
 
 def averaged_alone(model: nn.Module, rank: int, step: int, device: torch.device) -> list:
@@ -175,41 +181,42 @@ def averaged_alone(model: nn.Module, rank: int, step: int, device: torch.device)
     return list(gradients)
 
 
-def captured(rank: int, world_size: int) -> None:
+CAPTURED = ("in place", "copy", "zeros")
+
+
+def captured(rank: int, world_size: int, name: str) -> None:
     """A whole step in one CUDA graph, replayed: forward, backward, reductions, finish."""
     device = torch.device("cuda", rank)
-    for kwargs in ({}, {"copy": True}, {"missing_gradients": "zeros"}):
-        wrapped = BucketedDDP(mlp(device), 0.6, **kwargs)
-        inputs = batch(rank, 0, device)
+    wrapped = BUILDS[name](mlp(device))
+    inputs = batch(rank, 0, device)
 
-        def step(wrapped=wrapped, inputs=inputs) -> None:
-            for p in wrapped.parameters():
-                p.grad = None
-            wrapped(inputs).square().mean().backward()
-            wrapped.finish_gradient_synchronization()
+    def step() -> None:
+        for p in wrapped.parameters():
+            p.grad = None
+        wrapped(inputs).square().mean().backward()
+        wrapped.finish_gradient_synchronization()
 
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):  # plans its buckets anew after the first
-                step()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):  # plans its buckets anew after the first
             step()
-        for number in range(1, 4):
-            inputs.copy_(batch(rank, number, device))
-            graph.replay()
-            expected = averaged_alone(mlp(device), rank, number, device)
-            for p, g in zip(wrapped.parameters(), expected, strict=True):
-                torch.testing.assert_close(p.grad, g, **TOLERANCE)
-        del graph
-        wrapped.detach()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        step()
+    for number in range(1, 4):
+        inputs.copy_(batch(rank, number, device))
+        graph.replay()
+        expected = averaged_alone(mlp(device), rank, number, device)
+        for p, g in zip(wrapped.parameters(), expected, strict=True):
+            torch.testing.assert_close(p.grad, g, **TOLERANCE)
 
 
-def test_a_step_in_a_cuda_graph() -> None:
-    run_ranks(captured, 2, backend="nccl", timeout=120)
+@pytest.mark.parametrize("name", CAPTURED)
+def test_a_step_in_a_cuda_graph(name: str) -> None:
+    run_case(captured, 2, CAPTURED, name, backend="nccl")
 
 
 def graphed_inside(rank: int, world_size: int) -> None:

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from hierarchical_average import HierarchicalAverage
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ddp_lite import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP
-from ddp_lite.hooks import HierarchicalAverage
 
 ALL = (NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP)
 

@@ -1,8 +1,9 @@
-"""Lightning's Trainer with ``BucketedDDPStrategy`` equals training on the concatenated batch."""
+"""``examples/lightning_strategy.py`` equals training on the concatenated batch."""
 
-import importlib
 import os
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from ranks import run_ranks
 
+EXAMPLE = Path(__file__).parents[3] / "examples" / "lightning_strategy.py"
 BATCHES, BATCH_SIZE, WORLD_SIZE = 6, 4, 2
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}  # the same terms, summed in another order
 # Importing Lightning for the first time compiles it, in every rank, on cores that may be busy.
@@ -57,8 +59,7 @@ def lightning_run(rank: int, _world_size: int, folder: str) -> dict[str, Any]:
     """Everything that the tests below look at, in one start of the ranks."""
     os.environ["LOCAL_RANK"] = str(rank)  # tells Lightning that its ranks have been started
     import lightning.pytorch as pl
-
-    from ddp_lite.integrations.lightning import BucketedDDPStrategy
+    from lightning_strategy import BucketedDDPStrategy
 
     class Module(pl.LightningModule):
         def __init__(self, *, manual: bool = False) -> None:
@@ -214,10 +215,16 @@ def test_module_is_unwrapped_and_arguments_are_checked(results: list[dict[str, A
         assert 'missing_gradients="skip-if-all"' in result["refused"]
 
 
-def test_import_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "ddp_lite.integrations.lightning"
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setitem(sys.modules, "lightning", None)
-    monkeypatch.setitem(sys.modules, "lightning.pytorch.strategies", None)
-    with pytest.raises(ImportError, match=r"pip install 'ddp-lite\[lightning\]'"):
-        importlib.import_module(name)
+def test_the_program_learns(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, "--nproc-per-node", "2", str(EXAMPLE)],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    loss = float(done.stdout.rpartition("loss ")[2])
+    assert loss < 1.0, "the untrained loss is about 8"

@@ -13,10 +13,9 @@ from ddp_lite import (
     OverlapDDP,
     UnfinishedSynchronizationError,
 )
-from ddp_lite.model import warn_about_environment
-from ranks import run_ranks
+from ranks import run_case, run_ranks
 
-ALL = (NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP)
+ALL = {wrapper.__name__: wrapper for wrapper in (NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP)}
 
 
 class Branches(nn.Module):
@@ -33,99 +32,96 @@ class Branches(nn.Module):
         return self.shared((self.left if left else self.right)(x))
 
 
-def variants(**kwargs: object) -> list[nn.Module]:
-    kwargs |= {"auto_finish": False}
-    built = [wrapper(Branches(), **kwargs) for wrapper in ALL]
-    built.append(BucketedDDP(Branches(), 0.00002, copy=True, **kwargs))
-    built.append(BucketedDDP(Branches(), 0.00002, wire_dtype=torch.bfloat16, **kwargs))
-    return built
+VARIANTS = {
+    **ALL,
+    "copied": lambda m, **kwargs: BucketedDDP(m, 0.00002, copy=True, **kwargs),
+    "wire": lambda m, **kwargs: BucketedDDP(m, 0.00002, wire_dtype=torch.bfloat16, **kwargs),
+}
 
 
-def skip_if_all(rank: int, world_size: int) -> None:
-    for wrapped in variants():
-        model = wrapped.module
-        for step in range(3):
-            model.zero_grad()
-            # both ranks take the same branch in step 0, different ones later
-            wrapped(torch.ones(2, 3), left=step == 0 or rank == 0).sum().backward()
-            local = model.left.bias.grad  # None once its reduction has started
-            wrapped.finish_gradient_synchronization()
-            assert model.never.grad is None
-            if step == 0:
-                assert model.right.weight.grad is None
-                assert model.left.weight.grad is not None
-            else:
-                # a rank without a gradient got the average of the others' and its zeros
-                whole = (
-                    model.shared.weight.sum(0).detach() * 0 + 2 * model.shared.weight[0].detach()
-                )
-                expected = {"rtol": 1e-2, "atol": 0} if local is None else {}
-                for branch in (model.left, model.right):
-                    torch.testing.assert_close(branch.bias.grad, whole / 2, **expected)
-        wrapped.detach()
-
-
-def test_skip_if_all_agrees_across_ranks() -> None:
-    run_ranks(skip_if_all, 2)
-
-
-def error(rank: int, world_size: int) -> None:
-    for wrapped in variants(missing_gradients="error"):
-        wrapped.module.never.requires_grad_(False)
-        for _ in range(2):
-            wrapped.module.zero_grad()
-            out = wrapped(torch.ones(2, 3), True) + wrapped(torch.ones(2, 3), False)
-            out.sum().backward()
-            wrapped.finish_gradient_synchronization()
-        wrapped(torch.ones(2, 3), left=rank == 0).sum().backward()
-        with pytest.raises(MissingGradientError) as caught:
-            wrapped.finish_gradient_synchronization()
-        message = str(caught.value)
-        assert "in step 3" in message
-        assert "left.weight on rank 1" in message
-        assert "right.bias on rank 0" in message
-        assert "shared" not in message
-        wrapped.detach()
-
-
-def test_error_names_parameters_ranks_and_step_on_every_rank() -> None:
-    run_ranks(error, 2)
-
-
-def zeros(rank: int, world_size: int) -> None:
-    for wrapped in variants(missing_gradients="zeros"):
-        wrapped(torch.ones(2, 3), left=True).sum().backward()
+def skip_if_all(rank: int, world_size: int, name: str) -> None:
+    wrapped = VARIANTS[name](Branches(), auto_finish=False)
+    model = wrapped.module
+    for step in range(3):
+        model.zero_grad()
+        # both ranks take the same branch in step 0, different ones later
+        wrapped(torch.ones(2, 3), left=step == 0 or rank == 0).sum().backward()
+        local = model.left.bias.grad  # None once its reduction has started
         wrapped.finish_gradient_synchronization()
-        assert torch.equal(wrapped.module.never.grad, torch.zeros(2))
-        assert torch.equal(wrapped.module.right.bias.grad, torch.zeros(3))
-        wrapped.detach()
+        assert model.never.grad is None
+        if step == 0:
+            assert model.right.weight.grad is None
+            assert model.left.weight.grad is not None
+        else:
+            # a rank without a gradient got the average of the others' and its zeros
+            whole = model.shared.weight.sum(0).detach() * 0 + 2 * model.shared.weight[0].detach()
+            expected = {"rtol": 1e-2, "atol": 0} if local is None else {}
+            for branch in (model.left, model.right):
+                torch.testing.assert_close(branch.bias.grad, whole / 2, **expected)
 
 
-def test_zeros_gives_everyone_a_gradient() -> None:
-    run_ranks(zeros, 2)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_skip_if_all_agrees_across_ranks(name: str) -> None:
+    run_case(skip_if_all, 2, VARIANTS, name)
 
 
-def forgotten(rank: int, world_size: int) -> None:
-    for wrapper in ALL:
-        wrapped = wrapper(nn.Linear(2, 1), auto_finish=False)
+def error(rank: int, world_size: int, name: str) -> None:
+    wrapped = VARIANTS[name](Branches(), auto_finish=False, missing_gradients="error")
+    wrapped.module.never.requires_grad_(False)
+    for _ in range(2):
+        wrapped.module.zero_grad()
+        out = wrapped(torch.ones(2, 3), True) + wrapped(torch.ones(2, 3), False)
+        out.sum().backward()
+        wrapped.finish_gradient_synchronization()
+    wrapped(torch.ones(2, 3), left=rank == 0).sum().backward()
+    with pytest.raises(MissingGradientError) as caught:
+        wrapped.finish_gradient_synchronization()
+    message = str(caught.value)
+    assert "in step 3" in message
+    assert "left.weight on rank 1" in message
+    assert "right.bias on rank 0" in message
+    assert "shared" not in message
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_error_names_parameters_ranks_and_step_on_every_rank(name: str) -> None:
+    run_case(error, 2, VARIANTS, name)
+
+
+def zeros(rank: int, world_size: int, name: str) -> None:
+    wrapped = VARIANTS[name](Branches(), auto_finish=False, missing_gradients="zeros")
+    wrapped(torch.ones(2, 3), left=True).sum().backward()
+    wrapped.finish_gradient_synchronization()
+    assert torch.equal(wrapped.module.never.grad, torch.zeros(2))
+    assert torch.equal(wrapped.module.right.bias.grad, torch.zeros(3))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_zeros_gives_everyone_a_gradient(name: str) -> None:
+    run_case(zeros, 2, VARIANTS, name)
+
+
+def forgotten(rank: int, world_size: int, name: str) -> None:
+    wrapped = ALL[name](nn.Linear(2, 1), auto_finish=False)
+    wrapped(torch.ones(1, 2)).sum().backward()
+    if rank == 0:
+        with torch.no_grad():
+            wrapped(torch.ones(1, 2))  # evaluation on one rank, even here, is harmless
+    with pytest.raises(UnfinishedSynchronizationError, match=r"after step 0 .*2 parameters"):
+        wrapped(torch.ones(1, 2))
+    wrapped.finish_gradient_synchronization()
+    with wrapped.no_sync():
         wrapped(torch.ones(1, 2)).sum().backward()
-        if rank == 0:
-            with torch.no_grad():
-                wrapped(torch.ones(1, 2))  # evaluation on one rank, even here, is harmless
-        with pytest.raises(UnfinishedSynchronizationError, match=r"after step 0 .*2 parameters"):
-            wrapped(torch.ones(1, 2))
-        wrapped.finish_gradient_synchronization()
-        with wrapped.no_sync():
-            wrapped(torch.ones(1, 2)).sum().backward()
-            wrapped(torch.ones(1, 2)).sum().backward()
-            with pytest.raises(RuntimeError, match=r"outside no_sync\(\)"):
-                wrapped.finish_gradient_synchronization()
-        wrapped.finish_gradient_synchronization()  # sends what was accumulated
-        assert torch.equal(wrapped.module.bias.grad, torch.full((1,), 3.0))
+        wrapped(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"outside no_sync\(\)"):
+            wrapped.finish_gradient_synchronization()
+    wrapped.finish_gradient_synchronization()  # sends what was accumulated
+    assert torch.equal(wrapped.module.bias.grad, torch.full((1,), 3.0))
 
 
-def test_a_forgotten_finish_is_named_at_the_next_forward() -> None:
-    run_ranks(forgotten, 2)
+@pytest.mark.parametrize("name", ALL)
+def test_a_forgotten_finish_is_named_at_the_next_forward(name: str) -> None:
+    run_case(forgotten, 2, ALL, name)
 
 
 def no_sync_survives_errors(rank: int, world_size: int) -> None:
@@ -143,28 +139,28 @@ def test_no_sync_ends_with_its_block() -> None:
     run_ranks(no_sync_survives_errors, 2)
 
 
-def flips(rank: int, world_size: int) -> None:
-    for wrapper in ALL:
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-        model[0].requires_grad_(False)
-        wrapped = wrapper(model)
-        assert wrapped.stats() is None
-        for trainable in (False, True, False):
-            model[0].requires_grad_(trainable)
-            model.zero_grad()
-            (wrapped(torch.ones(1, 2)) * (rank + 1)).sum().backward()
-            wrapped.finish_gradient_synchronization()
-            names = {name for group in wrapped.stats().group_parameters for name in group}
-            assert ("0.weight" in names) is trainable
-            assert (model[0].weight.grad is not None) is trainable
-            torch.testing.assert_close(model[1].bias.grad, torch.tensor([1.5]))
-            if trainable:
-                expected = 1.5 * model[1].weight.detach()
-                torch.testing.assert_close(model[0].bias.grad, expected[0])
+def flips(rank: int, world_size: int, name: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model[0].requires_grad_(False)
+    wrapped = ALL[name](model)
+    assert wrapped.stats() is None
+    for trainable in (False, True, False):
+        model[0].requires_grad_(trainable)
+        model.zero_grad()
+        (wrapped(torch.ones(1, 2)) * (rank + 1)).sum().backward()
+        wrapped.finish_gradient_synchronization()
+        names = {name for group in wrapped.stats().group_parameters for name in group}
+        assert ("0.weight" in names) is trainable
+        assert (model[0].weight.grad is not None) is trainable
+        torch.testing.assert_close(model[1].bias.grad, torch.tensor([1.5]))
+        if trainable:
+            expected = 1.5 * model[1].weight.detach()
+            torch.testing.assert_close(model[0].bias.grad, expected[0])
 
 
-def test_requires_grad_may_change_on_all_ranks() -> None:
-    run_ranks(flips, 2)
+@pytest.mark.parametrize("name", ALL)
+def test_requires_grad_may_change_on_all_ranks(name: str) -> None:
+    run_case(flips, 2, ALL, name)
 
 
 def flips_differently(rank: int, world_size: int) -> None:
@@ -189,21 +185,14 @@ class Lookup(nn.Module):
         return nn.functional.embedding(ids, self.table, sparse=True)
 
 
-def sparse(rank: int, world_size: int) -> None:
-    for wrapper in ALL:
-        wrapped = wrapper(Lookup())
-        out = wrapped(torch.tensor([0, 1])).sum()
-        with pytest.raises(ValueError, match=r"table got a torch\.sparse_coo.*in step 1"):
-            (out.backward(), wrapped.finish_gradient_synchronization())
+def sparse(rank: int, world_size: int, name: str) -> None:
+    wrapped = ALL[name](Lookup())
+    out = wrapped(torch.tensor([0, 1])).sum()
+    with pytest.raises(ValueError, match=r"table got a torch\.sparse_coo.*in step 1"):
+        (out.backward(), wrapped.finish_gradient_synchronization())
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-def test_sparse_gradients_are_refused_by_name() -> None:
-    run_ranks(sparse, 2)
-
-
-def test_settings_that_destroy_overlap_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    with pytest.warns(UserWarning, match="CUDA_DEVICE_MAX_CONNECTIONS=1 is set"):
-        warn_about_environment(torch.device("cuda"))
-    warn_about_environment(torch.device("cpu"))
+@pytest.mark.parametrize("name", ALL)
+def test_sparse_gradients_are_refused_by_name(name: str) -> None:
+    run_case(sparse, 2, ALL, name)

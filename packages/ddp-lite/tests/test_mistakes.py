@@ -25,9 +25,11 @@ from ddp_lite import (
     StepMismatchError,
 )
 from ddp_lite.migration import TORCH_ARGUMENTS
-from ranks import run_ranks, set_collective_timeout
+from ranks import run_case, run_ranks, set_collective_timeout
 
-ALL = (NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP)
+ALL = {wrapper.__name__: wrapper for wrapper in (NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP)}
+EACH_FINISH = list(itertools.product(ALL, (True, False)))
+PAIRS = list(itertools.product(ALL, ALL))
 
 
 def mlp() -> nn.Sequential:
@@ -39,70 +41,78 @@ def loss_of(model: nn.Module, rank: int) -> torch.Tensor:
     return model(torch.full((2, 4), rank + 1.0)).square().sum()
 
 
-def usual_loop(rank: int, world_size: int) -> None:
+def usual_loop(rank: int, world_size: int, name: str, auto: bool) -> None:
     """backward, clip, step: without any call of ours."""
-    for wrapper, auto in itertools.product(ALL, (True, False)):
-        model, reference = mlp(), mlp()
-        wrapped = wrapper(model, auto_finish=auto)
-        ours = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-        plain = torch.optim.SGD(reference.parameters(), lr=0.1)
-        for _ in range(3):
-            ours.zero_grad()
-            plain.zero_grad()
-            loss_of(wrapped, rank).backward()
-            if not auto:
-                wrapped.finish_gradient_synchronization()
-            for r in range(world_size):
-                (loss_of(reference, r) / world_size).backward()
-            norm = clip_grad_norm_(wrapped.parameters(), 0.5)
-            torch.testing.assert_close(norm, clip_grad_norm_(reference.parameters(), 0.5))
-            ours.step()
-            plain.step()
-        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs)
-
-
-def test_the_usual_loop_with_clipping_is_right() -> None:
-    run_ranks(usual_loop, 2)
-
-
-def wrapped_again(rank: int, world_size: int) -> None:
-    for first, second in itertools.product(ALL, ALL):
-        model = mlp()
-        wrapped = first(model)
-        words = rf"0\.weight is synchronised by a {first.__name__}\. Call detach\(\)"
-        with pytest.raises(TypeError, match=words):
-            second(model)
-        heads = nn.ModuleDict({"trunk": model[0], "head": nn.Linear(8, 2)})
-        with pytest.raises(TypeError, match=r"trunk\.weight is synchronised"):
-            second(heads)
+    model, reference = mlp(), mlp()
+    wrapped = ALL[name](model, auto_finish=auto)
+    ours = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for _ in range(3):
+        ours.zero_grad()
+        plain.zero_grad()
         loss_of(wrapped, rank).backward()
-        del wrapped  # takes its hooks along
-        model.zero_grad()
-        again = second(model)
-        loss_of(again, rank).backward()
-        mine = torch.cat([p.grad.flatten() for p in model.parameters()])
-        everyone = [torch.empty_like(mine) for _ in range(world_size)]
-        dist.all_gather(everyone, mine)
-        assert torch.equal(everyone[0], everyone[1])
-
-
-def test_wrapping_again_is_refused_and_after_dropping_right() -> None:
-    run_ranks(wrapped_again, 2)
-
-
-def freed(rank: int, world_size: int) -> None:
-    gc.disable()
-    for wrapper in ALL:
-        model = mlp()
-        wrapped = wrapper(model)
-        for _ in range(2):
-            loss_of(wrapped, rank).backward()
+        if not auto:
             wrapped.finish_gradient_synchronization()
-        alive = weakref.ref(wrapped)
-        del wrapped
-        assert alive() is None, wrapper
-        assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+        for r in range(world_size):
+            (loss_of(reference, r) / world_size).backward()
+        norm = clip_grad_norm_(wrapped.parameters(), 0.5)
+        torch.testing.assert_close(norm, clip_grad_norm_(reference.parameters(), 0.5))
+        ours.step()
+        plain.step()
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize(("name", "auto"), EACH_FINISH)
+def test_the_usual_loop_with_clipping_is_right(name: str, auto: bool) -> None:
+    run_case(usual_loop, 2, EACH_FINISH, name, auto)
+
+
+def wrapped_again(rank: int, world_size: int, first: str, second: str) -> None:
+    model = mlp()
+    wrapped = ALL[first](model)
+    words = rf"0\.weight is synchronised by a {first}\. Call detach\(\)"
+    with pytest.raises(TypeError, match=words):
+        ALL[second](model)
+    heads = nn.ModuleDict({"trunk": model[0], "head": nn.Linear(8, 2)})
+    with pytest.raises(TypeError, match=r"trunk\.weight is synchronised"):
+        ALL[second](heads)
+    loss_of(wrapped, rank).backward()
+    del wrapped  # takes its hooks along
+    model.zero_grad()
+    again = ALL[second](model)
+    loss_of(again, rank).backward()
+    mine = torch.cat([p.grad.flatten() for p in model.parameters()])
+    everyone = [torch.empty_like(mine) for _ in range(world_size)]
+    dist.all_gather(everyone, mine)
+    assert torch.equal(everyone[0], everyone[1])
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_wrapping_again_is_refused_and_after_dropping_right(first: str, second: str) -> None:
+    run_case(wrapped_again, 2, PAIRS, first, second)
+
+
+def freed(rank: int, world_size: int, name: str) -> None:
+    gc.disable()
+    model = mlp()
+    wrapped = ALL[name](model)
+    for _ in range(2):
+        loss_of(wrapped, rank).backward()
+        wrapped.finish_gradient_synchronization()
+    alive = weakref.ref(wrapped)
+    del wrapped
+    assert alive() is None
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_dropped_wrapper_is_freed_at_once(name: str) -> None:
+    run_case(freed, 2, ALL, name)
+
+
+def freed_with_buckets(rank: int, world_size: int) -> None:
+    gc.disable()
     buckets = BucketedDDP(mlp(), copy=True)
     loss_of(buckets, rank).backward()
     model, parameter = weakref.ref(buckets.module), weakref.ref(buckets.module[0].weight)
@@ -111,8 +121,8 @@ def freed(rank: int, world_size: int) -> None:
     assert parameter() is None
 
 
-def test_a_dropped_wrapper_is_freed_at_once() -> None:
-    run_ranks(freed, 2)
+def test_flat_buckets_keep_no_module_alive() -> None:
+    run_ranks(freed_with_buckets, 2)
 
 
 SETTINGS: dict[str, Callable[[nn.Module, bool], nn.Module]] = {
@@ -140,78 +150,96 @@ def other_average(flat: torch.Tensor, bucket: object) -> dist.Work:
     return average(flat, bucket)
 
 
-def other_settings(rank: int, world_size: int) -> None:
-    for name, build in SETTINGS.items():
-        with pytest.raises(ModelMismatchError, match=rf"{name} .*rank 1: {name} "):
-            build(mlp(), rank == 1)
+def other_settings(rank: int, world_size: int, name: str) -> None:
+    with pytest.raises(ModelMismatchError, match=rf"{name} .*rank 1: {name} "):
+        SETTINGS[name](mlp(), rank == 1)
 
 
-def test_settings_that_differ_are_named_on_every_rank() -> None:
-    run_ranks(other_settings, 2)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_that_differ_are_named_on_every_rank(name: str) -> None:
+    run_case(other_settings, 2, SETTINGS, name)
 
 
-def changed_module(rank: int, world_size: int) -> None:
-    def replace(model: nn.Module) -> None:
-        model[0].weight = nn.Parameter(model[0].weight.detach().clone())
-
-    def replace_number(model: nn.Module) -> None:
-        model[2].bias = nn.Parameter(model[2].bias.detach().clone())  # one element, equal value
-
-    def add(model: nn.Module) -> None:
-        model.register_parameter("scale", nn.Parameter(torch.ones(3)))
-
-    def add_module(model: nn.Module) -> None:
-        model[1].extra = nn.Linear(2, 2)
-
-    def remove(model: nn.Module) -> None:
-        model[2].bias = None
-
-    def weight_norm(model: nn.Module) -> None:
-        nn.utils.parametrizations.weight_norm(model[0])
-
-    cases = {
-        replace: r"0\.weight was replaced",
-        replace_number: r"2\.bias was replaced",
-        add: "scale was added",
-        add_module: r"1\.extra\.weight was added, 1\.extra\.bias was added",
-        remove: r"2\.bias was removed",
-        weight_norm: r"0\.parametrizations\.weight\.original0 was added.*0\.weight was removed",
-    }
-    for wrapper, (change, words) in itertools.product(ALL, cases.items()):
-        model = mlp()
-        wrapped = wrapper(model)
-        loss_of(wrapped, rank).backward()
-        model[1].note = nn.Identity()  # no parameters: allowed
-        loss_of(wrapped, rank).backward()
-        change(model)
-        remedy = rf"wrap it then: {wrapper.__name__}\(wrapped\.detach"
-        message = rf"before step 3 on rank {rank} {words}.*{remedy}"
-        with pytest.raises(ModelMismatchError, match=message):
-            loss_of(wrapped, rank)
+def replace(model: nn.Module) -> None:
+    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
 
 
-def test_a_changed_module_is_named_at_the_next_forward() -> None:
-    run_ranks(changed_module, 2)
+def replace_number(model: nn.Module) -> None:
+    model[2].bias = nn.Parameter(model[2].bias.detach().clone())  # one element, equal value
 
 
-def torchs_names(rank: int, world_size: int) -> None:
-    for wrapper in ALL:
-        for name, instead in TORCH_ARGUMENTS.items():
-            with pytest.raises(TypeError) as caught:
-                wrapper(mlp(), **{name: 1})
-            message = str(caught.value)
-            assert f"the arguments of {wrapper.__name__} must be" in message
-            assert (
-                f"{name} is an argument of torch's DistributedDataParallel ({instead})" in message
-            )
-        with pytest.raises(TypeError, match=rf"{wrapper.__name__} .* bucket_mb is unknown"):
-            wrapper(mlp(), bucket_mb=1)
+def add(model: nn.Module) -> None:
+    model.register_parameter("scale", nn.Parameter(torch.ones(3)))
+
+
+def add_module(model: nn.Module) -> None:
+    model[1].extra = nn.Linear(2, 2)
+
+
+def remove(model: nn.Module) -> None:
+    model[2].bias = None
+
+
+def weight_norm(model: nn.Module) -> None:
+    nn.utils.parametrizations.weight_norm(model[0])
+
+
+CHANGES = {
+    "replaced": (replace, r"0\.weight was replaced"),
+    "number replaced": (replace_number, r"2\.bias was replaced"),
+    "added": (add, "scale was added"),
+    "module added": (add_module, r"1\.extra\.weight was added, 1\.extra\.bias was added"),
+    "removed": (remove, r"2\.bias was removed"),
+    "weight norm": (
+        weight_norm,
+        r"0\.parametrizations\.weight\.original0 was added.*0\.weight was removed",
+    ),
+}
+CHANGED = list(itertools.product(ALL, CHANGES))
+
+
+def changed_module(rank: int, world_size: int, name: str, what: str) -> None:
+    change, words = CHANGES[what]
+    model = mlp()
+    wrapped = ALL[name](model)
+    loss_of(wrapped, rank).backward()
+    model[1].note = nn.Identity()  # no parameters: allowed
+    loss_of(wrapped, rank).backward()
+    change(model)
+    remedy = rf"wrap it then: {name}\(wrapped\.detach"
+    message = rf"before step 3 on rank {rank} {words}.*{remedy}"
+    with pytest.raises(ModelMismatchError, match=message):
+        loss_of(wrapped, rank)
+
+
+@pytest.mark.parametrize(("name", "what"), CHANGED)
+def test_a_changed_module_is_named_at_the_next_forward(name: str, what: str) -> None:
+    run_case(changed_module, 2, CHANGED, name, what)
+
+
+def torchs_names(rank: int, world_size: int, wrapper: str) -> None:
+    for name, instead in TORCH_ARGUMENTS.items():
+        with pytest.raises(TypeError) as caught:
+            ALL[wrapper](mlp(), **{name: 1})
+        message = str(caught.value)
+        assert f"the arguments of {wrapper} must be" in message
+        assert f"{name} is an argument of torch's DistributedDataParallel ({instead})" in message
+    with pytest.raises(TypeError, match=rf"{wrapper} .* bucket_mb is unknown"):
+        ALL[wrapper](mlp(), bucket_mb=1)
+
+
+@pytest.mark.parametrize("wrapper", ALL)
+def test_torchs_argument_names_are_mapped(wrapper: str) -> None:
+    run_case(torchs_names, 2, ALL, wrapper)
+
+
+def device_ids_by_place(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r"bucket_size_mb must be .* but got \[0\]"):
-        BucketedDDP(mlp(), [rank * 0])
+        BucketedDDP(mlp(), [0])
 
 
-def test_torchs_argument_names_are_mapped() -> None:
-    run_ranks(torchs_names, 2)
+def test_torchs_second_argument_is_no_size() -> None:
+    run_ranks(device_ids_by_place, 1)
 
 
 def test_every_argument_of_torchs_wrapper_has_an_answer() -> None:
@@ -226,7 +254,7 @@ def out_of_step(rank: int, world_size: int, name: str, mistake: str) -> tuple[st
     odd = rank == 1
     model = mlp()
     explicit = mistake in ("finishes twice", "two backwards, then finish")
-    wrapped = {w.__name__: w for w in ALL}[name](model, auto_finish=not explicit)
+    wrapped = ALL[name](model, auto_finish=not explicit)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     for step in range(6):
         broken = odd and step == 2
@@ -260,8 +288,7 @@ MISTAKES = [
 ]
 
 
-NAMES = [w.__name__ for w in ALL]
-CASES = [(name, 2, mistake) for name in NAMES for mistake in MISTAKES]
+CASES = [(name, 2, mistake) for name in ALL for mistake in MISTAKES]
 CASES += [("BucketedDDP", 3, mistake) for mistake in MISTAKES]
 
 
@@ -284,38 +311,38 @@ def test_ranks_that_differ_end_with_an_error_on_all(
         assert "says: it is making synchronisation" in message, message
 
 
-def late_hooks(rank: int, world_size: int) -> None:
-    for wrapper in ALL:
-        wrapped = wrapper(mlp())
-        seen: list[bool] = []
+def late_hooks(rank: int, world_size: int, name: str) -> None:
+    wrapped = ALL[name](mlp())
+    seen: list[bool] = []
 
-        def look(parameter: torch.Tensor, seen: list[bool] = seen) -> None:
-            seen.append(parameter.grad is not None)
+    def look(parameter: torch.Tensor) -> None:
+        seen.append(parameter.grad is not None)
 
-        for p in wrapped.parameters():
-            p.register_post_accumulate_grad_hook(look)
-        for _ in range(2):
-            loss_of(wrapped, rank).backward()
-        assert seen == [True] * 8
-
-
-def test_hooks_registered_after_wrapping_see_gradients() -> None:
-    run_ranks(late_hooks, 2)
+    for p in wrapped.parameters():
+        p.register_post_accumulate_grad_hook(look)
+    for _ in range(2):
+        loss_of(wrapped, rank).backward()
+    assert seen == [True] * 8
 
 
-def detached(rank: int, world_size: int) -> None:
-    for wrapper in ALL:
-        wrapped = wrapper(mlp())
-        model = wrapped.detach()
-        with pytest.raises(RuntimeError, match=rf"{wrapper.__name__} must not be called after"):
-            loss_of(wrapped, rank)
-        with torch.no_grad():
-            loss_of(wrapped, rank)
-        loss_of(wrapper(model), rank).backward()
+@pytest.mark.parametrize("name", ALL)
+def test_hooks_registered_after_wrapping_see_gradients(name: str) -> None:
+    run_case(late_hooks, 2, ALL, name)
 
 
-def test_a_detached_wrapper_does_not_train_silently() -> None:
-    run_ranks(detached, 2)
+def detached(rank: int, world_size: int, name: str) -> None:
+    wrapped = ALL[name](mlp())
+    model = wrapped.detach()
+    with pytest.raises(RuntimeError, match=rf"{name} must not be called after"):
+        loss_of(wrapped, rank)
+    with torch.no_grad():
+        loss_of(wrapped, rank)
+    loss_of(ALL[name](model), rank).backward()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_detached_wrapper_does_not_train_silently(name: str) -> None:
+    run_case(detached, 2, ALL, name)
 
 
 def store_host_stops(rank: int, world_size: int) -> tuple[str, float]:

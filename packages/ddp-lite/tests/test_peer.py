@@ -14,10 +14,10 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import torch.distributed as dist
+from hierarchical_average import HierarchicalAverage
 from torch import Tensor, nn
 
 from ddp_lite import BucketedDDP, PeerFailureError, hooks
-from ddp_lite.hooks import HierarchicalAverage
 from ddp_lite.peer import PeerCopies, PeerCopyAverage, PeerMemory, choose_communication
 from ddp_lite.peer import schedule as peer_schedule
 from ddp_lite.peer.memory import Watch
@@ -206,43 +206,51 @@ def batch(rank: int, step: int) -> Tensor:
     return torch.randn(3, 7, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def hooked(rank: int, world_size: int, folder: str) -> None:
-    memory = ProcessMemory(Path(folder), 512)
+def hooked(rank: int, world_size: int, folder: str, kind: str) -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (1, 2))
-    node = mesh.get_group(1)
-    inside = PeerCopies(ProcessMemory(Path(folder) / "inside", 512, node))
-    with pytest.raises(ValueError, match="inside must be made with the mesh's second group"):
-        HierarchicalAverage(mesh, inside=PeerCopies(ThreadMemory(Together(2, 512), rank)))
+    memory = ProcessMemory(Path(folder), 512, mesh.get_group(1) if kind == "two levels" else None)
+    hook = (
+        PeerCopyAverage(memory)
+        if kind == "one level"
+        else HierarchicalAverage(mesh, inside=PeerCopies(memory))
+    )
     torch.manual_seed(0)
     model = Uneven()
     alone = Uneven()
     alone.load_state_dict(model.state_dict())
-    for size_mb, hook in (
-        (0.0001, PeerCopyAverage(memory)),
-        (0.0001, HierarchicalAverage(mesh, inside=inside)),
-    ):
-        wrapped = BucketedDDP(model, size_mb, comm_hook=hook)
-        model.zero_grad()
-        alone.zero_grad()
-        for step in range(3):
-            if step < 1:
-                model.zero_grad()
-                alone.zero_grad()
-            # afterwards gradients accumulate onto the averages of the step before
-            wrapped(batch(rank, step)).backward()
-            wrapped.finish_gradient_synchronization()
-            for r in range(world_size):
-                (alone(batch(r, step)) / world_size).backward()
-            assert model.unused.grad is None
-            for p, q in zip(model.parameters(), alone.parameters(), strict=True):
-                torch.testing.assert_close(p.grad, q.grad)
-            mine = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-            everyone = [torch.empty_like(mine) for _ in range(world_size)]
-            dist.all_gather(everyone, mine)
-            assert torch.equal(everyone[0], everyone[1])
-        wrapped.detach()
+    wrapped = BucketedDDP(model, 0.0001, comm_hook=hook)
+    for step in range(3):
+        if step < 1:
+            model.zero_grad()
+            alone.zero_grad()
+        # afterwards gradients accumulate onto the averages of the step before
+        wrapped(batch(rank, step)).backward()
+        wrapped.finish_gradient_synchronization()
+        for r in range(world_size):
+            (alone(batch(r, step)) / world_size).backward()
+        assert model.unused.grad is None
+        for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+        mine = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        everyone = [torch.empty_like(mine) for _ in range(world_size)]
+        dist.all_gather(everyone, mine)
+        assert torch.equal(everyone[0], everyone[1])
+
+
+# BucketedDDP makes a contiguous gradient of a transposed parameter; the next accumulates onto it.
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout:UserWarning")
+@pytest.mark.parametrize("kind", ["one level", "two levels"])
+def test_the_hook_between_processes(kind: str, tmp_path: Path) -> None:
+    run_ranks(hooked, 2, str(tmp_path), kind)
+
+
+def other_groups(rank: int, world_size: int, folder: str) -> None:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1, 2))
+    with pytest.raises(ValueError, match="inside must be made with the mesh's second group"):
+        HierarchicalAverage(mesh, inside=PeerCopies(ThreadMemory(Together(2, 512), rank)))
+    memory = ProcessMemory(Path(folder), 512)
     half = dist.new_group([0, 1])
-    other = BucketedDDP(model, comm_hook=PeerCopyAverage(memory), process_group=half)
+    other = BucketedDDP(Uneven(), comm_hook=PeerCopyAverage(memory), process_group=half)
     with pytest.raises(ValueError, match="built for the wrapper's process group, but it is for"):
         other(batch(rank, 0)).backward()
     with pytest.raises(ValueError, match=r"access, but got (rank 0 without a GPU|2 ranks on 1 GP)"):
@@ -250,6 +258,10 @@ def hooked(rank: int, world_size: int, folder: str) -> None:
     choice = choose_communication(dist.group.WORLD, 2**30)
     assert choice.name == "collectives"
     assert re.search("access, but got (rank 0 without a GPU|2 ranks on 1 GPUs)", str(choice))
+
+
+def test_copies_for_other_groups_are_refused(tmp_path: Path) -> None:
+    run_ranks(other_groups, 2, str(tmp_path))
 
 
 def on_two_nodes(rank: int, world_size: int, folder: str) -> None:
@@ -277,12 +289,6 @@ def on_two_nodes(rank: int, world_size: int, folder: str) -> None:
 @pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout:UserWarning")
 def test_copies_inside_two_nodes(tmp_path: Path) -> None:
     run_ranks(on_two_nodes, 4, str(tmp_path))
-
-
-# BucketedDDP makes a contiguous gradient of a transposed parameter; the next accumulates onto it.
-@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout:UserWarning")
-def test_the_hook_between_processes(tmp_path: Path) -> None:
-    run_ranks(hooked, 2, str(tmp_path))
 
 
 class Event:
@@ -378,6 +384,13 @@ def test_ranks_agree_that_one_cannot_map_its_peers_memory() -> None:
     run_ranks(one_rank_cannot_map, 2)
 
 
+class Older:
+    """A gradient hook as they were."""
+
+    def reduce_gradients(self, bucket: object, gradients: object) -> None:
+        """Would return the averages."""
+
+
 def one_rank(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r'must be "auto", "collectives" or a hook, but got \'x'):
         BucketedDDP(nn.Linear(2, 2), comm_hook="x")
@@ -385,9 +398,15 @@ def one_rank(rank: int, world_size: int) -> None:
         ValueError, match=r'"auto", "collectives" or a hook, but got int\. A hook c'
     ):
         BucketedDDP(nn.Linear(2, 2), comm_hook=3)
+    with pytest.raises(ValueError, match=r"got Older\. A hook .* average_in_place\(bucket, grad"):
+        BucketedDDP(nn.Linear(2, 2), comm_hook=Older())
     with pytest.raises(ValueError, match=r"wire_dtype must be a floating-point .* got 'bf16'\."):
         BucketedDDP(nn.Linear(2, 2), wire_dtype="bf16")
-    for name, instead in (("CompressTo", "wire_dtype="), ("PowerSGD", r"examples/power_sgd\.py")):
+    for name, instead in (
+        ("CompressTo", "wire_dtype="),
+        ("PowerSGD", r"examples/power_sgd\.py"),
+        ("HierarchicalAverage", r"examples/hierarchical_average\.py"),
+    ):
         with pytest.raises(
             ImportError, match=rf"ddp_lite\.hooks has no {name} any more: .*{instead}"
         ):

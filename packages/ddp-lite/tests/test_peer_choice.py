@@ -64,7 +64,7 @@ def test_large_messages_between_gpus_of_one_host_are_copied(ranks: list[Any]) ->
         (
             (THERE, "1"),
             r"ranks on 2 hosts \(host-a, host-b\), inside each of which "
-            r"HierarchicalAverage can copy",
+            r"examples/hierarchical_average\.py can copy",
         ),
         ((HERE, "0"), "2 ranks on 1 GPUs"),
         ((HERE, None), "rank 1 without a GPU"),
@@ -109,4 +109,4 @@ def test_a_hook_of_another_group_is_refused() -> None:
     other.group_name = "other"
     bucket: Any = SimpleNamespace(process_group=other, parameters=())
     with pytest.raises(ValueError, match=r"it is for two \(2 ranks\) and the wrapper's is other"):
-        hook.reduce_gradients(bucket, [])
+        hook.average_in_place(bucket, [])

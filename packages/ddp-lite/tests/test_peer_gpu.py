@@ -1,6 +1,7 @@
 """Collectives by copies between GPUs, against NCCL and exact sums, on all GPUs of the host."""
 
 import gc
+import itertools
 import subprocess
 import sys
 import threading
@@ -12,14 +13,14 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from hierarchical_average import HierarchicalAverage
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from ddp_lite import BucketedDDP, PeerFailureError
-from ddp_lite.hooks import HierarchicalAverage
 from ddp_lite.peer import PeerCopies, PeerCopyAverage, PeerMemory, choose_communication
 from ddp_lite.peer import kernel as peer_kernel
-from ranks import run_ranks
+from ranks import run_case, run_ranks
 
 pytestmark = pytest.mark.multi_gpu
 
@@ -196,51 +197,53 @@ def layers(device: torch.device) -> nn.Module:
     return nn.Sequential(*parts).to(device)
 
 
-def hooked(rank: int, world_size: int) -> None:
+HOOKED = list(itertools.product(("one level", "two levels"), (None, 0.2, 0.001)))
+
+
+def hooked(rank: int, world_size: int, name: str, size_mb: float | None) -> None:
     """Gradients that accumulate, several buckets, two levels; same bits."""
     device = torch.device("cuda", rank)
     group = dist.group.WORLD
     assert group is not None
     mesh = dist.device_mesh.init_device_mesh("cuda", (1, world_size))
-    memory = PeerMemory(group, buffer_mb=1)
-    inside = PeerCopies(PeerMemory(mesh.get_group(1), buffer_mb=1))
+    hook = (
+        PeerCopyAverage(PeerMemory(group, buffer_mb=1))
+        if name == "one level"
+        else HierarchicalAverage(
+            mesh, inside=PeerCopies(PeerMemory(mesh.get_group(1), buffer_mb=1))
+        )
+    )
     tolerance = 2.0**-14  # of the largest gradient of a parameter
-    hooks = {
-        "one level": PeerCopyAverage(memory),
-        "two levels": HierarchicalAverage(mesh, inside=inside),
-    }
-    for name, hook in hooks.items():
-        for size_mb in (None, 0.2, 0.001):
-            model, alone = layers(device), layers(device)
-            wrapped = BucketedDDP(model, size_mb, comm_hook=hook)
-            for step in range(4):
-                if step % 2 == 0:
-                    model.zero_grad()
-                    alone.zero_grad()
-                generator = torch.Generator().manual_seed(100 * step + rank)
-                inputs = torch.randn(32, 256, generator=generator).to(device)
-                wrapped(inputs).square().mean().backward()
-                loss = alone(inputs).square().mean()
-                for p, g in zip(
-                    alone.parameters(),
-                    torch.autograd.grad(loss, list(alone.parameters())),
-                    strict=True,
-                ):
-                    dist.all_reduce(g, dist.ReduceOp.AVG)
-                    p.grad = g if p.grad is None else p.grad + g
-                for p, q in zip(model.parameters(), alone.parameters(), strict=True):
-                    assert p.grad is not None
-                    assert q.grad is not None
-                    difference, largest = (p.grad - q.grad).abs().max(), q.grad.abs().max()
-                    assert difference <= tolerance * largest, (name, size_mb, step)
-                    from_rank_0 = p.grad.clone()
-                    dist.broadcast(from_rank_0, 0)
-                    assert torch.equal(p.grad, from_rank_0), name
-            wrapped.detach()
+    model, alone = layers(device), layers(device)
+    wrapped = BucketedDDP(model, size_mb, comm_hook=hook)
+    for step in range(4):
+        if step % 2 == 0:
+            model.zero_grad()
+            alone.zero_grad()
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        inputs = torch.randn(32, 256, generator=generator).to(device)
+        wrapped(inputs).square().mean().backward()
+        loss = alone(inputs).square().mean()
+        for p, g in zip(
+            alone.parameters(),
+            torch.autograd.grad(loss, list(alone.parameters())),
+            strict=True,
+        ):
+            dist.all_reduce(g, dist.ReduceOp.AVG)
+            p.grad = g if p.grad is None else p.grad + g
+        for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+            assert p.grad is not None
+            assert q.grad is not None
+            difference, largest = (p.grad - q.grad).abs().max(), q.grad.abs().max()
+            assert difference <= tolerance * largest, step
+            from_rank_0 = p.grad.clone()
+            dist.broadcast(from_rank_0, 0)
+            assert torch.equal(p.grad, from_rank_0)
 
 
-def test_gradients() -> None:
-    run_ranks(hooked, gpus(), backend="nccl", timeout=120)
+@pytest.mark.parametrize(("name", "size_mb"), HOOKED)
+def test_gradients(name: str, size_mb: float | None) -> None:
+    run_case(hooked, gpus(), HOOKED, name, size_mb, backend="nccl")
 
 
 def refused(rank: int, world_size: int) -> None:

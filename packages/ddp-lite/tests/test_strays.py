@@ -26,7 +26,7 @@ from ddp_lite import (
     StepMismatchError,
     SynchronizationError,
 )
-from ranks import run_ranks, set_collective_timeout
+from ranks import run_case, run_ranks, set_collective_timeout
 
 WRAPPERS = {
     "naive": NaiveDDP,
@@ -319,29 +319,43 @@ def convolutions() -> nn.Module:
     return nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
 
 
-def layouts(rank: int, world_size: int) -> None:
-    own = torch.channels_last if rank else torch.contiguous_format
+def layout_of(rank: int) -> torch.memory_format:
+    return torch.channels_last if rank else torch.contiguous_format
+
+
+def different_layouts(rank: int, world_size: int) -> None:
     with pytest.raises(
         ModelMismatchError, match=r"rank 1: 0\.weight parameter .* strides \(36, 1, 12, 4\), req"
     ):
-        BucketedDDP(convolutions().to(memory_format=own))
+        BucketedDDP(convolutions().to(memory_format=layout_of(rank)))
+
+
+def test_layouts_in_memory_are_compared() -> None:
+    run_ranks(different_layouts, 2)
+
+
+def layouts(rank: int, world_size: int, name: str) -> None:
     inputs = torch.randn(2, 2, 4, 8, 8, generator=torch.Generator().manual_seed(2))
     alone = convolutions()
     alone(inputs.flatten(0, 1)).square().mean().backward()
-    for wrapper in WRAPPERS.values():
-        wrapped = wrapper(convolutions())
-        wrapped.module.to(memory_format=own)  # after wrapping it does no harm
-        wrapped(inputs[rank]).square().mean().backward()
-        for p, q in zip(wrapped.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad, rtol=2e-2, atol=1e-3)
+    wrapped = WRAPPERS[name](convolutions())
+    wrapped.module.to(memory_format=layout_of(rank))
+    wrapped(inputs[rank]).square().mean().backward()
+    for p, q in zip(wrapped.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=2e-2, atol=1e-3)
 
 
-def test_layouts_in_memory_are_compared_and_do_not_matter_afterwards() -> None:
-    run_ranks(layouts, 2)
+@pytest.mark.parametrize("name", ALL)
+def test_layouts_in_memory_do_no_harm_after_wrapping(name: str) -> None:
+    run_case(layouts, 2, ALL, name)
+
+
+def own_average(flat: torch.Tensor, bucket: object) -> dist.Work:
+    return dist.all_reduce(flat, dist.ReduceOp.AVG, async_op=True)
 
 
 def forked(rank: int, world_size: int, name: str) -> None:
-    wrapped = WRAPPERS[name](Net())
+    wrapped = BucketedDDP(Net(), comm_hook=own_average) if name == "hook" else WRAPPERS[name](Net())
     usual(wrapped)
     child = os.fork()
     if child == 0:
@@ -356,6 +370,6 @@ def forked(rank: int, world_size: int, name: str) -> None:
     usual(wrapped)  # the ranks themselves train on
 
 
-@pytest.mark.parametrize("name", ["naive", "bucketed"])
+@pytest.mark.parametrize("name", ["naive", "bucketed", "hook"])
 def test_backward_in_a_forked_child_is_an_error(name: str) -> None:
     run_ranks(forked, 2, name)

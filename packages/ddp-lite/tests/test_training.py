@@ -1,5 +1,6 @@
 """Training with every wrapper equals single-process training on the concatenated batch."""
 
+import itertools
 from collections.abc import Iterable
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_lite import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP
-from ranks import run_ranks
+from ranks import run_case, run_ranks
 
 STEPS = 6
 # Sums over ranks and over a batch are rounded in different orders; the terms are the same.
@@ -50,6 +51,8 @@ WRAPPERS = {
     "bucketed-auto": lambda m: BucketedDDP(m, 0.0008, auto_finish=True),
     "bucketed-zeros": lambda m: BucketedDDP(m, 0.0008, copy=True, missing_gradients="zeros"),
 }
+CASES = list(itertools.product(WRAPPERS, (True, False)))
+ALONE = [(name, True) for name in WRAPPERS]
 
 
 class Momentum:
@@ -96,35 +99,33 @@ def train_alone(dtype: torch.dtype, unused_is_zero: bool) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
-def train_wrapped(
-    rank: int, world_size: int, names: list[str], dtype: torch.dtype, set_to_none: bool
-) -> None:
-    for name in names:
-        expected = train_alone(dtype, unused_is_zero=name == "bucketed-zeros")
-        torch.manual_seed(rank)  # differently seeded ranks: rank 0's weights must win
-        model = Mixture().to(dtype)
-        wrapped = WRAPPERS[name](model)
-        assert wrapped.module is model
-        optimizer = Momentum(wrapped.parameters())
-        rows = 12 // world_size
-        for x, y in zip(*data(dtype), strict=True):
-            optimizer.zero_grad(set_to_none=set_to_none)
-            mine = slice(rank * rows, (rank + 1) * rows)
-            (wrapped(x[mine]) - y[mine]).square().mean().backward()
-            wrapped.finish_gradient_synchronization()
-            optimizer.step()
-        for (key, actual), reference in zip(wrapped.named_parameters(), expected, strict=True):
-            torch.testing.assert_close(
-                actual.detach(),
-                reference,
-                **TOLERANCE[dtype],
-                msg=lambda m, k=f"{name} {key}": f"{k}: {m}",
-            )
-        assert_equal_on_all_ranks(list(wrapped.parameters()))
-        if name != "bucketed-zeros":
-            assert model.unused.grad is None
-        elif set_to_none:
-            assert torch.equal(model.unused.grad, torch.zeros(7, dtype=dtype))
+def train_wrapped(rank: int, world_size: int, name: str, set_to_none: bool) -> None:
+    dtype = torch.float32 if world_size == 2 else torch.float64
+    expected = train_alone(dtype, unused_is_zero=name == "bucketed-zeros")
+    torch.manual_seed(rank)  # differently seeded ranks: rank 0's weights must win
+    model = Mixture().to(dtype)
+    wrapped = WRAPPERS[name](model)
+    assert wrapped.module is model
+    optimizer = Momentum(wrapped.parameters())
+    rows = 12 // world_size
+    for x, y in zip(*data(dtype), strict=True):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        mine = slice(rank * rows, (rank + 1) * rows)
+        (wrapped(x[mine]) - y[mine]).square().mean().backward()
+        wrapped.finish_gradient_synchronization()
+        optimizer.step()
+    for (key, actual), reference in zip(wrapped.named_parameters(), expected, strict=True):
+        torch.testing.assert_close(
+            actual.detach(),
+            reference,
+            **TOLERANCE[dtype],
+            msg=lambda m, k=f"{name} {key}": f"{k}: {m}",
+        )
+    assert_equal_on_all_ranks(list(wrapped.parameters()))
+    if name != "bucketed-zeros":
+        assert model.unused.grad is None
+    elif set_to_none:
+        assert torch.equal(model.unused.grad, torch.zeros(7, dtype=dtype))
 
 
 def assert_equal_on_all_ranks(tensors: list[torch.Tensor]) -> None:
@@ -136,16 +137,15 @@ def assert_equal_on_all_ranks(tensors: list[torch.Tensor]) -> None:
 
 # BucketedDDP makes a contiguous gradient of a transposed parameter; the next accumulates onto it.
 @pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout:UserWarning")
-@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zero"])
-@pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.float32), (3, torch.float64)])
-def test_training_equals_one_process(
-    world_size: int, dtype: torch.dtype, set_to_none: bool
-) -> None:
-    run_ranks(train_wrapped, world_size, list(WRAPPERS), dtype, set_to_none)
+@pytest.mark.parametrize(("name", "set_to_none"), CASES)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_training_equals_one_process(world_size: int, name: str, set_to_none: bool) -> None:
+    run_case(train_wrapped, world_size, CASES, name, set_to_none)
 
 
-def test_one_rank_changes_nothing() -> None:
-    run_ranks(train_wrapped, 1, list(WRAPPERS), torch.float64, True)
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_one_rank_changes_nothing(name: str) -> None:
+    run_case(train_wrapped, 1, ALONE, name, True)
 
 
 def hundred_steps(rank: int, world_size: int) -> None:

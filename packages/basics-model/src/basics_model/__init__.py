@@ -1,14 +1,10 @@
 """A small, exact Transformer language model with its optimizer, data pipeline and checkpoints."""
 
+from typing import Never
+
 from basics_model.attention import sdpa_attention
 from basics_model.captured_step import CapturedStep
-from basics_model.checkpoint import (
-    Checkpoint,
-    load_checkpoint,
-    restore_rng_state,
-    rng_state,
-    save_checkpoint,
-)
+from basics_model.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from basics_model.data import (
     BYTE_VOCAB_SIZE,
     SAMPLE_TEXT,
@@ -18,7 +14,7 @@ from basics_model.data import (
     open_tokens,
 )
 from basics_model.generation import generate
-from basics_model.loss import cross_entropy, linear_cross_entropy
+from basics_model.loss import cross_entropy
 from basics_model.model import TransformerLM
 from basics_model.optimizer import AdamW, CosineSchedule, clip_gradients
 from basics_model.sizes import SIZES, ModelConfig, model_config
@@ -40,14 +36,19 @@ __all__ = [
     "decode_bytes",
     "encode_bytes",
     "generate",
-    "linear_cross_entropy",
     "load_checkpoint",
     "load_safetensors",
     "model_config",
     "open_tokens",
-    "restore_rng_state",
-    "rng_state",
     "save_checkpoint",
     "save_safetensors",
     "sdpa_attention",
 ]
+
+_IN = {"linear_cross_entropy": "loss", "restore_rng_state": "checkpoint", "rng_state": "checkpoint"}
+
+
+def __getattr__(name: str) -> Never:
+    if name in _IN:
+        raise ImportError(f"{name} must be imported from basics_model.{_IN[name]}.")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -26,41 +26,19 @@ def sdpa_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def softmax_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Causal attention as its formula reads: O = softmax(Q·Kᵀ / √head_dim + mask)·V.
 
-    It stores the seq × seq scores. Its three steps are separate functions, and each one is a range
-    in a profile: ``attention.scores``, ``attention.softmax`` and ``attention.output``. Its
-    arguments and result are those of :data:`Attention`.
+    It stores the seq × seq scores. Its three steps are ranges in a profile: ``attention.scores``,
+    ``attention.softmax`` and ``attention.output``. Its arguments and result are those of
+    :data:`Attention`.
     """
     with record_function("attention.scores"):
-        scores = attention_scores(query, key)
+        scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, -math.inf)
     with record_function("attention.softmax"):
-        weights = attention_softmax(scores)
+        weights = torch.softmax(scores, dim=-1)
     with record_function("attention.output"):
-        return attention_output(weights, value)
-
-
-def attention_scores(query: Tensor, key: Tensor) -> Tensor:
-    """Scaled and causally masked scores.
-
-    Args:
-        query, key: (..., seq, head_dim).
-
-    Returns:
-        (..., seq, seq): Q·Kᵀ / √head_dim, and -inf where the key lies after the query.
-    """
-    scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-    return scores.masked_fill(later, -math.inf)
-
-
-def attention_softmax(scores: Tensor) -> Tensor:
-    """Softmax of (..., seq, seq) scores over the keys; rows sum to 1."""
-    return torch.softmax(scores, dim=-1)
-
-
-def attention_output(weights: Tensor, value: Tensor) -> Tensor:
-    """Weighted sum of values: (..., seq, seq) × (..., seq, head_dim) -> (..., seq, head_dim)."""
-    # Autocast leaves the softmax in fp32, so the weights may be wider than the values.
-    return weights.to(value.dtype) @ value
+        # Autocast leaves the softmax in fp32, so the weights may be wider than the values.
+        return weights.to(value.dtype) @ value
 
 
 def rotary_tables(

@@ -9,7 +9,6 @@ does not compare these checksums; :func:`load_checkpoint` does, so a changed bit
 
 from __future__ import annotations
 
-import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,27 +22,6 @@ from basics_model.files import refusing_damage, written_whole
 
 _FORMAT = 1
 _FIELDS = {"step": int, "model": dict, "optimizer": dict, "rng": dict, "extra": dict}
-_NAME = re.compile(r"step-(\d+)\.pt")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """State of a training run.
-
-    Attributes:
-        step: updates done.
-        model: the model's state dict.
-        optimizer: the optimizer's state dict.
-        rng: random-number generator states, from :func:`rng_state`.
-        extra: whatever else the run needs, such as its configuration and data position; only
-            tensors, numbers, strings, and lists, tuples and dictionaries of these.
-    """
-
-    step: int
-    model: Mapping[str, Any]
-    optimizer: Mapping[str, Any] = field(default_factory=dict)
-    rng: Mapping[str, Any] = field(default_factory=dict)
-    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 def rng_state() -> dict[str, Any]:
@@ -62,6 +40,26 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["cpu"].cpu())
     for device, generator in enumerate(state.get("cuda", [])[: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(generator.cpu(), device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """State of a training run.
+
+    Attributes:
+        step: updates done.
+        model: the model's state dict.
+        optimizer: the optimizer's state dict.
+        rng: random-number generator states, from :func:`rng_state`; this moment's unless given.
+        extra: whatever else the run needs, such as its configuration and data position; only
+            tensors, numbers, strings, and lists, tuples and dictionaries of these.
+    """
+
+    step: int
+    model: Mapping[str, Any]
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    rng: Mapping[str, Any] = field(default_factory=rng_state)
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 def save_checkpoint(path: Path | str, checkpoint: Checkpoint) -> None:
@@ -126,30 +124,6 @@ def _as_checkpoint(path: Path | str, content: Any) -> Checkpoint:
             "checkpoint."
         )
     return Checkpoint(**fields)
-
-
-def checkpoint_path(folder: Path | str, step: int) -> Path:
-    """Name of the checkpoint after ``step`` updates: ``folder/step-000000123.pt``."""
-    return Path(folder) / f"step-{step:09d}.pt"
-
-
-def list_checkpoints(folder: Path | str) -> list[Path]:
-    """Complete checkpoints named by :func:`checkpoint_path`, oldest first; [] without a folder."""
-    folder = Path(folder)
-    if not folder.is_dir():
-        return []
-    steps = {
-        int(match[1]): path for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))
-    }
-    return [steps[step] for step in sorted(steps)]
-
-
-def prune_checkpoints(folder: Path | str, keep: int) -> None:
-    """Deletes all but the newest ``keep`` (at least 1) checkpoints of a folder."""
-    if keep < 1:
-        raise ValueError(f"keep must be at least 1, but got {keep}.")
-    for path in list_checkpoints(folder)[:-keep]:
-        path.unlink()
 
 
 @contextmanager

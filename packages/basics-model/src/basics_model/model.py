@@ -246,7 +246,7 @@ class TransformerLM(nn.Module):
         Returns:
             Without targets, logits (batch, seq, vocab_size), in the parameters' dtype or
             autocast's. With targets, the mean cross-entropy in nats, a scalar in fp32 or fp64; all
-            logits are never in memory at once (:func:`basics_model.linear_cross_entropy`).
+            logits are never in memory at once (:func:`basics_model.loss.linear_cross_entropy`).
 
         Raises:
             ValueError: ``token_ids`` is not two-dimensional int64, or ``targets`` does not fit.

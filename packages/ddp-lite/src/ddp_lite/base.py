@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Never
 
 import torch
@@ -62,6 +63,7 @@ class DataParallelBase(TransparentWrapper, ABC):
     _when: ClassVar[When]
     _way: Way
     _rebucket: bool = False
+    _settings: Mapping[str, str] = MappingProxyType({})  # further ones, which ranks compare
     _words: str
 
     def __init__(
@@ -73,20 +75,28 @@ class DataParallelBase(TransparentWrapper, ABC):
         auto_finish: bool = True,
         **unknown: Never,
     ) -> None:
-        refuse_unknown(type(self), unknown)
+        if unknown:
+            from ddp_lite.migration import refuse_arguments
+
+            refuse_arguments(type(self), unknown)
         missing = MissingGradients(missing_gradients)
         model.check_module(module, DataParallelBase)
         refuse_averaged_parameters(module)
         super().__init__(module)
         self.process_group, self.device = resolve_group(process_group), model.common_device(module)
         model.check_backend(self.process_group, self.device)
-        model.warn_about_environment(self.device)
-        self._policy, self._auto_finish = missing_gradients, auto_finish
+        self._policy = missing_gradients
         self._stats: StepStats | None = None
         self._ranks = Ranks(self.process_group, self.device, type(self).__name__)
-        self._ranks.together("the comparison and broadcast of models", self._make_models_equal)
+        settings = {
+            "class": type(self).__name__,
+            "missing_gradients": missing_gradients,
+            "auto_finish": str(auto_finish),
+        }
+        what = "the comparison and broadcast of models"
+        self._ranks.together(what, self._make_models_equal, {**settings, **self._settings})
         self._ranks.step = 1
-        self._watch = model.ModuleWatch(module)
+        self._watch = model.ModuleWatch(module, self._ranks)
         self._same_step = SameStep(self.device)
         self._engine = Engine(
             self._ranks,
@@ -105,21 +115,13 @@ class DataParallelBase(TransparentWrapper, ABC):
                 stacklevel=3,
             )
 
-    def _make_models_equal(self) -> None:
-        model.verify_same_model(self.module, self._ranks, self._settings())
+    def _make_models_equal(self, settings: dict[str, str]) -> None:
+        model.verify_same_model(self.module, self._ranks, settings)
         self._ranks.overwrite_with_rank_0([*self.module.parameters(), *self.module.buffers()])
 
     def _adopt(self) -> None:
         """Synchronises the module's trainable parameters from here on."""
         self._engine.adopt(self._watch.trainable())
-
-    def _settings(self) -> dict[str, str]:
-        """All settings in which ranks must not differ, in words."""
-        return {
-            "class": type(self).__name__,
-            "missing_gradients": self._policy,
-            "auto_finish": str(self._auto_finish),
-        }
 
     # -- using the wrapper ---------------------------------------------------------------------
 
@@ -136,7 +138,7 @@ class DataParallelBase(TransparentWrapper, ABC):
             return self.module(*inputs, **kwargs)
         engine = self._engine
         engine.begin_forward()
-        if self._watch.has_changed(self._ranks, self._settings):
+        if self._watch.has_changed():
             self._adopt()
         if engine.arrivals.accumulating:
             return self.module(*inputs, **kwargs)
@@ -250,11 +252,12 @@ class DataParallelBase(TransparentWrapper, ABC):
         """One line: what is sent, when, how and among whom."""
         engine = self._engine
         megabytes = sum(spec.nbytes for spec in engine.specs) / 2**20
+        dtypes = sorted({str(spec.dtype).removeprefix("torch.") for spec in engine.specs})
         return (
             f"{type(self).__name__}: {megabytes:.1f} MB of gradients of {len(engine.specs)} "
             f"parameters in {len(engine.buckets)} reductions, {self._words}; "
-            f"{engine.average.describe(spec.dtype for spec in engine.specs)}, "
-            f"{self._ranks.size} ranks on {self.device.type}; missing gradients: {self._policy}"
+            f"{' and '.join(dtypes)}, {self._ranks.size} ranks on {self.device.type}; "
+            f"missing gradients: {self._policy}"
         )
 
     def detach(self) -> nn.Module:
@@ -265,11 +268,3 @@ class DataParallelBase(TransparentWrapper, ABC):
         """
         self._engine.detach()
         return self.module
-
-
-def refuse_unknown(wrapper: type, unknown: dict[str, Any]) -> None:
-    """Refuses keyword arguments that a wrapper does not have; says what to write for torch's."""
-    if unknown:
-        from ddp_lite.migration import refuse_arguments
-
-        refuse_arguments(wrapper, unknown)

@@ -105,14 +105,13 @@ def plan_buckets(
     open_groups: dict[torch.dtype, tuple[list[int], int]] = {}
     left = sum(spec.nbytes for spec in specs)
     for spec in head:
-        kind = spec.dtype
-        group, room = open_groups.get(kind, ([], 0))
+        group, room = open_groups.get(spec.dtype, ([], 0))
         if not group or spec.nbytes > room:
             group = []
             groups.append(group)
             room = min(bucket_bytes, max(least, left // 2)) if taper else bucket_bytes
         group.append(spec.index)
-        open_groups[kind] = (group, room - spec.nbytes)
+        open_groups[spec.dtype] = (group, room - spec.nbytes)
         left -= spec.nbytes
     plan = _by_completion([tuple(group) for group in groups], specs)
     return [*plan, tuple(spec.index for spec in tail)] if tail else plan
@@ -120,11 +119,9 @@ def plan_buckets(
 
 def _tail(specs: Sequence[ParameterSpec], limit: int) -> Sequence[ParameterSpec]:
     """The longest end of ``specs`` of one kind within ``limit`` bytes; at least one parameter."""
-    used = 0
-    start = len(specs)
+    used, start = 0, len(specs)
     for spec in reversed(specs):
-        last = specs[-1]
-        same_kind = spec.dtype == last.dtype
+        same_kind = spec.dtype == specs[-1].dtype
         if start < len(specs) and (not same_kind or used + spec.nbytes > limit):
             break
         used += spec.nbytes
@@ -137,21 +134,3 @@ def _by_completion(
 ) -> list[tuple[int, ...]]:
     position = {spec.index: order for order, spec in enumerate(specs)}
     return sorted(groups, key=lambda group: max(position[index] for index in group))
-
-
-def typical_bytes(sizes: Iterable[int]) -> int:
-    """The size in bytes of the buckets that most of the gradients travel in.
-
-    Args:
-        sizes: of all buckets, in bytes.
-
-    Returns:
-        Half of all bytes are in buckets of at least this size; 0 if there are none.
-    """
-    largest_first = sorted(sizes, reverse=True)
-    half, so_far = sum(largest_first) / 2, 0
-    for size in largest_first:
-        so_far += size
-        if so_far >= half:
-            return size
-    return 0

@@ -23,6 +23,7 @@ is freed at once and takes its hooks along. Outputs hold the engine until their 
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -38,7 +39,7 @@ from ddp_lite.errors import MissingGradientError, UnfinishedSynchronizationError
 from ddp_lite.grad_hooks import Hooks, remove_all
 from ddp_lite.model import refuse_other_gradients
 from ddp_lite.ranks import Ranks, broadcast
-from ddp_lite.reduce import Averager, PendingGradients, Way
+from ddp_lite.reduce import Averager, Reduction, Way
 
 When = Literal["one by one after backward", "after backward", "in backward"]
 Plan = Callable[[Sequence[ParameterSpec]], list[tuple[int, ...]]]
@@ -96,18 +97,6 @@ class Arrivals:
         next: index of the first bucket that was not started in backward.
         late: indices of started buckets whose parameters got more gradient since.
     """
-
-    __slots__ = (
-        "accumulating",
-        "begun",
-        "bucket_of",
-        "engine",
-        "late",
-        "marks",
-        "next",
-        "order",
-        "outstanding",
-    )
 
     def __init__(self, engine: Engine) -> None:
         self.engine = weakref.ref(engine)
@@ -219,6 +208,7 @@ class Engine:
         self.buckets: list[Bucket] = []
         self.finished = False
         self._plan, self._rebucket, self._rebucket_next = plan, rebucket, rebucket
+        self._process = os.getpid()
         self._backward: int | None = None  # the one that ends the step, by autograd's number
         self._hooks: list[Hooks] = []  # one, or none before ``adopt`` and after ``detach``
         weakref.finalize(self, remove_all, self._hooks).atexit = False
@@ -246,7 +236,7 @@ class Engine:
     def _begin_step(self) -> None:
         self.arrivals.reset(self.buckets)
         self.started: list[Bucket] = []
-        self._in_flight: dict[Bucket, PendingGradients] = {}
+        self._in_flight: dict[Bucket, Reduction] = {}
         self._backward = None
         for task in self.tasks:
             task.begin(self)
@@ -273,6 +263,8 @@ class Engine:
     # 2. A bucket's reduction starts.
 
     def _start(self, bucket: Bucket, again: bool = False) -> None:
+        if os.getpid() != self._process:
+            self.ranks.require_same_process()
         gradients = [parameter.grad for parameter in bucket.parameters]
         absent: list[int] = []
         if not _as_wrapped(bucket, gradients):
@@ -339,8 +331,9 @@ class Engine:
             self._put_back(bucket)
         if len(buckets) < len(self.buckets):
             # A rank that does this alone would meet other buckets of ranks in the next step. All
-            # buckets meet their likes there, and ``SameStep`` finds the difference.
-            self.ranks.together(f"a second reduction of the buckets {list(late)}", _nothing)
+            # buckets meet their likes there, and ``SameStep`` finds the difference. Comparing the
+            # words is all that ranks do here.
+            self.ranks.together(f"a second reduction of the buckets {list(late)}", lambda: None)
         for bucket in buckets:
             self._start(bucket, again=True)
 
@@ -453,7 +446,3 @@ def _as_wrapped(bucket: Bucket, gradients: Sequence[Any]) -> bool:
         )
     except (AttributeError, RuntimeError):  # None, sparse
         return False
-
-
-def _nothing() -> None:
-    """No collective of its own; comparing its name is all."""

@@ -26,7 +26,3 @@ class StepMismatchError(SynchronizationError):
 
 class PeerFailureError(SynchronizationError):
     """A collective failed: a peer died, hangs, or runs something else."""
-
-
-class StoreTimeoutError(RuntimeError):
-    """The process group's store did not answer; like torch's own store errors."""

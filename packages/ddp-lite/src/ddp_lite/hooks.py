@@ -1,105 +1,76 @@
 """Comm hooks: other ways to average a bucket, chosen with ``BucketedDDP(..., comm_hook=...)``.
 
 A hook is called as ``hook(flat, bucket)`` when a bucket is complete. It reduces ``flat``, one
-dimension, length ``bucket.padded_numel``, in place and returns something with ``wait()``. Hooks
-run in the same order on every rank.
+dimension, length ``bucket.padded_numel``, in place and returns something with ``wait()``. A
+``GradientHook`` takes the gradients where they lie instead. Hooks run in the same order on every
+rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Never, Protocol
+from collections.abc import Callable, Sequence
+from typing import Never, Protocol, runtime_checkable
 
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_lite.buckets import Bucket
-from ddp_lite.reduce import Waitable
-from ddp_lite.wire import Chain, SideStream
+from ddp_lite.reduce import Averager, Gradients, Reduction, Waitable, contiguous, pack
 
 _REMOVED = {
+    "Communication": "copies are a ddp_lite.peer.PeerCopies",
     "CompressTo": "pass wire_dtype=torch.bfloat16 to BucketedDDP",
+    "HierarchicalAverage": "it is examples/hierarchical_average.py of the repository, to copy and "
+    "change",
     "PowerSGD": "it is examples/power_sgd.py of the repository, to copy and change",
 }
 
 
-class Communication(Protocol):
-    """Collectives that can take the place of a group's own, such as ``peer.PeerCopies``."""
+@runtime_checkable
+class GradientHook(Protocol):
+    """A comm hook that takes the gradients where autograd put them, not in a flat tensor."""
 
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The ranks that exchange."""
-
-    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], /) -> Waitable:
-        """Starts averaging each input, shape (world_size * n,); its output gets this rank's n."""
-
-    def all_gather(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], /) -> Waitable:
-        """Starts filling each whole, shape (world_size * n,), with every rank's n elements."""
+    def average_in_place(self, bucket: Bucket, gradients: Sequence[Tensor]) -> Waitable:
+        """Starts averaging the gradients of a complete bucket, contiguous ones of any shapes."""
 
 
-class HierarchicalAverage:
-    """Averages over a two-dimensional mesh: inside each node, across nodes, inside again.
+CommHook = Callable[[Tensor, Bucket], Waitable] | GradientHook
 
-    Only 1/(ranks per node) of the gradients crosses between nodes: reduce-scatter inside the
-    node, all-reduce of each shard across nodes, all-gather inside the node.
 
-    Args:
-        mesh: shape (nodes, ranks per node), covering exactly the wrapper's process group.
-        inside: copies between the GPUs of this node, made with the mesh's second group, in place
-            of that group's collectives.
+class ByHook:
+    """Averages as a hook does: a function ``hook(flat, bucket)``, or a ``GradientHook``.
 
     Raises:
-        ValueError: the mesh does not have two dimensions, or ``inside`` is for other ranks.
+        ValueError: ``hook`` is neither.
     """
 
-    def __init__(self, mesh: DeviceMesh, *, inside: Communication | None = None) -> None:
-        if mesh.ndim != 2:
+    def __init__(self, hook: CommHook | str) -> None:
+        if isinstance(hook, str) or not (isinstance(hook, GradientHook) or callable(hook)):
+            got = repr(hook) if isinstance(hook, str) else type(hook).__name__
             raise ValueError(
-                f"the mesh must have two dimensions (nodes, ranks per node), but got {mesh.ndim}. "
-                "Build it with init_device_mesh(device, (nodes, ranks_per_node))"
+                f'comm_hook must be "auto", "collectives" or a hook, but got {got}. A hook can be '
+                "called with (flat, bucket), or has average_in_place(bucket, gradients); see "
+                "ddp_lite.hooks and ddp_lite.peer"
             )
-        self._across, self._inside = mesh.get_group(0), mesh.get_group(1)
-        self._size = mesh.size()
-        self._side = SideStream()
-        self._copies = inside
-        if inside is not None and inside.group.group_name != self._inside.group_name:
-            raise ValueError(
-                "inside must be made with the mesh's second group, mesh.get_group(1), but got "
-                f"copies of the group {inside.group.group_name}. Build "
-                "PeerMemory(mesh.get_group(1))"
-            )
-        self.settings = f"copies inside {inside is not None}"
+        self._hook = hook
 
-    def __call__(self, flat: Tensor, bucket: Bucket) -> Waitable:
-        """Starts averaging ``flat`` in place."""
-        if bucket.process_group.size() != self._size:
-            raise ValueError(
-                f"the mesh must cover the wrapper's process group, but it has {self._size} ranks "
-                f"and the group {bucket.process_group.size()}"
-            )
-        shard = flat.new_empty(flat.numel() // self._inside.size())
+    def __call__(
+        self, average: Averager, bucket: Bucket, gradients: Gradients, messages: Sequence[Tensor]
+    ) -> Reduction:
+        """See ``Way``."""
+        copies: Sequence[tuple[Tensor, Tensor]] = ()
+        if isinstance(self._hook, GradientHook):
+            own, values, copies = contiguous(bucket, gradients)
+            average.count(bucket.nbytes)
+            work = self._hook.average_in_place(bucket, values)
+        else:
+            bucket.flat = flat = bucket.parameters[0].new_empty(bucket.padded_numel)
+            own = pack(bucket, gradients, flat)
+            average.count(flat.nbytes)
+            work = self._hook(flat, bucket)
+        return Reduction((work, average(messages)) if messages else (work,), own, copies)
 
-        copies = self._copies
-        # Copies average inside the node; NCCL sums.
-        divisor = self._size if copies is None else self._across.size()
-
-        def scatter_inside() -> Waitable | None:
-            if copies is not None:
-                return copies.reduce_scatter([shard], [flat])
-            return dist.reduce_scatter_tensor(shard, flat, group=self._inside, async_op=True)
-
-        def reduce_across() -> Waitable | None:
-            shard.mul_(1.0 / divisor)
-            return dist.all_reduce(shard, group=self._across, async_op=True)
-
-        def gather_inside() -> Waitable | None:
-            if copies is not None:
-                return copies.all_gather([flat], [shard])
-            return dist.all_gather_into_tensor(flat, shard, group=self._inside, async_op=True)
-
-        stages = [scatter_inside, reduce_across, gather_inside]
-        return Chain(stages, [flat, shard], bucket.device, self._side.on(bucket.device))
+    def __str__(self) -> str:
+        return "handed to the comm hook"
 
 
 def __getattr__(name: str) -> Never:

@@ -11,9 +11,7 @@ Changes of a parameter's dtype or size are found when its gradient is about to b
 
 from __future__ import annotations
 
-import os
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -99,24 +97,11 @@ def check_backend(group: dist.ProcessGroup, device: torch.device) -> None:
         )
 
 
-def warn_about_environment(device: torch.device) -> None:
-    """Warns of settings that keep NCCL from running beside the backward pass."""
-    if device.type != "cuda":
-        return
-    for name, bad in (("CUDA_DEVICE_MAX_CONNECTIONS", "1"), ("TORCH_NCCL_ENABLE_TIMING", "1")):
-        if os.environ.get(name) == bad:
-            warnings.warn(
-                f"{name}={bad} is set: it serialises communication with the backward pass, so "
-                "nothing will overlap; unset it",
-                stacklevel=5,
-            )
-
-
 class ModuleWatch:
     """Remembers a module's structure, and which of its parameters require a gradient."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, ranks: Ranks) -> None:
+        self._module, self._ranks = module, ranks
         self._remember()
 
     def _remember(self) -> None:
@@ -143,7 +128,7 @@ class ModuleWatch:
         named = self._module.named_parameters()
         return [(name, p) for name, p in named if p.requires_grad and p.numel()]
 
-    def has_changed(self, ranks: Ranks, settings: Callable[[], Mapping[str, str]]) -> bool:
+    def has_changed(self) -> bool:
         """True if ``requires_grad`` changed since the last call, alike on every rank.
 
         Raises:
@@ -152,13 +137,13 @@ class ModuleWatch:
         """
         if self._has_new_structure():
             if change := self._describe_change():
-                self._refuse(change, ranks)
+                self._refuse(change)
             self._remember()
         if list(map(_requires_grad, self._parameters)) == self._required:
             return False
         what = "the comparison of models after requires_grad changed"
-        ranks.call(what, self._await_change_everywhere, ranks)
-        ranks.together(what, verify_same_model, self._module, ranks, settings())
+        self._ranks.call(what, self._await_change_everywhere)
+        self._ranks.together(what, verify_same_model, self._module, self._ranks)
         self._required = list(map(_requires_grad, self._parameters))
         return True
 
@@ -184,7 +169,8 @@ class ModuleWatch:
         }
         return shortened([f"{name} was {how}" for how, names in changes.items() for name in names])
 
-    def _refuse(self, change: str, ranks: Ranks) -> NoReturn:
+    def _refuse(self, change: str) -> NoReturn:
+        ranks = self._ranks
         report = f"{change} since {ranks.owner} wrapped the module"
         ranks.tell(report)
         remedy = (
@@ -199,12 +185,13 @@ class ModuleWatch:
             f"{ranks.rank} {report}. {remedy}"
         )
 
-    def _await_change_everywhere(self, ranks: Ranks) -> None:
+    def _await_change_everywhere(self) -> None:
         """Waits until all ranks have changed ``requires_grad``, for as long as a collective would.
 
         Raises:
             ModelMismatchError: not all ranks did.
         """
+        ranks = self._ranks
         names = {id(p): name for name, p in reversed(self._by_name.items())}
         changed = shortened(
             [
@@ -278,14 +265,16 @@ def describe_module(module: nn.Module) -> list[tuple[str, str]]:
     return described
 
 
-def verify_same_model(module: nn.Module, ranks: Ranks, settings: Mapping[str, str]) -> None:
+def verify_same_model(
+    module: nn.Module, ranks: Ranks, settings: Mapping[str, str] | None = None
+) -> None:
     """Checks that every rank wraps the same module with the same settings. Collective.
 
     Raises:
         ModelMismatchError: on every rank, naming the differences and their ranks.
     """
     ranks.agree(
-        [*settings.items(), *describe_module(module)],
+        [*(settings or {}).items(), *describe_module(module)],
         must="wrap the same model (names, shapes, dtypes, order, requires_grad) with the same "
         "settings",
         remedy="Build the model and its wrapper from the same configuration on every rank; nothing "

@@ -50,13 +50,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_lite.errors import (
     ModelMismatchError,
     PeerFailureError,
     StepMismatchError,
-    StoreTimeoutError,
     SynchronizationError,
 )
 
@@ -101,8 +101,7 @@ def resolve_group(
         if group.ndim != 1:
             raise ValueError(
                 f"a device mesh must have one dimension, but got {group.ndim} "
-                f"({group.mesh_dim_names}). Pass one of them (mesh['name']), and a "
-                "HierarchicalAverage as comm_hook to use two"
+                f"({group.mesh_dim_names}). Pass one of them, mesh['name']"
             )
         return group.get_group()
     if not isinstance(group, dist.ProcessGroup):
@@ -238,22 +237,18 @@ class Ranks:
         Raises:
             StepMismatchError: on every rank, if a rank is about to run something else.
         """
-
-        def compare_and_call() -> Result:
-            self._compare(what)
-            return call(*arguments)
-
-        return self.call(what, compare_and_call)
+        if self.has_own_connections:
+            self.call(what, self._compare, what)
+        return self.call(what, call, *arguments)
 
     def _compare(self, what: str) -> None:
-        if self.has_own_connections:
-            digest = hashlib.sha256(f"{what} {self.step}".encode()).digest()
-            number = int.from_bytes(digest[:7], "big")
-            # max(x) == -max(-x) exactly when every rank sent the same x.
-            bounds = torch.tensor([number, -number], dtype=torch.int64)
-            all_reduce(self.control, bounds, dist.ReduceOp.MAX)
-            if bounds[0] != -bounds[1]:
-                raise self.disagreement(f"it is about to run {what}")
+        digest = hashlib.sha256(f"{what} {self.step}".encode()).digest()
+        number = int.from_bytes(digest[:7], "big")
+        # max(x) == -max(-x) exactly when every rank sent the same x.
+        bounds = torch.tensor([number, -number], dtype=torch.int64)
+        all_reduce(self.control, bounds, dist.ReduceOp.MAX)
+        if bounds[0] != -bounds[1]:
+            raise self.disagreement(f"it is about to run {what}")
 
     def raise_named(self, what: str, begin: float, error: RuntimeError) -> None:
         """Raises a backend's error with names; returns if it is no backend's, like lack of memory.
@@ -272,7 +267,7 @@ class Ranks:
         Raises:
             SynchronizationError: this process was forked from the one that built this object.
         """
-        if os.getpid() != self._me.pid:
+        if os.getpid() != self._me.pid and self.size > 1:
             raise SynchronizationError(
                 f"the {self.owner} of process {self._me.pid} cannot synchronise in process "
                 f"{os.getpid()}, which was forked from it: the forked process is no rank. Run "
@@ -353,18 +348,12 @@ class Ranks:
         """
         if self.size == 1:
             return
-        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for tensor in tensors:
-            value = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            if value.numel():
-                kinds.setdefault((value.dtype, value.device), []).append(value)
+        views = [torch.view_as_real(t) if t.is_complex() else t for t in tensors if t.numel()]
         with torch.no_grad():
-            for chunk in (chunk for values in kinds.values() for chunk in _chunks(values)):
-                flat = torch.cat([value.reshape(-1) for value in chunk])
+            for chunk in _take_tensors(views, _BROADCAST_CHUNK_BYTES):
+                flat = _flatten_dense_tensors(chunk)
                 broadcast(self.control, flat)
-                pieces = flat.split([value.numel() for value in chunk])
-                for value, piece in zip(chunk, pieces, strict=True):
-                    value.copy_(piece.view(value.shape))
+                torch._foreach_copy_(chunk, list(_unflatten_dense_tensors(flat, chunk)))
 
     # -- ranks that fail, stray or stay away -----------------------------------------------------
 
@@ -530,7 +519,7 @@ def _within(seconds: float, call: Callable[[], Result]) -> Result:
     """Calls ``call`` in a thread of its own and waits for it no longer than ``seconds``.
 
     Raises:
-        StoreTimeoutError: it had not returned by then. Nothing can end the thread, so it stays.
+        DistStoreError: it had not returned by then. Nothing can end the thread, so it stays.
         RuntimeError: as ``call`` did.
     """
     results: list[Result] = []
@@ -548,7 +537,7 @@ def _within(seconds: float, call: Callable[[], Result]) -> Result:
     if errors:
         raise errors[0]
     if not results:
-        raise StoreTimeoutError(f"no answer within {seconds:.0f} s")
+        raise dist.DistStoreError(f"no answer within {seconds:.0f} s")
     return results[0]
 
 
@@ -655,18 +644,6 @@ def _to_bytes(values: Tensor) -> bytearray:
     memory = bytearray(values.numel())
     torch.frombuffer(memory, dtype=torch.uint8).copy_(values)
     return memory
-
-
-def _chunks(values: Sequence[Tensor]) -> list[list[Tensor]]:
-    chunks: list[list[Tensor]] = []
-    used = 0
-    for value in values:
-        if not chunks or used + value.nbytes > _BROADCAST_CHUNK_BYTES:
-            chunks.append([])
-            used = 0
-        chunks[-1].append(value)
-        used += value.nbytes
-    return chunks
 
 
 # -- words -------------------------------------------------------------------------------------

@@ -1,13 +1,13 @@
 """The ways in which one bucket's gradients are averaged.
 
 A *way* is called as ``way(average, bucket, gradients, messages)``. It starts the average and
-returns an object whose ``wait()`` returns the averaged gradients. Memory traffic for N bytes of
+returns a ``Reduction``, whose ``wait()`` returns the averages. Memory traffic for N bytes of
 gradients:
 
 - ``InPlace``: the collective works on the gradients where autograd put them. Nothing is copied.
 - ``FlatCopy``: one copy into a flat tensor, and the gradients become views of it (2N).
 - ``wire.OnWire``: one converting copy into a flat tensor of a smaller dtype and one back.
-- ``by_hook.ByHook``: a function or object of the user's averages.
+- ``hooks.ByHook``: a function or object of the user's averages.
 
 A gradient that is missing on this rank takes part as zeros. ``messages`` are small tensors of the
 bucket's dtype that are averaged along with it. On CUDA, waiting makes the current stream wait and
@@ -17,8 +17,7 @@ returns at once; on CPU it blocks the caller.
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -43,15 +42,8 @@ class Waitable(Protocol):
         """Returns when the result may be used (on CUDA: by work queued on the current stream)."""
 
 
-class PendingGradients(Protocol):
-    """One bucket's gradients while they are being averaged."""
-
-    def wait(self) -> Sequence[Tensor]:
-        """Returns the averages in the bucket's order, when they may be used (see ``Waitable``)."""
-
-
 class Reduction:
-    """Gradients whose average is the result of some collectives.
+    """One bucket's gradients while some collectives are averaging them.
 
     Args:
         works: collectives to wait for, in this order.
@@ -70,20 +62,13 @@ class Reduction:
         self._works, self._averages, self._copies = works, averages, copies
 
     def wait(self) -> Sequence[Tensor]:
-        """Returns the averages, in the bucket's order."""
+        """Returns the averages in the bucket's order, when they may be used (see ``Waitable``)."""
         for work in self._works:
             work.wait()
         for gradient, value in self._copies:
             gradient.copy_(value)
         self._copies = ()  # waiting twice copies once
         return self._averages
-
-
-class Completed:
-    """A result that is there already."""
-
-    def wait(self) -> None:
-        """Returns at once."""
 
 
 # -- the collective ----------------------------------------------------------------------------
@@ -114,7 +99,6 @@ class Averager:
         self._plain = dist.ReduceOp(dist.ReduceOp.AVG if has_avg else dist.ReduceOp.SUM)
         self._sum = dist.ReduceOp(dist.ReduceOp.SUM)
         self._scale_after = None if has_avg else 1.0 / ranks.size
-        self._process = os.getpid()
 
     def __call__(self, tensors: Sequence[Tensor], nbytes: int | None = None) -> Waitable:
         """Starts averaging contiguous tensors of one dtype in place.
@@ -125,16 +109,14 @@ class Averager:
             nbytes: size of all, for the count; None asks the tensors, which takes longer.
         """
         if self.ranks.size == 1:
-            return Completed()
-        if os.getpid() != self._process:
-            self.ranks.require_same_process()
+            return Reduction((), ())
         values = list(tensors)
         dtype = values[0].dtype
         operation, after = self._plain, self._scale_after
         if dtype.is_complex:
             values = [torch.view_as_real(t) if t.is_complex() else t for t in values]
         elif dtype == torch.float16:
-            before = self._half_divisor()
+            before = 1 << math.ceil(math.log2(self.ranks.size) / 2)
             torch._foreach_mul_(values, 1.0 / before)
             operation, after = self._sum, before / self.ranks.size
         self.count(sum(value.nbytes for value in values) if nbytes is None else nbytes)
@@ -156,23 +138,6 @@ class Averager:
         self.collectives += 1
         self.bytes += nbytes
 
-    def describe(self, dtypes: Iterable[torch.dtype]) -> str:
-        """The reductions used for some dtypes, in words."""
-        return ", ".join(
-            f"{self._describe(dtype)} in {str(dtype).removeprefix('torch.')}"
-            for dtype in sorted(set(dtypes), key=str)
-        )
-
-    def _describe(self, dtype: torch.dtype) -> str:
-        if self.ranks.size == 1:
-            return "none (one rank)"
-        if dtype == torch.float16:
-            return f"SUM of values/{self._half_divisor()}, then scaled"
-        return "AVG" if self._scale_after is None else "SUM, then scaled"
-
-    def _half_divisor(self) -> int:
-        return 1 << math.ceil(math.log2(self.ranks.size) / 2)
-
 
 class _Scaled:
     def __init__(self, work: Waitable, values: list[Tensor], factor: float) -> None:
@@ -193,7 +158,7 @@ class Way(Protocol):
 
     def __call__(
         self, average: Averager, bucket: Bucket, gradients: Gradients, messages: Sequence[Tensor], /
-    ) -> PendingGradients:
+    ) -> Reduction:
         """Starts averaging ``gradients`` (None stands for zeros), and ``messages`` in place."""
 
 

@@ -1,6 +1,6 @@
 """Gradients that travel in a smaller dtype, and chains of collectives that build on each other.
 
-Loaded by ``wire_dtype=``, ``ddp_lite.hooks`` and ``ddp_lite.peer`` alone.
+Loaded by ``wire_dtype=`` and ``ddp_lite.peer``. A comm hook of several collectives uses ``Chain``.
 """
 
 from __future__ import annotations
@@ -64,33 +64,27 @@ class Chain:
         device: torch.device,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        self._queued: Queued | None = None
-        self._rest: list[Callable[[], Waitable | None]] = []
-        self._first: Waitable | None = None
+        self._rest: Sequence[Callable[[], Waitable | None]] = ()
         if device.type != "cuda":
-            first, *self._rest = stages
-            self._first = first()
+            self._started, self._rest = stages[0](), stages[1:]
             return
         side = stream if stream is not None else torch.cuda.Stream(device)
-        self._queued = Queued(side, tensors)
+        self._started = queued = Queued(side, tensors)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             for stage in stages:
                 if (work := stage()) is not None:
                     work.wait()
-            self._queued.event = side.record_event()
+            queued.event = side.record_event()
 
     def wait(self) -> None:
         """Runs the stages that are left and returns when the last result may be used."""
-        if self._queued is not None:
-            self._queued.wait()
-            return
-        if self._first is not None:
-            self._first.wait()
+        if self._started is not None:
+            self._started.wait()
         for stage in self._rest:
             if (work := stage()) is not None:
                 work.wait()
-        self._rest = []
+        self._rest = ()
 
 
 class SideStream:

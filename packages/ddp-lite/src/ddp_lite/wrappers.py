@@ -26,13 +26,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ddp_lite.base import DataParallelBase, refuse_unknown
+from ddp_lite.base import DataParallelBase
 from ddp_lite.buckets import Bucket, one_per_kind, one_per_parameter
 from ddp_lite.missing import Policy
 from ddp_lite.reduce import FlatCopy, InPlace, Way
 
 if TYPE_CHECKING:
-    from ddp_lite.by_hook import CommHook
+    from ddp_lite.hooks import CommHook
 
 
 class NaiveDDP(DataParallelBase):
@@ -133,7 +133,6 @@ class BucketedDDP(DataParallelBase):
         auto_finish: bool = True,
         **unknown: Never,
     ) -> None:
-        refuse_unknown(type(self), unknown)
         from ddp_lite.bucket_sizes import BucketSizes
 
         # The base class makes the plan in its constructor, so the settings come first.
@@ -145,11 +144,19 @@ class BucketedDDP(DataParallelBase):
         self._rebucket = isinstance(self._hook, str) if rebucket is None else rebucket
         asked = "there is nothing to average" if comm_hook == "auto" else "as comm_hook asks"
         self._choice = f"collectives: {asked}"
+        self._settings = {
+            **self._sizes.settings,
+            "copy": str(copy),
+            "wire_dtype": str(wire_dtype),
+            "comm_hook": self._hook if isinstance(self._hook, str) else _named(self._hook),
+            "rebucket": str(self._rebucket),
+        }
         super().__init__(
             module,
             process_group=process_group,
             missing_gradients=missing_gradients,
             auto_finish=auto_finish,
+            **unknown,
         )
 
     @property
@@ -191,24 +198,14 @@ class BucketedDDP(DataParallelBase):
             return "collectives: wire_dtype is sent by them, and copies send gradients as they are"
         if not _is_gpu(self.device):
             return f"collectives: copies are between GPUs, and the messages are on {self.device}"
-        from ddp_lite.bucket_sizes import typical_bytes
-        from ddp_lite.by_hook import ByHook
+        from ddp_lite.hooks import ByHook
         from ddp_lite.peer.hook import chosen_hook
 
-        size = typical_bytes(bucket.nbytes for bucket in self._engine.buckets)
-        hook, choice = chosen_hook(self.process_group, size, self.device)
+        sizes = [bucket.nbytes for bucket in self._engine.buckets]
+        hook, choice = chosen_hook(self.process_group, sizes, self.device)
         if hook is not None:
             self._engine.way = ByHook(hook)
         return str(choice)
-
-    def _settings(self) -> dict[str, str]:
-        own = {
-            "copy": str(self._copy),
-            "wire_dtype": str(self._wire_dtype),
-            "comm_hook": self._hook if isinstance(self._hook, str) else _named(self._hook),
-            "rebucket": str(self._rebucket),
-        }
-        return super()._settings() | self._sizes.settings | own
 
     @property
     def _words(self) -> str:  # type: ignore[override]
@@ -223,7 +220,7 @@ def _chosen_way(
 ) -> Way:
     """The way that a user's arguments ask for; for "auto", until copies turn out to be better."""
     if comm_hook is not None and comm_hook not in ("auto", "collectives"):
-        from ddp_lite.by_hook import ByHook
+        from ddp_lite.hooks import ByHook
 
         way = ByHook(comm_hook)
         if wire_dtype is not None:

@@ -198,7 +198,7 @@ def predicted_recomputation(steps: Training, variant: Settings) -> Row:
     plain = variant.precision != "bf16" and variant.zero_stage == 0
     if shape is None or not plain or variant.loss != "chunked" or variant.attention == "naive":
         return {}
-    from basics_model.memory import activation_memory
+    from bench_harness.activation_memory import activation_memory
 
     batch, sequence = steps.workload.args[0].shape
     memory = activation_memory(

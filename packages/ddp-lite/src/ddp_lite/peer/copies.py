@@ -41,7 +41,7 @@ from ddp_lite.peer.memcpy import Transfer, copy_batch, copy_each, copy_on_host, 
 from ddp_lite.peer.memory import SharedMemory
 from ddp_lite.peer.rows import Layout, Row
 from ddp_lite.peer.schedule import Kind, Operation
-from ddp_lite.reduce import Completed, Waitable
+from ddp_lite.reduce import Reduction, Waitable
 from ddp_lite.wire import Queued
 
 Program = Callable[[int, int], list[Operation]]
@@ -167,7 +167,7 @@ class PeerCopies:
             with torch.no_grad(), _traced():
                 run()
             memory.queued(None)
-            return Completed()
+            return Reduction((), ())
         message = Queued(stream, tensors)
         start = torch.cuda.current_stream(memory.device).record_event()
         with torch.no_grad(), _traced(), torch.cuda.stream(stream):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Never
 
@@ -15,7 +15,7 @@ from ddp_lite.peer.copies import PeerCopies, refuse_removed
 from ddp_lite.peer.memory import NEEDS, PeerMemory, SharedMemory, obstacle
 from ddp_lite.peer.schedule import SLOTS, rows_in_slot
 from ddp_lite.ranks import MEBIBYTE
-from ddp_lite.reduce import Reduction, contiguous
+from ddp_lite.reduce import Waitable
 
 #: Smaller messages are faster over NCCL: bus bandwidth on 4 H200s crosses at about this size.
 SMALLEST_MESSAGE_BYTES = 100 * MEBIBYTE
@@ -48,8 +48,8 @@ class PeerCopyAverage:
         self.copies = PeerCopies(memory)
         self.settings = f"rows of {memory.row_bytes} bytes"
 
-    def reduce_gradients(self, bucket: Bucket, gradients: Sequence[Tensor | None]) -> Reduction:
-        """Starts averaging the gradients where they lie; None stands for zeros."""
+    def average_in_place(self, bucket: Bucket, gradients: Sequence[Tensor]) -> Waitable:
+        """Starts averaging the gradients where they lie."""
         group = self.copies.memory.group
         if bucket.process_group.group_name != group.group_name:
             raise ValueError(
@@ -58,8 +58,7 @@ class PeerCopyAverage:
                 f"{bucket.process_group.group_name} ({bucket.process_group.size()} ranks). Build "
                 "PeerCopyAverage from the group that the wrapper is given"
             )
-        targets, values, copies = contiguous(bucket, gradients)
-        return Reduction((self.copies.average(values),), targets, copies)
+        return self.copies.average(gradients)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,14 +114,15 @@ def choose_communication(
 
 def chosen_hook(
     group: dist.ProcessGroup,
-    message_bytes: int,
+    bucket_bytes: Iterable[int],
     device: torch.device,
 ) -> tuple[PeerCopyAverage | None, Communication]:
     """The hook that ``choose_communication`` leads to, None for the group's collectives, and why.
 
     A GPU without enough free memory, or whose memory cannot be shared, leads to collectives too.
+    ``bucket_bytes``: sizes of all buckets.
     """
-    choice = choose_communication(group, message_bytes, device)
+    choice = choose_communication(group, typical_bytes(bucket_bytes), device)
     if choice.name != "peer-copy":
         return None, choice
     try:
@@ -135,3 +135,21 @@ def chosen_hook(
         "torch.cuda.memory_allocated does not count"
     )
     return PeerCopyAverage(memory), replace(choice, reason=reason)
+
+
+def typical_bytes(sizes: Iterable[int]) -> int:
+    """The size in bytes of the buckets that most of the gradients travel in.
+
+    Args:
+        sizes: of all buckets, in bytes.
+
+    Returns:
+        Half of all bytes are in buckets of at least this size; 0 if there are none.
+    """
+    largest_first = sorted(sizes, reverse=True)
+    half, so_far = sum(largest_first) / 2, 0
+    for size in largest_first:
+        so_far += size
+        if so_far >= half:
+            return size
+    return 0

@@ -343,7 +343,7 @@ def obstacle(group: dist.ProcessGroup, device: torch.device | None = None) -> st
     if len(hosts) > 1:
         return (
             f"ranks on {len(hosts)} hosts ({', '.join(hosts)}), inside each of which "
-            "HierarchicalAverage can copy"
+            "examples/hierarchical_average.py can copy"
         )
     for rank, (_, problem, *_) in enumerate(everyone):
         if problem:

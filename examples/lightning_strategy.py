@@ -1,11 +1,12 @@
-"""``BucketedDDP`` as a strategy of Lightning's ``Trainer``.
+"""``BucketedDDP`` as a strategy of Lightning's ``Trainer``, to copy and change.
 
-    from ddp_lite.integrations.lightning import BucketedDDPStrategy
+::
 
-    trainer = Trainer(accelerator="gpu", devices=2, strategy=BucketedDDPStrategy())
+    torchrun --nproc-per-node 2 examples/lightning_strategy.py
 
 Lightning starts the ranks, moves the model and saves checkpoints as its own ``DDPStrategy`` does;
-only the wrapper that averages the gradients is another.
+only the wrapper that averages the gradients is another. It needs ``pip install lightning``. The
+program trains a small regression on CPUs and prints the loss.
 """
 
 from __future__ import annotations
@@ -15,18 +16,13 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 
-from ddp_lite.wrappers import BucketedDDP
-
-try:
-    from lightning.pytorch.strategies import DDPStrategy
-except ImportError as error:
-    raise ImportError(
-        "ddp_lite.integrations.lightning needs the lightning package. Install it with: "
-        "pip install 'ddp-lite[lightning]'"
-    ) from error
+from ddp_lite import BucketedDDP
 
 
 class BucketedDDPStrategy(DDPStrategy):
@@ -88,3 +84,48 @@ class BucketedDDPStrategy(DDPStrategy):
     def _send_buffers(self) -> None:
         if isinstance(self.model, BucketedDDP):  # Trainer.validate wraps nothing
             self.model.sync_buffers()
+
+
+class Regression(pl.LightningModule):
+    """An ordinary module of Lightning's: nothing in it is about ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
+        self.last_loss = float("nan")
+
+    def training_step(self, batch: Any, _index: int) -> torch.Tensor:
+        """The mean squared error of this rank's share of the batch."""
+        inputs, targets = batch
+        loss = nn.functional.mse_loss(self.layers(inputs), targets)
+        self.last_loss = loss.item()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Any optimizer: every rank holds the whole state."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def main() -> None:
+    """Trains on two CPU ranks; started without ``torchrun``, Lightning starts the second itself."""
+    inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    rows = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    trainer = pl.Trainer(
+        strategy=BucketedDDPStrategy(bucket_size_mb=25),
+        accelerator="cpu",
+        devices=2,
+        max_epochs=20,
+        accumulate_grad_batches=2,
+        gradient_clip_val=1.0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    model = Regression()
+    trainer.fit(model, torch.utils.data.DataLoader(rows, batch_size=4))
+    if trainer.is_global_zero:
+        print(f"loss {model.last_loss:.4f}")
+
+
+if __name__ == "__main__":
+    main()

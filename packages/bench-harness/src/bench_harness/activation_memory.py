@@ -1,4 +1,4 @@
-"""Predicts what a training step of the language model keeps in memory for its backward pass.
+"""Predicts what a step of basics-model's Transformer keeps in memory for its backward pass.
 
 Per token, a block keeps values of the residual stream's width M and of the feed-forward width F in
 the dtype of its products (e bytes each), and in eager mode also fp32 values of the norms and of the

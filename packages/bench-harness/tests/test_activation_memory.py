@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from basics_model import ModelConfig, TransformerLM, model_config
-from basics_model.memory import activation_memory
+from bench_harness.activation_memory import activation_memory
 
 
 def kept_bytes(
