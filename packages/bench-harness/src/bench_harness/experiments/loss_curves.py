@@ -277,7 +277,7 @@ def train_rank(
     from bench_harness.training import proof
     from bench_harness.training.build import training
 
-    variants = [settings.read(table, {}) for table in config["variants"]]
+    variants = [settings.stored(table) for table in config["variants"]]
     rows: list[Row] = []
     for seed in config["seeds"]:
         for label, variant in zip(settings.labels(variants), variants, strict=True):

@@ -95,7 +95,7 @@ def compared(frame: pd.DataFrame) -> pd.DataFrame:
         frame[name] = [_setting(table, name) for table in frame["settings"]]
     frame["wrapper"] = [_setting(table, "wrapper", "name") for table in frame["settings"]]
     medians = {
-        (row["case_key"], _identity(of.read(row["settings"], {}))): row["median_ms"]
+        (row["case_key"], _identity(of.stored(row["settings"]))): row["median_ms"]
         for _, row in frame[known].iterrows()
     }
     frame["quotable"] = marks.steady(frame)
@@ -105,14 +105,14 @@ def compared(frame: pd.DataFrame) -> pd.DataFrame:
         if row["wrapper"] == "naive" and row["quotable"] and _are_samples(row.get("samples_ms"))
     }
     steady = {
-        (row["case_key"], _identity(of.read(row["settings"], {}))): bool(row["quotable"])
+        (row["case_key"], _identity(of.stored(row["settings"]))): bool(row["quotable"])
         for _, row in frame[known].iterrows()
     }
     bare, speedups, against = [], [], []
     for _, row in frame.iterrows():
         base, bound = float("nan"), (row["case_key"], "none")
         if isinstance(row["settings"], Mapping):
-            variant = of.read(row["settings"], {}).without_communication()
+            variant = of.stored(row["settings"]).without_communication()
             bound = (row["case_key"], _identity(variant))
             base = medians.get(bound, base)
         bare.append(base)
