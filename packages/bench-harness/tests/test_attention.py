@@ -18,9 +18,8 @@ from torch import Tensor
 from bench_harness import attentions, experiments
 from bench_harness.core import Case, Row
 from bench_harness.display.plots import png_bytes
-from bench_harness.experiments import attention_proof
-from bench_harness.experiments.attention_problem import Problem
-from bench_harness.experiments.attention_timing import Attempts
+from bench_harness.experiments import attention_measure
+from bench_harness.experiments.attention_measure import Attempts, Problem
 from bench_harness.report.frame import to_frame
 
 CPU = torch.device("cpu")
@@ -149,7 +148,7 @@ def test_the_grid() -> None:
     [
         ({"window": (5, -1), "softcap": 4.0, "heads": 4, "kv_heads": 2}, {"sdpa-math"}),
         ({"masks": ("full",), "window": (2, 3), "clock": "host"}, {"sdpa-math"}),
-        ({"value_head_dim": 12, "deterministic": True, "heads": 2}, {"sdpa-math"}),
+        ({"value_head_dim": 12, "features": ["deterministic"], "heads": 2}, {"sdpa-math"}),
         ({"heads": 4, "kv_heads": 2, "tokens": 48}, set()),
         ({"packed": (5, 1, 9), "heads": 4, "kv_heads": 2}, {"sdpa-math", "naive"}),
     ],
@@ -394,10 +393,10 @@ def test_references_in_tiles_are_the_definition(
     """Long sequences are proven against tiles."""
     problem = a_problem(feature=feature)
     arguments = problem, problem.tensors(CPU), problem.settings(CPU)
-    wanted = attention_proof.exact(*arguments)
+    wanted = attention_measure.exact(*arguments)
     for name, size in (("_DEFINED", 4), ("_TILE", 8), ("_LEAST_TILE", 3)):
-        monkeypatch.setattr(attention_proof, name, size)
-    found = attention_proof.exact(*arguments)
+        monkeypatch.setattr(attention_measure, name, size)
+    found = attention_measure.exact(*arguments)
     assert found.keys() == wanted.keys()
     for name, exactly in wanted.items():
         torch.testing.assert_close(found[name], exactly, atol=1e-4, rtol=1e-4)

@@ -72,6 +72,17 @@ def test_labels_say_what_differs_and_nothing_else() -> None:
         of.labels([variants[0], variants[0]])
 
 
+def test_classes_of_one_name_and_two_learning_rates_have_labels_of_their_own() -> None:
+    names = ["a:Averaged(share=2)", "b:Averaged(share=2)", "flat + mine:AdamW", "flat"]
+    assert of.labels([of.read(name, {}) for name in names]) == [
+        *("a:Averaged(share=2)", "b:Averaged(share=2)", "FlatDDP + AdamW", "FlatDDP"),
+    ]
+    rates = [of.read({"wrapper": "flat", "optimizer": f"sgd(lr={lr})"}, {}) for lr in (0.1, 0.2)]
+    made = of.labels(rates)
+    assert made == ["FlatDDP + SGD(lr=0.1)", "FlatDDP + SGD(lr=0.2)"]
+    assert [of.read(name, {}) for name in made] == rates
+
+
 @pytest.mark.parametrize(
     ("variant", "message"),
     [

@@ -17,8 +17,9 @@ from bench_harness.display import row_tables
 from bench_harness.distributed import default_world_size, run_on_ranks
 from bench_harness.environment import resolve_device
 from bench_harness.experiments.base import Experiment
+from bench_harness.experiments.shape import DimensionOptions
 from bench_harness.training import settings
-from bench_harness.workload import DIMENSIONS, SIZES
+from bench_harness.workload import SIZES
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,14 +42,10 @@ FAST: dict[str, Any] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(DimensionOptions):
     """Options of :class:`LossCurves`."""
 
     size: str = option("small", "Model size.", choices=SIZES)
-    d_model: int | None = option(None, "Width; overrides the size's.")
-    d_ff: int | None = option(None, "Feed-forward width; overrides the size's.")
-    num_layers: int | None = option(None, "Number of blocks; overrides the size's.")
-    num_heads: int | None = option(None, "Attention heads; overrides the size's.")
     batch: int = option(8, "Sequences per rank.")
     sequence: int = option(256, "Context length.")
     steps: int = option(200, "Training steps of each curve.")
@@ -63,7 +60,6 @@ class Options:
         "fp32, and the numerics of the fastest step.",
     )
     world_size: int | None = option(None, "Ranks; by default 2, or as many as there are GPUs.")
-    device: str = option("auto", "Where to run.", choices=("auto", "cpu", "cuda"))
 
     def __post_init__(self) -> None:
         if self.steps < WINDOWS:
@@ -109,11 +105,10 @@ class LossCurves(Experiment):
         chosen = Options(**options)
         device = resolve_device(chosen.device)
         world_size = chosen.world_size or default_world_size(device)
-        given = {name: value for name in DIMENSIONS if (value := getattr(chosen, name)) is not None}
         label = f"loss-curves {chosen.size} b{chosen.batch} s{chosen.sequence}"
         config: Row = {
             "size": chosen.size,
-            **given,
+            **chosen.dimensions(),
             "vocab_size": VOCABULARY,
             "batch": chosen.batch,
             "sequence": chosen.sequence,

@@ -13,7 +13,7 @@ from bench_harness.environment import resolve_device
 from bench_harness.experiments.base import Experiment
 from bench_harness.experiments.shape import SubjectOptions, subject_label
 from bench_harness.sampling import SamplingOptions
-from bench_harness.workload import ATTENTIONS, OPTIMIZERS, PRECISIONS, SIZES
+from bench_harness.workload import ATTENTIONS, PRECISIONS, SIZES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,10 +51,8 @@ class Options(SubjectOptions, SamplingOptions):
         "What to run; step has its parts too, whole-step nothing else.",
         choices=(*MODES, WHOLE_STEP),
     )
-    optimizer: str = option("adamw", "Optimizer of the step.", choices=OPTIMIZERS)
     warmups: tuple[int, ...] = option((5,), "Warm-up steps; each count is a case of its own.")
     samples: int = option(10, "Measured steps of a round.")
-    device: str = option("auto", "Where to run.", choices=("auto", "cpu", "cuda"))
 
 
 class Model(Experiment):
@@ -89,7 +87,7 @@ class Model(Experiment):
         ]
         common: Row = {
             "modes": list(chosen.modes),
-            "optimizer": chosen.optimizer,
+            "optimizer": "adamw",
             "samples": chosen.samples,
             **chosen.sampling(),
             "device": device,

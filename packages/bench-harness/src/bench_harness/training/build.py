@@ -16,7 +16,6 @@ from bench_harness.core import CaseSkipped
 from bench_harness.subject import workload_of
 from bench_harness.training import settings as of
 from bench_harness.training.constructors import construct
-from bench_harness.training.elementwise import use_liger
 from bench_harness.training.optimizers import (
     Parameters,
     make_optimizer,
@@ -168,8 +167,6 @@ def _workload(variant: of.Settings, config: Mapping[str, Any], device: torch.dev
         keep_attention=variant.keep_attention,
         chunked_loss=variant.loss == "chunked",
     )
-    if variant.elementwise == "liger":
-        use_liger(workload.module)
     if variant.compile != "off":
         # Without a GPU nothing is worth generating code for.
         backend = config.get("backend") or ("inductor" if device.type == "cuda" else "aot_eager")

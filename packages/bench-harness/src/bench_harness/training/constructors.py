@@ -170,17 +170,20 @@ class Call:
         known = _EVERY.get(self.name)
         return self.name.rpartition(":")[2] if known is None else known.title
 
-    @property
-    def label(self) -> str:
+    def label(self, *, whole: bool = False) -> str:
         """The title, and every argument that is not the default, except those left out.
 
         A learning rate of 0 is shown: weights and gradients then keep their values, on which the
         power that a GPU needs depends, and so its clock.
+
+        Args:
+            whole: leave nothing out, neither the package of a name nor an argument.
         """
-        hidden = _EVERY[self.name].unlabelled if self.name in _EVERY else ()
+        hidden = _EVERY[self.name].unlabelled if self.name in _EVERY and not whole else ()
         shown = [(key, value) for key, value in self.arguments if key not in hidden or value == 0]
         parts = [key if value is True else f"{key}={_written(value)}" for key, value in shown]
-        return self.title + (f"({', '.join(parts)})" if parts else "")
+        title = self.name if whole and self.name not in _EVERY else self.title
+        return title + (f"({', '.join(parts)})" if parts else "")
 
 
 def _written(value: Any) -> str:

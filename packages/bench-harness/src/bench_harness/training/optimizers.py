@@ -72,7 +72,7 @@ def make_optimizer(optimizer: Call, over: Parameters) -> Any:
 
 
 def optimizer_by_name(name: str, module: nn.Module, device: torch.device) -> Any:
-    """An unsharded optimizer with its default arguments, of :data:`workload.OPTIMIZERS`."""
+    """An unsharded optimizer with its default arguments, of a short name."""
     return make_optimizer(Call(name), Parameters(module=module, device=device))
 
 

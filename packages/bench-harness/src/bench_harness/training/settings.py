@@ -42,7 +42,7 @@ from bench_harness.training.constructors import (
 Precision: TypeAlias = Literal["fp32", "tf32", "bf16"]
 Compile: TypeAlias = Literal["off", "blocks", "model"]
 Loss: TypeAlias = Literal["logits", "chunked"]
-Elementwise: TypeAlias = Literal["torch", "liger"]
+Elementwise: TypeAlias = Literal["torch"]
 Table: TypeAlias = dict[str, Any]
 
 NO_WRAPPER = Call("none")
@@ -65,12 +65,11 @@ class Settings:
         checkpoint_blocks: blocks that are recomputed together in backward; 0 keeps everything.
         keep_attention: of recomputed blocks, keep the output of fused attention.
         loss: "logits" makes all logits first; "chunked" never has all of them in memory at once.
-        elementwise: norms, rotary positions and SwiGLU by torch, or by the kernels of the package
-            liger-kernel (:mod:`bench_harness.training.elementwise`); not beside ``compile``.
+        elementwise: "torch"; published rows also have "liger", which is not measured any more.
         cuda_graph: the whole step is recorded once, and replayed by one launch.
 
-    Attention, ``checkpoint_blocks``, ``keep_attention``, ``loss`` and ``elementwise`` are those of
-    the language model; another model has its own.
+    Attention, ``checkpoint_blocks``, ``keep_attention`` and ``loss`` are those of the language
+    model; another model has its own.
     """
 
     wrapper: Call = NO_WRAPPER
@@ -90,7 +89,7 @@ class Settings:
         if reduces and wrapper.name != "none":
             raise ValueError(
                 f"wrapper must be 'none' where the optimizer has reduce_gradients, but got "
-                f"{wrapper.label}. Leave the wrapper out."
+                f"{wrapper.label()}. Leave the wrapper out."
             )
         recordable = wrapper.name in ("none", "torch-ddp", "fully-sharded")
         recordable &= optimizer.name == "adamw" and not self.offloads
@@ -100,12 +99,6 @@ class Settings:
                 "'torch-ddp' or 'fully-sharded', optimizer 'adamw', no offload_state; but got "
                 f"{self.label()}. Remove it."
             )
-        if self.elementwise == "liger" and self.compile != "off":
-            raise ValueError(
-                "elementwise must be torch in compiled layers, where gradients through liger's "
-                "kernels come out wrong (torch 2.11, liger-kernel 0.8.5), but got liger beside "
-                f"compile={self.compile}. Remove one of them."
-            )
         if self.keep_attention and self.checkpoint_blocks != 1:
             raise ValueError(
                 f"checkpoint_blocks must be 1 beside keep_attention, but got "
@@ -113,13 +106,13 @@ class Settings:
             )
         if optimizer.get("overlap") and not reduces:
             raise ValueError(
-                f"overlap must come with reduce_gradients, but got {optimizer.label}. Add "
+                f"overlap must come with reduce_gradients, but got {optimizer.label()}. Add "
                 "reduce_gradients = true."
             )
         if self.offloads and wrapper.name == "fsdp2":
             raise ValueError(
                 f"offload_state must be off under {wrapper.title}, whose shards are no plain "
-                f"tensors, but got {optimizer.label}. Remove it."
+                f"tensors, but got {optimizer.label()}. Remove it."
             )
         if optimizer.name == "muon" and wrapper.name == "fsdp2":
             raise ValueError(
@@ -134,7 +127,7 @@ class Settings:
         if shards and optimizer.name in ("sharded", "zero-redundancy"):
             raise ValueError(
                 f"optimizer must be an unsharded one under {wrapper.title}, but got "
-                f'{optimizer.label}. Set optimizer = "adamw".'
+                f'{optimizer.label()}. Set optimizer = "adamw".'
             )
         replicas = wrapper.get("replicas", 1)
         if wrapper.name == "fully-sharded" and replicas < 1:
@@ -192,19 +185,20 @@ class Settings:
             **{name: getattr(self, name) for name in SHARED},
         }
 
-    def label(self, *, usual: Mapping[str, Any] = MappingProxyType({})) -> str:
+    def label(self, *, usual: Mapping[str, Any] = MappingProxyType({}), whole: bool = False) -> str:
         """The variant's name.
 
         Args:
             usual: values of :data:`SHARED`; the name gives others, and none that is not in it.
+            whole: give packages and arguments that a name usually leaves out.
         """
         if not self.communicates:
             parts = ["no communication"]
         else:
-            parts = [] if self.wrapper.name == "none" else [self.wrapper.label]
-        usual_optimizer = self.optimizer.label == OPTIMIZERS["adamw"].title
-        if not (parts and self.optimizer.name == "adamw" and usual_optimizer):
-            parts.append(self.optimizer.label)
+            parts = [] if self.wrapper.name == "none" else [self.wrapper.label(whole=whole)]
+        optimizer = self.optimizer.label(whole=whole)
+        if not (parts and self.optimizer.name == "adamw" and optimizer == self.optimizer.title):
+            parts.append(optimizer)
         text = " + ".join(parts)
         for name in usual:
             value = getattr(self, name)
@@ -254,7 +248,8 @@ def labels(variants: Sequence[Settings]) -> list[str]:
     """The variants' names within one case.
 
     Where they differ in what they share, a name gives what is not the default; of what the case's
-    own label says, precision and compilation, it gives what most variants do not have.
+    own label says, precision and compilation, it gives what most variants do not have. Names that
+    would be the same, as of ``a:Foo`` and ``b:Foo``, or of two learning rates, are given whole.
 
     Raises:
         ValueError: two variants are the same.
@@ -267,6 +262,12 @@ def labels(variants: Sequence[Settings]) -> list[str]:
             most = name in ("precision", "compile") and count > len(variants) / 2
             usual[name] = value if most else getattr(Settings, name)
     made = [variant.label(usual=usual) for variant in variants]
+    if len(set(variants)) == len(variants):  # else the same variant is there twice
+        twice = {name for name, count in Counter(made).items() if count > 1}
+        made = [
+            variant.label(usual=usual, whole=True) if name in twice else name
+            for name, variant in zip(made, variants, strict=True)
+        ]
     for name in made:
         if made.count(name) > 1:
             raise ValueError(
