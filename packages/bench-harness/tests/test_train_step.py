@@ -24,6 +24,7 @@ from bench_harness.training.build import training
 from bench_harness.training.merge import merged
 from ranks import run_ranks
 
+ROLES = ("wrapper", "optimizer")
 TINY = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 64}
 OFFLOADED = {"name": "adamw", "offload_state": True}
 SHARDED = {"optimizer": {"name": "sharded", "reduce_gradients": True, "overlap": "next-forward"}}
@@ -293,6 +294,9 @@ def test_every_variant_is_proven_weighed_and_timed(case) -> None:
         assert len(row["samples_ms"]) == len(row["host_ms"]) == len(row["round"]) == 4
         assert len(row["optimizer_ms"]) == 2
         assert row["compilations"] == 0
+        flash = "attention=flash" in name
+        assert row["ran"] == "tiled" if flash else row["ran"] in ("flash", "math"), name
+        assert set(row["resolved"]) == {row["settings"][role]["name"] for role in ROLES}
         if not name.startswith("no communication"):
             assert row["weight_error"] < 1e-2
             assert row["losses"] == pytest.approx(by_name["NaiveDDP"]["losses"], rel=1e-4)

@@ -36,6 +36,8 @@ _REMOVED = {
         ("render", "publish"),
         "It is a tool of the repository: python -m tools.pages fill, or publish.",
     ),
+    "loss-curves": "train-step proves every variant before it is timed; the repository's curves "
+    "are measured by python -m tools.pages curves.",
     **dict.fromkeys(
         ("--nnodes", "--rdzv-endpoint", "--node-rank"),
         "bench-harness measures the GPUs of one machine; start programs of several machines with "

@@ -110,8 +110,8 @@ def judge(
     from bench_harness.stats import UNSTABLE_DRIFT, ratio_interval, summarize
 
     summaries = {"A": summarize(a), "B": summarize(b)}
-    ratio, *narrow = ratio_interval(b, a)
-    low, high = _widened(a, b, ratio, *narrow)
+    ratio, bare_low, bare_high = ratio_interval(b, a)
+    low, high = _widened(a, b, ratio, bare_low, bare_high)
     least, most = min(b) / max(a), max(b) / min(a)
     reasons = [text for name, each in summaries.items() for text in _unsteady(name, each)]
     reasons += [
@@ -130,7 +130,7 @@ def judge(
     direction: Direction = "cannot tell"
     if low is not None and high is not None:
         enough = min(len(a), len(b)) >= STEP_SAMPLES
-        if enough and _told_apart(a, b) and _beyond(low, high, *narrow, drift):
+        if enough and _told_apart(a, b) and _beyond(low, high, bare_low, bare_high, drift):
             direction = "slower" if low > 1 else "faster"
         elif _ranges_apart(a, b):
             direction = "slower" if least > 1 else "faster"
@@ -231,12 +231,12 @@ def _dependent(name: str, samples: Sequence[float]) -> list[str]:
 
 
 def _beyond(
-    low: float, high: float, narrow_low: float | None, narrow_high: float | None, drift: float
+    low: float, high: float, bare_low: float | None, bare_high: float | None, drift: float
 ) -> bool:
     """Whether the interval excludes 1, and the bootstrap's own excludes what drift explains."""
-    assert narrow_low is not None
-    assert narrow_high is not None
-    return (low > 1 and narrow_low > 1 + drift) or (high < 1 and narrow_high < 1 - drift)
+    assert bare_low is not None
+    assert bare_high is not None
+    return (low > 1 and bare_low > 1 + drift) or (high < 1 and bare_high < 1 - drift)
 
 
 def _widened(

@@ -112,6 +112,7 @@ class Model(Experiment):
     def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
         """Measures every variant of the case in turns."""
         from bench_harness import roofline, timing
+        from bench_harness.attentions import ran_in_model
         from bench_harness.training.phases import measure_phases
         from bench_harness.workload import compute_dtype, device_of, precision_context
 
@@ -129,6 +130,10 @@ class Model(Experiment):
             precision = names[name]["precision"]
             with precision_context(precision, device):
                 rates = roofline.ceilings(device, compute_dtype(precision))
+            ran = None
+            if "d_model" in facts:  # of a user's model nothing is known
+                attention, dtype = names[name]["attention"], compute_dtype(precision)
+                ran = ran_in_model(attention, facts, config["sequence"], dtype, device)
             for phase, samples in phases.items():
                 work = {"forward": 1, "training forward": 1, "backward": 2, "step": 3}.get(phase)
                 rows.append(
@@ -136,6 +141,7 @@ class Model(Experiment):
                         "variant": name,
                         **names[name],
                         "phase": phase,
+                        "ran": ran,
                         **facts,
                         "flops": facts["forward_flops"] * work if work else None,
                         "least_bytes": _least_bytes(facts["parameters"], config, phase),
@@ -173,6 +179,7 @@ class Model(Experiment):
             "precision": "precision",
             "attention": "attention",
             "execution": "execution",
+            "ran": "attention that ran",
             "phase": "phase",
         }
         times = Table(

@@ -183,6 +183,7 @@ def _steps(frame: pd.DataFrame) -> Table:
                 "mfu": "MFU (%)",
                 **roofline.COLUMNS,
                 "finished_rounds": "finished rounds (count)",
+                "ran": "attention that ran",
                 "status": "status",
                 "error": "why",
             },

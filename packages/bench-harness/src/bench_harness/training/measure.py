@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from basics_model.captured_step import CaptureError
 from bench_harness import rounds
+from bench_harness.attentions import ran_in_model
 from bench_harness.core import CaseSkipped, Row
 from bench_harness.distributed import on_rank_0, sweep
 from bench_harness.flops import step_work, training_flops
@@ -82,6 +83,10 @@ def measure_rank(
                 with precision_context(variant.precision, device):
                     rates[variant.precision] = ceilings(device, compute_dtype(variant.precision))
             row |= rates[variant.precision]
+            if "d_model" in row:  # of a user's model nothing is known
+                dtype = compute_dtype(variant.precision)
+                sequence = config["sequence"]
+                row["ran"] = ran_in_model(variant.attention, row, sequence, dtype, device)
     return rows
 
 
