@@ -19,6 +19,7 @@ from bench_harness.experiments.attention_measure import (
     PASSES,
     Problem,
     measured,
+    measured_over_lengths,
     timer_overhead_ms,
 )
 from bench_harness.experiments.base import DeviceOptions, Experiment
@@ -56,6 +57,11 @@ class Options(SamplingOptions, DeviceOptions):
     sequences: tuple[int, ...] = option((512, 1024, 2048, 4096, 8192, 16384), "Sequence lengths.")
     packed: tuple[int, ...] = option(
         (), "Lengths of sequences packed into one batch without padding; instead of sequences."
+    )
+    varying: int = option(
+        0,
+        "Call each variant on so many lengths between the shortest and the longest of sequences, "
+        "one after another, and time all of them together with the host; 0: one length at a time.",
     )
     masks: tuple[str, ...] = option(("causal",), "Masks.", choices=_MASKS)
     window: tuple[int, ...] = option(
@@ -98,6 +104,12 @@ class Options(SamplingOptions, DeviceOptions):
                 raise ValueError(
                     f"{name} must be at least 1, but got {getattr(self, name)}. Raise it."
                 )
+        plain = self.features == ("plain",) and not self.packed
+        if self.varying and not (plain and len(self.sequences) > 1 and self.varying > 1):
+            raise ValueError(
+                f"varying must be at least 2 lengths between several sequences, of plain attention "
+                f"that is not packed, but got {self.varying}. Correct them."
+            )
         if not self.variants:
             raise ValueError("variants must name an implementation, but got none. Name one.")
         if self.heads % (self.kv_heads or self.heads):
@@ -171,6 +183,7 @@ class Attention(Experiment):
                     "mask": mask,
                     "sequences": list(sequences),
                     "variants": variants,
+                    **({"varying": chosen.varying} if chosen.varying else {}),
                 }
             )
             for dtype in chosen.dtypes
@@ -198,6 +211,9 @@ class Attention(Experiment):
         patched = torch._functorch.config.patch(donated_buffer=False)
         # Features in turns need more compiled versions of one function at a time than the default.
         with patched, torch._dynamo.config.patch(recompile_limit=8 * len(FEATURES)):
+            if case.config.get("varying"):
+                found = measured_over_lengths(varied(case.config), case.config, device, progress)
+                return [{**about, **row} for row in found]
             for group in problems(case.config):
                 # Meeting a second length, the compiler would give up static shapes.
                 torch.compiler.reset()
@@ -218,6 +234,8 @@ def _groups(chosen: Options) -> list[tuple[tuple[int, ...], list[str]]]:
     variants = list(dict.fromkeys(chosen.variants))
     if chosen.packed:
         return [((), variants)]
+    if chosen.varying:
+        return [(tuple(chosen.sequences), variants)]
     reference, *others = variants
     linear = [v for v in variants if not attentions.stores_scores(v)]
     apart = [[reference, v] for v in others if attentions.stores_scores(v)]
@@ -266,6 +284,18 @@ def problems(config: Mapping[str, Any]) -> list[list[Problem]]:
     ]
 
 
+def varied(config: Mapping[str, Any]) -> list[Problem]:
+    """Problems of lengths that are spread over the range of sequences, in mixed order.
+
+    By steps of the golden ratio: no two neighbours are alike, and every run has the same lengths.
+    """
+    least, most = min(config["sequences"]), max(config["sequences"])
+    shares = [(number * 0.6180339887) % 1 for number in range(config["varying"])]
+    lengths = [least, most, *(least + round(share * (most - least)) for share in shares[2:])]
+    each = {**config, "sequences": lengths}
+    return [problem for (problem,) in problems(each)]
+
+
 def _case(config: Row) -> Case:
     return Case(
         experiment=Attention.name, config={**config, "label": label(config)}, timeout_s=1800
@@ -287,6 +317,7 @@ def label(config: Mapping[str, Any]) -> str:
     parts = [
         *("attention", size, f"h{heads}" + f"/{kv_heads}" * (kv_heads != heads), dims),
         *(config["dtype"], config["mask"]),
+        f"{config['varying']} lengths" if config.get("varying") else "",
         f"window {config['window']}" if config["window"] else "",
         f"softcap {config['softcap']:g}" if config["softcap"] else "",
         "+".join(config["features"]) if config["features"] != ["plain"] else "",
@@ -311,11 +342,12 @@ _PROBLEM = {
     "heads": "heads",
     "kv_heads": "key/value heads",
     "sequence": "sequence (tokens)",
+    "varied": "lengths up to that (count)",
 }
 #: Significant digits of figures: as many as published rows have, so that nothing is rounded twice.
 _DIGITS = 6
 #: Of these, what makes problems of one kind.
-_SIZES = ("batch", "heads", "kv_heads", "sequence")
+_SIZES = ("batch", "heads", "kv_heads", "sequence", "varied")
 _VARIANT = {"variant": "attention", "tier": "tier", "kernel": "PyTorch's kernel"}
 _QUANTILES = {"p20_ms": "20 % quantile (ms)", "p80_ms": "80 % quantile (ms)"}
 _ERRORS = {
@@ -356,6 +388,7 @@ def _tables(rows: pd.DataFrame) -> list[Table]:
             | roofline.COLUMNS
             | _ERRORS
             | {
+                "first_ms": "first time (ms)",
                 "saved_mib": "held before backward (MiB)",
                 "predicted_mib": "predicted for naive (MiB)",
                 "missed": "prediction missed",

@@ -703,3 +703,101 @@ def measured(
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return rows
+
+
+def measured_over_lengths(
+    problems: Sequence[Problem],
+    config: Mapping[str, Any],
+    device: torch.device,
+    progress: Callable[[str], None],
+) -> list[Row]:
+    """Times calls of many lengths one after another, with the host: a row per variant and pass.
+
+    A library that plans, tunes or compiles for each length shows what that costs. The first time
+    through all lengths is kept apart. Variants take turns, after a proof on the first length.
+    """
+    attempts = Attempts(config["variants"], problems[0], device)
+    attempts.prove()
+    inputs = _of_all_lengths(problems, device)
+    passes = [each for each in ("forward", "forward+backward") if each in config["passes"]]
+    measured: dict[tuple[str, str], Samples] = {}
+    enough, round_number = None, 0
+    while enough is None or not enough.reached(each.wall_ms for each in measured.values()):
+        names = list(attempts.calls)
+        for name in names if round_number % 2 == 0 else names[::-1]:
+            progress(f"{len(problems)} lengths, round {round_number + 1}: {name}")
+            with attempts.ending(name):
+                attend = find(name) if round_number == 0 else attempts.calls[name]
+                attempts.calls[name] = attend
+                for each in passes[:1] if forward_only(name) else passes:
+                    samples = measured.setdefault((name, each), Samples())
+                    time_ms = _through(attend, inputs, config, device, backward=each != "forward")
+                    if round_number == 0:
+                        samples.first_ms = time_ms
+                    else:
+                        samples.wall_ms.append(time_ms)
+        round_number += 1
+        if round_number > config["samples"]:
+            enough = enough or Enough(config)
+    about: Row = {
+        "batch": problems[0].batch,
+        "sequence": max(problem.sequence for problem in problems),
+        "length": f"{len(problems)} lengths",
+        "varied": len(problems),
+        "feature": "plain",
+        "clock": "wall",
+    }
+    rows: list[Row] = [
+        {"variant": name, "phase": each, **about}
+        | {"flops": sum(problem.flops(each) for problem in problems)}
+        | {"least_bytes": sum(problem.least_bytes(each) for problem in problems)}
+        | {"ran": attempts.about[name].get("ran"), **samples.row()}
+        for (name, each), samples in measured.items()
+        if name not in attempts.ended
+    ]
+    return rows + [{"variant": n, **about, "ended": end} for n, end in attempts.ended.items()]
+
+
+def _of_all_lengths(problems: Sequence[Problem], device: torch.device) -> list[list[Tensor]]:
+    """Query, key, value and the output's gradient of each problem, in the longest one's memory."""
+    longest = max(problems, key=lambda problem: problem.batch * problem.sequence)
+    flat = [tensor.detach().reshape(-1) for tensor in longest.tensors(device)]
+
+    def cut(problem: Problem, number: int, heads: int, width: int) -> Tensor:
+        shape = (problem.batch, heads, problem.sequence, width)
+        size = problem.batch * heads * problem.sequence * width
+        return flat[number][:size].view(shape).detach().requires_grad_(number < 3)
+
+    return [
+        [
+            cut(each, 0, each.heads, each.head_dim),
+            cut(each, 1, each.kv_heads, each.head_dim),
+            cut(each, 2, each.kv_heads, each.value_head_dim),
+            cut(each, 3, each.heads, each.value_head_dim),
+        ]
+        for each in problems
+    ]
+
+
+def _through(
+    attend: Attend,
+    inputs: Sequence[Sequence[Tensor]],
+    config: Mapping[str, Any],
+    device: torch.device,
+    *,
+    backward: bool,
+) -> float:
+    """Milliseconds of calls on all lengths, the device synchronised at both ends alone."""
+    import torch
+
+    settings: dict[str, Any] = {"causal": config["mask"] == "causal"}
+    settings |= {"window": tuple(config["window"])} if config["window"] else {}
+    settings |= {"softcap": config["softcap"]} if config["softcap"] else {}
+    samples = Samples()
+    with record_sample(samples, device), torch.set_grad_enabled(backward):
+        for query, key, value, grad_out in inputs:
+            out = attend(query, key, value, **settings)
+            if backward:
+                out.backward(grad_out)
+                query.grad = key.grad = value.grad = None
+    return samples.wall_ms[0]

@@ -80,6 +80,7 @@ def fsdp2(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     prefetch: int = 0,
+    symmetric_memory: bool = False,
 ) -> nn.Module:
     """Shards every block, then the rest, as FSDP2 is meant to be applied.
 
@@ -88,12 +89,21 @@ def fsdp2(
         reduce_dtype: dtype in which gradients are reduced; None takes ``param_dtype``.
         prefetch: how many blocks are gathered ahead on request, in forward and in backward; 0
             leaves it to FSDP2, which gathers one ahead in backward.
+        symmetric_memory: gathers go through NCCL's symmetric memory, over a group whose policy is
+            zero thread blocks, so that on one host copy engines carry them.
+
+    Raises:
+        CaseSkipped: ``symmetric_memory`` without NCCL, or with a torch that does not offer it.
     """
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    mesh = init_device_mesh(next(module.parameters()).device.type, (dist.get_world_size(),))
+    device = next(module.parameters()).device.type
+    if symmetric_memory:
+        mesh = DeviceMesh.from_group(nccl_group(zero_ctas=True), device)
+    else:
+        mesh = init_device_mesh(device, (dist.get_world_size(),))
     # Blocks take their inputs as they are. FSDP2 would cast the fp32 tables of rotary positions in
     # forward, but not when a checkpoint around the block recomputes it (seen under torch 2.11).
     inner = dataclasses.replace(policy, cast_forward_inputs=False)
@@ -105,6 +115,9 @@ def fsdp2(
             reshard_after_forward=reshard_after_forward,
             mp_policy=policy if part is module else inner,
         )
+    if symmetric_memory:
+        for part in [*blocks, module]:
+            part.set_symm_mem_for_comm()
     if prefetch:
         for position, block in enumerate(blocks):
             before = blocks[max(0, position - prefetch) : position]
@@ -175,14 +188,16 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
     return list(blocks)
 
 
-_NCCL_GROUPS: dict[tuple[dist.ProcessGroup, bool, int | None], dist.ProcessGroup] = {}
+_NCCL_GROUPS: dict[tuple[Any, ...], dist.ProcessGroup] = {}
 
 
-def nccl_group(high_priority: bool, max_ctas: int | None) -> dist.ProcessGroup:
+def nccl_group(
+    high_priority: bool = False, max_ctas: int | None = None, *, zero_ctas: bool = False
+) -> dist.ProcessGroup:
     """A group with these NCCL settings, made once: a communicator is never given back.
 
     Raises:
-        CaseSkipped: the ranks talk over something else.
+        CaseSkipped: the ranks talk over something else, or torch does not have a setting.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -191,11 +206,20 @@ def nccl_group(high_priority: bool, max_ctas: int | None) -> dist.ProcessGroup:
             f"NCCL settings must have a group of NCCL, but got {dist.get_backend(world)}. Remove "
             "them."
         )
-    key = (world, high_priority, max_ctas)
+    key = (world, high_priority, max_ctas, zero_ctas)
     if key not in _NCCL_GROUPS:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
         if max_ctas is not None:
             options.config.max_ctas = max_ctas
+        if zero_ctas:
+            policy = getattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO", None)
+            if policy is None:
+                raise CaseSkipped(
+                    f"symmetric_memory must have a torch whose NCCL groups have a policy of thread "
+                    f"blocks, but got torch {torch.__version__}. Install a newer one."
+                )
+            config: Any = options.config
+            config.cta_policy = policy
         made = dist.new_group(pg_options=options)
         assert isinstance(made, dist.ProcessGroup), "every rank is in the group"
         _NCCL_GROUPS[key] = made
