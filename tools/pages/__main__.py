@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tools.pages import draw
 from tools.pages.fill import render
+from tools.pages.loss_curves import measure
 from tools.pages.rows import publish
 
 from bench_harness.core import plural
@@ -28,9 +29,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows.add_argument("runs", nargs="+", type=Path)
     rows.add_argument("--only", default="", help="experiments, or parts of labels, with commas")
     commands.add_parser("draw", help="draw the explaining pictures of the documentation")
+    curves = commands.add_parser("curves", help="train on real text, and write loss curves")
+    curves.add_argument("target", type=Path)
     given = parser.parse_args(arguments)
     if given.command == "draw":
         draw.main()
+        return 0
+    if given.command == "curves":
+        measure(given.target)
         return 0
     if given.command == "fill":
         return max(_fill(file, check=given.check) for file in given.files)

@@ -48,6 +48,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools.pages import rows as published
+from tools.pages.loss_curves import LossCurves
 
 from bench_harness import experiments
 from bench_harness.core import Row
@@ -105,6 +106,11 @@ class _Page:
     pictures: dict[Path, Callable[[], bytes]] = field(default_factory=dict)
     read: dict[Path, list[Row]] = field(default_factory=dict)
     tables: dict[tuple[Any, ...], dict[str, pd.DataFrame]] = field(default_factory=dict)
+
+
+def _experiment(name: str) -> experiments.Experiment:
+    """An experiment of the package, or the repository's own."""
+    return LossCurves() if name == LossCurves.name else experiments.get(name)
 
 
 def render(file: Path) -> Rendered:
@@ -193,7 +199,7 @@ def _source(wanted: Mapping[str, Any], page: _Page) -> _Source:
     else:
         key = (name, *map(str, files), *wanted.get("cases", []))
         if key not in page.tables:
-            made = experiments.get(name).tables(to_frame(rows))
+            made = _experiment(name).tables(to_frame(rows))
             page.tables[key] = {table.title: table.frame for table in made}
         tables = page.tables[key]
         if wanted.get("table") not in tables:
@@ -279,7 +285,7 @@ def _picture(wanted: Mapping[str, Any], page: _Page) -> str:
             f"figure file must be a PNG file in the page's folder or below it, but got {file!r}. "
             "Correct the path."
         )
-    experiment = experiments.get(source.experiment)
+    experiment = _experiment(source.experiment)
 
     def draw() -> bytes:
         made = {figure.name: figure for figure in experiment.figures(to_frame(rows))}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,9 +19,8 @@ from torch import Tensor
 from bench_harness import attentions, experiments
 from bench_harness.core import Case, Row
 from bench_harness.display.plots import png_bytes
-from bench_harness.experiments import attention_proof
-from bench_harness.experiments.attention_problem import Problem
-from bench_harness.experiments.attention_timing import Attempts
+from bench_harness.experiments import attention_measure
+from bench_harness.experiments.attention_measure import Attempts, Problem
 from bench_harness.report.frame import to_frame
 
 CPU = torch.device("cpu")
@@ -57,6 +57,45 @@ def run(**options: Any) -> tuple[pd.DataFrame, dict[str, pd.DataFrame]]:
 
 def tables_of(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
     return {table.title: table.frame for table in experiments.get("attention").tables(frame)}
+
+
+def test_many_lengths_are_timed_together_with_what_the_first_time_costs(
+    module: ModuleType,
+) -> None:
+    """A library that plans for each length: its first time through all of them takes longer."""
+    planned: set[int] = set()
+
+    def planning(query, key, value, *, causal):
+        if query.shape[2] not in planned:
+            planned.add(query.shape[2])
+            time.sleep(0.1)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return attend(query, key, value, is_causal=causal)
+
+    module.planning = planning  # type: ignore[attr-defined]
+    options = {"sequences": (8, 40), "varying": 12, "samples": 3, "heads": 2}
+    frame, tables = run(variants=("user_kernels:planning", "naive", "fa3-fwd"), **options)
+    timed = frame[frame["status"] == "ok"].set_index(["variant", "phase"])
+    assert len(timed) == 2 * 2, "forward, and forward with backward"
+    assert frame[frame["status"] == "skipped"]["variant"].tolist() == ["fa3-fwd"]
+    assert len(planned) >= 10, "lengths between the shortest and the longest"
+    assert (min(planned), max(planned)) == (8, 40)
+    first = timed.loc[("user_kernels:planning", "forward")]
+    assert first["first_ms"] > 100 * (len(planned) - 1)
+    assert len(first["samples_ms"]) == 3
+    assert timed["varied"].eq(12).all()
+    grid = tables["Attention grid"]
+    assert grid["lengths up to that (count)"].dropna().eq(12).all()
+    assert grid["first time (ms)"].notna().sum() == 4
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"varying": 1}, {"sequences": (8,)}, {"features": ("sinks",)}, {"packed": (8, 16)}]
+)
+def test_many_lengths_need_a_range_of_plain_problems(wrong: dict[str, Any]) -> None:
+    given = {"varying": 5, "sequences": (8, 16), **wrong}
+    with pytest.raises(ValueError, match="varying must be at least 2 lengths"):
+        experiments.get("attention").cases(**{**QUICK, **given})
 
 
 @pytest.fixture
@@ -149,7 +188,7 @@ def test_the_grid() -> None:
     [
         ({"window": (5, -1), "softcap": 4.0, "heads": 4, "kv_heads": 2}, {"sdpa-math"}),
         ({"masks": ("full",), "window": (2, 3), "clock": "host"}, {"sdpa-math"}),
-        ({"value_head_dim": 12, "deterministic": True, "heads": 2}, {"sdpa-math"}),
+        ({"value_head_dim": 12, "features": ["deterministic"], "heads": 2}, {"sdpa-math"}),
         ({"heads": 4, "kv_heads": 2, "tokens": 48}, set()),
         ({"packed": (5, 1, 9), "heads": 4, "kv_heads": 2}, {"sdpa-math", "naive"}),
     ],
@@ -396,10 +435,10 @@ def test_references_in_tiles_are_the_definition(
     """Long sequences are proven against tiles."""
     problem = a_problem(feature=feature)
     arguments = problem, problem.tensors(CPU), problem.settings(CPU)
-    wanted = attention_proof.exact(*arguments)
+    wanted = attention_measure.exact(*arguments)
     for name, size in (("_DEFINED", 4), ("_TILE", 8), ("_LEAST_TILE", 3)):
-        monkeypatch.setattr(attention_proof, name, size)
-    found = attention_proof.exact(*arguments)
+        monkeypatch.setattr(attention_measure, name, size)
+    found = attention_measure.exact(*arguments)
     assert found.keys() == wanted.keys()
     for name, exactly in wanted.items():
         torch.testing.assert_close(found[name], exactly, atol=1e-4, rtol=1e-4)

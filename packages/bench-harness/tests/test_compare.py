@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import tracemalloc
 from collections.abc import Callable
@@ -205,6 +206,37 @@ NOISE = {
         10 * np.exp(0.03 * rng.standard_normal(20)) * np.where(rng.random(20) < 0.1, 2, 1)
     ),
 }
+
+
+def wandering(rng: np.random.Generator, count: int) -> list[float]:
+    """Samples of a machine whose level wanders by 10 %, slowly (autoregressive, 0.95)."""
+    level, found = float(rng.standard_normal()), []
+    for _ in range(count):
+        level = 0.95 * level + (1 - 0.95**2) ** 0.5 * float(rng.standard_normal())
+        found.append(10 * float(np.exp(0.1 * level)))
+    return found
+
+
+@pytest.mark.parametrize("count", [5, 20, 60])
+def test_a_machine_that_wanders_decides_no_build(count: int) -> None:
+    """Without the rule, two of three pairs of five samples had a direction."""
+    rng = np.random.default_rng(11)
+    found = [judge(wandering(rng, count), wandering(rng, count)) for _ in range(60)]
+    assert sum(each.direction in ("faster", "slower") for each in found) <= 5
+    assert sum(each.slower_by(0.05) for each in found) <= 3
+    slow = judge(wandering(rng, 60), [3 * sample for sample in wandering(rng, 60)])
+    assert slow.slower_by(0.05), "three times as slow is beyond any wander"
+
+
+def test_samples_that_resemble_their_neighbours_count_as_fewer() -> None:
+    from bench_harness.verdict import effective
+
+    rng = np.random.default_rng(12)
+    assert effective(rng.standard_normal(100).tolist()) == 100
+    assert effective(wandering(rng, 400)) < 40
+    waves = [10 + np.sin(i / 3) for i in range(60)]
+    (reason,) = {each for each in judge(waves, [10.0] * 60).reasons if "count" in each}
+    assert re.fullmatch(r"A wanders, so its 60 samples count as \d", reason)
 
 
 @pytest.mark.parametrize("noise", NOISE)

@@ -160,6 +160,9 @@ def test_model(run):
     assert {"Effect of warm-up", "First step against steady state"} <= tables.keys()
     # On a CPU that others use too, the product that utilisation refers to may be the slower one.
     assert tables["Time per phase"].frame["MFU (%)"].dropna().gt(0).all()
+    assert set(zip(frame["attention"], frame["ran"], strict=True)) == {
+        *(("naive", "naive"), ("flash", "tiled")),
+    }
 
 
 def test_model_forward_only_runs_nothing_else(run):

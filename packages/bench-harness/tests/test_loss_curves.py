@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tools.pages.loss_curves import WINDOWS, LossCurves, Options, corpus
 
-from bench_harness import experiments
-from bench_harness.core import CaseSkipped, Row
+from bench_harness.core import Row
 from bench_harness.display.plots import png_bytes
-from bench_harness.experiments.loss_curves import WINDOWS, Options, corpus
 from bench_harness.report.frame import to_frame
 
-CURVES = experiments.get("loss-curves")
+CURVES = LossCurves()
 TINY = {"size": "custom", "d_model": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2}
 
 
@@ -69,7 +68,7 @@ def test_the_fastest_step_trains_like_the_reference(
 
 
 def test_every_python_holds_the_text() -> None:
-    text = corpus("python").tobytes().decode()
+    text = corpus().tobytes().decode()
     assert len(text) > 300_000
     assert "assignment statement" in text
 
@@ -86,13 +85,3 @@ def test_every_python_holds_the_text() -> None:
 def test_options_that_cannot_be_compared_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Options(**wrong)
-
-
-def test_a_text_that_cannot_be_used_skips_the_case(tmp_path: Path) -> None:
-    with pytest.raises(CaseSkipped, match=r"must be a readable file, but got .*none\.txt"):
-        corpus(str(tmp_path / "none.txt"))
-    short = tmp_path / "short.txt"
-    short.write_text("short")
-    (case,) = CURVES.cases(**TINY, text=str(short), device="cpu")
-    with pytest.raises(CaseSkipped, match=r"must hold at least 258 bytes, but got 5 in "):
-        CURVES.run(case, lambda text: None)

@@ -113,6 +113,20 @@ def test_headlines_quote_what_is_steady_and_count_what_is_not() -> None:
     ]
 
 
+def test_a_timing_of_the_last_experiment_comes_first_and_has_its_verdict() -> None:
+    def step(name: str, variant: str, samples: list[float]) -> dict[str, object]:
+        return {"variant": variant, **row(name, samples)}
+
+    slow = [3 * sample for sample in STEADY]
+    rows = [step("model", "bf16", STEADY), step("model", "fp32", slow)]
+    rows += [step("train-step", "torch DDP", slow), step("train-step", "NaiveDDP", SHAKY)]
+    first, second, last = headlines(rows)
+    assert first.startswith("NaiveDDP beside torch DDP: cannot tell, ")
+    assert first.endswith(" (train-step case).")
+    assert second == "bf16 takes 10 ms, 0.33 of fp32: faster, sure (model case)."
+    assert last.startswith("1 of 4 timed figures")
+
+
 def test_the_fastest_way_to_train_is_compared_with_pytorch_s() -> None:
     def step(variant: str, factor: float) -> dict[str, object]:
         samples = [factor * sample for sample in STEADY]

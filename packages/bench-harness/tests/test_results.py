@@ -125,7 +125,7 @@ def test_published_rows_have_their_circumstances_and_true_labels(file: Path) -> 
         cases.setdefault(row["case_key"], []).append(row)
     for rows in cases.values():
         if rows[0]["experiment"] == "train-step":
-            variants = [of.read(row["settings"], {}) for row in rows]
+            variants = [of.stored(row["settings"]) for row in rows]
             assert [row["variant"] for row in rows] == of.labels(variants)
 
 

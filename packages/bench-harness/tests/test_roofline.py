@@ -6,7 +6,7 @@ import pandas as pd
 import torch
 
 from bench_harness import roofline
-from bench_harness.experiments.attention_problem import Problem
+from bench_harness.experiments.attention_measure import Problem
 
 
 def test_the_longer_of_compute_and_memory_is_the_limit() -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
-import inspect
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -18,11 +18,13 @@ from bench_harness.core import CaseSkipped
 from bench_harness.display.plots import png_bytes
 from bench_harness.report.frame import to_frame
 from bench_harness.traces.step import over_ranks
+from bench_harness.training import constructors
 from bench_harness.training import settings as of
-from bench_harness.training.build import _ddp_lite, training
+from bench_harness.training.build import training
 from bench_harness.training.merge import merged
 from ranks import run_ranks
 
+ROLES = ("wrapper", "optimizer")
 TINY = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 64}
 OFFLOADED = {"name": "adamw", "offload_state": True}
 SHARDED = {"optimizer": {"name": "sharded", "reduce_gradients": True, "overlap": "next-forward"}}
@@ -71,6 +73,17 @@ def test_labels_say_what_differs_and_nothing_else() -> None:
         of.labels([variants[0], variants[0]])
 
 
+def test_classes_of_one_name_and_two_learning_rates_have_labels_of_their_own() -> None:
+    names = ["a:Averaged(share=2)", "b:Averaged(share=2)", "flat + mine:AdamW", "flat"]
+    assert of.labels([of.read(name, {}) for name in names]) == [
+        *("a:Averaged(share=2)", "b:Averaged(share=2)", "FlatDDP + AdamW", "FlatDDP"),
+    ]
+    rates = [of.read({"wrapper": "flat", "optimizer": f"sgd(lr={lr})"}, {}) for lr in (0.1, 0.2)]
+    made = of.labels(rates)
+    assert made == ["FlatDDP + SGD(lr=0.1)", "FlatDDP + SGD(lr=0.2)"]
+    assert [of.read(name, {}) for name in made] == rates
+
+
 @pytest.mark.parametrize(
     ("variant", "message"),
     [
@@ -82,11 +95,11 @@ def test_labels_say_what_differs_and_nothing_else() -> None:
         ),
         (
             {"wrapper": {"name": "flat", "wire": "bf16"}},
-            "flat key must be one of missing_gradients, but got 'wire'",
+            "flat key must be one of missing_gradients, auto_finish, but got 'wire'",
         ),
         (
             {"wrapper": {"name": "bucketed", "bucket_size_mb": "large"}},
-            "bucketed key bucket_size_mb must be one of 'auto', 'one', a value of type float, but "
+            "bucket_size_mb must be one of 'auto', 'one', 'same', a value of type float, but "
             "got 'large'",
         ),
         ({"wrapper": {"name": "bucketed", "copy": 1}}, "copy must be of type bool"),
@@ -135,36 +148,46 @@ def test_a_preset_names_its_file_and_the_key(tmp_path, monkeypatch) -> None:
         presets.load("mine.toml")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "target"),
-    [
-        (of.Naive, "ddp_lite:NaiveDDP"),
-        (of.Flat, "ddp_lite:FlatDDP"),
-        (of.Overlap, "ddp_lite:OverlapDDP"),
-        (of.Bucketed, "ddp_lite:BucketedDDP"),
-        (of.TorchDDP, "torch.nn.parallel:DistributedDataParallel"),
-        (of.Sharded, "shard_optim:ShardedOptimizer"),
-        (of.SGD, "torch.optim:SGD"),
-        (of.AdamW, "torch.optim:AdamW"),
-        (of.BasicsAdamW, "basics_model:AdamW"),
-    ],
-)
-def test_arguments_are_those_of_the_class(arguments: type, target: str) -> None:
-    """Names and defaults, except those that TOML has no value for."""
-    from bench_harness.workload import imported
+def test_arguments_are_those_of_the_constructor(tmp_path, monkeypatch) -> None:
+    """Names, defaults and kinds come from the signature, here of a class that nothing else knows;
+    the file that keeps them is made once, and a damaged one is made again."""
+    (tmp_path / "toy_wrappers.py").write_text(
+        "from typing import Literal\n"
+        "class Toy:\n"
+        "    def __init__(self, module, *, way: Literal['a', 'b'] = 'a', size: float = 25,\n"
+        "                 group: object = None, **unknown: object) -> None: ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    known = constructors.Constructor(title="Toy", target="toy_wrappers:Toy")
+    takes = constructors._arguments(known)
+    assert takes == {"way": ("a", ["'a'", "'b'"]), "size": (25, ["float"])}
+    monkeypatch.setattr(constructors, "_cache", lambda: tmp_path / "kept" / "signatures.json")
+    monkeypatch.setattr(constructors, "_asked", lambda: asked.append(1) or constructors.every())
+    monkeypatch.delitem(sys.modules, "torch")
+    asked: list[int] = []
+    for content, times in ((None, 1), (None, 1), ("{", 2)):
+        if content is not None:
+            (tmp_path / "kept" / "signatures.json").write_text(content)
+        constructors._signatures.cache_clear()
+        assert constructors.signature("bucketed")["bucket_size_mb"].default == "auto"
+        assert len(asked) == times
 
-    cls = imported(target, "class")
-    known: dict[str, inspect.Parameter] = {}
-    for base in cls.__mro__:
-        known = {**inspect.signature(base).parameters, **known} if base is not object else known
-    # A group's settings; the hook's; always given; another class around this one.
-    own = {"nccl_high_priority", "nccl_max_ctas", "peer_parts", "peer_way", "lr", "offload_state"}
-    for field in dataclasses.fields(arguments):
-        if field.name in own or (arguments is of.Sharded and field.name == "fused"):
-            continue
-        assert field.name in known, field.name
-        default = known[field.name].default
-        assert field.default in (default, None) or default is None, field.name
+
+def test_a_preset_is_checked_without_torch() -> None:
+    program = (
+        "import sys; from bench_harness import presets; presets.load('train-step').cases();"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_a_row_keeps_the_arguments_that_its_constructor_had() -> None:
+    """A default that is left out of a table means the default of that day."""
+    call = of.read({"wrapper": {"name": "bucketed", "bucket_size_mb": "one"}}, {}).wrapper
+    found = constructors.resolved(call)
+    assert found["bucket_size_mb"] == "one"
+    assert found["last_bucket_size_mb"] == 25
+    assert found["comm_hook"] == "collectives"
 
 
 PRESETS = Path(__file__).parents[3] / "tools" / "pages" / "presets"
@@ -271,6 +294,9 @@ def test_every_variant_is_proven_weighed_and_timed(case) -> None:
         assert len(row["samples_ms"]) == len(row["host_ms"]) == len(row["round"]) == 4
         assert len(row["optimizer_ms"]) == 2
         assert row["compilations"] == 0
+        flash = "attention=flash" in name
+        assert row["ran"] == "tiled" if flash else row["ran"] in ("flash", "math"), name
+        assert set(row["resolved"]) == {row["settings"][role]["name"] for role in ROLES}
         if not name.startswith("no communication"):
             assert row["weight_error"] < 1e-2
             assert row["losses"] == pytest.approx(by_name["NaiveDDP"]["losses"], rel=1e-4)
@@ -422,7 +448,7 @@ def wrong_trainings(rank, world_size):
 
     device = torch.device("cpu")
     config = {"size": "custom", **TINY}
-    expected = proof.definition(of.AdamW(), config, device, steps=proof.STEPS)
+    expected = proof.definition(of.ADAMW, config, device, steps=proof.STEPS)
     said = [proof.disagreement(of.read("flat", {}), expected, config, device)[0]]
     wrapped = build._wrapped
 
@@ -465,6 +491,7 @@ def test_wrong_training_is_found_before_it_is_timed() -> None:
     "settings",
     [
         {"wrapper": {"name": "fully-sharded", "communication": "peer-copy"}},
+        {"wrapper": {"name": "fsdp2", "symmetric_memory": True}},
         {
             "optimizer": {
                 "name": "sharded",
@@ -474,13 +501,15 @@ def test_wrong_training_is_found_before_it_is_timed() -> None:
         },
     ],
 )
-def test_copies_between_gpus_are_asked_for(settings: dict[str, object]) -> None:
-    """Without such GPUs the variant is skipped: it must not run over something else."""
+def test_settings_of_machines_that_are_not_there_skip_the_variant(
+    settings: dict[str, object],
+) -> None:
+    """It must not run over something else."""
     variant = of.read(settings, {})
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with (
-            pytest.raises(CaseSkipped, match="peer-copy must have GPUs"),
+            pytest.raises(CaseSkipped, match=r"peer-copy must have GPUs|must have a group of NCCL"),
             training(
                 variant, {"size": "custom", "batch": 2, "sequence": 16, **TINY}, torch.device("cpu")
             ),
@@ -593,10 +622,10 @@ def test_what_one_of_two_ranks_holds_at_each_moment_is_predicted(variant, stage)
 def averages_with(rank: int, world_size: int) -> dict[str, str]:
     """What bucketed wrappers say of themselves."""
     said = {}
-    for name in (None, "auto"):
+    for name in ("collectives", "auto"):
         variant = of.read({"wrapper": {"name": "bucketed", "comm_hook": name}}, {})
-        wrapped = _ddp_lite(variant.wrapper, torch.nn.Linear(2, 2))
-        said[str(name)] = wrapped.explain()
+        wrapped = constructors.construct("wrapper", variant.wrapper, torch.nn.Linear(2, 2))
+        said[name] = wrapped.explain()
     return said
 
 
@@ -604,5 +633,5 @@ def averages_with(rank: int, world_size: int) -> dict[str, str]:
 def test_without_a_comm_hook_the_collectives_of_published_rows_are_measured() -> None:
     """By name, because ddp-lite's own default takes copies where they are possible."""
     for outcome in run_ranks(averages_with, 2):
-        assert "coalesced in place (collectives: as comm_hook asks)" in outcome.value["None"]
+        assert "coalesced in place (collectives: as comm_hook asks)" in outcome.value["collectives"]
         assert "(collectives: copies are between GPUs" in outcome.value["auto"]

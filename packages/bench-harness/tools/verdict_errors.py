@@ -2,11 +2,11 @@
 
     python packages/bench-harness/tools/verdict_errors.py [--pairs 1000]
 
-Both runs of a pair have the same noise; B's median is 0, 3, 10 or 20 % above A's. "wrong" are
-directions of equal code, and "faster" of slower code; "gate" is ``--fail-on slower``, which lets
-5 % pass. Noises: independent samples, samples that resemble their neighbours (a first-order
-autoregressive process), one sample in ten up to several times as long, and a clock that changes
-once by 10 % at a random sample.
+Both runs of a pair have the same noise; B's median is 0, 10 or 20 % above A's. Every direction of
+equal code is wrong; "gate" is ``--fail-on slower``, which lets 5 % pass. Noises: independent
+samples, samples that resemble their neighbours (a first-order autoregressive process, also one of
+a machine that wanders slowly and far), one sample in ten up to several times as long, and a clock
+that changes once by 10 % at a random sample.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ NOISES = {
     "independent, 1 %": independent(0.01),
     "independent, 15 %": independent(0.15),
     "neighbours alike, 3 %": autoregressive(0.03, 0.8),
+    "wandering, 10 %": autoregressive(0.1, 0.95),
     "outliers, 3 %": outliers(0.03),
     "clock step of 10 %": clock_step(0.01, 0.1),
 }
@@ -75,13 +76,11 @@ def main() -> None:
     )
     parser.add_argument("--pairs", type=int, default=300)
     pairs = parser.parse_args().pairs
-    print(
-        "| noise | samples | B is slower by (%) | faster (%) | slower (%) | sure (%) | gate (%) |"
-    )
-    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    print('| noise of both runs | samples | B is slower by | "faster" or "slower" | sure | gate |')
+    print("|---|---:|---:|---:|---:|---:|")
     for name, noise in NOISES.items():
         for count in (5, 20, 60):
-            for slower in (0.0, 0.03, 0.1, 0.2):
+            for slower in (0.0, 0.1, 0.2):
                 rng = np.random.default_rng(count)
                 found = [
                     judge(noise(rng, count).tolist(), ((1 + slower) * noise(rng, count)).tolist())
@@ -89,13 +88,12 @@ def main() -> None:
                 ]
                 decided = [each for each in found if each.direction in ("faster", "slower")]
                 shares = (
-                    sum(each.direction == "faster" for each in found),
-                    sum(each.direction == "slower" for each in found),
+                    len(decided),
                     sum(each.sure for each in decided),
                     sum(each.slower_by(0.05) for each in found),
                 )
                 cells = " | ".join(f"{100 * share / pairs:.1f}" for share in shares)
-                print(f"| {name} | {count} | {100 * slower:.0f} | {cells} |", flush=True)
+                print(f"| {name} | {count} | {100 * slower:.0f} % | {cells} |", flush=True)
 
 
 if __name__ == "__main__":

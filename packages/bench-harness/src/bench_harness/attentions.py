@@ -29,9 +29,10 @@ import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from bench_harness.core import CaseSkipped, registered
+from bench_harness.core import CaseSkipped, Row, registered
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     Attend: TypeAlias = Callable[..., Tensor]
@@ -99,6 +100,35 @@ def ran(
         SDPBackend.CUDNN_ATTENTION: "cudnn",
     }
     return {int(backend.value): text for backend, text in kernels.items()}.get(int(number))
+
+
+def ran_in_model(
+    name: str, shape: Row, sequence: int, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """The kernel or tier that the language model's attention runs; None for a user's own.
+
+    Asked of tensors of one batch element's shape, so call it when nothing is weighed.
+
+    Args:
+        name: "naive", "sdpa" or "flash".
+        shape: of a row, with ``num_heads`` and ``d_model``.
+        dtype: of the matrix products.
+    """
+    import torch
+
+    if name not in ("sdpa", "flash"):
+        return name if name == "naive" else None
+    heads = shape["num_heads"]
+    size = (1, heads, sequence, shape["d_model"] // heads)
+    query, key, value = (
+        torch.empty(size, dtype=dtype, device=device, requires_grad=True) for _ in range(3)
+    )
+    if name == "sdpa":
+        return ran(name, query, key, value, causal=True)
+    from flashattn_triton import choose
+    from flashattn_triton.problem import new_problem
+
+    return choose(query, key, value, new_problem(head_dim=size[-1], causal=True)).tier
 
 
 def find(name: str) -> Attend:

@@ -36,6 +36,8 @@ _REMOVED = {
         ("render", "publish"),
         "It is a tool of the repository: python -m tools.pages fill, or publish.",
     ),
+    "loss-curves": "train-step proves every variant before it is timed; the repository's curves "
+    "are measured by python -m tools.pages curves.",
     **dict.fromkeys(
         ("--nnodes", "--rdzv-endpoint", "--node-rank"),
         "bench-harness measures the GPUs of one machine; start programs of several machines with "
@@ -140,7 +142,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = application(given)(args=given, prog_name="bench-harness", standalone_mode=False)
     except _UsageError as error:
-        removed = [text for name, text in _REMOVED.items() if name in given]
+        gone = {"--" + name.replace("_", "-"): text for name, text in options.REMOVED.items()}
+        removed = [text for name, text in {**_REMOVED, **gone}.items() if name in given]
         return _complain(" ".join([error.format_message(), *removed[:1]]))
     except (ValueError, StoreError, compare.ComparisonError) as error:
         return _complain(str(error))

@@ -31,6 +31,23 @@ ALIASES = {
 }
 
 
+_IN_VARIANT = 'Write it in each variant, as { wrapper = "flat", %s }.'
+#: Options of earlier versions, by experiment or for all: what to do instead.
+REMOVED = {
+    "checkpoint_blocks": _IN_VARIANT % "checkpoint_blocks = 1",
+    "keep_attention": _IN_VARIANT % "keep_attention = true",
+    "cuda_graph": _IN_VARIANT % "cuda_graph = true",
+    "elementwise": 'Compile the layers, with compile = "blocks".',
+    "optimizer": "Measure it with train-step, whose variants have optimizers.",
+    "deterministic": 'Set features = ["deterministic"].',
+    "additions": "Leave it out: 0.01 is added 1000 times.",
+    "attention": "Profile it with train-step, whose variants have attentions.",
+    "autocast": "Leave it out: both dtypes are shown.",
+    "device_gb": "Leave it out, or call bench_harness.mesh_accounting.training_memory.",
+    "shard_device_gb": "Leave it out, or call bench_harness.mesh_accounting.fsdp_ranks.",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Declared:
     """One field of an ``Options`` class; with dashes, its name is the command-line option's."""
@@ -81,7 +98,8 @@ def build(
         for name in values:
             if name not in known:
                 raise ValueError(
-                    f"option must be one of {', '.join(known)}, but got {name!r}. Correct it."
+                    f"option must be one of {', '.join(known)}, but got {name!r}. "
+                    + REMOVED.get(name, "Correct it.")
                 )
         given = {name: _checked(known[name], value, written) for name, value in values.items()}
         options = experiment.Options(**given)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
-from bench_harness.core import Case
+from bench_harness.core import Case, plural
 from bench_harness.process import Outcome
 from bench_harness.runner import Planned, ended_variants
 
@@ -145,9 +145,12 @@ class ConsoleReporter:
         line = Text(f"{counter} ")
         line.append(f"{outcome.status:<7}", style=STYLES[outcome.status])
         line.append(f" {duration(outcome.seconds):>10}  {case.label}")
+        ended = ended_variants(outcome)
+        if ended:
+            line.append(f" without {plural(len(ended), 'variant')}", style="yellow")
         self._print(line)
         origin = "" if self._preset is None else f"preset {self._preset}: {case.experiment}: "
-        for text in [outcome.error] if outcome.error is not None else ended_variants(outcome):
+        for text in [outcome.error] if outcome.error is not None else ended:
             self._print(Text(f"{'':{len(counter)}} {origin}{text}", style="dim"))
         self._live.update(self._task, completed=self._done, left=self._left())
 

@@ -1,14 +1,18 @@
 """Is B faster or slower than A? A verdict on two lists of samples, in three separate facts.
 
-**Direction**: the 95 % bootstrap interval of the ratio of medians lies on one side of 1, also after
-the drift and the steps of both samples are taken off, and Mann–Whitney's test tells the samples
-apart at 1 %. The test is made on medians of at most :data:`BLOCKS` stretches of time, because
-neighbouring samples resemble each other (clocks move slowly), and a test of all samples would count
-them as independent. Samples whose ranges lie apart by more than :data:`APART` have a direction
-however they drift.
+**Direction**: the 95 % interval of the ratio of medians lies on one side of 1, also after the drift
+and the steps of both samples are taken off, and Mann–Whitney's test on medians of at most
+:data:`BLOCKS` stretches of time tells the samples apart at 1 %. Samples whose ranges lie apart by
+more than :data:`APART` have a direction however they drift.
 
-**Sureness**: both samples are steady, there are enough of them, and nothing else that is known of
-the two runs (environment, clock, throttling, a control) speaks against the comparison.
+Neighbouring samples resemble each other, because clocks and temperatures wander. The interval is
+the bootstrap's, widened for the number of independent samples that n such samples are worth
+(:func:`effective`), by the root of n over it and by Student's t. Fewer than :data:`STEP_SAMPLES`
+samples do not show how far a machine wanders, so they have a direction only where the gap between
+their ranges is wider than twice both ranges together.
+
+**Sureness**: both samples are steady, there are enough independent ones, and nothing else that is
+known of the two runs (environment, clock, throttling, a control) speaks against the comparison.
 
 **Size**: the ratio with its interval. Only a gate compares it with a tolerance: two runs of the
 same code differ by more than the samples within one of them show.
@@ -30,14 +34,17 @@ Direction: TypeAlias = Literal["faster", "slower", "same", "cannot tell"]
 
 #: Relative difference below which two times count as the same, and beyond which a gate closes.
 TOLERANCE = 0.05
-#: The fewest samples of each run for a direction at all, and for a sure one.
+#: The fewest samples of each run for a direction at all, and the fewest independent ones for a sure
+#: one.
 FEWEST, ENOUGH = 3, 5
 #: Stretches of time whose medians the rank test compares.
 BLOCKS = 10
-#: Fewer samples than this show no step.
+#: Fewer samples than this show neither a step nor how far a machine wanders.
 STEP_SAMPLES = 12
 #: Relative gap between the ranges of two samples that drift cannot explain.
 APART = 0.05
+#: Gap between the ranges of few samples over both ranges (of their logarithms) that is a direction.
+WANDER = 2
 #: More samples than this are not worth asking for: something else is wrong.
 MOST = 10_000
 
@@ -103,9 +110,16 @@ def judge(
     from bench_harness.stats import UNSTABLE_DRIFT, ratio_interval, summarize
 
     summaries = {"A": summarize(a), "B": summarize(b)}
-    ratio, low, high = ratio_interval(b, a)
+    ratio, bare_low, bare_high = ratio_interval(b, a)
+    low, high = _widened(a, b, ratio, bare_low, bare_high)
     least, most = min(b) / max(a), max(b) / min(a)
     reasons = [text for name, each in summaries.items() for text in _unsteady(name, each)]
+    reasons += [
+        text
+        for name, each in (("A", a), ("B", b))
+        if abs(summaries[name]["drift"]) <= UNSTABLE_DRIFT
+        for text in _dependent(name, each)
+    ]
     steps = {"A": step(a), "B": step(b)}
     reasons += [
         f"{name} steps by {100 * size:.0f} %"
@@ -115,7 +129,8 @@ def judge(
     drift = sum(max(abs(each["drift"]), steps[name]) for name, each in summaries.items())
     direction: Direction = "cannot tell"
     if low is not None and high is not None:
-        if _told_apart(a, b) and (low > 1 + drift or high < 1 - drift):
+        enough = min(len(a), len(b)) >= STEP_SAMPLES
+        if enough and _told_apart(a, b) and _beyond(low, high, bare_low, bare_high, drift):
             direction = "slower" if low > 1 else "faster"
         elif _ranges_apart(a, b):
             direction = "slower" if least > 1 else "faster"
@@ -171,18 +186,71 @@ def _told_apart(a: Sequence[float], b: Sequence[float]) -> bool:
     """Mann–Whitney's test on medians of stretches of time."""
     from bench_harness.stats import separated
 
-    return separated(_stretches(a), _stretches(b))
+    worth = min(effective(a), effective(b))
+    return worth < ENOUGH or separated(_stretches(a), _stretches(b))
 
 
 def _stretches(samples: Sequence[float]) -> list[float]:
     """Medians of stretches of three samples or more, of which an outlier decides none."""
     import numpy as np
 
-    blocks = min(BLOCKS, len(samples) // 3)
+    blocks = min(BLOCKS, len(samples) // 3, int(effective(samples)))
     if blocks < ENOUGH:
         return list(samples)
     parts = np.array_split(np.asarray(samples, np.float64), blocks)
     return [float(np.median(part)) for part in parts]
+
+
+def effective(samples: Sequence[float]) -> float:
+    """The number of independent samples that these are worth, for the error of their median.
+
+    By a first-order autoregressive process: n·(1 − r)/(1 + r), where r is the correlation of the
+    ranks of neighbouring samples, corrected for its bias (Kendall, 1954). All of them count where
+    that correlation is not significant at 1 %, and below :data:`STEP_SAMPLES` samples.
+    """
+    from scipy import stats
+
+    count = len(samples)
+    if count < STEP_SAMPLES or min(samples) == max(samples):
+        return float(count)
+    ranks = stats.rankdata(samples)
+    ranks -= ranks.mean()
+    found = float((ranks[1:] * ranks[:-1]).sum() / (ranks**2).sum())
+    if found < 2.33 / math.sqrt(count):
+        return float(count)
+    likely = min(found + (1 + 3 * found) / count, 1 - 1 / count)
+    return max(2.0, count * (1 - likely) / (1 + likely))
+
+
+def _dependent(name: str, samples: Sequence[float]) -> list[str]:
+    """The reason that samples wander too slowly for their number to count."""
+    worth = effective(samples)
+    if worth >= min(len(samples), ENOUGH + 1):
+        return []
+    return [f"{name} wanders, so its {len(samples)} samples count as {worth:.0f}"]
+
+
+def _beyond(
+    low: float, high: float, bare_low: float | None, bare_high: float | None, drift: float
+) -> bool:
+    """Whether the interval excludes 1, and the bootstrap's own excludes what drift explains."""
+    assert bare_low is not None
+    assert bare_high is not None
+    return (low > 1 and bare_low > 1 + drift) or (high < 1 and bare_high < 1 - drift)
+
+
+def _widened(
+    a: Sequence[float], b: Sequence[float], ratio: float, low: float | None, high: float | None
+) -> tuple[float | None, float | None]:
+    """The interval of a ratio, widened for samples that resemble their neighbours."""
+    from scipy import stats
+
+    worth = min(effective(a), effective(b))
+    factor = max(len(each) / effective(each) for each in (a, b))
+    if low is None or high is None or factor == 1:
+        return low, high
+    by = math.sqrt(factor) * float(stats.t.ppf(0.975, worth - 1)) / 1.96
+    return max(0.0, ratio - by * (ratio - low)), ratio + by * (high - ratio)
 
 
 def step(samples: Sequence[float]) -> float:
@@ -206,15 +274,16 @@ def step(samples: Sequence[float]) -> float:
 def _ranges_apart(a: Sequence[float], b: Sequence[float]) -> bool:
     """Whether every sample of one run is larger than every one of the other by :data:`APART`.
 
-    Three samples lie apart by chance in one of ten cases. So where the rank test cannot decide,
-    the gap must also be wider than either range.
+    And by more than both ranges together, of few samples by more than twice that, because few do
+    not show how far a machine wanders. All as ratios: a slower run also scatters by more.
     """
-    if min(len(a), len(b)) < FEWEST:
+    if min(len(a), len(b)) < FEWEST or min(*a, *b) <= 0:
         return False
     low, high = (a, b) if max(a) < min(b) else (b, a)
-    gap = min(high) - max(low)
-    widest = max(max(low) - min(low), max(high) - min(high))
-    return gap > APART * max(low) and (gap > widest or _told_apart(a, b))
+    gap = min(high) / max(low)
+    ranges = max(low) / min(low) * max(high) / min(high)
+    few = min(len(a), len(b)) < STEP_SAMPLES
+    return gap > 1 + APART and gap > (ranges**WANDER if few else ranges)
 
 
 def samples_needed(

@@ -27,7 +27,6 @@ SIZES = ("small", "medium", "large", "xl", "2.7B", "2026/xl", "2026/10B", "8B", 
 DIMENSIONS = ("d_model", "d_ff", "num_layers", "num_heads")
 PRECISIONS = ("fp32", "tf32", "bf16")
 ATTENTIONS = ("naive", "sdpa", "flash")
-OPTIMIZERS = ("adamw", "adamw-basics", "sgd")
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ _BUILT_IN = {
     "attention": "bench_harness.experiments.attention:Attention",
     "allreduce": "bench_harness.experiments.allreduce:AllReduce",
     "train-step": "bench_harness.experiments.train_step:TrainStep",
-    "loss-curves": "bench_harness.experiments.loss_curves:LossCurves",
     "profile": "bench_harness.experiments.profile:Profile",
 }
 

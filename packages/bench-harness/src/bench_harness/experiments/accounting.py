@@ -19,17 +19,19 @@ if TYPE_CHECKING:
 _NAMES = ("small", "medium", "large", "xl", "2.7B")
 
 
+_SEQUENCE = 256
+#: Memory of one GPU, and of one sharding device, in the course's mesh problem (10⁹ bytes).
+_DEVICE_GB, _SHARD_DEVICE_GB = 80.0, 95.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Options of :class:`Accounting`; the defaults take no time anywhere."""
 
     sizes: tuple[str, ...] = option(_NAMES, "Model sizes.", choices=_NAMES)
     batch: int = option(4, "Sequences per batch.")
-    sequence: int = option(256, "Context length.")
     world_size: int = option(2, "Data-parallel ranks.")
     coursework: bool = option(False, "Also calculate the course's mesh problem.")
-    device_gb: float = option(80.0, "Memory of one GPU in the mesh problem (10⁹ bytes).")
-    shard_device_gb: float = option(95.0, "Memory of one sharding device there (10⁹ bytes).")
 
 
 class Accounting(Experiment):
@@ -56,11 +58,11 @@ class Accounting(Experiment):
                 config={
                     "sizes": list(chosen.sizes),
                     "batch": chosen.batch,
-                    "sequence": chosen.sequence,
+                    "sequence": _SEQUENCE,
                     "world_size": chosen.world_size,
                     "coursework": chosen.coursework,
-                    "device_gb": chosen.device_gb,
-                    "shard_device_gb": chosen.shard_device_gb,
+                    "device_gb": _DEVICE_GB,
+                    "shard_device_gb": _SHARD_DEVICE_GB,
                     "label": "accounting",
                 },
             )

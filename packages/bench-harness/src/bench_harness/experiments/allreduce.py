@@ -16,7 +16,7 @@ from bench_harness.distributed import (
     slowest_rank,
 )
 from bench_harness.environment import resolve_device
-from bench_harness.experiments.base import Experiment
+from bench_harness.experiments.base import DeviceOptions, Experiment
 from bench_harness.sampling import Enough, SamplingOptions
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(SamplingOptions):
+class Options(SamplingOptions, DeviceOptions):
     """Options of :class:`AllReduce`.
 
     Small enough for a quick run on two cores: ``sizes_mb=[0.1, 1, 4]``, ``samples=8``,
@@ -46,7 +46,6 @@ class Options(SamplingOptions):
     operations: tuple[str, ...] = option(OPERATIONS, "Collectives.", choices=OPERATIONS)
     warmup: int = option(5, "Warm-up calls per size.")
     samples: int = option(20, "Measured calls per size.")
-    device: str = option("auto", "cpu means gloo, cuda NCCL.", choices=("auto", "cpu", "cuda"))
 
 
 class AllReduce(Experiment):

@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench_harness import attentions
+from bench_harness import attentions, roofline
 from bench_harness.core import Case, Figure, Row, Table, option
+from bench_harness.display import row_tables, units
+from bench_harness.display.marks import steady
 from bench_harness.environment import resolve_device
-from bench_harness.experiments.attention_problem import DTYPES, FEATURES, Problem
-from bench_harness.experiments.attention_timing import (
+from bench_harness.experiments.attention_measure import (
     CLOCKS,
+    DTYPES,
+    FEATURES,
     PASSES,
-    Attempts,
-    time_in_turns,
+    Problem,
+    measured,
+    measured_over_lengths,
     timer_overhead_ms,
 )
-from bench_harness.experiments.base import Experiment
+from bench_harness.experiments.base import DeviceOptions, Experiment
 from bench_harness.sampling import SamplingOptions
 
 if TYPE_CHECKING:
     import pandas as pd
-    import torch
+    from matplotlib.figure import Figure as MatplotlibFigure
 
 _MASKS = ("causal", "full")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(SamplingOptions):
+class Options(SamplingOptions, DeviceOptions):
     """Options of :class:`Attention`.
 
     Small enough for a quick run on two cores: ``sequences=[128, 256]``, ``head_dims=[64]``,
@@ -53,6 +58,11 @@ class Options(SamplingOptions):
     packed: tuple[int, ...] = option(
         (), "Lengths of sequences packed into one batch without padding; instead of sequences."
     )
+    varying: int = option(
+        0,
+        "Call each variant on so many lengths between the shortest and the longest of sequences, "
+        "one after another, and time all of them together with the host; 0: one length at a time.",
+    )
     masks: tuple[str, ...] = option(("causal",), "Masks.", choices=_MASKS)
     window: tuple[int, ...] = option(
         (), "Visible keys left and right of the diagonal; -1 is no limit."
@@ -64,7 +74,6 @@ class Options(SamplingOptions):
         "that all queries see, documents that share rows, deterministic gradients.",
         choices=FEATURES,
     )
-    deterministic: bool = option(False, "Ask for gradients that are the same from run to run.")
     passes: tuple[str, ...] = option(
         ("forward", "backward", "forward+backward"),
         "What is timed; training forward keeps what backward needs, and with sum, backward starts "
@@ -86,7 +95,6 @@ class Options(SamplingOptions):
         "Where fp32 scores would be larger (GiB), variants that store them get cases of their own, "
         "so that one without enough memory takes no other along.",
     )
-    device: str = option("auto", "Where to run.", choices=("auto", "cpu", "cuda"))
 
     def __post_init__(self) -> None:
         for name in self.variants:
@@ -96,6 +104,12 @@ class Options(SamplingOptions):
                 raise ValueError(
                     f"{name} must be at least 1, but got {getattr(self, name)}. Raise it."
                 )
+        plain = self.features == ("plain",) and not self.packed
+        if self.varying and not (plain and len(self.sequences) > 1 and self.varying > 1):
+            raise ValueError(
+                f"varying must be at least 2 lengths between several sequences, of plain attention "
+                f"that is not packed, but got {self.varying}. Correct them."
+            )
         if not self.variants:
             raise ValueError("variants must name an implementation, but got none. Name one.")
         if self.heads % (self.kv_heads or self.heads):
@@ -150,7 +164,7 @@ class Attention(Experiment):
             "window": [None if side < 0 else side for side in chosen.window] or None,
             "softcap": chosen.softcap,
             "features": list(dict.fromkeys(chosen.features)),
-            "deterministic": chosen.deterministic,
+            "deterministic": False,  # as in published rows, whose keys stay
             "passes": list(chosen.passes),
             "clock": chosen.clock,
             "rep_ms": chosen.rep_ms,
@@ -169,6 +183,7 @@ class Attention(Experiment):
                     "mask": mask,
                     "sequences": list(sequences),
                     "variants": variants,
+                    **({"varying": chosen.varying} if chosen.varying else {}),
                 }
             )
             for dtype in chosen.dtypes
@@ -196,6 +211,9 @@ class Attention(Experiment):
         patched = torch._functorch.config.patch(donated_buffer=False)
         # Features in turns need more compiled versions of one function at a time than the default.
         with patched, torch._dynamo.config.patch(recompile_limit=8 * len(FEATURES)):
+            if case.config.get("varying"):
+                found = measured_over_lengths(varied(case.config), case.config, device, progress)
+                return [{**about, **row} for row in found]
             for group in problems(case.config):
                 # Meeting a second length, the compiler would give up static shapes.
                 torch.compiler.reset()
@@ -204,15 +222,11 @@ class Attention(Experiment):
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """The grid with all statistics, medians, the cost of features, cells without memory."""
-        from bench_harness.experiments import attention_tables
-
-        return attention_tables.tables(rows)
+        return _tables(rows)
 
     def figures(self, rows: pd.DataFrame) -> list[Figure]:
         """Time, throughput and held memory over the length; errors."""
-        from bench_harness.experiments import attention_tables
-
-        return attention_tables.figures(rows)
+        return _figures(rows)
 
 
 def _groups(chosen: Options) -> list[tuple[tuple[int, ...], list[str]]]:
@@ -220,6 +234,8 @@ def _groups(chosen: Options) -> list[tuple[tuple[int, ...], list[str]]]:
     variants = list(dict.fromkeys(chosen.variants))
     if chosen.packed:
         return [((), variants)]
+    if chosen.varying:
+        return [(tuple(chosen.sequences), variants)]
     reference, *others = variants
     linear = [v for v in variants if not attentions.stores_scores(v)]
     apart = [[reference, v] for v in others if attentions.stores_scores(v)]
@@ -268,6 +284,18 @@ def problems(config: Mapping[str, Any]) -> list[list[Problem]]:
     ]
 
 
+def varied(config: Mapping[str, Any]) -> list[Problem]:
+    """Problems of lengths that are spread over the range of sequences, in mixed order.
+
+    By steps of the golden ratio: no two neighbours are alike, and every run has the same lengths.
+    """
+    least, most = min(config["sequences"]), max(config["sequences"])
+    shares = [(number * 0.6180339887) % 1 for number in range(config["varying"])]
+    lengths = [least, most, *(least + round(share * (most - least)) for share in shares[2:])]
+    each = {**config, "sequences": lengths}
+    return [problem for (problem,) in problems(each)]
+
+
 def _case(config: Row) -> Case:
     return Case(
         experiment=Attention.name, config={**config, "label": label(config)}, timeout_s=1800
@@ -289,6 +317,7 @@ def label(config: Mapping[str, Any]) -> str:
     parts = [
         *("attention", size, f"h{heads}" + f"/{kv_heads}" * (kv_heads != heads), dims),
         *(config["dtype"], config["mask"]),
+        f"{config['varying']} lengths" if config.get("varying") else "",
         f"window {config['window']}" if config["window"] else "",
         f"softcap {config['softcap']:g}" if config["softcap"] else "",
         "+".join(config["features"]) if config["features"] != ["plain"] else "",
@@ -299,45 +328,438 @@ def label(config: Mapping[str, Any]) -> str:
     return " ".join(filter(None, parts))
 
 
-def measured(
-    group: Sequence[Problem],
-    config: Mapping[str, Any],
-    device: torch.device,
-    progress: Callable[[str], None],
-) -> list[Row]:
-    """Measures problems in turns: a row per variant and pass, and one per excluded variant."""
-    import torch
+#: What identifies a problem, by the column that shows it.
+_PROBLEM = {
+    "dtype": "dtype",
+    "head_dim": "head_dim",
+    "value_head_dim": "value head_dim",
+    "mask": "mask",
+    "window": "window (keys)",
+    "softcap": "soft-cap (1)",
+    "feature": "feature",
+    "deterministic": "deterministic",
+    "batch": "batch",
+    "heads": "heads",
+    "kv_heads": "key/value heads",
+    "sequence": "sequence (tokens)",
+    "varied": "lengths up to that (count)",
+}
+#: Significant digits of figures: as many as published rows have, so that nothing is rounded twice.
+_DIGITS = 6
+#: Of these, what makes problems of one kind.
+_SIZES = ("batch", "heads", "kv_heads", "sequence", "varied")
+_VARIANT = {"variant": "attention", "tier": "tier", "kernel": "PyTorch's kernel"}
+_QUANTILES = {"p20_ms": "20 % quantile (ms)", "p80_ms": "80 % quantile (ms)"}
+_ERRORS = {
+    "error_out": "error of output (share of max)",
+    "error_grad": "error of gradients (share of max)",
+    "error_dq": "error of dQ (share of max)",
+    "error_dk": "error of dK (share of max)",
+    "error_dv": "error of dV (share of max)",
+    "error_dsinks": "error of dsinks (share of max)",
+    "error_dbias": "error of dbias (share of max)",
+}
 
-    everyone = [Attempts(config["variants"], problem, device) for problem in group]
-    for attempts in everyone:
-        progress(f"{attempts.problem.name}: comparing with the reference")
-        attempts.prove()
-    timed = time_in_turns(everyone, config, progress)
-    clock = "do_bench" if config["clock"] == "device" and device.type == "cuda" else config["clock"]
-    rows: list[Row] = []
-    for attempts, measured in zip(everyone, timed, strict=True):
-        problem = attempts.problem
-        about: Row = {
-            "batch": problem.batch,
-            "sequence": problem.sequence,
-            "length": f"s{problem.sequence}",
-            "feature": problem.feature,
-        }
-        rows += [
-            {
-                "variant": name,
-                "phase": each,
-                **about,
-                "clock": "wall" if clock == "device" else clock,
-                "flops": problem.flops(each),
-                "least_bytes": problem.least_bytes(each),
-                **attempts.about[name],
-                **samples.row(),
-            }
-            for (name, each), samples in measured.items()
+
+def _tables(rows: pd.DataFrame) -> list[Table]:
+    """The grid, medians by pass and by variant, and the smallest problem that ran out of memory."""
+    frame = _frame(rows)
+    if "flops" in frame:
+        # A case's first variant is the reference of its speedups.
+        quotable = frame.assign(median_ms=frame["median_ms"].where(steady(frame)))
+        first = quotable[quotable["variants"].str[0] == quotable["variant"]]
+        cell = ["case_key", "sequence", "phase"]
+        cell += ["feature"] * bool(frame["feature"].notna().any())
+        medians = first.set_index(cell)["median_ms"].to_dict()
+        frame["speedup"] = [
+            medians.get(where, math.nan) / median
+            for where, median in zip(
+                frame[cell].itertuples(index=False, name=None), quotable["median_ms"], strict=True
+            )
         ]
-        rows += [{"variant": name, **about, "ended": end} for name, end in attempts.ended.items()]
-    del everyone, attempts
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return rows
+    grid = Table(
+        "Attention grid",
+        row_tables.columns(
+            frame,
+            {**_PROBLEM, **_VARIANT, "phase": "pass"}
+            | row_tables.STATISTICS
+            | _QUANTILES
+            | {"tflop_s": "TFLOP/s", "speedup": "speedup over the first (ratio)"}
+            | roofline.COLUMNS
+            | _ERRORS
+            | {
+                "first_ms": "first time (ms)",
+                "saved_mib": "held before backward (MiB)",
+                "predicted_mib": "predicted for naive (MiB)",
+                "missed": "prediction missed",
+                "status": "status",
+                "error": "reason",
+            },
+            digits=_DIGITS,
+        ),
+        "On a GPU times are triton.testing.do_bench's (device events, cache overwritten), unless "
+        "the case asks for another clock; on a CPU the wall clock. Speedups compare variants of "
+        "one case only. Causal attention counts half of the scores. Errors are shares of the "
+        "largest value of the fp32 reference. Held before backward: what forward leaves allocated, "
+        f"output included; predictions off by more than 10 % are marked. {roofline.NOTE}",
+    )
+    done = row_tables.finished(frame)
+    return [grid, *_medians(done), *_against(done), *_features(done), *_out_of_memory(frame)]
+
+
+def _frame(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows with their summary, and what is shown of lists, bytes and operations."""
+    from bench_harness.stats import with_summary
+
+    frame = with_summary(rows)
+    if "variant" not in frame:
+        frame["variant"] = None
+    missing = frame["variant"].isna()
+    frame.loc[missing, "variant"] = frame.loc[missing, "variants"].map("+".join)
+    frame["sequences"] = [
+        held if len(held) else [sum(packed)]
+        for held, packed in zip(frame["sequences"], frame["packed"], strict=True)
+    ]
+    frame = row_tables.lengths(frame)
+    frame["window"] = frame["window"].map(_pair, na_action="ignore")
+    frame["feature"] = _feature_of(frame)
+    if (frame["feature"] == "plain").all():
+        frame["feature"] = None
+    frame["deterministic"] = frame["deterministic"].astype(object).where(frame["deterministic"])
+    if (frame["kv_heads"] == frame["heads"]).all():
+        frame["kv_heads"] = None
+    if "plan" in frame:
+        frame["tier"] = frame["plan"].map(lambda plan: plan["tier"], na_action="ignore")
+    if "ran" in frame:
+        frame["kernel"] = frame["ran"].where(frame["variant"].str.startswith("sdpa"))
+    if "flops" in frame:
+        frame["tflop_s"] = frame["flops"] / frame["median_ms"] / 1e9
+    if "saved_bytes" in frame:
+        frame["saved_mib"] = frame["saved_bytes"] / 2**20
+    if "predicted_saved_bytes" in frame:
+        frame["predicted_mib"] = frame["predicted_saved_bytes"] / 2**20
+        missed = (frame["saved_bytes"] / frame["predicted_saved_bytes"] - 1).abs() > 0.1
+        frame["missed"] = missed.where(frame["variant"] == "naive")
+    if "error_dq" in frame:
+        gradients = [name for name in _ERRORS if name.startswith("error_d") and name in frame]
+        largest = frame[gradients].max(axis=1)
+        frame["error_grad"] = (
+            largest if "error_grad" not in frame else (frame["error_grad"].fillna(largest))
+        )
+    return roofline.with_roofline(frame)
+
+
+def _feature_of(frame: pd.DataFrame) -> list[str]:
+    """The feature of each row. The row of a failed case names all features of the case, and rows
+    that were written before features existed are "plain"."""
+    own = frame["feature"] if "feature" in frame else [None] * len(frame)
+    held = frame["features"] if "features" in frame else [None] * len(frame)
+    return [
+        name if isinstance(name, str) else "+".join(names) if isinstance(names, list) else "plain"
+        for name, names in zip(own, held, strict=True)
+    ]
+
+
+def _pair(window: Any) -> str:
+    return ", ".join("no limit" if side is None else str(side) for side in window)
+
+
+def _medians(done: pd.DataFrame) -> list[Table]:
+    """Two tables of medians: a column for each pass, and a column for each implementation."""
+    if "phase" not in done or done.empty:
+        return []
+    done = done.sort_values(["dtype", "head_dim", "mask", "longest"], kind="stable")
+    made = []
+    for title, across, note in (
+        ("Attention passes", "phase", "Medians, a column per pass."),
+        (
+            "Attention side by side",
+            "variant",
+            "Medians. Empty: not measured beside the others of its line.",
+        ),
+    ):
+        lines = {
+            "case_key": "case",
+            **_PROBLEM,
+            **({"variant": "attention"} if across == "phase" else {"phase": "pass"}),
+        }
+        keys = [name for name in lines if name in done and done[name].notna().any()]
+        by_line = done.groupby([*keys, across], dropna=False, sort=False)["median_ms"].mean()
+        wide = by_line.reset_index().pivot(index=keys, columns=across, values="median_ms")
+        wide = wide.reset_index()
+        fewest = done.groupby(keys, dropna=False, sort=False)["n"].min().rename("fewest")
+        wide = fewest.reset_index().merge(wide, on=keys)
+        lines.pop("case_key")
+        found = list(done[across].unique())
+        ordered = [name for name in PASSES if name in found] if across == "phase" else found
+        named = {name: f"{name} (ms)" for name in ordered} | {"fewest": "fewest samples (count)"}
+        made.append(Table(title, row_tables.columns(wide, lines | named, digits=_DIGITS), note))
+    return made
+
+
+def _against(done: pd.DataFrame) -> list[Table]:
+    """A case's first variant against each other one: how often it is faster, and by how much."""
+    if "phase" not in done or done.empty:
+        return []
+    quotable = done[steady(done)]
+    same = ["case_key", "sequence", "phase"]
+    same += ["feature"] * bool(done["feature"].notna().any())
+    first = quotable["variants"].str[0] == quotable["variant"]
+    pairs = quotable[~first].merge(
+        quotable[first][[*same, "median_ms"]], on=same, suffixes=("", "_of_first")
+    )
+    if pairs.empty:
+        return []
+    pairs["ratio"] = pairs["median_ms_of_first"] / pairs["median_ms"]
+    pairs["faster"] = pairs["ratio"] < 1
+    kinds = {name: title for name, title in _PROBLEM.items() if name not in _SIZES}
+    lines = {**kinds, "variant": "against", "phase": "pass"}
+    keys = [name for name in lines if name in pairs and pairs[name].notna().any()]
+    found = pairs.groupby(keys, dropna=False, sort=False).agg(
+        problems=("ratio", "size"),
+        faster=("faster", "sum"),
+        least=("ratio", "min"),
+        median=("ratio", "median"),
+        largest=("ratio", "max"),
+    )
+    numbers = {
+        "problems": "problems (count)",
+        "faster": "faster (count)",
+        "least": "least (ratio)",
+        "median": "median (ratio)",
+        "largest": "largest (ratio)",
+    }
+    frame = row_tables.columns(found.reset_index(), lines | numbers, digits=_DIGITS)
+    note = (
+        "The first variant's median divided by the other's on the same problem, over problems of "
+        "all sizes; faster: where that is below 1. Medians that are not steady are left out."
+    )
+    return [Table("Attention against each other", frame, note)]
+
+
+def _features(done: pd.DataFrame) -> list[Table]:
+    """What a feature costs: a line per feature and variant, its time over that of plain attention.
+
+    Both times come from turns of one case.
+    """
+    if "phase" not in done or done["feature"].isna().all():
+        return []
+    ours = ["case_key", "sequence", "variant", "phase"]
+    plain = done[(done["feature"] == "plain") & steady(done)]
+    medians = plain.set_index(ours)["median_ms"].to_dict()
+    # A variant that does not take the feature has no phase.
+    done = done[(done["feature"] != "plain") & done["phase"].notna()].copy()
+    done["over_plain"] = done["median_ms"].where(steady(done)) / [
+        medians.get(where, math.nan) for where in done[ours].itertuples(index=False, name=None)
+    ]
+    lines = {**_PROBLEM, **_VARIANT}
+    keys = [name for name in lines if name in done and done[name].notna().any()]
+    wide = done.pivot_table(
+        index=keys, columns="phase", values=["median_ms", "over_plain"], sort=False, dropna=False
+    )
+    wide = wide.dropna(how="all")
+    shown: dict[str, str] = {}
+    for phase in (name for name in PASSES if name in set(done["phase"])):
+        for value, text in (("median_ms", f"{phase} (ms)"), ("over_plain", f"{phase} (ratio)")):
+            if (value, phase) in wide:
+                shown[f"{value} {phase}"] = text
+    wide.columns = wide.columns.map(" ".join)
+    note = (
+        "Medians, and each divided by the median of plain attention by the same implementation, "
+        "measured in turns with it: below 1 the feature makes it faster. Empty ratio: one of the "
+        "two is not steady."
+    )
+    frame = row_tables.columns(wide.reset_index(), lines | shown, digits=_DIGITS)
+    return [Table("Attention features", frame, note)]
+
+
+def _out_of_memory(frame: pd.DataFrame) -> list[Table]:
+    """Every tensor of the smallest problem on which naive attention ran out of memory."""
+    import pandas as pd
+
+    failed = frame[(frame["status"] == "oom") & frame["variant"].str.contains("naive")]
+    if failed.empty:
+        return []
+    # A case of several lengths ends at the longest.
+    smallest = failed.sort_values(["longest", "head_dim"]).iloc[0]
+    problem = Problem(
+        batch=int(smallest["batch"]),
+        heads=int(smallest["heads"]),
+        kv_heads=int(smallest["heads"]),
+        sequence=int(smallest["longest"]),
+        head_dim=int(smallest["head_dim"]),
+        value_head_dim=int(smallest["head_dim"]),
+        dtype=smallest["dtype"],
+        causal=smallest["mask"] == "causal",
+    )
+    return [
+        Table(
+            "Memory of the smallest cell that ran out",
+            pd.DataFrame(accounting(problem)),
+            f"Batch {problem.batch}, {problem.heads} heads, sequence {problem.sequence}, head_dim "
+            f"{problem.head_dim}, {problem.dtype} elements.",
+        )
+    ]
+
+
+def accounting(problem: Problem) -> list[dict[str, Any]]:
+    """Every tensor of one naive forward and backward pass, with its formula."""
+    size = 4 if problem.dtype == "fp32" else 2
+    scores = size * problem.batch * problem.heads * problem.sequence**2
+    rows = size * problem.batch * problem.heads * problem.sequence * problem.head_dim
+    entries = [
+        ("query, key, value", "3·B·H·S·D", 3 * rows),
+        ("their gradients", "3·B·H·S·D", 3 * rows),
+        ("scores, during forward", "B·H·S²", scores),
+        ("mask, saved", "S² (1 byte)", problem.causal * problem.sequence**2),
+        ("softmax output, saved", "B·H·S²", scores),
+        ("output and its gradient", "2·B·H·S·D", 2 * rows),
+        ("gradient of the softmax output", "B·H·S²", scores),
+        ("that gradient times the output", "B·H·S²", scores),
+        ("gradient of the scores", "B·H·S²", scores),
+    ]
+    return [
+        {"tensor": tensor, "elements": formula, "size (MiB)": round(size / 2**20, 1)}
+        for tensor, formula, size in entries
+    ]
+
+
+def _figures(rows: pd.DataFrame) -> list[Figure]:
+    """Time of each pass, throughput of the last, held memory and errors, over the length."""
+    done = _frame(row_tables.finished(rows))
+    if "phase" not in done or done["median_ms"].isna().all():
+        return []
+    for end, other in (("low", "high"), ("high", "low")):
+        done[f"tflop_s_{end}"] = done["flops"] / done[f"ci_{other}_ms"].astype("float64") / 1e9
+    measured = [name for name in PASSES if name in set(done["phase"])]
+    last = done[done["phase"] == measured[-1]]
+    unit, size = units.scale(last["tflop_s"].dropna(), "TFLOP/s")
+    for name in ("tflop_s", "tflop_s_low", "tflop_s_high"):
+        last = last.assign(**{name: last[name] / size})
+    timed = {
+        name: Figure(
+            f"attention_{name}",
+            f"Time of {name} over the sequence length",
+            draw(done[done["phase"] == name], "median_ms", "median time (ms)", _TIMES),
+            folded=name != measured[-1],
+        )
+        for name in measured
+    }
+    drawn = [timed.pop(measured[-1])]
+    drawn.append(
+        Figure(
+            "attention_throughput",
+            f"Throughput of {measured[-1]} over the sequence length",
+            draw(last, "tflop_s", f"throughput ({unit})", _RATES, log=False),
+        )
+    )
+    drawn += timed.values()
+    if "saved_mib" in last and last["saved_mib"].notna().any():
+        drawn.append(
+            Figure(
+                "attention_memory",
+                "Memory that forward leaves allocated",
+                draw(last, "saved_mib", "memory (MiB)"),
+                folded=True,
+            )
+        )
+    for what, column in (("output", "error_out"), ("gradients", "error_grad")):
+        if column in last and last[column].notna().any():
+            drawn.append(
+                Figure(
+                    f"attention_errors_{what}",
+                    f"Error of the {what}",
+                    draw(last, column, "error (share of the largest value)"),
+                    folded=True,
+                )
+            )
+    return drawn
+
+
+#: Columns with the ends of an interval.
+_TIMES, _RATES = ("ci_low_ms", "ci_high_ms"), ("tflop_s_low", "tflop_s_high")
+
+
+def draw(
+    done: pd.DataFrame,
+    column: str,
+    unit: str,
+    ends: tuple[str, str] | None = None,
+    *,
+    log: bool = True,
+) -> MatplotlibFigure:
+    """A column over the sequence length: a panel per dtype, head dimension and mask.
+
+    Args:
+        unit: label of the vertical axis.
+        ends: columns with the ends of the 95 % interval; None for what does not vary.
+        log: whether that axis is logarithmic.
+    """
+    from bench_harness.display import marks
+    from bench_harness.display.plots import new_figure
+
+    done = done.sort_values(["dtype", "head_dim", "mask"], kind="stable")
+    by = ["dtype", "head_dim", "value_head_dim", "mask", "softcap", "feature"]
+    panels = row_tables.by(done, by)
+    columns = min(4, len(panels))
+    height = -(-len(panels) // columns)
+    figure, axes = new_figure(
+        rows=height,
+        columns=columns,
+        width=max(5.6, 3.4 * columns),
+        height=2.9 * height + 0.4,
+        sharey=not log,
+    )
+    colour = marks.colours(done["variant"].unique())
+    for plot, (title, panel) in zip(axes.flat, panels, strict=False):
+        names = []
+        for variant, group in panel.groupby("variant", sort=False):
+            part = _by_length(group[group[column].notna()], column, ends)
+            if part.empty:
+                continue
+            marks.line(
+                plot,
+                part.index.to_list(),
+                part[column].to_list(),
+                colour=colour[str(variant)],
+                filled=part["steady"].to_list(),
+                errors=None if ends is None else (part["below"].to_list(), part["above"].to_list()),
+                label=str(variant),
+            )
+            names.append((str(variant), float(part[column].iloc[-1]), colour[str(variant)]))
+        plot.set_title(title)
+        positive = bool((panel[column] > 0).any())  # errors of fp32 may all be 0
+        row_tables.log_axes(plot, x="sequence length (tokens)", y=unit, y_log=log and positive)
+        lengths = sorted(panel["sequence"].unique())
+        if len(lengths) <= 6:
+            plot.set_xticks(lengths, [f"{length:g}" for length in lengths])
+        if len(panels) == 1:
+            if not log:
+                plot.set_ylim(bottom=0)
+            marks.label_ends(plot, names)
+    if not log:
+        axes[0, 0].set_ylim(bottom=0)  # shared by all panels
+    for plot in list(axes.flat)[len(panels) :]:
+        plot.set_visible(False)
+    if len(panels) > 1:
+        handles = {name: line for plot in axes.flat for line, name in _labelled(plot)}
+        figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=4)
+    return figure
+
+
+def _labelled(plot: Any) -> list[tuple[Any, str]]:
+    return list(zip(*plot.get_legend_handles_labels(), strict=True))
+
+
+def _by_length(group: pd.DataFrame, column: str, ends: tuple[str, str] | None) -> pd.DataFrame:
+    """One line per length: cases that measured the same length are put together."""
+    from bench_harness.display import marks
+
+    known = group.assign(steady=marks.steady(group) if ends else True, below=0.0, above=0.0)
+    if ends is not None:
+        low, high = (group[end].astype("float64").fillna(group[column]) for end in ends)
+        known = known.assign(below=(group[column] - low).clip(lower=0),
+                             above=(high - group[column]).clip(lower=0))  # fmt: skip
+    return known.groupby("sequence").agg(
+        {column: "median", "steady": "all", "below": "max", "above": "max"}
+    )

@@ -8,12 +8,24 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench_harness.core import Case, Figure, Row, Table, plural
+from bench_harness.core import Case, Figure, Row, Table, option, plural
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceOptions:
+    """Options of every experiment that runs on a device."""
+
+    device: str = option(
+        "auto",
+        "Where to run; ranks talk over gloo on cpu and over NCCL on cuda.",
+        choices=("auto", "cpu", "cuda"),
+    )
 
 
 class Experiment(abc.ABC):

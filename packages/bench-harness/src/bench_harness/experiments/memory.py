@@ -18,7 +18,7 @@ from bench_harness.environment import resolve_device
 from bench_harness.experiments.base import Experiment
 from bench_harness.experiments.shape import SubjectOptions, subject_label
 from bench_harness.traces.allocations import FIRST
-from bench_harness.workload import ATTENTIONS, OPTIMIZERS, PRECISIONS, SIZES
+from bench_harness.workload import ATTENTIONS, PRECISIONS, SIZES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -57,11 +57,9 @@ class Options(SubjectOptions):
     precisions: tuple[str, ...] = option(("fp32", "bf16"), "Precisions.", choices=PRECISIONS)
     modes: tuple[str, ...] = option(MODES, "Inference, or a training step.", choices=MODES)
     attention: str = option("sdpa", "Attention.", choices=ATTENTIONS)
-    optimizer: str = option("adamw", "Optimizer of the step.", choices=OPTIMIZERS)
     second_step: bool = option(
         False, "Record the second step of training, which begins with the optimizer's state."
     )
-    device: str = option("auto", "Where to run.", choices=("auto", "cpu", "cuda"))
 
 
 class Memory(Experiment):
@@ -92,7 +90,7 @@ class Memory(Experiment):
                 "precision": precision,
                 "mode": mode,
                 "attention": chosen.attention,
-                "optimizer": chosen.optimizer,
+                "optimizer": "adamw",
                 "second_step": chosen.second_step and mode == "step",
                 "device": device,
                 "label": f"memory {subject_label(subject, batch=False)} {precision} "

@@ -13,7 +13,7 @@ from bench_harness.environment import resolve_device
 from bench_harness.experiments.base import Experiment
 from bench_harness.experiments.shape import SubjectOptions, subject_label
 from bench_harness.sampling import SamplingOptions
-from bench_harness.workload import ATTENTIONS, OPTIMIZERS, PRECISIONS, SIZES
+from bench_harness.workload import ATTENTIONS, PRECISIONS, SIZES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,10 +51,8 @@ class Options(SubjectOptions, SamplingOptions):
         "What to run; step has its parts too, whole-step nothing else.",
         choices=(*MODES, WHOLE_STEP),
     )
-    optimizer: str = option("adamw", "Optimizer of the step.", choices=OPTIMIZERS)
     warmups: tuple[int, ...] = option((5,), "Warm-up steps; each count is a case of its own.")
     samples: int = option(10, "Measured steps of a round.")
-    device: str = option("auto", "Where to run.", choices=("auto", "cpu", "cuda"))
 
 
 class Model(Experiment):
@@ -89,7 +87,7 @@ class Model(Experiment):
         ]
         common: Row = {
             "modes": list(chosen.modes),
-            "optimizer": chosen.optimizer,
+            "optimizer": "adamw",
             "samples": chosen.samples,
             **chosen.sampling(),
             "device": device,
@@ -114,6 +112,7 @@ class Model(Experiment):
     def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
         """Measures every variant of the case in turns."""
         from bench_harness import roofline, timing
+        from bench_harness.attentions import ran_in_model
         from bench_harness.training.phases import measure_phases
         from bench_harness.workload import compute_dtype, device_of, precision_context
 
@@ -131,6 +130,10 @@ class Model(Experiment):
             precision = names[name]["precision"]
             with precision_context(precision, device):
                 rates = roofline.ceilings(device, compute_dtype(precision))
+            ran = None
+            if "d_model" in facts:  # of a user's model nothing is known
+                attention, dtype = names[name]["attention"], compute_dtype(precision)
+                ran = ran_in_model(attention, facts, config["sequence"], dtype, device)
             for phase, samples in phases.items():
                 work = {"forward": 1, "training forward": 1, "backward": 2, "step": 3}.get(phase)
                 rows.append(
@@ -138,6 +141,7 @@ class Model(Experiment):
                         "variant": name,
                         **names[name],
                         "phase": phase,
+                        "ran": ran,
                         **facts,
                         "flops": facts["forward_flops"] * work if work else None,
                         "least_bytes": _least_bytes(facts["parameters"], config, phase),
@@ -175,6 +179,7 @@ class Model(Experiment):
             "precision": "precision",
             "attention": "attention",
             "execution": "execution",
+            "ran": "attention that ran",
             "phase": "phase",
         }
         times = Table(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench_harness.core import Case, Figure, Row, Table, option
+from bench_harness.core import Case, Figure, Row, Table
 from bench_harness.display import row_tables
 from bench_harness.environment import resolve_device
-from bench_harness.experiments.base import Experiment
+from bench_harness.experiments.base import DeviceOptions, Experiment
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,17 +28,6 @@ _EXPLANATIONS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Options of :class:`Precision`; the defaults take well under a second anywhere."""
-
-    additions: int = option(1000, "Times that 0.01 is added.")
-    autocast: tuple[str, ...] = option(
-        ("fp16", "bf16"), "Autocast dtypes of the dtype report.", choices=("fp16", "bf16")
-    )
-    device: str = option("auto", "Where to run.", choices=("auto", "cpu", "cuda"))
-
-
 class Precision(Experiment):
     """Accumulation loops and the dtypes that autocast produces."""
 
@@ -51,20 +39,20 @@ class Precision(Experiment):
     )
     examples: ClassVar[tuple[str, ...]] = (
         "precision",
-        "precision --additions 10000 --device cpu",
+        "precision --device cpu",
     )
-    Options: ClassVar[type[Any]] = Options
+    Options: ClassVar[type[Any]] = DeviceOptions
 
     def cases(self, **options: Any) -> list[Case]:
         """One case."""
-        chosen = Options(**options)
+        chosen = DeviceOptions(**options)
         device = resolve_device(chosen.device)
         return [
             Case(
                 experiment=self.name,
                 config={
-                    "additions": chosen.additions,
-                    "autocast": list(chosen.autocast),
+                    "additions": 1000,
+                    "autocast": ["fp16", "bf16"],
                     "device": device,
                     "label": f"precision {device}",
                 },

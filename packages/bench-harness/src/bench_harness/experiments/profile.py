@@ -18,7 +18,7 @@ from bench_harness.display import row_tables
 from bench_harness.environment import resolve_device
 from bench_harness.experiments.base import Experiment
 from bench_harness.experiments.shape import SubjectOptions, subject_label
-from bench_harness.workload import ATTENTIONS, OPTIMIZERS, PRECISIONS, SIZES
+from bench_harness.workload import PRECISIONS, SIZES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -47,13 +47,8 @@ class Options(SubjectOptions):
     batch: int = option(4, "Sequences per batch.")
     sequences: tuple[int, ...] = option((128, 256, 512, 1024), "Context lengths.")
     precision: str = option("fp32", "Precision.", choices=PRECISIONS)
-    attention: str = option(
-        "naive", "Attention; only naive has separate softmax and products.", choices=ATTENTIONS
-    )
-    optimizer: str = option("adamw", "Optimizer of the step.", choices=OPTIMIZERS)
     warmup: int = option(3, "Steps before the profiled ones.")
     nsight: bool = option(False, "Use Nsight Systems; the case is skipped where nsys is missing.")
-    device: str = option("auto", "Where to run.", choices=("auto", "cpu", "cuda"))
 
 
 class Profile(Experiment):
@@ -81,8 +76,8 @@ class Profile(Experiment):
             {
                 **subject,
                 "precision": chosen.precision,
-                "attention": chosen.attention,
-                "optimizer": chosen.optimizer,
+                "attention": "naive",  # the only one with separate softmax and products
+                "optimizer": "adamw",
                 "warmup": chosen.warmup,
                 "tool": "nsight" if chosen.nsight else "torch.profiler",
                 "device": device,

@@ -1,4 +1,4 @@
-"""Options of every experiment with a model: the language model by size, or a user's module."""
+"""Options of experiments with a model: the language model by size, or a user's module."""
 
 from __future__ import annotations
 
@@ -7,11 +7,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench_harness.core import Row, option
+from bench_harness.experiments.base import DeviceOptions
 from bench_harness.workload import DIMENSIONS
 
 
 @dataclass(frozen=True, kw_only=True)
-class SubjectOptions:
+class DimensionOptions(DeviceOptions):
+    """Options that change dimensions of the language model's size."""
+
+    d_model: int | None = option(None, "Width; overrides the size's.")
+    d_ff: int | None = option(None, "Feed-forward width; overrides the size's.")
+    num_layers: int | None = option(None, "Number of blocks; overrides the size's.")
+    num_heads: int | None = option(None, "Attention heads; overrides the size's.")
+
+    def dimensions(self) -> Row:
+        """Those that were given, as they stand in a case's configuration."""
+        return {name: value for name in DIMENSIONS if (value := getattr(self, name)) is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubjectOptions(DimensionOptions):
     """Options that say what is trained: a user's model, or the dimensions of the language model.
 
     Dimensions that are not given come from the model's size.
@@ -28,10 +43,6 @@ class SubjectOptions:
     loss: str | None = option(
         None, "package.module:function of output and target; else the output's own loss, or mean."
     )
-    d_model: int | None = option(None, "Width; overrides the size's.")
-    d_ff: int | None = option(None, "Feed-forward width; overrides the size's.")
-    num_layers: int | None = option(None, "Number of blocks; overrides the size's.")
-    num_heads: int | None = option(None, "Attention heads; overrides the size's.")
     vocab_size: int = option(10_000, "Vocabulary.")
 
     def __post_init__(self) -> None:
@@ -57,11 +68,6 @@ class SubjectOptions:
         """The user's loss function; None where the model's output decides."""
         return self.loss if self.loss is not None and ":" in self.loss else None
 
-    def shape(self) -> Row:
-        """The given dimensions and the vocabulary, as they stand in a case's configuration."""
-        given = {name: value for name in DIMENSIONS if (value := getattr(self, name)) is not None}
-        return {**given, "vocab_size": self.vocab_size}
-
     def subjects(
         self, sizes: Sequence[str], batches: Sequence[int], sequences: Sequence[int]
     ) -> list[Row]:
@@ -71,7 +77,13 @@ class SubjectOptions:
             given = {name: value for name, value in own.items() if value is not None}
             return [{"model": self.model, "input": self.input, **given}]
         return [
-            {"size": size, **self.shape(), "batch": batch, "sequence": sequence}
+            {
+                "size": size,
+                **self.dimensions(),
+                "vocab_size": self.vocab_size,
+                "batch": batch,
+                "sequence": sequence,
+            }
             for size in sizes
             for batch in batches
             for sequence in sequences

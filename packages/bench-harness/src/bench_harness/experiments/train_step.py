@@ -44,20 +44,11 @@ class Options(SubjectOptions, SamplingOptions):
     precision: str = option("fp32", "Precision.", choices=_PRECISIONS)
     compile: str = option("off", "What to compile.", choices=("off", "blocks", "model"))
     attention: str = option("sdpa", "naive, sdpa, flash or package.module:callable.")
-    checkpoint_blocks: int = option(0, "Blocks that backward recomputes together; 0: none.")
-    keep_attention: bool = option(False, "Of recomputed blocks, keep the output of attention.")
     loss: str = option(
         "logits",
         "How the built-in model's loss is made: logits, or chunked; beside --model "
         "package.module:function of output and target.",
     )
-    elementwise: str = option(
-        "torch",
-        "Norms, rotary positions and SwiGLU of the built-in model: torch, or the kernels of the "
-        "package liger-kernel.",
-        choices=("torch", "liger"),
-    )
-    cuda_graph: bool = option(False, "Record each variant's step once, and replay it.")
     lower_bound: bool = option(
         True, "Also measure each step without communication; the whole model must fit a device."
     )
@@ -89,7 +80,6 @@ class Options(SubjectOptions, SamplingOptions):
         False,
         "Also show the columns that other implementations of the course's assignment publish.",
     )
-    device: str = option("auto", "Where to run.", choices=("auto", "cpu", "cuda"))
 
     def __post_init__(self) -> None:
         SubjectOptions.__post_init__(self)
@@ -111,7 +101,8 @@ class Options(SubjectOptions, SamplingOptions):
         Raises:
             ValueError: an unknown key or value, or two variants that are the same.
         """
-        defaults = {name: getattr(self, name) for name in settings.SHARED}
+        own = ("precision", "compile", "attention", "loss")
+        defaults: Row = {name: getattr(self, name) for name in own}
         if self.own_loss is not None and self.model is not None:
             defaults["loss"] = "logits"  # the user's function is part of the subject
         if self.optimizer is not None:
@@ -194,15 +185,15 @@ class TrainStep(Experiment):
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """Steps, memory, communication, the course's CSV columns, the bucket model."""
-        from bench_harness.experiments import train_step_tables
+        from bench_harness.experiments import train_step_show
 
-        return train_step_tables.tables(rows)
+        return train_step_show.tables(rows)
 
     def figures(self, rows: pd.DataFrame) -> list[Figure]:
         """Step times, memory at its moments, overlap on one time axis, bucket sweeps."""
-        from bench_harness.experiments import train_step_figures
+        from bench_harness.experiments import train_step_show
 
-        return train_step_figures.figures(rows)
+        return train_step_show.figures(rows)
 
 
 def _label(subject: Row, variants: list[settings.Settings], world_size: int) -> str:

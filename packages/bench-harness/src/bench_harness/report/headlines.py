@@ -7,6 +7,7 @@ whether it is sure. What scatters or drifts too much to quote is counted, never 
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterable, Mapping
 
@@ -26,14 +27,14 @@ _BOUND = "no communication"
 
 
 def headlines(rows: Iterable[Row]) -> list[str]:
-    """The sentences, the most important first."""
+    """The sentences, the most important first: a timing of the last experiment before others."""
     by_name: dict[str, list[Row]] = {}
     every = list(rows)
     for row in every:
         by_name.setdefault(row["experiment"], []).append(row)
     found = [_unfinished(every)]
-    for own in by_name.values():
-        found += [_fastest(own), _peak(own)]
+    for say in (_fastest, _peak):
+        found += [say(own) for own in reversed(by_name.values())]
     return [text for text in [*found, _unstable(every)] if text is not None]
 
 
@@ -67,14 +68,18 @@ def _fastest(rows: list[Row]) -> str | None:
     first, *others = sorted(cell, key=lambda row: statistics.median(row["samples_ms"]))
     done = f" for {last['phase']}" if isinstance(last.get("phase"), str) else ""
     where = f" ({last['label']})."
-    if summarize(first["samples_ms"])["unstable"]:
-        return None
+    unstable = summarize(first["samples_ms"])["unstable"]
     takes = f"{first['variant']} takes {_ms(first)}{done}"
     pytorch = [row for row in others if row["variant"].startswith(_PYTORCH)]
     if not others:
-        return takes + where
+        return None if unstable else takes + where
     other: Mapping[str, object] = (pytorch or others)[0]
     verdict = judge(other["samples_ms"], first["samples_ms"])  # type: ignore[arg-type]
+    if unstable:  # a figure that scatters is not quoted, but the verdict stands
+        names = {"A": str(other["variant"]), "B": str(first["variant"])}
+        why = "".join(f", {reason}" for reason in verdict.reasons[:1])
+        why = re.sub(r"\b[AB]\b", lambda match: names[match[0]], why)
+        return f"{first['variant']}{done} beside {other['variant']}: {verdict}{why}" + where
     beside = f", {verdict.ratio:.2f} of {other['variant']}"
     how = "cannot tell them apart" if verdict.direction == "cannot tell" else str(verdict)
     return takes + beside + f": {how}" + where

@@ -112,10 +112,3 @@ def value(text: str) -> Any:
         raise ValueError(
             f"value must be a number, a word or a text in quotes, but got {text!r}. Correct it."
         ) from None
-
-
-def written(given: Any) -> str:
-    """A value as :func:`value` reads it, as short as a label needs it."""
-    if isinstance(given, float):
-        return f"{given:g}"
-    return str(given)

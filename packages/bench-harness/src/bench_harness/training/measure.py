@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from basics_model.captured_step import CaptureError
 from bench_harness import rounds
+from bench_harness.attentions import ran_in_model
 from bench_harness.core import CaseSkipped, Row
 from bench_harness.distributed import on_rank_0, sweep
 from bench_harness.flops import step_work, training_flops
@@ -29,6 +30,7 @@ from bench_harness.timing import synchronize
 from bench_harness.training import moments, proof
 from bench_harness.training import settings as of
 from bench_harness.training.build import Training, training
+from bench_harness.training.constructors import Call, resolved
 from bench_harness.training.merge import merged
 from bench_harness.workload import compute_dtype, device_of, precision_context, shape_row
 
@@ -51,9 +53,10 @@ def measure_rank(
 
     A row that ends with ``ended`` was not timed on: it says with which status and why.
     """
-    variants = [of.read(table, {}) for table in config["variants"]]
+    variants = [of.stored(table) for table in config["variants"]]
     rows: list[Row] = [
         {"variant": label, "settings": variant.table(), "round": [], "samples_ms": []}
+        | {"resolved": {each.name: resolved(each) for each in (variant.wrapper, variant.optimizer)}}
         | {"host_ms": [], "optimizer_ms": [], "device_allocations": 0, "compilations": 0}
         for label, variant in zip(of.labels(variants), variants, strict=True)
     ]
@@ -80,6 +83,10 @@ def measure_rank(
                 with precision_context(variant.precision, device):
                     rates[variant.precision] = ceilings(device, compute_dtype(variant.precision))
             row |= rates[variant.precision]
+            if "d_model" in row:  # of a user's model nothing is known
+                dtype = compute_dtype(variant.precision)
+                sequence = config["sequence"]
+                row["ran"] = ran_in_model(variant.attention, row, sequence, dtype, device)
     return rows
 
 
@@ -95,7 +102,7 @@ def weigh_alone(config: Mapping[str, Any]) -> list[Row]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=config["world_size"])
     try:
         rows: list[Row] = []
-        variants = [of.read(table, {}) for table in config["variants"]]
+        variants = [of.stored(table) for table in config["variants"]]
         for label, variant in zip(of.labels(variants), variants, strict=True):
             before = moments.held_before(device)
             row: Row = {"variant": label, "settings": variant.table(), "held_before_bytes": before}
@@ -130,7 +137,7 @@ def _prove(
     progress: Callable[[str], None],
 ) -> None:
     """Marks the variants that cannot run here, or do not train like the definition."""
-    definitions: dict[tuple[of.Arguments, int], proof.Trained] = {}
+    definitions: dict[tuple[Call, int], proof.Trained] = {}
     for variant, row in zip(variants, rows, strict=True):
         progress(f"proof: {row['variant']}")
         plain, steps = variant.without_communication().optimizer, proof.steps_of(variant)
@@ -188,7 +195,7 @@ def _one_round(
             )
         warmup = config["warmup"]
         if variant.cuda_graph:
-            warmup = max(warmup, variant.wrapper.steps_before_recording)
+            warmup = max(warmup, variant.steps_before_recording)
         for number in range(1, warmup + 1):
             loss = steps.step()
             if round_number == 0 and number == config["warmup"]:
@@ -306,10 +313,10 @@ def _compare_losses(variants: list[of.Settings], rows: list[Row]) -> None:
 
     At full size and in their own precision; the small model has proven them before.
     """
-    first: dict[of.Arguments, tuple[of.Settings, Row]] = {}
+    first: dict[Call, tuple[of.Settings, Row]] = {}
     for variant, row in zip(variants, rows, strict=True):
-        averaged = variant.averages or dist.get_world_size() == 1
-        if "ended" in row or not averaged or variant.wrapper.wire != "exact":
+        averaged = variant.communicates or dist.get_world_size() == 1
+        if "ended" in row or not averaged or variant.rounds:
             continue
         other, known = first.setdefault(variant.without_communication().optimizer, (variant, row))
         limit = max(LOSS_TOLERANCE[each.precision] for each in (variant, other))

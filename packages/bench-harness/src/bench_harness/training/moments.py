@@ -122,17 +122,16 @@ def _predicted(training: Training, variant: Settings) -> Row:
     """Bytes of parameters, gradients and optimizer state on one rank, by the accounting."""
     import torch.distributed as dist
 
-    from bench_harness.training import settings as of
     from shard_optim.accounting import DtypePolicy, fully_sharded_buffers, rank_memory
 
     # Groups of ranks that hold all shards each divide nothing among themselves.
-    world_size = dist.get_world_size() // getattr(variant.wrapper, "replicas", 1)
+    world_size = dist.get_world_size() // int(variant.wrapper.get("replicas", 1))
     policy = DtypePolicy(parameter=4, gradient=4, state=training.state_bytes / training.numel)
     memory = rank_memory(
         training.numel, world_size=world_size, stage=variant.zero_stage, policy=policy
     )
     wrapper, gathered = variant.wrapper, 0.0
-    if isinstance(wrapper, of.FullySharded) and not wrapper.reshard_after_forward:
+    if wrapper.name == "fully-sharded" and not wrapper.get("reshard_after_forward", True):
         # All are held from the construction on; those of resharded units at no moment.
         units: Any = training.module.units  # type: ignore[attr-defined]
         gathered = fully_sharded_buffers(

@@ -30,7 +30,7 @@ def rows(config: Row, timeout_s: float, progress: Callable[[str], None]) -> list
     from bench_harness.traces import nsight
 
     nsight.nsys()
-    variants = [of.read(table, {}) for table in config["variants"]]
+    variants = [of.stored(table) for table in config["variants"]]
     settings = Path("case.json").absolute()
     settings.write_text(json.dumps(config), encoding="utf-8")
     found = []
@@ -89,7 +89,7 @@ def measure_rank(
     from bench_harness.training.build import training
     from bench_harness.training.measure import STEP, facts
 
-    with training(of.read(config["variants"][index], {}), config, device) as steps:
+    with training(of.stored(config["variants"][index]), config, device) as steps:
         with phase("warm-up", device):
             for _ in range(config["warmup"]):
                 steps.step()

@@ -1,26 +1,44 @@
-"""From the settings of an optimizer to an optimizer over a model's parameters."""
+"""Optimizers of a variant, over the parameters of a model or over the shards of a sharded one.
+
+Each function takes the constructor, what it is for, and arguments. Those that it names are this
+package's own; the others are passed on. :mod:`bench_harness.training.constructors` says which
+short name means which function.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
-from bench_harness.training import settings as of
-from bench_harness.training.peer import peer_copies
+from bench_harness.training.constructors import Call, construct
+from bench_harness.training.wrappers import peer_copies
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from torch import Tensor
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+@dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """The parameters that an optimizer is made for.
 
-def dtype_of(name: str | None) -> torch.dtype | None:
-    """The dtype that a setting names."""
-    return None if name is None else _DTYPES[name]
+    Attributes:
+        module: the model, or the wrapper that holds shards.
+        matrices: of :func:`matrix_names`.
+        capturable: whether AdamW's step may be recorded in a CUDA graph.
+    """
+
+    module: nn.Module
+    device: torch.device
+    matrices: set[str] = field(default_factory=set)
+    capturable: bool = False
+
+    def settings(self, lr: float, fused: bool | None) -> dict[str, Any]:
+        """Arguments of torch's optimizers; one kernel for all parameters by default on CUDA."""
+        return {"lr": lr, "fused": self.device.type == "cuda" if fused is None else fused}
 
 
 def matrix_names(blocks: Iterable[nn.Module], module: nn.Module) -> set[str]:
@@ -29,7 +47,7 @@ def matrix_names(blocks: Iterable[nn.Module], module: nn.Module) -> set[str]:
     return {name for name, p in module.named_parameters() if id(p) in inside}
 
 
-def state_bytes(arguments: of.Arguments, module: nn.Module, matrices: set[str]) -> int:
+def state_bytes(optimizer: Call, module: nn.Module, matrices: set[str]) -> int:
     """Bytes of the state that an optimizer keeps for a whole model with fp32 state.
 
     An imported one is taken to keep two moments, as AdamW does.
@@ -39,75 +57,101 @@ def state_bytes(arguments: of.Arguments, module: nn.Module, matrices: set[str]) 
     """
 
     def moments(name: str) -> int:
-        if isinstance(arguments, of.SGD):
-            return 1 if arguments.momentum else 0
-        return 1 if isinstance(arguments, of.Muon) and name in matrices else 2
+        if optimizer.name == "sgd":
+            return 1 if optimizer.get("momentum") else 0
+        return 1 if optimizer.name == "muon" and name in matrices else 2
 
     return sum(4 * moments(name) * p.numel() for name, p in module.named_parameters())
 
 
-def make_optimizer(
-    arguments: of.Arguments,
-    module: nn.Module,
-    device: torch.device,
-    matrices: set[str],
-    *,
-    capturable: bool = False,
-) -> Any:
-    """An optimizer over the parameters of a model, or over the shards of a sharded one.
-
-    Args:
-        matrices: of :func:`matrix_names`.
-        capturable: whether AdamW's step may be recorded in a CUDA graph.
-    """
-    parameters = module.parameters()
-    if isinstance(arguments, of.Imported):
-        from bench_harness.workload import imported
-
-        return imported(arguments.name, "optimizer")(parameters, **dict(arguments.arguments))
-    if isinstance(arguments, of.BasicsAdamW):
-        import basics_model
-
-        return basics_model.AdamW(parameters, lr=arguments.lr)
-    assert isinstance(arguments, of.TorchOptimizer)
-    fused = device.type == "cuda" if arguments.fused is None else arguments.fused
-    shared: dict[str, Any] = {"lr": arguments.lr, "fused": fused}
-    if isinstance(arguments, of.ZeroRedundancy):
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, **shared)
-    if isinstance(arguments, of.Sharded):
-        from shard_optim import ShardedOptimizer
-
-        return ShardedOptimizer(
-            module.named_parameters(),
-            torch.optim.AdamW,
-            partition=arguments.partition,
-            bucket_size_mb=arguments.bucket_size_mb,
-            master_dtype=dtype_of(arguments.master_dtype),
-            reduce_gradients=arguments.reduce_gradients,
-            overlap=arguments.overlap,
-            communication=peer_copies() if arguments.communication == "peer-copy" else None,
-            offload_state=arguments.offload_state,
-            **shared,
-        )
-    if isinstance(arguments, of.Muon):
-        return MuonAndAdamW(module, matrices, **shared)
-    cls: type[torch.optim.Optimizer] = torch.optim.AdamW
-    if isinstance(arguments, of.SGD):
-        cls, shared["momentum"] = torch.optim.SGD, arguments.momentum
-    elif capturable:
-        shared["capturable"] = True
-    if arguments.offload_state:
-        from shard_optim import OffloadedOptimizer
-
-        return OffloadedOptimizer(parameters, cls, **shared)
-    return cls(parameters, **shared)
+def make_optimizer(optimizer: Call, over: Parameters) -> Any:
+    """An optimizer over the parameters of a model, or over the shards of a sharded one."""
+    return construct(
+        "optimizer", optimizer, over.module.parameters() if ":" in optimizer.name else over
+    )
 
 
 def optimizer_by_name(name: str, module: nn.Module, device: torch.device) -> Any:
-    """An unsharded optimizer with its default arguments, of :data:`workload.OPTIMIZERS`."""
-    return make_optimizer(of.OPTIMIZERS[name](), module, device, set())
+    """An unsharded optimizer with its default arguments, of a short name."""
+    return make_optimizer(Call(name), Parameters(module=module, device=device))
+
+
+def plain(
+    cls: type[torch.optim.Optimizer],
+    over: Parameters,
+    *,
+    lr: float = 1e-4,
+    fused: bool | None = None,
+    offload_state: bool = False,
+    **arguments: Any,
+) -> Any:
+    """One of torch's optimizers.
+
+    Args:
+        fused: one kernel for all parameters; None means on CUDA only.
+        offload_state: the state rests in host memory, by :class:`shard_optim.OffloadedOptimizer`.
+    """
+    arguments |= over.settings(lr, fused)
+    if over.capturable:
+        arguments["capturable"] = True
+    if offload_state:
+        from shard_optim import OffloadedOptimizer
+
+        return OffloadedOptimizer(over.module.parameters(), cls, **arguments)
+    return cls(over.module.parameters(), **arguments)
+
+
+def basics(cls: Callable[..., Any], over: Parameters, *, lr: float = 1e-4, **arguments: Any) -> Any:
+    """The optimizer of basics-model."""
+    return cls(over.module.parameters(), lr=lr, **arguments)
+
+
+def muon(
+    cls: Callable[..., Any],
+    over: Parameters,
+    *,
+    lr: float = 1e-4,
+    fused: bool | None = None,
+    offload_state: bool = False,
+) -> MuonAndAdamW:
+    """:class:`torch.optim.Muon` for the matrices of the blocks, AdamW for everything else.
+
+    Under ``fully-sharded``, :class:`shard_optim.WholeMatrixOptimizer` updates each matrix whole.
+    """
+    return MuonAndAdamW(over.module, over.matrices, **over.settings(lr, fused))
+
+
+def zero_redundancy(
+    cls: Callable[..., Any],
+    over: Parameters,
+    *,
+    lr: float = 1e-4,
+    fused: bool | None = None,
+    offload_state: bool = False,
+    **arguments: Any,
+) -> Any:
+    """AdamW in :class:`torch.distributed.optim.ZeroRedundancyOptimizer`."""
+    arguments |= over.settings(lr, fused)
+    return cls(over.module.parameters(), torch.optim.AdamW, **arguments)
+
+
+def sharded(
+    cls: Callable[..., Any],
+    over: Parameters,
+    *,
+    lr: float = 1e-4,
+    fused: bool | None = None,
+    communication: Literal["peer-copy"] | None = None,
+    **arguments: Any,
+) -> Any:
+    """AdamW in :class:`shard_optim.ShardedOptimizer`.
+
+    Args:
+        communication: "peer-copy" is :class:`ddp_lite.peer.PeerCopies`.
+    """
+    arguments |= over.settings(lr, fused)
+    copies = peer_copies() if communication == "peer-copy" else None
+    return cls(over.module.named_parameters(), torch.optim.AdamW, communication=copies, **arguments)
 
 
 class MuonAndAdamW:

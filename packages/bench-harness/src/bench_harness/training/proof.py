@@ -9,7 +9,6 @@ size at which the proof takes no time.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from bench_harness.core import Row
 from bench_harness.training import settings as of
 from bench_harness.training.build import training
+from bench_harness.training.constructors import Call
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,11 +72,11 @@ def steps_of(variant: of.Settings) -> int:
     """How many steps prove a variant."""
     if not variant.cuda_graph:
         return STEPS
-    return max(STEPS, variant.wrapper.steps_before_recording + REPLAYS)
+    return max(STEPS, variant.steps_before_recording + REPLAYS)
 
 
 def definition(
-    optimizer: of.Arguments, config: Mapping[str, Any], device: torch.device, *, steps: int
+    optimizer: Call, config: Mapping[str, Any], device: torch.device, *, steps: int
 ) -> Trained:
     """Trains by the definition: gradients averaged one by one, an unsharded optimizer."""
     plain = of.Settings(optimizer=optimizer)
@@ -109,11 +109,11 @@ def disagreement(
     with training(_in_fp32(variant), small(config), device) as steps:
         losses = []
         for number in range(len(expected.losses)):
-            if variant.cuda_graph and number == variant.wrapper.steps_before_recording:
+            if variant.cuda_graph and number == variant.steps_before_recording:
                 steps.capture()
             losses.append(mean_over_ranks(steps.step()))
         found = steps.parameters()
-        if not variant.averages and dist.get_world_size() > 1:
+        if not variant.communicates and dist.get_world_size() > 1:
             return None, {}  # nothing is averaged, so there is nothing to agree with
         loss_error = max(
             abs(loss - wanted) / abs(wanted)
@@ -125,12 +125,9 @@ def disagreement(
         }
         different = apart(found)
     worst = max(errors, key=lambda name: errors[name])
-    limits = {
-        "exact": (LOSS_TOLERANCE, WEIGHT_TOLERANCE),
-        "rounded": (ROUNDED_TOLERANCE, ROUNDED_TOLERANCE),
-        "compressed": (ROUNDED_TOLERANCE, math.inf),
-    }
-    loss_limit, limit = limits[variant.wrapper.wire]
+    loss_limit, limit = LOSS_TOLERANCE, WEIGHT_TOLERANCE
+    if variant.rounds:
+        loss_limit = limit = ROUNDED_TOLERANCE
     trouble = None
     if not loss_error <= loss_limit:
         trouble = (
@@ -156,10 +153,8 @@ def mean_over_ranks(value: Tensor) -> float:
 
 def _in_fp32(variant: of.Settings) -> of.Settings:
     wrapper = variant.wrapper
-    if isinstance(wrapper, of.FSDP2):
-        wrapper = dataclasses.replace(wrapper, param_dtype=None, reduce_dtype=None)
-    if isinstance(wrapper, of.FullySharded):
-        wrapper = dataclasses.replace(wrapper, compute_dtype=None, reduce_dtype=None)
+    if variant.zero_stage == 3:
+        wrapper = wrapper.without("param_dtype", "compute_dtype", "reduce_dtype")
     return dataclasses.replace(variant, wrapper=wrapper, precision="fp32")
 
 

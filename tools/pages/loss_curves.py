@@ -3,22 +3,29 @@
 What makes a step faster may not make it train worse. Every variant trains from the same initial
 weights on the same windows of text as the reference, once per seed, and its mean curve must stay
 within what the seeds of the reference differ by. After the last step all ranks must hold the same
-weights.
+weights. ``python -m tools.pages curves TARGET.jsonl`` measures the rows of the page.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench_harness.core import Case, CaseSkipped, Figure, Row, Table, option
+from tools.pages.rows import case_line
+
+from bench_harness import environment
+from bench_harness.core import Case, Figure, Row, Table, option
 from bench_harness.display import row_tables
 from bench_harness.distributed import default_world_size, run_on_ranks
 from bench_harness.environment import resolve_device
 from bench_harness.experiments.base import Experiment
+from bench_harness.experiments.shape import DimensionOptions
 from bench_harness.training import settings
-from bench_harness.workload import DIMENSIONS, SIZES
+from bench_harness.workload import SIZES
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,30 +47,39 @@ FAST: dict[str, Any] = {
 }
 
 
+#: What is measured for the page, on two GPUs.
+PUBLISHED: dict[str, Any] = {
+    "world_size": 2,
+    "variants": (
+        REFERENCE,
+        {
+            "wrapper": FAST["wrapper"]
+            | {"reshard_after_forward": False, "communication": "peer-copy"},
+            "precision": "bf16",
+            "attention": "flash",
+            "loss": "chunked",
+            "compile": "blocks",
+        },
+    ),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(DimensionOptions):
     """Options of :class:`LossCurves`."""
 
     size: str = option("small", "Model size.", choices=SIZES)
-    d_model: int | None = option(None, "Width; overrides the size's.")
-    d_ff: int | None = option(None, "Feed-forward width; overrides the size's.")
-    num_layers: int | None = option(None, "Number of blocks; overrides the size's.")
-    num_heads: int | None = option(None, "Attention heads; overrides the size's.")
     batch: int = option(8, "Sequences per rank.")
     sequence: int = option(256, "Context length.")
     steps: int = option(200, "Training steps of each curve.")
     seeds: tuple[int, ...] = option((0, 1, 2), "Of the initial weights and of the windows.")
     lr: float = option(3e-4, "Learning rate of AdamW.")
-    text: str = option(
-        "python", "A text file to train on; python is the reference that comes with Python."
-    )
     variants: tuple[dict[str, Any] | str, ...] = option(
         (),
         "Ways to train, as for train-step; the first is the reference. By default averaging in "
         "fp32, and the numerics of the fastest step.",
     )
     world_size: int | None = option(None, "Ranks; by default 2, or as many as there are GPUs.")
-    device: str = option("auto", "Where to run.", choices=("auto", "cpu", "cuda"))
 
     def __post_init__(self) -> None:
         if self.steps < WINDOWS:
@@ -98,10 +114,6 @@ class LossCurves(Experiment):
         "other one must differ from it by less than the reference's seeds differ among "
         "themselves, and all ranks must end with the same weights."
     )
-    examples: ClassVar[tuple[str, ...]] = (
-        "loss-curves --steps 200 --seeds 0,1,2",
-        "loss-curves --text my_corpus.txt --size medium",
-    )
     Options: ClassVar[type[Any]] = Options
 
     def cases(self, **options: Any) -> list[Case]:
@@ -109,17 +121,16 @@ class LossCurves(Experiment):
         chosen = Options(**options)
         device = resolve_device(chosen.device)
         world_size = chosen.world_size or default_world_size(device)
-        given = {name: value for name in DIMENSIONS if (value := getattr(chosen, name)) is not None}
         label = f"loss-curves {chosen.size} b{chosen.batch} s{chosen.sequence}"
         config: Row = {
             "size": chosen.size,
-            **given,
+            **chosen.dimensions(),
             "vocab_size": VOCABULARY,
             "batch": chosen.batch,
             "sequence": chosen.sequence,
             "steps": chosen.steps,
             "seeds": list(chosen.seeds),
-            "text": chosen.text,
+            "text": "python",
             "variants": [variant.table() for variant in chosen.settings()],
             "world_size": world_size,
             "nnodes": 1,  # as in published rows, whose keys stay
@@ -130,14 +141,7 @@ class LossCurves(Experiment):
 
     def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
         """Trains every variant with every seed."""
-        tokens = corpus(case.config["text"])
-        least = case.config["sequence"] + 2
-        if len(tokens) < least:
-            raise CaseSkipped(
-                f"text must hold at least {least} bytes, but got {len(tokens)} in "
-                f"{case.config['text']}. Name a longer file, or a shorter sequence."
-            )
-        rows: list[Row] = run_on_ranks(case, progress, train_rank, tokens)[0]
+        rows: list[Row] = run_on_ranks(case, progress, train_rank, corpus())[0]
         return rows
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
@@ -243,25 +247,13 @@ class LossCurves(Experiment):
         ]
 
 
-def corpus(text: str) -> np.ndarray[Any, Any]:
-    """The bytes of a text file, or of the language reference that every Python holds.
-
-    Raises:
-        CaseSkipped: the file cannot be read.
-    """
-    from pathlib import Path
+def corpus() -> np.ndarray[Any, Any]:
+    """The bytes of the language reference that every Python holds."""
+    from pydoc_data.topics import topics
 
     import numpy as np
 
-    if text == "python":
-        from pydoc_data.topics import topics
-
-        content = "\n".join(topics[name] for name in sorted(topics)).encode()
-    else:
-        try:
-            content = Path(text).read_bytes()
-        except OSError as error:
-            raise CaseSkipped(f"text must be a readable file, but got {text} ({error})") from None
+    content = "\n".join(topics[name] for name in sorted(topics)).encode()
     return np.frombuffer(content, dtype=np.uint8)
 
 
@@ -277,7 +269,7 @@ def train_rank(
     from bench_harness.training import proof
     from bench_harness.training.build import training
 
-    variants = [settings.read(table, {}) for table in config["variants"]]
+    variants = [settings.stored(table) for table in config["variants"]]
     rows: list[Row] = []
     for seed in config["seeds"]:
         for label, variant in zip(settings.labels(variants), variants, strict=True):
@@ -336,3 +328,28 @@ def _curves(cell: pd.DataFrame) -> dict[str, np.ndarray[Any, Any]]:
         str(name): np.array([_windows(losses) for losses in own["losses"]])
         for name, own in cell.groupby("way", sort=False)
     }
+
+
+def measure(target: Path) -> None:
+    """Trains the variants of the page in this process's ranks, and writes their rows.
+
+    Raises:
+        CaseSkipped: this machine has too few GPUs.
+    """
+    experiment, started = LossCurves(), datetime.now(UTC)
+    (case,) = experiment.cases(**PUBLISHED)
+    rows = experiment.run(case, print)
+    described = environment.describe() | {"torch": environment.describe_torch()}
+    git = environment.git_state(Path.cwd()) or {"commit": "unknown", "dirty": False}
+    about: Row = {
+        "experiment": case.experiment,
+        "case_key": case.key,
+        "label": case.label,
+        "environment": environment.fingerprint(described),
+        "commit": git["commit"] + "-dirty" * git["dirty"],
+        "started": started.isoformat(),
+        "seconds": round((datetime.now(UTC) - started).total_seconds(), 3),
+        "config": dict(case.config),
+    }
+    line = case_line([{**about, **row} for row in rows], {about["environment"]: described})
+    target.write_text(json.dumps(line, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,803 @@
+"""Measures attention: one problem, the proof beside an fp32 reference, and passes timed in turns.
+
+A problem has at most one feature, which adds a keyword argument of ``flash_attention`` to the call:
+
+- "sinks": a learned logit per head in the softmax's denominator;
+- "alibi": ALiBi's slopes, one per head, as constants (arXiv:2108.12409);
+- "bias": a learned bias of (1, heads, sequence, sequence), shared by the batch;
+- "prefix": the first quarter of every sequence is visible to all of its queries;
+- "documents": four documents of about the same length share every row;
+- "deterministic": gradients must be the same, bit for bit, from run to run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from bench_harness.attentions import Window, find, forward_only, ran, stores_scores
+from bench_harness.core import CaseSkipped, Row
+from bench_harness.flops import attention_flops
+from bench_harness.sampling import Enough
+from bench_harness.timing import Samples, record_sample, synchronize
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from bench_harness.attentions import Attend
+    from flashattn_triton.mask_and_bias import MaskAndBias
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+#: "plain" has none; ratios of the others are to it.
+FEATURES = ("plain", "sinks", "alibi", "bias", "prefix", "documents", "deterministic")
+_DOCUMENTS = 4
+#: Longest sequence whose reference stores all scores of a head, 64 MB in fp32; longer ones are
+#: computed in tiles of at most 16 MB.
+_DEFINED, _TILE = 4096, 2048
+_LEAST_TILE = 256
+PASSES = ("forward", "training forward", "backward", "forward+backward", "forward+sum+backward")
+CLOCKS = ("device", "wall", "host")
+#: Largest error allowed of output and gradients, as a share of the reference's largest value: one
+#: rounding to the dtype, of inputs and of probabilities.
+TOLERANCE = {"bf16": 2e-2, "fp16": 3e-3, "fp32": 1e-4}
+#: Attention that stores its scores also rounds them to the dtype, before their exponential.
+_STORED_SCORES = 4
+#: Calls in a row, without waiting for the device, of one sample of the host's own time.
+_HOST_CALLS = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One attention problem.
+
+    Attributes:
+        kv_heads: key and value heads; they divide ``heads``.
+        value_head_dim: of value and output.
+        window: (left, right) visible keys beside the diagonal, None for no limit.
+        lengths: of sequences packed one after another; the batch is 1 and ``sequence`` their sum.
+        feature: one of :data:`FEATURES`; "deterministic" sets ``deterministic`` too.
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    sequence: int
+    head_dim: int
+    value_head_dim: int
+    dtype: str
+    causal: bool
+    window: Window | None = None
+    softcap: float | None = None
+    deterministic: bool = False
+    lengths: tuple[int, ...] = ()
+    feature: str = "plain"
+
+    def tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Random query, key and value that need gradients, and the output's gradient."""
+        import torch
+
+        torch.manual_seed(0)
+
+        def random(heads: int, width: int) -> Tensor:
+            shape: tuple[int, ...] = (self.batch, heads, self.sequence, width)
+            if self.lengths:
+                shape = (self.sequence, heads, width)
+            return torch.randn(shape, device=device, dtype=getattr(torch, DTYPES[self.dtype]))
+
+        query = random(self.heads, self.head_dim).requires_grad_()
+        key = random(self.kv_heads, self.head_dim).requires_grad_()
+        value = random(self.kv_heads, self.value_head_dim).requires_grad_()
+        return query, key, value, random(self.heads, self.value_head_dim)
+
+    def settings(self, device: torch.device) -> dict[str, Any]:
+        """The keyword arguments of an implementation: ``causal``, and what is not the default."""
+        import torch
+
+        given: dict[str, Any] = {"causal": self.causal}
+        if self.window is not None:
+            given["window"] = self.window
+        if self.softcap is not None:
+            given["softcap"] = self.softcap
+        if self.deterministic:
+            given["deterministic"] = True
+        if self.lengths:
+            starts = [0, *itertools.accumulate(self.lengths)]
+            given["cu_seqlens"] = torch.tensor(starts, device=device, dtype=torch.int32)
+            given["max_seqlen"] = max(self.lengths)
+        return {**given, **self._feature_arguments(device)}
+
+    def _feature_arguments(self, device: torch.device) -> dict[str, Tensor]:
+        """The tensor that the feature adds to the call; what is learned requires a gradient."""
+        import torch
+
+        torch.manual_seed(1)
+        like: dict[str, Any] = {"device": device, "dtype": getattr(torch, DTYPES[self.dtype])}
+        if self.feature == "sinks":
+            return {"sinks": torch.randn(self.heads, **like).requires_grad_()}
+        if self.feature == "alibi":
+            ranks = torch.arange(1, self.heads + 1, device=device, dtype=torch.float32)
+            return {"alibi_slopes": torch.exp2(-8 * ranks / self.heads)}
+        if self.feature == "bias":
+            shape = (1, self.heads, self.sequence, self.sequence)
+            return {"bias": torch.randn(shape, **like).requires_grad_()}
+        if self.feature == "prefix":
+            lengths = torch.full((self.batch,), self._prefix, device=device, dtype=torch.int32)
+            return {"prefix_lengths": lengths}
+        if self.feature == "documents":
+            each = torch.tensor(self.documents, device=device)
+            numbers = torch.repeat_interleave(torch.arange(len(each), device=device), each)
+            return {"document_ids": numbers.expand(self.batch, -1).contiguous()}
+        return {}
+
+    @property
+    def _prefix(self) -> int:
+        return max(1, self.sequence // 4)
+
+    @property
+    def documents(self) -> list[int]:
+        """Lengths of the documents of a row, which differ by at most one token; most have one."""
+        count = min(_DOCUMENTS, self.sequence) if self.feature == "documents" else 1
+        return [(self.sequence + i) // count for i in range(count)]
+
+    def flops(self, name_of_pass: str) -> int:
+        """Operations of a pass; hidden scores are not counted."""
+        lengths = list(self.lengths) or self.documents
+        if self.feature == "prefix":
+            # The mask hides half of the prefix's square, which the prefix shows again.
+            lengths = [self.sequence, self._prefix]
+        forward, backward = (
+            sum(
+                attention_flops(
+                    self.batch,
+                    self.heads,
+                    length,
+                    self.head_dim,
+                    value_head_dim=self.value_head_dim,
+                    causal=self.causal,
+                    window=self.window,
+                    backward=is_backward,
+                )
+                for length in lengths
+            )
+            for is_backward in (False, True)
+        )
+        return of_pass(name_of_pass, forward, backward)
+
+    def least_bytes(self, name_of_pass: str) -> int:
+        """Memory traffic that a pass cannot do without: its inputs and results, once each."""
+        size = 4 if self.dtype == "fp32" else 2
+        tokens = self.batch * self.sequence * size
+        inputs = tokens * (self.heads + self.kv_heads) * self.head_dim
+        inputs += tokens * self.kv_heads * self.value_head_dim
+        if self.feature == "bias":
+            inputs += self.heads * self.sequence**2 * size // (2 if self.causal else 1)
+        output = tokens * self.heads * self.value_head_dim
+        # Backward reads inputs, output and its gradient, and writes the inputs' gradients.
+        return of_pass(name_of_pass, inputs + output, 2 * inputs + 2 * output)
+
+    def predicted_bytes(self) -> Row:
+        """What naive attention keeps for backward, and what it needs at its peak.
+
+        Saved: the softmax output (B·H·S²), which both the softmax and the second product need; a
+        causal mask (S² booleans); the output (B·H·S·E). Query, key and value exist anyway. The peak
+        of backward adds three more B·H·S² matrices: the gradient of the softmax output, its product
+        with that output, which PyTorch's softmax computes first, and the gradient of the scores.
+        """
+        size = 4 if self.dtype == "fp32" else 2
+        scores = self.batch * self.heads * self.sequence**2 * size
+        output = self.batch * self.heads * self.sequence * self.value_head_dim * size
+        saved = scores + self.causal * self.sequence**2 + output
+        return {"predicted_saved_bytes": saved, "predicted_peak_bytes": saved + 3 * scores}
+
+    @property
+    def name(self) -> str:
+        """The problem's name within its case: its length, and its feature if it has one."""
+        return f"length {self.sequence}" + f", {self.feature}" * (self.feature != "plain")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether :meth:`predicted_bytes` holds: nothing but a mask and as many key heads."""
+        special = self.window or self.softcap or self.lengths or self.feature != "plain"
+        return not special and self.kv_heads == self.heads
+
+
+def of_pass(name: str, forward: int, backward: int) -> int:
+    """Operations or bytes of a pass, from those of forward and of backward."""
+    alone = {"forward": forward, "training forward": forward, "backward": backward}
+    return alone.get(name, forward + backward)
+
+
+def learned(settings: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The arguments that have a gradient: sinks or a bias."""
+    return {
+        name: settings[name]
+        for name in ("sinks", "bias")
+        if name in settings and settings[name].requires_grad
+    }
+
+
+def exact(
+    problem: Problem, tensors: Sequence[Tensor], settings: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Output and gradients of the heads that are checked, in fp32.
+
+    By the definition of attention, or in tiles where its scores would take too much memory.
+
+    Returns:
+        "out", "dq", "dk" and "dv", and "dsinks" or "dbias" where these are learned.
+    """
+    import torch
+
+    from flashattn_triton.logsumexp import add_sinks
+    from flashattn_triton.problem import new_problem
+    from flashattn_triton.reference import attention_reference
+    from flashattn_triton.tiled import tiled_backward, tiled_bias_backward, tiled_forward
+
+    options = new_problem(
+        head_dim=problem.head_dim,
+        causal=problem.causal,
+        window=problem.window,
+        softcap=problem.softcap,
+    )
+    leaves = {
+        name: _checked_heads(problem, name, x).detach().float().requires_grad_()
+        for name, x in learned(settings).items()
+    }
+    mask_and_bias = _mask_and_bias(problem, {**settings, **leaves})
+    sinks = leaves.get("sinks")
+    found: list[dict[str, Tensor]] = []
+    for q, k, v, grad_out in _checked(problem, tensors):
+        if q.shape[2] <= _DEFINED:
+            inputs = (*(x.requires_grad_() for x in (q, k, v)), *leaves.values())
+            out, lse = attention_reference(q, k, v, options, mask_and_bias)
+            if sinks is not None:
+                out, _ = add_sinks(out, lse, sinks, "bhsd")
+            gradients = torch.autograd.grad(out, inputs, grad_out)
+        else:
+            tile = max(_LEAST_TILE, _TILE // (k.shape[0] * k.shape[1]))
+            group = q.shape[1] // k.shape[1]
+            tiles = {"query_tile": max(1, tile // group), "key_tile": tile}
+            extra: list[Tensor] = []
+            part, lse = tiled_forward(q, k, v, options, mask_and_bias, **tiles)
+            out, grad_lse = part, None
+            if sinks is not None:
+                part, lse = part.requires_grad_(), lse.requires_grad_()
+                out, _ = add_sinks(part, lse, sinks, "bhsd")
+                grad_out, grad_lse, *extra = torch.autograd.grad(out, (part, lse, sinks), grad_out)
+            arguments = (q, k, v, part, lse, grad_out, grad_lse, options, mask_and_bias)
+            if "bias" in leaves:
+                extra = [tiled_bias_backward(*arguments, **tiles)]
+            gradients = (*tiled_backward(*arguments, **tiles), *extra)
+        names = ("dq", "dk", "dv", *(f"d{name}" for name in leaves))
+        found.append({"out": out.detach(), **dict(zip(names, gradients, strict=True))})
+    # Several parts are packed sequences or documents, which have no learned arguments.
+    return {name: torch.cat([part[name] for part in found], dim=-2 if found[1:] else 0)
+            for name in found[0]}  # fmt: skip
+
+
+def errors(
+    attend: Callable[[], Tensor],
+    problem: Problem,
+    tensors: Sequence[Tensor],
+    settings: Mapping[str, Any],
+    wanted: Mapping[str, Tensor],
+    limit: float,
+    *,
+    forward_only: bool = False,
+) -> Row:
+    """Largest errors of output and gradients of the checked heads, as shares of the largest value.
+
+    Args:
+        forward_only: compare the output alone.
+
+    Raises:
+        ArithmeticError: an error is too large, or a gradient is missing; nothing is timed then.
+    """
+    import torch
+
+    leaves = learned(settings)
+    out = attend()
+    if forward_only:
+        parts = [o for *_, o in _checked(problem, (*tensors[:3], out))]
+        return _within({"out": torch.cat(parts, dim=2)}, {"out": wanted["out"]}, limit)
+    inputs = (*tensors[:3], *leaves.values())
+    gradients = torch.autograd.grad(out, inputs, tensors[3], allow_unused=True)
+    names = ("query", "key", "value", *leaves)
+    for name, gradient in zip(names, gradients, strict=True):
+        if gradient is None:
+            raise ArithmeticError(f"{name} must have a gradient, but got none. It is not timed")
+    pieces = list(_checked(problem, (*gradients[:3], out)))
+    dq, dk, dv, out = (torch.cat(each, dim=2) for each in zip(*pieces, strict=True))
+    found = {"out": out, "dq": dq, "dk": dk, "dv": dv}
+    for name, gradient in zip(leaves, gradients[3:], strict=True):
+        found[f"d{name}"] = _checked_heads(problem, name, gradient).float()
+    return _within(found, wanted, limit)
+
+
+def _within(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], limit: float) -> Row:
+    """The errors as columns of a row.
+
+    Raises:
+        ArithmeticError: one is larger than the limit.
+    """
+    row: Row = {}
+    for what, exactly in wanted.items():
+        error = float((found[what] - exactly).abs().max() / exactly.abs().max())
+        if not error <= limit:  # also catches NaN
+            raise ArithmeticError(
+                f"error of {what} must be at most {limit:g} of its largest "
+                f"value, but got {error:.2e}. It is not timed"
+            )
+        row[f"error_{what}"] = error
+    return row
+
+
+def _heads(problem: Problem) -> tuple[int, int]:
+    """How many query heads and key heads are checked, counted from the last.
+
+    Those of the last key head; all of them for sinks, whose gradients are single numbers: the error
+    of one that is small by chance says nothing.
+    """
+    if problem.feature == "sinks":
+        return problem.heads, problem.kv_heads
+    return problem.heads // problem.kv_heads, 1
+
+
+def _checked(
+    problem: Problem, tensors: Sequence[Tensor]
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """(query, key, value, output or its gradient) of the checked heads, in fp32.
+
+    One part, of the last batch element, or of all of them if they share a gradient; or a part for
+    each packed sequence or document.
+    """
+    group, keys = _heads(problem)
+    heads = (group, keys, keys, group)
+    if problem.lengths:
+        for start, end in itertools.pairwise([0, *itertools.accumulate(problem.lengths)]):
+            q, k, v, o = (
+                x.detach()[start:end, -n:].transpose(0, 1)[None].float()
+                for x, n in zip(tensors, heads, strict=True)
+            )
+            yield q, k, v, o
+        return
+    batch = slice(None) if problem.feature in ("sinks", "bias") else slice(-1, None)
+    for start, end in itertools.pairwise([0, *itertools.accumulate(problem.documents)]):
+        q, k, v, o = (
+            x.detach()[batch, -n:, start:end].float().clone()
+            for x, n in zip(tensors, heads, strict=True)
+        )
+        yield q, k, v, o
+
+
+def _checked_heads(problem: Problem, name: str, tensor: Tensor) -> Tensor:
+    """The part of a keyword argument, or of its gradient, that belongs to the checked heads."""
+    group, _ = _heads(problem)
+    return tensor[:, -group:] if name == "bias" else tensor[-group:]
+
+
+def _mask_and_bias(problem: Problem, settings: Mapping[str, Any]) -> MaskAndBias:
+    """What the reference takes of the keyword arguments, for the checked heads of one element.
+
+    ``settings["bias"]`` is already that of the checked heads.
+    """
+    from flashattn_triton.mask_and_bias import MaskAndBias
+
+    slopes, prefixes = settings.get("alibi_slopes"), settings.get("prefix_lengths")
+    return MaskAndBias(
+        alibi_slopes=None if slopes is None else _checked_heads(problem, "", slopes)[None],
+        bias=settings.get("bias"),
+        prefix_lengths=None if prefixes is None else prefixes[-1:],
+    )
+
+
+class Attempts:
+    """Implementations on one problem: those that can be timed, and why the others were excluded."""
+
+    def __init__(self, names: Sequence[str], problem: Problem, device: torch.device) -> None:
+        self.problem, self.device = problem, device
+        self.tensors, self.settings = problem.tensors(device), problem.settings(device)
+        #: What a backward pass gives gradients.
+        self.leaves = [*self.tensors[:3], *learned(self.settings).values()]
+        self.calls: dict[str, Callable[[], Tensor]] = {}
+        self.about: dict[str, Row] = {name: {} for name in names}
+        self.ended: dict[str, Row] = {}
+
+    @contextmanager
+    def ending(self, name: str) -> Iterator[None]:
+        """Excludes an implementation that fails inside; lack of memory ends the whole case."""
+        import torch
+
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except (CaseSkipped, ImportError, NotImplementedError, ValueError) as error:
+            self._end(name, "skipped", str(error))
+        except Exception as error:  # noqa: BLE001 - whatever stops one of them, the others go on
+            self._end(name, "error", f"{type(error).__name__}: {error}")
+
+    def _end(self, name: str, status: str, text: str) -> None:
+        self.calls.pop(name, None)
+        self.ended[name] = {"status": status, "error": " ".join(text.split())[:300]}
+
+    def prove(self) -> None:
+        """Compares every implementation with the fp32 reference on this problem."""
+        wanted = exact(self.problem, self.tensors, self.settings)
+        for name in self.about:
+            with self.ending(name):
+                attend = self.calls[name] = _call(name, self.tensors, self.settings)
+                rounded = _STORED_SCORES if stores_scores(name) else 1
+                limit = rounded * TOLERANCE[self.problem.dtype]
+                self.about[name] |= errors(
+                    attend,
+                    self.problem,
+                    self.tensors,
+                    self.settings,
+                    wanted,
+                    limit,
+                    forward_only=forward_only(name),
+                )
+                self.about[name]["saved_bytes"] = _saved_bytes(attend, self.leaves, self.device)
+                if name.startswith("naive") and self.problem.is_plain:
+                    self.about[name] |= self.problem.predicted_bytes()
+                if name.startswith("flashattn-triton"):
+                    self.about[name] |= _plan(name, self.problem, self.tensors, self.settings)
+                if kernel := ran(name, *self.tensors[:3], **self.settings):
+                    self.about[name]["ran"] = kernel
+
+    def passes(self, name: str, wanted: Sequence[str]) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """The passes of an implementation; backward alone reuses one graph."""
+        import torch
+
+        attend, (*_, grad_out) = self.calls[name], self.tensors
+        for each in wanted:
+            if forward_only(name) and each != "forward":
+                continue
+            if each == "forward":
+                yield each, torch.no_grad()(attend)
+            elif each == "training forward":
+                yield each, attend
+            elif each == "backward":
+                out = attend()
+                yield each, lambda out=out: out.backward(grad_out, retain_graph=True)  # type: ignore[misc]
+                del out
+            elif each == "forward+backward":
+                yield each, lambda: attend().backward(grad_out)
+            else:
+                yield each, lambda: attend().sum().backward()
+
+
+def _call(
+    name: str, tensors: Sequence[Tensor], settings: Mapping[str, Any]
+) -> Callable[[], Tensor]:
+    """An implementation as a call without arguments.
+
+    Raises:
+        CaseSkipped: it has no argument for something that the problem asks for.
+    """
+    attend: Attend = find(name)
+    try:
+        inspect.signature(attend).bind(*tensors[:3], **settings)
+    except TypeError as error:
+        raise CaseSkipped(
+            f"the problem must be one that {name} takes, but got an error: {error}. Leave it out "
+            "of variants."
+        ) from error
+    return lambda: attend(*tensors[:3], **settings)
+
+
+def _plan(
+    name: str, problem: Problem, tensors: Sequence[Tensor], settings: Mapping[str, Any]
+) -> Row:
+    """Which tier of flashattn-triton runs, and why, as ``flashattn_triton.choose`` says.
+
+    Nothing for packed sequences and for documents, which the package packs.
+    """
+    from flashattn_triton import choose
+    from flashattn_triton.mask_and_bias import NAMES
+    from flashattn_triton.problem import new_problem
+
+    if problem.lengths or problem.feature == "documents":
+        return {}
+    options = new_problem(
+        head_dim=problem.head_dim,
+        causal=problem.causal,
+        window=problem.window,
+        softcap=problem.softcap,
+        deterministic=problem.deterministic,
+    )
+    named = {"portable": "triton", "hopper": "hopper", "tiled": "tiled"}
+    asked: Any = named.get(name.rpartition("-")[2], "auto")
+    given = tuple(each for each in NAMES if each in settings)
+    query, key, value, _ = tensors
+    found = choose(query, key, value, options, implementation=asked, tensors=given)
+    return {"plan": {"tier": found.tier, "why": found.reason}, "ran": found.tier}
+
+
+def _saved_bytes(
+    attend: Callable[[], Tensor], inputs: Sequence[Tensor], device: torch.device
+) -> int:
+    """Bytes that forward leaves allocated: its output and what autograd keeps, inputs left out."""
+    import torch
+
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        out = attend()
+        held = torch.cuda.memory_allocated(device) - before
+        del out
+        return held
+    storages: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        pack(attend())
+    for tensor in inputs:
+        storages.pop(tensor.untyped_storage().data_ptr(), None)
+    return sum(storages.values())
+
+
+def time_in_turns(
+    everyone: Sequence[Attempts], config: Mapping[str, Any], progress: Callable[[str], None]
+) -> list[dict[tuple[str, str], Samples]]:
+    """Times the passes of all implementations on some problems in turns, to and fro.
+
+    Further turns follow until every interval is narrow, or the case's seconds for it are over.
+
+    Returns:
+        For each of ``everyone`` the samples by implementation and pass.
+    """
+    measured: list[dict[tuple[str, str], Samples]] = [{} for _ in everyone]
+    rounds, lengths = config["rounds"], max(1, len(config["sequences"]))
+    least = -(-config["samples"] // rounds)
+    enough, round_number = None, 0
+    while enough is None or not enough.reached(
+        samples.wall_ms for of_problem in measured for samples in of_problem.values()
+    ):
+        order = [(i, name) for i, attempts in enumerate(everyone) for name in attempts.calls]
+        for i, name in order if round_number % 2 == 0 else order[::-1]:
+            attempts = everyone[i]
+            progress(f"{attempts.problem.name}, round {round_number + 1}: {name}")
+            with attempts.ending(name):
+                for each, call in attempts.passes(name, config["passes"]):
+                    samples = measured[i].setdefault((name, each), Samples())
+                    samples.wall_ms += sampled(
+                        call,
+                        attempts.device,
+                        clock=config["clock"],
+                        leaves=attempts.leaves,
+                        least=least,
+                        warmup_ms=config["warmup_ms"] / rounds,
+                        rep_ms=config["rep_ms"] / rounds,
+                    )
+        round_number += 1
+        if round_number == rounds:
+            enough = Enough(config, parts=lengths)
+    return [
+        {key: samples for key, samples in found.items() if key[0] not in attempts.ended}
+        for attempts, found in zip(everyone, measured, strict=True)
+    ]
+
+
+def sampled(
+    call: Callable[[], object],
+    device: torch.device,
+    *,
+    clock: Literal["device", "wall", "host"],
+    leaves: Sequence[Tensor],
+    least: int,
+    warmup_ms: float,
+    rep_ms: float,
+) -> list[float]:
+    """Milliseconds of single calls; gradients of ``leaves`` are dropped before each of them.
+
+    Args:
+        clock: "device" is ``triton.testing.do_bench``, as on the public leaderboard: events, L2
+            cache overwritten before every call; a CPU uses "wall", the host's clock around a
+            synchronised call. "host" is the time until a call returns, averaged over a block.
+        least: samples, however long they take.
+        rep_ms: measuring goes on until so much time has been measured.
+    """
+    if clock == "device" and device.type == "cuda":
+        from triton.testing import do_bench
+
+        def benchmark(milliseconds: float) -> list[float]:
+            return list(
+                do_bench(
+                    call,
+                    warmup=warmup_ms,
+                    rep=milliseconds,
+                    grad_to_none=list(leaves),
+                    return_mode="all",
+                )
+            )
+
+        readings = benchmark(rep_ms)
+        while len(readings) < least:
+            readings += benchmark((least - len(readings)) * max(readings))
+        return readings
+    calls = _HOST_CALLS if clock == "host" else 1
+    samples = Samples()
+    kept = time.perf_counter() + warmup_ms / 1e3
+    end = kept + rep_ms / 1e3
+    while len(samples.wall_ms) < least or time.perf_counter() < end:
+        for leaf in leaves:
+            leaf.grad = None
+        if clock == "host":
+            synchronize(device)
+            begin = time.perf_counter()
+            for _ in range(calls):
+                call()
+            samples.wall_ms.append(1e3 * (time.perf_counter() - begin) / calls)
+        else:
+            with record_sample(samples, device):
+                call()
+        if time.perf_counter() < kept:
+            samples.wall_ms.clear()
+    return samples.wall_ms
+
+
+def timer_overhead_ms(clock: str, device: torch.device) -> float:
+    """The median time that the clock reports for a call that does nothing."""
+    nothing = sampled(
+        lambda: None,
+        device,
+        clock=clock,  # type: ignore[arg-type]
+        leaves=(),
+        least=20,
+        warmup_ms=1,
+        rep_ms=5,
+    )
+    return sorted(nothing)[len(nothing) // 2]
+
+
+def measured(
+    group: Sequence[Problem],
+    config: Mapping[str, Any],
+    device: torch.device,
+    progress: Callable[[str], None],
+) -> list[Row]:
+    """Measures problems in turns: a row per variant and pass, and one per excluded variant."""
+    import torch
+
+    everyone = [Attempts(config["variants"], problem, device) for problem in group]
+    for attempts in everyone:
+        progress(f"{attempts.problem.name}: comparing with the reference")
+        attempts.prove()
+    timed = time_in_turns(everyone, config, progress)
+    clock = "do_bench" if config["clock"] == "device" and device.type == "cuda" else config["clock"]
+    rows: list[Row] = []
+    for attempts, measured in zip(everyone, timed, strict=True):
+        problem = attempts.problem
+        about: Row = {
+            "batch": problem.batch,
+            "sequence": problem.sequence,
+            "length": f"s{problem.sequence}",
+            "feature": problem.feature,
+        }
+        rows += [
+            {
+                "variant": name,
+                "phase": each,
+                **about,
+                "clock": "wall" if clock == "device" else clock,
+                "flops": problem.flops(each),
+                "least_bytes": problem.least_bytes(each),
+                **attempts.about[name],
+                **samples.row(),
+            }
+            for (name, each), samples in measured.items()
+        ]
+        rows += [{"variant": name, **about, "ended": end} for name, end in attempts.ended.items()]
+    del everyone, attempts
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return rows
+
+
+def measured_over_lengths(
+    problems: Sequence[Problem],
+    config: Mapping[str, Any],
+    device: torch.device,
+    progress: Callable[[str], None],
+) -> list[Row]:
+    """Times calls of many lengths one after another, with the host: a row per variant and pass.
+
+    A library that plans, tunes or compiles for each length shows what that costs. The first time
+    through all lengths is kept apart. Variants take turns, after a proof on the first length.
+    """
+    attempts = Attempts(config["variants"], problems[0], device)
+    attempts.prove()
+    inputs = _of_all_lengths(problems, device)
+    passes = [each for each in ("forward", "forward+backward") if each in config["passes"]]
+    measured: dict[tuple[str, str], Samples] = {}
+    enough, round_number = None, 0
+    while enough is None or not enough.reached(each.wall_ms for each in measured.values()):
+        names = list(attempts.calls)
+        for name in names if round_number % 2 == 0 else names[::-1]:
+            progress(f"{len(problems)} lengths, round {round_number + 1}: {name}")
+            with attempts.ending(name):
+                attend = find(name) if round_number == 0 else attempts.calls[name]
+                attempts.calls[name] = attend
+                for each in passes[:1] if forward_only(name) else passes:
+                    samples = measured.setdefault((name, each), Samples())
+                    time_ms = _through(attend, inputs, config, device, backward=each != "forward")
+                    if round_number == 0:
+                        samples.first_ms = time_ms
+                    else:
+                        samples.wall_ms.append(time_ms)
+        round_number += 1
+        if round_number > config["samples"]:
+            enough = enough or Enough(config)
+    about: Row = {
+        "batch": problems[0].batch,
+        "sequence": max(problem.sequence for problem in problems),
+        "length": f"{len(problems)} lengths",
+        "varied": len(problems),
+        "feature": "plain",
+        "clock": "wall",
+    }
+    rows: list[Row] = [
+        {"variant": name, "phase": each, **about}
+        | {"flops": sum(problem.flops(each) for problem in problems)}
+        | {"least_bytes": sum(problem.least_bytes(each) for problem in problems)}
+        | {"ran": attempts.about[name].get("ran"), **samples.row()}
+        for (name, each), samples in measured.items()
+        if name not in attempts.ended
+    ]
+    return rows + [{"variant": n, **about, "ended": end} for n, end in attempts.ended.items()]
+
+
+def _of_all_lengths(problems: Sequence[Problem], device: torch.device) -> list[list[Tensor]]:
+    """Query, key, value and the output's gradient of each problem, in the longest one's memory."""
+    longest = max(problems, key=lambda problem: problem.batch * problem.sequence)
+    flat = [tensor.detach().reshape(-1) for tensor in longest.tensors(device)]
+
+    def cut(problem: Problem, number: int, heads: int, width: int) -> Tensor:
+        shape = (problem.batch, heads, problem.sequence, width)
+        size = problem.batch * heads * problem.sequence * width
+        return flat[number][:size].view(shape).detach().requires_grad_(number < 3)
+
+    return [
+        [
+            cut(each, 0, each.heads, each.head_dim),
+            cut(each, 1, each.kv_heads, each.head_dim),
+            cut(each, 2, each.kv_heads, each.value_head_dim),
+            cut(each, 3, each.heads, each.value_head_dim),
+        ]
+        for each in problems
+    ]
+
+
+def _through(
+    attend: Attend,
+    inputs: Sequence[Sequence[Tensor]],
+    config: Mapping[str, Any],
+    device: torch.device,
+    *,
+    backward: bool,
+) -> float:
+    """Milliseconds of calls on all lengths, the device synchronised at both ends alone."""
+    import torch
+
+    settings: dict[str, Any] = {"causal": config["mask"] == "causal"}
+    settings |= {"window": tuple(config["window"])} if config["window"] else {}
+    settings |= {"softcap": config["softcap"]} if config["softcap"] else {}
+    samples = Samples()
+    with record_sample(samples, device), torch.set_grad_enabled(backward):
+        for query, key, value, grad_out in inputs:
+            out = attend(query, key, value, **settings)
+            if backward:
+                out.backward(grad_out)
+                query.grad = key.grad = value.grad = None
+    return samples.wall_ms[0]

@@ -1,0 +1,454 @@
+"""Wrappers and optimizers by name, and the arguments that their constructors take.
+
+A short name stands for a constructor, ``package.module:name``. Its arguments are those of the
+constructor's own signature. Where this package has to do more than to call it, a function of
+:mod:`bench_harness.training.wrappers` or :mod:`bench_harness.training.optimizers` calls it, and
+the arguments of that function come on top: ``**arguments`` are passed on.
+
+Signatures are read in a process that imports torch, and kept in a file of the user's cache folder
+until another version is installed or a source changes. So a preset and a command line are checked
+without torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import operator
+import os
+import subprocess
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from bench_harness.convert import converted
+from bench_harness.workload import imported
+
+#: Seconds for importing every constructor once.
+_LIMIT_S = 300.0
+_DTYPES = ("fp32", "bf16", "fp16")
+_KINDS: Mapping[str, Any] = {
+    **{kind.__name__: kind for kind in (bool, int, float, str, list)},
+    "None": None,
+    "dtype": Literal[_DTYPES],
+    "any": Any,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constructor:
+    """A wrapper or an optimizer that has a short name.
+
+    Attributes:
+        title: how a label names it.
+        target: ``package.module:name``; "" for none.
+        through: the function of this package that calls it; "" where it is called itself.
+        words: texts that stand for None, which TOML does not have.
+        first: arguments that labels give first, before the order of the signature.
+        unlabelled: arguments that labels leave out unless they are 0, because they change no cost.
+        steps_before_recording: how many steps must be taken before one can be recorded.
+    """
+
+    title: str
+    target: str = ""
+    through: str = ""
+    words: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()
+    unlabelled: tuple[str, ...] = ()
+    steps_before_recording: int = 1
+
+
+_HERE = "bench_harness.training"
+
+
+def _optimizer(title: str, target: str, through: str) -> Constructor:
+    return Constructor(
+        title=title,
+        target=target,
+        through=f"{_HERE}.optimizers:{through}",
+        first=("lr", "fused", "offload_state"),
+        unlabelled=("lr",),
+    )
+
+
+def _averaging(name: str) -> Constructor:
+    return Constructor(title=name, target=f"ddp_lite:{name}", through=f"{_HERE}.wrappers:averaging")
+
+
+WRAPPERS: Mapping[str, Constructor] = {
+    "none": Constructor(title="no wrapper"),
+    "naive": _averaging("NaiveDDP"),
+    "flat": _averaging("FlatDDP"),
+    "overlap": _averaging("OverlapDDP"),
+    "bucketed": Constructor(
+        title="BucketedDDP",
+        target="ddp_lite:BucketedDDP",
+        through=f"{_HERE}.wrappers:bucketed",
+        words=("one", "same"),
+        first=("bucket_size_mb", "last_bucket_size_mb", "copy", "wire_dtype"),
+    ),
+    # It rebuilds its buckets after the first step, and times the first ten by events.
+    "torch-ddp": Constructor(
+        title="torch DDP",
+        target="torch.nn.parallel:DistributedDataParallel",
+        through=f"{_HERE}.wrappers:torch_ddp",
+        steps_before_recording=11,
+    ),
+    "fsdp2": Constructor(
+        title="FSDP2",
+        target="torch.distributed.fsdp:fully_shard",
+        through=f"{_HERE}.wrappers:fsdp2",
+    ),
+    "fully-sharded": Constructor(
+        title="FullyShardedDataParallel",
+        target="shard_optim:FullyShardedDataParallel",
+        through=f"{_HERE}.wrappers:fully_sharded",
+        first=("reshard_after_forward", "compute_dtype", "reduce_dtype", "prefetch"),
+    ),
+}
+OPTIMIZERS: Mapping[str, Constructor] = {
+    "adamw": _optimizer("AdamW", "torch.optim:AdamW", "plain"),
+    "sgd": _optimizer("SGD", "torch.optim:SGD", "plain"),
+    "muon": _optimizer("Muon", "torch.optim:Muon", "muon"),
+    "adamw-basics": _optimizer("basics_model.AdamW", "basics_model:AdamW", "basics"),
+    "zero-redundancy": _optimizer(
+        "ZeroRedundancyOptimizer",
+        "torch.distributed.optim:ZeroRedundancyOptimizer",
+        "zero_redundancy",
+    ),
+    "sharded": _optimizer("ShardedOptimizer", "shard_optim:ShardedOptimizer", "sharded"),
+}
+_EVERY: Mapping[str, Constructor] = {**WRAPPERS, **OPTIMIZERS}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A wrapper or an optimizer with its arguments.
+
+    Attributes:
+        name: a short name, or ``package.module:name``.
+        arguments: names and values that are not the default; dtypes are texts.
+    """
+
+    name: str
+    arguments: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, table: Mapping[str, Any]) -> Call:
+        """The call that a table with ``name`` and arguments says, as it is."""
+        given: dict[str, Any] = {
+            key: tuple(v) if isinstance(v, list) else v for key, v in table.items()
+        }
+        name: str = given.pop("name")
+        return cls(name, tuple(given.items()))
+
+    def table(self) -> dict[str, Any]:
+        """The name and the arguments as a row keeps them."""
+        return {"name": self.name, **dict(self.arguments)}
+
+    def get(self, argument: str, default: Any = None) -> Any:
+        """An argument that was given, else ``default``."""
+        return dict(self.arguments).get(argument, default)
+
+    def without(self, *arguments: str) -> Call:
+        """The same call without some arguments."""
+        kept = tuple(each for each in self.arguments if each[0] not in arguments)
+        return Call(self.name, kept)
+
+    @property
+    def title(self) -> str:
+        """How a label names it: without its package if it has no short name."""
+        known = _EVERY.get(self.name)
+        return self.name.rpartition(":")[2] if known is None else known.title
+
+    def label(self, *, whole: bool = False) -> str:
+        """The title, and every argument that is not the default, except those left out.
+
+        A learning rate of 0 is shown: weights and gradients then keep their values, on which the
+        power that a GPU needs depends, and so its clock.
+
+        Args:
+            whole: leave nothing out, neither the package of a name nor an argument.
+        """
+        hidden = _EVERY[self.name].unlabelled if self.name in _EVERY and not whole else ()
+        shown = [(key, value) for key, value in self.arguments if key not in hidden or value == 0]
+        parts = [key if value is True else f"{key}={_written(value)}" for key, value in shown]
+        title = self.name if whole and self.name not in _EVERY else self.title
+        return title + (f"({', '.join(parts)})" if parts else "")
+
+
+def _written(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An argument that a constructor takes.
+
+    Attributes:
+        default: None also where it is no number, text or truth value.
+        kinds: names of types, ``dtype``, ``None``, ``any``, and texts in quotes.
+    """
+
+    default: Any
+    kinds: tuple[str, ...] = field(default=("any",))
+
+    def checked(self, what: str, value: Any, words: tuple[str, ...]) -> Any:
+        """A value that fits: whole numbers become floats where the constructor takes floats.
+
+        Raises:
+            ValueError: it does not fit; the message says what does.
+        """
+        if value in words and "None" in self.kinds:
+            return value
+        quoted = [kind[1:-1] for kind in self.kinds if kind.startswith("'")]
+        texts = (*quoted, *(words if "None" in self.kinds else ()))
+        hints = [Literal[texts]] if texts else []
+        hints += [_KINDS[kind] for kind in self.kinds if kind in _KINDS]
+        return converted(what, value, functools.reduce(operator.or_, hints))
+
+
+#: The arguments of a constructor by name, in the order in which labels give them.
+Signature = dict[str, Argument]
+
+
+def signature(name: str) -> Signature:
+    """The arguments of a short name; without importing torch where they are known.
+
+    Raises:
+        ValueError: the constructor cannot be imported.
+    """
+    return _signatures()[name]
+
+
+@functools.cache
+def _signatures() -> dict[str, Signature]:
+    if "torch" in sys.modules:
+        found = every()
+    else:
+        file = _cache()
+        known = _read(file)
+        if known is None:
+            known = _asked()
+            with contextlib.suppress(OSError):  # asked again the next time
+                file.parent.mkdir(parents=True, exist_ok=True)
+                beside = file.with_suffix(f".{os.getpid()}")
+                beside.write_text(json.dumps(known), encoding="utf-8")
+                beside.replace(file)
+        found = known
+    return {
+        name: {key: Argument(default, tuple(kinds)) for key, (default, kinds) in each.items()}
+        for name, each in found.items()
+    }
+
+
+def every() -> dict[str, dict[str, tuple[Any, list[str]]]]:
+    """Default and kinds of every argument of every short name, as JSON; imports torch."""
+    return {name: _arguments(known) for name, known in _EVERY.items()}
+
+
+def _asked() -> Any:
+    """The signatures, read by a program of its own: this one never imports torch."""
+    command = [
+        sys.executable,
+        "-P",
+        "-c",
+        f"import json, {__name__} as c; print(json.dumps(c.every()))",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+    if done.returncode:
+        cause = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise ValueError(
+            f"wrappers and optimizers must be importable, but got an error: {cause}. Install their "
+            "packages."
+        )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _read(file: Path) -> Any:
+    """The signatures in a file; None if it is missing or damaged."""
+    try:
+        known = json.loads(file.read_text(encoding="utf-8"))
+        complete = known.keys() == _EVERY.keys()
+    except (OSError, ValueError, AttributeError):
+        return None
+    return known if complete else None
+
+
+def _cache() -> Path:
+    """The file of signatures for what is installed, in the user's folder for caches."""
+    packages = {
+        target.partition(".")[0].partition(":")[0]
+        for known in _EVERY.values()
+        for target in (known.target, known.through)
+        if target
+    }
+    state = " ".join(f"{name} {_state(name)}" for name in sorted(packages))
+    key = hashlib.sha256(f"{sys.version} {state}".encode()).hexdigest()[:16]
+    folder = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(folder).expanduser() / "bench-harness" / f"signatures-{key}.json"
+
+
+def _state(package: str) -> str:
+    """The version of a package; of one that is edited in place, the time of its newest source."""
+    version = ""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        version = importlib.metadata.version(package.replace("_", "-"))
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None or "site-packages" in spec.origin:
+        return version
+    return f"{version} {max(f.stat().st_mtime_ns for f in Path(spec.origin).parent.rglob('*.py'))}"
+
+
+def _arguments(known: Constructor) -> dict[str, tuple[Any, list[str]]]:
+    found: dict[str, tuple[Any, list[str]]] = {}
+    passes_on = True
+    if known.through:
+        function = imported(known.through, "constructor")
+        found = _own(function)
+        kinds = [each.kind for each in inspect.signature(function).parameters.values()]
+        passes_on = inspect.Parameter.VAR_KEYWORD in kinds
+    if known.target and passes_on:
+        found = {**_own(imported(known.target, "constructor")), **found}
+    order = [name for name in known.first if name in found]
+    return {name: found[name] for name in dict.fromkeys([*order, *found])}
+
+
+def _own(function: Callable[..., Any]) -> dict[str, tuple[Any, list[str]]]:
+    """Arguments with a default that can be written as text."""
+    scope = inspect.getmodule(function)
+    found = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.default is parameter.empty:
+            continue
+        plain = isinstance(parameter.default, bool | int | float | str)
+        default = parameter.default if plain else None
+        kinds = _kinds(parameter.annotation, default, vars(scope) if scope else {})
+        if kinds and kinds != ["None"]:
+            found[name] = (default, kinds)
+    return found
+
+
+def _kinds(annotation: Any, default: Any, scope: Mapping[str, Any]) -> list[str]:
+    if annotation is inspect.Parameter.empty:  # as in torch's older classes
+        return ["any"] if default is None else [type(default).__name__]
+    members = annotation.split(" | ") if isinstance(annotation, str) else [annotation]
+    found: list[str] = []
+    for member in members:
+        if isinstance(member, str):
+            try:
+                member = eval(member, dict(scope))  # noqa: S307 - an annotation of imported code
+            except (NameError, SyntaxError, AttributeError, TypeError):  # no type that text has
+                continue
+        found += _names(member)
+    return list(dict.fromkeys(found))
+
+
+def _names(hint: Any) -> list[str]:
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return [name for member in typing.get_args(hint) for name in _names(member)]
+    if origin is Literal:
+        return [f"'{text}'" for text in typing.get_args(hint) if isinstance(text, str)]
+    if hint in (None, types.NoneType):
+        return ["None"]
+    if origin in (tuple, list):
+        return ["list"]
+    name = getattr(hint, "__name__", "")
+    return [name] if name in _KINDS else []
+
+
+def checked(what: str, given: Mapping[str, Any], known: Mapping[str, Constructor]) -> Call:
+    """A call whose arguments its constructor takes, without those that are the default.
+
+    Args:
+        what: "wrapper" or "optimizer".
+        given: ``name`` and arguments.
+        known: the short names; a class without one is checked where it is imported
+            (:mod:`bench_harness.user_code`).
+
+    Raises:
+        ValueError: an unknown name or argument, or a value that does not fit.
+    """
+    name = short(given["name"], known)
+    if name not in known and ":" in name:
+        return Call.of({**given, "name": name})
+    if name not in known:
+        raise ValueError(
+            f"{what} must be one of {', '.join(known)}, but got {name!r}. Correct the name."
+        )
+    takes = signature(name)
+    refuse_unknown({key: value for key, value in given.items() if key != "name"}, takes, name)
+    values = {
+        key: takes[key].checked(f"{name} key {key}", given[key], known[name].words)
+        for key in takes
+        if key in given
+    }
+    changed = {key: value for key, value in values.items() if value != takes[key].default}
+    return Call.of({"name": name, **changed})
+
+
+def short(name: str, known: Mapping[str, Constructor]) -> str:
+    """The short name of a constructor that is named by its title or its target."""
+    named = {word: key for key, each in known.items() for word in (each.title, each.target)}
+    return named.get(name, name)
+
+
+def refuse_unknown(table: Mapping[str, Any], known: Any, what: str) -> None:
+    """Refuses keys of a table that are not known.
+
+    Raises:
+        ValueError: naming the first one, and those that are.
+    """
+    for key in table:
+        if key not in known:
+            valid = ", ".join(known) if known else "none: it takes no arguments"
+            raise ValueError(
+                f"{what} key must be one of {valid}, but got {key!r}. Remove or correct it."
+            )
+
+
+def construct(role: str, call: Call, around: Any) -> Any:
+    """What a call makes.
+
+    Args:
+        role: "wrapper" or "optimizer", for errors.
+        around: the module, or what :class:`bench_harness.training.optimizers.Parameters` holds.
+
+    Raises:
+        CaseSkipped: it cannot run here; the text says why.
+    """
+    arguments = dict(call.arguments)
+    if call.name not in _EVERY:
+        return imported(call.name, role)(around, **arguments)
+    known = _EVERY[call.name]
+    takes = _arguments(known)
+    for key, value in arguments.items():
+        if isinstance(value, str) and "dtype" in takes[key][1]:
+            arguments[key] = dtype_of(value)
+        elif value in known.words:
+            arguments[key] = None
+    return imported(known.through, role)(imported(known.target, role), around, **arguments)
+
+
+def resolved(call: Call) -> dict[str, Any]:
+    """Every argument of a call by name, with the defaults that this version's constructor has."""
+    takes = _arguments(_EVERY[call.name]) if call.name in _EVERY else {}
+    return {**{key: default for key, (default, _) in takes.items()}, **dict(call.arguments)}
+
+
+def dtype_of(name: str | None) -> Any:
+    """The dtype that an argument names; None for None."""
+    import torch
+
+    names = dict(zip(_DTYPES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
+    return None if name is None else names[name]

@@ -1,0 +1,261 @@
+"""Wrappers where there is more to do than to call their constructor.
+
+Each function takes the constructor, the module, and arguments. Those that it names are this
+package's own; the others are passed on. :mod:`bench_harness.training.constructors` says which
+short name means which function.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bench_harness.core import CaseSkipped
+
+
+def averaging(cls: Callable[..., Any], module: nn.Module, **arguments: Any) -> Any:
+    """A wrapper of ddp-lite that counts its collectives."""
+    wrapped = cls(module, **arguments)
+    wrapped.stats()  # kept from here on
+    return wrapped
+
+
+def bucketed(
+    cls: Callable[..., Any],
+    module: nn.Module,
+    *,
+    comm_hook: Literal["collectives", "auto", "peer-copy"] = "collectives",
+    nccl_high_priority: bool = False,
+    nccl_max_ctas: int | None = None,
+    **arguments: Any,
+) -> Any:
+    """:class:`ddp_lite.BucketedDDP`.
+
+    Args:
+        comm_hook: "peer-copy" is :class:`ddp_lite.peer.PeerCopyAverage`. Beside ``copy``, each
+            bucket is packed into a flat tensor, whose copies are few. "auto" is ddp-lite's own
+            choice.
+        nccl_high_priority: NCCL's kernels run on a stream of high priority.
+        nccl_max_ctas: at most so many thread blocks for a NCCL kernel.
+
+    Raises:
+        CaseSkipped: these GPUs cannot copy to each other, or the group is not NCCL's.
+    """
+    group: Any = dist.group.WORLD
+    if nccl_high_priority or nccl_max_ctas is not None:
+        group = nccl_group(nccl_high_priority, nccl_max_ctas)
+    hook: Any = comm_hook
+    if comm_hook == "peer-copy":
+        if arguments.get("wire_dtype") is not None:
+            raise CaseSkipped(
+                f"wire_dtype must be left out beside comm_hook=peer-copy, but got "
+                f"{arguments['wire_dtype']}. Leave out one of them."
+            )
+        hook = _peer_hook(group, packed=bool(arguments.get("copy")))
+    return averaging(cls, module, comm_hook=hook, process_group=group, **arguments)
+
+
+def torch_ddp(
+    cls: Callable[..., Any], module: nn.Module, *, bucket_cap_mb: float = 25, **arguments: Any
+) -> Any:
+    """torch's DistributedDataParallel; its signature has no default for the size of buckets."""
+    around = cls(module, bucket_cap_mb=bucket_cap_mb, **arguments)
+    if dist.get_backend() == "fake":  # its all-reduce returns what DDP does not understand
+        from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+
+        around.register_comm_hook(None, noop_hook)
+    return around
+
+
+def fsdp2(
+    fully_shard: Callable[..., Any],
+    module: nn.Module,
+    *,
+    reshard_after_forward: bool = True,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    prefetch: int = 0,
+    symmetric_memory: bool = False,
+) -> nn.Module:
+    """Shards every block, then the rest, as FSDP2 is meant to be applied.
+
+    Args:
+        param_dtype: dtype in which parameters are gathered and used; None keeps theirs.
+        reduce_dtype: dtype in which gradients are reduced; None takes ``param_dtype``.
+        prefetch: how many blocks are gathered ahead on request, in forward and in backward; 0
+            leaves it to FSDP2, which gathers one ahead in backward.
+        symmetric_memory: gathers go through NCCL's symmetric memory, over a group whose policy is
+            zero thread blocks, so that on one host copy engines carry them.
+
+    Raises:
+        CaseSkipped: ``symmetric_memory`` without NCCL, or with a torch that does not offer it.
+    """
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    device = next(module.parameters()).device.type
+    if symmetric_memory:
+        mesh = DeviceMesh.from_group(nccl_group(zero_ctas=True), device)
+    else:
+        mesh = init_device_mesh(device, (dist.get_world_size(),))
+    # Blocks take their inputs as they are. FSDP2 would cast the fp32 tables of rotary positions in
+    # forward, but not when a checkpoint around the block recomputes it (seen under torch 2.11).
+    inner = dataclasses.replace(policy, cast_forward_inputs=False)
+    blocks: Any = blocks_of(module)
+    for part in [*blocks, module]:
+        fully_shard(
+            part,
+            mesh=mesh,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=policy if part is module else inner,
+        )
+    if symmetric_memory:
+        for part in [*blocks, module]:
+            part.set_symm_mem_for_comm()
+    if prefetch:
+        for position, block in enumerate(blocks):
+            before = blocks[max(0, position - prefetch) : position]
+            block.set_modules_to_forward_prefetch(blocks[position + 1 : position + 1 + prefetch])
+            block.set_modules_to_backward_prefetch(before[::-1])
+    return module
+
+
+def fully_sharded(
+    cls: Callable[..., Any],
+    module: nn.Module,
+    *,
+    replicas: int = 1,
+    nccl_max_ctas: int | None = None,
+    communication: Literal["peer-copy"] | None = None,
+    **arguments: Any,
+) -> Any:
+    """:class:`shard_optim.FullyShardedDataParallel`.
+
+    Args:
+        replicas: how many groups of ranks hold all shards each; more than 1 makes a mesh of two
+            levels, whose gradients are also averaged across the groups.
+        nccl_max_ctas: at most so many thread blocks for a NCCL kernel, of a group of its own.
+        communication: "peer-copy" is :class:`ddp_lite.peer.PeerCopies`.
+
+    Raises:
+        CaseSkipped: ``replicas`` does not divide the ranks, the group is not NCCL's, or these GPUs
+            cannot copy to each other.
+    """
+    group: Any = None
+    if nccl_max_ctas is not None:
+        group = nccl_group(high_priority=False, max_ctas=nccl_max_ctas)
+    if replicas > 1:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        world_size = dist.get_world_size()
+        if world_size % replicas:
+            raise CaseSkipped(
+                f"replicas must divide the world size {world_size}, but got {replicas}. Correct "
+                "the number."
+            )
+        device = next(module.parameters()).device.type
+        group = init_device_mesh(device, (replicas, world_size // replicas))
+    copies = peer_copies(group) if communication == "peer-copy" else None
+    wrapped = cls(module, process_group=group, communication=copies, **arguments)
+    if copies is not None:
+        wrapped.peer_watch = copies.memory.watch  # names lost ranks after a recorded step
+    return wrapped
+
+
+def blocks_of(module: nn.Module) -> list[nn.Module]:
+    """The blocks of a model, each of which is compiled or sharded on its own.
+
+    They are its list named ``blocks``, or else the list of modules with the most parameters.
+
+    Raises:
+        ValueError: the model has none.
+    """
+    blocks = getattr(module, "blocks", None)
+    if not isinstance(blocks, nn.ModuleList):
+        lists = [each for each in module.modules() if isinstance(each, nn.ModuleList) and len(each)]
+        if not lists:
+            raise ValueError(
+                f"the model must have its blocks in an nn.ModuleList, but got "
+                f'{type(module).__name__}, which has none. Set compile = "model" or "off".'
+            )
+        blocks = max(lists, key=lambda each: sum(p.numel() for p in each.parameters()))
+    return list(blocks)
+
+
+_NCCL_GROUPS: dict[tuple[Any, ...], dist.ProcessGroup] = {}
+
+
+def nccl_group(
+    high_priority: bool = False, max_ctas: int | None = None, *, zero_ctas: bool = False
+) -> dist.ProcessGroup:
+    """A group with these NCCL settings, made once: a communicator is never given back.
+
+    Raises:
+        CaseSkipped: the ranks talk over something else, or torch does not have a setting.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    if dist.get_backend(world) != "nccl":
+        raise CaseSkipped(
+            f"NCCL settings must have a group of NCCL, but got {dist.get_backend(world)}. Remove "
+            "them."
+        )
+    key = (world, high_priority, max_ctas, zero_ctas)
+    if key not in _NCCL_GROUPS:
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
+        if max_ctas is not None:
+            options.config.max_ctas = max_ctas
+        if zero_ctas:
+            policy = getattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO", None)
+            if policy is None:
+                raise CaseSkipped(
+                    f"symmetric_memory must have a torch whose NCCL groups have a policy of thread "
+                    f"blocks, but got torch {torch.__version__}. Install a newer one."
+                )
+            config: Any = options.config
+            config.cta_policy = policy
+        made = dist.new_group(pg_options=options)
+        assert isinstance(made, dist.ProcessGroup), "every rank is in the group"
+        _NCCL_GROUPS[key] = made
+    return _NCCL_GROUPS[key]
+
+
+def _peer_hook(group: Any, *, packed: bool) -> Any:
+    """A new hook for each wrapper, because a hook keeps state of one wrapper; collective."""
+    from ddp_lite.peer import PeerCopyAverage
+
+    hook = PeerCopyAverage(_peer_memory(group))
+    return (lambda flat, bucket: hook.copies.average([flat])) if packed else hook
+
+
+def peer_copies(group: Any = None) -> Any:
+    """Collectives by copies, for shard-optim's ``communication=``; collective.
+
+    Args:
+        group: the ranks; None for all.
+
+    Raises:
+        CaseSkipped: these GPUs cannot copy to each other.
+    """
+    from ddp_lite.peer import PeerCopies
+
+    return PeerCopies(_peer_memory(group or dist.group.WORLD))
+
+
+def _peer_memory(group: Any) -> Any:
+    """Memory that the GPUs of a group share; collective."""
+    from ddp_lite.peer import PeerMemory, choose_communication
+
+    choice = choose_communication(group, 2**30)
+    if choice.name != "peer-copy":
+        raise CaseSkipped(
+            f"peer-copy must have GPUs of one host with peer access, but {choice.reason}. "
+            f"Leave peer-copy out."
+        )
+    return PeerMemory(group)
