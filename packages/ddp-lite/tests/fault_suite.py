@@ -431,7 +431,7 @@ def train(rank: int, world_size: int, name: str, fault: str, folder: str, timeou
         torch.set_default_device("cuda")
     wrapper = wrapper_named(name, folder)
     odd = rank == world_size - 1
-    begin = time.monotonic()
+    begin, injected = time.monotonic(), False
     with (Path(folder) / str(rank)).open("w", buffering=1) as log:
 
         def say(**event: object) -> None:
@@ -442,6 +442,7 @@ def train(rank: int, world_size: int, name: str, fault: str, folder: str, timeou
             # on a busy host; so it is set where the fault is next.
             dist.barrier()
             if fault in CONSTRUCTED_BY_ALL or fault in CONSTRUCTED:
+                injected = True
                 set_timeout(timeout_s)
             begin = time.monotonic()
             construct = CONSTRUCTED_BY_ALL.get(fault) or (CONSTRUCTED.get(fault) if odd else None)
@@ -450,13 +451,15 @@ def train(rank: int, world_size: int, name: str, fault: str, folder: str, timeou
             for step in range(STEPS):
                 broken = ON_ALL_RANKS.get(fault) or (ON_ONE_RANK.get(fault) if odd else None)
                 if step == FAULTY_STEP:
+                    injected = True
                     set_timeout(timeout_s)
                     begin = time.monotonic()
                 (broken if broken and step == FAULTY_STEP else Loop.step)(loop)
                 say(step=step, weights=hashed(loop.module))
         except BaseException as error:
             seconds = time.monotonic() - begin
-            say(error=type(error).__name__, text=str(error)[:500], seconds=seconds)
+            about = {"text": str(error)[:500], "seconds": seconds, "injected": injected}
+            say(error=type(error).__name__, **about)
             raise
         say(finished=True)
 
@@ -514,6 +517,9 @@ def inject(
             [json.loads(line) for line in (Path(folder) / str(rank)).read_text().splitlines()]
             for rank in range(world_size)
         ]
+    for event in itertools.chain(*events):
+        if not event.get("injected", True):
+            raise RuntimeError(f"{name} failed before the fault: {event['error']}: {event['text']}")
     everyone = fault in ON_ALL_RANKS or fault in CONSTRUCTED_BY_ALL
     healthy = range(world_size if everyone else world_size - 1)
     errors = [event for rank in healthy for event in events[rank] if "error" in event]

@@ -194,3 +194,23 @@ def buffers(rank: int, world_size: int) -> None:
 
 def test_buffers_start_equal_and_synchronise_on_request() -> None:
     run_ranks(buffers, 2)
+
+
+def under_a_default_device(rank: int, world_size: int, name: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 2))
+    inputs = torch.full((2, 8), rank + 1.0)
+    with torch.device("meta"):  # a tensor that lands there has no values to send
+        wrapped = WRAPPERS[name](model)
+        wrapped.stats()
+        for _ in range(3):
+            wrapped(inputs).square().mean().backward()
+    assert all(x.grad is not None and x.grad.device.type == "cpu" for x in model.parameters())
+
+
+ELSEWHERE = ("naive", "flat", "overlap", "bucketed-auto", "bucketed-zeros")
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_default_device_changes_nothing(name: str) -> None:
+    """``torch.set_default_device("cuda")`` is common in training scripts."""
+    run_case(under_a_default_device, 2, ELSEWHERE, name)

@@ -245,7 +245,7 @@ class Ranks:
         digest = hashlib.sha256(f"{what} {self.step}".encode()).digest()
         number = int.from_bytes(digest[:7], "big")
         # max(x) == -max(-x) exactly when every rank sent the same x.
-        bounds = torch.tensor([number, -number], dtype=torch.int64)
+        bounds = torch.tensor([number, -number], dtype=torch.int64, device="cpu")
         all_reduce(self.control, bounds, dist.ReduceOp.MAX)
         if bounds[0] != -bounds[1]:
             raise self.disagreement(f"it is about to run {what}")
@@ -591,7 +591,7 @@ def all_gather_json(value: Any, communicator: Any) -> list[Any]:
     lengths = [int(each) for each in torch.cat(all_gather(communicator, size)).tolist()]
     longest = max(lengths)
     _check_message_size(longest, lengths.index(longest), communicator.size())
-    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
     padded[: len(message)] = torch.frombuffer(message, dtype=torch.uint8)
     received = all_gather(communicator, padded.to(device))
     return [

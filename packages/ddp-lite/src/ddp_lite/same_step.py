@@ -12,7 +12,7 @@ from ddp_lite.engine import Engine, SideTask
 # 128 elements are compared in 8 steps of a model with 32 parameters or fewer.
 _PARAMETERS, _ELEMENTS = 4, 4
 _COUNT_BITS = 8
-_BITS = torch.arange(32, dtype=torch.int32)
+_BITS = torch.arange(32, dtype=torch.int32, device="cpu")
 _REMEDY = (
     ". Where weights differ on purpose, as in sharpness-aware minimisation, run forward and "
     "backward inside `with wrapped.different_weights():`"
@@ -46,7 +46,7 @@ class SameStep(SideTask):
     def __init__(self, device: torch.device) -> None:
         self.compare_weights = True
         self._bits = _BITS.to(device)
-        counts = torch.arange(2**_COUNT_BITS, dtype=torch.int32)
+        counts = torch.arange(2**_COUNT_BITS, dtype=torch.int32, device="cpu")
         # Rows of a table on the device: a number from the host would be a copy of its own.
         self._counts = ((counts.unsqueeze(1) >> _BITS[:_COUNT_BITS]) & 1).to(device)
         self._parameters: Sequence[nn.Parameter] = ()
@@ -90,7 +90,7 @@ class SameStep(SideTask):
         elif not torch.cuda.is_current_stream_capturing():
             if self._event is None:
                 self._event = torch.cuda.Event()
-                self._flag = torch.zeros((), pin_memory=True)
+                self._flag = torch.zeros((), device="cpu", pin_memory=True)
             assert self._flag is not None
             self._unread = found if self._unread is None else self._unread + found
             self._flag.copy_(self._unread, non_blocking=True)
