@@ -30,7 +30,6 @@ from flashattn_triton.launch import (
     padded,
     stride_numbers,
     tile_view,
-    unit_last_stride,
 )
 from flashattn_triton.mask_and_bias import MaskAndBias
 from flashattn_triton.portable.options import BiasPassOptions, kernel_options
@@ -286,31 +285,6 @@ def bias_pass_kernel(
     tl.store(pointers, total.to(dB_ptr.dtype.element_ty), mask=inside)
 
 
-def triton_bias_backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    grad_out: Tensor,
-    grad_logsumexp: Tensor | None,
-    problem: Problem,
-    tiling: Tiling,
-    mask_and_bias: MaskAndBias,
-) -> Tensor:
-    """Launches the kernels on the arguments of :func:`.backward.triton_backward`.
-
-    Returns:
-        The gradient of ``mask_and_bias.bias``, contiguous, in its shape and dtype; summed in fp32.
-    """
-    query, key, value, out, grad_out = map(unit_last_stride, (query, key, value, out, grad_out))
-    call = bias_call(
-        query, key, value, out, grad_out, grad_logsumexp, problem, tiling, mask_and_bias
-    )
-    tensors = (query, key, value, out, logsumexp, grad_out, grad_logsumexp)
-    return call(*tensors, mask_and_bias)
-
-
 @dataclass(frozen=True, kw_only=True)
 class BiasCall:
     """The kernels on one kind of input: what their launches need, found out once."""
@@ -330,7 +304,7 @@ class BiasCall:
         grad_logsumexp: Tensor | None,
         mask_and_bias: MaskAndBias,
     ) -> Tensor:
-        """The gradient of the bias, of inputs whose last stride is 1."""
+        """The bias's gradient, contiguous, in its shape and dtype; inputs' last stride is 1."""
         bias = mask_and_bias.bias
         assert bias is not None
         statistics = query.new_empty(self.statistics, dtype=torch.float32)

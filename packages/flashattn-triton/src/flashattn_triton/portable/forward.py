@@ -19,6 +19,8 @@ key, E head_dim of value, T tokens of a packed batch. Capital ``_PADDED`` widths
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -41,7 +43,6 @@ from flashattn_triton.launch import (
     register_limit,
     stride_numbers,
     tile_view,
-    unit_last_stride,
 )
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
 from flashattn_triton.portable.options import ForwardOptions, kernel_options
@@ -271,43 +272,13 @@ def flash_forward_kernel(
     tl.store(L_ptr + queries, logsumexp, mask=queries < N_QUERIES)
 
 
-def triton_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    problem: Problem,
-    tiles: Tiles,
-    packing: Packing | None = None,
-    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
-) -> tuple[Tensor, Tensor]:
-    """Launches the forward kernel.
-
-    Args:
-        query: (B, H, N_q, D), or (1, H, T_q, D) of a packed batch; fp16, bf16 or fp32, any strides
-            (copied if the last is not 1).
-        key: (B, G, N_k, D), or (1, G, T_k, D).
-        value: (B, G, N_k, E), or (1, G, T_k, E).
-        problem: mask, scale and soft-cap.
-        tiles: the kernel's shape.
-        packing: where packed sequences start; None for a dense batch.
-        mask_and_bias: ALiBi slopes, a bias, prefixes and sinks, as :func:`resolve_mask_and_bias`
-            returns them.
-
-    Returns:
-        Output (B, H, N_q, E) in the inputs' dtype and logsumexp (B, H, N_q) in fp32.
-    """
-    query, key, value = unit_last_stride(query), unit_last_stride(key), unit_last_stride(value)
-    call = forward_call(query, key, value, problem, tiles, packing, mask_and_bias)
-    return call(query, key, value, packing, mask_and_bias)
-
-
+@dataclass(frozen=True, kw_only=True)
 class ForwardCall:
     """The forward kernel on one kind of input: what its launch needs, found out once."""
 
-    def __init__(self, launch: Launch, out: Layout, logsumexp: Layout) -> None:
-        self.launch = launch
-        self.out = out
-        self.logsumexp = logsumexp
+    launch: Launch
+    out: Layout
+    logsumexp: Layout
 
     def __call__(
         self,
@@ -348,6 +319,16 @@ def forward_call(
     """The call for views of these shapes, strides and types, whose last stride is 1.
 
     It takes tensors as callers have them.
+
+    Args:
+        query: (B, H, N_q, D), or (1, H, T_q, D) of a packed batch; fp16, bf16 or fp32.
+        key: (B, G, N_k, D), or (1, G, T_k, D).
+        value: (B, G, N_k, E), or (1, G, T_k, E).
+        problem: mask, scale and soft-cap.
+        tiles: the kernel's shape.
+        packing: where packed sequences start; None for a dense batch.
+        mask_and_bias: ALiBi slopes, a bias, prefixes and sinks, as :func:`resolve_mask_and_bias`
+            returns them.
     """
     bias, scores = mask_and_bias.bias, (query.shape[2], key.shape[2])
     use_tma = tiles.use_tma and packing is None and can_use_tma(key) and can_use_tma(value)
@@ -424,4 +405,6 @@ def forward_call(
         registers=register_limit(specialization, tiles, dtype, max(head_dim, value_dim)),
     )
     layout = problem.layout
-    return ForwardCall(launch, in_layout(out, layout), in_layout(logsumexp, layout))
+    return ForwardCall(
+        launch=launch, out=in_layout(out, layout), logsumexp=in_layout(logsumexp, layout)
+    )
