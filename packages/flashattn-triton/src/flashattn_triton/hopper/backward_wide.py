@@ -38,6 +38,7 @@ from flashattn_triton.hopper.backward_common import (
     EVERYBODY,
     Q_EMPTY,
     STAGES,
+    UNSPECIALIZED,
     allocate_barriers,
     allocate_buffers,
     allocate_tiles,
@@ -329,12 +330,7 @@ def _consumer(
 # ---- kernel --------------------------------------------------------------------------------------
 
 
-@gluon.jit(
-    do_not_specialize=[
-        *("N_QUERIES", "N_KEYS", "N_KV_HEADS", "HEADS_PER_KV", "offset", "band"),
-        *("scale", "scale_log2", "tanh_scale"),
-    ]
-)
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
 def wide_backward_kernel(
     q_desc,  # (B, H, N_q, D), tiles of (QUERIES, PART)
     k_desc,  # (B, G, N_k, D), tiles of (KEYS, PART)

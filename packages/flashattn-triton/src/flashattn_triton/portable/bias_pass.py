@@ -62,12 +62,13 @@ def _product_by_columns(
 ):  # fmt: skip
     """``a @ bᵀ`` of two tiles in memory, by columns: wide tiles do not fit the registers."""
     COLUMNS: tl.constexpr = OPTIONS.columns
+    PRECISION: tl.constexpr = OPTIONS.precision
     columns = tl.arange(0, COLUMNS)
     product = tl.zeros([a_rows.shape[0], b_rows.shape[0]], tl.float32)
     for _ in range(0, WIDTH_PADDED, COLUMNS):
         a = load_rows(a_tile, a_rows, columns, stride_a, n_a_rows, WIDTH, True)
         b = load_rows(b_tile, b_rows, columns, stride_b, n_b_rows, WIDTH, True)
-        product = dot(a, tl.trans(b), product, OPTIONS.precision, OPTIONS.interpreted)
+        product = dot(a, tl.trans(b), product, PRECISION, OPTIONS.interpreted)
         columns += COLUMNS
     return product
 
@@ -106,6 +107,7 @@ def _gradient_of_scores(
     _, n_queries, n_keys, _, _, _ = mask
     n_heads, heads_per_kv = heads
     bias_ptr, stride_bb, stride_bh, stride_bq, stride_bk = bias
+    PRECISION: tl.constexpr = OPTIONS.precision
     b, h = batch.to(tl.int64), head.to(tl.int64)
     kv_h = h // heads_per_kv
     first, first_key = query_start.to(tl.int64), key_start.to(tl.int64)
@@ -122,8 +124,8 @@ def _gradient_of_scores(
         k_tile = tma_load(k[0], batch, kv_head, key_start, K_TILE_SIZE, OPTIONS.d_padded)
         v_tile = tma_load(v[0], batch, kv_head, key_start, K_TILE_SIZE, OPTIONS.e_padded)
         do_tile = tma_load(do[0], batch, head, query_start, Q_TILE_SIZE, OPTIONS.e_padded)
-        s = dot(q_tile, tl.trans(k_tile), None, OPTIONS.precision, OPTIONS.interpreted)
-        dp = dot(do_tile, tl.trans(v_tile), None, OPTIONS.precision, OPTIONS.interpreted)
+        s = dot(q_tile, tl.trans(k_tile), None, PRECISION, OPTIONS.interpreted)
+        dp = dot(do_tile, tl.trans(v_tile), None, PRECISION, OPTIONS.interpreted)
     else:
         n_rows, n_key_rows = n_queries - query_start, n_keys - key_start
         q_tile, stride_qq = _tile_at(q, b, h, first)

@@ -199,6 +199,8 @@ def flash_forward_kernel(
     in L2, and the last tile, which sees most keys under a causal mask, comes first.
     """
     query_start, batch, head = tile_of_program(N_QUERIES, N_HEADS, Q_TILE_SIZE, True, OPTIONS)
+    D_PADDED: tl.constexpr = OPTIONS.d_padded
+    E_PADDED: tl.constexpr = OPTIONS.e_padded
     b, h = batch.to(tl.int64), head.to(tl.int64)
     kv_head = head // HEADS_PER_KV
     Q_ptr += b * stride_qb + h * stride_qh
@@ -233,8 +235,8 @@ def flash_forward_kernel(
     )
     rows = tile_indices(Q_TILE_SIZE, OPTIONS.wide)
     keys = tile_indices(K_TILE_SIZE, OPTIONS.wide)
-    columns = tl.arange(0, OPTIONS.d_padded)
-    value_columns = tl.arange(0, OPTIONS.e_padded)
+    columns = tl.arange(0, D_PADDED)
+    value_columns = tl.arange(0, E_PADDED)
     queries = query_start + tl.arange(0, Q_TILE_SIZE)
     n_rows = N_QUERIES - query_start
     q_tile = Q_ptr + query_start.to(tl.int64) * stride_qq
@@ -243,7 +245,7 @@ def flash_forward_kernel(
         q = (-q.to(tl.float32)).to(q.dtype)
     scale = tl.abs(scale)
 
-    acc = tl.zeros([Q_TILE_SIZE, OPTIONS.e_padded], tl.float32)
+    acc = tl.zeros([Q_TILE_SIZE, E_PADDED], tl.float32)
     row_sum = tl.zeros([Q_TILE_SIZE], tl.float32)
     row_max = tl.full([Q_TILE_SIZE], float("-inf"), tl.float32)
     if OPTIONS.has_sinks:  # as if each row had seen one key, with the sink as score and value 0
