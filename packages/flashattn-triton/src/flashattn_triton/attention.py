@@ -29,7 +29,8 @@ from flashattn_triton.mistakes import (
     warn_of_alignment,
     warn_of_layout,
 )
-from flashattn_triton.op import BACKWARD, FORWARD, NOTHING, PLAIN, Given, attend, operator_arguments
+from flashattn_triton.op import BACKWARD, FORWARD, PLAIN, attend, operator_arguments
+from flashattn_triton.operator_rules import NOTHING, Given
 from flashattn_triton.problem import (
     CausalArgument,
     Implementation,
