@@ -342,7 +342,7 @@ def wide_backward_kernel(
     dv_desc,  # (B, G, N_k, E), tiles of (OWN, VALUES)
     # From here on, parameters are those of hopper_backward_kernel, but for the counters' shape.
     tiles_ptr,
-    order_counters_ptr,  # (B · H · tiles,) int32, zeros, if ORDERED, else None
+    order_counters_ptr,  # (B · H · tiles,) int32, zeros, if ``ordered``, else None
     N_QUERIES,
     N_KEYS,
     N_KV_HEADS,

@@ -155,7 +155,7 @@ def _gradient_of_scores(
     ]
 )
 def bias_pass_kernel(
-    Q_ptr,  # or if USE_TMA a descriptor of (B, H, N_q, D), as are the next three of theirs
+    Q_ptr,  # or if ``use_tma`` a descriptor of (B, H, N_q, D), as are the next three of theirs
     K_ptr,
     V_ptr,
     dO_ptr,

@@ -151,14 +151,14 @@ def _attend(
 )
 def flash_forward_kernel(
     Q_ptr,
-    K_ptr,  # or if USE_TMA a descriptor of (B, G, N_k, D); so is V_ptr
+    K_ptr,  # or if ``use_tma`` a descriptor of (B, G, N_k, D); so is V_ptr
     V_ptr,
     O_ptr,
     L_ptr,  # (B, H, N_q) or (H, T_q) fp32
     cu_seqlens_q_ptr,  # (B + 1,) int32, or None for a dense batch
     cu_seqlens_k_ptr,
     slopes_ptr,  # (B, H) fp32, or None without ALiBi
-    bias_ptr,  # broadcast to (B, H, N_q, N_k), if BIAS_TMA a descriptor of it, or None
+    bias_ptr,  # broadcast to (B, H, N_q, N_k), if ``bias_tma`` a descriptor of it, or None
     prefix_ptr,  # (B,) int32, or None without a prefix
     sinks_ptr,  # (H,), or None without sinks
     stride_qb,

@@ -133,11 +133,11 @@ def _differentiate_keys(
 
 @triton.jit(do_not_specialize=["N_QUERIES", "N_KEYS", "N_KV_HEADS", "window_left", "window_right"])
 def key_pass_kernel(
-    Q,  # a pointer, or if USE_TMA a descriptor of (B, H, N_q, D); so is dO
+    Q,  # a pointer, or if ``use_tma`` a descriptor of (B, H, N_q, D); so is dO
     K_ptr,
     V_ptr,
     dO,
-    statistics,  # a pointer, or if STATISTICS_BY_TMA a descriptor of (2 · B · H, N_PADDED)
+    statistics,  # a pointer, or if ``statistics_by_tma`` a descriptor of (2 · B · H, N_PADDED)
     dQ,  # fp32, zeroed: a pointer, or a descriptor of (rows, D_PADDED); unused in mode NONE
     dK_ptr,
     dV_ptr,

@@ -103,7 +103,7 @@ def _differentiate_queries(
 @triton.jit(do_not_specialize=["N_QUERIES", "N_KEYS", "N_HEADS", "window_left", "window_right"])
 def query_pass_kernel(
     Q_ptr,
-    K,  # a pointer, or if USE_TMA a descriptor of (B, G, N_k, D); so is V
+    K,  # a pointer, or if ``use_tma`` a descriptor of (B, G, N_k, D); so is V
     V,
     dO_ptr,
     statistics_ptr,  # (B · H, 2, N_PADDED) fp32, see preprocess_kernel
