@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import triton
+from launch_kernels import hopper_backward, hopper_forward
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
@@ -169,11 +170,11 @@ def launch(request: Request) -> None:
     options = new_problem(head_dim=width, **request.options)
     if request.direction == "forward":
         sinks = torch.empty(4, dtype=query.dtype, device="meta") if request.sinks else None
-        forward.hopper_forward(query, key, value, options, packing, sinks=sinks)
+        hopper_forward(query, key, value, options, packing, sinks=sinks)
     else:
         lse = torch.empty(query.shape[:3], device="meta")
         out = query.new_empty(*query.shape[:3], value_width)
-        backward.hopper_backward(query, key, value, out, lse, out, None, options, packing)
+        hopper_backward(query, key, value, out, lse, out, None, options, packing)
 
 
 def compiled(work: Callable[[], None]) -> Iterator[tuple[str, Any]]:

@@ -20,15 +20,13 @@ from typing import Any
 
 import torch
 import triton
+from launch_kernels import triton_backward, triton_bias_backward, triton_forward
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from flashattn_triton.configs import TABLE, Tiling
 from flashattn_triton.launch import Launch, Packing
 from flashattn_triton.mask_and_bias import MaskAndBias
-from flashattn_triton.portable.backward import triton_backward
-from flashattn_triton.portable.bias_pass import triton_bias_backward
-from flashattn_triton.portable.forward import triton_forward
 from flashattn_triton.problem import new_problem
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -118,9 +116,9 @@ def compiled_kernels(request: Request) -> Iterator[tuple[str, Any]]:
         if request.backward:
             lse = torch.empty(shape[:3], device="meta")
             tensors = (query, key, value, value, lse, grad_out, None)
-            triton_backward(*tensors, options, tiling, packing, added)
+            triton_backward(*tensors, options, tiling, packing=packing, mask_and_bias=added)
             if added.bias is not None:
-                triton_bias_backward(*tensors, options, tiling, added)
+                triton_bias_backward(*tensors, options, tiling, mask_and_bias=added)
     finally:
         Launch.__call__ = launch
     yield from kernels

@@ -28,14 +28,13 @@ from typing import Any, Literal
 
 import torch
 import triton.compiler
+from launch_kernels import hopper_backward, hopper_forward, triton_backward, triton_forward
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from flashattn_triton.configs import TABLE
 from flashattn_triton.hopper import backward, forward
 from flashattn_triton.launch import Launch, Packing
-from flashattn_triton.portable.backward import triton_backward
-from flashattn_triton.portable.forward import triton_forward
 from flashattn_triton.problem import Problem, new_problem
 
 HEAD_DIM = 64
@@ -70,10 +69,8 @@ def portable(tensors: list[torch.Tensor], grad_lse: torch.Tensor | None, options
 
 def hopper(tensors: list[torch.Tensor], grad_lse: torch.Tensor | None, options: Any) -> None:
     query, key, value, grad_out, lse = tensors
-    forward.hopper_forward(query, key, value, options)
-    backward.hopper_backward(
-        query, key, value, torch.empty_like(query), lse, grad_out, grad_lse, options
-    )
+    hopper_forward(query, key, value, options)
+    hopper_backward(query, key, value, torch.empty_like(query), lse, grad_out, grad_lse, options)
 
 
 def random_problem(
@@ -140,8 +137,8 @@ def random_hopper_problem(
     scale = generator.random() + 0.01
     options = new_problem(head_dim=head_dims[0], causal=causal, scale=scale)
     lse = torch.empty(query.shape[:3], device="meta")
-    forward.hopper_forward(query, key, value, options, packing)
-    backward.hopper_backward(query, key, value, grad_out, lse, grad_out, None, options, packing)
+    hopper_forward(query, key, value, options, packing)
+    hopper_backward(query, key, value, grad_out, lse, grad_out, None, options, packing)
 
 
 def count_hopper(head_dims: tuple[int, int], *, packed: bool) -> dict[str, int]:

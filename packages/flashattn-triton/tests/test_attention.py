@@ -238,13 +238,13 @@ def test_empty_problems(kind: str, with_sinks: bool, implementation: str, compil
 
 
 @pytest.mark.parametrize("lengths", [(0, 0), (0, 5), (5, 0)], ids=str)
-@pytest.mark.parametrize("implementation", ["tiled", "reference"])
+@pytest.mark.parametrize("implementation", ["tiled", "reference", "triton"])
 def test_empty_packed_problems(lengths: tuple[int, int], implementation: str) -> None:
     n_queries, n_keys = lengths
-    leaves = [torch.randn(n, 2, 8, requires_grad=True) for n in (n_queries, n_keys, n_keys)]
-    out = flash_attention_varlen(
-        *leaves, starts(0, n_queries), starts(0, n_keys), implementation=implementation
-    )
+    shapes = [(n, 2, 8) for n in (n_queries, n_keys, n_keys)]
+    leaves = [torch.randn(shape, device=DEVICE, requires_grad=True) for shape in shapes]
+    both = [starts(0, n, device=DEVICE) for n in lengths]
+    out = flash_attention_varlen(*leaves, *both, implementation=implementation)
     assert out.shape == (n_queries, 2, 8)
     assert not out.any()
     out.sum().backward()

@@ -215,3 +215,12 @@ def test_tensors_that_the_tma_cannot_read_take_the_portable_tier() -> None:
     assert "not the Hopper tier: key's strides must be positive multiples of 8" in text
     with pytest.raises(ValueError, match="'hopper' cannot run this: key's strides"):
         explain(q, shared, q, implementation="hopper")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [(0, 0), (0, 5), (5, 0)], ids=str)
+def test_packed_batches_without_scores_take_the_portable_tier(lengths: tuple[int, int]) -> None:
+    q, k = (torch.empty(1, 2, n, 64, device="cuda", dtype=torch.bfloat16) for n in lengths)
+    problem = new_problem("thd", 64, lengths)
+    plan = dispatch.choose(q, k, k, problem)
+    assert (plan.tier, plan.runs_hopper_backward(problem)) == ("triton", False)

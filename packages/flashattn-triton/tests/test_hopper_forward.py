@@ -21,7 +21,7 @@ def hopper_forward(monkeypatch: pytest.MonkeyPatch) -> Any:
     refusal = triton_versions.refusal()
     if refusal is not None:
         pytest.skip(refusal)
-    from flashattn_triton.hopper.forward import hopper_forward
+    from launch_kernels import hopper_forward
 
     empty = torch.Tensor.new_empty_strided
 

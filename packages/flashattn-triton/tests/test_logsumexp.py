@@ -178,7 +178,7 @@ def test_transforms_with_sinks(implementation: Any) -> None:
 def test_the_kernel_of_the_gradient_of_sinks(dtype: torch.dtype, with_lse: bool) -> None:
     """Against its formula: any strides, a last tile of two rows, a head_dim that is padded."""
     pytest.importorskip("triton")
-    from flashattn_triton.portable.sinks_pass import triton_sinks_backward
+    from launch_kernels import triton_sinks_backward
 
     sinks = torch.randn(3, device=DEVICE, dtype=dtype)
     out, grad_out = (

@@ -1,12 +1,18 @@
 """Compares the PTX that every shipped configuration compiles to between two commits.
 
-    python tools/compare_ptx.py BASE [OTHER] [--architectures 90 80] [--only hopper] [--keep FOLDER]
+    python tools/compare_ptx.py BASE [OTHER] [--architectures 90 80] [--only hopper] [--match TEXT]
+                                [--assemble] [--keep FOLDER]
 
 BASE and OTHER are commits; without OTHER it is the working tree. A change of the package that
 should not change what a GPU runs, such as another way to pass arguments, prints "0 differ". No GPU
 is needed: the compiler stops before ptxas, whose program is a function of the PTX. Each side is
 compiled by its own tests/compile_kernels.py and tests/compile_hopper.py, which call the launchers.
 Line numbers are left out of the PTX, because every edit moves them.
+
+A change of the source often only orders or names the PTX in another way. ``--assemble`` has ptxas
+assemble the kernels that differ: those with the same machine code differ no more, and of the others
+registers, spilled bytes and instructions are printed on both sides. ``--match`` is a regular
+expression for the requests, which are JSON.
 
 ``--triton FOLDER`` compiles with the Triton that is installed there instead (``uv pip install
 --no-deps --target FOLDER triton==3.6.0``). ``--keep FOLDER`` leaves the PTX of OTHER in a folder,
@@ -21,6 +27,7 @@ import functools
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -41,6 +48,10 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"options": {"causal": True}, "tensors": ["alibi_slopes", "bias", "prefix_lengths"]},
     {"options": {"causal": True}, "packed": True},
 )
+
+
+#: Before the options of ptxas, in the last line of PTX.
+OPTIONS = "// ptxas "
 
 
 def wanted(package: Path, only: str | None, architectures: Sequence[int]) -> list[list[Any]]:
@@ -78,7 +89,9 @@ def compile_here(tests: Path, folder: Path) -> None:
         for position, (name, kernel) in enumerate(kernels):
             seen[name] += 1
             file = f"{number}-{position}-{name}.ptx"
-            (folder / file).write_text(kernel.asm["ptx"], encoding="utf-8")
+            options = getattr(getattr(kernel, "metadata", None), "ptx_options", None) or ""
+            text = f"{kernel.asm['ptx']}{OPTIONS}{options}\n" if options else kernel.asm["ptx"]
+            (folder / file).write_text(text, encoding="utf-8")
             index[f"{kind} {name} {seen[name]} {json.dumps(given, sort_keys=True)}"] = file
     (folder / "index.json").write_text(json.dumps(index), encoding="utf-8")
 
@@ -143,13 +156,63 @@ def kernels(folder: Path, requests: Sequence[Any]) -> dict[str, str]:
     }
 
 
-def report(base: dict[str, str], other: dict[str, str]) -> bool:
+@dataclasses.dataclass(frozen=True)
+class MachineCode:
+    """What ptxas makes of a kernel."""
+
+    registers: int
+    spills: int
+    code: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """All but the code itself."""
+        return (
+            f"{self.registers} registers, {self.spills} bytes spilled, "
+            f"{len(self.code)} instructions"
+        )
+
+
+def assembled(ptx: str, triton: Path | None) -> MachineCode:
+    """The machine code of a kernel, by the ptxas that comes with Triton."""
+    package = triton / "triton" if triton else Path(importlib.import_module("triton").__path__[0])
+    tools = package / "backends/nvidia/bin"
+    (architecture,) = re.findall(r"^\.target (\w+)", ptx, re.M)
+    options = [x for line in ptx.splitlines() if line.startswith(OPTIONS)
+               for x in line.removeprefix(OPTIONS).split()]  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        source, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        source.write_text(ptx, encoding="utf-8")
+        said, listing = (
+            subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                           text=True).stdout
+            for command in (
+                [tools / "ptxas", "-v", f"-arch={architecture}", *options, source, "-o", cubin],
+                [tools / "cuobjdump", "-sass", cubin],
+            )
+        )  # fmt: skip
+    return MachineCode(
+        registers=int(re.findall(r"Used (\d+) registers", said)[0]),
+        spills=sum(int(n) for n in re.findall(r"(\d+) bytes spill", said)),
+        code=tuple(re.findall(r"/\*[0-9a-f]{4,6}\*/\s+(.*?;)", listing)),
+    )
+
+
+def report(
+    base: dict[str, str], other: dict[str, str], assemble: bool = False, triton: Path | None = None
+) -> bool:
     """Prints what differs, and whether nothing does."""
     both = base.keys() & other.keys()
     different = sorted(name for name in both if base[name] != other[name])
     lone = sorted(base.keys() ^ other.keys())
+    if assemble:
+        codes = {name: [assembled(x[name], triton) for x in (base, other)] for name in different}
+        same = [name for name, (before, after) in codes.items() if before.code == after.code]
+        print(f"{len(same)} kernels have other PTX and the same machine code")
+        different = [name for name in different if name not in same]
     for name in different:
         print(f"differs: {name}")
+        if assemble:
+            print("    BASE  {}\n    OTHER {}".format(*codes[name]))
     for name in lone:
         print(f"only in {'BASE' if name in base else 'OTHER'}: {name}")
     print(f"{len(both)} kernels compared: {len(different)} differ; {len(lone)} on one side only")
@@ -165,6 +228,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("other", nargs="?", help="commit; the working tree if left out")
     parser.add_argument("--architectures", type=int, nargs="+", default=[90])
     parser.add_argument("--only", choices=SCRIPTS)
+    parser.add_argument("--match", default="", help="regular expression that requests contain")
+    parser.add_argument("--assemble", action="store_true", help="compare machine code")
     parser.add_argument("--triton", type=Path, help="folder of another Triton")
     parser.add_argument("--keep", type=Path, help="folder for the PTX of OTHER")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
@@ -176,7 +241,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         packages = {"other": check_out(given.other, Path(scratch) / "other-package")}
         if kept is None:
             packages["base"] = check_out(given.base, Path(scratch) / "base-package")
-        requests = wanted(packages["other"], given.only, given.architectures)
+        requests = [
+            request
+            for request in wanted(packages["other"], given.only, given.architectures)
+            if re.search(given.match, json.dumps(request))
+        ]
         parts = max(1, given.jobs // len(packages))
         with ThreadPoolExecutor(given.jobs) as pool:
             running = [
@@ -193,7 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for each in running:
                 each.result()
         base, other = (kernels(folders[side], requests) for side in ("base", "other"))
-        return 0 if report(base, other) else 1
+        return 0 if report(base, other, given.assemble, given.triton) else 1
 
 
 if __name__ == "__main__":

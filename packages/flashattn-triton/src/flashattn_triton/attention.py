@@ -29,7 +29,8 @@ from flashattn_triton.mistakes import (
     warn_of_alignment,
     warn_of_layout,
 )
-from flashattn_triton.op import BACKWARD, FORWARD, NOTHING, PLAIN, Given, attend, operator_arguments
+from flashattn_triton.op import BACKWARD, FORWARD, PLAIN, attend, operator_arguments
+from flashattn_triton.operator_rules import NOTHING, Given
 from flashattn_triton.problem import (
     CausalArgument,
     Implementation,
@@ -44,7 +45,6 @@ from flashattn_triton.problem import (
     heads_first,
     new_problem,
     normalise_flag,
-    problem_of,
 )
 
 _LENGTHS = (int, type(None))
@@ -173,7 +173,7 @@ def flash_attention(
     if torch._C._is_any_autocast_enabled():
         query, key, value = _autocast(query, key, value)
     _, first, second, head_dim = query.shape
-    problem = problem_of(
+    problem = new_problem(
         layout, head_dim, (0, 0), causal, scale, window, softcap, deterministic, implementation,
         tiling,
     )  # fmt: skip
@@ -319,7 +319,7 @@ def flash_attention_varlen(
     elif max_seqlen_k is not None:
         longest = (lengths[0], max_seqlen_k)
     try:
-        problem = problem_of("thd", query.shape[-1], longest, **keywords)
+        problem = new_problem("thd", query.shape[-1], longest, **keywords)
     except TypeError:
         _refuse_keywords_of_packed_calls({**keywords})
         raise

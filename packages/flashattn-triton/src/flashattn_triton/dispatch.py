@@ -115,8 +115,11 @@ def choose(
         problem = replace(problem, tiling=tiling)
     kind = (query.device, query.dtype, (query.shape[-1], value.shape[-1]))
     plan = _choose(*kind, problem, tensors)
-    if not problem.packed and (query.numel() == 0 or key.numel() == 0) and plan.tiling is not None:
-        return Plan(tier="tiled", tiling=None, reason="no scores: there is nothing to launch")
+    if (query.numel() == 0 or key.numel() == 0) and plan.tiling is not None:
+        reason = "no scores: there is nothing to compute"  # and nothing that the TMA can read
+        if problem.packed:
+            return Plan(tier="triton", tiling=plan.tiling, reason=reason)
+        return Plan(tier="tiled", tiling=None, reason=reason)
     if plan.tier != "hopper":
         return plan
     for name, x in (("query", query), ("key", key), ("value", value)):

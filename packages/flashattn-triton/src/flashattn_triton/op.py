@@ -1,7 +1,7 @@
 """The operators ``forward`` and ``backward``, their one derivative, and the cache before kernels.
 
 Both are in ``torch.ops.flashattn_triton``: opaque to compilers, each with fake results (shapes and
-strides), a batching rule and a formula for its floating-point operations. Tensors are in the layout
+strides), and the rules of :mod:`~flashattn_triton.operator_rules`. Tensors are in the layout
 of the problem, as callers have them; a problem travels as numbers (:meth:`Problem.pack`).
 
     attend      plain tensors   CachedCall, inside Attend where a gradient is wanted
@@ -31,25 +31,30 @@ from torch.utils.flop_counter import register_flop_formula
 from flashattn_triton.dispatch import choose
 from flashattn_triton.inputs import check_inputs, check_starts
 from flashattn_triton.launch import Packing, dot_precision, empty_result, empty_row_statistic
-from flashattn_triton.logsumexp import add_sinks, sinks_gradient
 from flashattn_triton.mask_and_bias import (
-    NAMES,
     NO_MASK_OR_BIAS,
     MaskAndBias,
     mask_and_bias_of,
     normalised,
 )
+from flashattn_triton.operator_rules import (
+    BIAS,
+    GIVEN,
+    NOTHING,
+    RESULTS,
+    SINKS,
+    STARTS,
+    TENSORS,
+    Given,
+    backward_flops,
+    forward_flops,
+    vmap_backward,
+    vmap_forward,
+)
 from flashattn_triton.problem import Problem, heads_first
 from flashattn_triton.tiers import Needs, forward_launcher, gradients_launcher
 
-# Tensors that may come with query, key and value, in the order of the operators' arguments.
-GIVEN = (*NAMES, "cu_seqlens_q", "cu_seqlens_k")
-BIAS, SINKS, STARTS = 1, 3, 4
-Given = tuple[Tensor | None, ...]
-NOTHING: Given = (None,) * len(GIVEN)
 _ONLY_INPUTS: Needs = (True, False, False)
-_TENSORS = 3 + len(GIVEN)  # of the operator ``forward``
-_RESULTS = 4  # that ``backward`` takes behind query, key and value
 PLAIN = (Tensor, torch.nn.Parameter)
 
 # ---- the cache -----------------------------------------------------------------------------------
@@ -267,7 +272,7 @@ def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tupl
 
 
 def _fake_backward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    *arguments, needs = rest[_RESULTS:]
+    *arguments, needs = rest[RESULTS:]
     layout = arguments[len(GIVEN)]
     gradients = [
         empty_result(x, x.shape[-1], layout) if needs[0] else query.new_empty(0)
@@ -413,112 +418,16 @@ def _differentiable(
     return kernel
 
 
-# ---- torch.func.vmap -----------------------------------------------------------------------------
-
-
-def _fold(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
-    """Moves a batched dimension in front of the batch and merges the two."""
-    if x is None:
-        return None
-    x = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-    return x.flatten(0, 1)
-
-
-def _check_mapped(given: Sequence[Tensor | None]) -> None:
-    if given[STARTS] is not None:
-        raise ValueError(
-            "vmap over packed sequences is not supported: add the sequences to cu_seqlens"
-        )
-    for name, x in zip(GIVEN[:SINKS], given, strict=False):
-        if x is not None:
-            raise ValueError(
-                f"{name} must be None under torch.func.vmap, but got one. Make the mapped "
-                f"dimension a part of the batch."
-            )
-
-
-def _vmap_forward(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[Any, Any]:
-    size, given, numbers = info.batch_size, list(arguments[3:_TENSORS]), arguments[_TENSORS:]
-    _check_mapped(given)
-    sinks, sinks_dim = given[SINKS], in_dims[3 + SINKS]
-    if sinks_dim is not None:
-        given[SINKS] = None
-    folded = [_fold(x, dim, size) for x, dim in zip(arguments[:3], in_dims, strict=False)]
-    out, lse = (x.unflatten(0, (size, -1)) for x in FORWARD(*folded, *given, *numbers))
-    if sinks_dim is not None:
-        out, lse = add_sinks(out, lse, sinks.movedim(sinks_dim, 0)[:, None], numbers[0])
-    return (out, lse), (0, 0)
-
-
-def _vmap_backward(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[Any, Any]:
-    size, n = info.batch_size, 3 + _RESULTS
-    given = arguments[n : n + len(GIVEN)]
-    *numbers, needs = arguments[n + len(GIVEN) :]
-    _check_mapped(given)
-    folded: list[Any] = [
-        _fold(x, dim, size) for x, dim in zip(arguments[:n], in_dims, strict=False)
-    ]
-    # The backward pass knows sinks by the logsumexp.
-    computed = BACKWARD(*folded, *NOTHING, *numbers, [needs[0], False, False])
-    nothing = computed[3].new_empty(size, 0)
-    gradients = [x.unflatten(0, (size, -1)) if needs[0] else nothing for x in computed[:3]]
-    dsinks = nothing
-    if needs[2]:
-        sinks, dim = given[SINKS], in_dims[n + SINKS]
-        sinks = sinks.expand(size, -1) if dim is None else sinks.movedim(dim, 0)
-        results: list[Any] = [None if x is None else x.unflatten(0, (size, -1)) for x in folded[3:]]
-        out, lse, grad_out, grad_lse = results
-        if numbers[0] == "bshd":
-            out, grad_out = out.transpose(-3, -2), grad_out.transpose(-3, -2)
-        dsinks = sinks_gradient(sinks, out, lse, grad_out, grad_lse)
-    return (*gradients, nothing, dsinks), (0,) * 5
-
-
-# ---- floating-point operations -------------------------------------------------------------------
-
-
-def _products(query: Tensor, key: Tensor, value: Tensor, rest: Sequence[Any]) -> tuple[int, int]:
-    """Operations of one product over D, and over E, of all queries with all keys.
-
-    As PyTorch counts its own attention: without regard to masks, two for each multiplication and
-    addition. Lengths of packed sequences count if they can be read, else the longest of them.
-    """
-    starts, (layout, *longest) = rest[STARTS : len(GIVEN)], rest[len(GIVEN) : len(GIVEN) + 3]
-    heads = query.shape[-2 if layout != "bhsd" else -3]
-    if layout == "thd":
-        lengths = [
-            [n] * (x.shape[0] - 1) if x.is_meta else x.diff().tolist()
-            for x, n in zip(starts, longest, strict=True)
-        ]
-        pairs = sum(n_q * n_k for n_q, n_k in zip(*lengths, strict=True))
-    else:
-        rows = -2 if layout == "bhsd" else -3
-        pairs = query.shape[0] * query.shape[rows] * key.shape[rows]
-    return 2 * heads * pairs * query.shape[-1], 2 * heads * pairs * value.shape[-1]
-
-
-def _forward_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, out_val: Any) -> int:
-    return sum(_products(query, key, value, rest))
-
-
-def _backward_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, out_val: Any) -> int:
-    """S, dQ and dK are over D; dP and dV over E."""
-    over_d, over_e = _products(query, key, value, rest[_RESULTS:])
-    of_inputs, of_bias, _ = rest[-1]
-    total = 3 * over_d + 2 * over_e if of_inputs else 0
-    return total + over_d + over_e if of_bias else total
-
-
 # ---- registration --------------------------------------------------------------------------------
 
 for _name, _operator, _apply, _n_tensors, _run, _fake, _vmap, _flops in (
     (
-        "forward", FORWARD, lambda *given: Attend.apply(given[_TENSORS:], *given[:_TENSORS]),
-        _TENSORS, _forward, _fake_forward, _vmap_forward, _forward_flops,
+        "forward", FORWARD, lambda *given: Attend.apply(given[TENSORS:], *given[:TENSORS]),
+        TENSORS, _forward, _fake_forward, vmap_forward, forward_flops,
     ),
     (
-        "backward", BACKWARD, _AttendBackward.apply, _TENSORS + _RESULTS, _backward,
-        _fake_backward, _vmap_backward, _backward_flops,
+        "backward", BACKWARD, _AttendBackward.apply, TENSORS + RESULTS, _backward,
+        _fake_backward, vmap_backward, backward_flops,
     ),
 ):  # fmt: skip
     _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")

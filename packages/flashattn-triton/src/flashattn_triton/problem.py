@@ -181,44 +181,6 @@ _problems: dict[Any, Problem] = {}
 _LIMIT = 4096
 
 
-def problem_of(
-    layout: str | None,
-    head_dim: int,
-    longest: tuple[int, int] = (0, 0),
-    causal: CausalArgument = False,
-    scale: float | None = None,
-    window: Window | None = None,
-    softcap: float | None = None,
-    deterministic: bool | None = None,
-    implementation: Implementation = "auto",
-    tiling: Tiling | None = None,
-) -> Problem:
-    """:func:`new_problem` of the same arguments, found again if they are not new.
-
-    Equal values of unequal types (True and 1) are not equally valid, so types are part of the key.
-    """
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    arguments = (
-        layout, head_dim, longest, causal, scale, window, softcap, deterministic, implementation,
-        tiling,
-    )  # fmt: skip
-    if torch.compiler.is_compiling():  # which traces what is read from a dictionary as a constant
-        return new_problem(*arguments)
-    sides = None if window is None else tuple(map(type, window)) if type(window) is tuple else 0
-    key = (*arguments, type(causal), type(scale), type(softcap), type(deterministic), sides)
-    try:
-        problem = _problems.get(key)
-    except TypeError:  # an argument that cannot be hashed, valid or not
-        return new_problem(*arguments)
-    if problem is None:
-        problem = new_problem(*arguments)
-        if len(_problems) >= _LIMIT:
-            _problems.clear()
-        _problems[key] = problem
-    return problem
-
-
 def new_problem(
     layout: str | None = None,
     head_dim: int = 0,
@@ -231,7 +193,7 @@ def new_problem(
     implementation: Implementation = "auto",
     tiling: Tiling | None = None,
 ) -> Problem:
-    """User arguments to a problem.
+    """User arguments to a problem, which is found again if they are not new.
 
     Args:
         layout: of the tensors: "bhsd", "bshd", "thd" for packed sequences; None means "bhsd".
@@ -250,19 +212,44 @@ def new_problem(
         ValueError: an argument is outside what is listed above.
         TypeError: ``tiling`` is no :class:`~flashattn_triton.Tiling`.
     """
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    arguments = (
+        layout, head_dim, longest, causal, scale, window, softcap, deterministic, implementation,
+        tiling,
+    )  # fmt: skip
+    if torch.compiler.is_compiling():  # which traces what is read from a dictionary as a constant
+        return _checked(*arguments)
+    # Equal values of unequal types (True and 1) are not equally valid.
+    sides = None if window is None else tuple(map(type, window)) if type(window) is tuple else 0
+    key = (*arguments, type(causal), type(scale), type(softcap), type(deterministic), sides)
+    try:
+        problem = _problems.get(key)
+    except TypeError:  # an argument that cannot be hashed, valid or not
+        return _checked(*arguments)
+    if problem is None:
+        problem = _checked(*arguments)
+        if len(_problems) >= _LIMIT:
+            _problems.clear()
+        _problems[key] = problem
+    return problem
+
+
+def _checked(
+    layout: Any, head_dim: int, longest: Any, causal: Any, scale: Any, window: Any, softcap: Any,
+    deterministic: Any, implementation: Any, tiling: Any,
+) -> Problem:  # fmt: skip
     if layout != "thd":
         check_layout(layout)
     check_implementation(implementation)
     check_tiling_type(tiling)
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
     return Problem(
         causal=_normalise_causal(causal),
         scale=_normalise_scale(scale, head_dim),
         window=_normalise_window(window),
         softcap=_normalise_softcap(softcap),
         deterministic=normalise_flag("deterministic", deterministic),
-        layout="bhsd" if layout is None else layout,  # type: ignore[arg-type]
+        layout="bhsd" if layout is None else layout,
         longest=longest,
         implementation=implementation,
         tiling=tiling,

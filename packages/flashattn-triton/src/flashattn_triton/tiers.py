@@ -44,10 +44,8 @@ def forward_launcher(
     """What launches the forward pass of such tensors by the tier of ``plan``."""
     tensors = (query, key, value)
     if plan.tier == "hopper":
-        from flashattn_triton.hopper.forward import hopper_forward_call, no_scores
+        from flashattn_triton.hopper.forward import hopper_forward_call
 
-        if query.numel() == 0 or key.numel() == 0:
-            return functools.partial(_through_views, no_scores, problem.layout)
         q, k, v = _views(tensors, problem)
         return hopper_forward_call(q, k, v, problem, packing, mask_and_bias.sinks)
     if plan.tiling is None:
@@ -109,15 +107,11 @@ def _backward_launcher(
     packing: Packing | None,
     mask_and_bias: MaskAndBias,
 ) -> BackwardLauncher:
-    query, key, _, _, _, _, grad_lse = tensors
-    assert query is not None
-    assert key is not None
+    grad_lse = tensors[6]
     rows = [x for i in _ROWS_OF_BACKWARD if (x := tensors[i]) is not None]
     if plan.runs_hopper_backward(problem):
-        from flashattn_triton.hopper.backward import hopper_backward_call, no_gradients
+        from flashattn_triton.hopper.backward import hopper_backward_call
 
-        if query.numel() == 0 or key.numel() == 0:  # which no descriptor can express
-            return functools.partial(_gradients_through_views, no_gradients, problem.layout)
         return hopper_backward_call(
             _views(rows, problem), _rows_view(grad_lse, problem), problem, packing
         )
@@ -208,29 +202,6 @@ def _on_copies(
         return call(*readable)
 
     return launch
-
-
-def _through_views(
-    call: ForwardLauncher,
-    layout: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packing: Packing | None = None,
-    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
-) -> tuple[Tensor, Tensor]:
-    """``call``, which takes and returns (B, H, N, D), on tensors in ``layout``."""
-    views = [heads_first(x, layout) for x in (query, key, value)]
-    out, lse = call(*views, packing, mask_and_bias)
-    # A Function refuses to have its output changed in place if that is a view.
-    return as_given(out, layout).detach(), (lse.squeeze(0).detach() if layout == "thd" else lse)
-
-
-def _gradients_through_views(
-    call: BackwardLauncher, layout: str, *tensors: Any
-) -> tuple[Tensor | None, ...]:
-    dq, dk, dv = call(*(heads_first(x, layout) for x in tensors[:3]))
-    return tuple(as_given(x, layout) for x in (dq, dk, dv) if x is not None)
 
 
 def _tiled_forward(

@@ -52,47 +52,6 @@ KERNELS: dict[int, tuple[Any, int]] = {
 }
 
 
-def hopper_backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    grad_out: Tensor,
-    grad_logsumexp: Tensor | None,
-    problem: Problem,
-    packing: Packing | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Launches the backward kernels on inputs that ``eligibility`` has not refused.
-
-    Args:
-        query: and ``key``, ``value``, ``problem``, ``packing``: as given to the forward pass.
-        out: its output, (B, H, N_q, D).
-        logsumexp: its logsumexp, contiguous (B, H, N_q) fp32.
-        grad_out: dO, the shape of ``out``. It and the tensors above may have any strides, and are
-            copied where the TMA cannot follow them; what is the same for all heads, as the
-            gradient of a sum is, once.
-        grad_logsumexp: dL, the shape of ``logsumexp``, or None for zero.
-
-    Returns:
-        dQ, dK and dV in the inputs' shapes and dtype. dQ is accumulated in fp32; in any order,
-        unless ``problem`` asks for deterministic gradients.
-    """
-    if query.numel() == 0 or key.numel() == 0:
-        return no_gradients(query, key, value)
-    tensors = (query, key, value, out, grad_out)
-    call = hopper_backward_call(tensors, grad_logsumexp, problem, packing)
-    return call(query, key, value, out, logsumexp, grad_out, grad_logsumexp, packing)
-
-
-def no_gradients(
-    query: Tensor, key: Tensor, value: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK and dV where there is no query, or no key: no descriptor can express that."""
-    dq, dk, dv = (empty_output(x, x.shape[3]).zero_() for x in (query, key, value))
-    return dq, dk, dv
-
-
 # Shape and strides of what is copied of a tensor; an empty tuple stands for all of it.
 Part = tuple[tuple[int, ...], Strides] | tuple[()]
 
@@ -225,7 +184,16 @@ def hopper_backward_call(
 ) -> HopperBackwardCall:
     """The call for views of Q, K, V, O and dO of these shapes, strides and types.
 
-    It takes tensors as callers have them.
+    It takes tensors as callers have them, and returns dQ, dK and dV in the inputs' shapes and
+    dtype. dQ is accumulated in fp32; in any order, unless ``problem`` asks for deterministic
+    gradients.
+
+    Args:
+        tensors: may have any strides, and are copied where the TMA cannot follow them; what is the
+            same for all heads, as the gradient of a sum is, once.
+        grad_logsumexp: dL, (B, H, N_q), or None for zero.
+        problem: as given to the forward pass, as ``packing``.
+        packing: see ``problem``.
     """
     query, key, value, out, _ = tensors
     device, dtype = query.device, query.dtype

@@ -36,6 +36,7 @@ from flashattn_triton.hopper.backward_common import (
     CONSUMERS,
     EVERYBODY,
     STAGES,
+    UNSPECIALIZED,
     allocate_barriers,
     allocate_buffers,
     allocate_tiles,
@@ -334,12 +335,7 @@ def _consumer(
 # ---- kernel --------------------------------------------------------------------------------------
 
 
-@gluon.jit(
-    do_not_specialize=[
-        *("N_QUERIES", "N_KEYS", "N_KV_HEADS", "HEADS_PER_KV", "offset", "band"),
-        *("scale", "scale_log2", "tanh_scale"),
-    ]
-)
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
 def backward_256_kernel(
     q_desc,  # (B, H, N_q, D), tiles of (TILE, WIDTH), as all but the statistics'
     k_desc,  # (B, G, N_k, D)

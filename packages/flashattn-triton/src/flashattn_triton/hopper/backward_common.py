@@ -53,6 +53,12 @@ DS_WRITTEN = gl.constexpr(4)
 CONSUMERS = gl.constexpr(256)  # threads
 EVERYBODY = gl.constexpr(384)
 
+# Parameters whose values compile nothing anew.
+UNSPECIALIZED = (
+    *("N_QUERIES", "N_KEYS", "N_KV_HEADS", "HEADS_PER_KV", "offset", "band"),
+    *("scale", "scale_log2", "tanh_scale"),
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardOptions:

@@ -24,13 +24,13 @@ that would be a fifth (D = 64) or a tenth (128) of the traffic of shared memory,
 With a soft-cap c the tanh T of S · scale / c takes the place of S. L / c is subtracted from T, and
 dS has a factor 1 - T².
 
-The order in which programs add to dQ is not fixed unless ORDERED. Then each tile of dQ has an order
-counter, and programs add to the tile in the order of their tiles of keys, from the last to the
-first. The producer waits until the program's predecessors, those with later keys, have incremented
-the counter, lets the consumers add, and increments it when they have. Under a causal mask the wait
-is short: each program begins at its diagonal, the first tile of queries that sees its keys, and its
-predecessors begin at later tiles. Predecessors have smaller program indices, and the hardware
-starts those first, so that no program waits for one that cannot start.
+The order in which programs add to dQ is not fixed unless ``ordered``. Then each tile of dQ has an
+order counter, and programs add to the tile in the order of their tiles of keys, from the last to
+the first. The producer waits until the program's predecessors, those with later keys, have
+incremented the counter, lets the consumers add, and increments it when they have. Under a causal
+mask the wait is short: each program begins at its diagonal, the first tile of queries that sees its
+keys, and its predecessors begin at later tiles. Predecessors have smaller program indices, and the
+hardware starts those first, so that no program waits for one that cannot start.
 
 Without a mask all programs of a head would begin at its first tile of queries, and each would wait
 for all before it. Where ``schedule.ring_of`` says so, they form a ring instead: each begins at the
@@ -59,6 +59,7 @@ from flashattn_triton.hopper.backward_common import (
     EVERYBODY,
     Q_EMPTY,
     STAGES,
+    UNSPECIALIZED,
     allocate_barriers,
     allocate_buffers,
     allocate_tiles,
@@ -284,12 +285,7 @@ def _consumer(
 # ---- kernel --------------------------------------------------------------------------------------
 
 
-@gluon.jit(
-    do_not_specialize=[
-        *("N_QUERIES", "N_KEYS", "N_KV_HEADS", "HEADS_PER_KV", "offset", "band"),
-        *("scale", "scale_log2", "tanh_scale"),
-    ]
-)
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
 def hopper_backward_kernel(
     q_desc,  # (B, H, N_q, D), tiles of (QUERIES, D)
     k_desc,  # (B, G, N_k, D), tiles of (KEYS, D)
@@ -299,8 +295,8 @@ def hopper_backward_kernel(
     dq_ptr,  # (B · H · tiles · QUERIES, D) fp32, each 64 rows in the order of fragment_offsets
     dk_desc,  # (B, G, N_k, D), tiles of (OWN, D)
     dv_desc,
-    tiles_ptr,  # the table of schedule.packed_tiles_kernel, of keys, if PACKED, else None
-    order_counters_ptr,  # (B · H · tiles,) int32, zeros, if ORDERED, else None
+    tiles_ptr,  # the table of schedule.packed_tiles_kernel, of keys, if ``packed``, else None
+    order_counters_ptr,  # (B · H · tiles,) int32, zeros, if ``ordered``, else None
     N_QUERIES,
     N_KEYS,
     N_KV_HEADS,

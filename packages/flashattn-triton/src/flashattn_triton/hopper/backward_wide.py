@@ -38,6 +38,7 @@ from flashattn_triton.hopper.backward_common import (
     EVERYBODY,
     Q_EMPTY,
     STAGES,
+    UNSPECIALIZED,
     allocate_barriers,
     allocate_buffers,
     allocate_tiles,
@@ -329,12 +330,7 @@ def _consumer(
 # ---- kernel --------------------------------------------------------------------------------------
 
 
-@gluon.jit(
-    do_not_specialize=[
-        *("N_QUERIES", "N_KEYS", "N_KV_HEADS", "HEADS_PER_KV", "offset", "band"),
-        *("scale", "scale_log2", "tanh_scale"),
-    ]
-)
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
 def wide_backward_kernel(
     q_desc,  # (B, H, N_q, D), tiles of (QUERIES, PART)
     k_desc,  # (B, G, N_k, D), tiles of (KEYS, PART)
@@ -346,7 +342,7 @@ def wide_backward_kernel(
     dv_desc,  # (B, G, N_k, E), tiles of (OWN, VALUES)
     # From here on, parameters are those of hopper_backward_kernel, but for the counters' shape.
     tiles_ptr,
-    order_counters_ptr,  # (B · H · tiles,) int32, zeros, if ORDERED, else None
+    order_counters_ptr,  # (B · H · tiles,) int32, zeros, if ``ordered``, else None
     N_QUERIES,
     N_KEYS,
     N_KV_HEADS,

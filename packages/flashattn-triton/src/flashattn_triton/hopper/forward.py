@@ -39,49 +39,6 @@ from flashattn_triton.problem import Problem
 LOG2_E = 1.4426950408889634
 
 
-def hopper_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    problem: Problem,
-    packing: Packing | None = None,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Launches the forward kernel on inputs that ``eligibility`` has not refused.
-
-    Args:
-        query: (B, H, N_q, D), or (1, H, T_q, D) of a packed batch; fp16 or bf16, D a multiple of 8
-            up to 256.
-        key: (B, G, N_k, D), or (1, G, T_k, D).
-        value: (B, G, N_k, E), E a multiple of 8 up to 256.
-        problem: mask, window and scale; its layout is "bhsd".
-        packing: where packed sequences start; None for a dense batch.
-        sinks: (H,), floating and contiguous, or None.
-
-    Returns:
-        Output (B, H, N_q, E) in the inputs' dtype and logsumexp (B, H, N_q) in fp32.
-    """
-    mask_and_bias = MaskAndBias(sinks=sinks)
-    if packing is not None and (query.numel() == 0 or key.numel() == 0):
-        return no_scores(query, key, value, packing, mask_and_bias)
-    call = hopper_forward_call(query, key, value, problem, packing, sinks)
-    return call(query, key, value, packing, mask_and_bias)
-
-
-def no_scores(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packing: Packing | None = None,
-    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
-) -> tuple[Tensor, Tensor]:
-    """Output and logsumexp where there is no query, or no key: no descriptor can express that."""
-    out = empty_output(query, value.shape[3]).zero_()
-    lse = empty_row_statistic(query).fill_(-float("inf"))
-    sinks = mask_and_bias.sinks
-    return out, lse if sinks is None else lse.copy_(sinks[:, None])
-
-
 @dataclass(frozen=True, kw_only=True)
 class HopperForwardCall:
     """The forward kernel on one kind of input: what its launch needs, found out once.
@@ -135,9 +92,18 @@ def hopper_forward_call(
     packing: Packing | None = None,
     sinks: Tensor | None = None,
 ) -> HopperForwardCall:
-    """The call for views of these shapes, strides and types.
+    """The call for views of these shapes, strides and types, which ``eligibility`` has not refused.
 
     It takes tensors as callers have them.
+
+    Args:
+        query: (B, H, N_q, D), or (1, H, T_q, D) of a packed batch; fp16 or bf16, D a multiple of 8
+            up to 256.
+        key: (B, G, N_k, D), or (1, G, T_k, D).
+        value: (B, G, N_k, E), E a multiple of 8 up to 256.
+        problem: mask, window and scale.
+        packing: where packed sequences start; None for a dense batch.
+        sinks: (H,), floating and contiguous, or None.
     """
     device, dtype = query.device, query.dtype
     q_shape, k_shape, v_shape = query.shape, key.shape, value.shape

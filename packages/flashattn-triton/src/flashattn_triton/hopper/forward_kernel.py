@@ -452,8 +452,8 @@ def hopper_forward_kernel(
     v_desc,  # (B, G, N_k, E), tiles of (KEYS, E)
     o_desc,  # (B, H, N_q, E), tiles of (ROWS, E), or of (ROWS, E / 2)
     L_ptr,  # (B, H, N_q) fp32, contiguous
-    tiles_ptr,  # the table of schedule.packed_tiles_kernel if PACKED, else None
-    sinks_ptr,  # (H,) if HAS_SINKS, else None
+    tiles_ptr,  # the table of schedule.packed_tiles_kernel if ``packed``, else None
+    sinks_ptr,  # (H,) if ``has_sinks``, else None
     N_TILES,
     N_QUERIES,
     N_HEADS,

@@ -172,7 +172,7 @@ def postprocess_kernel(
     """dQ = scale · sum, in the inputs' dtype. Grid: tiles · B · H.
 
     Each (64, 64) block of the sum lies as wgmma leaves it in registers, in the order of
-    ``backward_kernel.fragment_offsets``, and after it the block of the next 64 columns.
+    ``backward_common.fragment_offsets``, and after it the block of the next 64 columns.
     """
     if PACKED:
         if tl.program_id(0) >= tl.load(tiles_ptr) * N_HEADS * (QUERIES // ROWS):

@@ -3,8 +3,9 @@
 ``forward`` is FlashAttention-2's Algorithm 1. ``backward`` launches the kernels of Algorithm 2:
 ``preprocess``, ``key_pass`` and ``query_pass``, whose inputs ``backward_layout`` describes.
 ``bias_pass`` computes the gradient of a bias and ``sinks_pass`` the gradient of attention sinks,
-also for the Hopper tier. What these kernels share is in :mod:`flashattn_triton.primitives`, which
-says why the Hopper tier's own kernels do not use it. What their launchers share is in
-:mod:`flashattn_triton.launch`, and their tile shapes are in :mod:`flashattn_triton.configs`.
+also for the Hopper tier. ``options`` has their compile-time options. What these kernels share is in
+:mod:`flashattn_triton.primitives`, which says why the Hopper tier's own kernels do not use it. What
+their launchers share is in :mod:`flashattn_triton.launch`, and their tile shapes are in
+:mod:`flashattn_triton.configs`.
 Nothing is imported here, because it would import Triton.
 """

@@ -39,7 +39,6 @@ from flashattn_triton.launch import (
     given_parameters,
     in_layout,
     padded,
-    unit_last_stride,
 )
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
 from flashattn_triton.portable.backward_layout import BackwardLayout
@@ -51,42 +50,6 @@ from flashattn_triton.portable.preprocess import (
 )
 from flashattn_triton.portable.query_pass import query_pass_launch
 from flashattn_triton.problem import Problem, heads_first
-
-
-def triton_backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    grad_out: Tensor,
-    grad_logsumexp: Tensor | None,
-    problem: Problem,
-    tiling: Tiling,
-    packing: Packing | None = None,
-    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Launches the backward kernels.
-
-    Args:
-        query: and ``key``, ``value``, ``problem``, ``packing``, ``mask_and_bias``: as given to the
-            forward pass.
-        out: its output, (B, H, N_q, E).
-        logsumexp: its logsumexp, contiguous (B, H, N_q) fp32.
-        grad_out: dO, the shape of ``out``, any strides (copied if the last is not 1).
-        grad_logsumexp: dL, the shape of ``logsumexp``, or None for zero.
-        tiling: kernel shapes; the fused form is used if it has one, unless a fixed order of every
-            sum is asked for by ``problem.deterministic``.
-
-    Returns:
-        dQ, dK and dV in the inputs' shapes and dtype. dQ is accumulated in fp32.
-    """
-    query, key, value, out, grad_out = map(unit_last_stride, (query, key, value, out, grad_out))
-    call = backward_call(
-        query, key, value, out, grad_out, grad_logsumexp, problem, tiling, packing, mask_and_bias
-    )
-    tensors = (query, key, value, out, logsumexp, grad_out, grad_logsumexp)
-    return call(*tensors, packing, mask_and_bias)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +134,9 @@ def backward_call(
 ) -> BackwardCall:
     """The call for views of these shapes, strides and types, whose last stride is 1.
 
-    It takes tensors as callers have them.
+    It takes tensors as callers have them, and returns dQ, dK and dV in the inputs' shapes and
+    dtype. dQ is accumulated in fp32. The fused form is used if ``tiling`` has one, unless a fixed
+    order of every sum is asked for by ``problem.deterministic``.
     """
     device, dtype = query.device, query.dtype
     (batch, heads, n_queries, head_dim), value_dim = query.shape, value.shape[3]

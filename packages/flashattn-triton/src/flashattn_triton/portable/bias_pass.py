@@ -30,7 +30,6 @@ from flashattn_triton.launch import (
     padded,
     stride_numbers,
     tile_view,
-    unit_last_stride,
 )
 from flashattn_triton.mask_and_bias import MaskAndBias
 from flashattn_triton.portable.options import BiasPassOptions, kernel_options
@@ -63,12 +62,13 @@ def _product_by_columns(
 ):  # fmt: skip
     """``a @ bᵀ`` of two tiles in memory, by columns: wide tiles do not fit the registers."""
     COLUMNS: tl.constexpr = OPTIONS.columns
+    PRECISION: tl.constexpr = OPTIONS.precision
     columns = tl.arange(0, COLUMNS)
     product = tl.zeros([a_rows.shape[0], b_rows.shape[0]], tl.float32)
     for _ in range(0, WIDTH_PADDED, COLUMNS):
         a = load_rows(a_tile, a_rows, columns, stride_a, n_a_rows, WIDTH, True)
         b = load_rows(b_tile, b_rows, columns, stride_b, n_b_rows, WIDTH, True)
-        product = dot(a, tl.trans(b), product, OPTIONS.precision, OPTIONS.interpreted)
+        product = dot(a, tl.trans(b), product, PRECISION, OPTIONS.interpreted)
         columns += COLUMNS
     return product
 
@@ -107,6 +107,7 @@ def _gradient_of_scores(
     _, n_queries, n_keys, _, _, _ = mask
     n_heads, heads_per_kv = heads
     bias_ptr, stride_bb, stride_bh, stride_bq, stride_bk = bias
+    PRECISION: tl.constexpr = OPTIONS.precision
     b, h = batch.to(tl.int64), head.to(tl.int64)
     kv_h = h // heads_per_kv
     first, first_key = query_start.to(tl.int64), key_start.to(tl.int64)
@@ -123,8 +124,8 @@ def _gradient_of_scores(
         k_tile = tma_load(k[0], batch, kv_head, key_start, K_TILE_SIZE, OPTIONS.d_padded)
         v_tile = tma_load(v[0], batch, kv_head, key_start, K_TILE_SIZE, OPTIONS.e_padded)
         do_tile = tma_load(do[0], batch, head, query_start, Q_TILE_SIZE, OPTIONS.e_padded)
-        s = dot(q_tile, tl.trans(k_tile), None, OPTIONS.precision, OPTIONS.interpreted)
-        dp = dot(do_tile, tl.trans(v_tile), None, OPTIONS.precision, OPTIONS.interpreted)
+        s = dot(q_tile, tl.trans(k_tile), None, PRECISION, OPTIONS.interpreted)
+        dp = dot(do_tile, tl.trans(v_tile), None, PRECISION, OPTIONS.interpreted)
     else:
         n_rows, n_key_rows = n_queries - query_start, n_keys - key_start
         q_tile, stride_qq = _tile_at(q, b, h, first)
@@ -154,7 +155,7 @@ def _gradient_of_scores(
     ]
 )
 def bias_pass_kernel(
-    Q_ptr,  # or if USE_TMA a descriptor of (B, H, N_q, D), as are the next three of theirs
+    Q_ptr,  # or if ``use_tma`` a descriptor of (B, H, N_q, D), as are the next three of theirs
     K_ptr,
     V_ptr,
     dO_ptr,
@@ -286,31 +287,6 @@ def bias_pass_kernel(
     tl.store(pointers, total.to(dB_ptr.dtype.element_ty), mask=inside)
 
 
-def triton_bias_backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    grad_out: Tensor,
-    grad_logsumexp: Tensor | None,
-    problem: Problem,
-    tiling: Tiling,
-    mask_and_bias: MaskAndBias,
-) -> Tensor:
-    """Launches the kernels on the arguments of :func:`.backward.triton_backward`.
-
-    Returns:
-        The gradient of ``mask_and_bias.bias``, contiguous, in its shape and dtype; summed in fp32.
-    """
-    query, key, value, out, grad_out = map(unit_last_stride, (query, key, value, out, grad_out))
-    call = bias_call(
-        query, key, value, out, grad_out, grad_logsumexp, problem, tiling, mask_and_bias
-    )
-    tensors = (query, key, value, out, logsumexp, grad_out, grad_logsumexp)
-    return call(*tensors, mask_and_bias)
-
-
 @dataclass(frozen=True, kw_only=True)
 class BiasCall:
     """The kernels on one kind of input: what their launches need, found out once."""
@@ -330,7 +306,7 @@ class BiasCall:
         grad_logsumexp: Tensor | None,
         mask_and_bias: MaskAndBias,
     ) -> Tensor:
-        """The gradient of the bias, of inputs whose last stride is 1."""
+        """The bias's gradient, contiguous, in its shape and dtype; inputs' last stride is 1."""
         bias = mask_and_bias.bias
         assert bias is not None
         statistics = query.new_empty(self.statistics, dtype=torch.float32)

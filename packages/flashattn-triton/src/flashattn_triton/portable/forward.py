@@ -19,6 +19,8 @@ key, E head_dim of value, T tokens of a packed batch. Capital ``_PADDED`` widths
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -41,7 +43,6 @@ from flashattn_triton.launch import (
     register_limit,
     stride_numbers,
     tile_view,
-    unit_last_stride,
 )
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
 from flashattn_triton.portable.options import ForwardOptions, kernel_options
@@ -150,14 +151,14 @@ def _attend(
 )
 def flash_forward_kernel(
     Q_ptr,
-    K_ptr,  # or if USE_TMA a descriptor of (B, G, N_k, D); so is V_ptr
+    K_ptr,  # or if ``use_tma`` a descriptor of (B, G, N_k, D); so is V_ptr
     V_ptr,
     O_ptr,
     L_ptr,  # (B, H, N_q) or (H, T_q) fp32
     cu_seqlens_q_ptr,  # (B + 1,) int32, or None for a dense batch
     cu_seqlens_k_ptr,
     slopes_ptr,  # (B, H) fp32, or None without ALiBi
-    bias_ptr,  # broadcast to (B, H, N_q, N_k), if BIAS_TMA a descriptor of it, or None
+    bias_ptr,  # broadcast to (B, H, N_q, N_k), if ``bias_tma`` a descriptor of it, or None
     prefix_ptr,  # (B,) int32, or None without a prefix
     sinks_ptr,  # (H,), or None without sinks
     stride_qb,
@@ -198,6 +199,8 @@ def flash_forward_kernel(
     in L2, and the last tile, which sees most keys under a causal mask, comes first.
     """
     query_start, batch, head = tile_of_program(N_QUERIES, N_HEADS, Q_TILE_SIZE, True, OPTIONS)
+    D_PADDED: tl.constexpr = OPTIONS.d_padded
+    E_PADDED: tl.constexpr = OPTIONS.e_padded
     b, h = batch.to(tl.int64), head.to(tl.int64)
     kv_head = head // HEADS_PER_KV
     Q_ptr += b * stride_qb + h * stride_qh
@@ -232,8 +235,8 @@ def flash_forward_kernel(
     )
     rows = tile_indices(Q_TILE_SIZE, OPTIONS.wide)
     keys = tile_indices(K_TILE_SIZE, OPTIONS.wide)
-    columns = tl.arange(0, OPTIONS.d_padded)
-    value_columns = tl.arange(0, OPTIONS.e_padded)
+    columns = tl.arange(0, D_PADDED)
+    value_columns = tl.arange(0, E_PADDED)
     queries = query_start + tl.arange(0, Q_TILE_SIZE)
     n_rows = N_QUERIES - query_start
     q_tile = Q_ptr + query_start.to(tl.int64) * stride_qq
@@ -242,7 +245,7 @@ def flash_forward_kernel(
         q = (-q.to(tl.float32)).to(q.dtype)
     scale = tl.abs(scale)
 
-    acc = tl.zeros([Q_TILE_SIZE, OPTIONS.e_padded], tl.float32)
+    acc = tl.zeros([Q_TILE_SIZE, E_PADDED], tl.float32)
     row_sum = tl.zeros([Q_TILE_SIZE], tl.float32)
     row_max = tl.full([Q_TILE_SIZE], float("-inf"), tl.float32)
     if OPTIONS.has_sinks:  # as if each row had seen one key, with the sink as score and value 0
@@ -271,43 +274,13 @@ def flash_forward_kernel(
     tl.store(L_ptr + queries, logsumexp, mask=queries < N_QUERIES)
 
 
-def triton_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    problem: Problem,
-    tiles: Tiles,
-    packing: Packing | None = None,
-    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
-) -> tuple[Tensor, Tensor]:
-    """Launches the forward kernel.
-
-    Args:
-        query: (B, H, N_q, D), or (1, H, T_q, D) of a packed batch; fp16, bf16 or fp32, any strides
-            (copied if the last is not 1).
-        key: (B, G, N_k, D), or (1, G, T_k, D).
-        value: (B, G, N_k, E), or (1, G, T_k, E).
-        problem: mask, scale and soft-cap.
-        tiles: the kernel's shape.
-        packing: where packed sequences start; None for a dense batch.
-        mask_and_bias: ALiBi slopes, a bias, prefixes and sinks, as :func:`resolve_mask_and_bias`
-            returns them.
-
-    Returns:
-        Output (B, H, N_q, E) in the inputs' dtype and logsumexp (B, H, N_q) in fp32.
-    """
-    query, key, value = unit_last_stride(query), unit_last_stride(key), unit_last_stride(value)
-    call = forward_call(query, key, value, problem, tiles, packing, mask_and_bias)
-    return call(query, key, value, packing, mask_and_bias)
-
-
+@dataclass(frozen=True, kw_only=True)
 class ForwardCall:
     """The forward kernel on one kind of input: what its launch needs, found out once."""
 
-    def __init__(self, launch: Launch, out: Layout, logsumexp: Layout) -> None:
-        self.launch = launch
-        self.out = out
-        self.logsumexp = logsumexp
+    launch: Launch
+    out: Layout
+    logsumexp: Layout
 
     def __call__(
         self,
@@ -348,6 +321,16 @@ def forward_call(
     """The call for views of these shapes, strides and types, whose last stride is 1.
 
     It takes tensors as callers have them.
+
+    Args:
+        query: (B, H, N_q, D), or (1, H, T_q, D) of a packed batch; fp16, bf16 or fp32.
+        key: (B, G, N_k, D), or (1, G, T_k, D).
+        value: (B, G, N_k, E), or (1, G, T_k, E).
+        problem: mask, scale and soft-cap.
+        tiles: the kernel's shape.
+        packing: where packed sequences start; None for a dense batch.
+        mask_and_bias: ALiBi slopes, a bias, prefixes and sinks, as :func:`resolve_mask_and_bias`
+            returns them.
     """
     bias, scores = mask_and_bias.bias, (query.shape[2], key.shape[2])
     use_tma = tiles.use_tma and packing is None and can_use_tma(key) and can_use_tma(value)
@@ -424,4 +407,6 @@ def forward_call(
         registers=register_limit(specialization, tiles, dtype, max(head_dim, value_dim)),
     )
     layout = problem.layout
-    return ForwardCall(launch, in_layout(out, layout), in_layout(logsumexp, layout))
+    return ForwardCall(
+        launch=launch, out=in_layout(out, layout), logsumexp=in_layout(logsumexp, layout)
+    )

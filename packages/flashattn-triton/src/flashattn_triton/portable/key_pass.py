@@ -133,11 +133,11 @@ def _differentiate_keys(
 
 @triton.jit(do_not_specialize=["N_QUERIES", "N_KEYS", "N_KV_HEADS", "window_left", "window_right"])
 def key_pass_kernel(
-    Q,  # a pointer, or if USE_TMA a descriptor of (B, H, N_q, D); so is dO
+    Q,  # a pointer, or if ``use_tma`` a descriptor of (B, H, N_q, D); so is dO
     K_ptr,
     V_ptr,
     dO,
-    statistics,  # a pointer, or if STATISTICS_BY_TMA a descriptor of (2 · B · H, N_PADDED)
+    statistics,  # a pointer, or if ``statistics_by_tma`` a descriptor of (2 · B · H, N_PADDED)
     dQ,  # fp32, zeroed: a pointer, or a descriptor of (rows, D_PADDED); unused in mode NONE
     dK_ptr,
     dV_ptr,
@@ -191,6 +191,8 @@ def key_pass_kernel(
     Under a causal mask the first key tile is seen by most queries, so the order is longest first.
     """
     key_start, batch, kv_head = tile_of_program(N_KEYS, N_KV_HEADS, K_TILE_SIZE, False, OPTIONS)
+    D_PADDED: tl.constexpr = OPTIONS.d_padded
+    E_PADDED: tl.constexpr = OPTIONS.e_padded
     b, kv_h = batch.to(tl.int64), kv_head.to(tl.int64)
     if not OPTIONS.use_tma:
         Q += b * stride_qb
@@ -239,8 +241,8 @@ def key_pass_kernel(
     starts = (start, full_start, tl.maximum(full_start, full_stop))
     stops = (tl.minimum(full_start, stop), full_stop, stop)
 
-    columns = tl.arange(0, OPTIONS.d_padded)
-    value_columns = tl.arange(0, OPTIONS.e_padded)
+    columns = tl.arange(0, D_PADDED)
+    value_columns = tl.arange(0, E_PADDED)
     rows = tile_indices(Q_TILE_SIZE, OPTIONS.wide)
     key_rows = tile_indices(K_TILE_SIZE, OPTIONS.wide)
     keys = key_start + tl.arange(0, K_TILE_SIZE)
@@ -250,8 +252,8 @@ def key_pass_kernel(
     v_tile = V_ptr + first * stride_vk
     v = load_rows(v_tile, key_rows, value_columns, stride_vk, n_rows, OPTIONS.e, True)
 
-    dk = tl.zeros([K_TILE_SIZE, OPTIONS.d_padded], tl.float32)
-    dv = tl.zeros([K_TILE_SIZE, OPTIONS.e_padded], tl.float32)
+    dk = tl.zeros([K_TILE_SIZE, D_PADDED], tl.float32)
+    dv = tl.zeros([K_TILE_SIZE, E_PADDED], tl.float32)
     for member in range(loop_bound(HEADS_PER_KV, OPTIONS.interpreted)):
         head = kv_head * HEADS_PER_KV + member
         batch_head = batch * N_KV_HEADS * HEADS_PER_KV + head

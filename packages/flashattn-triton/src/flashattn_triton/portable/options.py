@@ -1,4 +1,8 @@
-"""Compile-time options of the portable kernels: one object, which is one parameter of a kernel."""
+"""Compile-time options of the portable kernels: one object, which is one parameter of a kernel.
+
+In a kernel an attribute of it is a Python number or string. Where Triton 3.6 wants a ``constexpr``
+(shapes, ranges, strings as arguments), kernels bind the attribute to a ``tl.constexpr`` name first.
+"""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def _differentiate_queries(
 @triton.jit(do_not_specialize=["N_QUERIES", "N_KEYS", "N_HEADS", "window_left", "window_right"])
 def query_pass_kernel(
     Q_ptr,
-    K,  # a pointer, or if USE_TMA a descriptor of (B, G, N_k, D); so is V
+    K,  # a pointer, or if ``use_tma`` a descriptor of (B, G, N_k, D); so is V
     V,
     dO_ptr,
     statistics_ptr,  # (B · H, 2, N_PADDED) fp32, see preprocess_kernel
@@ -149,6 +149,8 @@ def query_pass_kernel(
 ):
     """dQ of one query tile of one head; the same walk over keys as the forward kernel."""
     query_start, batch, head = tile_of_program(N_QUERIES, N_HEADS, Q_TILE_SIZE, True, OPTIONS)
+    D_PADDED: tl.constexpr = OPTIONS.d_padded
+    E_PADDED: tl.constexpr = OPTIONS.e_padded
     b, h = batch.to(tl.int64), head.to(tl.int64)
     kv_head = head // HEADS_PER_KV
     Q_ptr += b * stride_qb + h * stride_qh
@@ -183,8 +185,8 @@ def query_pass_kernel(
     )
     rows = tile_indices(Q_TILE_SIZE, OPTIONS.wide)
     keys = tile_indices(K_TILE_SIZE, OPTIONS.wide)
-    columns = tl.arange(0, OPTIONS.d_padded)
-    value_columns = tl.arange(0, OPTIONS.e_padded)
+    columns = tl.arange(0, D_PADDED)
+    value_columns = tl.arange(0, E_PADDED)
     queries = query_start + tl.arange(0, Q_TILE_SIZE)
     n_rows = N_QUERIES - query_start
     first = query_start.to(tl.int64)
@@ -194,7 +196,7 @@ def query_pass_kernel(
     logsumexp = load_statistic(statistics_ptr, queries, N_QUERIES, float("inf"), OPTIONS.packed)
     delta = load_statistic(statistics_ptr + N_PADDED, queries, N_QUERIES, 0.0, OPTIONS.packed)
 
-    dq = tl.zeros([Q_TILE_SIZE, OPTIONS.d_padded], tl.float32)
+    dq = tl.zeros([Q_TILE_SIZE, D_PADDED], tl.float32)
     starts = (start, full_start, tl.maximum(full_start, full_stop))
     stops = (tl.minimum(full_start, stop), full_stop, stop)
     for part in tl.static_range(3):  # a window's left edge, whole tiles, the right edge

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashattn_triton.configs import Tiles
-from flashattn_triton.launch import Launch, padded, stride_numbers, unit_last_stride
+from flashattn_triton.launch import Launch, padded, stride_numbers
 from flashattn_triton.primitives import LOG2_E, load_rows
 
 _TILES = Tiles(64, 1, 4, 1)
@@ -78,20 +78,6 @@ def sinks_pass_kernel(
     tl.store(sums_ptr + tl.program_id(0), -tl.sum(share * delta, 0))
 
 
-def triton_sinks_backward(
-    sinks: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
-) -> Tensor:
-    """Launches the kernel on (B, H, N_q, E) outputs and (B, H, N_q) logsumexps with the sinks.
-
-    Returns:
-        The gradient of ``sinks``, in its shape and dtype; summed in fp32.
-    """
-    out, grad_out = unit_last_stride(out), unit_last_stride(grad_out)
-    return sinks_call(sinks, out, grad_out, grad_lse)(
-        sinks, out, lse.contiguous(), grad_out, grad_lse
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class SinksCall:
     """The kernel on one kind of input: what its launch needs, found out once."""
@@ -102,7 +88,7 @@ class SinksCall:
     def __call__(
         self, sinks: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
     ) -> Tensor:
-        """The gradient of ``sinks``; the last stride of ``out`` and ``grad_out`` is 1."""
+        """The gradient of ``sinks``, summed in fp32; last strides of the others are 1."""
         sums = out.new_empty(self.sums, dtype=torch.float32)
         self.launch(
             {
