@@ -15,8 +15,8 @@ from ddp_lite.ranks import Ranks
 from shard_optim import ShardedOptimizer, reduction
 from shard_optim.accounting import rank_memory, step_traffic
 from shard_optim.communication import GroupCollectives
-from shard_optim.gradients import gradient_of
 from shard_optim.layout import Placement
+from shard_optim.refused_gradient import gradient_of
 
 WORLD_SIZES = [2, 8, 64, 1024]
 

@@ -9,7 +9,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    ReduceScatterOptions,
+)
 
 from ddp_lite.errors import PeerFailureError
 from ddp_lite.ranks import Ranks, backend_for
@@ -91,6 +96,22 @@ def reduce_scatter_several(
     options.asyncOp = True
     work: Waitable = ranks.communicator.reduce_scatter_tensor_coalesced(
         list(parts), list(wholes), options
+    )
+    return work
+
+
+def all_to_all(
+    received: Tensor,
+    sent: Tensor,
+    received_sizes: Sequence[int],
+    sent_sizes: Sequence[int],
+    communicator: Any,
+) -> dist.Work:
+    """Starts sending each rank its part of ``sent``; ``received`` gets one part of every rank's."""
+    options = AllToAllOptions()
+    options.asyncOp = True
+    work: dist.Work = communicator.alltoall_base(
+        received, sent, received_sizes, sent_sizes, options
     )
     return work
 
@@ -222,7 +243,7 @@ def check_first_step(
     own = torch.stack(found)
     bounds = torch.stack([own, -own])  # the largest of -x is minus the smallest of x
     words = "the comparison of the first step"
-    ranks.call(words, lambda: maximum(bounds, ranks.communicator).wait())
+    ranks.together(words, lambda: maximum(bounds, ranks.communicator).wait())
     largest, smallest = bounds[0], -bounds[1]
     spread, scale = largest - smallest, largest.abs()
     for row, (tolerance, describe) in enumerate(

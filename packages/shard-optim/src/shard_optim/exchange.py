@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ddp_lite.ranks import all_gather_json, broadcast_json
@@ -23,14 +22,12 @@ from ddp_lite.ranks import all_gather_json, broadcast_json
 _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 
-def all_gather_values(
-    value: Any, group: dist.ProcessGroup, *, classes: Sequence[type] = ()
-) -> list[Any]:
+def all_gather_values(value: Any, communicator: Any, *, classes: Sequence[type] = ()) -> list[Any]:
     """Gathers one value from every rank of a group. Collective.
 
     Args:
         value: see ``encode``.
-        group: the ranks.
+        communicator: a process group, or a communicator of a ``Ranks``.
         classes: dataclasses and enumerations that the value may hold.
 
     Returns:
@@ -45,19 +42,19 @@ def all_gather_values(
         encoded = encode(value, classes)
     except TypeError as error:
         problem = str(error)  # sent to all ranks, which would otherwise wait for this one
-    everyone = all_gather_json([problem, encoded], group)
+    everyone = all_gather_json([problem, encoded], communicator)
     for rank, (problem, _) in enumerate(everyone):
         if problem is not None:
-            raise TypeError(f"{problem} (on rank {rank} of {group.size()})")
+            raise TypeError(f"{problem} (on rank {rank} of {communicator.size()})")
     return [decode(encoded, classes) for _, encoded in everyone]
 
 
-def broadcast_value(value: Any, group: dist.ProcessGroup, *, classes: Sequence[type] = ()) -> Any:
+def broadcast_value(value: Any, communicator: Any, *, classes: Sequence[type] = ()) -> Any:
     """Rank 0's value, on every rank. Collective.
 
     Args:
         value: see ``encode``; of the other ranks it is not looked at.
-        group: the ranks.
+        communicator: a process group, or a communicator of a ``Ranks``.
         classes: dataclasses and enumerations that the value may hold.
 
     Raises:
@@ -65,14 +62,14 @@ def broadcast_value(value: Any, group: dist.ProcessGroup, *, classes: Sequence[t
         ValueError: on every rank, if the message is longer than 256 MiB.
     """
     problem, encoded = None, None
-    if dist.get_rank(group) == 0:
+    if communicator.rank() == 0:
         try:
             encoded = encode(value, classes)
         except TypeError as error:
             problem = str(error)
-    problem, encoded = broadcast_json([problem, encoded], group)
+    problem, encoded = broadcast_json([problem, encoded], communicator)
     if problem is not None:
-        raise TypeError(f"{problem} (on rank 0 of {group.size()})")
+        raise TypeError(f"{problem} (on rank 0 of {communicator.size()})")
     return decode(encoded, classes)
 
 

@@ -294,6 +294,7 @@ class ShardedOptimizer(Optimizer):
         self._reduce_gradients()  # 1. reduce
         self._collected = False
         self._steps += 1
+        self.ranks.step = self._steps
         for bucket in self.local.update(self.param_groups, **kwargs):  # 2. update
             bucket.launch_gather()  # 3. gather
         self._exposed_is_current = False

@@ -11,7 +11,7 @@ still incomplete are then launched with zeros for what is missing. A parameter i
 rank had a gradient for it, as under torch's DistributedDataParallel.
 
 After a reduction ``param.grad`` is None, except for one parameter of each bucket, whose ``grad`` is
-a stand-in that refuses to be computed with (``gradients.py``).
+a stand-in that refuses to be computed with (``refused_gradient.py``).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from torch import Tensor
 from ddp_lite.ranks import Ranks
 from ddp_lite.reduce import Waitable
 from shard_optim.communication import Communication, maximum
-from shard_optim.gradients import StandIn, gradient_of
 from shard_optim.layout import Bucket, check_gradient
+from shard_optim.refused_gradient import StandIn, gradient_of
 
 # Packed gradients that may wait for the network before backward waits for them: enough to ride out
 # jitter between ranks, a small part of the memory of any model that needs sharding. At least two
@@ -197,7 +197,7 @@ class GradientReducer:
             return
         output = torch.empty_like(bucket.owned)
         start = self._communication.reduce_scatter
-        work = self._ranks.call(reduction.words, start, [output], [packed])
+        work = self._ranks.together(reduction.words, start, [output], [packed])
         self._in_flight.append(_Flight(reduction, packed, output, work))
 
     def _land(self) -> None:
@@ -262,7 +262,7 @@ class GradientReducer:
         work = None
         if self._ranks.size > 1:
             what = "the exchange of which parameters have gradients"
-            work = self._ranks.call(what, maximum, flags, self._ranks.communicator)
+            work = self._ranks.together(what, maximum, flags, self._ranks.communicator)
         self._flags = (flags, work)
 
     def _all_present(self) -> Tensor:

@@ -786,7 +786,7 @@ def _collect(
     }
     kind = "model" if all(key.startswith(("model.", "buffer.")) for key in rows) else "optimizer"
     words = f"the exchange of {kind} state descriptions"
-    everyone = ranks.call(words, all_gather_values, (described, values), ranks.group)
+    everyone = ranks.together(words, all_gather_values, (described, values), ranks.control)
     holders: dict[str, list[tuple[int, int, int]]] = {}
     kinds: dict[str, tuple[torch.dtype, torch.Size, tuple[int, ...]]] = {}
     merged: dict[str, Any] = {}

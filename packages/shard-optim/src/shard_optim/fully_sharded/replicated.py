@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from shard_optim.communication import average
-from shard_optim.fully_sharded.gradients import GradientStore
+from shard_optim.fully_sharded.gradient_store import GradientStore
 from shard_optim.layout import check_gradient
 from shard_optim.mesh import Mesh
 
@@ -156,7 +156,7 @@ class ReplicatedParameters:
         order = [torch.full_like(present_flags[:1], float(number)) for number in own]
         flat = torch.cat([*packed, present_flags, *order])
         for ranks in reversed(self._ranks.levels):  # sharded gradients take this order too
-            ranks.call(_WORDS, lambda ranks=ranks: average(flat, ranks.communicator).wait())
+            ranks.together(_WORDS, lambda ranks=ranks: average(flat, ranks.communicator).wait())
         sizes = [param.numel() for param in self.params]
         *averages, anywhere, mean = flat.split([*sizes, len(flags), 2])
         # The host cannot read what is only being recorded, and a CUDA graph keeps its order.

@@ -134,6 +134,8 @@ class Schedule:
             return outputs
         self._recover()
         self.generation += 1
+        for ranks in self._ranks.levels:
+            ranks.step = self.generation
         self._called.clear()
         self._in_forward = True
         self.replicated.refresh()
@@ -213,7 +215,13 @@ class Schedule:
 
     def _launch_gather(self, unit: Unit) -> None:
         self._order_digest = hash((self._order_digest, self._number[unit]))
-        unit.launch_gather(self.generation)
+        unit.launch_gather(self.generation, self._phase())
+
+    def _phase(self) -> str:
+        """The part of a step that the ranks are in, for errors of a rank that is in another."""
+        if self._backward:
+            return "for a backward"
+        return "for a forward" if torch.is_grad_enabled() else "for a forward without gradients"
 
     def _gather_ahead(self, index: int, direction: int) -> None:
         """Launches the gathers of the units after a place, but never over one that is used."""

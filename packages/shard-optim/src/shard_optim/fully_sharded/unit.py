@@ -24,7 +24,7 @@ from shard_optim.communication import (
     average,
     traced,
 )
-from shard_optim.fully_sharded.gradients import GradientStore
+from shard_optim.fully_sharded.gradient_store import GradientStore
 from shard_optim.fully_sharded.units import UnitPlan
 from shard_optim.gradients import in_dtype
 from shard_optim.layout import Place, check_gradient, in_memory_order
@@ -214,7 +214,7 @@ class Reduction:
         unit = self.unit
         if unit.replicas is not None and self.all_reduce is None:
             unit.ranks.call(unit.reduce_words, self.work.wait)
-            self.all_reduce = unit.replicas.call(
+            self.all_reduce = unit.replicas.together(
                 unit.all_reduce_words, average, self.output, unit.replicas.communicator
             )
 
@@ -324,7 +324,7 @@ class Unit:
         own = self.shard[cut.shard_offset : cut.shard_offset + cut.chunk]
         flat = own.new_empty(cut.chunk * self.ranks.size)
         words = f"the all-gather of {self.names[position]}"
-        self.ranks.call(words, lambda: all_gather(flat, own, self.ranks.group).wait())
+        self.ranks.together(words, lambda: all_gather(flat, own, self.ranks.communicator).wait())
         return flat.as_strided(size, stride)
 
     @property
@@ -353,15 +353,23 @@ class Unit:
         """Whether the slot holds this unit's present values, or will when its gather ends."""
         return self.slot.owner is self and self.slot.generation == generation
 
-    def launch_gather(self, generation: int) -> None:
-        """Starts gathering. Work enqueued before on the current stream may still read the slot."""
+    def launch_gather(self, generation: int, phase: str) -> None:
+        """Starts gathering. Work enqueued before on the current stream may still read the slot.
+
+        Args:
+            generation: the present one.
+            phase: the part of a step that needs the parameters, for errors.
+
+        Raises:
+            StepMismatchError: on gloo on every rank, if another rank does something else.
+        """
         slot = self.slot
         slot.take(self, generation)
         with traced("all_gather", self.name):
             if self.casts:
                 torch._foreach_copy_(self._sources, self._ranges)
-            slot.work = self.ranks.call(
-                self.gather_words,
+            slot.work = self.ranks.together(
+                f"{self.gather_words} {phase}",
                 self._communication.all_gather,
                 self._targets,
                 self._sources,
@@ -449,7 +457,7 @@ class Unit:
         output = torch.empty(plan.numel, dtype=dtype, device=self.device)
         targets = torch.split_with_sizes(output, plan.ranges)[:: plan.stride]
         with traced("reduce_scatter", self.name):
-            work = self.ranks.call(
+            work = self.ranks.together(
                 self.reduce_words, self._communication.reduce_scatter, targets, inputs
             )
         return Reduction(self, plan, inputs, output, work), present

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shard_optim.communication import all_to_all
 from shard_optim.fully_sharded.checks import check_wrapper
 from shard_optim.fully_sharded.unit import Cut, Unit, parameter_locations
 from shard_optim.fully_sharded.wrapper import FullyShardedDataParallel
@@ -295,12 +296,9 @@ class WholeMatrixOptimizer(Optimizer):
         sent = torch.cat([empty, *parts])
         received = empty.new_empty(sum(receive_sizes))
         words = f"the exchange of {what} ({first.name})"
-        group = self._ranks.group
-        work = self._ranks.call(
-            words,
-            lambda: dist.all_to_all_single(
-                received, sent, receive_sizes, send_sizes, group=group, async_op=True
-            ),
+        communicator = self._ranks.communicator
+        work = self._ranks.together(
+            words, all_to_all, received, sent, receive_sizes, send_sizes, communicator
         )
         return _Exchange(what=words, sent=sent, received=received, work=work)
 

@@ -20,6 +20,7 @@ from shard_optim.fully_sharded.meta import materialize, owners_of_parameters
 from shard_optim.fully_sharded.own_state import OwnState
 from shard_optim.fully_sharded.replicated import ReplicatedParameters
 from shard_optim.fully_sharded.schedule import Schedule, UnitCall
+from shard_optim.fully_sharded.structure import StructureWatch
 from shard_optim.fully_sharded.unit import Slot, Unit, parameter_locations
 from shard_optim.fully_sharded.units import UnitPlan, Units, plan_units
 from shard_optim.gradients import check_clipping, clip_sharded_
@@ -153,6 +154,7 @@ class FullyShardedDataParallel(nn.Module):
             reshard=reshard_after_forward,
         )
         self._calls = self._replace_calls(plans)
+        self._structure = StructureWatch(module, self.schedule.history, self.ranks.shards)
         self._say_where_parameters_lie(small)
         self.own_state = OwnState(module, self.ranks, self._moment)
 
@@ -164,6 +166,8 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             RuntimeError: if a unit was compiled after wrapping, a parameter was moved, or the last
                 backward was not finished.
+            ModelMismatchError: if a parameter was added to the module or replaced in it.
+            StepMismatchError: on gloo on every rank, if another rank does something else.
             CollectiveError: if a peer died or timed out.
         """
         for unit_module, call in self._calls.items():
@@ -173,6 +177,7 @@ class FullyShardedDataParallel(nn.Module):
                     f"{type(unit_module).__name__} was compiled afterwards. Call compile() first, "
                     "then FullyShardedDataParallel."
                 )
+        self._structure.check(self.schedule.generation + 1)
         if self.compute_dtype is not None:
             inputs, kwargs = pytree.tree_map_only(Tensor, self._cast, (inputs, kwargs))
         return self.schedule.call_outermost(self.module, inputs, kwargs)
