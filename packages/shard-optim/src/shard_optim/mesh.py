@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_lite.ranks import Ranks, broadcast, resolve_group
-from shard_optim.communication import CollectiveError
+from shard_optim.communication import CollectiveError, as_sent
 from shard_optim.exchange import all_gather_values, broadcast_value
 
 
@@ -75,7 +75,7 @@ class Mesh:
             CollectiveError: if a peer died or timed out.
         """
         if self.replicas is not None:
-            self.replicas.together(what, broadcast, self.replicas.control, values)
+            self.replicas.together(what, broadcast, self.replicas.control, as_sent(values))
 
     def broadcast(self, what: str, values: Tensor) -> None:
         """Overwrites a tensor with the first rank's.
@@ -84,7 +84,7 @@ class Mesh:
             CollectiveError: if a peer died or timed out.
         """
         for ranks in self.levels:
-            ranks.together(what, broadcast, ranks.control, values)
+            ranks.together(what, broadcast, ranks.control, as_sent(values))
 
     def broadcast_value(self, what: str, value: Any) -> Any:
         """The first rank's value; see ``exchange.py`` for what it may be.

@@ -221,6 +221,33 @@ class Watched:
         check_alike(self.sharded.ranks, problem, version)
 
 
+def _check_choice_by_ndim(optimizer: Optimizer) -> None:
+    """Finds groups that were chosen by ``p.ndim``, which is 1 for every shard.
+
+    Raises:
+        ValueError: if no parameter is left for one of the groups.
+    """
+    remedy = (
+        "Every shard has one dimension, so a choice by p.ndim finds no matrix: choose groups by "
+        "name, or by the parameters of the module before it is wrapped."
+    )
+    groups = optimizer.param_groups
+    if not all(group["params"] for group in groups):
+        raise ValueError(
+            "every group of an optimizer over the parameters of a FullyShardedDataParallel must "
+            f"hold parameters, but got an empty one. {remedy}"
+        )
+    decay = optimizer.defaults.get("weight_decay")
+    matrices = [
+        group.get("weight_decay")
+        for group in groups
+        for found in map(sharded_of, group["params"])
+        if found is not None and len(found.place.size) > 1
+    ]
+    if decay and matrices and not any(matrices):
+        _log.warning("weight_decay is 0 for every matrix of the model. %s", remedy)
+
+
 _watched: WeakKeyDictionary[Optimizer, Watched | None] = WeakKeyDictionary()
 
 
@@ -243,7 +270,14 @@ def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     known = watched(optimizer)
     if known is None:
         return
+    if known.sharded.history.in_backward:
+        raise RuntimeError(
+            "an optimizer over the parameters of a FullyShardedDataParallel must step after "
+            f"backward, but {type(optimizer).__name__} stepped in a hook during it, where "
+            "gradients are this rank's own and not averaged yet. Call step() after backward."
+        )
     if known.steps == 0:
+        _check_choice_by_ndim(optimizer)
         # State that was loaded before the first step brought its origin into the groups.
         origins = [group.pop(ORIGIN, None) for group in optimizer.param_groups]
         if any(origin is not None for origin in origins):

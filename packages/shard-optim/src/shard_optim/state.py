@@ -42,6 +42,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_lite.ranks import Ranks, backend_for, finish
+from shard_optim.communication import as_sent
 from shard_optim.exchange import all_gather_values
 from shard_optim.files import (
     METADATA,
@@ -833,10 +834,10 @@ def _to_first(
     if own is not None and target is not None:
         target.copy_(own)
     elif own is not None:
-        finish(dist.isend(own.to(device).contiguous(), group=group, group_dst=0))
+        finish(dist.isend(as_sent(own.to(device).contiguous()), group=group, group_dst=0))
     elif target is not None:
         received = torch.empty_like(target, device=device)
-        finish(dist.irecv(received, group=group, group_src=owner))
+        finish(dist.irecv(as_sent(received), group=group, group_src=owner))
         target.copy_(received)
 
 
@@ -955,8 +956,8 @@ def _to_owner(part: Tensor, mine: Tensor, owner: int, group: dist.ProcessGroup) 
     if owner == group.rank():
         mine.copy_(part)
     else:
-        finish(dist.isend(part.contiguous(), group=group, group_dst=owner))
+        finish(dist.isend(as_sent(part.contiguous()), group=group, group_dst=owner))
 
 
 def _from_first(mine: Tensor, group: dist.ProcessGroup) -> None:
-    finish(dist.irecv(mine, group=group, group_src=0))
+    finish(dist.irecv(as_sent(mine), group=group, group_src=0))

@@ -20,7 +20,11 @@ _REDUCE_DTYPES = (None, torch.float32, torch.bfloat16, torch.float64)
 
 
 def check_settings(
-    compute_dtype: Any, reduce_dtype: Any, reshard_after_forward: Any, prefetch: Any
+    compute_dtype: Any,
+    reduce_dtype: Any,
+    reshard_after_forward: Any,
+    prefetch: Any,
+    cast_inputs: Any,
 ) -> None:
     """Refuses arguments of the wrapper.
 
@@ -47,6 +51,11 @@ def check_settings(
         raise TypeError(
             "reshard_after_forward must be True or False, but got "
             f"{reshard_after_forward!r}. Pass False to keep weights until backward."
+        )
+    if not isinstance(cast_inputs, bool):
+        raise TypeError(
+            f"cast_inputs must be True or False, but got {cast_inputs!r}. Pass False for inputs "
+            "that must keep their dtype."
         )
     if prefetch is True or prefetch not in (1, 2):
         raise ValueError(f"prefetch must be 1 or 2, but got {prefetch!r}. Pass prefetch=1.")
@@ -147,10 +156,10 @@ def check_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
                 f"parameters must have their shapes, but {name} has none yet. Call the module once "
                 "before it is wrapped."
             )
-        if not param.is_floating_point():
+        if param.is_complex():
             raise ValueError(
-                f"parameters must be floating-point, but got {name} of {param.dtype}. Register it "
-                "as a buffer."
+                f"parameters must be floating-point, or frozen integers, but got {name} of "
+                f"{param.dtype}. Register it as a buffer."
             )
     owned = {id(param) for param in module.parameters()}
     found = _optimizers_of(owned)

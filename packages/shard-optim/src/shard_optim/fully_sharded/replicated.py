@@ -18,6 +18,7 @@ from torch import nn
 
 from shard_optim.communication import average
 from shard_optim.fully_sharded.gradient_store import GradientStore
+from shard_optim.fully_sharded.units import is_quantised
 from shard_optim.layout import check_gradient
 from shard_optim.mesh import Mesh
 
@@ -67,11 +68,12 @@ class ReplicatedParameters:
         self._device = device
         self._dtype = torch.float32
         for param in self.params:
-            self._dtype = torch.promote_types(self._dtype, param.dtype)
+            if not is_quantised(param.dtype):
+                self._dtype = torch.promote_types(self._dtype, param.dtype)
         self._resting = [param.data for param in self.params]
         self._computing = [
             data
-            if compute_dtype in (None, data.dtype)
+            if compute_dtype in (None, data.dtype) or is_quantised(data.dtype)
             else torch.empty_like(data, dtype=compute_dtype)
             for data in self._resting
         ]

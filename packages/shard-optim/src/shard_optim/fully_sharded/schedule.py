@@ -290,7 +290,7 @@ class Schedule:
         if self._backward:
             return
         self._agree_on_trainable()
-        self._backward = True
+        self._backward = self.history.in_backward = True
         kept = self.replicated.gradients.begin()
         self.replicated.materialize()
         self._queue = [unit for unit in self._reduction_order() if unit.trainable]
@@ -392,7 +392,7 @@ class Schedule:
                     unit.gradients.drop(position)
 
     def _end(self, trainable: Sequence[Unit]) -> None:
-        self._backward = self._end_is_queued = False
+        self._backward = self.history.in_backward = self._end_is_queued = False
         self._queue, self._present = [], {}
         self._rest()
         self._free_buffers()

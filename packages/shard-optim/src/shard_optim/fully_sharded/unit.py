@@ -21,11 +21,12 @@ from ddp_lite.reduce import Waitable
 from shard_optim.communication import (
     Communication,
     all_gather,
+    as_sent,
     average,
     traced,
 )
 from shard_optim.fully_sharded.gradient_store import GradientStore
-from shard_optim.fully_sharded.units import UnitPlan
+from shard_optim.fully_sharded.units import UnitPlan, is_quantised
 from shard_optim.gradients import in_dtype
 from shard_optim.layout import Place, check_gradient, in_memory_order
 from shard_optim.mesh import Mesh
@@ -274,7 +275,7 @@ class Unit:
         rank, world_size = ranks.shards.rank, ranks.shards.size
         self._communication = communication
         self.dtype, self.device = self.params[0].dtype, self.params[0].device
-        self.gather_dtype = compute_dtype or self.dtype
+        self.gather_dtype = self.dtype if is_quantised(self.dtype) else compute_dtype or self.dtype
         self._reduce_dtype = reduce_dtype
         self.cuts = plan_cuts([param.numel() for param in self.params], world_size)
         self.whole_numel = self.cuts[-1].whole_offset + round_up(self.cuts[-1].chunk * world_size)
@@ -324,7 +325,11 @@ class Unit:
         own = self.shard[cut.shard_offset : cut.shard_offset + cut.chunk]
         flat = own.new_empty(cut.chunk * self.ranks.size)
         words = f"the all-gather of {self.names[position]}"
-        self.ranks.together(words, lambda: all_gather(flat, own, self.ranks.communicator).wait())
+
+        def gather() -> None:
+            all_gather(as_sent(flat), as_sent(own), self.ranks.communicator).wait()
+
+        self.ranks.together(words, gather)
         return flat.as_strided(size, stride)
 
     @property
@@ -348,6 +353,8 @@ class Unit:
             slot.whole.as_strided(size, stride, cut.whole_offset)
             for (size, stride), cut in zip(self.layouts, self.cuts, strict=True)
         ]
+        self._targets = [as_sent(target) for target in self._targets]
+        self._sources = [as_sent(source) for source in self._sources]
 
     def gathered(self, generation: int) -> bool:
         """Whether the slot holds this unit's present values, or will when its gather ends."""

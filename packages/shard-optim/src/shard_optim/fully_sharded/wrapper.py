@@ -5,7 +5,9 @@ https://arxiv.org/abs/1910.02054
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -16,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from shard_optim.communication import Communication, resolve_communication
 from shard_optim.fully_sharded.checks import check_module, check_settings, device_of
-from shard_optim.fully_sharded.meta import materialize, owners_of_parameters
+from shard_optim.fully_sharded.meta import is_on_meta, materialize, owners_of_parameters
 from shard_optim.fully_sharded.own_state import OwnState
 from shard_optim.fully_sharded.replicated import ReplicatedParameters
 from shard_optim.fully_sharded.schedule import Schedule, UnitCall
@@ -27,6 +29,17 @@ from shard_optim.gradients import check_clipping, clip_sharded_
 from shard_optim.layout import SHARDED, check_layout, replicated_place
 from shard_optim.mesh import check_group, resolve_mesh
 from shard_optim.origin import Sharded, replaced, watch_optimizers
+
+_COMPILE_UNITS = (
+    "units must be compiled, and before the model is wrapped, but got {} "
+    "FullyShardedDataParallel. Call compile() of each block, then wrap the model."
+)
+
+
+def _is_compiled_around() -> bool:
+    """Whether code that ``torch.compile`` has been given is running, or is being traced."""
+    compiling = torch.compiler.is_compiling()
+    return compiling or torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -59,8 +72,11 @@ class FullyShardedDataParallel(nn.Module):
             blocks: children of one container that have the same type. What these do not hold, such
             as an embedding and a head, forms units of its own, one for each child of the root,
             which are gathered throughout forward, and throughout backward.
-        compute_dtype: dtype that parameters are cast to before they are gathered, and that the
-            model's floating-point inputs are cast to; None for the parameters' own.
+        compute_dtype: dtype that parameters are cast to before they are gathered; None for the
+            parameters' own.
+        cast_inputs: whether the model's floating-point inputs are cast to ``compute_dtype`` too.
+            Pass False for inputs that bf16 would round, such as times and positions, and cast the
+            others inside the model.
         reduce_dtype: dtype in which gradients are averaged: fp32, bf16, or None for the gradients'
             own (fp32 for fp16 gradients, which would overflow).
         reshard_after_forward: whether repeated units take turns in ``prefetch + 1`` buffers, and no
@@ -68,7 +84,8 @@ class FullyShardedDataParallel(nn.Module):
             gathered once per step.
         prefetch: how many units are gathered ahead, 1 or 2.
         device: where to make parameters that are on the meta device, one unit at a time, by each
-            module's ``reset_parameters()``; such a model is never whole on any rank.
+            module's ``reset_parameters()``; such a model is never whole on any rank. If the first
+            rank's model has values, the others may be on the meta device: they get these.
         communication: what gathers parameters and reduce-scatters gradients of units, in place of
             the process group's own collectives, such as ``ddp_lite.peer.PeerCopies`` on the GPUs
             of one host. Made for the group of the ranks that hold a shard each.
@@ -88,6 +105,7 @@ class FullyShardedDataParallel(nn.Module):
         process_group: dist.ProcessGroup | dist.device_mesh.DeviceMesh | None = None,
         units: Units = None,
         compute_dtype: torch.dtype | None = None,
+        cast_inputs: bool = True,
         reduce_dtype: torch.dtype | None = None,
         reshard_after_forward: bool = True,
         prefetch: int = 1,
@@ -95,11 +113,12 @@ class FullyShardedDataParallel(nn.Module):
         communication: Communication | None = None,
     ) -> None:
         super().__init__()
-        check_settings(compute_dtype, reduce_dtype, reshard_after_forward, prefetch)
+        check_settings(compute_dtype, reduce_dtype, reshard_after_forward, prefetch, cast_inputs)
         check_module(module, FullyShardedDataParallel)
         self.module = module
         check_group(process_group)
         self.compute_dtype = compute_dtype
+        self._cast_inputs = cast_inputs and compute_dtype is not None
         named = dict(module.named_parameters())
         plans = plan_units(module, units)
         self.device = device_of(module, device)
@@ -109,15 +128,19 @@ class FullyShardedDataParallel(nn.Module):
         self._agree(
             plans,
             f"compute_dtype {compute_dtype}",
+            f"cast_inputs {cast_inputs}",
             f"reduce_dtype {reduce_dtype}",
             f"reshard_after_forward {reshard_after_forward}",
             f"prefetch {prefetch}",
             f"communication {type(communication).__qualname__}",
         )
+        # Whoever is on the meta device gets the first rank's values, if that one has any.
+        reset = bool(self.ranks.broadcast_value("the start of a model", is_on_meta(module)))
         owners = owners_of_parameters(module)
         self.units = []
         for plan in plans:  # one after the other: the whole model never has memory
-            materialize((m for param in plan.params for m in owners[id(param)]), self.device)
+            readers = (m for param in plan.params for m in owners[id(param)])
+            materialize(readers, self.device, reset=reset)
             self._broadcast(zip(plan.names, plan.params, strict=True))
             self.units.append(
                 Unit(
@@ -128,7 +151,7 @@ class FullyShardedDataParallel(nn.Module):
                     reduce_dtype=reduce_dtype,
                 )
             )
-        materialize(module.modules(), self.device)
+        materialize(module.modules(), self.device, reset=reset)
         self.slots = _assign_slots(
             self.units,
             [plan.repeated for plan in plans],
@@ -170,20 +193,61 @@ class FullyShardedDataParallel(nn.Module):
             StepMismatchError: on gloo on every rank, if another rank does something else.
             CollectiveError: if a peer died or timed out.
         """
-        for unit_module, call in self._calls.items():
-            if unit_module._compiled_call_impl is not call:
+        return self._run(self.module, inputs, kwargs)
+
+    def _run(self, call: Callable[..., Any], inputs: Any, kwargs: Any) -> Any:
+        if _is_compiled_around():
+            raise RuntimeError(_COMPILE_UNITS.format("torch.compile() around the"))
+        for unit_module, unit_call in self._calls.items():
+            if unit_module._compiled_call_impl is not unit_call:
                 raise RuntimeError(
                     "units must be compiled before the model is wrapped, but a "
                     f"{type(unit_module).__name__} was compiled afterwards. Call compile() first, "
                     "then FullyShardedDataParallel."
                 )
         self._structure.check(self.schedule.generation + 1)
-        if self.compute_dtype is not None:
-            inputs, kwargs = pytree.tree_map_only(Tensor, self._cast, (inputs, kwargs))
-        return self.schedule.call_outermost(self.module, inputs, kwargs)
+        if self._cast_inputs:
+            inputs, kwargs = self._cast(inputs), self._cast(kwargs)
+        return self.schedule.call_outermost(call, inputs, kwargs)
 
-    def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.compute_dtype) if tensor.is_floating_point() else tensor
+    def _cast(self, inputs: Any) -> Any:
+        """The floating-point tensors in nested containers and data classes in ``compute_dtype``."""
+
+        def cast(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return leaf.to(self.compute_dtype) if leaf.is_floating_point() else leaf
+            if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+                result = copy.copy(leaf)
+                for field in dataclasses.fields(leaf):
+                    value = self._cast(getattr(leaf, field.name))
+                    object.__setattr__(result, field.name, value)  # also of frozen ones
+                return result
+            return leaf
+
+        return pytree.tree_map(cast, inputs)
+
+    def register_forward_method(self, name: str) -> None:
+        """Makes a method of the module train as ``forward`` does, called through this wrapper.
+
+        Without it a method that reads parameters of the module itself finds shards.
+
+        Args:
+            name: of the method, such as ``"training_loss"``. Every rank calls it alike.
+
+        Raises:
+            ValueError: if the module has no such method.
+        """
+        method = getattr(self.module, name, None)
+        if not callable(method):
+            raise ValueError(
+                f"name must be a method of the wrapped {type(self.module).__name__}, but got "
+                f"{name!r}. Pass the name of a method beside forward."
+            )
+        root = self._calls.get(self.module)
+        call: Callable[..., Any] = method
+        if root is not None:
+            call = UnitCall(schedule=self.schedule, call=method, units=root.units)
+        self.__dict__[name] = lambda *inputs, **kwargs: self._run(call, inputs, kwargs)
 
     def finish_gradient_synchronization(self) -> None:
         """Ends the last backward, after which every ``.grad`` is this rank's averaged shard.
@@ -318,7 +382,7 @@ class FullyShardedDataParallel(nn.Module):
             for plan in plans
         ]
         lines += [
-            f"parameter {name} {tuple(param.shape)} {param.dtype} {param.device.type} "
+            f"parameter {name} {tuple(param.shape)} {param.dtype} {self.device.type} "
             f"strides {param.stride()} {'trainable' if param.requires_grad else 'frozen'}, "
             + (f"in unit {unit_of[id(param)]!r}" if id(param) in unit_of else "replicated")
             for name, param in self.module.named_parameters()
@@ -378,10 +442,7 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             RuntimeError: always.
         """
-        raise RuntimeError(
-            "units must be compiled, and before the model is wrapped, but got compile() of the "
-            "FullyShardedDataParallel. Call compile() of each block, then wrap the model."
-        )
+        raise RuntimeError(_COMPILE_UNITS.format("compile() of the"))
 
     def _apply(self, *_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(
