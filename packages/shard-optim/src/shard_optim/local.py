@@ -26,7 +26,8 @@ from torch.optim import Optimizer
 from shard_optim.gradients import in_dtype
 from shard_optim.layout import Bucket, Shard, flat_gradient
 from shard_optim.offload import OffloadedOptimizer
-from shard_optim.wrapped import Groups, Partition, check_elementwise_state, settings_of
+from shard_optim.optimizer_trial import check_elementwise_state
+from shard_optim.wrapped import Groups, Partition, settings_of
 
 # Key of a master copy among a parameter's state.
 MASTER = "master_param"

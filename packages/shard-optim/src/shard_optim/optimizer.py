@@ -33,6 +33,7 @@ from shard_optim.layout import (
 from shard_optim.local import LocalOptimizer
 from shard_optim.mesh import mesh_of_group
 from shard_optim.offload import check_offload
+from shard_optim.optimizer_trial import check_class, check_update
 from shard_optim.origin import (
     ORIGIN,
     check_alike,
@@ -49,8 +50,6 @@ from shard_optim.wrapped import (
     Partition,
     all_params,
     as_groups,
-    check_elementwise_update,
-    check_supported,
     default_settings,
     describe_groups,
     name_of,
@@ -132,7 +131,7 @@ class ShardedOptimizer(Optimizer):
             raise ValueError(
                 f"overlap must be None or 'next-forward', but got {overlap!r}. Use one of them."
             )
-        check_supported(optimizer_cls, partition, kwargs)
+        check_class(optimizer_cls, kwargs)
         if offload_state:
             check_offload(optimizer_cls, kwargs)
         resolve_group(process_group, before="a ShardedOptimizer is made")
@@ -159,8 +158,13 @@ class ShardedOptimizer(Optimizer):
         check_placement(partition, bucket_size_mb)
 
         groups = as_groups(params)
-        if partition == "flat":
-            check_elementwise_update(optimizer_cls, settings_of(groups[0]), kwargs)
+        check_update(
+            optimizer_cls,
+            settings_of(groups[0]),
+            kwargs,
+            where=f'partition="{partition}"',
+            remedy='Pass partition="whole".' if partition == "flat" else None,
+        )
         super().__init__(groups, default_settings(optimizer_cls, groups, kwargs))
         self.mesh = mesh_of_group(
             process_group, device=self.all_params()[0].device, owner="ShardedOptimizer"

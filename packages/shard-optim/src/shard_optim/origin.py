@@ -28,6 +28,7 @@ from ddp_lite.ranks import Ranks
 from shard_optim.history import History
 from shard_optim.layout import SHARDED, Place
 from shard_optim.mesh import Mesh
+from shard_optim.optimizer_trial import arguments_of, check_class, check_update
 
 # Key of the origin in a state dict, or in each of an optimizer's packed parameter groups.
 ORIGIN = "shard"
@@ -221,6 +222,25 @@ class Watched:
         check_alike(self.sharded.ranks, problem, version)
 
 
+def _check_update(optimizer: Optimizer) -> None:
+    """Refuses an optimizer that looks beyond single elements, over shards.
+
+    Raises:
+        ValueError: naming the remedy.
+    """
+    if getattr(optimizer, "holds_whole_matrices", False) or shard_ranks_of(optimizer) is None:
+        return
+    cls: type[Optimizer] = getattr(optimizer, "optimizer_cls", type(optimizer))
+    check_class(cls, optimizer.defaults)
+    check_update(
+        cls,
+        {key: value for key, value in optimizer.param_groups[0].items() if key != "params"},
+        arguments_of(optimizer, cls),
+        where="a FullyShardedDataParallel",
+        remedy=f"Make it by WholeMatrixOptimizer(model, matrices, {cls.__name__}).",
+    )
+
+
 def _check_choice_by_ndim(optimizer: Optimizer) -> None:
     """Finds groups that were chosen by ``p.ndim``, which is 1 for every shard.
 
@@ -277,6 +297,7 @@ def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
             "gradients are this rank's own and not averaged yet. Call step() after backward."
         )
     if known.steps == 0:
+        _check_update(optimizer)
         _check_choice_by_ndim(optimizer)
         # State that was loaded before the first step brought its origin into the groups.
         origins = [group.pop(ORIGIN, None) for group in optimizer.param_groups]

@@ -27,6 +27,7 @@ from shard_optim.fully_sharded.checks import check_wrapper
 from shard_optim.fully_sharded.unit import Cut, Unit, parameter_locations
 from shard_optim.fully_sharded.wrapper import FullyShardedDataParallel
 from shard_optim.layout import Place
+from shard_optim.optimizer_trial import check_class, check_update
 from shard_optim.wrapped import as_groups, default_settings, settings_of
 
 
@@ -123,6 +124,8 @@ class WholeMatrixOptimizer(Optimizer):
         ValueError: for a parameter that is not a sharded one of ``model``.
     """
 
+    holds_whole_matrices = True
+
     def __init__(
         self,
         model: FullyShardedDataParallel,
@@ -133,12 +136,15 @@ class WholeMatrixOptimizer(Optimizer):
         **kwargs: Any,
     ) -> None:
         check_wrapper(model, FullyShardedDataParallel)
-        if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
-            raise TypeError(
-                "optimizer_cls must be a subclass of torch.optim.Optimizer, but got "
-                f"{optimizer_cls!r}. Pass the class and its arguments apart."
-            )
+        check_class(optimizer_cls, kwargs)
         groups = as_groups(params)
+        check_update(
+            optimizer_cls,
+            settings_of(groups[0]),
+            kwargs,
+            where="a WholeMatrixOptimizer",
+            remedy=None,
+        )
         self.optimizer_cls = optimizer_cls
         self._ranks = model.ranks.shards
         self._location_of: dict[int, tuple[Unit, int]] = parameter_locations(model.units)
