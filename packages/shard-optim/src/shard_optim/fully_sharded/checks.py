@@ -74,19 +74,6 @@ def check_wrapper(model: Any, wrapper: type[nn.Module]) -> None:
         )
 
 
-def check_optimizer(optimizer: Any) -> None:
-    """Refuses what is not an optimizer.
-
-    Raises:
-        TypeError: naming the remedy.
-    """
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer, but got {type(optimizer).__name__}. Pass "
-            "the one made from the wrapper's parameters()."
-        )
-
-
 def check_folder(folder: Any) -> None:
     """Refuses what is not a path.
 

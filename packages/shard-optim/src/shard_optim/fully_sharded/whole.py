@@ -197,14 +197,6 @@ class WholeMatrixOptimizer(Optimizer):
         """What stands for a whole parameter in its owner's optimizer; None on other ranks."""
         return self._matrices[param].whole
 
-    def owner_of(self, param: Tensor) -> int:
-        """The rank that updates a parameter and keeps its state."""
-        return self._matrices[param].owner
-
-    def layout_of(self, param: Tensor) -> tuple[torch.Size, tuple[int, ...]]:
-        """Size and stride of a whole parameter."""
-        return self._matrices[param].size, self._matrices[param].stride
-
     def place_of(self, param: Tensor) -> Place:
         """Where a parameter's state lies: whole, on its owner."""
         matrix, rank = self._matrices[param], self._ranks.rank

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ddp_lite.transparent import TransparentWrapper
 from shard_optim.communication import Communication, resolve_communication
 from shard_optim.fully_sharded.checks import check_module, check_settings, device_of
 from shard_optim.fully_sharded.meta import is_on_meta, materialize, owners_of_parameters
@@ -42,7 +43,7 @@ def _is_compiled_around() -> bool:
     return compiling or torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(TransparentWrapper):
     """Wraps a module so that each rank holds 1/world_size of its large parameters.
 
     ``parameters()`` are the shards: one-dimensional, with gradients of the same shape and dtype,
@@ -112,10 +113,9 @@ class FullyShardedDataParallel(nn.Module):
         device: torch.device | str | None = None,
         communication: Communication | None = None,
     ) -> None:
-        super().__init__()
         check_settings(compute_dtype, reduce_dtype, reshard_after_forward, prefetch, cast_inputs)
         check_module(module, FullyShardedDataParallel)
-        self.module = module
+        super().__init__(module)
         check_group(process_group)
         self.compute_dtype = compute_dtype
         self._cast_inputs = cast_inputs and compute_dtype is not None
@@ -303,22 +303,6 @@ class FullyShardedDataParallel(nn.Module):
 
     full_state_dict = load_full_state_dict = replaced
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-            return getattr(self.module, name)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The shards, under the module's own names and in its order."""
-        return self.module.named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """The module's own, under the module's own names and in its order."""
-        return self.module.named_buffers(*args, **kwargs)
-
     @torch.no_grad()
     def full_parameters(self) -> dict[str, Tensor]:
         """All parameters, whole, as new tensors under the module's own names.
@@ -342,7 +326,7 @@ class FullyShardedDataParallel(nn.Module):
         No communication, so a single rank may call it; but it is one rank's part, which only this
         rank of as many ranks loads. ``shard_optim.save`` and ``full_state`` take all parts.
         """
-        return self.module.state_dict(*args, **kwargs)
+        return super().state_dict(*args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -369,7 +353,7 @@ class FullyShardedDataParallel(nn.Module):
                 "assign must be False, because parameters must stay in the memory that is "
                 "gathered, but got True. Leave it out: values are copied."
             )
-        return self.module.load_state_dict(state_dict, strict)
+        return super().load_state_dict(state_dict, strict)
 
     # --- construction ------------------------------------------------------------------------
 
@@ -448,12 +432,6 @@ class FullyShardedDataParallel(nn.Module):
         raise RuntimeError(
             "a model must be moved or cast before it is wrapped, but got to(), half() or the like "
             "afterwards. Call it on the module, then wrap."
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            "a sharded model must not be pickled or copied, because it holds a process group, but "
-            "got an attempt. Save state_dict() or full_parameters()."
         )
 
 
