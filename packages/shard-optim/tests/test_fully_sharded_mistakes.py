@@ -41,7 +41,8 @@ WRAPPING = [
     ({"units": ["embed"]}, TypeError, "units must be a list of modules.*but got 'embed'"),
     ({"units": nn.Linear(2, 2)}, TypeError, "but got Linear.*Pass a list"),
     ({"units": 3}, TypeError, "units must be a list of modules or a predicate.*but got 3"),
-    ({"communication": "nccl"}, TypeError, "communication must have the methods"),
+    ({"communication": "nccl"}, TypeError, 'must have the methods.*Pass "peer-copy"'),
+    ({"communication": "peer-copy"}, ValueError, "copies between GPUs need .*, but got"),
 ]
 
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fully_sharded_models import average_gradients, loss_of, net
 from ranks import run_ranks
 from shard_optim import FullyShardedDataParallel, ShardedOptimizer, WholeMatrixOptimizer, load, save
-from shard_optim.fully_sharded.whole import assign_owners, orthogonalization_cost
+from shard_optim.fully_sharded.whole_matrix import assign_owners, orthogonalization_cost
 from whole_state import load_whole_optimizer, whole_optimizer
 
 MUON = functools.partial(torch.optim.Muon, lr=0.05, momentum=0.9)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,8 @@ from ddp_lite.ranks import Ranks, backend_for
 from ddp_lite.reduce import Reduction, Waitable
 
 _NO_RANGE = nullcontext()
+
+PeerCopy = Literal["peer-copy"]
 
 
 class CollectiveError(PeerFailureError):
@@ -124,8 +126,8 @@ def all_to_all(
 class Communication(Protocol):
     """What moves gradients and parameters between the ranks of a group; each call is collective.
 
-    ``communication=`` takes one in place of the process group's own collectives, such as
-    ``ddp_lite.peer.PeerCopies``.
+    ``communication=`` takes one in place of the process group's own collectives. The name
+    ``"peer-copy"`` stands for ``ddp_lite.peer.PeerCopies`` over memory of its own.
 
     Attributes:
         group: the ranks.
@@ -166,20 +168,25 @@ class GroupCollectives:
         return all_gather_several(wholes, parts, self._ranks)
 
 
-def resolve_communication(communication: Communication | None, ranks: Ranks) -> Communication:
-    """The given communication, or the collectives of the group.
+def resolve_communication(
+    communication: Communication | PeerCopy | None, ranks: Ranks
+) -> Communication:
+    """The named or given communication, or the collectives of the group. Collective if named.
 
     Raises:
         TypeError: if it has no group.
-        ValueError: if it is for other ranks.
+        ValueError: if it is for other ranks, or these cannot copy from each other.
     """
     if communication is None:
         return GroupCollectives(ranks)
+    if communication == "peer-copy":
+        from ddp_lite.peer import PeerCopies, PeerMemory  # loads drivers
+
+        return PeerCopies(PeerMemory(ranks.group))
     if not isinstance(getattr(communication, "group", None), dist.ProcessGroup):
         raise TypeError(
             "communication must have the methods of a Communication and the group that they serve, "
-            f"but got {type(communication).__name__}. Pass ddp_lite.peer.PeerCopies(...), or leave "
-            "it out."
+            f'but got {type(communication).__name__}. Pass "peer-copy", or leave it out.'
         )
     group = ranks.group
     if communication.group.group_name != group.group_name:

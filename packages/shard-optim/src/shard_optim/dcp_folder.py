@@ -19,7 +19,14 @@ from typing import Any
 
 import torch
 
-from shard_optim.stored import Part, StoredTensor, damaged, dtype_named, open_regular, read_small
+from shard_optim.stored_tensor import (
+    Part,
+    StoredTensor,
+    damaged,
+    dtype_named,
+    open_regular,
+    read_small,
+)
 
 CHECKSUMS = "checksums.json"
 

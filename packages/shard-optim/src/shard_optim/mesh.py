@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_lite.ranks import Ranks, broadcast, resolve_group
 from shard_optim.communication import CollectiveError, as_sent
-from shard_optim.exchange import all_gather_values, broadcast_value
+from shard_optim.json_messages import all_gather_values, broadcast_value
 
 
 class Mesh:
@@ -87,7 +87,7 @@ class Mesh:
             ranks.together(what, broadcast, ranks.control, as_sent(values))
 
     def broadcast_value(self, what: str, value: Any) -> Any:
-        """The first rank's value; see ``exchange.py`` for what it may be.
+        """The first rank's value; see ``json_messages.py`` for what it may be.
 
         Raises:
             CollectiveError: if a peer died or timed out.
@@ -97,7 +97,7 @@ class Mesh:
         return value
 
     def gather(self, what: str, value: Any) -> list[Any]:
-        """Every rank's value, in the order of ``everyone``; see ``exchange.py``.
+        """Every rank's value, in the order of ``everyone``; see ``json_messages.py``.
 
         Raises:
             CollectiveError: if a peer died or timed out.

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shard_optim.optimizer_class import as_groups, default_settings, settings_of
 from shard_optim.optimizer_trial import check_class
-from shard_optim.wrapped import as_groups, default_settings, settings_of
 
 MIB = 1024**2
 

@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddp_lite.ranks import Ranks
+from shard_optim.bucket_layout import SHARDED, Place
 from shard_optim.history import History
-from shard_optim.layout import SHARDED, Place
 from shard_optim.mesh import Mesh
 from shard_optim.optimizer_trial import arguments_of, check_class, check_update
 

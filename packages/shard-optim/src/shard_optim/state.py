@@ -42,9 +42,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_lite.ranks import Ranks, backend_for, finish
-from shard_optim.communication import as_sent
-from shard_optim.exchange import all_gather_values
-from shard_optim.files import (
+from shard_optim.bucket_layout import Bucket, Place, flat_slice, replicated_place
+from shard_optim.checkpoint_files import (
     METADATA,
     Contents,
     Range,
@@ -53,16 +52,17 @@ from shard_optim.files import (
     together,
     write_folder,
 )
+from shard_optim.communication import as_sent
 from shard_optim.fully_sharded.checks import check_background_group, check_folder
-from shard_optim.fully_sharded.whole import WholeMatrixOptimizer
+from shard_optim.fully_sharded.whole_matrix import WholeMatrixOptimizer
 from shard_optim.fully_sharded.wrapper import FullyShardedDataParallel
-from shard_optim.layout import Bucket, Place, flat_slice, replicated_place
+from shard_optim.json_messages import all_gather_values
 from shard_optim.mesh import Mesh
 from shard_optim.optimizer import ShardedOptimizer
+from shard_optim.optimizer_class import by_number, pack_groups, settings_of
 from shard_optim.origin import CHECKED, ORIGIN, sharded_of, watched
 from shard_optim.plain_state import check_full_state
-from shard_optim.stored import StoredTensor, coverage
-from shard_optim.wrapped import by_number, pack_groups, settings_of
+from shard_optim.stored_tensor import StoredTensor, coverage
 
 Kind = Literal["parameter", "buffer", "moment"]
 Device = torch.device | None

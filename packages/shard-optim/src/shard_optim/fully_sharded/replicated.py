@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from shard_optim.bucket_layout import check_gradient
 from shard_optim.communication import average
 from shard_optim.fully_sharded.gradient_store import GradientStore
-from shard_optim.fully_sharded.units import is_quantised
-from shard_optim.layout import check_gradient
+from shard_optim.fully_sharded.unit_plan import is_quantised
 from shard_optim.mesh import Mesh
 
 _WORDS = "the all-reduce of small parameters' gradients"

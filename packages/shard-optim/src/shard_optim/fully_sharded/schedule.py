@@ -32,12 +32,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shard_optim.changes import agree_on_trainable
 from shard_optim.communication import CollectiveError
 from shard_optim.fully_sharded.replicated import ReplicatedParameters
-from shard_optim.fully_sharded.unit import Reduction, Unit
+from shard_optim.fully_sharded.unit import Unit, UnitReduction
 from shard_optim.history import History
 from shard_optim.mesh import Mesh
+from shard_optim.requires_grad_changes import agree_on_trainable
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -117,7 +117,7 @@ class Schedule:
         self._end_is_queued = False
         self._queue: list[Unit] = []  # units to reduce, in order
         self._next = 0
-        self._reductions: deque[Reduction] = deque()
+        self._reductions: deque[UnitReduction] = deque()
         self._present: dict[Unit, set[int]] = {}
 
     # --- forward -----------------------------------------------------------------------------

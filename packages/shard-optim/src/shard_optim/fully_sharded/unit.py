@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_lite.reduce import Waitable
+from shard_optim.bucket_layout import Place, check_gradient, in_memory_order
 from shard_optim.communication import (
     Communication,
     all_gather,
@@ -26,9 +27,8 @@ from shard_optim.communication import (
     traced,
 )
 from shard_optim.fully_sharded.gradient_store import GradientStore
-from shard_optim.fully_sharded.units import UnitPlan, is_quantised
-from shard_optim.gradients import in_dtype
-from shard_optim.layout import Place, check_gradient, in_memory_order
+from shard_optim.fully_sharded.unit_plan import UnitPlan, is_quantised
+from shard_optim.gradient_norm import in_dtype
 from shard_optim.mesh import Mesh
 
 # Parameters start at multiples of this many elements: at least the 128 bytes of a cache line.
@@ -191,7 +191,7 @@ class Slot:
 
 
 @dataclass(eq=False)
-class Reduction:
+class UnitReduction:
     """A reduction under way.
 
     Attributes:
@@ -427,7 +427,7 @@ class Unit:
         self.expected = len(self.trainable_positions())
         self.arrived.clear()
 
-    def launch_reduction(self) -> tuple[Reduction, list[int]]:
+    def launch_reduction(self) -> tuple[UnitReduction, list[int]]:
         """Starts averaging the gradients; those that did not arrive count as zeros.
 
         Returns:
@@ -467,7 +467,7 @@ class Unit:
             work = self.ranks.together(
                 self.reduce_words, self._communication.reduce_scatter, targets, inputs
             )
-        return Reduction(self, plan, inputs, output, work), present
+        return UnitReduction(self, plan, inputs, output, work), present
 
     def _whole_gradient(self, position: int, grad: Tensor | None) -> Tensor:
         """The gradient as a vector that divides evenly over the ranks."""

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ddp_lite.transparent import TransparentWrapper
-from shard_optim.communication import Communication, resolve_communication
+from shard_optim.bucket_layout import SHARDED, check_layout, replicated_place
+from shard_optim.communication import Communication, PeerCopy, resolve_communication
 from shard_optim.fully_sharded.checks import check_module, check_settings, device_of
 from shard_optim.fully_sharded.meta import is_on_meta, materialize, owners_of_parameters
 from shard_optim.fully_sharded.own_state import OwnState
@@ -25,9 +26,8 @@ from shard_optim.fully_sharded.replicated import ReplicatedParameters
 from shard_optim.fully_sharded.schedule import Schedule, UnitCall
 from shard_optim.fully_sharded.structure import StructureWatch
 from shard_optim.fully_sharded.unit import Slot, Unit, parameter_locations
-from shard_optim.fully_sharded.units import UnitPlan, Units, plan_units
-from shard_optim.gradients import check_clipping, clip_sharded_
-from shard_optim.layout import SHARDED, check_layout, replicated_place
+from shard_optim.fully_sharded.unit_plan import UnitPlan, Units, plan_units
+from shard_optim.gradient_norm import check_clipping, clip_sharded_
 from shard_optim.mesh import check_group, resolve_mesh
 from shard_optim.origin import Sharded, replaced, watch_optimizers
 
@@ -88,8 +88,8 @@ class FullyShardedDataParallel(TransparentWrapper):
             module's ``reset_parameters()``; such a model is never whole on any rank. If the first
             rank's model has values, the others may be on the meta device: they get these.
         communication: what gathers parameters and reduce-scatters gradients of units, in place of
-            the process group's own collectives, such as ``ddp_lite.peer.PeerCopies`` on the GPUs
-            of one host. Made for the group of the ranks that hold a shard each.
+            the process group's own collectives: "peer-copy" for copies between the GPUs of one
+            host, or an object for the group of the ranks that hold a shard each.
 
     Raises:
         TypeError: if an argument is of another type.
@@ -111,7 +111,7 @@ class FullyShardedDataParallel(TransparentWrapper):
         reshard_after_forward: bool = True,
         prefetch: int = 1,
         device: torch.device | str | None = None,
-        communication: Communication | None = None,
+        communication: Communication | PeerCopy | None = None,
     ) -> None:
         check_settings(compute_dtype, reduce_dtype, reshard_after_forward, prefetch, cast_inputs)
         check_module(module, FullyShardedDataParallel)

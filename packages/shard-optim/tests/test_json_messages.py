@@ -9,7 +9,7 @@ from torch import nn
 
 import ddp_lite.ranks
 from shard_optim import ShardedOptimizer
-from shard_optim.exchange import all_gather_values, broadcast_value, decode, encode
+from shard_optim.json_messages import all_gather_values, broadcast_value, decode, encode
 from whole_state import load_whole_optimizer, whole_optimizer
 
 VALUES = [

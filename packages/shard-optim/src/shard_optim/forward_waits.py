@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shard_optim.layout import Bucket
+from shard_optim.bucket_layout import Bucket
 
 
 @dataclass(eq=False, kw_only=True)

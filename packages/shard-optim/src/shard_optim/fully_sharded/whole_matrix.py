@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shard_optim.bucket_layout import Place
 from shard_optim.communication import all_to_all
 from shard_optim.fully_sharded.checks import check_wrapper
 from shard_optim.fully_sharded.unit import Cut, Unit, parameter_locations
 from shard_optim.fully_sharded.wrapper import FullyShardedDataParallel
-from shard_optim.layout import Place
+from shard_optim.optimizer_class import as_groups, default_settings, settings_of
 from shard_optim.optimizer_trial import check_class, check_update
-from shard_optim.wrapped import as_groups, default_settings, settings_of
 
 
 def orthogonalization_cost(shape: torch.Size) -> float:

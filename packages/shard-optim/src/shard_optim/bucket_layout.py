@@ -31,7 +31,7 @@ from torch import Tensor
 from ddp_lite.ranks import Ranks
 from ddp_lite.reduce import Waitable
 from shard_optim.communication import Communication
-from shard_optim.wrapped import Groups, Partition, all_params, name_of
+from shard_optim.optimizer_class import Groups, Partition, all_params, name_of
 
 PARTITIONS: tuple[Partition, ...] = ("flat", "whole")
 

@@ -34,9 +34,9 @@ from torch import Tensor
 from ddp_lite.ranks import Ranks
 from shard_optim.communication import CollectiveError
 from shard_optim.dcp_folder import read_dcp_description
-from shard_optim.exchange import all_gather_values, decode, encode
+from shard_optim.json_messages import all_gather_values, decode, encode
 from shard_optim.mesh import Mesh
-from shard_optim.stored import (
+from shard_optim.stored_tensor import (
     Part,
     StoredTensor,
     check_tensors,
