@@ -29,7 +29,7 @@ from torch import Tensor
 from ddp_lite.ranks import Ranks
 from ddp_lite.reduce import Waitable
 from shard_optim.bucket_layout import Bucket, check_gradient
-from shard_optim.communication import Communication, maximum
+from shard_optim.communication import Communication, start_all_reduce
 from shard_optim.refused_gradient import StandIn, gradient_of
 
 # Packed gradients that may wait for the network before backward waits for them: enough to ride out
@@ -262,7 +262,9 @@ class GradientReducer:
         work = None
         if self._ranks.size > 1:
             what = "the exchange of which parameters have gradients"
-            work = self._ranks.together(what, maximum, flags, self._ranks.communicator)
+            work = self._ranks.together(
+                what, start_all_reduce, flags, self._ranks.communicator, dist.ReduceOp.MAX
+            )
         self._flags = (flags, work)
 
     def _all_present(self) -> Tensor:

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import (
 )
 
 from ddp_lite.errors import PeerFailureError
-from ddp_lite.ranks import Ranks, backend_for
+from ddp_lite.ranks import Ranks, all_reduce, backend_for
 from ddp_lite.reduce import Reduction, Waitable
 
 _NO_RANGE = nullcontext()
@@ -68,6 +68,8 @@ def all_gather_several(wholes: Sequence[Tensor], parts: Sequence[Tensor], ranks:
 
     One call and, over NCCL, one kernel for all of them; each may have another n, shape (n,).
     """
+    if len(wholes) == 1:
+        return all_gather(wholes[0], parts[0], ranks.communicator)
     # Gloo's worker threads store the name of what they completed last in one string without a lock.
     # Names of up to 15 characters lie inside the string, but "ALLGATHER_COALESCED" is allocated,
     # and two threads that assign it at once free it twice (seen with torch 2.15).
@@ -89,6 +91,8 @@ def reduce_scatter_several(
 
     One call and, over NCCL, one kernel for all of them.
     """
+    if len(wholes) == 1:
+        return reduce_scatter(parts[0], wholes[0], ranks.communicator)
     if backend_for(ranks.group, wholes[0].device) == "gloo":  # has no coalesced one
         pairs = zip(parts, wholes, strict=True)
         works = [reduce_scatter(part, whole, ranks.communicator) for part, whole in pairs]
@@ -157,14 +161,10 @@ class GroupCollectives:
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], /) -> Waitable:
         """Starts averaging each input, of which each rank gets its range."""
-        if len(inputs) == 1:
-            return reduce_scatter(outputs[0], inputs[0], self._ranks.communicator)
         return reduce_scatter_several(outputs, inputs, self._ranks)
 
     def all_gather(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], /) -> Waitable:
         """Starts filling each whole with every rank's part of it."""
-        if len(wholes) == 1:
-            return all_gather(wholes[0], parts[0], self._ranks.communicator)
         return all_gather_several(wholes, parts, self._ranks)
 
 
@@ -198,19 +198,12 @@ def resolve_communication(
     return communication
 
 
-def average(values: Tensor, communicator: Any) -> dist.Work:
-    """Starts replacing each element of ``values`` by its mean over all ranks."""
+def start_all_reduce(
+    values: Tensor, communicator: Any, operation: dist.ReduceOp.RedOpType
+) -> dist.Work:
+    """Starts reducing each element of ``values`` over all ranks, in place."""
     options = AllreduceOptions()
-    options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
-    options.asyncOp = True
-    work: dist.Work = communicator.allreduce([values], options)
-    return work
-
-
-def maximum(values: Tensor, communicator: Any) -> dist.Work:
-    """Starts replacing each element of ``values`` by the largest that any rank has there."""
-    options = AllreduceOptions()
-    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+    options.reduceOp = dist.ReduceOp(operation)
     options.asyncOp = True
     work: dist.Work = communicator.allreduce([values], options)
     return work
@@ -255,7 +248,7 @@ def check_first_step(
     own = torch.stack(found)
     bounds = torch.stack([own, -own])  # the largest of -x is minus the smallest of x
     words = "the comparison of the first step"
-    ranks.together(words, lambda: maximum(bounds, ranks.communicator).wait())
+    ranks.together(words, all_reduce, ranks.communicator, bounds, dist.ReduceOp.MAX)
     largest, smallest = bounds[0], -bounds[1]
     spread, scale = largest - smallest, largest.abs()
     for row, (tolerance, describe) in enumerate(

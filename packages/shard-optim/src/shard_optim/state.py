@@ -262,9 +262,9 @@ def load_full_state(
         CollectiveError: if a peer died or timed out.
     """
     ranks, source, target = _parts(model, optimizer)
-    problem, plan = None, None
+    problem, plan, given = None, None, dict[str, Tensor]()
     if ranks.first:
-        problem, plan = _plan(state, model, source, target)
+        problem, plan, given = _plan(state, model, source, target)
     words = "the exchange of what is loaded"
     problem, plan = ranks.broadcast_value(words, (problem, plan))
     if problem is not None:
@@ -272,7 +272,6 @@ def load_full_state(
             "a full state dict must be of this model and optimizer class on the first rank, but "
             f"{problem}. Load what was saved from them, with the same groups of parameters."
         )
-    given = _given_tensors(state, model, source, target) if ranks.first else {}
     if target is not None:
         entries, values, groups = plan
         moments: dict[str, Tensor] = {}
@@ -812,7 +811,7 @@ def _collect(
         for rank, first, count in spans:
             own = rows[key].place.flat(rows[key].tensor) if rank == ranks.rank else None
             target = flat[first : first + count] if ranks.rank == 0 else None
-            ranks.call(f"collecting {key}", _to_first, own, target, rank, device, ranks.group)
+            ranks.call(f"collecting {key}", _move, own, target, rank, 0, device, ranks.group)
         if ranks.rank == 0:
             tensors[key] = flat.as_strided(size, stride)
     return tensors, merged
@@ -823,22 +822,33 @@ def _sending_device(device: torch.device, ranks: Ranks) -> torch.device:
     return torch.device("cpu") if backend_for(ranks.group, device) == "gloo" else device
 
 
-def _to_first(
-    own: Tensor | None,
-    target: Tensor | None,
+def _move(
+    sent: Tensor | None,
+    received: Tensor | None,
     owner: int,
-    device: torch.device,
-    group: dist.ProcessGroup,
+    receiver: int,
+    at: torch.device,
+    group: Any,
 ) -> None:
-    """One part of a tensor, from its owner to the first rank's CPU."""
-    if own is not None and target is not None:
-        target.copy_(own)
-    elif own is not None:
-        finish(dist.isend(as_sent(own.to(device).contiguous()), group=group, group_dst=0))
-    elif target is not None:
-        received = torch.empty_like(target, device=device)
-        finish(dist.irecv(as_sent(received), group=group, group_src=owner))
-        target.copy_(received)
+    """Copies part of a tensor from one rank to another; other ranks have neither end.
+
+    Args:
+        sent: the part, on its owner.
+        received: takes it, on the receiver.
+        owner: rank of the part.
+        receiver: rank that takes it.
+        at: where tensors must lie to travel.
+        group: of both ranks.
+    """
+    if sent is not None and received is not None:
+        received.copy_(sent)
+    elif sent is not None:
+        travels = as_sent(sent.to(at, copy=False).contiguous())
+        finish(dist.isend(travels, group=group, group_dst=receiver))
+    elif received is not None:
+        arrived = torch.empty_like(received, device=at)
+        finish(dist.irecv(as_sent(arrived), group=group, group_src=owner))
+        received.copy_(arrived)
 
 
 def _plan(
@@ -846,27 +856,34 @@ def _plan(
     model: nn.Module | None,
     source: Mapping[str, Row],
     target: OptimizerState | None,
-) -> tuple[str | None, Any]:
+) -> tuple[str | None, Any, dict[str, Tensor]]:
     """What is wrong with a whole state, or what every rank must know of its optimizer.
 
     Returns:
-        The problem, or the moments' dtypes and sizes, the small values, and the hyperparameters.
+        The problem, or the moments' dtypes and sizes, the small values, and the hyperparameters;
+        and all tensors by the keys of a folder.
     """
     if not isinstance(given, Mapping):
-        return f"got {type(given).__name__}", None
+        return f"got {type(given).__name__}", None, {}
     for name, asked in (("model", model), ("optimizer", target)):
         if asked is not None and name not in given:
-            return f"it holds no {name!r}, only {sorted(map(str, given))[:8]}", None
-    if model is not None and (problem := _model_problem(given["model"], model, source)):
-        return problem, None
+            return f"it holds no {name!r}, only {sorted(map(str, given))[:8]}", None, {}
+    tensors: dict[str, Tensor] = {}
+    if model is not None:
+        if problem := _model_problem(given["model"], model, source):
+            return problem, None, {}
+        key_of = _keys_by_tensor(source)
+        for name, value in _state_dict_of(model).items():
+            if id(value) in key_of:
+                tensors[key_of[id(value)]] = given["model"][name]
     if target is None:
-        return None, None
+        return None, None, tensors
     if problem := target.problem(given["optimizer"]):
-        return problem, None
+        return problem, None, {}
     moments, values = _split(given["optimizer"], target)
     entries = {key: (value.dtype, value.size()) for key, value in moments.items()}
     groups = [settings_of(group) for group in given["optimizer"]["param_groups"]]
-    return None, (entries, values, groups)
+    return None, (entries, values, groups), tensors | moments
 
 
 def _split(
@@ -889,24 +906,6 @@ def _split(
             else:
                 small[key] = value.detach().cpu()
     return moments, values
-
-
-def _given_tensors(
-    given: Any,
-    model: nn.Module | None,
-    source: Mapping[str, Row],
-    target: OptimizerState | None,
-) -> dict[str, Tensor]:
-    """The first rank's tensors by the keys of a folder."""
-    found = {}
-    if model is not None:
-        key_of = _keys_by_tensor(source)
-        for name, value in _state_dict_of(model).items():
-            if id(value) in key_of:
-                found[key_of[id(value)]] = given["model"][name]
-    if target is not None:
-        found |= _split(given["optimizer"], target)[0]
-    return found
 
 
 def _hand_out(
@@ -938,26 +937,14 @@ def _hand_out(
         ranks.broadcast(words, values)
         return values
     at = _sending_device(device, shards)
-    mine = torch.empty(place.span[1], dtype=dtype, device=at)
+    mine = torch.empty(place.span[1], dtype=dtype, device=device)
     if ranks.first_replica:
         for rank in range(shards.size):
             first, count = place.span_of(rank) or (0, 0)
-            if count and flat is not None:
-                part = flat[first : first + count].to(at, dtype)
-                shards.call(words, _to_owner, part, mine, rank, shards.group)
-            elif count and rank == shards.rank:
-                shards.call(words, _from_first, mine, shards.group)
+            part = None if flat is None else flat[first : first + count].to(dtype)
+            target = mine if rank == shards.rank else None
+            if count:
+                shards.call(words, _move, part, target, 0, rank, at, shards.group)
     if mine.numel():
         ranks.broadcast_to_replicas(words, mine)
-    return mine.to(device)
-
-
-def _to_owner(part: Tensor, mine: Tensor, owner: int, group: dist.ProcessGroup) -> None:
-    if owner == group.rank():
-        mine.copy_(part)
-    else:
-        finish(dist.isend(as_sent(part.contiguous()), group=group, group_dst=owner))
-
-
-def _from_first(mine: Tensor, group: dist.ProcessGroup) -> None:
-    finish(dist.irecv(as_sent(mine), group=group, group_src=0))
+    return mine

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from ddp_lite.ranks import all_reduce
 from shard_optim.bucket_layout import check_gradient
-from shard_optim.communication import average
 from shard_optim.fully_sharded.gradient_store import GradientStore
 from shard_optim.fully_sharded.unit_plan import is_quantised
 from shard_optim.mesh import Mesh
@@ -158,7 +159,7 @@ class ReplicatedParameters:
         order = [torch.full_like(present_flags[:1], float(number)) for number in own]
         flat = torch.cat([*packed, present_flags, *order])
         for ranks in reversed(self._ranks.levels):  # sharded gradients take this order too
-            ranks.together(_WORDS, lambda ranks=ranks: average(flat, ranks.communicator).wait())
+            ranks.together(_WORDS, all_reduce, ranks.communicator, flat, dist.ReduceOp.AVG)
         sizes = [param.numel() for param in self.params]
         *averages, anywhere, mean = flat.split([*sizes, len(flags), 2])
         # The host cannot read what is only being recorded, and a CUDA graph keeps its order.

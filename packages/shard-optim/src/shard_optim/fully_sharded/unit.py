@@ -23,7 +23,7 @@ from shard_optim.communication import (
     Communication,
     all_gather,
     as_sent,
-    average,
+    start_all_reduce,
     traced,
 )
 from shard_optim.fully_sharded.gradient_store import GradientStore
@@ -216,7 +216,11 @@ class UnitReduction:
         if unit.replicas is not None and self.all_reduce is None:
             unit.ranks.call(unit.reduce_words, self.work.wait)
             self.all_reduce = unit.replicas.together(
-                unit.all_reduce_words, average, self.output, unit.replicas.communicator
+                unit.all_reduce_words,
+                start_all_reduce,
+                self.output,
+                unit.replicas.communicator,
+                dist.ReduceOp.AVG,
             )
 
     def finish(self) -> None:
