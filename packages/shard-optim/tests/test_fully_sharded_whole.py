@@ -74,7 +74,7 @@ def check_training(rank, world_size, folder):
     owned = [param for param in matrices_of(model) if optimizers[0].whole_of(param) is not None]
     assert set(optimizers[0].state) <= set(owned)
     for param, state in optimizers[0].state.items():
-        assert state["momentum_buffer"].shape == optimizers[0].layout_of(param)[0]
+        assert state["momentum_buffer"].shape == optimizers[0].place_of(param).size
 
     # Another process continues, with its own number of ranks.
     expected = trained_replicas(rank, 4)
