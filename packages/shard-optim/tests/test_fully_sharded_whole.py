@@ -43,7 +43,7 @@ def trained_replicas(rank, steps, **settings):
 
 def sharded(**settings):
     model = FullyShardedDataParallel(net(**settings))
-    muon = WholeMatrixOptimizer(model, matrices_of(model), torch.optim.Muon, lr=0.05, momentum=0.9)
+    muon = WholeMatrixOptimizer(matrices_of(model), torch.optim.Muon, lr=0.05, momentum=0.9)
     return model, muon, torch.optim.AdamW(others_of(model), lr=0.05)
 
 
@@ -91,7 +91,7 @@ def check_training(rank, world_size, folder):
         assert_equal(model, expected, exact=True)
 
     with pytest.raises(ValueError, match="must be sharded parameters of the model"):
-        WholeMatrixOptimizer(model, model.parameters(), torch.optim.Muon)
+        WholeMatrixOptimizer(model.parameters(), torch.optim.Muon)
     with pytest.raises(ValueError, match="WholeMatrixOptimizer"):
         ShardedOptimizer(matrices_of(model), torch.optim.AdamW)
 

@@ -190,7 +190,7 @@ def check_layer_wise(rank: int, world_size: int) -> None:
 def check_layer_wise_over_shards(rank: int, world_size: int) -> None:
     """The same trial before the first step at stage 3."""
     for cls, message in (
-        (Lars, r"in two parts\. Make it by WholeMatrixOptimizer\(model, matrices, Lars\)"),
+        (Lars, r"in two parts\. Make it by WholeMatrixOptimizer\(matrices, Lars\)"),
         (Rows, r"every element alike, but Rows"),
         (ClipsAll, "otherwise when it is given others too"),
         (torch.optim.Adafactor, "Adafactor looks at the shape of each parameter"),
@@ -208,7 +208,7 @@ def check_layer_wise_over_shards(rank: int, world_size: int) -> None:
     Signs(model.parameters()).step()
     matrices = [param for param in model.parameters() if param.grad is not None]
     with pytest.raises(ValueError, match="a WholeMatrixOptimizer needs an optimizer that updates"):
-        WholeMatrixOptimizer(model, matrices, ClipsAll)
+        WholeMatrixOptimizer(matrices, ClipsAll)
 
 
 def classes() -> list[type[torch.optim.Optimizer]]:

@@ -237,7 +237,7 @@ def _check_update(optimizer: Optimizer) -> None:
         {key: value for key, value in optimizer.param_groups[0].items() if key != "params"},
         arguments_of(optimizer, cls),
         where="a FullyShardedDataParallel",
-        remedy=f"Make it by WholeMatrixOptimizer(model, matrices, {cls.__name__}).",
+        remedy=f"Make it by WholeMatrixOptimizer(matrices, {cls.__name__}).",
     )
 
 

@@ -61,19 +61,6 @@ def check_settings(
         raise ValueError(f"prefetch must be 1 or 2, but got {prefetch!r}. Pass prefetch=1.")
 
 
-def check_wrapper(model: Any, wrapper: type[nn.Module]) -> None:
-    """Refuses what is not a sharded model.
-
-    Raises:
-        TypeError: naming the remedy.
-    """
-    if not isinstance(model, wrapper):
-        raise TypeError(
-            f"model must be a {wrapper.__name__}, but got {type(model).__name__}. Pass the wrapper "
-            "itself: not the module in it, and not the optimizer."
-        )
-
-
 def check_folder(folder: Any) -> None:
     """Refuses what is not a path.
 
