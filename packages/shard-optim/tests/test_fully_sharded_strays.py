@@ -59,6 +59,10 @@ def replace_small(model, _optimizer):
     norm.weight = nn.Parameter(torch.randn(8))
 
 
+def replace_a_number(model, _optimizer):
+    model.module.scale = nn.Parameter(torch.ones(1))
+
+
 def replace_sharded(model, _optimizer):
     up = model.module.blocks[1].up
     up.weight = nn.Parameter(torch.randn(13, 8))
@@ -146,6 +150,11 @@ FAULTS: dict[str, tuple[Fault, str, str]] = {
         r"ModelMismatchError: .*blocks\.1\.norm\.weight was replaced",
         r"says: blocks\.1\.norm\.weight was replaced",
     ),
+    "replaces a parameter of one number": (
+        replace_a_number,
+        r"ModelMismatchError: .*scale was replaced",
+        r"says: scale was replaced",
+    ),
     "replaces a sharded parameter": (
         replace_sharded,
         r"ModelMismatchError: .*blocks\.1\.up\.weight was replaced",
@@ -179,7 +188,9 @@ def hashes(model):
 
 
 def train(rank, world_size, fault):
-    model = FullyShardedDataParallel(net(odd=True))
+    module = net(odd=True)
+    module.scale = nn.Parameter(torch.ones(1))  # equal numbers are not the same parameter
+    model = FullyShardedDataParallel(module)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     steps = []
     for step in range(STEPS):
