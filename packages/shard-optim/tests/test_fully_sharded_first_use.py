@@ -242,7 +242,40 @@ def check_meta_on_others(rank, world_size):
     loss_of(model, 0, rank).backward()
 
 
+ELEMENT_WISE = [
+    *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam),
+    *(torch.optim.RAdam, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop),
+    *(torch.optim.Rprop, torch.optim.ASGD),
+]
+
+
+def check_classes_of_torch(rank, world_size):
+    """None looks beyond one element, and none makes refusing tensors of its state."""
+    for cls in ELEMENT_WISE:
+        for foreach in (False, True):
+            expected, model = net(), FullyShardedDataParallel(net())
+            how = {"lr": 0.01, "weight_decay": 0.1, "foreach": foreach}
+            if cls in (torch.optim.SGD, torch.optim.RMSprop):
+                how["momentum"] = 0.9
+            if cls is torch.optim.Rprop:
+                del how["weight_decay"]
+            theirs = cls(expected.parameters(), **how)
+            ours = cls(model.parameters(), **how)
+            for step in range(2):
+                for each, optimizer in ((expected, theirs), (model, ours)):
+                    optimizer.zero_grad()
+                    loss_of(each, step, rank).backward()
+                    if each is expected:
+                        average_gradients(expected)
+                    optimizer.step()
+            for name, value in model.full_parameters().items():
+                torch.testing.assert_close(value, expected.get_parameter(name), msg=cls.__name__)
+            kept = (value for state in ours.state.values() for value in state.values())
+            assert {type(value) for value in kept} <= {torch.Tensor, int, float}, cls
+
+
 CHECKS = [
+    ("every class of torch", check_classes_of_torch, ()),
     ("int8", check_quantised, (torch.int8,)),
     ("float8", check_quantised, (torch.float8_e4m3fn,)),
     ("meta on the others", check_meta_on_others, ()),
