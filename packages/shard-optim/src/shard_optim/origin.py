@@ -245,16 +245,16 @@ def _check_choice_by_ndim(optimizer: Optimizer) -> None:
     """Finds groups that were chosen by ``p.ndim``, which is 1 for every shard.
 
     Raises:
-        ValueError: if no parameter is left for one of the groups.
+        ValueError: if no parameter is left for a group with weight decay.
     """
     remedy = (
         "Every shard has one dimension, so a choice by p.ndim finds no matrix: choose groups by "
         "name, or by the parameters of the module before it is wrapped."
     )
     groups = optimizer.param_groups
-    if not all(group["params"] for group in groups):
+    if any(group.get("weight_decay") and not group["params"] for group in groups):
         raise ValueError(
-            "every group of an optimizer over the parameters of a FullyShardedDataParallel must "
+            "a group with weight_decay, over the parameters of a FullyShardedDataParallel, must "
             f"hold parameters, but got an empty one. {remedy}"
         )
     decay = optimizer.defaults.get("weight_decay")
