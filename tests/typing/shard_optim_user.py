@@ -86,7 +86,7 @@ def fully_sharded(module: nn.Module, group: dist.ProcessGroup, folder: Path) -> 
     offloaded.step()
     offloaded.load_state_dict(offloaded.state_dict())
     matrices = [parameter for name, parameter in model.named_parameters() if "weight" in name]
-    muon = WholeMatrixOptimizer(model, matrices, torch.optim.Muon, lr=0.02)
+    muon = WholeMatrixOptimizer(matrices, torch.optim.Muon, lr=0.02)
     muon.step()
     saving = save(folder, model, optimizer, background_group=group)
     if saving is not None:

@@ -235,7 +235,7 @@ def architecture() -> str:
         ("ddp-lite", "averaged gradients"),
         ("shard-optim", "1/N on each rank"),
     ]
-    width, gap = 126, 8
+    width, gap = 120, 16
     parts = [
         rect(16, 16, WIDTH - 32, 50, "box"),
         text(WIDTH / 2, 37, "bench-harness", "bold", "middle"),
@@ -252,6 +252,8 @@ def architecture() -> str:
             text(middle, 134, what, "small soft", "middle"),
             f'<path class="line" d="M{middle:g} 66v26M{middle:g} 148v26"/>',
         ]
+    # shard-optim, the last one, stands on its neighbour.
+    parts.append(f'<path class="line" d="M{16 + 3 * (width + gap):g} 120h-{gap}l6 -4m-6 4l6 4"/>')
     return svg(224, "The five packages and what they depend on", parts)
 
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ranks import run_ranks
-from shard_optim import CollectiveError, ShardedOptimizer, files, load, save
-from shard_optim.layout import Bucket
+from shard_optim import CollectiveError, ShardedOptimizer, checkpoint_files, load, save
+from shard_optim.bucket_layout import Bucket
 from whole_state import load_whole_optimizer, whole_optimizer
 
 STEPS, SAVE_EVERY, KILLED_STEP = 8, 2, 5
@@ -67,7 +67,7 @@ def arm(model, where):
     elif where == "gather":
         Bucket.launch_gather = die
     elif where == "save":
-        files.write_file = die
+        checkpoint_files.write_file = die
 
 
 def run(rank, world_size, folder, where=None, start_again=False):
@@ -121,7 +121,7 @@ def load_and_die(rank, world_size, folder, kind):
     full = whole_optimizer(optimizer)
     before = str(optimizer.state_dict())
     if rank == 1 and kind == "checkpoint":
-        files.read_elements = die
+        checkpoint_files.read_elements = die
     elif rank == 1:
         dist.irecv = die
     with pytest.raises(CollectiveError) as caught:

@@ -243,6 +243,33 @@ def check_refused(rank, world_size):
     assert {type(state["momentum_buffer"]) for state in states} == {torch.Tensor}
 
 
+BY_HAND = {
+    "a norm": lambda grads: sum(grad.square().sum() for grad in grads).sqrt(),
+    "a norm of data": lambda grads: sum(grad.data.pow(2).sum() for grad in grads),
+    "a mean": lambda grads: [grad.abs().mean() for grad in grads],
+    "the largest": lambda grads: max(grad.abs().max().item() for grad in grads),
+    "infinities": lambda grads: all(torch.isfinite(grad).all() for grad in grads),
+    "a product": lambda grads: [torch.dot(grad.view(-1), grad.view(-1)) for grad in grads],
+    "rows": lambda grads: [grad.float().square().mean(dim=-1) for grad in grads],
+}
+
+
+def check_by_hand(rank, world_size):
+    """Sums over elements are refused, element-wise functions and detached shards are not."""
+    model = sharded()
+    loss_of(model, 0, rank).backward()
+    grads = [param.grad for param in model.parameters()]
+    for mistake in BY_HAND.values():
+        with pytest.raises(RuntimeError, match=r"must be given whole gradients.*call detach\(\)"):
+            mistake(grads)
+    for own in BY_HAND.values():
+        own([grad.detach() for grad in grads])
+    average = [grad * 0.9 + grad.clone() * 0.1 for grad in grads]
+    for param, value in zip(model.parameters(), average, strict=True):
+        param.data.add_(value, alpha=-0.1)
+        assert type(param.data) is torch.Tensor
+
+
 def check_low_precision(rank, world_size, compute_dtype, reduce_dtype):
     """Against replicas that compute in the same dtype from the same fp32 masters."""
     model = sharded(compute_dtype=compute_dtype, reduce_dtype=reduce_dtype)
@@ -350,7 +377,9 @@ def check_ranks_that_call_different_units(rank, world_size):
         return model.module.head(x).sum()
 
     model.module.forward = lambda: forward(other if rank == 1 else order)
-    with pytest.raises(RuntimeError, match="call the same units in the same order"):
+    with pytest.raises(
+        RuntimeError, match=r"about to run the reduce-scatter of gradients \(blocks\."
+    ):
         model().backward()
     for blocks in (order, other):
         model.module.forward = lambda blocks=blocks: forward(blocks)
@@ -383,6 +412,7 @@ CHECKS = [
     *((f"clipping {p}", check_clipping, (p,)) for p in (2.0, float("inf"))),
     ("scaler", check_scaler, ()),
     ("norms of shards", check_refused, ()),
+    ("norms by hand", check_by_hand, ()),
     *(
         (f"{compute} reduced in {reduce}", check_low_precision, (compute, reduce))
         for compute, reduce in (

@@ -41,7 +41,8 @@ WRAPPING = [
     ({"units": ["embed"]}, TypeError, "units must be a list of modules.*but got 'embed'"),
     ({"units": nn.Linear(2, 2)}, TypeError, "but got Linear.*Pass a list"),
     ({"units": 3}, TypeError, "units must be a list of modules or a predicate.*but got 3"),
-    ({"communication": "nccl"}, TypeError, "communication must have the methods"),
+    ({"communication": "nccl"}, TypeError, 'must have the methods.*Pass "peer-copy"'),
+    ({"communication": "peer-copy"}, ValueError, "copies between GPUs need .*, but got"),
 ]
 
 
@@ -110,16 +111,20 @@ def check_functions(rank, world_size, folder):
         (ValueError, NOT_THE_MODELS, lambda: full_state(model, theirs)),
         (TypeError, NOT_WRAPPED, lambda: load_full_state(state, plain, theirs)),
         (TypeError, NO_OPTIMIZER, lambda: load_full_state(state, model, 3)),
-        (TypeError, NOT_WRAPPED, lambda: WholeMatrixOptimizer(plain, [], torch.optim.Muon)),
+        (
+            TypeError,
+            r"got a Net first\. Call WholeMatrixOptimizer\(matrices, optimizer_cls",
+            lambda: WholeMatrixOptimizer(plain, [], torch.optim.Muon),
+        ),
         (
             TypeError,
             "optimizer_cls must be a subclass of torch.optim.Optimizer, but got 'muon'",
-            lambda: WholeMatrixOptimizer(model, model.parameters(), "muon"),
+            lambda: WholeMatrixOptimizer(model.parameters(), "muon"),
         ),
         (
             ValueError,
             "params must be sharded parameters of the model.*Give small and foreign parameters to",
-            lambda: WholeMatrixOptimizer(model, plain.parameters(), torch.optim.Muon),
+            lambda: WholeMatrixOptimizer(plain.parameters(), torch.optim.Muon),
         ),
         (TypeError, "max_norm must be a number, but got '1'", lambda: model.clip_grad_norm_("1")),
         (

@@ -12,8 +12,8 @@ from torch import nn
 from fully_sharded_models import OPTIMIZERS, batch, loss_of, net
 from ranks import run_ranks
 from shard_optim import FullyShardedDataParallel, OffloadedOptimizer, ShardedOptimizer, load, save
+from shard_optim.bucket_layout import flat_slice
 from shard_optim.fully_sharded.unit import Unit, parameter_locations
-from shard_optim.layout import flat_slice
 from whole_state import load_whole_model, load_whole_optimizer, whole_model, whole_optimizer
 
 
@@ -253,11 +253,11 @@ def check_bad_input(rank, world_size):
     refused(ValueError, "inside a compiled module", module=module, units=[module.blocks[0]])
     module = net()
     module.numbers = nn.Parameter(torch.ones(3, 3, dtype=torch.complex64))
-    refused(ValueError, "must be floating-point, but got numbers of torch.complex64", module=module)
+    refused(ValueError, "must be floating-point.* got numbers of torch.complex64", module=module)
 
     with pytest.raises(RuntimeError, match="moved or cast before it is wrapped"):
         model.half()
-    with pytest.raises(TypeError, match="must not be pickled or copied"):
+    with pytest.raises(TypeError, match="holds a process group and cannot be pickled or copied"):
         copy.deepcopy(model)
     with pytest.raises(ValueError, match="max_norm must be at least 0, but got -1"):
         model.clip_grad_norm_(-1.0)

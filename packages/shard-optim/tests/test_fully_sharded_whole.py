@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fully_sharded_models import average_gradients, loss_of, net
 from ranks import run_ranks
 from shard_optim import FullyShardedDataParallel, ShardedOptimizer, WholeMatrixOptimizer, load, save
-from shard_optim.fully_sharded.whole import assign_owners, orthogonalization_cost
+from shard_optim.fully_sharded.whole_matrix import assign_owners, orthogonalization_cost
 from whole_state import load_whole_optimizer, whole_optimizer
 
 MUON = functools.partial(torch.optim.Muon, lr=0.05, momentum=0.9)
@@ -43,7 +43,7 @@ def trained_replicas(rank, steps, **settings):
 
 def sharded(**settings):
     model = FullyShardedDataParallel(net(**settings))
-    muon = WholeMatrixOptimizer(model, matrices_of(model), torch.optim.Muon, lr=0.05, momentum=0.9)
+    muon = WholeMatrixOptimizer(matrices_of(model), torch.optim.Muon, lr=0.05, momentum=0.9)
     return model, muon, torch.optim.AdamW(others_of(model), lr=0.05)
 
 
@@ -74,7 +74,7 @@ def check_training(rank, world_size, folder):
     owned = [param for param in matrices_of(model) if optimizers[0].whole_of(param) is not None]
     assert set(optimizers[0].state) <= set(owned)
     for param, state in optimizers[0].state.items():
-        assert state["momentum_buffer"].shape == optimizers[0].layout_of(param)[0]
+        assert state["momentum_buffer"].shape == optimizers[0].place_of(param).size
 
     # Another process continues, with its own number of ranks.
     expected = trained_replicas(rank, 4)
@@ -91,7 +91,7 @@ def check_training(rank, world_size, folder):
         assert_equal(model, expected, exact=True)
 
     with pytest.raises(ValueError, match="must be sharded parameters of the model"):
-        WholeMatrixOptimizer(model, model.parameters(), torch.optim.Muon)
+        WholeMatrixOptimizer(model.parameters(), torch.optim.Muon)
     with pytest.raises(ValueError, match="WholeMatrixOptimizer"):
         ShardedOptimizer(matrices_of(model), torch.optim.AdamW)
 

@@ -1,7 +1,8 @@
-"""Lightning's Trainer with the sharded strategies equals training on the concatenated batch."""
+"""``examples/sharded_lightning_strategies.py`` equals training on the concatenated batch."""
 
 import importlib
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from ranks import run_ranks
 
+EXAMPLE = Path(__file__).parents[3] / "examples" / "sharded_lightning_strategies.py"
 BATCHES, BATCH_SIZE, WORLD_SIZE = 6, 4, 2
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}  # the same terms, summed in another order
 # Importing Lightning for the first time compiles it, in every rank, on cores that may be busy.
@@ -61,9 +63,9 @@ def lightning_run(rank: int, _world_size: int, folder: str) -> dict[str, Any]:
     os.environ["LOCAL_RANK"] = str(rank)  # tells Lightning that its ranks have been started
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import ModelCheckpoint
+    from sharded_lightning_strategies import FullyShardedStrategy, ShardedOptimizerStrategy
 
     from shard_optim import ShardedOptimizer
-    from shard_optim.integrations.lightning import FullyShardedStrategy, ShardedOptimizerStrategy
 
     class Module(pl.LightningModule):
         def __init__(self, *, manual: bool = False) -> None:
@@ -252,10 +254,24 @@ def test_another_optimizer_is_refused(results: list[dict[str, Any]]) -> None:
         assert "Return ShardedOptimizer(self.parameters(), AdamW" in result["refused"]
 
 
-def test_import_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "shard_optim.integrations.lightning"
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setitem(sys.modules, "lightning", None)
-    monkeypatch.setitem(sys.modules, "lightning.pytorch.strategies", None)
-    with pytest.raises(ImportError, match=r"pip install 'shard-optim\[lightning\]'"):
-        importlib.import_module(name)
+def test_the_import_of_before_names_the_example() -> None:
+    with pytest.raises(ImportError, match=r"is examples/sharded_lightning_strategies\.py of the"):
+        importlib.import_module("shard_optim.integrations.lightning")
+
+
+def test_the_program_learns(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, "--nproc-per-node", "2", str(EXAMPLE)],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [
+        float(line.rpartition("loss ")[2]) for line in done.stdout.splitlines() if "loss " in line
+    ]
+    assert len(losses) == 2, done.stdout
+    assert max(losses) < 1.0, "the untrained loss is about 8"

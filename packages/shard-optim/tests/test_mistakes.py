@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ranks import run_ranks
-from shard_optim import ShardedOptimizer
+from shard_optim import FullyShardedDataParallel, ShardedOptimizer, WholeMatrixOptimizer
 from whole_state import load_whole_optimizer
 
 
@@ -123,6 +123,42 @@ class Lars(torch.optim.Optimizer):
                     p.sub_(group["lr"] * scale * self.state[p]["momentum"])
 
 
+class Rows(Lars):
+    """Divides by the mean square of each row."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * p.grad / p.grad.square().mean(-1, keepdim=True).sqrt())
+
+
+class MatricesOnly(Lars):
+    """Orthogonalises matrices, and cannot update vectors of more than eight elements."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    whole = p.grad if p.ndim == 2 else p.grad.view(-1, 4)
+                    update = (whole @ whole.T @ whole).view(p.shape)
+                    p.sub_(group["lr"] * update)
+
+
+class ClipsAll(Lars):
+    """Clips by the norm over all parameters."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            held = [p for p in group["params"] if p.grad is not None]
+            norm = sum(p.grad.detach().square().sum() for p in held).sqrt()
+            for p in held:
+                p.sub_(group["lr"] * p.grad / norm)
+
+
 class Signs(Lars):
     """The same without the norms."""
 
@@ -142,6 +178,37 @@ def check_layer_wise(rank: int, world_size: int) -> None:
             ShardedOptimizer(mlp().parameters(), Lars, lr=lr)
     ShardedOptimizer(mlp().parameters(), Lars, partition="whole")
     ShardedOptimizer(mlp().parameters(), Signs)
+    for cls in (Rows, MatricesOnly):
+        with pytest.raises(ValueError, match=r'every element alike, but .*Pass partition="whole"'):
+            ShardedOptimizer(mlp().parameters(), cls)
+        ShardedOptimizer(mlp().parameters(), cls, partition="whole")
+    for partition in ("flat", "whole"):
+        with pytest.raises(ValueError, match="ClipsAll updates a parameter otherwise when it is"):
+            ShardedOptimizer(mlp().parameters(), ClipsAll, partition=partition)
+
+
+def check_layer_wise_over_shards(rank: int, world_size: int) -> None:
+    """The same trial before the first step at stage 3."""
+    for cls, message in (
+        (Lars, r"in two parts\. Make it by WholeMatrixOptimizer\(matrices, Lars\)"),
+        (Rows, r"every element alike, but Rows"),
+        (ClipsAll, "otherwise when it is given others too"),
+        (torch.optim.Adafactor, "Adafactor looks at the shape of each parameter"),
+        (torch.optim.LBFGS, "but got LBFGS, which does not"),
+    ):
+        model = FullyShardedDataParallel(mlp())
+        loss_of(model, rank).backward()
+        before = model.full_parameters()
+        with pytest.raises(ValueError, match=message):
+            cls(model.parameters(), lr=0.1).step(*[lambda: 0.0] * (cls is torch.optim.LBFGS))
+        for name, value in model.full_parameters().items():
+            assert torch.equal(value, before[name])
+    model = FullyShardedDataParallel(mlp())
+    loss_of(model, rank).backward()
+    Signs(model.parameters()).step()
+    matrices = [param for param in model.parameters() if param.grad is not None]
+    with pytest.raises(ValueError, match="a WholeMatrixOptimizer needs an optimizer that updates"):
+        WholeMatrixOptimizer(matrices, ClipsAll)
 
 
 def classes() -> list[type[torch.optim.Optimizer]]:
@@ -206,6 +273,7 @@ CHECKS = [
     ("both average", check_both_average, ()),
     ("gradients dropped before the step", check_dropped, ()),
     ("a layer-wise optimizer", check_layer_wise, ()),
+    ("a layer-wise optimizer over shards", check_layer_wise_over_shards, ()),
     ("dropped optimizers are freed", check_freed, ()),
 ]
 

@@ -12,11 +12,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_lite.ranks import Ranks
-from shard_optim import ShardedOptimizer, reduction
+from shard_optim import ShardedOptimizer, bucket_reduction
 from shard_optim.accounting import rank_memory, step_traffic
+from shard_optim.bucket_layout import Placement
 from shard_optim.communication import GroupCollectives
-from shard_optim.gradients import gradient_of
-from shard_optim.layout import Placement
+from shard_optim.refused_gradient import gradient_of
 
 WORLD_SIZES = [2, 8, 64, 1024]
 
@@ -147,7 +147,7 @@ def test_state_per_rank(fake_group, partition):
 @pytest.mark.parametrize("fake_group", [8], indirect=True)
 def test_gradients_in_flight_stay_few(fake_group, monkeypatch):
     """While backward runs, whole gradients exist for a few buckets only."""
-    monkeypatch.setattr(reduction, "MAX_BYTES_IN_FLIGHT", 4 * 64 * 65 * 4)
+    monkeypatch.setattr(bucket_reduction, "MAX_BYTES_IN_FLIGHT", 4 * 64 * 65 * 4)
     model = stack()
     optimizer = ShardedOptimizer(
         model.parameters(),

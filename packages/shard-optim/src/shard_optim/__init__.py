@@ -1,13 +1,13 @@
 """Optimizer state, gradients and parameters sharded over the data-parallel ranks."""
 
+from shard_optim.bucket_layout import BucketPlan, Span, plan_buckets
 from shard_optim.communication import CollectiveError
 from shard_optim.fully_sharded import FullyShardedDataParallel, WholeMatrixOptimizer
-from shard_optim.gradients import ShardedGradScaler
-from shard_optim.layout import BucketPlan, Span, plan_buckets
+from shard_optim.gradient_norm import ShardedGradScaler
 from shard_optim.offload import OffloadedOptimizer
 from shard_optim.optimizer import ShardedOptimizer
+from shard_optim.optimizer_class import Partition
 from shard_optim.state import full_state, load, load_full_state, save
-from shard_optim.wrapped import Partition
 
 __all__ = [
     "BucketPlan",

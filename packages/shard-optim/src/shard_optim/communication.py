@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    ReduceScatterOptions,
+)
 
 from ddp_lite.errors import PeerFailureError
-from ddp_lite.ranks import Ranks, backend_for
+from ddp_lite.ranks import Ranks, all_reduce, backend_for
 from ddp_lite.reduce import Reduction, Waitable
 
 _NO_RANGE = nullcontext()
+
+PeerCopy = Literal["peer-copy"]
 
 
 class CollectiveError(PeerFailureError):
@@ -61,6 +68,8 @@ def all_gather_several(wholes: Sequence[Tensor], parts: Sequence[Tensor], ranks:
 
     One call and, over NCCL, one kernel for all of them; each may have another n, shape (n,).
     """
+    if len(wholes) == 1:
+        return all_gather(wholes[0], parts[0], ranks.communicator)
     # Gloo's worker threads store the name of what they completed last in one string without a lock.
     # Names of up to 15 characters lie inside the string, but "ALLGATHER_COALESCED" is allocated,
     # and two threads that assign it at once free it twice (seen with torch 2.15).
@@ -82,6 +91,8 @@ def reduce_scatter_several(
 
     One call and, over NCCL, one kernel for all of them.
     """
+    if len(wholes) == 1:
+        return reduce_scatter(parts[0], wholes[0], ranks.communicator)
     if backend_for(ranks.group, wholes[0].device) == "gloo":  # has no coalesced one
         pairs = zip(parts, wholes, strict=True)
         works = [reduce_scatter(part, whole, ranks.communicator) for part, whole in pairs]
@@ -95,11 +106,32 @@ def reduce_scatter_several(
     return work
 
 
+def as_sent(values: Tensor) -> Tensor:
+    """The tensor, or its bytes if it has one byte an element: no back end knows float8."""
+    return values.view(torch.uint8) if values.dtype.itemsize == 1 else values
+
+
+def all_to_all(
+    received: Tensor,
+    sent: Tensor,
+    received_sizes: Sequence[int],
+    sent_sizes: Sequence[int],
+    communicator: Any,
+) -> dist.Work:
+    """Starts sending each rank its part of ``sent``; ``received`` gets one part of every rank's."""
+    options = AllToAllOptions()
+    options.asyncOp = True
+    work: dist.Work = communicator.alltoall_base(
+        received, sent, received_sizes, sent_sizes, options
+    )
+    return work
+
+
 class Communication(Protocol):
     """What moves gradients and parameters between the ranks of a group; each call is collective.
 
-    ``communication=`` takes one in place of the process group's own collectives, such as
-    ``ddp_lite.peer.PeerCopies``.
+    ``communication=`` takes one in place of the process group's own collectives. The name
+    ``"peer-copy"`` stands for ``ddp_lite.peer.PeerCopies`` over memory of its own.
 
     Attributes:
         group: the ranks.
@@ -129,31 +161,32 @@ class GroupCollectives:
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], /) -> Waitable:
         """Starts averaging each input, of which each rank gets its range."""
-        if len(inputs) == 1:
-            return reduce_scatter(outputs[0], inputs[0], self._ranks.communicator)
         return reduce_scatter_several(outputs, inputs, self._ranks)
 
     def all_gather(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], /) -> Waitable:
         """Starts filling each whole with every rank's part of it."""
-        if len(wholes) == 1:
-            return all_gather(wholes[0], parts[0], self._ranks.communicator)
         return all_gather_several(wholes, parts, self._ranks)
 
 
-def resolve_communication(communication: Communication | None, ranks: Ranks) -> Communication:
-    """The given communication, or the collectives of the group.
+def resolve_communication(
+    communication: Communication | PeerCopy | None, ranks: Ranks
+) -> Communication:
+    """The named or given communication, or the collectives of the group. Collective if named.
 
     Raises:
         TypeError: if it has no group.
-        ValueError: if it is for other ranks.
+        ValueError: if it is for other ranks, or these cannot copy from each other.
     """
     if communication is None:
         return GroupCollectives(ranks)
+    if communication == "peer-copy":
+        from ddp_lite.peer import PeerCopies, PeerMemory  # loads drivers
+
+        return PeerCopies(PeerMemory(ranks.group))
     if not isinstance(getattr(communication, "group", None), dist.ProcessGroup):
         raise TypeError(
             "communication must have the methods of a Communication and the group that they serve, "
-            f"but got {type(communication).__name__}. Pass ddp_lite.peer.PeerCopies(...), or leave "
-            "it out."
+            f'but got {type(communication).__name__}. Pass "peer-copy", or leave it out.'
         )
     group = ranks.group
     if communication.group.group_name != group.group_name:
@@ -165,19 +198,12 @@ def resolve_communication(communication: Communication | None, ranks: Ranks) -> 
     return communication
 
 
-def average(values: Tensor, communicator: Any) -> dist.Work:
-    """Starts replacing each element of ``values`` by its mean over all ranks."""
+def start_all_reduce(
+    values: Tensor, communicator: Any, operation: dist.ReduceOp.RedOpType
+) -> dist.Work:
+    """Starts reducing each element of ``values`` over all ranks, in place."""
     options = AllreduceOptions()
-    options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
-    options.asyncOp = True
-    work: dist.Work = communicator.allreduce([values], options)
-    return work
-
-
-def maximum(values: Tensor, communicator: Any) -> dist.Work:
-    """Starts replacing each element of ``values`` by the largest that any rank has there."""
-    options = AllreduceOptions()
-    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+    options.reduceOp = dist.ReduceOp(operation)
     options.asyncOp = True
     work: dist.Work = communicator.allreduce([values], options)
     return work
@@ -222,7 +248,7 @@ def check_first_step(
     own = torch.stack(found)
     bounds = torch.stack([own, -own])  # the largest of -x is minus the smallest of x
     words = "the comparison of the first step"
-    ranks.call(words, lambda: maximum(bounds, ranks.communicator).wait())
+    ranks.together(words, all_reduce, ranks.communicator, bounds, dist.ReduceOp.MAX)
     largest, smallest = bounds[0], -bounds[1]
     spread, scale = largest - smallest, largest.abs()
     for row, (tolerance, describe) in enumerate(

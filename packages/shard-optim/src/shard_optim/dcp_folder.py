@@ -1,8 +1,8 @@
 """Folders that shard-optim wrote before ``contents.json``: read without building any object.
 
-Their descriptions and small values are pickles. ``read_pickle`` follows a pickle's instructions but
-calls nothing and looks no name up: where a pickle would make an object, it makes a ``Made``, which
-only says what would have been called with which arguments. So a stranger's file reaches no class.
+Their descriptions and small values are pickles. ``read_pickle`` looks no name up: where a pickle
+would make an object, it makes a ``Made``, which only says what would have been called with which
+arguments. So a stranger's file reaches no class and no function.
 """
 
 from __future__ import annotations
@@ -10,17 +10,23 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import pickletools
+import pickle
 import zipfile
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shard_optim.stored import Part, StoredTensor, damaged, dtype_named, open_regular, read_small
+from shard_optim.stored_tensor import (
+    Part,
+    StoredTensor,
+    damaged,
+    dtype_named,
+    open_regular,
+    read_small,
+)
 
 CHECKSUMS = "checksums.json"
 
@@ -28,9 +34,10 @@ CHECKSUMS = "checksums.json"
 _MOST_VALUE_BYTES = 16 * 1024**2
 
 
-@dataclass(eq=False)
 class Made:
-    """An object that a pickle describes and nobody makes.
+    """Stands for an object that a pickle describes and nobody makes.
+
+    Each name in a pickle becomes a subclass of this one, so that unpickling can only make these.
 
     Attributes:
         name: of what would have been called, such as ``torch.Size``.
@@ -38,101 +45,53 @@ class Made:
         state: what would have been assigned to the object's attributes.
     """
 
-    name: Any
-    args: Any = ()
+    name = ""
     state: Any = None
 
+    args: tuple[Any, ...]
 
-@dataclass(eq=False)
-class _Pairs:
-    """A dictionary, whose keys may be things that cannot be hashed."""
+    def __new__(cls, *args: Any) -> Made:
+        """Whichever way the pickle makes it."""
+        made = super().__new__(cls)
+        made.args = args
+        return made
 
-    items: list[tuple[Any, Any]] = field(default_factory=list)
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
 
 
-class _Name(str):
-    """The name of something in a module."""
+class _PlainUnpickler(pickle.Unpickler):
+    """Looks no name up, calls nothing but ``Made``, and loads nothing from elsewhere."""
 
+    def find_class(self, module: str, name: str) -> type[Made]:
+        """A class of its own for each name."""
+        return type("Made", (Made,), {"name": f"{module}.{name}"})
 
-_MARK = object()
-_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-_NUMBERS = ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT")
-_TEXTS = ("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES")
+    def persistent_load(self, pid: Any) -> Made:
+        """Where torch keeps a tensor's memory."""
+        return Made(*pid)
 
 
 def read_pickle(data: bytes) -> Any:
     """The plain data of a pickle.
 
     Returns:
-        Numbers, strings, tuples, lists, ``_Pairs`` for dictionaries, ``Made`` for objects.
+        Numbers, strings and containers of these; ``Made`` for objects, classes of it for names.
 
     Raises:
-        ValueError: for an instruction that descriptions of tensors do not need, or damaged bytes.
+        Exception: of any class, for damaged bytes.
     """
-    stack: list[Any] = []
-    memo: dict[int, Any] = {}
-
-    def since_mark() -> list[Any]:
-        begin = max(index for index, item in enumerate(stack) if item is _MARK)
-        taken = stack[begin + 1 :]
-        del stack[begin:]
-        return taken
-
-    argument: Any
-    for opcode, argument, _ in pickletools.genops(data):
-        name = opcode.name
-        if name in ("PROTO", "FRAME"):
-            continue
-        if name in _CONSTANTS:
-            stack.append(_CONSTANTS[name])
-        elif name in (*_NUMBERS, *_TEXTS):
-            stack.append(argument)
-        elif name == "MARK":
-            stack.append(_MARK)
-        elif name in ("EMPTY_TUPLE", "EMPTY_LIST", "EMPTY_DICT"):
-            stack.append({"EMPTY_TUPLE": (), "EMPTY_LIST": [], "EMPTY_DICT": _Pairs()}[name])
-        elif name in _TUPLES:
-            taken = stack[-_TUPLES[name] :]
-            del stack[-_TUPLES[name] :]
-            stack.append(tuple(taken))
-        elif name == "TUPLE":
-            stack.append(tuple(since_mark()))
-        elif name in ("APPEND", "APPENDS"):
-            taken = since_mark() if name == "APPENDS" else [stack.pop()]
-            stack[-1].extend(taken)
-        elif name in ("SETITEM", "SETITEMS"):
-            taken = since_mark() if name == "SETITEMS" else [stack.pop(-2), stack.pop()]
-            stack[-1].items.extend(zip(taken[::2], taken[1::2], strict=True))
-        elif name == "GLOBAL":
-            stack.append(_Name(argument.replace(" ", ".")))
-        elif name == "STACK_GLOBAL":
-            attribute, module = stack.pop(), stack.pop()
-            stack.append(_Name(f"{module}.{attribute}"))
-        elif name in ("REDUCE", "NEWOBJ"):
-            args, called = stack.pop(), stack.pop()
-            stack.append(Made(called, args))
-        elif name == "BUILD":
-            state = stack.pop()
-            stack[-1].state = state
-        elif name == "BINPERSID":
-            stack.append(Made("persistent", stack.pop()))
-        elif name == "MEMOIZE":
-            memo[len(memo)] = stack[-1]
-        elif name in ("BINPUT", "LONG_BINPUT"):
-            memo[argument] = stack[-1]
-        elif name in ("BINGET", "LONG_BINGET"):
-            stack.append(memo[argument])
-        elif name == "STOP":
-            return stack.pop()
-        else:
-            raise ValueError(f"it has the instruction {name}")
-    raise ValueError("it has no end")
+    return _PlainUnpickler(io.BytesIO(data)).load()
 
 
 def _attributes(made: Any) -> dict[str, Any]:
     """The attributes of an object, by name."""
-    return dict(made.state.items)
+    return dict(made.state)
+
+
+def _dtype(named: type[Made]) -> torch.dtype:
+    """The dtype that a pickle names."""
+    return dtype_named(named.name.removeprefix("torch."))
 
 
 def _sizes(made: Made) -> tuple[int, ...]:
@@ -187,7 +146,7 @@ def _described(
     """The tensors, and where the small values are, by key."""
     top = _attributes(metadata)
     stored_at: dict[tuple[str, tuple[int, ...] | None], dict[str, Any]] = {}
-    for index, info in top["storage_data"].items:
+    for index, info in top["storage_data"].items():
         place = _attributes(index)
         offset = _sizes(place["offset"]) if place.get("offset") else None
         stored_at[place["fqn"], offset] = _attributes(info)
@@ -204,7 +163,7 @@ def _described(
         )
 
     tensors, places = {}, {}
-    for key, entry in top["state_dict_metadata"].items:
+    for key, entry in top["state_dict_metadata"].items():
         if entry.name.endswith("BytesStorageMetadata"):
             places[key] = part_of(key, None, 0, 0)
             continue
@@ -218,7 +177,7 @@ def _described(
             first = offsets[0] if len(offsets) == 1 else 0
             parts.append(part_of(key, offsets, first, torch.Size(sizes).numel()))
         tensors[key] = StoredTensor(
-            dtype=dtype_named(fields["properties"].state[0].removeprefix("torch.")),
+            dtype=_dtype(fields["properties"].state[0]),
             shape=_sizes(fields["size"]),
             parts=tuple(sorted((p for p in parts if p.count), key=lambda part: part.first)),
         )
@@ -239,10 +198,10 @@ def _saved_value(saved: bytes) -> Any:
     def plain(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return type(value)(plain(item) for item in value)
-        if isinstance(value, _Pairs):
-            return {plain(key): plain(item) for key, item in value.items}
-        if isinstance(value, _Name):
-            return dtype_named(value.removeprefix("torch."))
+        if isinstance(value, dict):
+            return {plain(key): plain(item) for key, item in value.items()}
+        if isinstance(value, type) and issubclass(value, Made):
+            return _dtype(value)
         if not isinstance(value, Made):
             return value
         if value.name == "torch.Size":
@@ -251,7 +210,7 @@ def _saved_value(saved: bytes) -> Any:
             storage, offset, size, stride, *_ = value.args
             _, kind, key, *_ = storage.args
             data = bytearray(entry(f"data/{key}"))
-            dtype = _dtype_of_storage(kind)
+            dtype = _dtype_of_storage(kind.name)
             flat = torch.frombuffer(data, dtype=torch.uint8).view(dtype) if data else None
             if flat is None:
                 return torch.empty(size, dtype=dtype)

@@ -11,10 +11,15 @@ import zlib
 
 
 class History:
-    """Events since the last comparison, which must be the same on every rank."""
+    """Events since the last comparison, which must be the same on every rank.
+
+    Attributes:
+        in_backward: a backward pass has begun and not ended.
+    """
 
     def __init__(self) -> None:
         self._events: list[str] = []
+        self.in_backward = False
 
     def note(self, event: str) -> None:
         """Adds an event, in words that follow "it has"."""

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_lite.ranks import Ranks, broadcast, resolve_group
-from shard_optim.communication import CollectiveError
-from shard_optim.exchange import all_gather_values, broadcast_value
+from shard_optim.communication import CollectiveError, as_sent
+from shard_optim.json_messages import all_gather_values, broadcast_value
 
 
 class Mesh:
@@ -75,7 +75,7 @@ class Mesh:
             CollectiveError: if a peer died or timed out.
         """
         if self.replicas is not None:
-            self.replicas.call(what, broadcast, self.replicas.group, values)
+            self.replicas.together(what, broadcast, self.replicas.control, as_sent(values))
 
     def broadcast(self, what: str, values: Tensor) -> None:
         """Overwrites a tensor with the first rank's.
@@ -84,27 +84,27 @@ class Mesh:
             CollectiveError: if a peer died or timed out.
         """
         for ranks in self.levels:
-            ranks.call(what, broadcast, ranks.group, values)
+            ranks.together(what, broadcast, ranks.control, as_sent(values))
 
     def broadcast_value(self, what: str, value: Any) -> Any:
-        """The first rank's value; see ``exchange.py`` for what it may be.
+        """The first rank's value; see ``json_messages.py`` for what it may be.
 
         Raises:
             CollectiveError: if a peer died or timed out.
         """
         for ranks in self.levels:
-            value = ranks.call(what, broadcast_value, value, ranks.group)
+            value = ranks.together(what, broadcast_value, value, ranks.control)
         return value
 
     def gather(self, what: str, value: Any) -> list[Any]:
-        """Every rank's value, in the order of ``everyone``; see ``exchange.py``.
+        """Every rank's value, in the order of ``everyone``; see ``json_messages.py``.
 
         Raises:
             CollectiveError: if a peer died or timed out.
         """
         everyone: list[Any] = [value]
         for ranks in reversed(self.levels):
-            gathered = ranks.call(what, all_gather_values, everyone, ranks.group)
+            gathered = ranks.together(what, all_gather_values, everyone, ranks.control)
             everyone = [each for several in gathered for each in several]
         return everyone
 
@@ -125,7 +125,7 @@ class Mesh:
             problem = f"{type(error).__name__}: {error}"
             raise
         finally:
-            problem = self.replicas.call(what, broadcast_value, problem, self.replicas.group)
+            problem = self.replicas.together(what, broadcast_value, problem, self.replicas.control)
         if problem is not None:
             raise CollectiveError(
                 f"every rank must take part in {what}, but it failed on the first replica: "

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shard_optim.wrapped import as_groups, check_supported, default_settings, settings_of
+from shard_optim.optimizer_class import as_groups, default_settings, settings_of
+from shard_optim.optimizer_trial import check_class
 
 MIB = 1024**2
 
@@ -205,7 +206,7 @@ def check_offload(optimizer_cls: type[Optimizer], kwargs: Mapping[str, Any]) -> 
     Raises:
         ValueError: naming the remedy.
     """
-    check_supported(optimizer_cls, "whole", dict(kwargs))
+    check_class(optimizer_cls, kwargs)
     if kwargs.get("capturable"):
         raise ValueError(
             "capturable must be False where optimizer state is offloaded, but got True: a captured "

@@ -17,22 +17,35 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_lite.ranks import resolve_group
-from shard_optim.communication import (
-    Communication,
-    check_first_step,
-    resolve_communication,
-)
-from shard_optim.gradients import check_clipping, clip_sharded_
-from shard_optim.layout import (
+from shard_optim.bucket_layout import (
     Bucket,
     Placement,
     check_gradient,
     check_layout,
     check_placement,
 )
-from shard_optim.local import LocalOptimizer
+from shard_optim.bucket_reduction import GradientReducer
+from shard_optim.communication import (
+    Communication,
+    PeerCopy,
+    check_first_step,
+    resolve_communication,
+)
+from shard_optim.forward_waits import ForwardWaits
+from shard_optim.gradient_norm import check_clipping, clip_sharded_
 from shard_optim.mesh import mesh_of_group
 from shard_optim.offload import check_offload
+from shard_optim.optimizer_class import (
+    Partition,
+    all_params,
+    as_groups,
+    default_settings,
+    describe_groups,
+    name_of,
+    pack_groups,
+    settings_of,
+)
+from shard_optim.optimizer_trial import check_class, check_update
 from shard_optim.origin import (
     ORIGIN,
     check_alike,
@@ -42,21 +55,8 @@ from shard_optim.origin import (
     say_once,
     sharded_of,
 )
-from shard_optim.overlap import ForwardWaits
 from shard_optim.plain_state import check_full_state
-from shard_optim.reduction import GradientReducer
-from shard_optim.wrapped import (
-    Partition,
-    all_params,
-    as_groups,
-    check_elementwise_update,
-    check_supported,
-    default_settings,
-    describe_groups,
-    name_of,
-    pack_groups,
-    settings_of,
-)
+from shard_optim.shard_update import LocalOptimizer
 
 Overlap = Literal["next-forward"]
 
@@ -80,7 +80,7 @@ class ShardedOptimizer(Optimizer):
     at every step. ``state`` maps each parameter that this rank owns part of to that part's state:
     for inspection, and tensors in it may be changed in place.
 
-    Parameters become views of flat buffers (see ``layout.py``), so construct this after moving
+    Parameters become views of flat buffers (``bucket_layout.py``), so construct this after moving
     the model to its device and dtype. A parameter that is frozen at construction takes no space
     in them until the first step that finds it trainable.
 
@@ -104,8 +104,8 @@ class ShardedOptimizer(Optimizer):
         offload_state: keep optimizer state in host memory, from where a few parameters' state at a
             time visits the device in ``step`` (``offload.py``). Master copies stay on the device.
         communication: what reduce-scatters gradients and gathers parameters, in place of the
-            process group's own collectives, such as ``ddp_lite.peer.PeerCopies`` on the GPUs of
-            one host. Made for the same group.
+            process group's own collectives: "peer-copy" for copies between the GPUs of one host,
+            or an object for the same group.
         kwargs: for ``optimizer_cls``: its defaults, and foreach, fused or capturable.
 
     Raises:
@@ -125,14 +125,14 @@ class ShardedOptimizer(Optimizer):
         reduce_gradients: bool = False,
         overlap: Overlap | None = None,
         offload_state: bool = False,
-        communication: Communication | None = None,
+        communication: Communication | PeerCopy | None = None,
         **kwargs: Any,
     ) -> None:
         if overlap not in (None, "next-forward"):
             raise ValueError(
                 f"overlap must be None or 'next-forward', but got {overlap!r}. Use one of them."
             )
-        check_supported(optimizer_cls, partition, kwargs)
+        check_class(optimizer_cls, kwargs)
         if offload_state:
             check_offload(optimizer_cls, kwargs)
         resolve_group(process_group, before="a ShardedOptimizer is made")
@@ -159,8 +159,13 @@ class ShardedOptimizer(Optimizer):
         check_placement(partition, bucket_size_mb)
 
         groups = as_groups(params)
-        if partition == "flat":
-            check_elementwise_update(optimizer_cls, settings_of(groups[0]), kwargs)
+        check_update(
+            optimizer_cls,
+            settings_of(groups[0]),
+            kwargs,
+            where=f'partition="{partition}"',
+            remedy='Pass partition="whole".' if partition == "flat" else None,
+        )
         super().__init__(groups, default_settings(optimizer_cls, groups, kwargs))
         self.mesh = mesh_of_group(
             process_group, device=self.all_params()[0].device, owner="ShardedOptimizer"
@@ -294,6 +299,7 @@ class ShardedOptimizer(Optimizer):
         self._reduce_gradients()  # 1. reduce
         self._collected = False
         self._steps += 1
+        self.ranks.step = self._steps
         for bucket in self.local.update(self.param_groups, **kwargs):  # 2. update
             bucket.launch_gather()  # 3. gather
         self._exposed_is_current = False

@@ -25,9 +25,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddp_lite.ranks import Ranks
+from shard_optim.bucket_layout import SHARDED, Place
 from shard_optim.history import History
-from shard_optim.layout import SHARDED, Place
 from shard_optim.mesh import Mesh
+from shard_optim.optimizer_trial import arguments_of, check_class, check_update
 
 # Key of the origin in a state dict, or in each of an optimizer's packed parameter groups.
 ORIGIN = "shard"
@@ -221,6 +222,52 @@ class Watched:
         check_alike(self.sharded.ranks, problem, version)
 
 
+def _check_update(optimizer: Optimizer) -> None:
+    """Refuses an optimizer that looks beyond single elements, over shards.
+
+    Raises:
+        ValueError: naming the remedy.
+    """
+    if getattr(optimizer, "holds_whole_matrices", False) or shard_ranks_of(optimizer) is None:
+        return
+    cls: type[Optimizer] = getattr(optimizer, "optimizer_cls", type(optimizer))
+    check_class(cls, optimizer.defaults)
+    check_update(
+        cls,
+        {key: value for key, value in optimizer.param_groups[0].items() if key != "params"},
+        arguments_of(optimizer, cls),
+        where="a FullyShardedDataParallel",
+        remedy=f"Make it by WholeMatrixOptimizer(matrices, {cls.__name__}).",
+    )
+
+
+def _check_choice_by_ndim(optimizer: Optimizer) -> None:
+    """Finds groups that were chosen by ``p.ndim``, which is 1 for every shard.
+
+    Raises:
+        ValueError: if no parameter is left for a group with weight decay.
+    """
+    remedy = (
+        "Every shard has one dimension, so a choice by p.ndim finds no matrix: choose groups by "
+        "name, or by the parameters of the module before it is wrapped."
+    )
+    groups = optimizer.param_groups
+    if any(group.get("weight_decay") and not group["params"] for group in groups):
+        raise ValueError(
+            "a group with weight_decay, over the parameters of a FullyShardedDataParallel, must "
+            f"hold parameters, but got an empty one. {remedy}"
+        )
+    decay = optimizer.defaults.get("weight_decay")
+    matrices = [
+        group.get("weight_decay")
+        for group in groups
+        for found in map(sharded_of, group["params"])
+        if found is not None and len(found.place.size) > 1
+    ]
+    if decay and matrices and not any(matrices):
+        _log.warning("weight_decay is 0 for every matrix of the model. %s", remedy)
+
+
 _watched: WeakKeyDictionary[Optimizer, Watched | None] = WeakKeyDictionary()
 
 
@@ -243,7 +290,15 @@ def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     known = watched(optimizer)
     if known is None:
         return
+    if known.sharded.history.in_backward:
+        raise RuntimeError(
+            "an optimizer over the parameters of a FullyShardedDataParallel must step after "
+            f"backward, but {type(optimizer).__name__} stepped in a hook during it, where "
+            "gradients are this rank's own and not averaged yet. Call step() after backward."
+        )
     if known.steps == 0:
+        _check_update(optimizer)
+        _check_choice_by_ndim(optimizer)
         # State that was loaded before the first step brought its origin into the groups.
         origins = [group.pop(ORIGIN, None) for group in optimizer.param_groups]
         if any(origin is not None for origin in origins):

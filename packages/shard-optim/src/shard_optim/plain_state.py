@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shard_optim.local import MASTER
-from shard_optim.wrapped import (
+from shard_optim.optimizer_class import (
     Groups,
     by_number,
     foreign_hyperparameters,
     settings_of,
     state_keys,
 )
+from shard_optim.shard_update import MASTER
 
 
 def check_full_state(

@@ -42,8 +42,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_lite.ranks import Ranks, backend_for, finish
-from shard_optim.exchange import all_gather_values
-from shard_optim.files import (
+from shard_optim.bucket_layout import Bucket, Place, flat_slice, replicated_place
+from shard_optim.checkpoint_files import (
     METADATA,
     Contents,
     Range,
@@ -52,16 +52,17 @@ from shard_optim.files import (
     together,
     write_folder,
 )
+from shard_optim.communication import as_sent
 from shard_optim.fully_sharded.checks import check_background_group, check_folder
-from shard_optim.fully_sharded.whole import WholeMatrixOptimizer
+from shard_optim.fully_sharded.whole_matrix import WholeMatrixOptimizer
 from shard_optim.fully_sharded.wrapper import FullyShardedDataParallel
-from shard_optim.layout import Bucket, Place, flat_slice, replicated_place
+from shard_optim.json_messages import all_gather_values
 from shard_optim.mesh import Mesh
 from shard_optim.optimizer import ShardedOptimizer
+from shard_optim.optimizer_class import by_number, pack_groups, settings_of
 from shard_optim.origin import CHECKED, ORIGIN, sharded_of, watched
 from shard_optim.plain_state import check_full_state
-from shard_optim.stored import StoredTensor, coverage
-from shard_optim.wrapped import by_number, pack_groups, settings_of
+from shard_optim.stored_tensor import StoredTensor, coverage
 
 Kind = Literal["parameter", "buffer", "moment"]
 Device = torch.device | None
@@ -261,9 +262,9 @@ def load_full_state(
         CollectiveError: if a peer died or timed out.
     """
     ranks, source, target = _parts(model, optimizer)
-    problem, plan = None, None
+    problem, plan, given = None, None, dict[str, Tensor]()
     if ranks.first:
-        problem, plan = _plan(state, model, source, target)
+        problem, plan, given = _plan(state, model, source, target)
     words = "the exchange of what is loaded"
     problem, plan = ranks.broadcast_value(words, (problem, plan))
     if problem is not None:
@@ -271,7 +272,6 @@ def load_full_state(
             "a full state dict must be of this model and optimizer class on the first rank, but "
             f"{problem}. Load what was saved from them, with the same groups of parameters."
         )
-    given = _given_tensors(state, model, source, target) if ranks.first else {}
     if target is not None:
         entries, values, groups = plan
         moments: dict[str, Tensor] = {}
@@ -786,7 +786,7 @@ def _collect(
     }
     kind = "model" if all(key.startswith(("model.", "buffer.")) for key in rows) else "optimizer"
     words = f"the exchange of {kind} state descriptions"
-    everyone = ranks.call(words, all_gather_values, (described, values), ranks.group)
+    everyone = ranks.together(words, all_gather_values, (described, values), ranks.control)
     holders: dict[str, list[tuple[int, int, int]]] = {}
     kinds: dict[str, tuple[torch.dtype, torch.Size, tuple[int, ...]]] = {}
     merged: dict[str, Any] = {}
@@ -811,7 +811,7 @@ def _collect(
         for rank, first, count in spans:
             own = rows[key].place.flat(rows[key].tensor) if rank == ranks.rank else None
             target = flat[first : first + count] if ranks.rank == 0 else None
-            ranks.call(f"collecting {key}", _to_first, own, target, rank, device, ranks.group)
+            ranks.call(f"collecting {key}", _move, own, target, rank, 0, device, ranks.group)
         if ranks.rank == 0:
             tensors[key] = flat.as_strided(size, stride)
     return tensors, merged
@@ -822,22 +822,33 @@ def _sending_device(device: torch.device, ranks: Ranks) -> torch.device:
     return torch.device("cpu") if backend_for(ranks.group, device) == "gloo" else device
 
 
-def _to_first(
-    own: Tensor | None,
-    target: Tensor | None,
+def _move(
+    sent: Tensor | None,
+    received: Tensor | None,
     owner: int,
-    device: torch.device,
-    group: dist.ProcessGroup,
+    receiver: int,
+    at: torch.device,
+    group: Any,
 ) -> None:
-    """One part of a tensor, from its owner to the first rank's CPU."""
-    if own is not None and target is not None:
-        target.copy_(own)
-    elif own is not None:
-        finish(dist.isend(own.to(device).contiguous(), group=group, group_dst=0))
-    elif target is not None:
-        received = torch.empty_like(target, device=device)
-        finish(dist.irecv(received, group=group, group_src=owner))
-        target.copy_(received)
+    """Copies part of a tensor from one rank to another; other ranks have neither end.
+
+    Args:
+        sent: the part, on its owner.
+        received: takes it, on the receiver.
+        owner: rank of the part.
+        receiver: rank that takes it.
+        at: where tensors must lie to travel.
+        group: of both ranks.
+    """
+    if sent is not None and received is not None:
+        received.copy_(sent)
+    elif sent is not None:
+        travels = as_sent(sent.to(at, copy=False).contiguous())
+        finish(dist.isend(travels, group=group, group_dst=receiver))
+    elif received is not None:
+        arrived = torch.empty_like(received, device=at)
+        finish(dist.irecv(as_sent(arrived), group=group, group_src=owner))
+        received.copy_(arrived)
 
 
 def _plan(
@@ -845,27 +856,34 @@ def _plan(
     model: nn.Module | None,
     source: Mapping[str, Row],
     target: OptimizerState | None,
-) -> tuple[str | None, Any]:
+) -> tuple[str | None, Any, dict[str, Tensor]]:
     """What is wrong with a whole state, or what every rank must know of its optimizer.
 
     Returns:
-        The problem, or the moments' dtypes and sizes, the small values, and the hyperparameters.
+        The problem, or the moments' dtypes and sizes, the small values, and the hyperparameters;
+        and all tensors by the keys of a folder.
     """
     if not isinstance(given, Mapping):
-        return f"got {type(given).__name__}", None
+        return f"got {type(given).__name__}", None, {}
     for name, asked in (("model", model), ("optimizer", target)):
         if asked is not None and name not in given:
-            return f"it holds no {name!r}, only {sorted(map(str, given))[:8]}", None
-    if model is not None and (problem := _model_problem(given["model"], model, source)):
-        return problem, None
+            return f"it holds no {name!r}, only {sorted(map(str, given))[:8]}", None, {}
+    tensors: dict[str, Tensor] = {}
+    if model is not None:
+        if problem := _model_problem(given["model"], model, source):
+            return problem, None, {}
+        key_of = _keys_by_tensor(source)
+        for name, value in _state_dict_of(model).items():
+            if id(value) in key_of:
+                tensors[key_of[id(value)]] = given["model"][name]
     if target is None:
-        return None, None
+        return None, None, tensors
     if problem := target.problem(given["optimizer"]):
-        return problem, None
+        return problem, None, {}
     moments, values = _split(given["optimizer"], target)
     entries = {key: (value.dtype, value.size()) for key, value in moments.items()}
     groups = [settings_of(group) for group in given["optimizer"]["param_groups"]]
-    return None, (entries, values, groups)
+    return None, (entries, values, groups), tensors | moments
 
 
 def _split(
@@ -888,24 +906,6 @@ def _split(
             else:
                 small[key] = value.detach().cpu()
     return moments, values
-
-
-def _given_tensors(
-    given: Any,
-    model: nn.Module | None,
-    source: Mapping[str, Row],
-    target: OptimizerState | None,
-) -> dict[str, Tensor]:
-    """The first rank's tensors by the keys of a folder."""
-    found = {}
-    if model is not None:
-        key_of = _keys_by_tensor(source)
-        for name, value in _state_dict_of(model).items():
-            if id(value) in key_of:
-                found[key_of[id(value)]] = given["model"][name]
-    if target is not None:
-        found |= _split(given["optimizer"], target)[0]
-    return found
 
 
 def _hand_out(
@@ -937,26 +937,14 @@ def _hand_out(
         ranks.broadcast(words, values)
         return values
     at = _sending_device(device, shards)
-    mine = torch.empty(place.span[1], dtype=dtype, device=at)
+    mine = torch.empty(place.span[1], dtype=dtype, device=device)
     if ranks.first_replica:
         for rank in range(shards.size):
             first, count = place.span_of(rank) or (0, 0)
-            if count and flat is not None:
-                part = flat[first : first + count].to(at, dtype)
-                shards.call(words, _to_owner, part, mine, rank, shards.group)
-            elif count and rank == shards.rank:
-                shards.call(words, _from_first, mine, shards.group)
+            part = None if flat is None else flat[first : first + count].to(dtype)
+            target = mine if rank == shards.rank else None
+            if count:
+                shards.call(words, _move, part, target, 0, rank, at, shards.group)
     if mine.numel():
         ranks.broadcast_to_replicas(words, mine)
-    return mine.to(device)
-
-
-def _to_owner(part: Tensor, mine: Tensor, owner: int, group: dist.ProcessGroup) -> None:
-    if owner == group.rank():
-        mine.copy_(part)
-    else:
-        finish(dist.isend(part.contiguous(), group=group, group_dst=owner))
-
-
-def _from_first(mine: Tensor, group: dist.ProcessGroup) -> None:
-    finish(dist.irecv(mine, group=group, group_src=0))
+    return mine

@@ -172,7 +172,7 @@ class MuonAndAdamW:
         how: dict[str, Any] = {"lr": lr, "adjust_lr_fn": "match_rms_adamw"}
         muon: torch.optim.Optimizer
         if isinstance(module, shard_optim.FullyShardedDataParallel):
-            muon = shard_optim.WholeMatrixOptimizer(module, inside, torch.optim.Muon, **how)
+            muon = shard_optim.WholeMatrixOptimizer(inside, torch.optim.Muon, **how)
         else:
             muon = torch.optim.Muon(inside, **how)
         others = [p for name, p in named.items() if name not in matrices]

@@ -20,7 +20,11 @@ _REDUCE_DTYPES = (None, torch.float32, torch.bfloat16, torch.float64)
 
 
 def check_settings(
-    compute_dtype: Any, reduce_dtype: Any, reshard_after_forward: Any, prefetch: Any
+    compute_dtype: Any,
+    reduce_dtype: Any,
+    reshard_after_forward: Any,
+    prefetch: Any,
+    cast_inputs: Any,
 ) -> None:
     """Refuses arguments of the wrapper.
 
@@ -48,34 +52,13 @@ def check_settings(
             "reshard_after_forward must be True or False, but got "
             f"{reshard_after_forward!r}. Pass False to keep weights until backward."
         )
+    if not isinstance(cast_inputs, bool):
+        raise TypeError(
+            f"cast_inputs must be True or False, but got {cast_inputs!r}. Pass False for inputs "
+            "that must keep their dtype."
+        )
     if prefetch is True or prefetch not in (1, 2):
         raise ValueError(f"prefetch must be 1 or 2, but got {prefetch!r}. Pass prefetch=1.")
-
-
-def check_wrapper(model: Any, wrapper: type[nn.Module]) -> None:
-    """Refuses what is not a sharded model.
-
-    Raises:
-        TypeError: naming the remedy.
-    """
-    if not isinstance(model, wrapper):
-        raise TypeError(
-            f"model must be a {wrapper.__name__}, but got {type(model).__name__}. Pass the wrapper "
-            "itself: not the module in it, and not the optimizer."
-        )
-
-
-def check_optimizer(optimizer: Any) -> None:
-    """Refuses what is not an optimizer.
-
-    Raises:
-        TypeError: naming the remedy.
-    """
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer, but got {type(optimizer).__name__}. Pass "
-            "the one made from the wrapper's parameters()."
-        )
 
 
 def check_folder(folder: Any) -> None:
@@ -147,10 +130,10 @@ def check_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
                 f"parameters must have their shapes, but {name} has none yet. Call the module once "
                 "before it is wrapped."
             )
-        if not param.is_floating_point():
+        if param.is_complex():
             raise ValueError(
-                f"parameters must be floating-point, but got {name} of {param.dtype}. Register it "
-                "as a buffer."
+                f"parameters must be floating-point, or frozen integers, but got {name} of "
+                f"{param.dtype}. Register it as a buffer."
             )
     owned = {id(param) for param in module.parameters()}
     found = _optimizers_of(owned)

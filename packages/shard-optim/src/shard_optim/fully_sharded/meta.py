@@ -18,11 +18,16 @@ def owners_of_parameters(root: nn.Module) -> dict[int, list[nn.Module]]:
     return owners
 
 
-def materialize(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Gives modules' own parameters and buffers memory, and calls ``reset_parameters()``.
+def materialize(modules: Iterable[nn.Module], device: torch.device, *, reset: bool) -> None:
+    """Gives modules' own parameters and buffers memory, and values by ``reset_parameters()``.
 
     Parameters keep their identity, so tied ones stay tied. Modules that are not on the meta device
     are left alone.
+
+    Args:
+        modules: the modules.
+        device: where.
+        reset: whether they get values here; otherwise another rank has them.
 
     Raises:
         ValueError: if a module on the meta device has no ``reset_parameters``.
@@ -32,8 +37,8 @@ def materialize(modules: Iterable[nn.Module], device: torch.device) -> None:
         buffers = [(n, b) for n, b in module.named_buffers(recurse=False) if b.is_meta]
         if not params and not buffers:
             continue
-        reset = getattr(module, "reset_parameters", None)
-        if not callable(reset):
+        make_values = getattr(module, "reset_parameters", None)
+        if reset and not callable(make_values):
             raise ValueError(
                 "modules on the meta device must have reset_parameters(), which sets their own "
                 f"parameters and buffers, but got {type(module).__name__} without it. Define it, "
@@ -44,8 +49,9 @@ def materialize(modules: Iterable[nn.Module], device: torch.device) -> None:
             torch.utils.swap_tensors(param, made)
         for name, buffer in buffers:
             module._buffers[name] = torch.empty_like(buffer, device=device)
-        with torch.no_grad():
-            reset()
+        if reset and make_values is not None:
+            with torch.no_grad():
+                make_values()
 
 
 def is_on_meta(root: nn.Module) -> bool:

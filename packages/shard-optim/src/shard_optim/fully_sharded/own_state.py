@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shard_optim.exchange import tensor_bytes
-from shard_optim.layout import flat_slice
+from shard_optim.bucket_layout import flat_slice
+from shard_optim.json_messages import tensor_bytes
 from shard_optim.mesh import Mesh
 from shard_optim.origin import (
     ORIGIN,

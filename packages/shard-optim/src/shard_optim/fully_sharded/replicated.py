@@ -14,11 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from shard_optim.communication import average
-from shard_optim.fully_sharded.gradients import GradientStore
-from shard_optim.layout import check_gradient
+from ddp_lite.ranks import all_reduce
+from shard_optim.bucket_layout import check_gradient
+from shard_optim.fully_sharded.gradient_store import GradientStore
+from shard_optim.fully_sharded.unit_plan import is_quantised
 from shard_optim.mesh import Mesh
 
 _WORDS = "the all-reduce of small parameters' gradients"
@@ -67,11 +69,12 @@ class ReplicatedParameters:
         self._device = device
         self._dtype = torch.float32
         for param in self.params:
-            self._dtype = torch.promote_types(self._dtype, param.dtype)
+            if not is_quantised(param.dtype):
+                self._dtype = torch.promote_types(self._dtype, param.dtype)
         self._resting = [param.data for param in self.params]
         self._computing = [
             data
-            if compute_dtype in (None, data.dtype)
+            if compute_dtype in (None, data.dtype) or is_quantised(data.dtype)
             else torch.empty_like(data, dtype=compute_dtype)
             for data in self._resting
         ]
@@ -156,7 +159,7 @@ class ReplicatedParameters:
         order = [torch.full_like(present_flags[:1], float(number)) for number in own]
         flat = torch.cat([*packed, present_flags, *order])
         for ranks in reversed(self._ranks.levels):  # sharded gradients take this order too
-            ranks.call(_WORDS, lambda ranks=ranks: average(flat, ranks.communicator).wait())
+            ranks.together(_WORDS, all_reduce, ranks.communicator, flat, dist.ReduceOp.AVG)
         sizes = [param.numel() for param in self.params]
         *averages, anywhere, mean = flat.split([*sizes, len(flags), 2])
         # The host cannot read what is only being recorded, and a CUDA graph keeps its order.

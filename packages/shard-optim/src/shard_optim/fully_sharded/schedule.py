@@ -32,12 +32,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shard_optim.changes import agree_on_trainable
 from shard_optim.communication import CollectiveError
 from shard_optim.fully_sharded.replicated import ReplicatedParameters
-from shard_optim.fully_sharded.unit import Reduction, Unit
+from shard_optim.fully_sharded.unit import Unit, UnitReduction
 from shard_optim.history import History
 from shard_optim.mesh import Mesh
+from shard_optim.requires_grad_changes import agree_on_trainable
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -117,7 +117,7 @@ class Schedule:
         self._end_is_queued = False
         self._queue: list[Unit] = []  # units to reduce, in order
         self._next = 0
-        self._reductions: deque[Reduction] = deque()
+        self._reductions: deque[UnitReduction] = deque()
         self._present: dict[Unit, set[int]] = {}
 
     # --- forward -----------------------------------------------------------------------------
@@ -134,6 +134,8 @@ class Schedule:
             return outputs
         self._recover()
         self.generation += 1
+        for ranks in self._ranks.levels:
+            ranks.step = self.generation
         self._called.clear()
         self._in_forward = True
         self.replicated.refresh()
@@ -213,7 +215,13 @@ class Schedule:
 
     def _launch_gather(self, unit: Unit) -> None:
         self._order_digest = hash((self._order_digest, self._number[unit]))
-        unit.launch_gather(self.generation)
+        unit.launch_gather(self.generation, self._phase())
+
+    def _phase(self) -> str:
+        """The part of a step that the ranks are in, for errors of a rank that is in another."""
+        if self._backward:
+            return "for a backward"
+        return "for a forward" if torch.is_grad_enabled() else "for a forward without gradients"
 
     def _gather_ahead(self, index: int, direction: int) -> None:
         """Launches the gathers of the units after a place, but never over one that is used."""
@@ -282,7 +290,7 @@ class Schedule:
         if self._backward:
             return
         self._agree_on_trainable()
-        self._backward = True
+        self._backward = self.history.in_backward = True
         kept = self.replicated.gradients.begin()
         self.replicated.materialize()
         self._queue = [unit for unit in self._reduction_order() if unit.trainable]
@@ -384,7 +392,7 @@ class Schedule:
                     unit.gradients.drop(position)
 
     def _end(self, trainable: Sequence[Unit]) -> None:
-        self._backward = self._end_is_queued = False
+        self._backward = self.history.in_backward = self._end_is_queued = False
         self._queue, self._present = [], {}
         self._rest()
         self._free_buffers()

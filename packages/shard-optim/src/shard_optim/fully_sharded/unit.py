@@ -18,16 +18,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_lite.reduce import Waitable
+from shard_optim.bucket_layout import Place, check_gradient, in_memory_order
 from shard_optim.communication import (
     Communication,
     all_gather,
-    average,
+    as_sent,
+    start_all_reduce,
     traced,
 )
-from shard_optim.fully_sharded.gradients import GradientStore
-from shard_optim.fully_sharded.units import UnitPlan
-from shard_optim.gradients import in_dtype
-from shard_optim.layout import Place, check_gradient, in_memory_order
+from shard_optim.fully_sharded.gradient_store import GradientStore
+from shard_optim.fully_sharded.unit_plan import UnitPlan, is_quantised
+from shard_optim.gradient_norm import in_dtype
 from shard_optim.mesh import Mesh
 
 # Parameters start at multiples of this many elements: at least the 128 bytes of a cache line.
@@ -190,7 +191,7 @@ class Slot:
 
 
 @dataclass(eq=False)
-class Reduction:
+class UnitReduction:
     """A reduction under way.
 
     Attributes:
@@ -214,8 +215,12 @@ class Reduction:
         unit = self.unit
         if unit.replicas is not None and self.all_reduce is None:
             unit.ranks.call(unit.reduce_words, self.work.wait)
-            self.all_reduce = unit.replicas.call(
-                unit.all_reduce_words, average, self.output, unit.replicas.communicator
+            self.all_reduce = unit.replicas.together(
+                unit.all_reduce_words,
+                start_all_reduce,
+                self.output,
+                unit.replicas.communicator,
+                dist.ReduceOp.AVG,
             )
 
     def finish(self) -> None:
@@ -274,7 +279,7 @@ class Unit:
         rank, world_size = ranks.shards.rank, ranks.shards.size
         self._communication = communication
         self.dtype, self.device = self.params[0].dtype, self.params[0].device
-        self.gather_dtype = compute_dtype or self.dtype
+        self.gather_dtype = self.dtype if is_quantised(self.dtype) else compute_dtype or self.dtype
         self._reduce_dtype = reduce_dtype
         self.cuts = plan_cuts([param.numel() for param in self.params], world_size)
         self.whole_numel = self.cuts[-1].whole_offset + round_up(self.cuts[-1].chunk * world_size)
@@ -324,7 +329,11 @@ class Unit:
         own = self.shard[cut.shard_offset : cut.shard_offset + cut.chunk]
         flat = own.new_empty(cut.chunk * self.ranks.size)
         words = f"the all-gather of {self.names[position]}"
-        self.ranks.call(words, lambda: all_gather(flat, own, self.ranks.group).wait())
+
+        def gather() -> None:
+            all_gather(as_sent(flat), as_sent(own), self.ranks.communicator).wait()
+
+        self.ranks.together(words, gather)
         return flat.as_strided(size, stride)
 
     @property
@@ -348,20 +357,30 @@ class Unit:
             slot.whole.as_strided(size, stride, cut.whole_offset)
             for (size, stride), cut in zip(self.layouts, self.cuts, strict=True)
         ]
+        self._targets = [as_sent(target) for target in self._targets]
+        self._sources = [as_sent(source) for source in self._sources]
 
     def gathered(self, generation: int) -> bool:
         """Whether the slot holds this unit's present values, or will when its gather ends."""
         return self.slot.owner is self and self.slot.generation == generation
 
-    def launch_gather(self, generation: int) -> None:
-        """Starts gathering. Work enqueued before on the current stream may still read the slot."""
+    def launch_gather(self, generation: int, phase: str) -> None:
+        """Starts gathering. Work enqueued before on the current stream may still read the slot.
+
+        Args:
+            generation: the present one.
+            phase: the part of a step that needs the parameters, for errors.
+
+        Raises:
+            StepMismatchError: on gloo on every rank, if another rank does something else.
+        """
         slot = self.slot
         slot.take(self, generation)
         with traced("all_gather", self.name):
             if self.casts:
                 torch._foreach_copy_(self._sources, self._ranges)
-            slot.work = self.ranks.call(
-                self.gather_words,
+            slot.work = self.ranks.together(
+                f"{self.gather_words} {phase}",
                 self._communication.all_gather,
                 self._targets,
                 self._sources,
@@ -412,7 +431,7 @@ class Unit:
         self.expected = len(self.trainable_positions())
         self.arrived.clear()
 
-    def launch_reduction(self) -> tuple[Reduction, list[int]]:
+    def launch_reduction(self) -> tuple[UnitReduction, list[int]]:
         """Starts averaging the gradients; those that did not arrive count as zeros.
 
         Returns:
@@ -449,10 +468,10 @@ class Unit:
         output = torch.empty(plan.numel, dtype=dtype, device=self.device)
         targets = torch.split_with_sizes(output, plan.ranges)[:: plan.stride]
         with traced("reduce_scatter", self.name):
-            work = self.ranks.call(
+            work = self.ranks.together(
                 self.reduce_words, self._communication.reduce_scatter, targets, inputs
             )
-        return Reduction(self, plan, inputs, output, work), present
+        return UnitReduction(self, plan, inputs, output, work), present
 
     def _whole_gradient(self, position: int, grad: Tensor | None) -> Tensor:
         """The gradient as a vector that divides evenly over the ranks."""

@@ -5,7 +5,9 @@ https://arxiv.org/abs/1910.02054
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -14,21 +16,34 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shard_optim.communication import Communication, resolve_communication
+from ddp_lite.transparent import TransparentWrapper
+from shard_optim.bucket_layout import SHARDED, check_layout, replicated_place
+from shard_optim.communication import Communication, PeerCopy, resolve_communication
 from shard_optim.fully_sharded.checks import check_module, check_settings, device_of
-from shard_optim.fully_sharded.meta import materialize, owners_of_parameters
+from shard_optim.fully_sharded.meta import is_on_meta, materialize, owners_of_parameters
 from shard_optim.fully_sharded.own_state import OwnState
 from shard_optim.fully_sharded.replicated import ReplicatedParameters
 from shard_optim.fully_sharded.schedule import Schedule, UnitCall
+from shard_optim.fully_sharded.structure import StructureWatch
 from shard_optim.fully_sharded.unit import Slot, Unit, parameter_locations
-from shard_optim.fully_sharded.units import UnitPlan, Units, plan_units
-from shard_optim.gradients import check_clipping, clip_sharded_
-from shard_optim.layout import SHARDED, check_layout, replicated_place
+from shard_optim.fully_sharded.unit_plan import UnitPlan, Units, plan_units
+from shard_optim.gradient_norm import check_clipping, clip_sharded_
 from shard_optim.mesh import check_group, resolve_mesh
 from shard_optim.origin import Sharded, replaced, watch_optimizers
 
+_COMPILE_UNITS = (
+    "units must be compiled, and before the model is wrapped, but got {} "
+    "FullyShardedDataParallel. Call compile() of each block, then wrap the model."
+)
 
-class FullyShardedDataParallel(nn.Module):
+
+def _is_compiled_around() -> bool:
+    """Whether code that ``torch.compile`` has been given is running, or is being traced."""
+    compiling = torch.compiler.is_compiling()
+    return compiling or torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
+
+
+class FullyShardedDataParallel(TransparentWrapper):
     """Wraps a module so that each rank holds 1/world_size of its large parameters.
 
     ``parameters()`` are the shards: one-dimensional, with gradients of the same shape and dtype,
@@ -58,8 +73,11 @@ class FullyShardedDataParallel(nn.Module):
             blocks: children of one container that have the same type. What these do not hold, such
             as an embedding and a head, forms units of its own, one for each child of the root,
             which are gathered throughout forward, and throughout backward.
-        compute_dtype: dtype that parameters are cast to before they are gathered, and that the
-            model's floating-point inputs are cast to; None for the parameters' own.
+        compute_dtype: dtype that parameters are cast to before they are gathered; None for the
+            parameters' own.
+        cast_inputs: whether the model's floating-point inputs are cast to ``compute_dtype`` too.
+            Pass False for inputs that bf16 would round, such as times and positions, and cast the
+            others inside the model.
         reduce_dtype: dtype in which gradients are averaged: fp32, bf16, or None for the gradients'
             own (fp32 for fp16 gradients, which would overflow).
         reshard_after_forward: whether repeated units take turns in ``prefetch + 1`` buffers, and no
@@ -67,10 +85,11 @@ class FullyShardedDataParallel(nn.Module):
             gathered once per step.
         prefetch: how many units are gathered ahead, 1 or 2.
         device: where to make parameters that are on the meta device, one unit at a time, by each
-            module's ``reset_parameters()``; such a model is never whole on any rank.
+            module's ``reset_parameters()``; such a model is never whole on any rank. If the first
+            rank's model has values, the others may be on the meta device: they get these.
         communication: what gathers parameters and reduce-scatters gradients of units, in place of
-            the process group's own collectives, such as ``ddp_lite.peer.PeerCopies`` on the GPUs
-            of one host. Made for the group of the ranks that hold a shard each.
+            the process group's own collectives: "peer-copy" for copies between the GPUs of one
+            host, or an object for the group of the ranks that hold a shard each.
 
     Raises:
         TypeError: if an argument is of another type.
@@ -87,18 +106,19 @@ class FullyShardedDataParallel(nn.Module):
         process_group: dist.ProcessGroup | dist.device_mesh.DeviceMesh | None = None,
         units: Units = None,
         compute_dtype: torch.dtype | None = None,
+        cast_inputs: bool = True,
         reduce_dtype: torch.dtype | None = None,
         reshard_after_forward: bool = True,
         prefetch: int = 1,
         device: torch.device | str | None = None,
-        communication: Communication | None = None,
+        communication: Communication | PeerCopy | None = None,
     ) -> None:
-        super().__init__()
-        check_settings(compute_dtype, reduce_dtype, reshard_after_forward, prefetch)
+        check_settings(compute_dtype, reduce_dtype, reshard_after_forward, prefetch, cast_inputs)
         check_module(module, FullyShardedDataParallel)
-        self.module = module
+        super().__init__(module)
         check_group(process_group)
         self.compute_dtype = compute_dtype
+        self._cast_inputs = cast_inputs and compute_dtype is not None
         named = dict(module.named_parameters())
         plans = plan_units(module, units)
         self.device = device_of(module, device)
@@ -108,15 +128,19 @@ class FullyShardedDataParallel(nn.Module):
         self._agree(
             plans,
             f"compute_dtype {compute_dtype}",
+            f"cast_inputs {cast_inputs}",
             f"reduce_dtype {reduce_dtype}",
             f"reshard_after_forward {reshard_after_forward}",
             f"prefetch {prefetch}",
             f"communication {type(communication).__qualname__}",
         )
+        # Whoever is on the meta device gets the first rank's values, if that one has any.
+        reset = bool(self.ranks.broadcast_value("the start of a model", is_on_meta(module)))
         owners = owners_of_parameters(module)
         self.units = []
         for plan in plans:  # one after the other: the whole model never has memory
-            materialize((m for param in plan.params for m in owners[id(param)]), self.device)
+            readers = (m for param in plan.params for m in owners[id(param)])
+            materialize(readers, self.device, reset=reset)
             self._broadcast(zip(plan.names, plan.params, strict=True))
             self.units.append(
                 Unit(
@@ -127,7 +151,7 @@ class FullyShardedDataParallel(nn.Module):
                     reduce_dtype=reduce_dtype,
                 )
             )
-        materialize(module.modules(), self.device)
+        materialize(module.modules(), self.device, reset=reset)
         self.slots = _assign_slots(
             self.units,
             [plan.repeated for plan in plans],
@@ -153,6 +177,7 @@ class FullyShardedDataParallel(nn.Module):
             reshard=reshard_after_forward,
         )
         self._calls = self._replace_calls(plans)
+        self._structure = StructureWatch(module, self.schedule.history, self.ranks.shards)
         self._say_where_parameters_lie(small)
         self.own_state = OwnState(module, self.ranks, self._moment)
 
@@ -164,21 +189,65 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             RuntimeError: if a unit was compiled after wrapping, a parameter was moved, or the last
                 backward was not finished.
+            ModelMismatchError: if a parameter was added to the module or replaced in it.
+            StepMismatchError: on gloo on every rank, if another rank does something else.
             CollectiveError: if a peer died or timed out.
         """
-        for unit_module, call in self._calls.items():
-            if unit_module._compiled_call_impl is not call:
+        return self._run(self.module, inputs, kwargs)
+
+    def _run(self, call: Callable[..., Any], inputs: Any, kwargs: Any) -> Any:
+        if _is_compiled_around():
+            raise RuntimeError(_COMPILE_UNITS.format("torch.compile() around the"))
+        for unit_module, unit_call in self._calls.items():
+            if unit_module._compiled_call_impl is not unit_call:
                 raise RuntimeError(
                     "units must be compiled before the model is wrapped, but a "
                     f"{type(unit_module).__name__} was compiled afterwards. Call compile() first, "
                     "then FullyShardedDataParallel."
                 )
-        if self.compute_dtype is not None:
-            inputs, kwargs = pytree.tree_map_only(Tensor, self._cast, (inputs, kwargs))
-        return self.schedule.call_outermost(self.module, inputs, kwargs)
+        self._structure.check(self.schedule.generation + 1)
+        if self._cast_inputs:
+            inputs, kwargs = self._cast(inputs), self._cast(kwargs)
+        return self.schedule.call_outermost(call, inputs, kwargs)
 
-    def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.compute_dtype) if tensor.is_floating_point() else tensor
+    def _cast(self, inputs: Any) -> Any:
+        """The floating-point tensors in nested containers and data classes in ``compute_dtype``."""
+
+        def cast(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return leaf.to(self.compute_dtype) if leaf.is_floating_point() else leaf
+            if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+                result = copy.copy(leaf)
+                for field in dataclasses.fields(leaf):
+                    value = self._cast(getattr(leaf, field.name))
+                    object.__setattr__(result, field.name, value)  # also of frozen ones
+                return result
+            return leaf
+
+        return pytree.tree_map(cast, inputs)
+
+    def register_forward_method(self, name: str) -> None:
+        """Makes a method of the module train as ``forward`` does, called through this wrapper.
+
+        Without it a method that reads parameters of the module itself finds shards.
+
+        Args:
+            name: of the method, such as ``"training_loss"``. Every rank calls it alike.
+
+        Raises:
+            ValueError: if the module has no such method.
+        """
+        method = getattr(self.module, name, None)
+        if not callable(method):
+            raise ValueError(
+                f"name must be a method of the wrapped {type(self.module).__name__}, but got "
+                f"{name!r}. Pass the name of a method beside forward."
+            )
+        root = self._calls.get(self.module)
+        call: Callable[..., Any] = method
+        if root is not None:
+            call = UnitCall(schedule=self.schedule, call=method, units=root.units)
+        self.__dict__[name] = lambda *inputs, **kwargs: self._run(call, inputs, kwargs)
 
     def finish_gradient_synchronization(self) -> None:
         """Ends the last backward, after which every ``.grad`` is this rank's averaged shard.
@@ -234,22 +303,6 @@ class FullyShardedDataParallel(nn.Module):
 
     full_state_dict = load_full_state_dict = replaced
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-            return getattr(self.module, name)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The shards, under the module's own names and in its order."""
-        return self.module.named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """The module's own, under the module's own names and in its order."""
-        return self.module.named_buffers(*args, **kwargs)
-
     @torch.no_grad()
     def full_parameters(self) -> dict[str, Tensor]:
         """All parameters, whole, as new tensors under the module's own names.
@@ -273,7 +326,7 @@ class FullyShardedDataParallel(nn.Module):
         No communication, so a single rank may call it; but it is one rank's part, which only this
         rank of as many ranks loads. ``shard_optim.save`` and ``full_state`` take all parts.
         """
-        return self.module.state_dict(*args, **kwargs)
+        return super().state_dict(*args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -300,7 +353,7 @@ class FullyShardedDataParallel(nn.Module):
                 "assign must be False, because parameters must stay in the memory that is "
                 "gathered, but got True. Leave it out: values are copied."
             )
-        return self.module.load_state_dict(state_dict, strict)
+        return super().load_state_dict(state_dict, strict)
 
     # --- construction ------------------------------------------------------------------------
 
@@ -313,7 +366,7 @@ class FullyShardedDataParallel(nn.Module):
             for plan in plans
         ]
         lines += [
-            f"parameter {name} {tuple(param.shape)} {param.dtype} {param.device.type} "
+            f"parameter {name} {tuple(param.shape)} {param.dtype} {self.device.type} "
             f"strides {param.stride()} {'trainable' if param.requires_grad else 'frozen'}, "
             + (f"in unit {unit_of[id(param)]!r}" if id(param) in unit_of else "replicated")
             for name, param in self.module.named_parameters()
@@ -373,21 +426,12 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             RuntimeError: always.
         """
-        raise RuntimeError(
-            "units must be compiled, and before the model is wrapped, but got compile() of the "
-            "FullyShardedDataParallel. Call compile() of each block, then wrap the model."
-        )
+        raise RuntimeError(_COMPILE_UNITS.format("compile() of the"))
 
     def _apply(self, *_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(
             "a model must be moved or cast before it is wrapped, but got to(), half() or the like "
             "afterwards. Call it on the module, then wrap."
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            "a sharded model must not be pickled or copied, because it holds a process group, but "
-            "got an attempt. Save state_dict() or full_parameters()."
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shard_optim.layout import Bucket
+from shard_optim.bucket_layout import Bucket
 
 
 @dataclass(eq=False, kw_only=True)
@@ -46,13 +46,34 @@ class WaitingCall:
         return self.call(*args, **kwargs)
 
 
+class _WaitingParameters(dict[str, Any]):
+    """The table of a module's own parameters; listing it waits for them first.
+
+    ``parameters()`` and what is made from it, such as an average of weights, list the tables of the
+    module and of all modules inside it. Reads of single attributes do not, and cost no more.
+    """
+
+    def __init__(self, own: dict[str, Any], wait_all: Callable[[], None]) -> None:
+        super().__init__(own)
+        self._wait_all = wait_all
+
+    def items(self) -> Any:
+        """Waits, and lists the parameters."""
+        self._wait_all()
+        return super().items()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles are ordinary tables."""
+        return dict, (dict(self),)
+
+
 class ForwardWaits:
     """Makes every read of parameters through a module tree wait first.
 
     A module's parameters count as read when the module is called, or when the outermost compiled
-    module around it is called. ``state_dict`` and ``load_state_dict`` of the root wait for all
-    parameters. ``check_read`` finds parameters that were read too early: they receive a gradient
-    although their module was not called.
+    module around it is called. ``state_dict``, ``load_state_dict`` and ``parameters()`` of the
+    root wait for all parameters. ``check_read`` finds parameters that were read too early: they
+    receive a gradient although their module was not called.
 
     Args:
         module: the root, after every ``compile()`` of a module in it.
@@ -69,6 +90,8 @@ class ForwardWaits:
         self.unread: set[int] = set()
         self._calls: dict[nn.Module, WaitingCall] = {}
         self._names: dict[int, str] = {}
+        if not _is_compiled(module):  # whose compiled code would look into the table
+            module._parameters = _WaitingParameters(module._parameters, wait_all)
         module.register_state_dict_pre_hook(lambda *_: wait_all())
         module.register_load_state_dict_pre_hook(lambda *_: wait_all())
 

@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shard_optim.gradients import in_dtype
-from shard_optim.layout import Bucket, Shard, flat_gradient
+from shard_optim.bucket_layout import Bucket, Shard, flat_gradient
+from shard_optim.gradient_norm import in_dtype
 from shard_optim.offload import OffloadedOptimizer
-from shard_optim.wrapped import Groups, Partition, check_elementwise_state, settings_of
+from shard_optim.optimizer_class import Groups, Partition, settings_of
+from shard_optim.optimizer_trial import check_elementwise_state
 
 # Key of a master copy among a parameter's state.
 MASTER = "master_param"

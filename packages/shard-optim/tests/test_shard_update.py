@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ranks import run_ranks
-from shard_optim import ShardedOptimizer, load, local, save
-from shard_optim.layout import Bucket
+from shard_optim import ShardedOptimizer, load, save, shard_update
+from shard_optim.bucket_layout import Bucket
 from whole_state import load_whole_optimizer, whole_optimizer
 
 CLASSES = {
@@ -136,7 +136,7 @@ class Counting(torch.optim.SGD):
 
 def check_step_groups(rank, world_size, reduce_gradients):
     """Many step groups: the same bits, one count, any parameter group in any of them, loadable."""
-    before, local.MIN_STEP_GROUP_BYTES = local.MIN_STEP_GROUP_BYTES, 1
+    before, shard_update.MIN_STEP_GROUP_BYTES = shard_update.MIN_STEP_GROUP_BYTES, 1
     try:
         models = build(), build()
 
@@ -186,7 +186,7 @@ def check_step_groups(rank, world_size, reduce_gradients):
         assert_same(models)
         assert_same((models[0], again))
     finally:
-        local.MIN_STEP_GROUP_BYTES = before
+        shard_update.MIN_STEP_GROUP_BYTES = before
 
 
 def check_loading(rank, world_size, folder):

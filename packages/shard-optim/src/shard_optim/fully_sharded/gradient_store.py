@@ -2,74 +2,15 @@
 
 During backward ``param.grad`` belongs to autograd and is whole, in the dtype of the computation.
 Between steps it belongs to the optimizer and has the shape and dtype of the resting ``param.data``.
-
-Optimizers compute with it element by element, and that is right on shards. A norm is not, nor is a
-search for infinities: each rank would find another result and scale its gradients by it, or skip
-the step alone. So one gradient of each unit is a ``GradientShard``, a tensor that refuses both. One
-is enough, because ``torch.nn.utils.clip_grad_norm_`` and ``torch.amp.GradScaler`` look at all.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
-_CLIP = (
-    "Call clip_grad_norm_() of the FullyShardedDataParallel instead of "
-    "torch.nn.utils.clip_grad_norm_() or get_total_norm(). An optimizer that takes norms itself "
-    "needs whole matrices: make it by WholeMatrixOptimizer. For the norm of this rank's shard "
-    "alone, call detach() first."
-)
-_REFUSED = {
-    torch._foreach_norm: _CLIP,
-    torch.linalg.norm: _CLIP,
-    torch.linalg.vector_norm: _CLIP,
-    torch.norm: _CLIP,
-    Tensor.norm: _CLIP,
-    torch._amp_foreach_non_finite_check_and_unscale_: (
-        "Use shard_optim.ShardedGradScaler instead of torch.amp.GradScaler."
-    ),
-}
-
-
-class GradientShard(Tensor):
-    """A rank's shard of a gradient, which refuses what would need the shards of all ranks.
-
-    To all other functions it is an ordinary tensor, and so is what they make of it.
-    """
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Calls the function.
-
-        Raises:
-            RuntimeError: if it needs the shards of all ranks.
-        """
-        if func in _REFUSED:
-            raise RuntimeError(
-                f"{func.__name__}() must be given whole gradients, but got this rank's shards of "
-                f"a FullyShardedDataParallel's. {_REFUSED[func]}"
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """A copy is an ordinary tensor."""
-        return copy.deepcopy(self.detach(), memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """So is what is saved to a file."""
-        return self.detach().__reduce_ex__(protocol)
+from shard_optim.refused_gradient import GradientShard
 
 
 class GradientStore:

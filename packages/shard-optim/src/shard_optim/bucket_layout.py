@@ -31,7 +31,7 @@ from torch import Tensor
 from ddp_lite.ranks import Ranks
 from ddp_lite.reduce import Waitable
 from shard_optim.communication import Communication
-from shard_optim.wrapped import Groups, Partition, all_params, name_of
+from shard_optim.optimizer_class import Groups, Partition, all_params, name_of
 
 PARTITIONS: tuple[Partition, ...] = ("flat", "whole")
 
@@ -398,7 +398,7 @@ class Bucket:
     def launch_gather(self) -> None:
         """Starts the all-gather of updated parameters, in place and asynchronously."""
         if self.plan.world_size > 1 and self.plan.chunk > 0:
-            self._gather = self._ranks.call(
+            self._gather = self._ranks.together(
                 self._gather_words,
                 self._communication.all_gather,
                 [self.flat],

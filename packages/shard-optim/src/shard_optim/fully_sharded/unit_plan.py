@@ -52,6 +52,11 @@ def is_small(param: nn.Parameter) -> bool:
     return param.numel() == 0 or (param.ndim < 2 and param.numel() <= LARGEST_REPLICATED_VECTOR)
 
 
+def is_quantised(dtype: torch.dtype) -> bool:
+    """Whether values of this dtype stand for others (int8, float8), and so are never cast."""
+    return not dtype.is_floating_point or dtype.itemsize == 1
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``module.compile()`` or ``torch.compile(module)`` made it so."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported just to find out

@@ -34,9 +34,9 @@ from torch import Tensor
 from ddp_lite.ranks import Ranks
 from shard_optim.communication import CollectiveError
 from shard_optim.dcp_folder import read_dcp_description
-from shard_optim.exchange import all_gather_values, decode, encode
+from shard_optim.json_messages import all_gather_values, decode, encode
 from shard_optim.mesh import Mesh
-from shard_optim.stored import (
+from shard_optim.stored_tensor import (
     Part,
     StoredTensor,
     check_tensors,
@@ -103,8 +103,7 @@ def write_folder(
     Raises:
         CollectiveError: on every rank, if one of them failed.
     """
-    group = ranks.group if group is None else group
-    rank = group.rank()
+    rank = (group or ranks.group).rank()
 
     def all_ranks(call: Callable[[], Any]) -> list[Any]:
         return together("saving a checkpoint", ranks, call, group)
@@ -398,8 +397,11 @@ def together(
     except Exception as error:  # noqa: BLE001 - raised below, on every rank
         cause = _failure_to_write(error) or error
         kind, problem = type(cause).__name__, str(cause)
-    group = ranks.group if group is None else group
-    everyone = ranks.call(what, all_gather_values, (kind, problem, value), group)
+    mine = (kind, problem, value)
+    if group is None:
+        everyone = ranks.together(what, all_gather_values, mine, ranks.control)
+    else:
+        everyone = ranks.call(what, all_gather_values, mine, group)
     failed = {rank: (k, p) for rank, (k, p, _) in enumerate(everyone) if p is not None}
     if failed:
         for known in (FileExistsError, FileNotFoundError, TypeError, ValueError):

@@ -13,6 +13,7 @@ than two whole matrices and their gradients, and each matrix is updated once, no
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,11 +23,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shard_optim.fully_sharded.checks import check_wrapper
-from shard_optim.fully_sharded.unit import Cut, Unit, parameter_locations
-from shard_optim.fully_sharded.wrapper import FullyShardedDataParallel
-from shard_optim.layout import Place
-from shard_optim.wrapped import as_groups, default_settings, settings_of
+from shard_optim.bucket_layout import Place
+from shard_optim.communication import all_to_all
+from shard_optim.mesh import Mesh
+from shard_optim.optimizer_class import as_groups, default_settings, settings_of
+from shard_optim.optimizer_trial import check_class, check_update
+from shard_optim.origin import sharded_of
 
 
 def orthogonalization_cost(shape: torch.Size) -> float:
@@ -65,25 +67,21 @@ class _Matrix:
 
     Attributes:
         param: this rank's shard.
-        name: for errors.
-        cut: how the parameter is divided.
-        size: of the whole parameter.
-        stride: of the whole parameter.
+        place: where the parameter lies.
+        chunk: elements of each rank's shard, padding included.
         owner: the rank that updates it.
         whole: on its owner the parameter that is updated, without memory between steps.
     """
 
     param: Tensor
-    name: str
-    cut: Cut
-    size: torch.Size
-    stride: tuple[int, ...]
+    place: Place
+    chunk: int
     owner: int = 0
     whole: nn.Parameter | None = None
 
     def padded(self, values: Tensor) -> Tensor:
         """A shard as long as every other rank's, (chunk,)."""
-        missing = self.cut.chunk - values.numel()
+        missing = self.chunk - values.numel()
         return torch.cat([values, values.new_zeros(missing)]) if missing else values
 
 
@@ -104,47 +102,60 @@ class WholeMatrixOptimizer(Optimizer):
 
         model = FullyShardedDataParallel(model)
         matrices = [p for name, p in model.named_parameters() if "blocks" in name and ...]
-        muon = WholeMatrixOptimizer(model, matrices, torch.optim.Muon, lr=0.02)
+        muon = WholeMatrixOptimizer(matrices, torch.optim.Muon, lr=0.02)
 
     Every rank calls ``step``. Hyperparameters are read from ``param_groups`` at every step, so
     learning-rate schedulers work. ``state`` holds the state of the matrices that this rank owns.
     ``save``, ``load``, ``full_state`` and ``load_full_state`` take it like any other optimizer.
 
     Args:
-        model: the sharded model.
-        params: parameters of it that are sharded, or groups of them; the same on every rank.
+        params: sharded parameters of one model, or groups of them; the same on every rank.
         optimizer_cls: the class.
         cost: what updating a parameter of a given shape costs, to balance the ranks by.
         kwargs: for the class.
 
     Raises:
-        TypeError: if ``model`` is not wrapped, or ``optimizer_cls`` is no optimizer class.
-        ValueError: for a parameter that is not a sharded one of ``model``.
+        TypeError: if ``optimizer_cls`` is no optimizer class.
+        ValueError: for a parameter that is not a sharded one of the model.
     """
+
+    holds_whole_matrices = True
 
     def __init__(
         self,
-        model: FullyShardedDataParallel,
         params: Iterable[Any],
         optimizer_cls: type[Optimizer],
-        *,
+        *removed: Any,
         cost: Callable[[torch.Size], float] = orthogonalization_cost,
         **kwargs: Any,
     ) -> None:
-        check_wrapper(model, FullyShardedDataParallel)
-        if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
+        if removed or isinstance(params, nn.Module):
             raise TypeError(
-                "optimizer_cls must be a subclass of torch.optim.Optimizer, but got "
-                f"{optimizer_cls!r}. Pass the class and its arguments apart."
+                "WholeMatrixOptimizer takes parameters and a class, like every optimizer here, but "
+                f"got a {type(params).__name__} first. Call WholeMatrixOptimizer(matrices, "
+                "optimizer_cls, ...): parameters know which model they are of."
             )
+        check_class(optimizer_cls, kwargs)
         groups = as_groups(params)
+        check_update(
+            optimizer_cls,
+            settings_of(groups[0]),
+            kwargs,
+            where="a WholeMatrixOptimizer",
+            remedy=None,
+        )
         self.optimizer_cls = optimizer_cls
-        self._ranks = model.ranks.shards
-        self._location_of: dict[int, tuple[Unit, int]] = parameter_locations(model.units)
         self._matrices: dict[Tensor, _Matrix] = {}
+        self._meshes: list[Mesh] = []  # of all parameters
         super().__init__(groups, default_settings(optimizer_cls, groups, kwargs))
+        if any(mesh is not self._meshes[0] for mesh in self._meshes):
+            raise ValueError(
+                "params must be sharded parameters of the model that the first is of, but got "
+                "some of another one. Make an optimizer for each model."
+            )
+        self._ranks = self._meshes[0].shards
         self._owned = assign_owners(
-            [cost(matrix.size) for matrix in self._matrices.values()], self._ranks.size
+            [cost(matrix.place.size) for matrix in self._matrices.values()], self._ranks.size
         )
         matrices = list(self._matrices.values())
         for rank, positions in enumerate(self._owned):
@@ -153,7 +164,7 @@ class WholeMatrixOptimizer(Optimizer):
         for position in self._owned[self._ranks.rank]:
             matrix = matrices[position]
             one = torch.zeros((), dtype=matrix.param.dtype, device=matrix.param.device)
-            matrix.whole = nn.Parameter(one.expand(matrix.size))
+            matrix.whole = nn.Parameter(one.expand(matrix.place.size))
         local_groups = []
         for group in self.param_groups:
             wholes = [self.whole_of(param) for param in group["params"]]
@@ -170,46 +181,29 @@ class WholeMatrixOptimizer(Optimizer):
             )
         super().add_param_group(param_group)
         for param in self.param_groups[-1]["params"]:
-            if id(param) not in self._location_of:
+            found = sharded_of(param)
+            if found is None or found.place.replicated:
                 raise ValueError(
                     "params must be sharded parameters of the model, but got one of shape "
                     f"{tuple(param.shape)} that is not. Give small and foreign parameters to "
                     "another optimizer."
                 )
-            unit, position = self._location_of[id(param)]
-            size, stride = unit.layouts[position]
-            self._matrices[param] = _Matrix(
-                param=param,
-                name=unit.names[position],
-                cut=unit.cuts[position],
-                size=size,
-                stride=stride,
-            )
+            self._meshes.append(found.ranks)
+            chunk = -(-found.place.size.numel() // found.ranks.shards.size)
+            self._matrices[param] = _Matrix(param=param, place=found.place, chunk=chunk)
 
     def whole_of(self, param: Tensor) -> nn.Parameter | None:
         """What stands for a whole parameter in its owner's optimizer; None on other ranks."""
         return self._matrices[param].whole
 
-    def owner_of(self, param: Tensor) -> int:
-        """The rank that updates a parameter and keeps its state."""
-        return self._matrices[param].owner
-
-    def layout_of(self, param: Tensor) -> tuple[torch.Size, tuple[int, ...]]:
-        """Size and stride of a whole parameter."""
-        return self._matrices[param].size, self._matrices[param].stride
-
     def place_of(self, param: Tensor) -> Place:
         """Where a parameter's state lies: whole, on its owner."""
         matrix, rank = self._matrices[param], self._ranks.rank
-        numel = matrix.size.numel()
-        return Place(
-            name=matrix.name,
-            size=matrix.size,
-            stride=matrix.stride,
+        numel = matrix.place.size.numel()
+        return dataclasses.replace(
+            matrix.place,
             span_of=lambda rank: (0, numel) if rank == matrix.owner else None,
-            replicated=False,
-            rank=rank,
-            form=matrix.size if rank == matrix.owner else torch.Size([0]),
+            form=matrix.place.size if rank == matrix.owner else torch.Size([0]),
         )
 
     # --- step --------------------------------------------------------------------------------
@@ -266,19 +260,19 @@ class WholeMatrixOptimizer(Optimizer):
         """Starts gathering each matrix's gradient and value on its owner."""
         parts, sizes = [], []
         for matrix in owned:
-            sizes.append(0 if matrix is None else 2 * matrix.cut.chunk)
+            sizes.append(0 if matrix is None else 2 * matrix.chunk)
             if matrix is not None:
                 assert matrix.param.grad is not None
                 parts += [matrix.padded(matrix.param.grad), matrix.padded(matrix.param.detach())]
         mine = owned[self._ranks.rank]
-        each = 0 if mine is None else 2 * mine.cut.chunk
+        each = 0 if mine is None else 2 * mine.chunk
         return self._start("whole gradients", owned, parts, sizes, [each] * self._ranks.size)
 
     def _send_to_all(self, owned: Sequence[_Matrix | None], updated: Tensor | None) -> _Exchange:
         """Starts handing every rank its shards of the updated matrices."""
-        sizes = [0 if matrix is None else matrix.cut.chunk for matrix in owned]
+        sizes = [0 if matrix is None else matrix.chunk for matrix in owned]
         mine = owned[self._ranks.rank]
-        each = 0 if mine is None else mine.cut.chunk
+        each = 0 if mine is None else mine.chunk
         parts = [] if updated is None else [updated]
         return self._start("updated matrices", owned, parts, [each] * self._ranks.size, sizes)
 
@@ -294,13 +288,10 @@ class WholeMatrixOptimizer(Optimizer):
         empty = torch.empty(0, dtype=first.param.dtype, device=first.param.device)
         sent = torch.cat([empty, *parts])
         received = empty.new_empty(sum(receive_sizes))
-        words = f"the exchange of {what} ({first.name})"
-        group = self._ranks.group
-        work = self._ranks.call(
-            words,
-            lambda: dist.all_to_all_single(
-                received, sent, receive_sizes, send_sizes, group=group, async_op=True
-            ),
+        words = f"the exchange of {what} ({first.place.name})"
+        communicator = self._ranks.communicator
+        work = self._ranks.together(
+            words, all_to_all, received, sent, receive_sizes, send_sizes, communicator
         )
         return _Exchange(what=words, sent=sent, received=received, work=work)
 
@@ -315,10 +306,14 @@ class WholeMatrixOptimizer(Optimizer):
         assert matrix.whole is not None
         resting = matrix.whole.data
         # (world_size, gradient or value, chunk) to two flat tensors.
-        both = received.view(-1, 2, matrix.cut.chunk).transpose(0, 1).flatten(1)
+        both = received.view(-1, 2, matrix.chunk).transpose(0, 1).flatten(1)
         grad, value = both[0], both[1]
-        matrix.whole.data = value.as_strided(matrix.size, matrix.stride, value.storage_offset())
-        matrix.whole.grad = grad.as_strided(matrix.size, matrix.stride, grad.storage_offset())
+        matrix.whole.data = value.as_strided(
+            matrix.place.size, matrix.place.stride, value.storage_offset()
+        )
+        matrix.whole.grad = grad.as_strided(
+            matrix.place.size, matrix.place.stride, grad.storage_offset()
+        )
         self._local.step()
         matrix.whole.grad = None
         matrix.whole.data = resting
@@ -326,7 +321,7 @@ class WholeMatrixOptimizer(Optimizer):
 
     def _take_shards(self, owned: Sequence[_Matrix | None], exchange: _Exchange) -> None:
         self._wait(exchange)
-        sizes = [0 if matrix is None else matrix.cut.chunk for matrix in owned]
+        sizes = [0 if matrix is None else matrix.chunk for matrix in owned]
         for matrix, part in zip(owned, exchange.received.split(sizes), strict=True):
             if matrix is not None:
                 matrix.param.copy_(part[: matrix.param.numel()])

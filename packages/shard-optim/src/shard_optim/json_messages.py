@@ -8,13 +8,10 @@ of these) into JSON without loss, and ``decode`` turns it back.
 from __future__ import annotations
 
 import base64
-import dataclasses
-import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ddp_lite.ranks import all_gather_json, broadcast_json
@@ -23,15 +20,12 @@ from ddp_lite.ranks import all_gather_json, broadcast_json
 _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 
-def all_gather_values(
-    value: Any, group: dist.ProcessGroup, *, classes: Sequence[type] = ()
-) -> list[Any]:
+def all_gather_values(value: Any, communicator: Any) -> list[Any]:
     """Gathers one value from every rank of a group. Collective.
 
     Args:
         value: see ``encode``.
-        group: the ranks.
-        classes: dataclasses and enumerations that the value may hold.
+        communicator: a process group, or a communicator of a ``Ranks``.
 
     Returns:
         Each rank's value in the group's rank order; tensors are on the CPU.
@@ -42,47 +36,45 @@ def all_gather_values(
     """
     problem, encoded = None, None
     try:
-        encoded = encode(value, classes)
+        encoded = encode(value)
     except TypeError as error:
         problem = str(error)  # sent to all ranks, which would otherwise wait for this one
-    everyone = all_gather_json([problem, encoded], group)
+    everyone = all_gather_json([problem, encoded], communicator)
     for rank, (problem, _) in enumerate(everyone):
         if problem is not None:
-            raise TypeError(f"{problem} (on rank {rank} of {group.size()})")
-    return [decode(encoded, classes) for _, encoded in everyone]
+            raise TypeError(f"{problem} (on rank {rank} of {communicator.size()})")
+    return [decode(encoded) for _, encoded in everyone]
 
 
-def broadcast_value(value: Any, group: dist.ProcessGroup, *, classes: Sequence[type] = ()) -> Any:
+def broadcast_value(value: Any, communicator: Any) -> Any:
     """Rank 0's value, on every rank. Collective.
 
     Args:
         value: see ``encode``; of the other ranks it is not looked at.
-        group: the ranks.
-        classes: dataclasses and enumerations that the value may hold.
+        communicator: a process group, or a communicator of a ``Ranks``.
 
     Raises:
         TypeError: on every rank, if the value cannot be encoded.
         ValueError: on every rank, if the message is longer than 256 MiB.
     """
     problem, encoded = None, None
-    if dist.get_rank(group) == 0:
+    if communicator.rank() == 0:
         try:
-            encoded = encode(value, classes)
+            encoded = encode(value)
         except TypeError as error:
             problem = str(error)
-    problem, encoded = broadcast_json([problem, encoded], group)
+    problem, encoded = broadcast_json([problem, encoded], communicator)
     if problem is not None:
-        raise TypeError(f"{problem} (on rank 0 of {group.size()})")
-    return decode(encoded, classes)
+        raise TypeError(f"{problem} (on rank 0 of {communicator.size()})")
+    return decode(encoded)
 
 
-def encode(value: Any, classes: Sequence[type] = ()) -> Any:
+def encode(value: Any) -> Any:
     """Converts a value to what JSON can hold.
 
     Args:
         value: None, a bool, number or string; a tensor; a dtype, layout or memory format; or a
             list, tuple, ``torch.Size`` or dictionary of these.
-        classes: dataclasses and enumerations that may occur in it too.
 
     Raises:
         TypeError: for anything else.
@@ -96,17 +88,11 @@ def encode(value: Any, classes: Sequence[type] = ()) -> Any:
     if isinstance(value, _CONSTANTS):
         return {"torch": str(value).removeprefix("torch.")}
     if type(value) is list:
-        return [encode(item, classes) for item in value]
+        return [encode(item) for item in value]
     if type(value) in (tuple, torch.Size):
-        return {type(value).__name__: [encode(item, classes) for item in value]}
+        return {type(value).__name__: [encode(item) for item in value]}
     if isinstance(value, Mapping):
-        return {"dict": [[encode(k, classes), encode(v, classes)] for k, v in value.items()]}
-    if type(value) in classes:
-        name = type(value).__name__
-        if isinstance(value, enum.Enum):
-            return {"enum": name, "name": value.name}
-        fields = [field.name for field in dataclasses.fields(value)]
-        return {"class": name, "fields": {f: encode(getattr(value, f), classes) for f in fields}}
+        return {"dict": [[encode(k), encode(v)] for k, v in value.items()]}
     raise TypeError(
         "optimizer state and hyperparameters must be numbers, strings, tensors, dtypes, or lists, "
         f"tuples and dictionaries of these, but got {type(value).__name__}. Keep other objects "
@@ -114,15 +100,14 @@ def encode(value: Any, classes: Sequence[type] = ()) -> Any:
     )
 
 
-def decode(value: Any, classes: Sequence[type] = ()) -> Any:
-    """The value that ``encode`` was given; tensors are on the CPU. Runs nothing but constructors.
+def decode(value: Any) -> Any:
+    """The value that ``encode`` was given; tensors are on the CPU.
 
     Args:
         value: what ``encode`` returned.
-        classes: as for ``encode``.
     """
     if isinstance(value, list):
-        return [decode(item, classes) for item in value]
+        return [decode(item) for item in value]
     if not isinstance(value, dict):
         return value
     if "tensor" in value:
@@ -137,16 +122,10 @@ def decode(value: Any, classes: Sequence[type] = ()) -> Any:
             raise TypeError(f"torch.{value['torch']} must be a dtype, layout or memory format")
         return constant
     if "dict" in value:
-        return {decode(k, classes): decode(v, classes) for k, v in value["dict"]}
+        return {decode(k): decode(v) for k, v in value["dict"]}
     if "tuple" in value:
-        return tuple(decode(value["tuple"], classes))
-    if "Size" in value:
-        return torch.Size(value["Size"])
-    by_name = {cls.__name__: cls for cls in classes}
-    if "enum" in value:
-        return by_name[value["enum"]][value["name"]]  # type: ignore[index]
-    fields = {name: decode(field, classes) for name, field in value["fields"].items()}
-    return by_name[value["class"]](**fields)
+        return tuple(decode(value["tuple"]))
+    return torch.Size(value["Size"])
 
 
 def tensor_bytes(values: Tensor) -> bytearray:

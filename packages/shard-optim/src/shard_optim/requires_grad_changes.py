@@ -37,4 +37,3 @@ def agree_on_trainable(frozen: Sequence[str], thawed: Sequence[str], ranks: Rank
         )
     facts = [(verb, name) for verb, names in verbs for name in names]
     ranks.agree(facts, must="change requires_grad alike", remedy=_REMEDY)
-    ranks.step += 1  # the reports of this change are not those of the next one

@@ -11,7 +11,7 @@ still incomplete are then launched with zeros for what is missing. A parameter i
 rank had a gradient for it, as under torch's DistributedDataParallel.
 
 After a reduction ``param.grad`` is None, except for one parameter of each bucket, whose ``grad`` is
-a stand-in that refuses to be computed with (``gradients.py``).
+a stand-in that refuses to be computed with (``refused_gradient.py``).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from torch import Tensor
 
 from ddp_lite.ranks import Ranks
 from ddp_lite.reduce import Waitable
-from shard_optim.communication import Communication, maximum
-from shard_optim.gradients import StandIn, gradient_of
-from shard_optim.layout import Bucket, check_gradient
+from shard_optim.bucket_layout import Bucket, check_gradient
+from shard_optim.communication import Communication, start_all_reduce
+from shard_optim.refused_gradient import StandIn, gradient_of
 
 # Packed gradients that may wait for the network before backward waits for them: enough to ride out
 # jitter between ranks, a small part of the memory of any model that needs sharding. At least two
@@ -39,7 +39,7 @@ MAX_BYTES_IN_FLIGHT = 1024**3
 
 
 @dataclass(eq=False)
-class Reduction:
+class BucketReduction:
     """What has happened to one bucket's gradients since the last step.
 
     Attributes:
@@ -90,7 +90,7 @@ class Reduction:
 class _Flight:
     """A launched reduce-scatter; ``packed`` must live until it has been awaited."""
 
-    reduction: Reduction
+    reduction: BucketReduction
     packed: Tensor
     output: Tensor
     work: Waitable | None
@@ -111,7 +111,7 @@ class GradientReducer:
         self.check_read: Callable[[Iterable[Tensor]], None] = lambda params: None
         self._communication = communication
         self._ranks = ranks
-        self._reductions: list[Reduction] = []
+        self._reductions: list[BucketReduction] = []
         self._next = 0  # launched reductions of this pass, in launch order
         self._in_flight: deque[_Flight] = deque()
         self._bytes_in_flight = 0
@@ -124,12 +124,12 @@ class GradientReducer:
     def add(self, buckets: Sequence[Bucket]) -> None:
         """Hooks the parameters of new buckets; their place is at the end of the launch order."""
         for bucket in reversed(buckets):
-            reduction = Reduction(bucket)
+            reduction = BucketReduction(bucket)
             self._reductions.append(reduction)
             for position, param in enumerate(bucket.params):
                 param.register_post_accumulate_grad_hook(self._hook(reduction, position))
 
-    def _hook(self, reduction: Reduction, position: int) -> Callable[[Tensor], None]:
+    def _hook(self, reduction: BucketReduction, position: int) -> Callable[[Tensor], None]:
         # A parameter keeps its hooks alive where the garbage collector cannot follow, so a hook
         # that held the bucket would keep all parameters for ever.
         reducer_if_alive = weakref.ref(self)
@@ -175,7 +175,7 @@ class GradientReducer:
         self._next = 0
 
     @torch.no_grad()
-    def _launch(self, reduction: Reduction) -> None:
+    def _launch(self, reduction: BucketReduction) -> None:
         bucket = reduction.bucket
         self._bytes_in_flight += bucket.flat.nbytes
         while len(self._in_flight) > 1 and self._bytes_in_flight > MAX_BYTES_IN_FLIGHT:
@@ -197,7 +197,7 @@ class GradientReducer:
             return
         output = torch.empty_like(bucket.owned)
         start = self._communication.reduce_scatter
-        work = self._ranks.call(reduction.words, start, [output], [packed])
+        work = self._ranks.together(reduction.words, start, [output], [packed])
         self._in_flight.append(_Flight(reduction, packed, output, work))
 
     def _land(self) -> None:
@@ -262,7 +262,9 @@ class GradientReducer:
         work = None
         if self._ranks.size > 1:
             what = "the exchange of which parameters have gradients"
-            work = self._ranks.call(what, maximum, flags, self._ranks.communicator)
+            work = self._ranks.together(
+                what, start_all_reduce, flags, self._ranks.communicator, dist.ReduceOp.MAX
+            )
         self._flags = (flags, work)
 
     def _all_present(self) -> Tensor:

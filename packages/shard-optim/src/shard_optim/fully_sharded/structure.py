@@ -1,0 +1,102 @@
+"""Parameters, buffers and modules that are added, replaced or removed after a model is wrapped.
+
+A parameter that was not there at wrapping is in no unit: its gradient is never averaged, so every
+rank would train its own. One that was removed, and buffers, are what a program may change, but on
+every rank alike; the ranks compare such a change in the next backward (``history.py``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ddp_lite.errors import ModelMismatchError
+from ddp_lite.ranks import Ranks, shortened
+from shard_optim.history import History
+
+
+class StructureWatch:
+    """Remembers which tensors and modules a model holds, and looks whether it still does.
+
+    Args:
+        module: the wrapped module.
+        history: takes the changes that ranks may make, but alike.
+        ranks: hear of changes that no rank may make.
+    """
+
+    def __init__(self, module: nn.Module, history: History, ranks: Ranks) -> None:
+        self._module, self._history, self._ranks = module, history, ranks
+        self._wrapped = {id(param) for param in module.parameters()}
+        self._params = list(module.parameters())  # alive, so that no other one has their ids
+        self._remember()
+
+    def _remember(self) -> None:
+        modules = list(self._module.modules())
+        self._tables: list[dict[str, Any]] = [
+            table for m in modules for table in (m._parameters, m._buffers, m._modules)
+        ]
+        self._entries = sum(map(len, self._tables))
+        self._filled = [table for table in self._tables if table]
+        self._then = [dict(table) for table in self._filled]
+        # Equal numbers are equal, even if they are two parameters.
+        self._numbers = [
+            (table, name, value)
+            for table in self._filled
+            for name, value in table.items()
+            if isinstance(value, Tensor) and value.numel() == 1
+        ]
+        self._described = {
+            name: f"{tuple(tensor.shape)} {tensor.dtype}"
+            for name, tensor in (
+                *self._module.named_parameters(remove_duplicate=False),
+                *self._module.named_buffers(remove_duplicate=False),
+            )
+        }
+
+    def _is_as_before(self) -> bool:
+        if sum(map(len, self._tables)) != self._entries:
+            return False
+        try:
+            # Python compares values by identity first, so tensors are compared only if one was
+            # replaced by another; that raises unless both hold one number.
+            if self._filled != self._then:
+                return False
+        except RuntimeError:
+            return False
+        return all(table[name] is value for table, name, value in self._numbers)
+
+    def check(self, step: int) -> None:
+        """Compares the model with what it was at the last call.
+
+        Args:
+            step: the number of the forward that begins, in which the other ranks will wait.
+
+        Raises:
+            ModelMismatchError: if a parameter was added or replaced.
+        """
+        if self._is_as_before():
+            return
+        foreign = [
+            f"{name} was {'replaced' if name in self._described else 'added'}"
+            for name, param in self._module.named_parameters()
+            if id(param) not in self._wrapped
+        ]
+        if foreign:
+            report = f"{shortened(foreign)} since the model was wrapped"
+            self._ranks.step = step
+            self._ranks.tell(report)
+            raise ModelMismatchError(
+                f"a wrapped module must keep its parameters, but on rank {self._ranks.rank} "
+                f"{report}. Copy new values into the parameter, or change the module first and "
+                "wrap it then. torch.func.functional_call needs a module that is not sharded"
+            )
+        before = self._described
+        self._remember()
+        after = self._described
+        changes = [f"removed {name}" for name in before if name not in after]
+        changes += [
+            f"made {name} {form}" for name, form in after.items() if before.get(name) != form
+        ]
+        if changes:
+            self._history.note(shortened(changes))

@@ -1,0 +1,173 @@
+"""Optimizer classes that look at more than one element: recognised before they update a shard.
+
+A class that takes norms, statistics of rows and columns, or sums over all parameters would find
+others in a shard than in the whole tensor, on each rank another, without any error. Torch's own
+classes are known by name. Any other is tried, at construction or before the first step: a matrix
+and a vector are updated together, each alone, and in parts, on the CPU in fp32. The same elements
+must come out. Every stage asks here, and says in its own words what to do instead.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+# Updates that depend on a parameter's shape: factored moments, orthogonalised matrices.
+SHAPE_DEPENDENT: tuple[type[Optimizer], ...] = (torch.optim.Adafactor, torch.optim.Muon)
+
+# LBFGS takes inner products over all parameters; SparseAdam needs sparse gradients.
+UNSUPPORTED: tuple[type[Optimizer], ...] = (torch.optim.LBFGS, torch.optim.SparseAdam)
+
+Looks = Literal["beyond one element", "beyond one parameter"]
+
+
+def check_class(optimizer_cls: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuses what is known not to work on parts of the parameters, before anything is allocated.
+
+    Raises:
+        TypeError: if ``optimizer_cls`` is not an optimizer class.
+        ValueError: naming the remedy.
+    """
+    if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
+        raise TypeError(
+            "optimizer_cls must be a subclass of torch.optim.Optimizer, but got "
+            f"{optimizer_cls!r}. Pass the class and its arguments apart."
+        )
+    if issubclass(optimizer_cls, UNSUPPORTED):
+        raise ValueError(
+            "optimizer_cls must update each parameter from that parameter's dense gradient alone, "
+            f"but got {optimizer_cls.__name__}, which does not. Use it as it is."
+        )
+    if kwargs.get("differentiable"):
+        raise ValueError(
+            "differentiable must be False, because gradients do not flow through an update that "
+            "other ranks compute, but got True. Leave it out."
+        )
+
+
+def check_update(
+    optimizer_cls: type[Optimizer],
+    settings: Mapping[str, Any],
+    kwargs: Mapping[str, Any],
+    *,
+    where: str,
+    remedy: str | None,
+) -> None:
+    """Refuses a class whose update of an element depends on elements that a rank does not hold.
+
+    A class that cannot be tried, because it needs a closure or certain shapes, is let through;
+    ``check_elementwise_state`` and ``GradientShard`` may still find it.
+
+    Args:
+        optimizer_cls: the class.
+        settings: hyperparameters of a group.
+        kwargs: for the class.
+        where: the place that needs such a class, for errors.
+        remedy: for one that looks at whole parameters; None if it is given whole ones.
+
+    Raises:
+        ValueError: naming the remedy.
+    """
+    name = optimizer_cls.__name__
+    if issubclass(optimizer_cls, SHAPE_DEPENDENT):
+        looks, how = "beyond one element", "looks at the shape of each parameter"
+    else:
+        looks, how = _try(optimizer_cls, settings, without_flags(kwargs)) or ("", "")
+    if looks == "beyond one parameter":
+        raise ValueError(
+            f"{where} needs an optimizer that updates each parameter from that parameter alone, "
+            f"but {name} {how}. Use it on unsharded parameters."
+        )
+    if looks and remedy is not None:
+        raise ValueError(
+            f"{where} needs an optimizer that treats every element alike, but {name} {how}. "
+            f"{remedy}"
+        )
+
+
+def _try(
+    optimizer_cls: type[Optimizer], settings: Mapping[str, Any], kwargs: Mapping[str, Any]
+) -> tuple[Looks, str] | None:
+    """How far the class looks, and how that shows; None if it does not, or cannot be tried."""
+    if optimizer_cls.__module__.startswith("torch.optim."):
+        return None
+    matrix, vector = torch.linspace(-1, 2, 12).view(3, 4), torch.linspace(0.5, -2, 8)
+
+    def update(*tensors: Tensor) -> Tensor:
+        return _updated(optimizer_cls, tensors, without_flags(settings), kwargs)
+
+    try:
+        together = update(matrix, vector)
+        alone = torch.cat([update(matrix), update(vector)])
+    except Exception:  # noqa: BLE001 - whatever a class of the user's does with a trial
+        return None
+    if not _alike(together, alone):
+        return "beyond one parameter", "updates a parameter otherwise when it is given others too"
+    flat = matrix.view(-1)
+    try:
+        parts = update(flat[:5], flat[5:], vector[:3], vector[3:])
+    except Exception as error:  # noqa: BLE001 - as above, but whole parameters went well
+        return "beyond one element", f"cannot update a part of a matrix ({error})"
+    if not _alike(together, parts):
+        return "beyond one element", "updates a tensor otherwise when it gets it in two parts"
+    return None
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
+def _updated(
+    optimizer_cls: type[Optimizer],
+    tensors: Sequence[Tensor],
+    settings: Mapping[str, Any],
+    kwargs: Mapping[str, Any],
+) -> Tensor:
+    """All elements after two steps, whose gradients depend on nothing but each element's value."""
+    params = [torch.nn.Parameter(tensor.clone()) for tensor in tensors]
+    begin = [tensor.clone() for tensor in tensors]
+    optimizer = optimizer_cls([dict(settings) | {"params": params}], **kwargs)
+    for group in optimizer.param_groups:
+        if isinstance(group.get("lr"), float):
+            group["lr"] = 0.1  # a schedule may begin at zero, where nothing shows
+    gradients: list[Callable[[Tensor], Tensor]] = [lambda x: x.exp(), lambda x: 1 - x.square()]
+    for gradient in gradients:
+        for param, value in zip(params, begin, strict=True):
+            param.grad = gradient(value)
+        optimizer.step()
+    return torch.cat([param.detach().reshape(-1) for param in params])
+
+
+def check_elementwise_state(optimizer: Optimizer, updated: Tensor) -> None:
+    """Refuses state that an element-wise optimizer would not have.
+
+    Args:
+        optimizer: after a step.
+        updated: one of the tensors that it updates.
+
+    Raises:
+        ValueError: if some state tensor is neither one number nor of the same shape.
+    """
+    for key, value in optimizer.state.get(updated, {}).items():
+        if isinstance(value, Tensor) and value.numel() != 1 and value.shape != updated.shape:
+            raise ValueError(
+                'under partition="flat" a state tensor must hold one number or one per element '
+                f"({tuple(updated.shape)}), but {type(optimizer).__name__} keeps {key!r} of "
+                f'shape {tuple(value.shape)}. Pass partition="whole".'
+            )
+
+
+def without_flags(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments or hyperparameters without those that choose an implementation."""
+    return {k: v for k, v in settings.items() if k not in ("foreach", "fused", "capturable")}
+
+
+def arguments_of(optimizer: Optimizer, optimizer_cls: type[Optimizer]) -> dict[str, Any]:
+    """The arguments that the class would need to be made once more, as far as defaults tell."""
+    accepted = inspect.signature(optimizer_cls).parameters
+    return {key: value for key, value in optimizer.defaults.items() if key in accepted}

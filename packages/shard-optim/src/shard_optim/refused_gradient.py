@@ -1,0 +1,168 @@
+"""The tensor class of gradients in shards, which refuses what needs the shards of all ranks.
+
+An optimizer computes with a gradient element by element, and that is right on a shard. A norm is
+not, nor is any other sum or search over elements: each rank would find another result and scale its
+gradients by it, or skip the step alone. ``GradientShard`` refuses those, also after element-wise
+functions, as in ``grad.square().sum()``. One gradient of each unit or bucket is enough, because a
+norm over all parameters and ``torch.amp.GradScaler`` look at all of them.
+
+In stages 1 and 2 this rank's shard lies elsewhere and ``param.grad`` would be None, over which
+``torch.nn.utils.clip_grad_norm_`` passes: it would return 0 and clip nothing. There one parameter
+of each bucket carries a ``StandIn``, which has no values and refuses to be computed with at all.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._guards import CompileContext
+
+_CLIP = (
+    "Call clip_grad_norm_() of the FullyShardedDataParallel instead of "
+    "torch.nn.utils.clip_grad_norm_() or get_total_norm(). An optimizer that takes norms itself "
+    "needs whole matrices: make it by WholeMatrixOptimizer. For the norm of this rank's shard "
+    "alone, call detach() first."
+)
+_ALONE = (
+    "Call clip_grad_norm_() of the FullyShardedDataParallel to clip, ShardedGradScaler to look for "
+    "infinities, and WholeMatrixOptimizer for an optimizer that looks at more than one element. "
+    "For the result of this rank's shard alone, call detach() first."
+)
+_REFUSED: dict[Any, str] = {
+    torch._foreach_norm: _CLIP,
+    torch.linalg.norm: _CLIP,
+    torch.linalg.vector_norm: _CLIP,
+    torch.norm: _CLIP,
+    Tensor.norm: _CLIP,
+    torch._amp_foreach_non_finite_check_and_unscale_: (
+        "Use shard_optim.ShardedGradScaler instead of torch.amp.GradScaler."
+    ),
+}
+_OVER_ELEMENTS = (
+    *("all", "any", "count_nonzero", "sum", "nansum", "mean", "nanmean", "prod", "std", "var"),
+    *("amax", "amin", "aminmax", "argmax", "argmin", "max", "min", "median", "quantile"),
+    *("dot", "vdot", "inner", "matmul", "mm", "mv", "logsumexp", "softmax"),
+)
+for _name in _OVER_ELEMENTS:
+    for _owner in (torch, Tensor):
+        if hasattr(_owner, _name):
+            _REFUSED[getattr(_owner, _name)] = _ALONE
+
+# What these return is an ordinary tensor: a copy on purpose, or no longer the gradient's values.
+_ORDINARY = {
+    *(torch.detach, Tensor.detach, torch.clone, Tensor.clone),
+    *(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.rand_like),
+    *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_tensor),
+}
+
+# A stand-in of more elements is one element in memory, seen at every place.
+_MOST_ELEMENTS = 2**16
+
+
+class GradientShard(Tensor):
+    """A rank's shard of a gradient. All but the functions that it refuses work as on any tensor."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Calls the function; a new tensor that it makes of the shard refuses as much.
+
+        Raises:
+            RuntimeError: if it needs the shards of all ranks.
+        """
+        if func in _REFUSED:
+            raise RuntimeError(
+                f"{func.__name__}() must be given whole gradients, but got this rank's shards of "
+                f"a FullyShardedDataParallel's. {_REFUSED[func]}"
+            )
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            if (
+                type(result) is Tensor
+                and func not in _ORDINARY
+                and not any(result is given for given in (*args, kwargs.get("out")))
+            ):
+                return result.as_subclass(GradientShard)
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A copy is an ordinary tensor."""
+        return copy.deepcopy(self.detach(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """So is what is saved to a file."""
+        return self.detach().__reduce_ex__(protocol)
+
+
+class ReducedGradient(GradientShard):
+    """A gradient of which every rank holds a shard elsewhere: its values cannot be read."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Allows attributes such as ``shape``, and tracing by a compiler; refuses operations."""
+        compiling = CompileContext.current_compile_id() is not None
+        if compiling or getattr(func, "__name__", None) == "__get__":
+            return Tensor.__torch_function__.__func__(cls, func, types, args, kwargs or {})  # type: ignore[attr-defined]
+        raise RuntimeError(
+            "gradients must be read through the optimizer under reduce_gradients=True, but got "
+            f"{getattr(func, '__name__', func)}() of a parameter's grad, which has been reduced "
+            "into shards. Call optimizer.clip_grad_norm_() instead of "
+            "torch.nn.utils.clip_grad_norm_(), shard_optim.ShardedGradScaler instead of "
+            "torch.amp.GradScaler, or read optimizer.local_gradients()."
+        )
+
+
+class StandIn:
+    """The stand-in of one parameter's gradient.
+
+    Args:
+        param: the parameter.
+    """
+
+    def __init__(self, param: Tensor) -> None:
+        # A data-parallel wrapper that averages too writes into every gradient that it finds.
+        size = param.shape if param.numel() <= _MOST_ELEMENTS else ()
+        zeros = torch.zeros(size, dtype=param.dtype, device=param.device)
+        self._param = param
+        self._grad = zeros.expand(param.shape).as_subclass(ReducedGradient)
+        # A parameter keeps its hooks alive where the garbage collector cannot follow.
+        param_if_alive = weakref.ref(param)
+
+        def before_gradient(_grad: Tensor) -> None:
+            param = param_if_alive()
+            if param is not None and type(param.grad) is ReducedGradient:
+                param.grad = None  # autograd would add to it
+
+        param.register_hook(before_gradient)
+
+    def show(self) -> None:
+        """Makes the stand-in the parameter's ``grad``; call it after the gradient was reduced."""
+        self._param.grad = self._grad
+
+    def remove(self) -> None:
+        """Removes the stand-in; call it when there is no reduced gradient any more."""
+        if type(self._param.grad) is ReducedGradient:
+            self._param.grad = None
+
+
+def gradient_of(param: Tensor) -> Tensor | None:
+    """The parameter's own gradient, if it has one that has not been reduced."""
+    grad = param.grad
+    return None if type(grad) is ReducedGradient else grad

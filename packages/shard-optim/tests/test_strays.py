@@ -1,0 +1,74 @@
+"""Stages 1 and 2: one rank strays, and no rank is aborted, hangs, or trains on without an error.
+
+Buckets have different sizes, so that gloo would end a process that receives another one's message.
+"""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from ranks import run_ranks, set_collective_timeout
+from shard_optim import ShardedOptimizer, full_state, load_full_state, save
+
+STEPS, FAULTY_STEP, TIMEOUT_S, BOUND_S = 5, 2, 4, 60
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 24), nn.Tanh(), nn.Linear(24, 4)
+    )
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def backward_once_more(model, _optimizer):
+    for step in (0, 1):
+        model(batch(step, 0)).square().mean().backward()
+
+
+# What one rank does before a step, and what every rank's error says.
+FAULTS = {
+    "runs backward once more": (backward_once_more, "about to run the reduce-scatter of gradients"),
+    "clips": (lambda _, o: o.clip_grad_norm_(1.0), "about to run the all-reduce of the gradient"),
+    "collects whole state": (lambda m, o: full_state(m, o), "about to run the exchange of"),
+    "loads whole state": (lambda m, o: load_full_state({}, m, o), "exchange of what is loaded"),
+    "loads its state": (lambda _, o: o.load_state_dict(o.state_dict()), "of what the ranks load"),
+    "saves": (lambda m, o: save("/nonexistent/nowhere", m, o), "about to run saving a checkpoint"),
+}
+
+
+def train(rank, world_size, fault, overlap):
+    model = network()
+    optimizer = ShardedOptimizer(
+        model.named_parameters(),
+        torch.optim.AdamW,
+        lr=0.05,
+        reduce_gradients=True,
+        bucket_size_mb=0.002,
+        overlap=overlap,
+    )
+    if overlap:
+        optimizer.attach(model)
+    for step in range(STEPS):
+        if step == FAULTY_STEP:
+            set_collective_timeout(TIMEOUT_S)
+            if rank == world_size - 1:
+                FAULTS[fault][0](model, optimizer)
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_rank_that_strays(fault: str) -> None:
+    overlap = "next-forward" if fault == "clips" else None
+    for outcome in run_ranks(train, 2, fault, overlap, check=False, timeout=BOUND_S):
+        assert not outcome.killed, f"{outcome.rank} hung"
+        assert not outcome.died, f"{outcome.rank} was ended by signal {outcome.exitcode}"
+        assert outcome.error is not None, f"{outcome.rank} trained on"
+        assert re.search(FAULTS[fault][1], outcome.error), outcome.error
