@@ -156,14 +156,14 @@ def test_ranks_train_a_model_of_another_library(bench: Bench, models: Path) -> N
 
 
 def test_a_model_with_sharded_blocks_is_found_by_its_longest_list() -> None:
-    from bench_harness.training.build import _blocks
+    from bench_harness.training.wrappers import blocks_of
 
     module = torch.nn.Module()
     module.small = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
     module.layers = torch.nn.ModuleList([torch.nn.Linear(8, 8) for _ in range(3)])
-    assert _blocks(module) == list(module.layers)
+    assert blocks_of(module) == list(module.layers)
     with pytest.raises(ValueError, match="but got Linear, which has none"):
-        _blocks(torch.nn.Linear(2, 2))
+        blocks_of(torch.nn.Linear(2, 2))
 
 
 def test_the_loss_is_the_user_s_function_of_output_and_target() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,26 @@ def test_lines_are_cut_on_a_terminal_and_whole_in_a_file(terminal: bool) -> None
     assert ("x" * 100 in file.getvalue()) is not terminal
 
 
+def test_the_bar_moves_inside_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the time that the case took before."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    planned = [Planned(case("a"), False, 10.0), Planned(case("b"), False, 20.0)]
+    with ConsoleReporter(Console(file=io.StringIO(), width=80), planned) as reporter:
+        reporter.case_started(case("a"))
+        now[0] += 4
+        reporter.case_progress("round 2")
+        (task,) = reporter._live.tasks
+        assert task.completed == pytest.approx(0.4)
+        assert task.fields["left"] == "4.0 s elapsed, about 26.0 s left"
+        now[0] += 96
+        reporter.case_progress("round 3")
+        assert task.completed == pytest.approx(0.99), "a case that takes longer is not done"
+        reporter.case_finished(case("a"), Outcome(status="ok", value={"rows": []}, seconds=100.0))
+        assert task.completed == 1
+        assert task.fields["left"].endswith("about 20.0 s left")
+
+
 def test_a_variant_that_was_not_measured_is_named_below_its_case() -> None:
     file = io.StringIO()
     skipped = {"variant": "b", "ended": {"status": "skipped", "error": "b must be installed"}}
@@ -98,6 +119,7 @@ def test_a_variant_that_was_not_measured_is_named_below_its_case() -> None:
         shown.case_finished(case("x"), Outcome(status="ok", value=value, seconds=1.0))
     first, second = file.getvalue().splitlines()
     assert first.split()[:2] == ["[1/1]", "ok"]
+    assert first.endswith(" without 1 variant")
     assert second.strip() == "b skipped: b must be installed"
 
 

@@ -501,7 +501,7 @@ def test_wrong_training_is_found_before_it_is_timed() -> None:
         },
     ],
 )
-def test_settings_of_machines_that_are_not_there_skip_the_variant(
+def test_settings_of_other_machines_skip_the_variant(
     settings: dict[str, object],
 ) -> None:
     """It must not run over something else."""

@@ -174,7 +174,9 @@ def application(given: Sequence[str]) -> typer.Typer:
         help="Measures and explains Transformer training: one command per experiment, one report.",
     )
     app.callback()(_root)
-    for experiment in experiments.every():
+    # The one that is asked for; all of them for help, completion, and other commands.
+    asked = [name for name in given[:1] if name in experiments.names()]
+    for experiment in map(experiments.get, asked) if asked else experiments.every():
         command = _experiment_command(experiment, given)
         text = _help(experiment)
         app.command(experiment.name, cls=_Command, rich_help_panel=_EXPERIMENTS, help=text)(command)

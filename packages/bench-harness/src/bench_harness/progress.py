@@ -71,6 +71,11 @@ class RemainingTime:
         typical = statistics.fmean(known)
         return sum(typical if guess is None else guess for guess in guesses)
 
+    def expected(self, case: Case) -> float | None:
+        """Seconds that one case probably takes; None while nothing is known."""
+        item = self._left.get(case.key)
+        return None if item is None else self._guess(item)
+
     def _guess(self, item: Planned) -> float | None:
         measured = self._measured.get(item.case.experiment)
         if item.seconds is None and measured:
@@ -95,7 +100,8 @@ class ConsoleReporter:
         self._total = sum(not item.finished for item in planned)
         self._done = 0
         self._remaining = RemainingTime(planned)
-        self._begin = time.monotonic()
+        self._begin = self._case_begin = time.monotonic()
+        self._expected: float | None = None
         self._ranks: dict[int, str] = {}
         self._live = Progress(
             MofNCompleteColumn(),
@@ -123,6 +129,7 @@ class ConsoleReporter:
     def case_started(self, case: Case) -> None:
         """Names the running case in the bar."""
         self._ranks.clear()
+        self._case_begin, self._expected = time.monotonic(), self._remaining.expected(case)
         self._live.update(self._task, description=self._fit(case.label), left=self._left())
 
     def case_progress(self, text: str) -> None:
@@ -134,12 +141,22 @@ class ConsoleReporter:
         else:
             self._ranks[int(said[1])] = text
             lines = [self._ranks[rank] for rank in sorted(self._ranks)]
-        self._live.update(self._task, description="\n".join(map(self._fit, lines)))
+        self._live.update(
+            self._task,
+            description="\n".join(map(self._fit, lines)),
+            completed=self._done + self._share(),
+            left=self._left(),
+        )
+
+    def _share(self) -> float:
+        """The share of the running case that is done, by the time that it probably takes."""
+        spent = time.monotonic() - self._case_begin
+        return min(0.99, spent / self._expected) if self._expected else 0.0
 
     def case_finished(self, case: Case, outcome: Outcome) -> None:
         """Prints the case's line: place, status, time and name; below it why it, or a variant of
         it, was not measured."""
-        self._done += 1
+        self._done, self._expected = self._done + 1, None
         self._remaining.finished(case, outcome.seconds)
         counter = f"[{self._done:>{len(str(self._total))}}/{self._total}]"
         line = Text(f"{counter} ")
@@ -164,6 +181,8 @@ class ConsoleReporter:
     def _left(self) -> str:
         elapsed = f"{duration(time.monotonic() - self._begin)} elapsed"
         left = self._remaining.seconds()
+        if left is not None and self._expected is not None:  # the running case is among them
+            left = max(0.0, left - min(self._expected, time.monotonic() - self._case_begin))
         return elapsed if left is None else f"{elapsed}, about {duration(left)} left"
 
     def _fit(self, text: str) -> str:

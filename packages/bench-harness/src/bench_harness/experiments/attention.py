@@ -388,7 +388,7 @@ def _tables(rows: pd.DataFrame) -> list[Table]:
             | roofline.COLUMNS
             | _ERRORS
             | {
-                "first_ms": "first time (ms)",
+                "first_time_ms": "first time (ms)",
                 "saved_mib": "held before backward (MiB)",
                 "predicted_mib": "predicted for naive (MiB)",
                 "missed": "prediction missed",
@@ -432,6 +432,8 @@ def _frame(rows: pd.DataFrame) -> pd.DataFrame:
         frame["tier"] = frame["plan"].map(lambda plan: plan["tier"], na_action="ignore")
     if "ran" in frame:
         frame["kernel"] = frame["ran"].where(frame["variant"].str.startswith("sdpa"))
+    if "varied" in frame and "first_ms" in frame:
+        frame["first_time_ms"] = frame["first_ms"].where(frame["varied"].notna())
     if "flops" in frame:
         frame["tflop_s"] = frame["flops"] / frame["median_ms"] / 1e9
     if "saved_bytes" in frame:
