@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import subprocess
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from bench_harness import experiments, options, presets
+from bench_harness import experiments, options, presets, workload
+from bench_harness.training import constructors
 from bench_harness.training import settings as of
 from bench_harness.training.calls import split
 
@@ -48,6 +50,37 @@ def test_text_and_table_are_the_same_variant(text: str, table: dict[str, object]
     first, second = of.read(text, {}), of.read(table, {})
     assert first == second
     assert first.table() == second.table()
+
+
+@pytest.mark.parametrize("name", ["naive", "flat", "overlap", "bucketed", "torch-ddp"])
+def test_a_class_that_is_named_itself_has_its_own_defaults(name: str) -> None:
+    """A short name may have another default; where, the registry says so."""
+    known = constructors.WRAPPERS[name]
+    here = {key: each.default for key, each in constructors.signature(name).items()}
+    own = {
+        key: each.default
+        for key, each in inspect.signature(
+            workload.imported(known.target, "wrapper")
+        ).parameters.items()
+        if isinstance(each.default, bool | int | float | str)
+    }
+    others = {key: value for key, value in own.items() if here.get(key, value) != value}
+    assert others == dict(known.of_class)
+    named = of.read({"wrapper": known.target}, {}).wrapper
+    assert dict(named.arguments) == others
+
+
+def test_classes_of_one_name_are_told_apart_in_every_label() -> None:
+    variants = [
+        of.read({"wrapper": name}, {})
+        for name in ("bucketed", "before:BucketedDDP", "before:BucketedDDP(copy)", "naive")
+    ]
+    assert of.labels(variants) == [
+        "BucketedDDP",
+        "before:BucketedDDP",
+        "before:BucketedDDP(copy)",
+        "NaiveDDP",
+    ]
 
 
 def test_a_list_parts_variants_outside_of_brackets_and_quotes() -> None:

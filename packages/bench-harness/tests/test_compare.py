@@ -217,13 +217,13 @@ def wandering(rng: np.random.Generator, count: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("count", [5, 20, 60])
-def test_a_machine_that_wanders_decides_no_build(count: int) -> None:
+@pytest.mark.parametrize(("count", "directions"), [(5, 15), (20, 5), (60, 5)])
+def test_a_machine_that_wanders_decides_no_build(count: int, directions: int) -> None:
     """Without the rule, two of three pairs of five samples had a direction."""
     rng = np.random.default_rng(11)
     found = [judge(wandering(rng, count), wandering(rng, count)) for _ in range(60)]
-    assert sum(each.direction in ("faster", "slower") for each in found) <= 5
-    assert sum(each.slower_by(0.05) for each in found) <= 3
+    assert sum(each.direction in ("faster", "slower") for each in found) <= directions
+    assert sum(each.slower_by(0.05) for each in found) <= 5
     slow = judge(wandering(rng, 60), [3 * sample for sample in wandering(rng, 60)])
     assert slow.slower_by(0.05), "three times as slow is beyond any wander"
 
@@ -412,3 +412,14 @@ def test_runs_without_a_common_case_are_refused(tmp_path: Path) -> None:
         compare(a, b)
     with pytest.raises(StoreError, match="must be a run folder"):
         compare(a, Store(tmp_path / "c"))
+
+
+@pytest.mark.parametrize("count", [3, 5, 9])
+def test_few_steady_samples_show_a_fifth(count: int) -> None:
+    rng = np.random.default_rng(5)
+
+    def steady(median: float) -> list[float]:
+        return [float(each) for each in median * np.exp(0.01 * rng.standard_normal(count))]
+
+    found = [judge(steady(10), steady(12)) for _ in range(30)]
+    assert sum(each.slower_by(0.05) for each in found) >= 28

@@ -76,7 +76,7 @@ def test_labels_say_what_differs_and_nothing_else() -> None:
 def test_classes_of_one_name_and_two_learning_rates_have_labels_of_their_own() -> None:
     names = ["a:Averaged(share=2)", "b:Averaged(share=2)", "flat + mine:AdamW", "flat"]
     assert of.labels([of.read(name, {}) for name in names]) == [
-        *("a:Averaged(share=2)", "b:Averaged(share=2)", "FlatDDP + AdamW", "FlatDDP"),
+        *("a:Averaged(share=2)", "b:Averaged(share=2)", "FlatDDP + mine:AdamW", "FlatDDP"),
     ]
     rates = [of.read({"wrapper": "flat", "optimizer": f"sgd(lr={lr})"}, {}) for lr in (0.1, 0.2)]
     made = of.labels(rates)

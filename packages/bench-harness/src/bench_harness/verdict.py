@@ -3,13 +3,13 @@
 **Direction**: the 95 % interval of the ratio of medians lies on one side of 1, also after the drift
 and the steps of both samples are taken off, and Mann–Whitney's test on medians of at most
 :data:`BLOCKS` stretches of time tells the samples apart at 1 %. Samples whose ranges lie apart by
-more than :data:`APART` have a direction however they drift.
+more than :data:`APART`, and by more than both ranges together, have a direction however they drift.
 
 Neighbouring samples resemble each other, because clocks and temperatures wander. The interval is
 the bootstrap's, widened for the number of independent samples that n such samples are worth
 (:func:`effective`), by the root of n over it and by Student's t. Fewer than :data:`STEP_SAMPLES`
-samples do not show how far a machine wanders, so they have a direction only where the gap between
-their ranges is wider than twice both ranges together.
+samples do not show how far a machine wanders, so they have a direction only where their ranges lie
+apart.
 
 **Sureness**: both samples are steady, there are enough independent ones, and nothing else that is
 known of the two runs (environment, clock, throttling, a control) speaks against the comparison.
@@ -43,8 +43,6 @@ BLOCKS = 10
 STEP_SAMPLES = 12
 #: Relative gap between the ranges of two samples that drift cannot explain.
 APART = 0.05
-#: Gap between the ranges of few samples over both ranges (of their logarithms) that is a direction.
-WANDER = 2
 #: More samples than this are not worth asking for: something else is wrong.
 MOST = 10_000
 
@@ -274,16 +272,15 @@ def step(samples: Sequence[float]) -> float:
 def _ranges_apart(a: Sequence[float], b: Sequence[float]) -> bool:
     """Whether every sample of one run is larger than every one of the other by :data:`APART`.
 
-    And by more than both ranges together, of few samples by more than twice that, because few do
-    not show how far a machine wanders. All as ratios: a slower run also scatters by more.
+    And by more than both ranges together, because few samples do not show how far a machine
+    wanders. All as ratios: a slower run also scatters by more.
     """
     if min(len(a), len(b)) < FEWEST or min(*a, *b) <= 0:
         return False
     low, high = (a, b) if max(a) < min(b) else (b, a)
     gap = min(high) / max(low)
     ranges = max(low) / min(low) * max(high) / min(high)
-    few = min(len(a), len(b)) < STEP_SAMPLES
-    return gap > 1 + APART and gap > (ranges**WANDER if few else ranges)
+    return gap > 1 + APART and gap > ranges
 
 
 def samples_needed(

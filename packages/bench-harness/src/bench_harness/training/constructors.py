@@ -54,6 +54,8 @@ class Constructor:
         through: the function of this package that calls it; "" where it is called itself.
         words: texts that stand for None, which TOML does not have.
         first: arguments that labels give first, before the order of the signature.
+        of_class: arguments of the class whose default is another one here. They hold where the
+            class itself is named, as ``ddp_lite:BucketedDDP``.
         unlabelled: arguments that labels leave out unless they are 0, because they change no cost.
         steps_before_recording: how many steps must be taken before one can be recorded.
     """
@@ -63,6 +65,7 @@ class Constructor:
     through: str = ""
     words: tuple[str, ...] = ()
     first: tuple[str, ...] = ()
+    of_class: tuple[tuple[str, Any], ...] = ()
     unlabelled: tuple[str, ...] = ()
     steps_before_recording: int = 1
 
@@ -95,6 +98,7 @@ WRAPPERS: Mapping[str, Constructor] = {
         through=f"{_HERE}.wrappers:bucketed",
         words=("one", "same"),
         first=("bucket_size_mb", "last_bucket_size_mb", "copy", "wire_dtype"),
+        of_class=(("comm_hook", "auto"),),
     ),
     # It rebuilds its buckets after the first step, and times the first ten by events.
     "torch-ddp": Constructor(
@@ -386,6 +390,8 @@ def checked(what: str, given: Mapping[str, Any], known: Mapping[str, Constructor
         raise ValueError(
             f"{what} must be one of {', '.join(known)}, but got {name!r}. Correct the name."
         )
+    if given["name"] == known[name].target:
+        given = {**dict(known[name].of_class), **given}
     takes = signature(name)
     refuse_unknown({key: value for key, value in given.items() if key != "name"}, takes, name)
     values = {

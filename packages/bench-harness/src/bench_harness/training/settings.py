@@ -155,6 +155,11 @@ class Settings:
         return bool(self.optimizer.get("offload_state", False))
 
     @property
+    def calls(self) -> tuple[Call, Call]:
+        """The wrapper and the optimizer."""
+        return self.wrapper, self.optimizer
+
+    @property
     def steps_before_recording(self) -> int:
         """How many steps must be taken before one can be recorded."""
         known = WRAPPERS.get(self.wrapper.name)
@@ -249,7 +254,8 @@ def labels(variants: Sequence[Settings]) -> list[str]:
 
     Where they differ in what they share, a name gives what is not the default; of what the case's
     own label says, precision and compilation, it gives what most variants do not have. Names that
-    would be the same, as of ``a:Foo`` and ``b:Foo``, or of two learning rates, are given whole.
+    would be the same, as of two learning rates, and those of classes of one name, as ``a:Foo`` and
+    ``b:Foo``, are given whole.
 
     Raises:
         ValueError: two variants are the same.
@@ -264,8 +270,13 @@ def labels(variants: Sequence[Settings]) -> list[str]:
     made = [variant.label(usual=usual) for variant in variants]
     if len(set(variants)) == len(variants):  # else the same variant is there twice
         twice = {name for name, count in Counter(made).items() if count > 1}
+        calls = {each for variant in variants for each in variant.calls}
+        titles = Counter(title for title, _ in {(each.title, each.name) for each in calls})
+        unclear = {each for each in calls if titles[each.title] > 1}
         made = [
-            variant.label(usual=usual, whole=True) if name in twice else name
+            variant.label(usual=usual, whole=True)
+            if name in twice or unclear.intersection(variant.calls)
+            else name
             for name, variant in zip(made, variants, strict=True)
         ]
     for name in made:
