@@ -213,7 +213,7 @@ def _saved_value(saved: bytes) -> Any:
             dtype = _dtype_of_storage(kind.name)
             flat = torch.frombuffer(data, dtype=torch.uint8).view(dtype) if data else None
             if flat is None:
-                return torch.empty(size, dtype=dtype)
+                return torch.empty(size, dtype=dtype, device="cpu")
             return flat.as_strided(size, stride, offset).clone()
         raise ValueError(f"it names {value.name}")
 

@@ -114,7 +114,7 @@ def decode(value: Any) -> Any:
         data = bytearray(base64.b64decode(value["tensor"]))
         dtype, shape = decode(value["dtype"]), value["shape"]
         if not data:  # frombuffer refuses an empty one
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(shape)
     if "torch" in value:
         constant = getattr(torch, value["torch"])

@@ -33,7 +33,7 @@ def state_keys(
     settings = {key: group[key] for key in group if key not in ("params", "param_names")}
     # Flags that choose an implementation may need a GPU, and change no name.
     settings |= {key: False for key in ("foreach", "fused", "capturable") if key in settings}
-    param = torch.nn.Parameter(torch.ones(2, 2))
+    param = torch.nn.Parameter(torch.ones(2, 2, device="cpu"))
     optimizer = optimizer_cls([settings | {"params": [param]}], **without_flags(kwargs))
     param.grad = torch.ones_like(param)
     optimizer.step()
@@ -102,7 +102,7 @@ def default_settings(
     optimizer_cls: type[Optimizer], groups: Groups, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """The class's hyperparameters with their defaults, from an instance over one element."""
-    placeholder = torch.nn.Parameter(torch.zeros(1, 1))
+    placeholder = torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))
     return optimizer_cls([settings_of(groups[0]) | {"params": [placeholder]}], **kwargs).defaults
 
 

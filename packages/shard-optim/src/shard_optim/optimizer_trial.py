@@ -96,7 +96,9 @@ def _try(
     """How far the class looks, and how that shows; None if it does not, or cannot be tried."""
     if optimizer_cls.__module__.startswith("torch.optim."):
         return None
-    matrix, vector = torch.linspace(-1, 2, 12).view(3, 4), torch.linspace(0.5, -2, 8)
+    # On the CPU, where the trial costs nothing, whatever the program's default device is.
+    matrix = torch.linspace(-1, 2, 12, device="cpu").view(3, 4)
+    vector = torch.linspace(0.5, -2, 8, device="cpu")
 
     def update(*tensors: Tensor) -> Tensor:
         return _updated(optimizer_cls, tensors, without_flags(settings), kwargs)

@@ -806,7 +806,7 @@ def _collect(
                 f"the ranks must hold every element of {key} exactly once, but {problem}. Step the "
                 "optimizer on every rank, or on none"
             )
-        flat = torch.empty(size.numel() if ranks.rank == 0 else 0, dtype=dtype)
+        flat = torch.empty(size.numel() if ranks.rank == 0 else 0, dtype=dtype, device="cpu")
         device = _sending_device(device_of(key), ranks)
         for rank, first, count in spans:
             own = rows[key].place.flat(rows[key].tensor) if rank == ranks.rank else None

@@ -184,7 +184,7 @@ def read_elements(folder: Path, key: str, tensor: StoredTensor, first: int, coun
             if file.readinto(target) != len(target):  # type: ignore[attr-defined]
                 raise damaged(path, f"it ends before {key} does")
     if not memory:  # frombuffer refuses an empty one
-        return torch.empty(0, dtype=tensor.dtype)
+        return torch.empty(0, dtype=tensor.dtype, device="cpu")
     return torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype)
 
 
