@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Runs every test marked gpu or multi_gpu, in two parts: tests of one GPU, many processes at a time,
 # which share all GPUs; then tests whose ranks need several GPUs, a few at a time.
-#   bash scripts/gpu_tests.sh [-n PROCESSES] [-x] [-k NAME] [PATH ...]
+#   bash scripts/gpu_tests.sh [one|several] [-n PROCESSES] [-x] [-k NAME] [PATH ...]
+# "one" or "several" runs that part alone, where a machine is lent for minutes.
 # -n says how many processes the first part has; without it, 13 for each GPU, at most one a core.
 # All other arguments go to pytest.
 # Uses the python3 of the environment it runs in if that one has torch, else the workspace's own.
@@ -19,6 +20,11 @@ devices=$("${python[@]}" -c 'import torch; print(torch.cuda.device_count())')
 if [[ $devices -lt 1 ]]; then
     echo "gpu_tests.sh needs a CUDA device; torch sees none" >&2
     exit 2
+fi
+parts="one several"
+if [[ ${1:-} == one || ${1:-} == several ]]; then
+    parts=$1
+    shift
 fi
 cores=$(nproc)
 processes=$((13 * devices < cores ? 13 * devices : cores))
@@ -41,13 +47,17 @@ part() {
     esac
 }
 
-echo "tests of one GPU: $processes processes share $devices device(s)"
-part -m "gpu and not multi_gpu" -n "$processes" "$@"
-if [[ $devices -gt 1 ]]; then
+if [[ $parts == *one* ]]; then
+    echo "tests of one GPU: $processes processes share $devices device(s)"
+    part -m "gpu and not multi_gpu" -n "$processes" "$@"
+else
+    empty=$((empty + 1))
+fi
+if [[ $parts == *several* && $devices -gt 1 ]]; then
     echo "tests of several GPUs: 6 processes, whose ranks share $devices devices"
     part -m multi_gpu -n 6 "$@"
 else
-    echo "tests of several GPUs: left out on one device"
+    echo "tests of several GPUs: left out"
     empty=$((empty + 1))
 fi
 [[ $failed -ne 0 || $empty -lt 2 ]] || failed=5

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flashattn_triton.integrations import flash_attn
 from flashattn_triton.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -243,3 +244,81 @@ def test_a_training_loop_switched_by_its_import(monkeypatch: pytest.MonkeyPatch)
     assert losses[-1] < losses[0]
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+# ---- packed tensors and padding ------------------------------------------------------------------
+
+
+def test_packed_tensors_are_views() -> None:
+    qkv = torch.randn(2, 9, 3, 4, 16, device=DEVICE, requires_grad=True)
+    q, k, v = qkv.unbind(2)
+    expected = flash_attn_func(q, k, v, 0.0, None, True, window_size=(3, 0))
+    out = flash_attn.flash_attn_qkvpacked_func(qkv, 0.0, None, True, window_size=(3, 0))
+    assert torch.equal(out, expected)
+    weight = torch.randn_like(out)
+    (gradient,) = torch.autograd.grad(out, (qkv,), weight)
+    (wanted,) = torch.autograd.grad(expected, (qkv,), weight)
+    assert torch.equal(gradient, wanted)
+    queries = torch.randn(2, 5, 8, 16, device=DEVICE)
+    grouped = flash_attn.flash_attn_kvpacked_func(queries, qkv[:, :, 1:], causal=True)
+    assert torch.equal(grouped, flash_attn_func(queries, k, v, causal=True))
+
+
+def test_packed_tensors_of_packed_sequences() -> None:
+    starts = torch.tensor([0, 4, 9], dtype=torch.int32, device=DEVICE)
+    qkv = torch.randn(9, 3, 4, 16, device=DEVICE)
+    q, k, v = qkv.unbind(1)
+    expected = flash_attn_varlen_func(q, k, v, starts, starts, 5, 5, causal=True)
+    for length in (5, None):
+        out = flash_attn.flash_attn_varlen_qkvpacked_func(qkv, starts, length, causal=True)
+        assert torch.equal(out, expected)
+    out = flash_attn.flash_attn_varlen_kvpacked_func(
+        q, qkv[:, 1:], starts, starts, 5, 5, causal=True
+    )
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("flash_attn_qkvpacked_func", (2, 9, 2, 4, 16), r"qkv must be .*, 3, heads, head_dim\)"),
+        ("flash_attn_varlen_qkvpacked_func", (2, 9, 3, 4, 16), r"qkv must be a tensor \(tokens, 3"),
+    ],
+)
+def test_packed_tensors_of_another_shape_are_named(
+    name: str, shape: tuple[int, ...], message: str
+) -> None:
+    rest = (torch.tensor([0, 2], dtype=torch.int32),) if "varlen" in name else ()
+    with pytest.raises(ValueError, match=message):
+        getattr(flash_attn, name)(torch.randn(shape), *rest)
+
+
+def test_padding_is_taken_off_and_put_back() -> None:
+    hidden = torch.randn(3, 5, 2, 4, device=DEVICE, requires_grad=True)
+    mask = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [0, 1, 1, 1, 1]], device=DEVICE)
+    tokens, indices, starts, longest, used = flash_attn.unpad_input(hidden, mask)
+    assert torch.equal(tokens, hidden[mask.bool()])
+    assert starts.dtype == torch.int32
+    assert starts.tolist() == [0, 3, 3, 7]
+    assert longest == 4
+    assert used.tolist() == [3, 0, 4]
+    back = flash_attn.pad_input(tokens, indices, 3, 5)
+    assert torch.equal(back, hidden * mask[..., None, None])
+    (gradient,) = torch.autograd.grad(back.sum(), (hidden,))
+    assert torch.equal(gradient, mask[..., None, None].expand_as(hidden).to(gradient.dtype))
+
+
+def test_tokens_that_belong_to_no_sequence_are_kept_and_not_counted() -> None:
+    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
+    unused = torch.tensor([[0, 0, 1, 0], [0, 0, 0, 0]])
+    tokens, _, starts, longest, used = flash_attn.unpad_input(torch.randn(2, 4, 8), mask, unused)
+    assert tokens.shape == (4, 8)
+    assert starts.tolist() == [0, 3, 4]
+    assert (longest, used.tolist()) == (3, [2, 1])
+
+
+def test_other_names_of_flash_attn_say_what_to_write() -> None:
+    with pytest.raises(ImportError, match="append to the cache"):
+        from flashattn_triton.integrations.flash_attn import flash_attn_with_kvcache  # noqa: F401
+    with pytest.raises(AttributeError, match="no attribute 'flash_atn_func'"):
+        _ = flash_attn.flash_atn_func

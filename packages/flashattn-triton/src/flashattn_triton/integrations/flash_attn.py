@@ -1,6 +1,10 @@
-"""``flash_attn_func`` and ``flash_attn_varlen_func`` with flash-attn's arguments and meaning.
+"""flash-attn's functions with its names, arguments and meaning.
 
     from flashattn_triton.integrations.flash_attn import flash_attn_func
+
+``flash_attn_func`` and ``flash_attn_varlen_func``, their forms for packed tensors
+(``flash_attn_qkvpacked_func`` and so on), which are views, and ``unpad_input`` and ``pad_input`` of
+``flash_attn.bert_padding``. Other names of flash-attn are errors that say what to write instead.
 
 Code written for flash-attn 2 runs here with that import in place of ``from flash_attn import``.
 Positional arguments have flash-attn 2's order; names that only flash-attn 3 has are accepted too.
@@ -15,7 +19,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from flashattn_triton import flash_attention, flash_attention_varlen
 from flashattn_triton.problem import CausalArgument, Window, normalise_flag
@@ -39,6 +45,23 @@ _UNSUPPORTED: dict[str, tuple[Any, str]] = {
 }
 # Advice for flash-attn 3's scheduler that changes no result.
 _WITHOUT_EFFECT = ("num_splits", "pack_gqa", "sm_margin")
+# What else flash-attn's modules have, and what to write instead.
+_REPLACED = {
+    "flash_attn_with_kvcache": "append to the cache, then call flash_attn_func(q, keys, values, "
+    "causal=True) with the part of it that is filled",
+    "bert_padding": "import unpad_input and pad_input from this module",
+    "unpad_input_for_concatenated_sequences": "pass document_ids to flashattn_triton."
+    "flash_attention",
+    "index_first_axis": "index the tensor: x[indices]",
+    "index_put_first_axis": "call pad_input, or assign: x[indices] = values",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Refuses flash-attn's other names, with what to write instead."""
+    if name in _REPLACED:
+        raise ImportError(f"{name} of flash-attn is not provided here: {_REPLACED[name]}.")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def flash_attn_func(
@@ -170,6 +193,113 @@ def flash_attn_varlen_func(
         return_lse=flag,
     )
     return result if isinstance(result, Tensor) else (*result, None)
+
+
+def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **keywords: Any) -> Result:
+    """:func:`flash_attn_func` of one (B, N, 3, H, D) tensor, of which it takes views.
+
+    Args:
+        qkv: queries, keys and values.
+        options: those of ``flash_attn_func`` behind ``v``, in its order.
+        keywords: the same by name.
+    """
+    q, k, v = _unpacked("qkv", qkv, 5, 3)
+    return flash_attn_func(q, k, v, *options, **keywords)
+
+
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **keywords: Any) -> Result:
+    """:func:`flash_attn_func` of (B, N_q, H, D) queries and one (B, N_k, 2, G, D) tensor.
+
+    Args:
+        q: queries.
+        kv: keys and values.
+        options: those of ``flash_attn_func`` behind ``v``, in its order.
+        keywords: the same by name.
+    """
+    k, v = _unpacked("kv", kv, 5, 2)
+    return flash_attn_func(q, k, v, *options, **keywords)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None, *options: Any, **keywords: Any
+) -> Result:
+    """:func:`flash_attn_varlen_func` of one (T, 3, H, D) tensor, of which it takes views.
+
+    Args:
+        qkv: queries, keys and values of the sequences, one after another.
+        cu_seqlens: (sequences + 1,) int32, where each sequence starts, and T.
+        max_seqlen: at least the length of the longest sequence, or None.
+        options: those of ``flash_attn_varlen_func`` behind ``max_seqlen_k``, in its order.
+        keywords: the same by name.
+    """
+    q, k, v = _unpacked("qkv", qkv, 4, 3)
+    lengths = (max_seqlen, max_seqlen)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, *lengths, *options, **keywords)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor, kv: Tensor, *options: Any, **keywords: Any
+) -> Result:
+    """:func:`flash_attn_varlen_func` of (T_q, H, D) queries and one (T_k, 2, G, D) tensor.
+
+    Args:
+        q: queries of the sequences, one after another.
+        kv: keys and values of the sequences, one after another.
+        options: those of ``flash_attn_varlen_func`` behind ``v``, in its order.
+        keywords: the same by name.
+    """
+    k, v = _unpacked("kv", kv, 4, 2)
+    return flash_attn_varlen_func(q, k, v, *options, **keywords)
+
+
+def unpad_input(
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """Tokens of a padded batch, packed; the host waits for the mask.
+
+    Args:
+        hidden_states: (B, N, ...).
+        attention_mask: (B, N), bool or integers, 1 for a token and 0 for padding.
+        unused_mask: (B, N), 1 for tokens that are kept and belong to no sequence.
+
+    Returns:
+        The tokens (T, ...), their places in the flattened batch (T,), ``cu_seqlens`` (B + 1,)
+        int32, the length of the longest sequence, and the lengths (B,) int32 without unused
+        tokens.
+    """
+    kept = attention_mask if unused_mask is None else attention_mask + unused_mask
+    lengths = kept.sum(dim=-1, dtype=torch.int32)
+    indices = kept.flatten().nonzero().flatten()
+    starts = F.pad(lengths.cumsum(dim=0, dtype=torch.int32), (1, 0))
+    longest = int(lengths.max()) if len(lengths) else 0
+    used = attention_mask.sum(dim=-1, dtype=torch.int32)
+    return hidden_states.flatten(0, 1)[indices], indices, starts, longest, used
+
+
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """The inverse of :func:`unpad_input`: (B, N, ...), with zeros where there was padding.
+
+    Args:
+        hidden_states: (T, ...), packed tokens.
+        indices: (T,), as ``unpad_input`` returned them.
+        batch: B.
+        seqlen: N.
+    """
+    empty = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
+    padded = empty.index_copy(0, indices, hidden_states)
+    return padded.reshape(batch, seqlen, *hidden_states.shape[1:])
+
+
+def _unpacked(name: str, packed: Tensor, dims: int, parts: int) -> tuple[Tensor, ...]:
+    """Views of queries, keys and values, or of keys and values."""
+    if not isinstance(packed, Tensor) or packed.dim() != dims or packed.shape[-3] != parts:
+        shape = "(batch, sequence" if dims == 5 else "(tokens"
+        given = tuple(packed.shape) if isinstance(packed, Tensor) else type(packed).__name__
+        raise ValueError(
+            f"{name} must be a tensor {shape}, {parts}, heads, head_dim), but got {given}. Stack "
+            f"its {parts} parts in the dimension before the heads."
+        )
+    return packed.unbind(-3)
 
 
 def _refuse(function: str, flash_attn_3: dict[str, Any], **given: Any) -> None:
