@@ -33,6 +33,7 @@ with contextlib.suppress(ImportError):  # a machine with GPUs may lack it
     hypothesis.settings.load_profile("workspace")
 
 MOST_PROCESSES = 4  # each needs 1 GB of memory and more, and starts ranks of its own
+LONGEST = "test_wheels.py"  # of the files: minutes, in which environments are made
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -68,7 +69,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("multi_gpu") and devices < 2:
             item.add_marker(pytest.mark.skip(reason=f"needs two CUDA devices, found {devices}"))
     # A long file that begins last would leave the other processes without work.
-    items.sort(key=lambda item: item.path not in slow_files)
+    items.sort(key=lambda item: (item.path.name != LONGEST, item.path not in slow_files))
 
 
 def pytest_collection_finish() -> None:
