@@ -252,8 +252,9 @@ def test_a_training_loop_switched_by_its_import(monkeypatch: pytest.MonkeyPatch)
 def test_packed_tensors_are_views() -> None:
     qkv = torch.randn(2, 9, 3, 4, 16, device=DEVICE, requires_grad=True)
     q, k, v = qkv.unbind(2)
-    expected = flash_attn_func(q, k, v, 0.0, None, True, window_size=(3, 0))
-    out = flash_attn.flash_attn_qkvpacked_func(qkv, 0.0, None, True, window_size=(3, 0))
+    options: dict[str, Any] = {"window_size": (3, 0), "deterministic": True}
+    expected = flash_attn_func(q, k, v, 0.0, None, True, **options)
+    out = flash_attn.flash_attn_qkvpacked_func(qkv, 0.0, None, True, **options)
     assert torch.equal(out, expected)
     weight = torch.randn_like(out)
     (gradient,) = torch.autograd.grad(out, (qkv,), weight)
