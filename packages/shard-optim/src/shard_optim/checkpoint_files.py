@@ -80,6 +80,11 @@ class Range:
     first: int
     shape: tuple[int, ...]
 
+    @property
+    def described(self) -> tuple[torch.dtype, tuple[int, ...], int, int]:
+        """What the other ranks are told: dtype, shape of the whole, first element, their number."""
+        return self.values.dtype, self.shape, self.first, self.values.numel()
+
 
 # --- writing ---------------------------------------------------------------------------------
 
@@ -111,26 +116,24 @@ def write_folder(
     folder = Path(folder)
 
     def prepare() -> Any:
-        described = {
-            key: (part.values.dtype, part.shape, part.first, part.values.numel())
-            for key, part in ranges.items()
-        }
+        described = {key: part.described for key, part in ranges.items()}
         encoded = {key: encode(value) for key, value in values.items()}  # refuses other objects
         folder.mkdir(parents=True, exist_ok=True)
         return described, encoded
 
     prepared = all_ranks(prepare)
-    all_ranks(lambda: _check_plans([described for described, _ in prepared]))
+    all_ranks(lambda: check_plans([described for described, _ in prepared]))
     written = all_ranks(lambda: write_file(folder, rank, ranges))
 
     def finish() -> None:
         tensors: dict[str, StoredTensor] = {}
         for described, places in zip((d for d, _ in prepared), written, strict=True):
             for key, (dtype, shape, first, count) in described.items():
-                part = Part(first=first, count=count, **places[key])
-                before = tensors[key].parts if key in tensors else ()
-                parts = tuple(sorted((*before, part), key=lambda part: part.first))
-                tensors[key] = StoredTensor(dtype=dtype, shape=shape, parts=parts)
+                parts = list(tensors[key].parts) if key in tensors else []
+                if count:
+                    parts.append(Part(first=first, count=count, **places[key]))
+                parts.sort(key=lambda part: part.first)
+                tensors[key] = StoredTensor(dtype=dtype, shape=shape, parts=tuple(parts))
         merged: dict[str, Any] = {}
         for _, encoded in prepared:
             merged = encoded | merged
@@ -139,7 +142,7 @@ def write_folder(
     all_ranks(lambda: finish() if rank == 0 else None)
 
 
-def _check_plans(plans: Sequence[Mapping[str, Any]]) -> None:
+def check_plans(plans: Sequence[Mapping[str, Any]]) -> None:
     """Every rank checks the same plans, so every rank raises the same error.
 
     Raises:
@@ -155,12 +158,12 @@ def _check_plans(plans: Sequence[Mapping[str, Any]]) -> None:
                     f"has {dtype} {tuple(shape)} where another has {kinds[key]}. Build the same "
                     "model and optimizer on every rank"
                 )
-            given.setdefault(key, []).append((first, count))
+            given.setdefault(key, []).extend([(first, count)] if count else [])
     for key, spans in given.items():
         if problem := coverage(math.prod(kinds[key][1]), spans):
             raise ValueError(
                 f"the ranks must hold every element of {key} exactly once, but {problem}. Build "
-                "the same model and optimizer on every rank"
+                "the same model and optimizer on every rank, and step it on every rank or on none"
             )
 
 
@@ -190,6 +193,8 @@ def write_file(folder: Path, rank: int, ranges: Mapping[str, Range]) -> dict[str
     name, places = f"__{rank}_0.distcp", {}
     with (folder / name).open("wb") as file:
         for key, part in ranges.items():
+            if not part.values.numel():
+                continue
             stream, offset = _Checksummed(file), file.tell()
             # A copy, because torch.save would write everything that shares its memory.
             torch.save(part.values.detach().to("cpu", copy=True).contiguous(), stream)  # type: ignore[arg-type]
