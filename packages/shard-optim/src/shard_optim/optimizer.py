@@ -37,7 +37,7 @@ from shard_optim.forward_waits import ForwardWaits
 from shard_optim.fully_sharded.own_shards import OwnShards
 from shard_optim.fully_sharded.whole_matrix import WholeMatrices
 from shard_optim.gradient_norm import check_clipping, clip_sharded_
-from shard_optim.mesh import mesh_of_group
+from shard_optim.mesh import Mesh
 from shard_optim.offload import OffloadedOptimizer, check_offload
 from shard_optim.optimizer_class import (
     Partition,
@@ -52,9 +52,8 @@ from shard_optim.optimizer_class import (
 from shard_optim.optimizer_trial import check_class, check_update
 from shard_optim.origin import (
     ORIGIN,
-    check_alike,
+    check_parts,
     describe,
-    difference,
     replaced,
     say_once,
     sharded_in,
@@ -152,7 +151,7 @@ class ShardedOptimizer(Optimizer):
         check_class(optimizer_cls, kwargs)
         if offload_state:
             check_offload(optimizer_cls, kwargs)
-        resolve_group(process_group, before="a ShardedOptimizer is made")
+        group = resolve_group(process_group, before="a ShardedOptimizer is made")
         self.optimizer_cls = optimizer_cls
         self.partition: Partition = partition
         self.offload_state = offload_state
@@ -188,8 +187,12 @@ class ShardedOptimizer(Optimizer):
         over = sharded_in(self.param_groups)
         self._over_shards = self._first_step_checked = over is not None
         if over is None:
-            self.mesh = mesh_of_group(
-                process_group, device=self.all_params()[0].device, owner="ShardedOptimizer"
+            self.mesh = Mesh(
+                group,
+                None,
+                dist.get_process_group_ranks(group),
+                device=self.all_params()[0].device,
+                owner="ShardedOptimizer",
             )
         else:
             _refuse_options(
@@ -557,10 +560,8 @@ class ShardedOptimizer(Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = before(self, given)
             given = given if replaced is None else replaced
-        origin = given.get(ORIGIN)
-        problem = difference(origin, self._origin()) or self._state_problem(given)
-        version = origin.get("version") if isinstance(origin, Mapping) else None
-        check_alike(self.mesh, problem, version)
+        pair = given.get(ORIGIN), self._origin()
+        check_parts(self.mesh, [pair], self._state_problem(given))
         self.install(given["state"], given["param_groups"])
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
@@ -110,6 +110,27 @@ def difference(given: Any, own: Mapping[str, Any]) -> str | None:
         if name not in theirs or tuple(theirs[name]) != tuple(ours[name]):
             return f"it holds other elements of {name}"
     return None
+
+
+def check_parts(
+    ranks: Mesh, parts: Iterable[tuple[Any, Mapping[str, Any]]], problem: str | None = None
+) -> None:
+    """Compares the origins of what is loaded with this rank's own, and over the ranks. Collective.
+
+    Args:
+        ranks: that load.
+        parts: pairs of the origin of what is loaded and of this rank's.
+        problem: another reason why this rank may not load it, if there is one.
+
+    Raises:
+        ValueError: on every rank, as ``check_alike``.
+        CollectiveError: if a peer died or timed out.
+    """
+    found, version = None, None
+    for given, own in parts:
+        found = found or difference(given, own)
+        version = given.get("version") if isinstance(given, Mapping) else None
+    check_alike(ranks, found or problem, version)
 
 
 def check_alike(ranks: Mesh, problem: str | None, version: str | None) -> None:
@@ -224,11 +245,8 @@ class Watched:
         """
         if all(origin == CHECKED for origin in origins):
             return
-        problem, version = None, None
-        for origin, group in zip(origins, optimizer.param_groups, strict=False):
-            problem = problem or difference(origin, self.origin(group))
-            version = origin.get("version") if isinstance(origin, Mapping) else None
-        check_alike(self.sharded.ranks, problem, version)
+        own = map(self.origin, optimizer.param_groups)
+        check_parts(self.sharded.ranks, zip(origins, own, strict=False))
 
 
 def _check_update(optimizer: Optimizer) -> None:

@@ -489,44 +489,59 @@ class OptimizerState:
         assert place is not None
         return place if kind == "elements" else _beside(place, torch.Size(size))
 
-    def stored_places(self, contents: Contents) -> dict[str, Place]:
-        """Where each moment of a folder lies here.
+    def places_in(self, contents: Contents) -> dict[str, Place]:
+        """Where each moment of a description lies here.
 
         Raises:
-            ValueError: if the folder has state of parameters that are not here, or of other sizes.
+            ValueError: if it is of another class, of other groups or of other parameters.
         """
+        if "header" not in contents.values:
+            raise ValueError(
+                "the checkpoint must hold an optimizer, but it holds a model alone. Load the model "
+                "from it, without optimizer=."
+            )
+        remedy = "Load it into the optimizer that it was saved from."
+        if problem := self._header_problem(contents.values["header"]):
+            raise ValueError(
+                f"a checkpoint must be of this model and optimizer class, but {problem}. {remedy}"
+            )
         found = {}
         for key, stored in contents.tensors.items():
             if not key.startswith("state."):
                 continue
-            index, kind = self._checked_key(key, stored)
-            place = self.place_of(key, stored.shape)
-            if kind == "tensor" and place.held and not place.whole_here:
+            parts = key.split(".", 3)
+            known = len(parts) == 4 and parts[1].isdecimal() and parts[2] in ("elements", "tensor")
+            index = int(parts[1]) if known else -1
+            if not known or index >= len(self.places) or self.places[index] is None:
+                raise ValueError(
+                    f"the checkpoint must hold state of this optimizer's {len(self.places)} "
+                    f"trainable parameters only, but it holds {key} of shape {stored.shape}. "
+                    f"{remedy}"
+                )
+            place = found[key] = self.place_of(key, stored.shape)
+            if place.held and not place.whole_here and parts[2] == "tensor":
                 raise ValueError(
                     "the checkpoint must keep one value per element or one per parameter, but got "
-                    f"{key}. Load it into the optimizer that it was saved from."
+                    f"{key}. {remedy}"
                 )
-            size = self.shapes[index]
-            if kind == "elements" and stored.numel != torch.Size(size).numel():
+            if stored.numel != place.size.numel():
                 raise ValueError(
-                    f"the checkpoint must hold {torch.Size(size).numel()} elements under {key}, "
-                    f"but it holds {stored.numel}. Load it into the optimizer that it was saved "
-                    "from."
+                    f"the checkpoint must hold {place.size.numel()} elements under {key}, but it "
+                    f"holds {stored.numel}. {remedy}"
                 )
-            found[key] = place
         return found
 
-    def _checked_key(self, key: str, stored: StoredTensor) -> tuple[int, str]:
-        parts = key.split(".", 3)
-        known = len(parts) == 4 and parts[1].isdecimal() and parts[2] in ("elements", "tensor")
-        index = int(parts[1]) if known else -1
-        if not known or index >= len(self.places) or self.places[index] is None:
-            raise ValueError(
-                f"the checkpoint must hold state of this optimizer's {len(self.places)} trainable "
-                f"parameters only, but it holds {key} of shape {stored.shape}. Load it into the "
-                "optimizer that it was saved from."
-            )
-        return index, parts[2]
+    def _header_problem(self, header: Mapping[str, Any]) -> str | None:
+        """How the class, groups or shapes of a description differ, or None."""
+        ours = self.header()
+        if header["optimizer"] != ours["optimizer"]:
+            return f"it is of {header['optimizer']}, the optimizer is {ours['optimizer']}"
+        if problem := self.problem({"state": {}, "param_groups": header["param_groups"]}):
+            return problem
+        for index, (saved, shape) in enumerate(zip(header["shapes"], ours["shapes"], strict=True)):
+            if tuple(saved) != shape:
+                return f"{self.name_of(index)} has shape {tuple(saved)} in it, here {shape}"
+        return None
 
     def by_parameter(
         self, moments: Mapping[str, Tensor], values: Mapping[str, Any]
@@ -542,11 +557,7 @@ class OptimizerState:
             states.setdefault(int(index), {})[name] = value
         return dict(sorted(states.items()))
 
-    def install(
-        self,
-        moments: Mapping[str, Tensor],
-        values: Mapping[str, Any],
-    ) -> None:
+    def install(self, moments: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Replaces this rank's state and the hyperparameters: the end of every load.
 
         Args:
@@ -584,31 +595,6 @@ def _beside(place: Place, size: torch.Size) -> Place:
     )
 
 
-def _check_header(contents: Contents, state: OptimizerState) -> None:
-    """Raises unless a folder's optimizer is of the same class, groups and shapes."""
-    if "header" not in contents.values:
-        raise ValueError(
-            "the checkpoint must hold an optimizer, but it holds a model alone. Load the model "
-            "from it, without optimizer=."
-        )
-    header, ours = contents.values["header"], state.header()
-    problem = None
-    if header["optimizer"] != ours["optimizer"]:
-        problem = f"it is of {header['optimizer']}, the optimizer is {ours['optimizer']}"
-    problem = problem or state.problem({"state": {}, "param_groups": header["param_groups"]})
-    if problem is None:
-        shapes = zip(header["shapes"], ours["shapes"], strict=True)
-        for index, (saved, shape) in enumerate(shapes):
-            if tuple(saved) != shape:
-                problem = f"{state.name_of(index)} has shape {tuple(saved)} in it, here {shape}"
-                break
-    if problem is not None:
-        raise ValueError(
-            "a checkpoint must be of this model and optimizer class, but "
-            f"{problem}. Load it into the optimizer that it was saved from."
-        )
-
-
 # --- both ------------------------------------------------------------------------------------
 
 
@@ -636,8 +622,6 @@ def _parts(model: Any, optimizer: Any) -> tuple[Mesh, dict[str, Row], OptimizerS
                 f"{len(foreign)} others. Make it from the wrapper's parameters()."
             )
     rank = ranks.shards.rank
-    if isinstance(optimizer, ShardedOptimizer):
-        optimizer.wait()
     state = None if optimizer is None else OptimizerState(optimizer, rank)
     return ranks, _model_rows(model, rank), state
 
@@ -705,23 +689,23 @@ def _collect(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Every tensor, whole, and every small value, on the first rank's CPU. Collective."""
     described = {key: part.described for key, part in ranges.items()}
-    kind = "model" if all(key.startswith(("model.", "buffer.")) for key in ranges) else "optimizer"
+    kind = "optimizer" if "header" in values else "model"
     words = f"the exchange of {kind} state descriptions"
     everyone = ranks.together(words, all_gather_values, (described, values), ranks.control)
     check_plans([theirs for theirs, _ in everyone])
     tensors: dict[str, Tensor] = {}
-    flat: dict[str, Tensor] = {}
     merged: dict[str, Any] = {}
     for rank, (theirs, small) in enumerate(everyone):
         merged = {**small, **merged}
         for key, (dtype, shape, first, count) in theirs.items():
             target = None
             if ranks.rank == 0:
-                if key not in flat:
+                if key not in tensors:
                     place = place_of(key, shape)
-                    flat[key] = torch.empty(place.size.numel(), dtype=dtype, device="cpu")
-                    tensors[key] = flat[key].as_strided(place.size, place.stride)
-                target = flat[key][first : first + count]
+                    tensors[key] = torch.empty_strided(
+                        place.size, place.stride, dtype=dtype, device="cpu"
+                    )
+                target = tensors[key].as_strided((count,), (1,), first)
             own = ranges[key].values if rank == ranks.rank else None
             ranks.call(f"collecting {key}", _move, own, target, rank, 0, ranks)
     return tensors, merged
@@ -822,8 +806,7 @@ def _compare(
             _check_model(contents, source)
             wanted.update({key: row.place for key, row in source.items()})
         if state is not None:
-            _check_header(contents, state)
-            wanted.update(state.stored_places(contents))
+            wanted.update(state.places_in(contents))
 
     together("loading a checkpoint", ranks.shards, compare)
     return wanted
