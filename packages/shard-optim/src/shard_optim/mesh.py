@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ class Mesh:
             CollectiveError: if a peer died or timed out.
         """
         for ranks in self.levels:
-            value = ranks.together(what, broadcast_value, value, ranks.control)
+            value = ranks.together(what, broadcast_value, value, ranks)
         return value
 
     def gather(self, what: str, value: Any) -> list[Any]:
@@ -125,7 +126,7 @@ class Mesh:
             problem = f"{type(error).__name__}: {error}"
             raise
         finally:
-            problem = self.replicas.together(what, broadcast_value, problem, self.replicas.control)
+            problem = self.replicas.together(what, broadcast_value, problem, self.replicas)
         if problem is not None:
             raise CollectiveError(
                 f"every rank must take part in {what}, but it failed on the first replica: "
@@ -139,8 +140,9 @@ class Mesh:
             ModelMismatchError: on every rank if two differ, naming the differences.
         """
         pairs = [(name, text) for name, _, text in (fact.partition(" ") for fact in facts)]
-        across = [] if self.replicas is None else [self.replicas]
-        self.shards.agree(pairs, must=must, remedy=remedy, across=across)
+        words = "the comparison of what the ranks make"
+        gather = partial(self.gather, words)
+        self.shards.agree(pairs, must=must, remedy=remedy, gather=gather)
 
 
 def mesh_of_group(
