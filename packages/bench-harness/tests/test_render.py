@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -167,8 +168,6 @@ def test_what_is_wrong_in_a_block_is_one_line(
     tool: Bench, page: Path, old: str, new: str, message: str
 ) -> None:
     """It names file, line and key; the block stays as it is, and so does the file."""
-    import re
-
     page.write_text(PAGE.replace(old, new))
     done = tool("fill", str(page))
     assert done.returncode in (1, 2)
@@ -209,6 +208,58 @@ def test_a_block_that_is_not_closed_is_named_and_the_page_kept(
     (line,) = done.stderr.splitlines()
     assert f"{page}:3: a block must end with <!-- /bench-harness -->, but got none. Add it." in line
     assert page.read_text() == text
+
+
+RECIPES = """[source.toy]
+rows = "../rows.jsonl"
+experiment = "toy"
+table = "Toy <times>"
+
+[block.times.show]
+source = "toy"
+columns = ["variant", ["median (ms)", "time (ms)"]]
+interval = ["median (ms)", "number", "number"]
+digits = 1
+
+[block.picture.figure]
+source = "toy"
+name = "line"
+file = "line.png"
+"""
+
+
+def test_recipes_stand_in_a_file_and_the_page_holds_a_line(page: Path) -> None:
+    """Paths are relative to the file of recipes, links to the page."""
+    folder = page.parent / "side"
+    folder.mkdir()
+    (folder / "mine.tables.toml").write_text(RECIPES)
+    mark = "<!-- bench-harness: side/mine.tables.toml#{} -->\n<!-- /bench-harness -->\n"
+    page.write_text(mark.format("times") + mark.format("picture"))
+    made = render(page)
+    assert made.problems == []
+    assert "| variant | time (ms) |\n| --- | ---: |\n" in made.text
+    assert "| plain | 1234.4 [0.0, 0.0] |" in made.text
+    assert "![line](side/line.png)" in made.text
+    assert list(made.pictures) == [folder / "line.png"]
+    assert made.text.startswith("<!-- bench-harness: side/mine.tables.toml#times -->\n\n| variant")
+
+
+@pytest.mark.parametrize(
+    ("mark", "message"),
+    [
+        ("gone.toml#times", "recipes must be a readable file, but got .*gone.toml"),
+        ("mine.toml#tomes", "block must be one of times, picture in mine.toml, but got 'tomes'"),
+        ("broken.toml#times", "broken.toml must be TOML, but got an error"),
+    ],
+)
+def test_a_mark_that_names_no_recipe_is_one_line(page: Path, mark: str, message: str) -> None:
+    (page.parent / "mine.toml").write_text(RECIPES.replace("../rows", "rows"))
+    (page.parent / "broken.toml").write_text("[source")
+    page.write_text(f"<!-- bench-harness: {mark} -->\nkept\n<!-- /bench-harness -->\n")
+    made = render(page)
+    assert made.text == page.read_text()
+    (problem,) = made.problems
+    assert re.search(message, problem), problem
 
 
 PLAIN = """<!-- bench-harness
