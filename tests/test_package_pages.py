@@ -24,13 +24,13 @@ def words(page: Path) -> int:
 
 
 def test_the_first_page_takes_four_minutes() -> None:
-    assert words(ROOT / "README.md") <= 1600
+    assert words(ROOT / "README.md") <= 700
 
 
 @of_each_package
 def test_the_first_page_of_a_package_is_short(package: Path) -> None:
     """A README leads to longer pages."""
-    assert words(package / "README.md") <= 1300
+    assert words(package / "README.md") <= 900
 
 
 @of_each_package

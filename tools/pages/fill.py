@@ -24,8 +24,8 @@ The file holds sources, which all of its blocks may show, and the blocks. Paths 
 
 ``names`` says which column holds labels of variants: they are shown by the short names that
 :mod:`tools.pages.variant_names` makes, with the whole label in a small second line unless it says
-the same. ``interval = ["median (ms)", "95 % low (ms)", "95 % high (ms)"]`` writes the last two
-behind the first, in brackets.
+the same; ``settings = false`` leaves it out. ``interval = ["median (ms)", "95 % low (ms)",
+"95 % high (ms)"]`` writes the last two behind the first, in brackets.
 A recipe may also stand in the comment itself, ``<!-- bench-harness``, then TOML without
 ``block.NAME``, and ``-->``; its sources can be shown by all blocks below it.
 
@@ -44,7 +44,8 @@ sentence cannot drift from the rows::
     none = ["steps", "median (ms)", { variant = "no communication" }]
 
 or a picture, ``[figure]`` with ``source``, ``name`` and ``file``, or ``measured = ["steps"]``,
-which lists hardware, versions and commits.
+which lists hardware, versions and commits, or ``versions``, the table of
+:mod:`tools.pages.versions`.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools.pages import rows as published
+from tools.pages import versions
 from tools.pages.loss_curves import LossCurves
 from tools.pages.variant_names import short_names
 
@@ -83,10 +85,10 @@ _FENCED = re.compile(r"^(?P<fence>```+)[^`\n]*\n.*?^(?P=fence)$", re.DOTALL | re
 _UNESCAPED = str.maketrans(
     {"\ue000": "[", "\ue001": "]", "\ue002": "<br><small>", "\ue003": "</small>"}
 )
-_KEYS = ("source", "show", "text", "value", "figure", "measured")
+_KEYS = ("source", "show", "text", "value", "figure", "measured", "versions")
 _RECIPES = ("source", "block")
 _SOURCE = ("rows", "experiment", "table", "cases", "fields", "by", "pivot", "where")
-_SHOW = ("source", "columns", "where", "sort", "digits", "names", "interval")
+_SHOW = ("source", "columns", "where", "sort", "digits", "names", "settings", "interval")
 _FIGURE = ("source", "name", "file", "title")
 
 
@@ -228,6 +230,9 @@ def _body(block: Mapping[str, Any], page: _Page) -> str:
     if "measured" in block:
         rows = [row for name in block["measured"] for row in _named(page, name).rows]
         parts.append("\n".join(f"- {line}" for line in published.circumstances(rows)))
+    if "versions" in block:
+        tests, rows = (page.folder / block["versions"][name] for name in ("tests", "rows"))
+        parts.append(versions.table(tests, sorted(rows.glob("*.jsonl*"))))
     if "text" in block:
         parts.append(_text(block, page))
     if "show" in block:
@@ -326,7 +331,7 @@ def _shown(wanted: Mapping[str, Any], page: _Page) -> str:
     if "interval" in wanted:
         frame = _with_interval(frame, *wanted["interval"], digits=wanted.get("digits", 1))
     if "names" in wanted:
-        frame = _with_short_names(frame, wanted["names"])
+        frame = _with_short_names(frame, wanted["names"], settings=wanted.get("settings", True))
     chosen = [
         (name, name) if isinstance(name, str) else tuple(name)
         for name in wanted.get("columns", list(map(str, frame.columns)))
@@ -350,10 +355,10 @@ def _with_interval(
     return frame.assign(**{middle: texts})
 
 
-def _with_short_names(frame: pd.DataFrame, name: str) -> pd.DataFrame:
+def _with_short_names(frame: pd.DataFrame, name: str, *, settings: bool) -> pd.DataFrame:
     labels = [str(label) for label in _column(frame, name)]
     shown = [
-        short if short == label else f"{short}\ue002{label}\ue003"
+        short if short == label or not settings else f"{short}\ue002{label}\ue003"
         for label, short in zip(labels, short_names(labels), strict=True)
     ]
     return frame.assign(**{name: shown})

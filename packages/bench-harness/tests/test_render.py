@@ -320,6 +320,31 @@ def test_a_compressed_file_holds_the_same_rows(page: Path) -> None:
             published.read(small)
 
 
+JUNIT = """<testsuites>
+<testsuite tests="9" skipped="2" failures="{}" errors="0" time="61.4"/>
+</testsuites>"""
+
+
+def test_a_run_of_gpu_tests_is_recorded_once_and_shown_by_versions(tool: Bench, page: Path) -> None:
+    folder = page.parent
+    (folder / "one.xml").write_text(JUNIT.format(0))
+    tested = ["tested", "one.xml", "--part", "one GPU", "--target", "tests.json", "--commit"]
+    machine = ["--machine", "2 × NVIDIA H100, torch 2.11.0, triton 3.6.0"]
+    for commit in ("old", "new"):
+        assert tool(*tested, commit, *machine).returncode == 0
+    page.write_text("<!-- bench-harness: mine.toml#v -->\n<!-- /bench-harness -->\n")
+    (folder / "mine.toml").write_text('[block.v.versions]\ntests = "tests.json"\nrows = "."\n')
+    made = render(page)
+    assert made.problems == []
+    assert "one GPU: 7 passed, 2 skipped in 1 min 1 s, on 2 × H100 at new" in made.text
+    assert "at old" not in made.text
+
+    (folder / "one.xml").write_text(JUNIT.format(3))
+    failed = tool(*tested, "bad", *machine)
+    assert failed.returncode == 2
+    assert "recorded tests must pass, but got 3 failures" in failed.stderr
+
+
 def test_numbers_stand_to_the_right_and_pipes_are_escaped() -> None:
     import pandas as pd
 
