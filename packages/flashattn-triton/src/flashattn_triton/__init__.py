@@ -15,6 +15,8 @@ from flashattn_triton.logsumexp import merge
 from flashattn_triton.problem import Problem
 from flashattn_triton.tiled import FlashAttention2PyTorch
 
+__version__ = "0.1.0"
+
 __all__ = [
     "FlashAttention2PyTorch",
     "FlashAttention2Triton",
