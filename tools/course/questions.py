@@ -10,6 +10,7 @@ import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs" / "assignment"
@@ -91,15 +92,14 @@ def _slug_text(part: Part) -> str:
 def parts() -> list[Part]:
     """Every deliverable of both editions, in the assignment's order."""
     found = []
+    problem: dict[str, Any]
     for problem in tomllib.loads(_FILE.read_text(encoding="utf-8"))["problem"]:
         for part in problem["part"]:
             merged = {k: v for k, v in problem.items() if k not in ("name", "part")} | part
-            found.append(
-                Part(
-                    problem=problem["name"],
-                    **{k: tuple(v) if isinstance(v, list) else v for k, v in merged.items()},
-                )
-            )
+            given: dict[str, Any] = {
+                k: tuple(v) if isinstance(v, list) else v for k, v in merged.items()
+            }
+            found.append(Part(problem=problem["name"], **given))
     return found
 
 
@@ -147,7 +147,7 @@ def answer(part: Part, page: str) -> Answer | None:
     quotes = "\n".join(body).split(_ANSWER, 1)
     if len(quotes) < 2:
         return None
-    text = []
+    text: list[str] = []
     for line in quotes[1].splitlines():
         if text and not line.startswith(">"):
             break
