@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -32,6 +32,11 @@ class Options:
     batch: int = option(4, "Sequences per batch.")
     world_size: int = option(2, "Data-parallel ranks.")
     coursework: bool = option(False, "Also calculate the course's mesh problem.")
+    mesh: dict[str, Any] | None = option(  # noqa: RUF009 - its default is None
+        None,
+        "Also calculate a mesh problem of your own: data, fsdp and tensor (ranks), tokens, "
+        "bandwidth (bytes/s), flops, d_model, d_ff, num_blocks, matrices, fsdp_axes, tensor_axes.",
+    )
 
 
 class Accounting(Experiment):
@@ -41,17 +46,22 @@ class Accounting(Experiment):
     summary: ClassVar[str] = "Parameters, FLOPs, bytes and communication, derived"
     guide: ClassVar[str] = (
         "Calculates, and measures nothing: parameters, operations, bytes and communication of "
-        "the named sizes; with --coursework also the course's mesh problem, derived step by step."
+        "the named sizes; with --coursework or --mesh also a mesh problem, derived step by step."
     )
     examples: ClassVar[tuple[str, ...]] = (
         "accounting",
         "accounting --sizes xl --world-size 8",
+        "accounting --mesh 'fsdp = 16, tensor = 4, tokens = 65536, matrices = 3'",
     )
     Options: ClassVar[type[Any]] = Options
 
     def cases(self, **options: Any) -> list[Case]:
         """One case."""
         chosen = Options(**options)
+        if chosen.mesh is not None:
+            from bench_harness.mesh_accounting import described
+
+            described(chosen.mesh)
         return [
             Case(
                 experiment=self.name,
@@ -61,6 +71,7 @@ class Accounting(Experiment):
                     "sequence": _SEQUENCE,
                     "world_size": chosen.world_size,
                     "coursework": chosen.coursework,
+                    **({} if chosen.mesh is None else {"mesh": chosen.mesh}),
                     "device_gb": _DEVICE_GB,
                     "shard_device_gb": _SHARD_DEVICE_GB,
                     "label": "accounting",
@@ -73,9 +84,10 @@ class Accounting(Experiment):
         progress("calculating")
         config = case.config
         sizes = [size_row(name, config) for name in config["sizes"]]
-        if not config["coursework"]:
+        given = config.get("mesh", {} if config["coursework"] else None)
+        if given is None:
             return sizes
-        return [*sizes, *mesh_rows(config["device_gb"], config["shard_device_gb"])]
+        return [*sizes, *mesh_rows(given, config["device_gb"], config["shard_device_gb"])]
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """Model sizes; the mesh problem with its derivations."""
@@ -110,7 +122,7 @@ class Accounting(Experiment):
         if len(mesh):
             tables.append(
                 Table(
-                    "The XXL mesh problem",
+                    "The mesh problem",
                     row_tables.columns(
                         mesh,
                         {
@@ -121,9 +133,8 @@ class Accounting(Experiment):
                         },
                         digits=6,
                     ),
-                    "Feed-forward blocks of two linear layers, d_model 16384, d_ff 53248, 126 "
-                    "blocks; bf16 activations and communication, fp32 weights, gradients and "
-                    "moments.",
+                    "Feed-forward blocks of linear layers; bf16 activations and communication, "
+                    "fp32 weights, gradients and moments. Times are of one block, over rings.",
                 )
             )
         return tables
@@ -232,24 +243,32 @@ def size_row(name: SizeName, config: Any) -> Row:
     }
 
 
-def mesh_rows(device_gb: float, shard_device_gb: float) -> list[Row]:
-    """The XXL problem: memory on one device, sharded memory, compute-bound batch."""
-    from bench_harness.mesh_accounting import (
-        compute_bound_batch,
-        fsdp_memory,
-        fsdp_ranks,
-        training_memory,
-    )
+def mesh_rows(given: Mapping[str, Any], device_gb: float, shard_device_gb: float) -> list[Row]:
+    """A mesh problem: memory of one device, sharded memory, compute-bound batch, times, limits.
 
-    ranks = fsdp_ranks(device_gb=shard_device_gb)
-    derived = {
-        name.replace("_", " "): d for name, d in training_memory(device_gb=device_gb).items()
-    }
+    Args:
+        given: names of :func:`bench_harness.mesh_accounting.described`.
+        device_gb: memory of one GPU in GB.
+        shard_device_gb: memory of one device of the mesh in GB.
+    """
+    from bench_harness import mesh_accounting
+
+    model, mesh, tokens = mesh_accounting.described(given)
+    ranks = mesh_accounting.fsdp_ranks(model, device_gb=shard_device_gb)
+    memory = mesh_accounting.training_memory(model, device_gb=device_gb)
+    derived = {name.replace("_", " "): d for name, d in memory.items()}
     derived[f"fewest devices of {shard_device_gb:g} GB, weights only"] = ranks
-    derived["memory per device then"] = fsdp_memory(ranks=int(ranks.value))
+    derived["memory per device then"] = mesh_accounting.fsdp_memory(model, ranks=int(ranks.value))
+    derived[f"fewest devices of {shard_device_gb:g} GB, 1024 tokens each"] = (
+        mesh_accounting.fsdp_ranks(model, device_gb=shard_device_gb, tokens=1024)
+    )
     for concurrent, how in ((False, "transfers in turn"), (True, "transfers at once")):
-        for name, d in compute_bound_batch(concurrent=concurrent).items():
+        batch = mesh_accounting.compute_bound_batch(model, mesh=mesh, concurrent=concurrent)
+        for name, d in batch.items():
             derived[f"compute-bound batch, {name.replace('_', ' ')}, {how}"] = d
+    derived |= mesh_accounting.fewest_tokens(model, mesh=mesh)
+    derived |= mesh_accounting.ring_step(model, mesh=mesh, tokens=tokens)
+    derived |= mesh_accounting.ring_limits(model, mesh=mesh, tokens=tokens)
     return [
         {
             "variant": name,

@@ -199,11 +199,14 @@ def draw_fit(done: pd.DataFrame) -> Figure | None:
             plot.plot(size / counts[chosen] / 2**20, overhead[chosen], "o", color=COLOURS[0],
                       markerfacecolor=fill)  # fmt: skip
         plot.plot([], [], "o", color=COLOURS[0], label="measured")
+        for x, y, settings in zip(size / counts / 2**20, overhead, rows["settings"], strict=True):
+            asked = f"{settings['wrapper']['bucket_size_mb']:g} MB"
+            plot.annotate(asked, (x, y), (6, 4), textcoords="offset points", fontsize="small")
         line = np.geomspace(counts.min(), counts.max(), 100)
         model = 1e3 * (size / line * inverse + line * per_call)
         plot.plot(size / line / 2**20, model, "-", color=COLOURS[1], label="model")
         plot.set_title(label)
-        log_axes(plot, x="gradients per bucket (MiB)", y="overhead (ms)", y_log=False)
+        log_axes(plot, x="mean gradients per bucket (MiB), labels: bucket_size_mb", y="overhead (ms)", y_log=False)
         # A point below the step without communication stays whole.
         plot.set_ylim(bottom=min(0.0, float(overhead.min() - 0.05 * overhead.max())))
         plot.legend()
