@@ -43,7 +43,8 @@ sentence cannot drift from the rows::
     naive = ["steps", "median (ms)", { variant = "NaiveDDP" }]
     none = ["steps", "median (ms)", { variant = "no communication" }]
 
-or a picture, ``[figure]`` with ``source``, ``name`` and ``file``, or ``measured = ["steps"]``,
+or a picture, ``[figure]`` with ``source``, ``name`` and ``file``, and ``variants`` if it is to
+show some of them, by their short names; or ``measured = ["steps"]``,
 which lists hardware, versions and commits, or ``versions``, the table of
 :mod:`tools.pages.versions`.
 """
@@ -89,7 +90,7 @@ _KEYS = ("source", "show", "text", "value", "figure", "measured", "versions")
 _RECIPES = ("source", "block")
 _SOURCE = ("rows", "experiment", "table", "cases", "fields", "by", "pivot", "where")
 _SHOW = ("source", "columns", "where", "sort", "digits", "names", "settings", "interval")
-_FIGURE = ("source", "name", "file", "title")
+_FIGURE = ("source", "name", "file", "title", "variants")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -375,6 +376,8 @@ def _picture(wanted: Mapping[str, Any], page: _Page) -> str:
             "experiment in the source."
         )
     name, file, rows = wanted["name"], wanted["file"], source.rows
+    if "variants" in wanted:
+        rows = _variants(rows, wanted["variants"])
     target = page.folder / file
     if not target.resolve().is_relative_to(page.folder.resolve()) or target.suffix != ".png":
         raise ValueError(
@@ -394,6 +397,20 @@ def _picture(wanted: Mapping[str, Any], page: _Page) -> str:
     page.pictures[target] = draw
     link = posixpath.relpath(target.as_posix(), page.links_from.as_posix())
     return f"![{wanted.get('title', name)}]({link})"
+
+
+def _variants(rows: list[Row], labels: Sequence[str]) -> list[Row]:
+    """The rows of these variants, by their short names: a picture holds ten bars."""
+    names = dict(zip(labels, short_names(labels), strict=True))
+    missing = names.keys() - {row.get("variant") for row in rows}
+    if missing:
+        raise ValueError(
+            f"variants of a figure must be in its rows, but got {', '.join(sorted(missing))}. "
+            "Correct them."
+        )
+    return [
+        {**row, "variant": names[row["variant"]]} for row in rows if row.get("variant") in names
+    ]
 
 
 def _text(block: Mapping[str, Any], page: _Page) -> str:
