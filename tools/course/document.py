@@ -8,12 +8,14 @@ pages. The PDF comes from Chromium where one is installed, and else from fpdf2 o
 from __future__ import annotations
 
 import base64
+import importlib
 import os
 import re
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from tools.course.questions import PAGES, Part, parts
 
@@ -44,7 +46,7 @@ def write(edition: int, folder: Path, *, pdf: bool = True) -> list[Path]:
         ValueError: the group docs is not installed, or Chromium failed.
     """
     try:
-        import markdown
+        markdown: Any = importlib.import_module("markdown")
     except ImportError:
         raise ValueError(
             "the document must have the library markdown, but it is not installed. Give the "
@@ -128,7 +130,7 @@ def _by_browser(browser: str, html: Path, target: Path) -> None:
 def _by_library(body: str, title: str, target: Path) -> None:
     """A plain PDF by fpdf2, with matplotlib's fonts, which have the signs of formulas."""
     try:
-        import fpdf
+        fpdf: Any = importlib.import_module("fpdf")
     except ImportError:
         raise ValueError(
             "a PDF must have Chromium on the PATH or the library fpdf2, but got neither. Give the "
