@@ -214,10 +214,7 @@ def test_one_report_is_recorded_per_variant(tools, tmp_path, monkeypatch):
     frame = to_frame([{**about, **row, "config": dict(case.config)} for row in rows])
     tables = {table.title: table for table in experiment.tables(frame)}
     table = tables["Communication in one profiled step"]
-    by_rank = tables["Stragglers in one profiled step"]
-    by_collective = tables["Collectives that waited longest"]
     assert set(table.frame["spans"]) == {"GPU kernels (Nsight Systems)"}
-    assert by_rank.frame["arrived last (count)"].sum() == len(by_collective.frame) > 0
     pictures = experiment.figures(frame)
     assert pictures
     assert all(png_bytes(picture.figure) for picture in pictures)

@@ -399,7 +399,7 @@ def _trace(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Analyse recordings of any program: overlap, kernels, stragglers, late gathers.
+    """Analyse recordings of any program: overlap, kernels, late gathers.
 
     Reads torch.profiler traces (.json, .json.gz) and Nsight Systems (.nsys-rep, .sqlite). Runs
     nothing.

@@ -63,8 +63,6 @@ def tables(rows: pd.DataFrame) -> list[Table]:
     made += recomputation.tables(done)
     if "communication_ms" in done and done["communication_ms"].notna().any():
         made.append(_communication(done[done["communication_ms"].notna()]))
-    if "stragglers" in done and done["stragglers"].notna().any():
-        made += _stragglers(done[done["stragglers"].notna()])
     if "waterfall" in done and done["waterfall"].notna().any():
         made.append(_waterfall(done[done["waterfall"].notna()]))
     if "gathers" in done and done["gathers"].notna().any():
@@ -359,37 +357,6 @@ def _gathers(profiled: pd.DataFrame) -> list[Table]:
             )
         )
     return made
-
-
-def _stragglers(profiled: pd.DataFrame) -> list[Table]:
-    """Who arrived last, by rank, and the collectives that waited longest."""
-    what = _CELL | {"variant": "variant"}
-    by_rank = what | {
-        "rank": "rank (number)",
-        "last": "arrived last (count)",
-        "waited_for_ms": "others waited for it (ms)",
-        "waited_ms": "waited itself (ms)",
-    }
-    by_collective = what | {
-        "number": "collective (number)",
-        "name": "name",
-        "last_rank": "last rank (number)",
-        "wait_ms": "longest wait (ms)",
-    }
-    return [
-        Table(
-            "Stragglers in one profiled step",
-            row_tables.columns(_lines(profiled, "stragglers"), by_rank),
-            "A collective ends on all ranks together, so the rank that spends least time in it "
-            "arrived last, and the others waited for as long as they spend more in it. One "
-            "profiled step: a rank that is last everywhere is worth a look, single waits are not.",
-        ),
-        Table(
-            "Collectives that waited longest",
-            row_tables.columns(_lines(profiled, "latest"), by_collective),
-            "Numbered in the order of their start on rank 0.",
-        ),
-    ]
 
 
 def _published(done: pd.DataFrame) -> Table:
