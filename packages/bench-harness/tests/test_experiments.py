@@ -188,9 +188,7 @@ def test_precision(run):
     assert dtypes.loc["model parameters", "bf16"] == "float32"
     assert dtypes.loc["output of fc1", "fp16"] == "float16"
     assert dtypes.loc["gradients", "fp16"] == "float32"
-    (picture,) = figures
-    errors = [bar.get_width() for bar in picture.figure.axes[0].patches]
-    assert errors == pytest.approx([1.3e-5, 4.7e-3, 2.1e-4, 2.1e-4], rel=0.1)
+    assert figures == []
 
 
 def test_accounting():
@@ -207,16 +205,8 @@ def test_accounting():
     assert values["total"] == pytest.approx(3517.58)
     assert values["compute-bound batch, overall, transfers at once"] == pytest.approx(20444.4)
     assert (mesh["derivation"].str.len() > 3).all()
-    flops, picture = experiment.figures(frame)
+    (flops,) = experiment.figures(frame)
     assert png_bytes(flops.figure)
-    assert png_bytes(picture.figure)
-    _memory, computing = picture.figure.axes
-    turns = dict(zip(("at once", "in turn"), computing.get_lines()[::2], strict=True))
-    for how, line in turns.items():
-        threshold = values[f"compute-bound batch, per device, transfers {how}"]
-        batches, share = line.get_data()
-        assert share[batches < 0.98 * threshold].max() < 100
-        assert share[batches > 1.02 * threshold].min() == 100
 
 
 def test_memory(run):

@@ -9,7 +9,6 @@ from bench_harness.sampling import Enough, narrow
 from bench_harness.timing import (
     Samples,
     measure,
-    measure_interleaved,
     record_sample,
     timer_overhead_ms,
 )
@@ -39,15 +38,6 @@ def test_time_is_per_call():
     passed_ms = (time.perf_counter() - begin) * 1e3
     assert min(samples.wall_ms) >= 9.9
     assert 3 * sum(samples.wall_ms) <= passed_ms
-
-
-def test_variants_take_turns_and_the_order_rotates():
-    order = []
-    steps = {name: lambda name=name: order.append(name) for name in "abc"}
-    before = {"b": lambda: order.append("before b")}
-    measure_interleaved(steps, device=CPU, warmup=0, samples=3, before=before)
-    assert "".join(n for n in order if n != "before b") == "abc" + "bca" + "cab"
-    assert all(order[i - 1] == "before b" for i, name in enumerate(order) if name == "b")
 
 
 def test_a_step_that_raises_adds_no_sample():

@@ -8,7 +8,7 @@ bound by the host.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -81,30 +81,17 @@ def record_sample(samples: Samples, device: torch.device, *, calls: int = 1) -> 
     samples.device_ms.append(begin.elapsed_time(end) / calls)
 
 
-def measure_interleaved(
-    steps: Mapping[str, Step],
-    *,
-    device: torch.device,
-    warmup: int,
-    samples: int,
-    calls: int = 1,
-    before: Mapping[str, Step] | None = None,
-    progress: Callable[[str], None] | None = None,
-) -> dict[str, Samples]:
-    """Times several variants in turn, so that drift of clocks or load meets all of them alike.
-
-    Every round takes one sample of every variant; the order rotates by one from round to round,
-    so no variant always follows the same neighbour.
+def measure(
+    step: Step, *, device: torch.device, warmup: int, samples: int, calls: int = 1
+) -> Samples:
+    """Times one callable.
 
     Args:
-        steps: variant → callable that does one step.
-        warmup: calls of each variant before any sample. The first of them is kept as
-            ``first_ms``; with 0 the first sample contains it.
-        samples: rounds.
-        calls: steps per sample without a synchronisation between them. More than one lets work
-            overlap across the boundary of two steps and makes short steps measurable.
-        before: variant → untimed callable that runs before each of its samples.
-        progress: receives one line per round.
+        step: does one step.
+        warmup: calls before any sample. The first of them is kept as ``first_ms``; with 0 the first
+            sample contains it.
+        calls: steps per sample without a synchronisation between them, which makes short steps
+            measurable.
 
     Raises:
         ValueError: a count is out of range.
@@ -112,43 +99,19 @@ def measure_interleaved(
     for name, value, least in (("warmup", warmup, 0), ("samples", samples, 1), ("calls", calls, 1)):
         if value < least:
             raise ValueError(f"{name} must be at least {least}, but got {value}")
-    prepare = before or {}
-    results = {name: Samples() for name in steps}
-    for name, step in steps.items():
-        for index in range(warmup):
-            _call(prepare.get(name))
-            first = Samples()
-            with record_sample(first, device):
+    first, found = Samples(), Samples()
+    for _ in range(warmup):
+        with record_sample(first, device):
+            step()
+    for _ in range(samples):
+        with record_sample(found, device, calls=calls):
+            for _ in range(calls):
                 step()
-            if index == 0:
-                results[name].first_ms = first.wall_ms[0]
-    order = list(steps)
-    for index in range(samples):
-        if progress is not None:
-            progress(f"round {index + 1} of {samples}")
-        for name in order[index % len(order) :] + order[: index % len(order)]:
-            _call(prepare.get(name))
-            with record_sample(results[name], device, calls=calls):
-                for _ in range(calls):
-                    steps[name]()
-    return results
-
-
-def measure(
-    step: Step, *, device: torch.device, warmup: int, samples: int, calls: int = 1
-) -> Samples:
-    """Times one callable; see :func:`measure_interleaved`."""
-    return measure_interleaved(
-        {"": step}, device=device, warmup=warmup, samples=samples, calls=calls
-    )[""]
+    found.first_ms = first.wall_ms[0] if warmup else None
+    return found
 
 
 def timer_overhead_ms(device: torch.device, samples: int = 50) -> float:
     """The median time, in milliseconds, that this module reports for a step that does nothing."""
     readings = measure(lambda: None, device=device, warmup=5, samples=samples).wall_ms
     return sorted(readings)[len(readings) // 2]
-
-
-def _call(function: Step | None) -> None:
-    if function is not None:
-        function()

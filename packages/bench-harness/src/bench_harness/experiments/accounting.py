@@ -12,7 +12,6 @@ from bench_harness.experiments.base import Experiment
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure as MatplotlibFigure
 
     from basics_model.sizes import SizeName
 
@@ -129,7 +128,7 @@ class Accounting(Experiment):
         return tables
 
     def figures(self, rows: pd.DataFrame) -> list[Figure]:
-        """Where the operations of a forward pass go, by size; the mesh problem."""
+        """Where the operations of a forward pass go, by size."""
         from bench_harness.display.plots import COLOURS, new_figure
 
         if "flops_by_part" not in rows:
@@ -144,64 +143,7 @@ class Accounting(Experiment):
         axes[0, 0].invert_yaxis()
         axes[0, 0].set_xlabel("share of forward operations (%)")
         figure.legend(loc="outside upper center", ncols=2)
-        mesh = rows[rows["kind"] == "mesh"] if "kind" in rows else rows.iloc[:0]
-        return [
-            Figure("accounting_flops", "Operations of a forward pass by part", figure),
-            *(
-                Figure(
-                    f"accounting_mesh_{number}" if number else "accounting_mesh",
-                    "The XXL mesh problem: memory and communication",
-                    _draw_mesh(case),
-                    "Left: parameters, gradients and optimizer state sharded over devices, "
-                    "without activations. Right: computing over the longer of computing and "
-                    "transferring; from 100 % on the mesh is compute bound.",
-                )
-                for number, (_, case) in enumerate(mesh.groupby("case_key", sort=False))
-            ),
-        ]
-
-
-def _draw_mesh(case: pd.DataFrame) -> MatplotlibFigure:
-    """Memory of a device over devices, and the share of time that computes over the batch.
-
-    With transfers in turn computing takes a·B and transferring f + t·B for B tokens per device;
-    with both at once f alone decides. The two thresholds, at which both sides are equal, give what
-    the picture needs: f/a is that of transfers at once, and t/a = 1 - (f/a) / that in turn.
-    """
-    from bench_harness.display.plots import COLOURS, new_figure
-
-    value = case.set_index("variant")["value"]
-    total = float(value["total"])
-    limit = float(case["shard_device_gb"].iloc[0])
-    fewest = int(value[f"fewest devices of {limit:g} GB, weights only"])
-    at_once = float(value["compute-bound batch, per device, transfers at once"])
-    in_turn = float(value["compute-bound batch, per device, transfers in turn"])
-    figure, axes = new_figure(columns=2, width=10, height=3.6)
-    memory, computing = axes[0]
-    devices = sorted({*(2**n for n in range(9)), fewest})
-    memory.plot(devices, [total / n for n in devices], "o-", color=COLOURS[0])
-    memory.axhline(limit, color="black", linestyle="--", linewidth=1)
-    memory.annotate(
-        f"{fewest} devices: {total / fewest:.1f} GB of {limit:g}",
-        (fewest, total / fewest),
-        (8, 10),
-        textcoords="offset points",
-    )
-    row_tables.log_axes(memory, x="devices", y="state per device (GB)")
-    batches = [in_turn * step / 100 for step in range(1, 251)]
-    sent = 1 - at_once / in_turn
-    for name, colour, threshold, times in (
-        ("transfers at once", COLOURS[2], at_once, [max(at_once, sent * b) for b in batches]),
-        ("transfers in turn", COLOURS[1], in_turn, [at_once + sent * b for b in batches]),
-    ):
-        share = [100 * min(1.0, b / t) for b, t in zip(batches, times, strict=True)]
-        computing.plot(batches, share, color=colour, label=f"{name}: from {threshold:.0f} tokens")
-        computing.axvline(threshold, color=colour, linestyle=":", linewidth=1)
-    computing.set_ylim(0, 108)
-    computing.set_xlabel("tokens per device")
-    computing.set_ylabel("computing (% of the longer)")
-    computing.legend(loc="lower right")
-    return figure
+        return [Figure("accounting_flops", "Operations of a forward pass by part", figure)]
 
 
 def size_row(name: SizeName, config: Any) -> Row:

@@ -31,11 +31,7 @@ OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
 @dataclass(frozen=True, kw_only=True)
 class Options(SamplingOptions, DeviceOptions):
-    """Options of :class:`AllReduce`.
-
-    Small enough for a quick run on two cores: ``sizes_mb=[0.1, 1, 4]``, ``samples=8``,
-    ``warmup=2``.
-    """
+    """Options of :class:`AllReduce`."""
 
     sizes_mb: tuple[float, ...] = option(
         (1, 10, 100, 1024), "Payload per rank (MB of 1024² bytes)."

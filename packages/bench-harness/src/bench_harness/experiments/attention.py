@@ -34,11 +34,7 @@ _MASKS = ("causal", "full")
 
 @dataclass(frozen=True, kw_only=True)
 class Options(SamplingOptions, DeviceOptions):
-    """Options of :class:`Attention`.
-
-    Small enough for a quick run on two cores: ``sequences=[128, 256]``, ``head_dims=[64]``,
-    ``variants=["flashattn-triton", "naive", "sdpa-flash"]``, ``rep_ms=100``.
-    """
+    """Options of :class:`Attention`."""
 
     variants: tuple[str, ...] = option(
         ("flashattn-triton", "naive", "naive-compiled", "sdpa-flash", "sdpa-cudnn", "flex"),

@@ -44,12 +44,7 @@ _MISSES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options(SubjectOptions):
-    """Options of :class:`Memory`.
-
-    Small enough for a quick run on two cores: ``sizes=["custom"]``, ``d_model=64``, ``d_ff=128``,
-    ``num_layers=2``, ``num_heads=2``, ``vocab_size=256``, ``batch=2``, ``sequences=[64]``,
-    ``modes=["step"]``.
-    """
+    """Options of :class:`Memory`."""
 
     sizes: tuple[str, ...] = option(("2.7B",), "Model sizes.", choices=SIZES)
     batch: int = option(4, "Sequences per batch.")

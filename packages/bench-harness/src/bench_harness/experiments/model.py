@@ -31,12 +31,7 @@ WHOLE_STEP = "whole-step"
 
 @dataclass(frozen=True, kw_only=True)
 class Options(SubjectOptions, SamplingOptions):
-    """Options of :class:`Model`.
-
-    Small enough for a quick run on two cores: ``sizes=["custom"]``, ``d_model=64``, ``d_ff=128``,
-    ``num_layers=2``, ``num_heads=2``, ``vocab_size=256``, ``batch=2``, ``sequences=[64]``,
-    ``precisions=["fp32", "bf16"]``, ``warmups=[1]``, ``samples=5``.
-    """
+    """Options of :class:`Model`."""
 
     sizes: tuple[str, ...] = option(("small",), "Model sizes.", choices=SIZES)
     batch: int = option(4, "Sequences per batch.")

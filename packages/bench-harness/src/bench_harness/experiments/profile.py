@@ -36,12 +36,7 @@ _SHOWN_KERNELS = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Options(SubjectOptions):
-    """Options of :class:`Profile`.
-
-    Small enough for a quick run on two cores: ``sizes=["custom"]``, ``d_model=64``, ``d_ff=128``,
-    ``num_layers=2``, ``num_heads=2``, ``vocab_size=256``, ``batch=2``, ``sequences=[64]``,
-    ``warmup=1``.
-    """
+    """Options of :class:`Profile`."""
 
     sizes: tuple[str, ...] = option(("small",), "Model sizes.", choices=SIZES)
     batch: int = option(4, "Sequences per batch.")

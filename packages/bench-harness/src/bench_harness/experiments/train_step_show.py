@@ -11,7 +11,6 @@ from bench_harness import roofline
 from bench_harness.core import Figure, Table
 from bench_harness.display import marks, row_tables, units
 from bench_harness.display.plots import COLOURS, new_figure
-from bench_harness.experiments import recomputation
 from bench_harness.experiments.bucket_model import MISS_TOLERANCE, draw_fit, fit_table
 from bench_harness.stats import ratio_interval, with_summary
 from bench_harness.store import PARTIAL
@@ -60,7 +59,6 @@ def tables(rows: pd.DataFrame) -> list[Table]:
     timed = done[done["median_ms"].notna()]
     if "memory" in done and done["memory"].notna().any():
         made.append(_memory(done))
-    made += recomputation.tables(done)
     if "communication_ms" in done and done["communication_ms"].notna().any():
         made.append(_communication(done[done["communication_ms"].notna()]))
     if "waterfall" in done and done["waterfall"].notna().any():
@@ -437,7 +435,6 @@ def figures(rows: pd.DataFrame) -> list[Figure]:
                 f"{cell['spans'].iloc[0]}.",
             )
         )
-    made += recomputation.figures(done)
     sweep = draw_fit(timed)
     if sweep is not None:
         made.append(

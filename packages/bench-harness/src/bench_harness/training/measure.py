@@ -184,11 +184,7 @@ def _one_round(
     before = moments.held_before(device) if round_number == 0 else 0
     with training(variant, config, device) as steps:
         if round_number == 0:
-            row |= (
-                facts(steps)
-                | work(steps, variant)
-                | moments.predicted_recomputation(steps, variant)
-            )
+            row |= facts(steps) | work(steps, variant)
             row["held_before_bytes"] = before
             row["memory"], row["losses"] = moments.weigh(
                 steps, variant, before, first_step=config["first_step"]
