@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench_harness.core import Case, Figure, Row, Table, option
+from bench_harness.core import Case, Column, Figure, Row, Table, option
 from bench_harness.display import row_tables
 from bench_harness.experiments.base import Experiment
 
@@ -15,6 +15,21 @@ if TYPE_CHECKING:
 
     from basics_model.sizes import SizeName
 
+_COLUMNS = row_tables.Columns(
+    Column("variant", "size"),
+    Column("parameters", "parameters", "count"),
+    Column("forward_gflop", "forward", "GFLOP", 6),
+    Column("step_gflop", "training step", "GFLOP", 6),
+    Column("parameter_gb", "parameters", "GB", 6),
+    Column("gradient_gb", "gradients", "GB", 6),
+    Column("state_gb", "optimizer state", "GB", 6),
+    Column("sharded_state_gb", "sharded state per rank", "GB", 6),
+    Column("residual_mib", "residual stream", "MiB", 6),
+    Column("traffic_gb", "sent per rank and step", "GB", 6),
+    Column("value", "value", "in unit", 6),
+    Column("unit", "unit"),
+    Column("derivation", "derivation"),
+)
 _NAMES = ("small", "medium", "large", "xl", "2.7B")
 
 
@@ -82,24 +97,11 @@ class Accounting(Experiment):
             return []
         done = row_tables.finished(rows)
         tables = [
-            Table(
+            _COLUMNS.table(
                 "Model sizes by calculation",
-                row_tables.columns(
-                    done[done["kind"] == "size"],
-                    {
-                        "variant": "size",
-                        "parameters": "parameters (count)",
-                        "forward_gflop": "forward (GFLOP)",
-                        "step_gflop": "training step (GFLOP)",
-                        "parameter_gb": "parameters (GB)",
-                        "gradient_gb": "gradients (GB)",
-                        "state_gb": "optimizer state (GB)",
-                        "sharded_state_gb": "sharded state per rank (GB)",
-                        "residual_mib": "residual stream (MiB)",
-                        "traffic_gb": "sent per rank and step (GB)",
-                    },
-                    digits=6,
-                ),
+                done[done["kind"] == "size"],
+                "variant parameters forward_gflop step_gflop parameter_gb gradient_gb state_gb "
+                "sharded_state_gb residual_mib traffic_gb",
                 "fp32, AdamW. A step is three forward passes' operations. The residual stream is "
                 "batch × sequence × d_model × 4 bytes. Sent: a ring all-reduce of all gradients, "
                 "2·(n-1)/n of their bytes. GB is 10⁹ bytes.",
@@ -108,21 +110,14 @@ class Accounting(Experiment):
         mesh = done[done["kind"] == "mesh"]
         if len(mesh):
             tables.append(
-                Table(
+                _COLUMNS.table(
                     "The XXL mesh problem",
-                    row_tables.columns(
-                        mesh,
-                        {
-                            "variant": "quantity",
-                            "value": "value (in unit)",
-                            "unit": "unit",
-                            "derivation": "derivation",
-                        },
-                        digits=6,
-                    ),
+                    mesh,
+                    "variant value unit derivation",
                     "Feed-forward blocks of two linear layers, d_model 16384, d_ff 53248, 126 "
                     "blocks; bf16 activations and communication, fp32 weights, gradients and "
                     "moments.",
+                    {"variant": "quantity"},
                 )
             )
         return tables

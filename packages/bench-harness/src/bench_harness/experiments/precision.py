@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench_harness.core import Case, Row, Table
+from bench_harness.core import Case, Column, Row, Table
 from bench_harness.display import row_tables
 from bench_harness.environment import resolve_device
 from bench_harness.experiments.base import DeviceOptions, Experiment
@@ -14,6 +14,14 @@ if TYPE_CHECKING:
     import pandas as pd
     import torch
 
+_COLUMNS = row_tables.Columns(
+    Column("variant", "accumulator += term"),
+    Column("additions", "additions", "count"),
+    Column("value", "sum", "1", 7),
+    Column("exact", "exact", "1", 7),
+    Column("error", "error", "%", 7),
+    Column("why", "why"),
+)
 _TERM = 0.01
 
 _EXPLANATIONS = {
@@ -90,20 +98,10 @@ class Precision(Experiment):
         reports = done[done["kind"] == "dtypes"].set_index("variant")
         tensors = [name for name in _TENSORS if name in reports]
         return [
-            Table(
+            _COLUMNS.table(
                 "Accumulating 0.01",
-                row_tables.columns(
-                    sums,
-                    {
-                        "variant": "accumulator += term",
-                        "additions": "additions (count)",
-                        "value": "sum (1)",
-                        "exact": "exact (1)",
-                        "error": "error (%)",
-                        "why": "why",
-                    },
-                    digits=7,
-                ),
+                sums,
+                "variant additions value exact error why",
                 "Accumulate in fp32 even where the terms are fp16: a term's rounding stays the "
                 "size of the term, an accumulator's grows with the sum.",
             ),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench_harness.core import Case, Figure, Row, Table, option
+from bench_harness.core import Case, Column, Figure, Row, Table, option
 from bench_harness.display import row_tables
 from bench_harness.environment import resolve_device
 from bench_harness.experiments.base import Experiment
@@ -26,6 +26,22 @@ if TYPE_CHECKING:
 
     from bench_harness.traces.trace import Trace
 
+_COLUMNS = row_tables.Columns(
+    Column("tool", "recorded by"),
+    Column("window_ms", "wall clock", "ms"),
+    Column("busy_ms", "kernels", "ms"),
+    Column("matmul_share", "matmul", "%"),
+    Column("fused_share", "fused attention", "%"),
+    Column("what", "what"),
+    Column("range", "part"),
+    Column("gflop", "operations", "GFLOP"),
+    Column("gflop_s", "achieved", "GFLOP/s"),
+    Column("kernel", "kernel"),
+    Column("work", "work"),
+    Column("count", "runs", "count"),
+    Column("total_ms", "total", "ms"),
+    Column("share", "of the phase", "%"),
+)
 PHASES = ("inference", "forward", "backward", "optimizer")
 #: Ranges that naive attention records around its steps.
 RANGES = ("attention.scores", "attention.softmax", "attention.output")
@@ -124,89 +140,49 @@ class Profile(Experiment):
 
         from bench_harness.traces.trace import short_name
 
-        cell = {
-            "model": "model",
-            "size": "size",
-            "sequence": "sequence (tokens)",
-            "precision": "precision",
-            "tool": "recorded by",
-        }
+        cell = "model size sequence precision tool"
         if "kind" not in rows:
-            return [Table("Phases", row_tables.columns(rows, {**cell, "status": "status"}))]
+            return [_COLUMNS.table("Phases", rows, f"{cell} status")]
         done = row_tables.finished(rows)
         spans = done["spans"].iloc[0] if len(done) else ""
         done = done.assign(kernel=done["kernel"].map(short_name, na_action="ignore"))
         phases = done[done["kind"] == "phase"]
-        shown = pd.concat([phases, rows[rows["status"] != "ok"]])
         kernels = done[done["kind"] == "kernel"]
-        named = {
-            "phase": "phase",
-            "kernel": "kernel",
-            "work": "work",
-            "count": "runs (count)",
-            "total_ms": "total (ms)",
-            "share": "of the phase (%)",
-        }
-        top = kernels[kernels["rank"] <= _SHOWN_KERNELS]
+        longest = {"kernel": "longest kernel", "count": "its runs (count)"}
+        named = f"{cell} phase kernel work count total_ms share"
         without = kernels[kernels["work"] == "other"]
-        other = without.groupby(["case_key", "phase"], sort=False).head(5)
         return [
-            Table(
+            _COLUMNS.table(
                 "Phases",
-                row_tables.columns(
-                    shown,
-                    {
-                        **cell,
-                        "phase": "phase",
-                        "window_ms": "wall clock (ms)",
-                        "busy_ms": "kernels (ms)",
-                        "matmul_share": "matmul (%)",
-                        "fused_share": "fused attention (%)",
-                        "kernel": "longest kernel",
-                        "count": "its runs (count)",
-                        "status": "status",
-                    },
-                ),
+                pd.concat([phases, rows[rows["status"] != "ok"]]),
+                f"{cell} phase window_ms busy_ms matmul_share fused_share kernel count status",
                 f"Spans: {spans}. A phase is a window with the device synchronised at both ends, "
                 "so backward's kernels count as backward whichever thread launched them.",
+                longest,
             ),
-            Table(
+            _COLUMNS.table(
                 "Inference against a training step",
-                row_tables.columns(
-                    _sums(phases, kernels),
-                    {
-                        **cell,
-                        "what": "what",
-                        "busy_ms": "kernels (ms)",
-                        "matmul_share": "matmul (%)",
-                        "kernel": "longest kernel",
-                        "count": "its runs (count)",
-                        "total_ms": "its total (ms)",
-                    },
-                ),
+                _sums(phases, kernels),
+                f"{cell} what busy_ms matmul_share kernel count total_ms",
                 "Sums over phases. A training step is forward, backward and AdamW.",
+                longest | {"total_ms": "its total (ms)"},
             ),
-            Table(
+            _COLUMNS.table(
                 "Softmax against matrix products in attention",
-                row_tables.columns(
-                    done[done["kind"] == "range"],
-                    {
-                        **cell,
-                        "phase": "phase",
-                        "range": "part",
-                        "total_ms": "kernels (ms)",
-                        "gflop": "operations (GFLOP)",
-                        "gflop_s": "achieved (GFLOP/s)",
-                    },
-                ),
+                done[done["kind"] == "range"],
+                f"{cell} phase range total_ms gflop gflop_s",
                 "Only what naive attention's forward launched inside each part, masking and "
                 "scaling included. Softmax counts five operations per score: maximum, "
                 "subtraction, exponential, sum, division.",
+                {"total_ms": "kernels (ms)"},
             ),
-            Table("Longest kernels", row_tables.columns(top, {**cell, **named}), _NAMES),
-            Table(
+            _COLUMNS.table(
+                "Longest kernels", kernels[kernels["rank"] <= _SHOWN_KERNELS], named, _NAMES
+            ),
+            _COLUMNS.table(
                 "Longest kernels without matrix products",
-                row_tables.columns(other, cell | named),
+                without.groupby(["case_key", "phase"], sort=False).head(5),
+                named,
                 _NAMES,
             ),
         ]
