@@ -3,9 +3,10 @@
 L blocks in groups of k keep the input of every group, L/k·s bytes, and while backward goes through
 a group, all that its blocks keep, k·b bytes. The sum is least at k* = √(L·s/b) (Chen et al.,
 arXiv:1604.06174, where a block keeps as much as its input, b = s). Gradients appear as the inputs
-of groups are let go of, so with G bytes of gradients the fullest moment of backward holds
-k·b + max(L/k·s, G) beside parameters and optimizer state. ``presets/checkpointing.toml`` measures
-it, and :mod:`bench_harness.activation_memory` predicts it.
+of groups are let go of, so with G bytes of gradients the fullest moment of backward, the first or
+the last group's beginning, holds k·b + max(L/k·s, (1 - k/L)·G) beside parameters and optimizer
+state. ``presets/checkpointing.toml`` measures
+it, and :func:`bench_harness.activations.activation_memory` predicts it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import pandas as pd
 
 from basics_model import ModelConfig
-from bench_harness.activation_memory import activation_memory
+from bench_harness.activations import activation_memory
 from bench_harness.core import Row, Table
 from bench_harness.display import row_tables
 from bench_harness.stats import with_summary
@@ -43,9 +44,11 @@ def predicted(row: pd.Series[Any]) -> Row:
         keep_attention=row["settings"]["keep_attention"],
         compiled=row["settings"]["compile"] != "off",
     )
-    head = 4 * shape["vocab_size"] * shape["d_model"]
+    groups = -(-shape["num_layers"] // max(1, row["settings"]["checkpoint_blocks"]))
+    before_last = row["gradient_bytes"] - 4 * shape["vocab_size"] * shape["d_model"]
+    before_last *= (groups - 1) / groups
     kept = memory.kept + memory.ends
-    return {"kept": kept, "backward": memory.recomputed + max(kept, row["gradient_bytes"] - head)}
+    return {"kept": kept, "backward": memory.recomputed + max(kept, before_last)}
 
 
 def table(rows: pd.DataFrame) -> Table:

@@ -1,13 +1,7 @@
-"""Kernels of inference and of a training step, phase by phase, by torch.profiler or Nsight Systems.
-
-The program that Nsight Systems runs is this module itself: ``python -m
-bench_harness.experiments.profile CASE.json FINISHED``.
-"""
+"""Kernels of inference and of a training step by phase, by torch.profiler or Nsight Systems."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,19 +102,11 @@ class Profile(Experiment):
         device = device_of(config["device"])
         progress(f"recording with {config['tool']}")
         if config["tool"] == "nsight":
-            nsight.nsys()
-            settings = Path("case.json").absolute()
-            settings.write_text(json.dumps(config), encoding="utf-8")
-            finished = Path("finished").absolute()
-            export = nsight.record(
-                [sys.executable, "-m", __name__, str(settings), str(finished)],
-                Path("nsight").absolute(),
-                finished=finished,
-                timeout_s=case.timeout_s / 3,
+            export, _ = nsight.run_and_record(
+                f"{__name__}:under_nsight", config, Path("nsight"), timeout_s=case.timeout_s / 3
             )
             trace = nsight.load(export)
-            for scaffold in (export, settings, finished):  # the report itself stays
-                scaffold.unlink()
+            export.unlink()  # the report itself stays
         else:
             path = Path(_TRACE)
             step = prepare(config, device)
@@ -387,18 +373,12 @@ def _spans(trace: Trace) -> str:
     return "GPU kernels" if trace.on_device else "host operators, nested ones left out (CPU)"
 
 
-def _under_nsight(settings: Path, finished: Path) -> None:
-    """The program that Nsight Systems runs: the same phases, with every range as NVTX."""
+def under_nsight(config: Row) -> None:
+    """What Nsight Systems records: the same phases, with every range as NVTX."""
     import torch
 
     from bench_harness.workload import device_of
 
-    config = json.loads(settings.read_text(encoding="utf-8"))
     step = prepare(config, device_of(config["device"]))
     with torch.autograd.profiler.emit_nvtx():
         step()
-    finished.touch()
-
-
-if __name__ == "__main__":
-    _under_nsight(Path(sys.argv[1]), Path(sys.argv[2]))
