@@ -5,10 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench_harness.sampling import Enough, narrow
 from bench_harness.timing import (
+    Enough,
     Samples,
     measure,
+    narrow,
     record_sample,
     timer_overhead_ms,
 )
@@ -72,7 +73,7 @@ def test_sampling_goes_on_until_the_interval_is_narrow_or_the_time_is_up(
     monkeypatch,
 ):
     now = [0.0]
-    monkeypatch.setattr("bench_harness.sampling.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("bench_harness.timing.time.monotonic", lambda: now[0])
     wide, narrow_one = [10.0, 12.0, 8.0, 11.0], [10.0, 10.05, 9.95, 10.0, 10.02]
     assert narrow(narrow_one, 0.02)
     assert not narrow(wide, 0.02)
@@ -93,7 +94,8 @@ def test_phases_are_sampled_until_they_are_enough_but_a_cold_start_once(monkeypa
     config = {"size": "custom", **shape, "batch": 1, "sequence": 4, "modes": ["step"]}
     config |= {"samples": 2, "interval": 1e-9, "max_seconds": 3.0}
     seconds = itertools.count()  # a clock that only questions move
-    monkeypatch.setattr("bench_harness.sampling.time", SimpleNamespace(monotonic=seconds.__next__))
+    clock = {"monotonic": seconds.__next__, "perf_counter_ns": time.perf_counter_ns}
+    monkeypatch.setattr("bench_harness.timing.time", SimpleNamespace(**clock))
     variants = {"plain": settings.Settings()}
     for warmup, turns in ((0, 1), (1, None)):
         taken = measure_phases(

@@ -16,7 +16,7 @@ from bench_harness.distributed import (
 )
 from bench_harness.environment import resolve_device
 from bench_harness.experiments.base import DeviceOptions, Experiment
-from bench_harness.sampling import Enough, SamplingOptions
+from bench_harness.timing import Enough, SamplingOptions
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness import attentions, roofline
 from bench_harness.core import Case, Column, Figure, Row, Table, option
-from bench_harness.display import row_tables, units
+from bench_harness.display import cells, row_tables
 from bench_harness.display.marks import steady
 from bench_harness.environment import resolve_device
 from bench_harness.experiments.attention_measure import (
@@ -23,7 +23,7 @@ from bench_harness.experiments.attention_measure import (
     timer_overhead_ms,
 )
 from bench_harness.experiments.base import DeviceOptions, Experiment
-from bench_harness.sampling import SamplingOptions
+from bench_harness.timing import SamplingOptions
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -633,7 +633,7 @@ def _figures(rows: pd.DataFrame) -> list[Figure]:
         done[f"tflop_s_{end}"] = done["flops"] / done[f"ci_{other}_ms"].astype("float64") / 1e9
     measured = [name for name in PASSES if name in set(done["phase"])]
     last = done[done["phase"] == measured[-1]]
-    unit, size = units.scale(last["tflop_s"].dropna(), "TFLOP/s")
+    unit, size = cells.scale(last["tflop_s"].dropna(), "TFLOP/s")
     for name in ("tflop_s", "tflop_s_low", "tflop_s_high"):
         last = last.assign(**{name: last[name] / size})
     timed = {

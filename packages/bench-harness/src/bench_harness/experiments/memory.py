@@ -326,7 +326,7 @@ def _residual_derivation(cases: pd.DataFrame) -> str:
 
 def _labelled(case: pd.DataFrame) -> list[str]:
     """The three largest allocations in words."""
-    from bench_harness.display.units import quantity
+    from bench_harness.display.cells import quantity
 
     if "kind" not in case:
         return []
@@ -344,14 +344,14 @@ def _labelled(case: pd.DataFrame) -> list[str]:
 
 
 def _draw(line: Row) -> MatplotlibFigure:
-    from bench_harness.display import marks, units
+    from bench_harness.display import cells, marks
     from bench_harness.display.plots import new_figure
 
     figure, axes = new_figure(height=3.4)
     plot = axes[0, 0]
     time = line["time_ms"]
     totals = [sum(values) for values in zip(*line["bytes"].values(), strict=True)]
-    unit, size = units.scale(totals, "B")
+    unit, size = cells.scale(totals, "B")
     held = {phase: [b / size for b in values] for phase, values in line["bytes"].items()}
     colour = marks.colours(held)
     plot.stackplot(
@@ -376,7 +376,7 @@ def _draw(line: Row) -> MatplotlibFigure:
     plot.plot([time[peak]], [totals[peak] / size], "k.")
     late = time[peak] > (time[0] + time[-1]) / 2
     plot.annotate(  # beside the point: a phase often begins at the peak, with a line
-        f"peak {units.quantity(totals[peak], 'B')}",
+        f"peak {cells.quantity(totals[peak], 'B')}",
         (time[peak], totals[peak] / size),
         (-5 if late else 5, 2),
         textcoords="offset points",

@@ -12,7 +12,7 @@ from bench_harness.display import row_tables
 from bench_harness.environment import resolve_device
 from bench_harness.experiments.base import Experiment
 from bench_harness.experiments.shape import SubjectOptions, subject_label
-from bench_harness.sampling import SamplingOptions
+from bench_harness.timing import SamplingOptions
 from bench_harness.workload import ATTENTIONS, PRECISIONS, SIZES
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import pandas as pd
 
 from bench_harness import roofline
 from bench_harness.core import Column, Figure, Row, Table
-from bench_harness.display import marks, row_tables, units
+from bench_harness.display import cells, marks, row_tables
 from bench_harness.display.plots import COLOURS, new_figure
 from bench_harness.experiments.bucket_model import draw_fit, fit_table
 from bench_harness.stats import ratio_interval, with_summary
@@ -445,7 +445,7 @@ def _draw_memory(done: pd.DataFrame) -> MatplotlibFigure | None:
         for row in held
         for moment in row["memory"]
     ]
-    unit, size = units.scale([sum(parts.values()) for _, parts in bars], "B")
+    unit, size = cells.scale([sum(parts.values()) for _, parts in bars], "B")
     longest = max(len(name) for name, _ in bars)
     figure, axes = new_figure(width=5 + 0.06 * longest, height=1.2 + 0.24 * len(bars))
     plot = axes[0, 0]

@@ -25,8 +25,7 @@ from bench_harness.core import CaseSkipped, Row
 from bench_harness.distributed import on_rank_0, sweep
 from bench_harness.flops import step_work, training_flops
 from bench_harness.roofline import ceilings, step_bytes
-from bench_harness.sampling import Enough
-from bench_harness.timing import synchronize
+from bench_harness.timing import Enough, synchronize
 from bench_harness.training import moments, proof
 from bench_harness.training import settings as of
 from bench_harness.training.build import Training, training
