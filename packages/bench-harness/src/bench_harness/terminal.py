@@ -115,8 +115,7 @@ def _fitting(table: Table, console: Console) -> list[Grid]:
 
     Columns that do not fit beside the others go into a grid below, behind the first column.
     """
-    from bench_harness.display.cells import cell, split
-    from bench_harness.display.units import readable
+    from bench_harness.display.cells import cell, readable, split
 
     whole = readable(table.frame)
     constant, frame = split(whole, wide=0 if _width(whole, cell) > console.width else None)

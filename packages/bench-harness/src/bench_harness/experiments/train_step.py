@@ -16,7 +16,7 @@ from bench_harness.distributed import (
 from bench_harness.environment import resolve_device
 from bench_harness.experiments.base import Experiment
 from bench_harness.experiments.shape import SubjectOptions, subject_label
-from bench_harness.sampling import SamplingOptions
+from bench_harness.timing import SamplingOptions
 from bench_harness.training import settings
 from bench_harness.workload import SIZES
 
