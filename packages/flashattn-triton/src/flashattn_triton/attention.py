@@ -256,9 +256,8 @@ def flash_attention_varlen(
 
     The host never waits for the device, so on a GPU the values in ``cu_seqlens`` are not checked:
     they must rise from 0 to the number of tokens, in steps of at most ``max_seqlen``, if that is
-    given. Sequences may be empty, on either side. On the tiers "tiled" and "reference" they may end
-    before the last token: the tokens behind them have output 0, logsumexp -inf and gradients 0. On
-    a GPU the results of such tokens are undefined.
+    given. Sequences may be empty, on either side, and may end before the last token: the tokens
+    behind them have output 0, logsumexp -inf and gradients 0, whatever they hold.
 
     Args:
         query: (T_q, H, D), the sequences' tokens one after another.
@@ -268,10 +267,8 @@ def flash_attention_varlen(
             starts in ``query``, and T_q.
         cu_seqlens_k: the same for ``key`` and ``value``.
         max_seqlen_q: at least the length of the longest query sequence. None stands for T_q, with
-            the same results and still without waiting for the device. The portable kernels then
-            launch as many programs for every sequence as one of T_q tokens would need, most of
-            which return at once, so pass the length if there are many sequences. The Hopper tier's
-            launches depend on it only in the shape of their tiles. An int, an integer of NumPy or a
+            the same results and still without waiting for the device. Only the shape of the Hopper
+            tier's tiles depends on it, and no result on a GPU. An int, an integer of NumPy or a
             tensor of no dimensions, for which None stands if it is on a GPU or traced.
         max_seqlen_k: the same for keys; None stands for T_k.
         alibi_slopes: (H,) or (sequences, H) fp32 constants.

@@ -513,10 +513,7 @@ def attend(
     if given is not NOTHING:
         if problem.packed:
             starts_q, starts_k = given[STARTS:]
-            check_starts(
-                query, key, starts_q, starts_k, *problem.longest,  # type: ignore[arg-type]
-                to_the_end=problem.implementation == "triton",
-            )  # fmt: skip
+            check_starts(query, key, starts_q, starts_k, *problem.longest)  # type: ignore[arg-type]
         if not call.normal:
             given = normalised(problem, query, key, given)
         if call.masked:

@@ -140,7 +140,6 @@ def backward_call(
     """
     device, dtype = query.device, query.dtype
     (batch, heads, n_queries, head_dim), value_dim = query.shape, value.shape[3]
-    sizes = None if packing is None else packing.sizes
     gradients = [
         empty_output(torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta"), width)
         for x, width in ((query, head_dim), (key, head_dim), (value, value_dim))
@@ -159,12 +158,12 @@ def backward_call(
         shapes=(query.shape, key.shape, value.shape),
         strides=(query.stride(), key.stride(), value.stride(), grad_out.stride()),
         gradient_strides=(dq, dk, dv),
-        sizes=sizes,
+        packing=packing,
         problem=problem,
         specialization=mask_and_bias.specialization,
         given=given_parameters(packing, mask_and_bias),
         n_padded=n_padded,
-        readable_by_tma=sizes is None and all(map(can_use_tma, (query, key, value, grad_out))),
+        readable_by_tma=packing is None and all(map(can_use_tma, (query, key, value, grad_out))),
     )
     preprocess = preprocess_launch(
         query, out, grad_out, grad_logsumexp, n_padded, zeroes=fused is not None
