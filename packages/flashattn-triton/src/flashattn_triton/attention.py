@@ -102,6 +102,7 @@ def flash_attention(
     deterministic: bool | None = None,
     implementation: Implementation = "auto",
     tiling: Tiling | None = None,
+    out_dtype: torch.dtype | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale · Q Kᵀ) V, exactly, without the N_q x N_k matrix (arXiv:2307.08691).
@@ -146,6 +147,9 @@ def flash_attention(
             "tiled" PyTorch for all others), one of these, or "reference" (the definition: all
             scores in memory, any number of derivatives).
         tiling: kernel shapes to use instead of the shipped table's.
+        out_dtype: ``torch.float32`` keeps the output as it was accumulated, for parts that
+            :func:`merge` joins; None gives it the inputs' dtype. The portable kernels compute it
+            where the Hopper tier would run.
 
     Under autocast the inputs are cast to its dtype. fp32 products use TF32 only if
     ``torch.backends.cuda.matmul.fp32_precision`` is "tf32".
@@ -168,14 +172,14 @@ def flash_attention(
             query, key, value, document_ids, layout, return_lse,
             (alibi_slopes, bias, prefix_lengths, sinks), causal=causal, scale=scale, window=window,
             softcap=softcap, deterministic=deterministic, implementation=implementation,
-            tiling=tiling,
+            tiling=tiling, out_dtype=out_dtype,
         )  # fmt: skip
     if torch._C._is_any_autocast_enabled():
         query, key, value = _autocast(query, key, value)
     _, first, second, head_dim = query.shape
     problem = new_problem(
         layout, head_dim, (0, 0), causal, scale, window, softcap, deterministic, implementation,
-        tiling,
+        tiling, out_dtype,
     )  # fmt: skip
     given = NOTHING
     if not (alibi_slopes is bias is prefix_lengths is sinks is None):
@@ -347,7 +351,7 @@ def _reference(
             q, k, v = (heads_first(x, problem.layout) for x in (query, key, value))
             out, lse = attention_reference(q, k, v, problem, mask_and_bias)
             out = as_given(out, problem.layout)
-    return out.to(query.dtype), lse
+    return out.to(problem.out_dtype or query.dtype), lse
 
 
 def _in_four_dimensions(

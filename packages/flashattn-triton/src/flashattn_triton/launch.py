@@ -109,20 +109,21 @@ def tiles_of_head(shape: Sequence[int], tile: int, packing: Packing | None) -> i
     return batch * -(-rows // tile) if packing is None else rows // tile + packing.sequences + 1
 
 
-def empty_output(like: Tensor, width: int) -> Tensor:
-    """(B, H, N, width) in ``like``'s dtype, its memory in ``like``'s order of heads and rows."""
+def empty_output(like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
+    """(B, H, N, width), its memory in ``like``'s order of heads and rows; None: in its dtype."""
     batch, heads, rows, _ = like.shape
     if like.stride(1) < like.stride(2):
-        return like.new_empty(batch, rows, heads, width).transpose(1, 2)
-    return like.new_empty(batch, heads, rows, width)
+        return like.new_empty(batch, rows, heads, width, dtype=dtype).transpose(1, 2)
+    return like.new_empty(batch, heads, rows, width, dtype=dtype)
 
 
-def empty_result(like: Tensor, width: int, layout: str) -> Tensor:
+def empty_result(like: Tensor, width: int, layout: str, dtype: torch.dtype | None = None) -> Tensor:
     """:func:`empty_output` for an input in ``layout``, in the same layout.
 
     An input whose rows are not contiguous is read from a copy, whose order of dimensions counts.
     """
-    return as_given(empty_output(heads_first(unit_last_stride(like), layout), width), layout)
+    like = heads_first(unit_last_stride(like), layout)
+    return as_given(empty_output(like, width, dtype), layout)
 
 
 def empty_row_statistic(like: Tensor) -> Tensor:

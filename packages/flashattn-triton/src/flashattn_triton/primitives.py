@@ -215,10 +215,14 @@ def tma_reload(descriptor, batch, head, start, length, ROWS: tl.constexpr, COLUM
 
 
 @triton.jit
-def store_rows(ptr, tile, rows, columns, stride_row, n_rows, WIDTH: tl.constexpr):
-    """The inverse of ``load_rows``, casting to the pointer's type."""
+def store_rows(
+    ptr, tile, rows, columns, stride_row, n_rows, WIDTH: tl.constexpr, ADDS: tl.constexpr = False
+):
+    """The inverse of ``load_rows``, casting to the pointer's type. ADDS: to what is there."""
     inside = (rows < n_rows)[:, None] & (columns < WIDTH)[None, :]
     pointers = ptr + rows[:, None] * stride_row + columns[None, :]
+    if ADDS:
+        tile += tl.load(pointers, mask=inside, other=0.0)
     tl.store(pointers, tile.to(ptr.dtype.element_ty), mask=inside)
 
 

@@ -37,6 +37,7 @@ class BackwardLayout:
     n_padded: queries that have statistics; see ``preprocess``.
     given: parameters for the tensors that come with them.
     readable_by_tma: whether the TMA can read Q, K, V and dO.
+    adds: whether gradients are added to fp32 tensors.
     """
 
     device: torch.device
@@ -50,6 +51,7 @@ class BackwardLayout:
     given: Mapping[str, Parameter]
     n_padded: int
     readable_by_tma: bool
+    adds: bool
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -108,6 +110,7 @@ class BackwardLayout:
             (*self.strides, *self.gradient_strides),
             packed=self.packing is not None,
             use_tma=self.use_tma(tiles),
+            adds=self.adds,
             **others,
         )
 

@@ -348,7 +348,7 @@ def forward_call(
     shapes = (query.shape, key.shape, value.shape)
     strides = (query.stride(), key.stride(), value.stride())
     like = torch.empty_strided(shapes[0], strides[0], dtype=dtype, device="meta")
-    out, logsumexp = empty_output(like, shapes[2][3]), empty_row_statistic(like)
+    out, logsumexp = empty_output(like, shapes[2][3], problem.out_dtype), empty_row_statistic(like)
     (batch, heads, n_queries, head_dim), (_, kv_heads, n_keys, _), (*_, value_dim) = shapes
     matrices = [*strides, out.stride()]
     q, k, v, o, lse = (
@@ -386,7 +386,8 @@ def forward_call(
     }
     sinks = mask_and_bias.sinks
     parameters: dict[str, Parameter] = {
-        **dict.fromkeys(("Q_ptr", "K_ptr", "V_ptr", "O_ptr"), dtype),
+        **dict.fromkeys(("Q_ptr", "K_ptr", "V_ptr"), dtype),
+        "O_ptr": out.dtype,
         "L_ptr": torch.float32,
         **given_parameters(packing, mask_and_bias),
         "sinks_ptr": None if sinks is None else sinks.dtype,

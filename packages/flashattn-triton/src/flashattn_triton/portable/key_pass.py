@@ -292,9 +292,10 @@ def key_pass_kernel(
                     (scale, softcap), D, is_causal, OPTIONS, part != 1,
                 )  # fmt: skip
     dk_tile = dK_ptr + first * stride_dkk
-    store_rows(dk_tile, dk * scale, key_rows, columns, stride_dkk, n_rows, D)
+    ADDS: tl.constexpr = OPTIONS.adds
+    store_rows(dk_tile, dk * scale, key_rows, columns, stride_dkk, n_rows, D, ADDS)
     dv_tile = dV_ptr + first * stride_dvk
-    store_rows(dv_tile, dv, key_rows, value_columns, stride_dvk, n_rows, OPTIONS.e)
+    store_rows(dv_tile, dv, key_rows, value_columns, stride_dvk, n_rows, OPTIONS.e, ADDS)
 
 
 def key_pass_launch(layout: BackwardLayout, tiles: Tiles, dq_mode: tl.constexpr) -> Launch:
@@ -309,11 +310,13 @@ def key_pass_launch(layout: BackwardLayout, tiles: Tiles, dq_mode: tl.constexpr)
     width, value_width = layout.widths
     dtype, fp32 = layout.dtype, torch.float32
     parameters: dict[str, Parameter] = {
-        **dict.fromkeys(("Q", "K_ptr", "V_ptr", "dO", "dK_ptr", "dV_ptr"), dtype),
+        **dict.fromkeys(("Q", "K_ptr", "V_ptr", "dO"), dtype),
+        **dict.fromkeys(("dQ", "dK_ptr", "dV_ptr"), fp32 if layout.adds else dtype),
         "statistics": fp32,
-        "dQ": dtype if dq_mode is NONE else fp32,
         **layout.given,
     }
+    if dq_mode is not NONE:
+        parameters["dQ"] = fp32
     # Unless the loop is pipelined, the program waits for a TMA load where the load is issued. It
     # does not wait for a load through pointers until it needs the values.
     use_tma = layout.use_tma(tiles)

@@ -213,7 +213,9 @@ def query_pass_kernel(
                 (slope, bias_ptr, stride_bq, stride_bk), (scale, softcap), D, is_causal, OPTIONS,
                 part != 1,
             )  # fmt: skip
-    store_rows(dQ_ptr + first * stride_dqq, dq * scale, rows, columns, stride_dqq, n_rows, D)
+    dq_tile = dQ_ptr + first * stride_dqq
+    ADDS: tl.constexpr = OPTIONS.adds
+    store_rows(dq_tile, dq * scale, rows, columns, stride_dqq, n_rows, D, ADDS)
 
 
 def query_pass_launch(layout: BackwardLayout, tiles: Tiles) -> Launch:
@@ -222,7 +224,8 @@ def query_pass_launch(layout: BackwardLayout, tiles: Tiles) -> Launch:
     width, value_width = layout.widths
     dtype = layout.dtype
     parameters: dict[str, Parameter] = {
-        **dict.fromkeys(("Q_ptr", "K", "V", "dO_ptr", "dQ_ptr"), dtype),
+        **dict.fromkeys(("Q_ptr", "K", "V", "dO_ptr"), dtype),
+        "dQ_ptr": torch.float32 if layout.adds else dtype,
         "statistics_ptr": torch.float32,
         **layout.given,
     }
