@@ -177,13 +177,18 @@ class CachedCall:
         grad_lse: Tensor | None,
         given: Given,
         needs: Needs,
+        into: Sequence[Tensor] = (),
     ) -> tuple[Tensor | None, ...]:
         """dQ, dK and dV, also those of bias and sinks if one ``needs`` them.
+
+        ``into``: fp32 tensors, to which the first three are added, or nothing.
 
         Raises:
             RuntimeError: a tensor has no memory.
         """
         lse = lse.contiguous()  # what was saved may come back with other strides
+        if grad_out.dtype != query.dtype and self.plan.tiling is not None:
+            grad_out = grad_out.to(query.dtype)  # what kernels multiply
         tensors = (query, key, value, out, lse, grad_out, grad_lse)
         key_ = (
             self,
@@ -197,13 +202,17 @@ class CachedCall:
             _alignment(tensors if given is NOTHING else (*tensors, *given)),
             dot_precision(query.dtype),
             tuple([None if x is None else x.stride() for x in given]) if self.masked else (),
+            out.dtype,
+            tuple([(x.stride(), x.data_ptr() % 16) for x in into]),
         )
         launch = _cache.get(key_)
         if launch is None:
             launch = gradients_launcher(
-                tensors, self.problem, self.plan, *self.launched_with(given), needs
+                tensors, self.problem, self.plan, *self.launched_with(given), needs, into
             )
             _store(key_, launch)
+        if into:
+            return launch(*tensors, *self.launched_with(given), into)
         if given is NOTHING:
             return launch(*tensors)
         return launch(*tensors, *self.launched_with(given))
@@ -221,8 +230,9 @@ _INPUTS = "Tensor query, Tensor key, Tensor value"
 _PROBLEM = (
     f"{', '.join(f'Tensor? {name}' for name in GIVEN)}, str layout, SymInt max_seqlen_q, "
     "SymInt max_seqlen_k, str causal, float scale, SymInt window_left, SymInt window_right, "
-    "float softcap, bool deterministic, str implementation, int[] tiling"
+    "float softcap, bool deterministic, str implementation, bool fp32_out, int[] tiling"
 )
+FP32_OUT = -2  # in what follows key and value
 _LIBRARY = torch.library.Library("flashattn_triton", "DEF")
 _LIBRARY.define(f"forward({_INPUTS}, {_PROBLEM}) -> (Tensor out, Tensor lse)")
 _LIBRARY.define(
@@ -267,7 +277,7 @@ def _call_of(
 def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     layout = rest[len(GIVEN)]
     lse = empty_row_statistic(heads_first(query, layout))
-    out = empty_result(query, value.shape[-1], layout)
+    out = empty_result(query, value.shape[-1], layout, torch.float32 if rest[FP32_OUT] else None)
     return out, lse.squeeze(0) if layout == "thd" else lse
 
 
@@ -513,10 +523,7 @@ def attend(
     if given is not NOTHING:
         if problem.packed:
             starts_q, starts_k = given[STARTS:]
-            check_starts(
-                query, key, starts_q, starts_k, *problem.longest,  # type: ignore[arg-type]
-                to_the_end=problem.implementation == "triton",
-            )  # fmt: skip
+            check_starts(query, key, starts_q, starts_k, *problem.longest)  # type: ignore[arg-type]
         if not call.normal:
             given = normalised(problem, query, key, given)
         if call.masked:
@@ -528,3 +535,22 @@ def attend(
         out, lse = Attend.apply(call, *tensors)
         return out, lse
     return _AttendOutput.apply(call, *tensors), None
+
+
+def add_gradients(
+    problem: Problem, tensors: Sequence[Any], given: Given, into: Sequence[Tensor]
+) -> None:
+    """Adds dQ, dK and dV to three fp32 tensors, outside of autograd.
+
+    Args:
+        problem: what was computed.
+        tensors: query, key, value, output, logsumexp, and the gradients of the last two, of which
+            that of the logsumexp may be None.
+        given: what came with them, by position in :data:`GIVEN`.
+        into: in the layout of the problem, with contiguous rows.
+    """
+    query, key, value, out, lse, grad_out, grad_lse = tensors
+    cache_key = key_of(problem, query, key, value, given)
+    call = _cache.get(cache_key) or _new_call(cache_key, problem, query, key, value, given)
+    given = normalised(problem, query, key, given)
+    call.backward(query, key, value, out, lse, grad_out, grad_lse, given, _ONLY_INPUTS, into)
