@@ -73,8 +73,8 @@ def register() -> None:
     on either side, packed sequences, sliding windows on one side or both, soft-caps, attention
     sinks, position biases (T5) except with packed sequences, decoding with a dynamic cache.
     Everything else raises a ``ValueError`` in the forward pass: dropout, static and paged caches,
-    requests for attention weights, and masks that are not bands within sequences (4-D masks, prefix masks, rules supplied
-    by the user).
+    requests for attention weights, and masks that are not bands within sequences (4-D masks, prefix
+    masks).
 
     transformers takes every name with "flash" in it for a kernel that it must load before use, and
     replaces it in models that list the kernels they accept, as gpt-oss does. There is nothing to
@@ -397,7 +397,7 @@ def _of_single_positions(rule: MaskFunction) -> MaskFunction:
         shape = torch.broadcast_shapes(*(x.shape for x in positions))
         flat = (x.expand(shape).flatten() for x in positions)
         visible: Tensor = torch.vmap(rule)(*flat)
-        return visible.unflatten(0, shape)
+        return visible.view(shape)
 
     return of_tensors
 
