@@ -107,14 +107,16 @@ def flash_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale · Q Kᵀ) V, exactly, without the N_q x N_k matrix (arXiv:2307.08691).
 
-    Differentiable once in query, key, value, sinks and bias, through the output and the logsumexp.
+    Differentiable in query, key, value, sinks and bias, through the output and the logsumexp, in
+    both modes; derivatives beyond the first are computed in tiles of plain PyTorch.
     Scores, sums and all gradients are accumulated in fp32. A query that sees no key has output 0,
     logsumexp -inf and no gradient. Batches and lengths may be 0.
 
     Args:
         query: (B, H, N_q, D) for layout "bhsd", (B, N_q, H, D) for "bshd"; fp16, bf16 or fp32; D
-            and E from 1 to 256; any strides (copied if the last is not 1). The batch may be any
-            number of dimensions, also none.
+            and E from 1 to 256; without that limit, and fp64 too, where the implementation is
+            "tiled" (as for CPU tensors) or "reference". Any strides (copied if the last is not 1).
+            The batch may be any number of dimensions, also none.
         key: (B, G, N_k, D), G dividing H: query head h reads key head h // (H / G).
         value: (B, G, N_k, E).
         causal: False; True or "top-left": query i sees the keys j <= i; "bottom-right": query i
@@ -340,16 +342,17 @@ def _reference(
     from flashattn_triton.reference import attention_reference, attention_reference_varlen
 
     *_, starts_q, starts_k = given
+    dtype = torch.promote_types(query.dtype, torch.float32)
     check_inputs(problem, query, key, value, starts_q, starts_k)
     mask_and_bias = mask_and_bias_of(normalised(problem, query, key, given))
     with torch.autocast(query.device.type, enabled=False):
         if starts_q is not None and starts_k is not None:
             out, lse = attention_reference_varlen(
-                query, key, value, starts_q, starts_k, problem, mask_and_bias
+                query, key, value, starts_q, starts_k, problem, mask_and_bias, dtype=dtype
             )
         else:
             q, k, v = (heads_first(x, problem.layout) for x in (query, key, value))
-            out, lse = attention_reference(q, k, v, problem, mask_and_bias)
+            out, lse = attention_reference(q, k, v, problem, mask_and_bias, dtype=dtype)
             out = as_given(out, problem.layout)
     return out.to(problem.out_dtype or query.dtype), lse
 
@@ -416,13 +419,14 @@ def _refuse_keywords_of_packed_calls(given: Mapping[str, Any]) -> None:
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Floating tensors in autocast's dtype, which is for attention's two matrix products.
 
-    As they are where autocast is on for another kind of device.
+    As they are where autocast is on for another kind of device, or of float64 as in PyTorch.
     """
     first = tensors[0]
     if first.is_meta or not torch.is_autocast_enabled(first.device.type):
         return tensors
     dtype = torch.get_autocast_dtype(first.device.type)
-    return tuple(x.to(dtype) if x.is_floating_point() else x for x in tensors)
+    kept = [not x.is_floating_point() or x.dtype == torch.float64 for x in tensors]
+    return tuple(x if keep else x.to(dtype) for x, keep in zip(tensors, kept, strict=True))
 
 
 class FlashAttention2Triton(torch.autograd.Function):
