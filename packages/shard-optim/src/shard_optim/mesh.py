@@ -145,40 +145,26 @@ class Mesh:
         self.shards.agree(pairs, must=must, remedy=remedy, gather=gather)
 
 
-def mesh_of_group(
-    process_group: dist.ProcessGroup | DeviceMesh | None, *, device: torch.device, owner: str
-) -> Mesh:
-    """The ranks of a group, of a mesh of one dimension, or of the default group.
-
-    Raises:
-        RuntimeError: if there is neither.
-        ValueError: for a mesh of more dimensions, or a group without this rank.
-    """
-    group = resolve_group(process_group, before=f"a {owner} is made")
-    everyone = dist.get_process_group_ranks(group)
-    return Mesh(group, None, everyone, device=device, owner=owner)
-
-
 def resolve_mesh(
     process_group: dist.ProcessGroup | DeviceMesh | None, *, device: torch.device, owner: str
 ) -> Mesh:
     """The ranks of a group, of a mesh of one or two dimensions, or of the default group.
 
     Raises:
-        TypeError: if it is something else.
-        ValueError: for a mesh of more dimensions.
         RuntimeError: if there is neither.
+        ValueError: for a group without this rank.
     """
-    check_group(process_group)
+    before = f"a {owner} is made"
     if not isinstance(process_group, DeviceMesh) or process_group.ndim == 1:
-        return mesh_of_group(process_group, device=device, owner=owner)
-    resolve_group(None, before=f"a {owner} is made")
-    replicas = process_group.get_group(0)
-    everyone = process_group.mesh.flatten().tolist()
+        group = resolve_group(process_group, before=before)
+        ranks = dist.get_process_group_ranks(group)
+        return Mesh(group, None, ranks, device=device, owner=owner)
+    resolve_group(None, before=before)
+    shards, replicas = process_group.get_group(1), process_group.get_group(0)
     return Mesh(
-        process_group.get_group(1),
+        shards,
         None if replicas.size() == 1 else replicas,
-        everyone,
+        process_group.mesh.flatten().tolist(),
         device=device,
         owner=owner,
     )
