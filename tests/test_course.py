@@ -183,6 +183,7 @@ def test_predictions_of_2026() -> None:
     assert f"need {more / 1024:.1f} GiB more" in recomputed
 
 
+@pytest.mark.nightly  # torch.utils.checkpoint imports torch's compiler, which takes seconds
 def test_nested_checkpoints() -> None:
     """The page's code: N·(1 + log₂ N) forward passes of a block at most, and the same gradients."""
     code = re.search(r"> ```python\n(.*?)> ```", text_of("2026/gradient_checkpointing"), re.DOTALL)

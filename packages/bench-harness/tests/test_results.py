@@ -72,7 +72,8 @@ def test_pages_show_what_the_rows_say(page: Path) -> None:
 
 
 def test_every_problem_has_its_page() -> None:
-    assert {page.stem for page in ASSIGNMENT.glob("*.md")} == {"index", *PROBLEMS}
+    about = {"index", "deliverables", "course-files", "course-tests"}
+    assert {page.stem for page in ASSIGNMENT.glob("*.md")} == {*about, *PROBLEMS}
     index = (ASSIGNMENT / "index.md").read_text(encoding="utf-8")
     assert all(f"]({name}.md)" in index for name in PROBLEMS)
 
