@@ -446,7 +446,7 @@ def _env(as_json: AsJson = False) -> int:
         identity = environment.fingerprint(description)
         typer.echo(json.dumps({"environment id": identity, **description}))
         return 0
-    terminal.environment(description, environment.fingerprint(description), Console())
+    terminal.machine(description, environment.fingerprint(description), Console())
     return 0
 
 

@@ -100,6 +100,10 @@ class AllReduce(Experiment):
         results = run_on_ranks(case, progress, measure_rank)
         return [slowest_rank(list(ranks)) for ranks in zip(*results, strict=True)]
 
+    def work_s(self, case: Case) -> float:
+        """The ranks start."""
+        return 1.0 + 0.5 * float(case.config["world_size"])
+
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """Time and bandwidth of every collective; overhead and bandwidth fitted."""
         from bench_harness.stats import with_summary

@@ -216,6 +216,16 @@ class Attention(Experiment):
                 rows += [{**about, **row} for row in measured(group, case.config, device, progress)]
         return rows
 
+    def work_s(self, case: Case) -> float:
+        """By variants, lengths and passes; compiling each length takes longest."""
+        config, count = case.config, len(case.config["variants"])
+        cells = max(1, len(config["sequences"])) * len(config["features"]) * count
+        timed = cells * len(config["passes"]) * (config["warmup_ms"] + config["rep_ms"]) / 1e3
+        if config["device"] == "cpu":
+            return float(2 + 0.4 * cells + timed)
+        compiled = sum("compiled" in name or name == "flex" for name in config["variants"])
+        return float(5 + 4 * count + 0.3 * cells + timed + 12 * compiled * cells / count)
+
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """The grid with all statistics, medians, the cost of features, cells without memory."""
         return _tables(rows)

@@ -91,6 +91,14 @@ class Experiment(abc.ABC):
                 return str(error)
         return None
 
+    def work_s(self, case: Case) -> float | None:
+        """About how many seconds a case takes, sampling beyond the least left out; None: unknown.
+
+        Rough sums for a dry run, of a machine that nothing else uses: of published rows on H200s,
+        and of small cases on two CPU cores.
+        """
+        return None
+
     @abc.abstractmethod
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """The tables of this experiment's rows.

@@ -18,7 +18,7 @@ from bench_harness.environment import resolve_device
 from bench_harness.experiments.base import Experiment
 from bench_harness.experiments.shape import SubjectOptions, subject_label
 from bench_harness.traces.allocations import FIRST
-from bench_harness.workload import ATTENTIONS, PRECISIONS, SIZES
+from bench_harness.workload import ATTENTIONS, PRECISIONS, SIZES, billions
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -158,6 +158,10 @@ class Memory(Experiment):
             for number, row in enumerate(allocations.largest(events, _LARGEST), start=1)
         ]
         return rows
+
+    def work_s(self, case: Case) -> float:
+        """By the size of the model."""
+        return 0.7 + 0.4 * billions(case.config)
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """Peaks beside predictions, what is kept for backward, the largest allocations."""

@@ -13,7 +13,7 @@ from bench_harness.environment import resolve_device
 from bench_harness.experiments.base import Experiment
 from bench_harness.experiments.shape import SubjectOptions, subject_label
 from bench_harness.timing import SamplingOptions
-from bench_harness.workload import ATTENTIONS, PRECISIONS, SIZES
+from bench_harness.workload import ATTENTIONS, PRECISIONS, SIZES, billions
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -158,6 +158,14 @@ class Model(Experiment):
                     }
                 )
         return rows
+
+    def work_s(self, case: Case) -> float:
+        """By variants, what is run of each, and the size of the model; compiling takes longest."""
+        config = case.config
+        compiled = sum(each["execution"] == "compiled" for each in config["variants"])
+        each = (3 if config["device"] == "cpu" else 1) + 9 * billions(config)
+        steps = len(config["variants"]) * each * (1 + len(config["modes"])) / 4
+        return float(2 + steps + 40 * compiled)
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """Times per phase; the effect of warm-up; the first step against the steady state."""

@@ -12,7 +12,7 @@ from bench_harness.display import row_tables
 from bench_harness.environment import resolve_device
 from bench_harness.experiments.base import Experiment
 from bench_harness.experiments.shape import SubjectOptions, subject_label
-from bench_harness.workload import PRECISIONS, SIZES
+from bench_harness.workload import PRECISIONS, SIZES, billions
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -119,6 +119,11 @@ class Profile(Experiment):
         progress("reading the trace")
         facts = {} if "model" in config else shape_row(language_model_config(config))
         return rows_of(trace, {**facts, "spans": _spans(trace)}, config)
+
+    def work_s(self, case: Case) -> float:
+        """By the size of the model; Nsight Systems starts and exports."""
+        slow = case.config["tool"] == "nsight"
+        return 1.2 + 2.5 * billions(case.config) + 10.0 * bool(slow)
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """Phases with their matmul share; inference against a whole step; attention; kernels."""
