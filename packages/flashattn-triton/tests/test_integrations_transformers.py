@@ -241,6 +241,48 @@ def test_compiled_models_refuse_rows_packed_by_positions(kind, keywords, backend
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.fixture(params=[None, 8])
+def packed_models(request):
+    integration.register(packed=True, max_documents=request.param)
+    yield
+    integration.register()
+
+
+@pytest.mark.usefixtures("packed_models")
+@pytest.mark.parametrize(("kind", "keywords"), [("Llama", {}), ("Mistral", {"sliding_window": 6})])
+def test_compiled_models_take_rows_packed_by_positions_if_asked_to(kind, keywords):
+    model, theirs = pair(kind, **keywords)
+    ids, other, positions = packed_rows()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for rows in (positions, positions.flip(0), torch.arange(19, device=DEVICE).expand_as(ids) + 2):
+        given = {"position_ids": rows.clone(), "use_cache": False}
+        out, expected = (x(ids, **given).logits for x in (compiled, theirs))
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    given = {"position_ids": positions, "use_cache": False}
+    out, changed = (compiled(x, **given).logits for x in (ids, other))
+    assert torch.equal(out[0, 8:], changed[0, 8:])  # no document sees another
+    assert torch.equal(out[1, 3:], changed[1, 3:])
+    weight = torch.randn_like(out)
+    gradients = [
+        torch.autograd.grad((x(ids, **given).logits * weight).sum(), list(x.parameters()))
+        for x in (compiled, theirs)
+    ]
+    for gradient, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.usefixtures("packed_models")
+def test_exported_models_take_rows_packed_by_positions_if_asked_to():
+    model, theirs = pair("Llama")
+    ids, _, positions = packed_rows()
+    given = {"position_ids": torch.arange(19, device=DEVICE).expand_as(ids), "use_cache": False}
+    program = torch.export.export(model, (ids,), given).module()
+    given["position_ids"] = positions
+    torch.testing.assert_close(
+        program(ids, **given).logits, theirs(ids, **given).logits, rtol=1e-4, atol=1e-5
+    )
+
+
 @pytest.mark.parametrize(("kind", "keywords"), [("Llama", {}), ("Mistral", {"sliding_window": 6})])
 def test_the_ways_out_for_rows_packed_by_positions(kind, keywords):
     model, theirs = pair(kind, **keywords)

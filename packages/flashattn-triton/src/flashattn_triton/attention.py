@@ -97,6 +97,7 @@ def flash_attention(
     bias: Tensor | None = None,
     prefix_lengths: Tensor | None = None,
     document_ids: Tensor | None = None,
+    max_documents: int | None = None,
     layout: Layout | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
@@ -138,7 +139,11 @@ def flash_attention(
         prefix_lengths: (B,) integers, with a causal mask and no window: every query also sees the
             first keys of its sequence, that many.
         document_ids: (B, N) integers, for self-attention within documents that share rows: a token
-            sees those with its number, which must be its neighbours. The host waits for the device.
+            sees those with its number, which must be its neighbours. The host waits for the device,
+            except in compiled code and with ``max_documents``.
+        max_documents: at least the number of documents in all rows, which the device checks. The
+            host then waits for nothing, as CUDA graphs need it. In compiled code None means as many
+            as tokens; the portable kernels launch a program for each head and possible document.
         layout: "bhsd" or "bshd", of inputs and output. None means "bhsd", with a warning if inputs
             look like "bshd".
         return_lse: also return the logsumexp.
@@ -171,7 +176,7 @@ def flash_attention(
         check_tensors(query=query, key=key, value=value)
     if document_ids is not None or query.dim() != 4 or layout not in (None, "bhsd", "bshd"):
         return _in_four_dimensions(
-            query, key, value, document_ids, layout, return_lse,
+            query, key, value, document_ids, max_documents, layout, return_lse,
             (alibi_slopes, bias, prefix_lengths, sinks), causal=causal, scale=scale, window=window,
             softcap=softcap, deterministic=deterministic, implementation=implementation,
             tiling=tiling, out_dtype=out_dtype,
@@ -362,6 +367,7 @@ def _in_four_dimensions(
     key: Tensor,
     value: Tensor,
     document_ids: Tensor | None,
+    max_documents: int | None,
     layout: Layout | None,
     return_lse: bool,
     tensors: tuple[Tensor | None, ...],
@@ -377,7 +383,7 @@ def _in_four_dimensions(
         refuse_with_documents(bias=bias, prefix_lengths=prefix_lengths)
         out, lse = attend_to_documents(
             flash_attention_varlen, query, key, value, document_ids, layout or "bhsd",
-            alibi_slopes, sinks, **keywords,
+            alibi_slopes, sinks, max_documents, **keywords,
         )  # fmt: skip
         return (out, lse) if return_lse else out
     batch = in_one_batch(query, key, value)

@@ -269,6 +269,7 @@ def explain(
     bias: Tensor | None = None,
     prefix_lengths: Tensor | None = None,
     document_ids: Tensor | None = None,
+    max_documents: int | None = None,
     layout: Layout | None = None,
     return_lse: bool = False,
     **keywords: Unpack[OptionKeywords],
@@ -276,8 +277,8 @@ def explain(
     """In words: which implementation and which tiles ``flash_attention`` would run, and why.
 
     Takes ``flash_attention``'s arguments and raises its errors. Launches nothing. The answer does
-    not depend on ``document_ids`` and ``return_lse``, which are taken so that a call can be
-    explained as it is written.
+    not depend on ``document_ids``, ``max_documents`` and ``return_lse``, which are taken so that a
+    call can be explained as it is written.
     """
     refuse_unknown("explain", [*Keywords.__annotations__, "return_lse"], keywords)
     check_tensors(query=query, key=key, value=value)

@@ -65,6 +65,7 @@ class Keywords(PackedKeywords, total=False):
     layout: Layout | None
     bias: Tensor | None
     document_ids: Tensor | None
+    max_documents: int | None
 
 
 @dataclass(frozen=True, kw_only=True)

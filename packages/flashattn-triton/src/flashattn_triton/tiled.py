@@ -306,6 +306,8 @@ def tiled_forward_varlen(
         device=query.device,
     )
     for i, (q_span, k_span) in enumerate(sequences(cu_seqlens_q, cu_seqlens_k)):
+        if q_span.start == q_span.stop and k_span.start == k_span.stop:  # there may be thousands
+            continue
         q, k, v = batched(query, q_span), batched(key, k_span), batched(value, k_span)
         o_s, lse_s = tiled_forward(q, k, v, problem, mask_and_bias.sequence(i))
         out[q_span], lse[:, q_span] = o_s[0].transpose(0, 1), lse_s[0]
@@ -336,6 +338,8 @@ def tiled_backward_varlen(
     """
     dq, dk, dv = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     for i, (q_span, k_span) in enumerate(sequences(cu_seqlens_q, cu_seqlens_k)):
+        if q_span.start == q_span.stop and k_span.start == k_span.stop:  # there may be thousands
+            continue
         gradients = tiled_backward(
             batched(query, q_span),
             batched(key, k_span),

@@ -49,7 +49,8 @@ UNSUPPORTED = {
 PACKED_WHILE_TRACED = (
     "position_ids must number one sequence in each row where the model is traced (torch.compile, "
     f"torch.export) with {NAME}, but got rows of several. Pass where the sequences start as "
-    "cu_seq_lens_q and cu_seq_lens_k, or compile the blocks of the model instead of the model."
+    "cu_seq_lens_q and cu_seq_lens_k, call register(packed=True) before the model is traced, or "
+    "compile the blocks of the model instead of the model."
 )
 NO_BAND = (
     f"The mask must be causal, a sliding window or full within sequences for {NAME}, but got a "
@@ -62,12 +63,19 @@ STATIC_CACHE_WHILE_TRACED = (
 )
 
 
-def register() -> None:
+def register(*, packed: bool = False, max_documents: int | None = None) -> None:
     """Makes ``attn_implementation="flashattn-triton"`` known to transformers; repeatable.
 
     So is the alias ``"triton-attention"``. Some models ask whether the name of their implementation
     has "flash" in it: they then pass the starts of packed images instead of a mask, or refuse what
     flash-attn cannot compute, such as Falcon with ALiBi. The alias answers no.
+
+    Args:
+        packed: models that are compiled or exported whole take rows of several sequences, which
+            ``position_ids`` number. No value of a tensor tells such a model from others while it is
+            traced, and packed batches cost more, so that it must be asked for.
+        max_documents: at least the number of sequences in all rows of a batch, if ``packed``; see
+            :func:`~flashattn_triton.flash_attention`.
 
     Covered: causal and bidirectional self-attention, cross-attention, grouped-query heads, padding
     on either side, packed sequences, sliding windows on one side or both, soft-caps, attention
@@ -92,9 +100,10 @@ def register() -> None:
             "registering with transformers needs the transformers package; "
             "install it with: pip install 'flashattn-triton[transformers]'"
         ) from error
+    forward = functools.partial(attention_forward, max_documents=max_documents)
     for name in (NAME, ALIAS):
-        AttentionInterface.register(name, attention_forward)
-        AttentionMaskInterface.register(name, attention_mask)
+        AttentionInterface.register(name, forward)
+        AttentionMaskInterface.register(name, functools.partial(attention_mask, packed=packed))
     model_checks.install(modeling_utils.PreTrainedModel, (NAME, ALIAS))
     recognise = modeling_utils.is_flash_attention_requested
     if not hasattr(recognise, "leaves_out"):
@@ -129,6 +138,7 @@ def attention_forward(
     cu_seq_lens_k: Tensor | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    max_documents: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer, as transformers calls it.
@@ -150,6 +160,7 @@ def attention_forward(
         s_aux: (H,) attention sinks.
         position_bias: added to the scores, broadcastable to (B, H, N_q, N_k), with its gradient.
             With a padding mask as well, a bias for the whole batch is in memory.
+        max_documents: as given to :func:`register`.
         kwargs: what else models pass; a feature that is not supported is refused.
 
     Returns:
@@ -188,8 +199,12 @@ def attention_forward(
         "softcap": softcap,
         "sinks": s_aux,
     }
+    traced = torch.compiler.is_compiling() and attention_mask is not None
+    documents = attention_mask if traced and attention_mask.dtype == torch.int64 else None  # type: ignore[union-attr]
     packed = cu_seq_lens_q is not None or (
-        attention_mask is not None and position_bias is not None and int(attention_mask.max()) > 1
+        attention_mask is not None
+        and position_bias is not None
+        and (documents is not None or int(attention_mask.max()) > 1)
     )
     if packed and position_bias is not None:
         raise ValueError(
@@ -211,7 +226,9 @@ def attention_forward(
             (kwargs.get("max_length_q"), kwargs.get("max_length_k")),
             options,
         ), None
-    if attention_mask is None:
+    if attention_mask is None or documents is not None:
+        if documents is not None:
+            options |= {"document_ids": documents, "max_documents": max_documents}
         out = flash_attention(query, key, value, layout="bhsd", bias=position_bias, **options)
         assert isinstance(out, Tensor)  # no logsumexp was asked for
         return out.transpose(1, 2).contiguous(), None
@@ -330,6 +347,7 @@ def attention_mask(
     local_size: int | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
+    packed: bool = False,
     **_: Any,
 ) -> Tensor | None:
     """What :func:`attention_forward` must know of the mask, after a check that it is all there is.
@@ -353,11 +371,12 @@ def attention_mask(
         local_size: width of a sliding window.
         use_vmap: whether the rule takes single positions only, as those of users may.
         device: where the model computes.
+        packed: as given to :func:`register`.
 
     Returns:
         (B, N_k) integers, 0 for padding and the number of a token's sequence elsewhere; None if
         each row is one sequence without padding. While a compiler traces, () bool instead: True
-        if a row has several sequences.
+        if a row has several sequences; or if ``packed``, the numbers as int64.
 
     Raises:
         ValueError: if the mask is not a band, or keys lie beyond the last query (a static cache).
@@ -371,10 +390,13 @@ def attention_mask(
         queries = torch.arange(q_length, device=device) + (q_offset if traced else int(q_offset))
         keys = (kv_offset, kv_offset + kv_length - 1)
         if traced:
-            packed = _recognise_traced(mask_function, batch_size, queries, keys, local_size)
+            documents = _recognise_traced(mask_function, batch_size, queries, keys, local_size)
+            if attention_mask is None and packed and q_length == kv_length:
+                return documents
+            several = (documents > 1).any()
             if attention_mask is None:
-                return packed
-            torch._assert_async(~packed, PACKED_WHILE_TRACED)
+                return several
+            torch._assert_async(~several, PACKED_WHILE_TRACED)
         else:
             sequences = _recognise(mask_function, batch_size, queries, keys, local_size)
     if attention_mask is None:
@@ -432,7 +454,7 @@ def _recognise_traced(
     keys: tuple[int, int],
     local_size: int | None,
 ) -> Tensor:
-    """() bool: True if a row has several sequences.
+    """The sequence of each key, (B, N_k) int64, from 1 on in each row.
 
     The compiled code raises the errors of :func:`_recognise`. Lengths may be symbols, so that rules
     are evaluated up to a distance of 2**20 in any case.
@@ -442,7 +464,7 @@ def _recognise_traced(
     )
     torch._assert_async(agrees, NO_BAND)
     torch._assert_async(at_an_end, STATIC_CACHE_WHILE_TRACED)
-    return (sequences > 1).any()
+    return sequences
 
 
 def _compare(
