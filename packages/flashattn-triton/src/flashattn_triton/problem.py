@@ -63,6 +63,7 @@ class Keywords(PackedKeywords, total=False):
 
     layout: Layout | None
     bias: Tensor | None
+    mask: Tensor | None
     document_ids: Tensor | None
 
 
