@@ -22,6 +22,7 @@ from flashattn_triton.inputs import (
     in_one_batch,
 )
 from flashattn_triton.mask_and_bias import mask_and_bias_of, normalised, resolve_mask_and_bias
+from flashattn_triton.masks import with_mask
 from flashattn_triton.mistakes import (
     check_tensors,
     refuse_unknown,
@@ -95,6 +96,7 @@ def flash_attention(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
+    mask: Tensor | None = None,
     prefix_lengths: Tensor | None = None,
     document_ids: Tensor | None = None,
     max_documents: int | None = None,
@@ -136,6 +138,10 @@ def flash_attention(
         bias: broadcastable to (B, H, N_q, N_k), fp16, bf16 or fp32: is added to the scores, after
             the soft-cap; -inf hides a key, and so does what is -8192 or less. Differentiable; its
             gradient is summed in a fixed order over the dimensions that share it.
+        mask: bool, broadcastable to (B, H, N_q, N_k), True where a key is visible; joins the other
+            masks. A mask that queries share, (B, 1, 1, N_k), costs as many numbers as it has; with
+            a bias too, the tensor to which both broadcast exists. Keys and values that it hides
+            from all queries are copied as zeros, so that they may hold NaN.
         prefix_lengths: (B,) integers, with a causal mask and no window: every query also sees the
             first keys of its sequence, that many.
         document_ids: (B, N) integers, for self-attention within documents that share rows: a token
@@ -174,6 +180,12 @@ def flash_attention(
     normalise_flag("return_lse", return_lse)
     if type(query) not in PLAIN or type(key) not in PLAIN or type(value) not in PLAIN:
         check_tensors(query=query, key=key, value=value)
+    if mask is not None:
+        if document_ids is not None:
+            refuse_with_documents(mask=mask)
+        check_layout(layout)
+        in_one_batch(query, key, value)
+        bias, key, value = with_mask(mask, bias, query, key, value, layout or "bhsd")
     if document_ids is not None or query.dim() != 4 or layout not in (None, "bhsd", "bshd"):
         return _in_four_dimensions(
             query, key, value, document_ids, max_documents, layout, return_lse,

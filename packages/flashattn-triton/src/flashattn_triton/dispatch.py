@@ -20,6 +20,7 @@ from flashattn_triton.hopper.configs import describe_backward, describe_forward
 from flashattn_triton.inputs import in_one_batch
 from flashattn_triton.launch import tma_refusal
 from flashattn_triton.mask_and_bias import check_prefix_options, resolve_mask_and_bias
+from flashattn_triton.masks import with_mask
 from flashattn_triton.mistakes import (
     check_tensors,
     refuse_unknown,
@@ -267,6 +268,7 @@ def explain(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
+    mask: Tensor | None = None,
     prefix_lengths: Tensor | None = None,
     document_ids: Tensor | None = None,
     max_documents: int | None = None,
@@ -284,6 +286,8 @@ def explain(
     check_tensors(query=query, key=key, value=value)
     check_layout(layout)
     leading, batch = query.shape[:-3], in_one_batch(query, key, value)
+    if mask is not None:
+        bias, *_ = with_mask(mask, bias, query, key, value, layout or "bhsd")
     query, key, value = (heads_first(x, layout or "bhsd") for x in batch)
     mask_and_bias = resolve_mask_and_bias(
         alibi_slopes=alibi_slopes,
@@ -299,7 +303,7 @@ def explain(
     if prefix_lengths is not None:
         check_prefix_options(problem)
     if document_ids is not None:
-        refuse_with_documents(bias=bias, prefix_lengths=prefix_lengths)
+        refuse_with_documents(bias=bias, mask=mask, prefix_lengths=prefix_lengths)
     plan = choose(query, key, value, problem, tensors=mask_and_bias.names)
     lines = [f"tier: {plan.tier} ({plan.reason})"]
     head_dims = query.shape[-1], value.shape[-1]

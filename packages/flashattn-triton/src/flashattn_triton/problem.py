@@ -64,6 +64,7 @@ class Keywords(PackedKeywords, total=False):
 
     layout: Layout | None
     bias: Tensor | None
+    mask: Tensor | None
     document_ids: Tensor | None
     max_documents: int | None
 

@@ -239,8 +239,10 @@ def attention_forward(
             f"another attn_implementation for custom masks."
         )
     if position_bias is not None:  # which needs the pairs of positions that packing would lose
-        bias = position_bias.masked_fill(attention_mask[:, None, None, :] == 0, float("-inf"))
-        out = flash_attention(query, key, value, layout="bhsd", bias=bias, **options)
+        mask = attention_mask[:, None, None, :] != 0
+        out = flash_attention(
+            query, key, value, layout="bhsd", bias=position_bias, mask=mask, **options
+        )
         assert isinstance(out, Tensor)
         return out.transpose(1, 2).contiguous(), None
     return _attend_unpadded(query, key, value, attention_mask, options), None
