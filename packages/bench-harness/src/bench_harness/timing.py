@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from bench_harness import environment
 from bench_harness.core import Row, option
 
 if TYPE_CHECKING:
@@ -34,11 +35,14 @@ class Samples:
         device_ms: milliseconds per call between two CUDA events; empty on a CPU.
         first_ms: the very first call of the process (compilation, allocation, autotuning), wall
             clock; None if it was not measured.
+        gpu: clock (``sm_clock_mhz``), power and temperature of the GPU right after each sample, as
+            far as its driver tells them; empty on a CPU.
     """
 
     wall_ms: list[float] = field(default_factory=list)
     device_ms: list[float] = field(default_factory=list)
     first_ms: float | None = None
+    gpu: dict[str, list[float]] = field(default_factory=dict)
 
     def row(self) -> Row:
         """These samples as columns of a result row, to a nanosecond, which no clock here beats."""
@@ -47,7 +51,28 @@ class Samples:
             columns["samples_device_ms"] = [round(sample, 6) for sample in self.device_ms]
         if self.first_ms is not None:
             columns["first_ms"] = self.first_ms
-        return columns
+        return columns | {f"samples_{name}": values for name, values in self.gpu.items()}
+
+    def note_gpu(self, device: torch.device, samples: int = 1) -> None:
+        """Keeps what the driver says of the GPU now, for the latest ``samples``."""
+        for name, value in gpu_now(device).items():
+            self.gpu.setdefault(name, []).extend([value] * samples)
+
+    def extend(self, other: Samples) -> None:
+        """Adds the samples of another turn; the first call is not theirs."""
+        self.wall_ms += other.wall_ms
+        self.device_ms += other.device_ms
+        for name, values in other.gpu.items():
+            self.gpu.setdefault(name, []).extend(values)
+
+
+def gpu_now(device: torch.device) -> dict[str, float]:
+    """Clock, power and temperature of a CUDA device (:func:`environment.gpu_now`); else nothing."""
+    if device.type != "cuda":
+        return {}
+    import torch
+
+    return environment.gpu_now(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
 
 
 def synchronize(device: torch.device) -> None:
@@ -83,6 +108,7 @@ def record_sample(samples: Samples, device: torch.device, *, calls: int = 1) -> 
     torch.cuda.synchronize(device)
     samples.wall_ms.append((time.perf_counter_ns() - start) / 1e6 / calls)
     samples.device_ms.append(begin.elapsed_time(end) / calls)
+    samples.note_gpu(device)
 
 
 def measure(

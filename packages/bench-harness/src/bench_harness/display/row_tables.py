@@ -38,13 +38,14 @@ COMMON = (
     Column("roof_ms", "roofline", "ms"),
     Column("roof_share", "of the roofline", "%"),
     Column("bound", "limit"),
+    Column("clock_mhz", "clock", "MHz"),
     Column("ran", "attention that ran"),
     Column("missed", "prediction missed"),
     Column("status", "status"),
 )
 #: Keys that ``stats.with_summary`` and ``roofline.with_roofline`` add.
 STATISTICS = "median_ms mean_ms std_ms ci_low_ms ci_high_ms n outliers unstable too_short"
-ROOFLINE = "intensity roof_ms roof_share bound"
+ROOFLINE = "intensity roof_ms roof_share bound clock_mhz"
 
 
 class Columns:

@@ -570,7 +570,7 @@ def time_in_turns(
             with attempts.ending(name):
                 for each, call in attempts.passes(name, config["passes"]):
                     samples = measured[i].setdefault((name, each), Samples())
-                    samples.wall_ms += sampled(
+                    taken = sampled(
                         call,
                         attempts.device,
                         clock=config["clock"],
@@ -579,6 +579,8 @@ def time_in_turns(
                         warmup_ms=config["warmup_ms"] / rounds,
                         rep_ms=config["rep_ms"] / rounds,
                     )
+                    samples.wall_ms += taken
+                    samples.note_gpu(attempts.device, len(taken))
         round_number += 1
         if round_number == rounds:
             enough = Enough(config, parts=lengths)

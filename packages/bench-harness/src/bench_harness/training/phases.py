@@ -83,8 +83,7 @@ def _keep(timings: dict[str, Samples], found: dict[str, Samples], *, measured: b
         if kept.first_ms is None:
             kept.first_ms = samples.wall_ms[0]
         if measured:
-            kept.wall_ms += samples.wall_ms
-            kept.device_ms += samples.device_ms
+            kept.extend(samples)
 
 
 def _readings(timings: Mapping[str, Mapping[str, Samples]]) -> list[list[float]]:
