@@ -206,7 +206,12 @@ def draw_fit(done: pd.DataFrame) -> Figure | None:
         model = 1e3 * (size / line * inverse + line * per_call)
         plot.plot(size / line / 2**20, model, "-", color=COLOURS[1], label="model")
         plot.set_title(label)
-        log_axes(plot, x="mean gradients per bucket (MiB), labels: bucket_size_mb", y="overhead (ms)", y_log=False)
+        log_axes(
+            plot,
+            x="mean gradients per bucket (MiB), labels: bucket_size_mb",
+            y="overhead (ms)",
+            y_log=False,
+        )
         # A point below the step without communication stays whole.
         plot.set_ylim(bottom=min(0.0, float(overhead.min() - 0.05 * overhead.max())))
         plot.legend()
