@@ -160,6 +160,11 @@ def describe_torch() -> Row:
     }
 
 
+def busy() -> float:
+    """How many times longer a process takes here because of others: the load over the cores."""
+    return max(1.0, psutil.getloadavg()[0] / (psutil.cpu_count() or 1))
+
+
 def snapshot() -> Row:
     """What changes from case to case: load, free memory, and each GPU's clocks and throttling."""
     return {

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bench_harness.core import Row
-from bench_harness.flops import matmul_ceiling
 from bench_harness.timing import measure
 
 if TYPE_CHECKING:
@@ -35,6 +34,27 @@ def ceilings(device: torch.device, dtype: torch.dtype) -> Row:
         "ceiling_tflop_s": matmul_ceiling(device, dtype),
         "bandwidth_gb_s": memory_bandwidth(device),
     }
+
+
+def matmul_ceiling(device: torch.device, dtype: torch.dtype, size: int | None = None) -> float:
+    """TFLOP/s that a square matrix product reaches here: the ceiling that utilisation refers to.
+
+    It is that of the fastest of five samples.
+
+    Args:
+        size: rows and columns; by default 8192 on CUDA and 512 on a CPU.
+    """
+    import torch
+
+    n = size or (8192 if device.type == "cuda" else 512)
+    left = torch.randn(n, n, device=device, dtype=dtype)
+    right = torch.randn(n, n, device=device, dtype=dtype)
+    out = torch.empty(n, n, device=device, dtype=dtype)
+    samples = measure(
+        lambda: torch.mm(left, right, out=out), device=device, warmup=3, samples=5, calls=3
+    )
+    fastest = min(samples.device_ms or samples.wall_ms)  # what delays the others is no ceiling
+    return float(2 * n**3 / (fastest * 1e-3) / 1e12)
 
 
 def memory_bandwidth(device: torch.device, size: int | None = None) -> float:

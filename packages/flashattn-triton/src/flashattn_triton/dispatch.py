@@ -27,6 +27,7 @@ from flashattn_triton.mistakes import (
     warn_once,
 )
 from flashattn_triton.problem import (
+    MAX_HEAD_DIM,
     Implementation,
     Keywords,
     Layout,
@@ -148,6 +149,7 @@ def _choose(
     if implementation == "auto" and device.type != "cuda":
         reason = f"{device.type} tensors: Triton's kernels need CUDA"
         return Plan(tier="tiled", tiling=None, reason=reason)
+    _check_kernel_limits(dtype, head_dims)
     if implementation == "hopper" and device.type != "cuda":
         raise ValueError(
             f"implementation 'hopper' must have CUDA tensors, but got {device.type}. Move them to "
@@ -199,6 +201,26 @@ def _choose(
     if gpu.capability == eligibility.CAPABILITY:
         reason = f"{reason}; not the Hopper tier: {refusal}"
     return Plan(tier="triton", tiling=chosen, reason=f"{reason}; shipped table")
+
+
+def _check_kernel_limits(dtype: torch.dtype, head_dims: tuple[int, int]) -> None:
+    """Refuses what no kernel computes, though plain PyTorch does.
+
+    Raises:
+        ValueError: naming the tensor, and the tier without the limit.
+    """
+    if dtype == torch.float64:
+        raise ValueError(
+            "query must be float16, bfloat16 or float32 for Triton's kernels, but got float64. "
+            "Convert it, or use implementation='tiled', which computes in float64."
+        )
+    for name, dim in zip(("query", "value"), head_dims, strict=True):
+        if dim > MAX_HEAD_DIM:
+            slices = ", or attend to slices of value one by one" if name == "value" else ""
+            raise ValueError(
+                f"{name} must have a head_dim of at most {MAX_HEAD_DIM} for Triton's kernels, but "
+                f"got {dim}. Use implementation='tiled', which has no limit{slices}."
+            )
 
 
 def check_tiling(tiling: Tiling, gpu: GPU, dtype: torch.dtype) -> None:

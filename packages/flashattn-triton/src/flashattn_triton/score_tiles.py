@@ -123,6 +123,7 @@ class ScoreTiles:
         mask_and_bias: MaskAndBias,
     ) -> None:
         self.batch, self.heads, n_queries, _ = query.shape
+        self.n_queries = n_queries
         self.groups, n_keys = key.shape[1], key.shape[2]
         self.ratio = self.heads // self.groups
         self.problem = problem

@@ -59,8 +59,9 @@ def tiled_forward(
         key_tile: keys in a tile.
 
     Returns:
-        Output (B, H, N_q, E) in the query's dtype, and natural-log logsumexp (B, H, N_q) in fp32
-        (fp64 for fp64 inputs). A query that sees no key has output 0 and logsumexp -inf.
+        Output (B, H, N_q, E) in the problem's or the query's dtype, and natural-log logsumexp
+        (B, H, N_q) in fp32 (fp64 for fp64 inputs). A query that sees no key has output 0 and
+        logsumexp -inf.
     """
     if mask_and_bias.prefix_lengths is not None and len(query) > 1:  # each has tiles of its own
         parts = [
@@ -97,7 +98,8 @@ def tiled_forward(
             out[:, rows] = acc / row_sum.masked_fill(row_sum == 0, 1.0)[..., None]
             lse[:, rows] = row_max + torch.log(row_sum)
         groups = score_tiles.groups
-        return unfold(out, query, groups).to(query.dtype), unfold(lse, query, groups)
+        out = unfold(out, query, groups).to(problem.out_dtype or query.dtype)
+        return out, unfold(lse, query, groups)
 
 
 @torch.no_grad()
@@ -294,9 +296,9 @@ def tiled_forward_varlen(
         mask_and_bias: slopes and prefixes of each sequence; no bias.
 
     Returns:
-        Output (T_q, H, E) in the query's dtype, logsumexp (H, T_q) in fp32 (fp64).
+        Output (T_q, H, E) in the problem's or the query's dtype, logsumexp (H, T_q) in fp32 (fp64).
     """
-    out = query.new_zeros(*query.shape[:2], value.shape[-1])
+    out = query.new_zeros(*query.shape[:2], value.shape[-1], dtype=problem.out_dtype)
     lse = torch.full(
         (query.shape[1], query.shape[0]),
         float("-inf"),

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from bench_harness.attentions import Window, find, forward_only, ran, stores_scores
 from bench_harness.core import CaseSkipped, Row
 from bench_harness.flops import attention_flops
-from bench_harness.sampling import Enough
-from bench_harness.timing import Samples, record_sample, synchronize
+from bench_harness.timing import Enough, Samples, record_sample, synchronize
 
 if TYPE_CHECKING:
     import torch
