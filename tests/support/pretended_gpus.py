@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -45,7 +46,7 @@ def pretended_gpus(
             (peer_memory, "all_gather_json", asked),
             (peer_memory, "backend_for", lambda *_: "nccl"),
             (peer_hook, "SMALLEST_MESSAGE_BYTES", LARGE),
-            (peer_memory.socket, "gethostname", lambda: host),
+            (socket, "gethostname", lambda: host),
             (torch.cuda, "is_available", lambda: True),
             (torch.cuda, "current_device", lambda: gpu),
             (torch.cuda, "device_count", lambda: 2),

@@ -8,6 +8,8 @@ from shard_optim.optimizer import ShardedOptimizer
 from shard_optim.optimizer_class import Partition
 from shard_optim.state import full_state, load, load_full_state, save
 
+__version__ = "0.1.0"
+
 __all__ = [
     "BucketPlan",
     "CollectiveError",
