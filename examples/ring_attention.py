@@ -2,8 +2,9 @@
 
 Every rank keeps its own queries. Keys and values travel around the ring, one rank further at each
 step (arXiv:2310.01889). What a rank computes at each step is joined by ``merge``, from outputs and
-logsumexps alone, so no rank ever holds more than two parts of the keys. Gradients travel the ring
-the other way: the shift is differentiable, and so is everything else.
+logsumexps alone, so no rank ever holds more than two parts of the keys. In the backward pass keys
+and values travel once more, and their gradients with them, in fp32: each rank adds its queries'
+part from the joined output (``flash_attention_backward``).
 
 Under a causal mask the last rank would have all the work if parts were contiguous. Each of W ranks
 therefore has two of 2·W chunks, its own from the front and from the back (``zigzag``), and has the
@@ -16,14 +17,15 @@ compares ranks with attention on the whole sequence, and says whether they agree
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from flashattn_triton import flash_attention, merge
+from flashattn_triton import flash_attention, flash_attention_backward, merge
 
 #: Largest difference of fp32 outputs and gradients, whose sums the ring adds in another order.
 TOLERANCE = 1e-5
@@ -49,39 +51,66 @@ def ring_attention(
     Returns:
         (B, H, N, D), this rank's part of the output.
     """
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    half = query.shape[2] // 2
-    travelling = torch.stack([key, value])
-    outputs, logsumexps = [], []
-    for step in range(world_size):
-        source = (rank - step) % world_size
-        k, v = travelling
-        if source == rank:
-            out, lse = flash_attention(query, k, v, causal="top-left", return_lse=True)
-        elif source < rank:  # all queries see the source's first chunk, and none its second
-            out, lse = flash_attention(query, k[:, :, :half], v[:, :, :half], return_lse=True)
-        else:  # only the queries of the second chunk see the source's keys, and all of them
-            out, lse = flash_attention(query[:, :, half:], k, v, return_lse=True)
-            out = F.pad(out, (0, 0, half, 0))
-            lse = F.pad(lse, (half, 0), value=float("-inf"))
-        outputs.append(out)
-        logsumexps.append(lse)
-        if step < world_size - 1:
-            travelling = _Shift.apply(travelling, group)
-    return merge(outputs, logsumexps)[0]
+    out: Tensor = _Ring.apply(query, key, value, group)
+    return out
 
 
-class _Shift(torch.autograd.Function):
-    """Sends a tensor to the next rank and returns that of the previous one."""
-
+class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup | None
+    ) -> Tensor:
         ctx.group = group
-        return exchange(x, +1, group)
+        travelling = torch.stack([key, value])
+        out = torch.zeros(query.shape, device=query.device)
+        lse = out.new_full(query.shape[:-1], float("-inf"))
+        for causal, rows, keys, is_last in steps(query.shape[2], group):
+            k, v = travelling[:, :, :, keys]
+            part = flash_attention(
+                query[:, :, rows], k, v, causal=causal, return_lse=True, out_dtype=torch.float32
+            )
+            joined = merge([out[:, :, rows], part[0]], [lse[:, :, rows], part[1]])
+            out[:, :, rows], lse[:, :, rows] = joined
+            if not is_last:
+                travelling = exchange(travelling, +1, group)
+        ctx.save_for_backward(query, key, value, out, lse)
+        return out.to(query.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return exchange(grad, -1, ctx.group), None
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        travelling = torch.stack([key, value])
+        of_query = torch.zeros(query.shape, device=query.device)
+        of_keys = torch.zeros(travelling.shape, device=query.device)
+        for causal, rows, keys, is_last in steps(query.shape[2], ctx.group):
+            k, v = travelling[:, :, :, keys]
+            flash_attention_backward(
+                *(query[:, :, rows], k, v),
+                *(out[:, :, rows], lse[:, :, rows], grad_out[:, :, rows]),
+                into=(of_query[:, :, rows], *of_keys[:, :, :, keys]),
+                causal=causal,
+            )
+            if not is_last:
+                travelling = exchange(travelling, +1, ctx.group)
+            of_keys = exchange(of_keys, +1, ctx.group)  # the last time to their own rank
+        return of_query.to(query.dtype), *of_keys.to(key.dtype), None
+
+
+def steps(
+    n: int, group: dist.ProcessGroup | None
+) -> Iterator[tuple[Literal["top-left", False], slice, slice, bool]]:
+    """The mask, this rank's queries, the keys that they see, and whether it is the last step."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    everything, first, second = slice(None), slice(n // 2), slice(n // 2, None)
+    for step in range(world_size):
+        source, is_last = (rank - step) % world_size, step == world_size - 1
+        if source == rank:
+            yield "top-left", everything, everything, is_last
+        elif source < rank:  # all queries see the source's first chunk, and none its second
+            yield False, everything, first, is_last
+        else:  # only the queries of the second chunk see the source's keys, and all of them
+            yield False, second, everything, is_last
 
 
 def exchange(x: Tensor, step: int, group: dist.ProcessGroup | None) -> Tensor:

@@ -185,7 +185,7 @@ class PackedDescriptor(Descriptor):
             raise SimulationError("a place of no packed sequence")
         _, stop, head, row, column = at
         tile_rows, tile_columns = self.block[-2:]
-        rows = min(max(self.end - row, 0), tile_rows)
+        rows = min(max(self.end - row, 0), tile_rows) if stop >= 0 else 0  # outside the tensor
         columns = max(0, min(self.shape[2] - column, tile_columns))
         first = stop - (self.end - row)
         there = (slice(first, first + rows), head, slice(column, column + columns))

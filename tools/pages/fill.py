@@ -60,8 +60,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tools.pages import recomputation, versions
 from tools.pages import rows as published
-from tools.pages import versions
 from tools.pages.loss_curves import LossCurves
 from tools.pages.variant_names import short_names
 
@@ -270,6 +270,8 @@ def _source(wanted: Mapping[str, Any], page: _Page) -> _Source:
         key = (name, *map(str, files), *wanted.get("cases", []))
         if key not in page.tables:
             made = _experiment(name).tables(to_frame(rows))
+            if wanted.get("table") == recomputation.TITLE:
+                made.append(recomputation.table(to_frame(rows)))
             page.tables[key] = {table.title: table.frame for table in made}
         tables = page.tables[key]
         if wanted.get("table") not in tables:

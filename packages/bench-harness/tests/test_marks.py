@@ -11,8 +11,8 @@ import pytest
 from bench_harness import experiments
 from bench_harness.core import plural
 from bench_harness.display import marks
+from bench_harness.display.cells import quantity, readable, scale
 from bench_harness.display.plots import COLOURS, new_figure, png_bytes
-from bench_harness.display.units import quantity, readable, scale
 from bench_harness.report.frame import to_frame
 from bench_harness.report.headlines import headlines, on_cpu
 from bench_harness.stats import with_summary

@@ -67,12 +67,9 @@ def test_ranks_of_somebody_else_s_run(bench: Bench, folder: Path) -> None:
     assert first["computing (ms)"] + first["exposed (ms)"] + first["idle (ms)"] == 0.1
     assert tables["Longest kernels"][0]["kernel"] == "sm90_xmma_gemm_bf16"
     assert tables["Work"][0]["matmul (%)"] == pytest.approx(100 * 100 / 230, abs=0.1)
-    late = {row["recording"]: row["others waited for it (ms)"] for row in tables["Stragglers"]}
-    assert late == {"a.json rank 0": 0.0, "b.json rank 1": 0.02}
     assert (folder / "lanes.png").read_bytes().startswith(b"\x89PNG")
     shown = bench("trace", "a.json").stdout
     assert "Longest kernels" in shown
-    assert "Stragglers" not in shown
     assert all(len(line) <= 80 for line in shown.splitlines())
 
 
@@ -102,7 +99,6 @@ def test_an_export_of_nsight_systems_with_two_gpus(bench: Bench, folder: Path) -
         *("report.sqlite GPU 0", "report.sqlite GPU 1")
     ]
     assert [row["exposed (ms)"] for row in tables["Time"]] == [3.0, 1.0]
-    assert [row["arrived last (count)"] for row in tables["Stragglers"]] == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -98,8 +98,7 @@ BAD_DENSE: list[tuple[dict[str, Any], str]] = [
     ({"value": (2, 2, 21, 16)}, "value must have key's sequence length 20, but got 21"),
     ({"value": (2, 1, 20, 16)}, "value must have key's 2 heads, but got 1"),
     ({"query": (2, 3, 20, 16)}, "multiple of key's, but got 3 and 2"),
-    ({"query": (2, 2, 20, 257), "key": (2, 2, 20, 257)}, "from 1 to 256, but got 257"),
-    ({"dtype": torch.float64}, "query must be float16, bfloat16 or float32"),
+    ({"dtype": torch.int32}, "query must be float16, bfloat16 or float32, or float64 where"),
 ]
 
 
@@ -112,6 +111,29 @@ def test_bad_tensors(change: dict[str, Any], message: str) -> None:
     }
     with pytest.raises(ValueError, match=message):
         flash_attention(**tensors)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "message"),
+    [
+        ((1, 2, 9, 257), torch.float32, r"at most 256 for Triton's kernels.*Use .*'tiled'"),
+        ((1, 2, 9, 16), torch.float64, r"float64\. Convert it, or use implementation='tiled'"),
+    ],
+)
+def test_what_no_kernel_computes_is_computed_in_tiles(
+    shape: tuple[int, ...], dtype: torch.dtype, message: str
+) -> None:
+    leaves = [torch.randn(shape, dtype=dtype, device=DEVICE, requires_grad=True) for _ in range(3)]
+    with pytest.raises(ValueError, match=message):
+        flash_attention(*leaves, implementation="triton")
+    results = []
+    for implementation in ("tiled", "reference"):
+        out, lse = flash_attention(
+            *leaves, causal=True, return_lse=True, implementation=implementation
+        )
+        assert out.dtype == lse.dtype == dtype
+        results.append((out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), leaves)))
+    torch.testing.assert_close(*results)
 
 
 def test_mixed_dtypes_and_devices() -> None:
@@ -167,10 +189,48 @@ def test_bad_packing(arguments: tuple[Any, ...], message: str) -> None:
         flash_attention_varlen(q, k, k, *arguments)
 
 
-def test_interpreted_kernels_refuse_tokens_that_no_sequence_owns() -> None:
-    x, ends = torch.zeros(30, 2, 16), starts(0, 29)
-    with pytest.raises(ValueError, match="rise from 0 to the number of tokens, 30"):
-        flash_attention_varlen(x, x, x, ends, ends, implementation="triton")
+OF_SPARE_TOKENS: list[dict[str, Any]] = [
+    {},
+    {"causal": "bottom-right", "deterministic": True},
+    {"causal": "top-left", "alibi_slopes": torch.rand(3, 4), "window": (9, None)},
+    {"causal": "top-left", "prefix_lengths": torch.tensor([3, 4, 5])},
+]
+
+
+@pytest.mark.parametrize("keywords", OF_SPARE_TOKENS, ids=lambda x: " ".join(x) or "plain")
+@pytest.mark.parametrize("implementation", ["tiled", "reference", "triton"])
+def test_tokens_that_no_sequence_owns(implementation: str, keywords: dict[str, Any]) -> None:
+    """They may hold NaN, and so may new memory; their results are 0 and -inf, with sinks too."""
+    lengths = (((0, 37, 37, 70), 100), ((0, 20, 40, 60), 95))
+    (starts_q, n_queries), (starts_k, n_keys) = lengths
+    shapes = ((n_queries, 4, 16), (n_keys, 2, 16), (n_keys, 2, 8), (4,))
+    leaves = [torch.randn(shape) for shape in shapes]
+    results = []
+    for spare in (math.nan, None):
+        for x, (ends, _) in zip(leaves, (lengths[0], lengths[1], lengths[1]), strict=False):
+            x[ends[-1] :] = math.nan
+        used = [x.to(DEVICE) for x in leaves]
+        if spare is None:  # the same without them
+            used = [x[:70] if len(x) == 100 else x[:60] if len(x) == 95 else x for x in used]
+        used = [x.clone().requires_grad_() for x in used]
+        torch.use_deterministic_algorithms(True)  # new memory is NaN
+        try:
+            out, lse = flash_attention_varlen(
+                *used[:3],
+                *(starts(*x, device=DEVICE) for x in (starts_q, starts_k)),
+                **{k: x.to(DEVICE) if isinstance(x, torch.Tensor) else x
+                   for k, x in keywords.items()},
+                sinks=used[3], implementation=implementation, return_lse=True,
+            )  # fmt: skip
+            grad_lse = torch.ones_like(lse)
+            gradients = torch.autograd.grad((out, lse), used, (torch.ones_like(out), grad_lse))
+        finally:
+            torch.use_deterministic_algorithms(False)
+        results.append([out, lse.T, *gradients])
+    for whole, owned in zip(*results, strict=True):
+        torch.testing.assert_close(whole[: len(owned)], owned, rtol=1e-5, atol=1e-5)
+        spare_rows = whole[len(owned) :]
+        assert torch.isneginf(spare_rows).all() if whole is results[0][1] else not spare_rows.any()
 
 
 @pytest.mark.parametrize("compiled", [False, True])

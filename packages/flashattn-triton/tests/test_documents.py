@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flashattn_triton import cu_seqlens_of, flash_attention
+from flashattn_triton.documents import starts_on_device
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IDS = torch.tensor([[5, 5, 5, 2, 2, 7, 7, 7, 7, 7, 7], [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 5]])
@@ -82,6 +83,59 @@ def test_starts(lengths: list[list[int]]) -> None:
     assert cu_seqlens.diff().tolist() == expected
     assert cu_seqlens.dtype == torch.int32
     assert (cu_seqlens[0], cu_seqlens[-1], most) == (0, ids.numel(), max(expected))
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"causal": True},
+    {"causal": True, "window": (2, None)},
+    {"causal": "bottom-right", "layout": "bshd"},
+    {"window": (1, 2), "softcap": 5.0},
+]
+
+
+@pytest.mark.parametrize("most", [None, 6])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_compiled_documents(options: dict[str, Any], most: int | None) -> None:
+    """In one graph: rows of several documents, of one, and other numbers in the same code."""
+
+    def attend(ids: Tensor, *tensors: Tensor) -> Any:
+        return flash_attention(
+            *tensors, document_ids=ids, max_documents=most, return_lse=True, **options
+        )
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    tensors = leaves()
+    if options.get("layout") == "bshd":
+        tensors = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in tensors]
+    for ids in (IDS, torch.zeros_like(IDS), IDS.flip(1)):
+        found = compiled(ids.to(DEVICE), *tensors)
+        expected = flash_attention(
+            *tensors, document_ids=ids.to(DEVICE), return_lse=True, **options
+        )
+        close(found, expected)
+        gradients, others = (
+            torch.autograd.grad(x, tensors, [torch.ones_like(y) for y in x])
+            for x in (found, expected)
+        )
+        close(gradients, others)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("implementation", ["tiled", "triton", "reference"])
+def test_a_number_of_documents_instead_of_a_wait(implementation: Any) -> None:
+    tensors = leaves()
+    keywords: dict[str, Any] = {"implementation": implementation, "return_lse": True}
+    out = flash_attention(*tensors, document_ids=IDS.to(DEVICE), max_documents=9, **keywords)
+    close(out, definition(tensors, IDS, causal=False))
+    starts = torch.tensor([0, 3, 5, 11, 12, 21, 22, 22, 22, 22])
+    assert torch.equal(starts_on_device(IDS, 9), starts.int())
+    assert torch.equal(starts_on_device(IDS)[:10], starts.int())
+    assert len(starts_on_device(IDS)) == 23
+    with pytest.raises(RuntimeError, match="max_documents must be at least the number"):
+        starts_on_device(IDS, 5)
+    with pytest.raises(RuntimeError, match="in several pieces"):
+        starts_on_device(torch.tensor([[0, 1, 0]]))
 
 
 BAD = [

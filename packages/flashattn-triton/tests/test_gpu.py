@@ -250,6 +250,41 @@ def test_the_host_never_waits_for_the_device(packed: bool, implementation: str) 
     torch.autograd.grad(out, leaves, torch.ones_like(out))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("spare", [(0, 0), (300, 500), (0, 7), (129, 0)], ids=str)
+def test_tokens_that_no_sequence_owns_and_a_limit_that_is_too_small(
+    spare: tuple[int, int], head_dim: int, implementation: str
+) -> None:
+    """They may hold NaN, and so may new memory: their results are 0, also with sinks."""
+    ends = [torch.tensor(x, dtype=torch.int32) for x in ((0, 200, 200, 333), (0, 100, 240, 300))]
+    lengths = [int(x[-1]) for x in ends]
+    starts = [x.cuda() for x in ends]
+    shapes = zip((4, 2, 2), (0, 1, 1), strict=True)
+    inputs = [torch.randn(lengths[i], heads, head_dim).bfloat16() for heads, i in shapes]
+    sinks = torch.randn(4, device="cuda")
+    results = []
+    for behind in ((0, 0), spare):
+        rows = [behind[i] for i in (0, 1, 1)]
+        leaves = [
+            F.pad(x, (0, 0, 0, 0, 0, n), value=float("nan")).cuda().requires_grad_()
+            for x, n in zip(inputs, rows, strict=True)
+        ]
+        torch.use_deterministic_algorithms(True)  # new memory is NaN
+        try:
+            out, lse = flash_attention_varlen(
+                *leaves, *starts, *((100, 100) if any(behind) else (200, 140)), sinks=sinks,
+                causal="bottom-right", return_lse=True, implementation=implementation,
+            )  # fmt: skip
+            gradients = torch.autograd.grad(out, leaves, torch.ones_like(out))
+        finally:
+            torch.use_deterministic_algorithms(False)
+        results.append((out, lse.T, *gradients))
+    for i, (owned, whole) in enumerate(zip(*results, strict=True)):
+        torch.testing.assert_close(whole[: len(owned)], owned, rtol=2**-6, atol=2**-9)
+        rest = whole[len(owned) :]
+        assert torch.isneginf(rest).all() if i == 1 else not rest.any()
+
+
 @pytest.mark.multi_gpu
 def test_a_device_that_is_not_current(implementation: str) -> None:
     leaves = [x.detach().to("cuda:1").requires_grad_() for x in random(1, 2, 300, 64)]

@@ -28,49 +28,69 @@ from flashattn_triton.hopper.schedule import (
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+Lengths = list[tuple[int, int]]
+
+
 def table_of(
-    lengths: list[tuple[int, int]], heads: int, group: int, rows: int, of_keys: bool
+    lengths: Lengths,
+    spare: tuple[int, int],
+    heads: int,
+    group: int,
+    rows: tuple[int, int],
+    side: int,
 ) -> Any:
-    """Rows of the table by the definition, with the number of tiles before them."""
+    """The table of queries (side 0) or keys (1) by the definition.
+
+    ``spare``: tokens behind the last sequence, which are one more.
+    """
+    own = [*lengths, ((spare[0], 0), (0, spare[1]))[side]]
     ends = [list(accumulate(column)) for column in zip(*lengths, strict=True)]
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i][0 if of_keys else 1])
+    ends[side].append(ends[side][-1] + spare[side])
+    ends[1 - side].append((ends[0][-1], -1)[1 - side])
+    order = sorted(range(len(own)), key=lambda i: -own[i][1 - side])
     shapes = []
     for i in order:
-        tiles = max(-(-lengths[i][1 if of_keys else 0] // rows), 1)
-        at_a_time = min(max(-(-group // tiles), 1), heads)
-        shapes.append((tiles, at_a_time, -(-heads // at_a_time)))
+        tiles = -(-own[i][side] // rows[side])
+        if side == 0 and tiles == 0:  # which has statistics
+            tiles = min((*[n for _, n in lengths], spare[1])[i], 1)
+        at_a_time = min(max(-(-group // max(tiles, 1)), 1), heads)
+        shapes.append((tiles, at_a_time, -(-heads // at_a_time) if tiles else 0))
     groups = sum(n for _, _, n in shapes)
     found: list[list[int]] = []
     for i, (tiles, at_a_time, n_groups) in zip(order, shapes, strict=True):
-        (n_queries, n_keys), first = lengths[i], len(found)
+        (n_queries, n_keys), first = own[i], len(found)
         entry = [first, ends[0][i], n_queries, ends[1][i], n_keys, at_a_time, groups - 1, i]
         found += [entry] * tiles
         groups -= n_groups
     return found
 
 
-@pytest.mark.parametrize("of_keys", [False, True])
-@pytest.mark.parametrize("sequences", [1, 5, SEQUENCES + 3])
-def test_the_table_of_tiles(sequences: int, of_keys: bool) -> None:
-    pick = Random(sequences)
+@pytest.mark.parametrize("spare", [(0, 0), (300, 0), (0, 300), (7, 130)], ids=str)
+@pytest.mark.parametrize("sequences", [1, 5, SEQUENCES - 1, SEQUENCES + 3])
+def test_the_tables_of_tiles(sequences: int, spare: tuple[int, int]) -> None:
+    pick, rows = Random(sequences), (128, 64)
     lengths = [
         (pick.choice([0, 1, pick.randint(0, 400)]), pick.choice([0, 128, pick.randint(0, 400)]))
         for _ in range(sequences)
     ]
-    expected = table_of(lengths, heads=6, group=4, rows=128, of_keys=of_keys)
+    expected = [table_of(lengths, spare, 6, 4, rows, side) for side in (0, 1)]
     starts = [
         torch.tensor([0, *accumulate(column)], dtype=torch.int32, device=DEVICE)
         for column in zip(*lengths, strict=True)
     ]
-    side = int(of_keys)
-    assert len(expected) <= most_tiles(int(starts[side][-1]), sequences, 128)
-    table = torch.full((1 + len(expected), FIELDS.value), -1, dtype=torch.int32, device=DEVICE)
-    packed_tiles_kernel[(-(-sequences // SEQUENCES),)](
-        *starts, table, sequences, 6, 4,
-        ROWS_PER_TILE=128, OF_KEYS=of_keys, FIELDS=FIELDS.value, SEQUENCES=SEQUENCES,
+    tokens = [int(starts[side][-1]) + spare[side] for side in (0, 1)]
+    for side in (0, 1):
+        assert len(expected[side]) <= most_tiles(tokens[side], sequences, rows[side])
+    before = 1 + len(expected[0])
+    table = torch.full((before + 1 + len(expected[1]), FIELDS.value), -1, dtype=torch.int32)
+    table = table.to(DEVICE)
+    packed_tiles_kernel[(2 * -(-(sequences + 1) // SEQUENCES),)](
+        *starts, table, sequences, *tokens, 6, 4, before * FIELDS.value,
+        ROWS=rows[0], KEY_ROWS=rows[1], FIELDS=FIELDS.value, SEQUENCES=SEQUENCES,
     )  # fmt: skip
-    assert table[0, 0] == len(expected)
-    assert table[1:].tolist() == expected
+    for part, entries in zip(table.split([before, len(table) - before]), expected, strict=True):
+        assert part[0, 0] == len(entries)
+        assert part[1:].tolist() == entries
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------

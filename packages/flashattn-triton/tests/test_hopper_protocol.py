@@ -376,14 +376,18 @@ PACKED: dict[str, dict[str, Any]] = {
     "window": {"lengths": [(200, 200), (70, 70)], "causal": True, "window": (40, None)},
     "ordered": {"lengths": [(70, 0), (300, 300), (1, 140)], "causal": True, "deterministic": True},
     "rings": {"lengths": [(500, 400), (300, 300), (1, 900)], "deterministic": True},
+    "spare": {"lengths": [(70, 70), (130, 40)], "heads": (4, 2), "spare": (140, 200)},
+    "spare keys": {"lengths": [(70, 70)], "causal": True, "deterministic": True, "spare": (0, 9)},
+    "spare queries": {"lengths": [(5, 5)], "causal": "bottom-right", "spare": (77, 0)},
 }
 
 
 class PackedProblem:
-    """Sequences in arrays of tokens."""
+    """Sequences in arrays of tokens. ``spare``: queries and keys that none owns, which are NaN."""
 
-    def __init__(self, problems: list[Case], seed: int) -> None:
+    def __init__(self, problems: list[Case], spare: tuple[int, int], seed: int) -> None:
         self.problems = problems
+        self.spare = spare
         self.options = problems[0].options
         self.inputs = [problem.inputs(seed + i) for i, problem in enumerate(problems)]
         self.starts = [
@@ -402,7 +406,9 @@ class PackedProblem:
 
     def tokens(self, which: int) -> Any:
         """(T, H, D) of Q, K, V or dO."""
-        return np.concatenate([inputs[which][0].swapaxes(0, 1) for inputs in self.inputs])
+        own = np.concatenate([inputs[which][0].swapaxes(0, 1) for inputs in self.inputs])
+        spare = self.spare[1 if which in (1, 2) else 0]
+        return np.pad(own, ((0, spare), (0, 0), (0, 0)), constant_values=np.nan)
 
     def like(self, which: int) -> Any:
         """NaN in the shape of Q, K, V or dO."""
@@ -420,21 +426,21 @@ class PackedProblem:
         return memory[first:last].swapaxes(0, 1)[None]
 
     def table(self, tiles: Any) -> Any:
-        """What :func:`packed_tiles_kernel` writes: the interpreter runs it."""
+        """What :func:`packed_tiles_kernel` writes, (queries, keys): the interpreter runs it."""
         constants = dict(tiles.launch.constants)
-        most = torch.full((1 + tiles.most, FIELDS.value), -1, dtype=torch.int32)
+        both = torch.full((2 + sum(tiles.most), FIELDS.value), -1, dtype=torch.int32)
         starts = self.packing.cu_seqlens_q, self.packing.cu_seqlens_k
         packed_tiles_kernel[tiles.launch.grid](
-            *starts, most, *tiles.launch.numbers.values(), **constants
+            *starts, both, *tiles.launch.numbers.values(), **constants
         )
-        return most.numpy()
+        return np.split(both.numpy(), [1 + tiles.most[0]])
 
 
 def packed_problem(name: str, head_dims: tuple[int, int], seed: int) -> PackedProblem:
     head_dim, value_dim = head_dims
     chosen = PACKED[name] | {"value_dim": value_dim}
-    lengths = chosen.pop("lengths")
-    return PackedProblem([problem_of(x, head_dim, **chosen) for x in lengths], seed)
+    lengths, spare = chosen.pop("lengths"), chosen.pop("spare", (0, 0))
+    return PackedProblem([problem_of(x, head_dim, **chosen) for x in lengths], spare, seed)
 
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is not active")
@@ -448,14 +454,17 @@ def test_packed_forward_on_random_schedules(name: str, head_dims: tuple[int, int
     packed = packed_problem(name, head_dims, seed)
     call = forward.hopper_forward_call(*packed.meta()[:3], packed.options, packed.packing)
     q, k, v, out = packed.tokens(0), packed.tokens(1), packed.tokens(2), packed.like(3)
-    lse = np.full((packed.problems[0].heads[0], packed.starts[0][-1]), np.nan)
-    memory = [q, k, v, out, lse, packed.table(call.tiles), None]
+    lse = np.full((packed.problems[0].heads[0], len(q)), np.nan)
+    memory = [q, k, v, out, lse, packed.table(call.tiles)[0], None]
     run(call.launch, forward_kernel, memory, seed, {})
     for i, problem in enumerate(packed.problems):
         one_q, one_k, one_v, _ = packed.inputs[i]
         p, expected = problem.probabilities(one_q, problem.repeated(one_k))
         close(lse[None, :, packed.starts[0][i] : packed.starts[0][i + 1]], expected)
         close(packed.of(i, 0, out), p @ problem.repeated(one_v))
+    first = packed.starts[0][-1]
+    assert (out[first:] == 0).all()
+    assert np.isneginf(lse[:, first:]).all()
 
 
 @interpreted
@@ -473,7 +482,8 @@ def test_packed_backward_on_random_schedules(
     meta_q, meta_k, meta_v, meta_do = packed.meta()
     tensors = [meta_q, meta_k, meta_v, meta_do, meta_do]
     call = backward.hopper_backward_call(tensors, None, packed.options, packed.packing)
-    tiles = packed.starts[0][-1] // queries + len(packed.problems)
+    n_queries, ends = len(packed.tokens(0)), [starts[-1] for starts in packed.starts]
+    tiles = n_queries // queries + len(packed.problems) + 1
     # Whatever no sequence owns is NaN.
     statistics = np.full((tiles * heads * queries, 2, 8), np.nan)
     dq_sum = np.full((tiles * heads * queries, width), np.nan)
@@ -498,9 +508,14 @@ def test_packed_backward_on_random_schedules(
         statistics[rows] = parts.reshape(-1, 2, 8)
         dq_sum[rows] = 0.0
         owned.append(rows)
+    first = (ends[0] // queries + len(packed.problems)) * heads * queries
+    spare = max(-(-packed.spare[0] // queries), min(packed.spare[1], 1)) * heads * queries
+    rows = slice(first, first + spare)
+    dq_sum[rows] = statistics[rows] = 0.0
+    statistics[rows, 0, 0] = far
     dk, dv = packed.like(1), packed.like(2)
     inputs = [packed.tokens(which) for which in range(4)]
-    memory = [*inputs, statistics, dq_sum, dk, dv, packed.table(call.key_tiles)]
+    memory = [*inputs, statistics, dq_sum, dk, dv, packed.table(call.tiles)[1]]
     memory.append(counters(dq_sum, queries, packed.options))
     run(call.main, BACKWARD_MODULES[width], memory, seed, {})
     for i, rows in enumerate(owned):
@@ -509,6 +524,9 @@ def test_packed_backward_on_random_schedules(
         close(dq * scale, expected[i][0])
         close(packed.of(i, 1, dk), expected[i][1])
         close(packed.of(i, 1, dv), expected[i][2])
+    assert (dq_sum[first : first + spare] == 0).all()
+    assert (dk[ends[1] :] == 0).all()
+    assert (dv[ends[1] :] == 0).all()
 
 
 NOTHING: Any = lambda *arguments: None  # noqa: E731

@@ -177,6 +177,8 @@ def assembled(ptx: str, triton: Path | None) -> MachineCode:
     package = triton / "triton" if triton else Path(importlib.import_module("triton").__path__[0])
     tools = package / "backends/nvidia/bin"
     (architecture,) = re.findall(r"^\.target (\w+)", ptx, re.M)
+    # Triton 3.9 brings two, of CUDA 12 and 13, and writes PTX 9 for the latter alone.
+    ptxas = "ptxas-blackwell" if re.search(r"^\.version 9", ptx, re.M) else "ptxas"
     options = [x for line in ptx.splitlines() if line.startswith(OPTIONS)
                for x in line.removeprefix(OPTIONS).split()]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
@@ -186,7 +188,7 @@ def assembled(ptx: str, triton: Path | None) -> MachineCode:
             subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                            text=True).stdout
             for command in (
-                [tools / "ptxas", "-v", f"-arch={architecture}", *options, source, "-o", cubin],
+                [tools / ptxas, "-v", f"-arch={architecture}", *options, source, "-o", cubin],
                 [tools / "cuobjdump", "-sass", cubin],
             )
         )  # fmt: skip

@@ -44,7 +44,8 @@ class Planned:
 
     Attributes:
         finished: whether the folder already holds its result.
-        seconds: how long it took before; None if it has not run in this folder yet.
+        seconds: how long it took before, or by calculation; None if nothing is known.
+        calculated: whether ``seconds`` are, because the case has not run before.
         missing: what this machine lacks for it, so that it will be skipped; None if nothing is
             known. Looked up for a dry run only.
     """
@@ -53,21 +54,42 @@ class Planned:
     finished: bool
     seconds: float | None
     missing: str | None = None
+    calculated: bool = False
 
 
-def plan(cases: Iterable[Case], store: Store) -> list[Planned]:
+def plan(cases: Iterable[Case], store: Store, before: Store | None = None) -> list[Planned]:
     """Which of the cases this machine still has to measure, without measuring anything.
 
     A case given twice is planned once.
+
+    Args:
+        before: an earlier run, in which the cases may have taken as long.
 
     Raises:
         StoreError: the folder holds results that cannot be read.
     """
     identity = environment.fingerprint(environment.describe())
     finished = store.finished(identity)
-    past = {row["case_key"]: float(row["seconds"]) for row in store.load().rows}
+    rows = [row for each in filter(None, (before, store)) for row in each.load().rows]
+    past = {r["case_key"]: float(r["seconds"]) for r in rows if r["environment"] == identity}
     unique = {case.key: case for case in cases}
-    return [Planned(case, key in finished, past.get(key)) for key, case in unique.items()]
+    return [
+        Planned(case, key in finished, past[key])
+        if key in past
+        else Planned(case, key in finished, _expected_s(case), calculated=True)
+        for key, case in unique.items()
+    ]
+
+
+def _expected_s(case: Case) -> float | None:
+    """What a case takes by calculation: its work, on a CPU as much slower as the load says, and the
+    time in which sampling may go on."""
+    work = experiments.get(case.experiment).work_s(case)
+    if work is None:
+        return None
+    on_cpu = case.config.get("device", "cpu") == "cpu"
+    sampling = float(case.config.get("max_seconds", 0.0)) * bool(case.config.get("interval"))
+    return min(work * (environment.busy() if on_cpu else 1.0) + sampling, case.timeout_s)
 
 
 def run(

@@ -69,22 +69,35 @@ def _names(text: str, case: Case) -> bool:
     return text == case.experiment or (text not in experiments.names() and text in case.label)
 
 
-def choose_folder(name: str, cases: Sequence[Case]) -> Path:
+def choose_folder(name: str, cases: Sequence[Case]) -> tuple[Path, Store | None]:
     """``runs/NAME-NN``: the latest one if it is an unfinished run of the same cases, else a new
-    one. So the same command resumes what was interrupted, and repeats what was finished."""
+    one. So the same command resumes what was interrupted, and repeats what was finished.
+
+    Returns:
+        The folder, and the latest run of that name.
+    """
     numbered = {
         int(match[1]): folder
         for folder in RUNS.glob(f"{name}-*")
         if (match := re.fullmatch(rf"{re.escape(name)}-(\d+)", folder.name))
     }
     latest = max(numbered, default=0)
-    if latest:
-        store = Store(numbered[latest])
+    store = Store(numbered[latest]) if latest else None
+    if store is not None:
         runs = store.runs()
         same = bool(runs) and set(runs[-1].get("cases", [])) == {case.key for case in cases}
         if same and not all(item.finished for item in runner.plan(cases, store)):
-            return numbered[latest]
-    return RUNS / f"{name}-{latest + 1:02d}"
+            return store.folder, store
+    return RUNS / f"{name}-{latest + 1:02d}", store
+
+
+def _planned(request: Request) -> tuple[Path, list[Planned]]:
+    """The folder of a run, and its cases with what is known of them."""
+    cases, before = select(request.cases, request.only), None
+    folder = request.output
+    if folder is None:
+        folder, before = choose_folder(request.name, cases)
+    return folder, runner.plan(cases, Store(folder), before)
 
 
 def runs() -> list[Row]:
@@ -133,13 +146,12 @@ def dry_run(request: Request, console: Console, *, as_json: bool = False) -> Non
     Args:
         as_json: as one JSON object, to standard output.
     """
-    cases = select(request.cases, request.only)
-    folder = request.output or choose_folder(request.name, cases)
+    folder, planned = _planned(request)
     planned = [
         item
         if item.finished
         else replace(item, missing=experiments.get(item.case.experiment).missing(item.case))
-        for item in runner.plan(cases, Store(folder))
+        for item in planned
     ]
     if not as_json:
         terminal.plan(planned, folder, console, request.preset)
@@ -172,11 +184,9 @@ def measure(request: Request, console: Console, *, tables: bool, as_json: bool =
         StoreError: the folder cannot be used.
         KeyboardInterrupt: after saying how to resume.
     """
-    cases = select(request.cases, request.only)
+    folder, planned = _planned(request)
+    cases, store = [item.case for item in planned], Store(folder)
     keys = {case.key for case in cases}
-    folder = request.output or choose_folder(request.name, cases)
-    store = Store(folder)
-    planned = runner.plan(cases, store)
     terminal.start(planned, folder, console)
     try:
         _measure(request, store, planned, console)

@@ -29,6 +29,15 @@ PRECISIONS = ("fp32", "tf32", "bf16")
 ATTENTIONS = ("naive", "sdpa", "flash")
 
 
+#: Parameters of the sizes, rounded: without torch, for what a case may take.
+_BILLIONS = dict(zip(SIZES, (0.13, 0.42, 0.97, 2.0, 3.4, 3.4, 12.8, 8.1, 0.0), strict=True))
+
+
+def billions(config: Mapping[str, Any]) -> float:
+    """About how many 10⁹ parameters a case's language model has; 0 where nothing is known."""
+    return _BILLIONS.get(config.get("size", ""), 0.0)
+
+
 @dataclass(frozen=True)
 class Workload:
     """A module, its input, its loss and the precision it runs in.

@@ -12,6 +12,7 @@ from flashattn_triton.configs import Tiles, Tiling
 from flashattn_triton.dispatch import Plan, choose, explain
 from flashattn_triton.documents import cu_seqlens_of
 from flashattn_triton.logsumexp import merge
+from flashattn_triton.part_backward import flash_attention_backward
 from flashattn_triton.problem import Problem
 from flashattn_triton.tiled import FlashAttention2PyTorch
 
@@ -29,6 +30,7 @@ __all__ = [
     "cu_seqlens_of",
     "explain",
     "flash_attention",
+    "flash_attention_backward",
     "flash_attention_varlen",
     "merge",
 ]

@@ -22,6 +22,7 @@ from flashattn_triton.inputs import (
     in_one_batch,
 )
 from flashattn_triton.mask_and_bias import mask_and_bias_of, normalised, resolve_mask_and_bias
+from flashattn_triton.masks import with_mask
 from flashattn_triton.mistakes import (
     check_tensors,
     refuse_unknown,
@@ -95,25 +96,30 @@ def flash_attention(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
+    mask: Tensor | None = None,
     prefix_lengths: Tensor | None = None,
     document_ids: Tensor | None = None,
+    max_documents: int | None = None,
     layout: Layout | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     implementation: Implementation = "auto",
     tiling: Tiling | None = None,
+    out_dtype: torch.dtype | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale · Q Kᵀ) V, exactly, without the N_q x N_k matrix (arXiv:2307.08691).
 
-    Differentiable once in query, key, value, sinks and bias, through the output and the logsumexp.
+    Differentiable in query, key, value, sinks and bias, through the output and the logsumexp, in
+    both modes; derivatives beyond the first are computed in tiles of plain PyTorch.
     Scores, sums and all gradients are accumulated in fp32. A query that sees no key has output 0,
     logsumexp -inf and no gradient. Batches and lengths may be 0.
 
     Args:
         query: (B, H, N_q, D) for layout "bhsd", (B, N_q, H, D) for "bshd"; fp16, bf16 or fp32; D
-            and E from 1 to 256; any strides (copied if the last is not 1). The batch may be any
-            number of dimensions, also none.
+            and E from 1 to 256; without that limit, and fp64 too, where the implementation is
+            "tiled" (as for CPU tensors) or "reference". Any strides (copied if the last is not 1).
+            The batch may be any number of dimensions, also none.
         key: (B, G, N_k, D), G dividing H: query head h reads key head h // (H / G).
         value: (B, G, N_k, E).
         causal: False; True or "top-left": query i sees the keys j <= i; "bottom-right": query i
@@ -132,10 +138,18 @@ def flash_attention(
         bias: broadcastable to (B, H, N_q, N_k), fp16, bf16 or fp32: is added to the scores, after
             the soft-cap; -inf hides a key, and so does what is -8192 or less. Differentiable; its
             gradient is summed in a fixed order over the dimensions that share it.
+        mask: bool, broadcastable to (B, H, N_q, N_k), True where a key is visible; joins the other
+            masks. A mask that queries share, (B, 1, 1, N_k), costs as many numbers as it has; with
+            a bias too, the tensor to which both broadcast exists. Keys and values that it hides
+            from all queries are copied as zeros, so that they may hold NaN.
         prefix_lengths: (B,) integers, with a causal mask and no window: every query also sees the
             first keys of its sequence, that many.
         document_ids: (B, N) integers, for self-attention within documents that share rows: a token
-            sees those with its number, which must be its neighbours. The host waits for the device.
+            sees those with its number, which must be its neighbours. The host waits for the device,
+            except in compiled code and with ``max_documents``.
+        max_documents: at least the number of documents in all rows, which the device checks. The
+            host then waits for nothing, as CUDA graphs need it. In compiled code None means as many
+            as tokens; the portable kernels launch a program for each head and possible document.
         layout: "bhsd" or "bshd", of inputs and output. None means "bhsd", with a warning if inputs
             look like "bshd".
         return_lse: also return the logsumexp.
@@ -146,6 +160,9 @@ def flash_attention(
             "tiled" PyTorch for all others), one of these, or "reference" (the definition: all
             scores in memory, any number of derivatives).
         tiling: kernel shapes to use instead of the shipped table's.
+        out_dtype: ``torch.float32`` keeps the output as it was accumulated, for parts that
+            :func:`merge` joins; None gives it the inputs' dtype. The portable kernels compute it
+            where the Hopper tier would run.
 
     Under autocast the inputs are cast to its dtype. fp32 products use TF32 only if
     ``torch.backends.cuda.matmul.fp32_precision`` is "tf32".
@@ -163,19 +180,25 @@ def flash_attention(
     normalise_flag("return_lse", return_lse)
     if type(query) not in PLAIN or type(key) not in PLAIN or type(value) not in PLAIN:
         check_tensors(query=query, key=key, value=value)
+    if mask is not None:
+        if document_ids is not None:
+            refuse_with_documents(mask=mask)
+        check_layout(layout)
+        in_one_batch(query, key, value)
+        bias, key, value = with_mask(mask, bias, query, key, value, layout or "bhsd")
     if document_ids is not None or query.dim() != 4 or layout not in (None, "bhsd", "bshd"):
         return _in_four_dimensions(
-            query, key, value, document_ids, layout, return_lse,
+            query, key, value, document_ids, max_documents, layout, return_lse,
             (alibi_slopes, bias, prefix_lengths, sinks), causal=causal, scale=scale, window=window,
             softcap=softcap, deterministic=deterministic, implementation=implementation,
-            tiling=tiling,
+            tiling=tiling, out_dtype=out_dtype,
         )  # fmt: skip
     if torch._C._is_any_autocast_enabled():
         query, key, value = _autocast(query, key, value)
     _, first, second, head_dim = query.shape
     problem = new_problem(
         layout, head_dim, (0, 0), causal, scale, window, softcap, deterministic, implementation,
-        tiling,
+        tiling, out_dtype,
     )  # fmt: skip
     given = NOTHING
     if not (alibi_slopes is bias is prefix_lengths is sinks is None):
@@ -256,9 +279,8 @@ def flash_attention_varlen(
 
     The host never waits for the device, so on a GPU the values in ``cu_seqlens`` are not checked:
     they must rise from 0 to the number of tokens, in steps of at most ``max_seqlen``, if that is
-    given. Sequences may be empty, on either side. On the tiers "tiled" and "reference" they may end
-    before the last token: the tokens behind them have output 0, logsumexp -inf and gradients 0. On
-    a GPU the results of such tokens are undefined.
+    given. Sequences may be empty, on either side, and may end before the last token: the tokens
+    behind them have output 0, logsumexp -inf and gradients 0, whatever they hold.
 
     Args:
         query: (T_q, H, D), the sequences' tokens one after another.
@@ -268,10 +290,8 @@ def flash_attention_varlen(
             starts in ``query``, and T_q.
         cu_seqlens_k: the same for ``key`` and ``value``.
         max_seqlen_q: at least the length of the longest query sequence. None stands for T_q, with
-            the same results and still without waiting for the device. The portable kernels then
-            launch as many programs for every sequence as one of T_q tokens would need, most of
-            which return at once, so pass the length if there are many sequences. The Hopper tier's
-            launches depend on it only in the shape of their tiles. An int, an integer of NumPy or a
+            the same results and still without waiting for the device. Only the shape of the Hopper
+            tier's tiles depends on it, and no result on a GPU. An int, an integer of NumPy or a
             tensor of no dimensions, for which None stands if it is on a GPU or traced.
         max_seqlen_k: the same for keys; None stands for T_k.
         alibi_slopes: (H,) or (sequences, H) fp32 constants.
@@ -339,18 +359,19 @@ def _reference(
     from flashattn_triton.reference import attention_reference, attention_reference_varlen
 
     *_, starts_q, starts_k = given
+    dtype = torch.promote_types(query.dtype, torch.float32)
     check_inputs(problem, query, key, value, starts_q, starts_k)
     mask_and_bias = mask_and_bias_of(normalised(problem, query, key, given))
     with torch.autocast(query.device.type, enabled=False):
         if starts_q is not None and starts_k is not None:
             out, lse = attention_reference_varlen(
-                query, key, value, starts_q, starts_k, problem, mask_and_bias
+                query, key, value, starts_q, starts_k, problem, mask_and_bias, dtype=dtype
             )
         else:
             q, k, v = (heads_first(x, problem.layout) for x in (query, key, value))
-            out, lse = attention_reference(q, k, v, problem, mask_and_bias)
+            out, lse = attention_reference(q, k, v, problem, mask_and_bias, dtype=dtype)
             out = as_given(out, problem.layout)
-    return out.to(query.dtype), lse
+    return out.to(problem.out_dtype or query.dtype), lse
 
 
 def _in_four_dimensions(
@@ -358,6 +379,7 @@ def _in_four_dimensions(
     key: Tensor,
     value: Tensor,
     document_ids: Tensor | None,
+    max_documents: int | None,
     layout: Layout | None,
     return_lse: bool,
     tensors: tuple[Tensor | None, ...],
@@ -373,7 +395,7 @@ def _in_four_dimensions(
         refuse_with_documents(bias=bias, prefix_lengths=prefix_lengths)
         out, lse = attend_to_documents(
             flash_attention_varlen, query, key, value, document_ids, layout or "bhsd",
-            alibi_slopes, sinks, **keywords,
+            alibi_slopes, sinks, max_documents, **keywords,
         )  # fmt: skip
         return (out, lse) if return_lse else out
     batch = in_one_batch(query, key, value)
@@ -415,13 +437,14 @@ def _refuse_keywords_of_packed_calls(given: Mapping[str, Any]) -> None:
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Floating tensors in autocast's dtype, which is for attention's two matrix products.
 
-    As they are where autocast is on for another kind of device.
+    As they are where autocast is on for another kind of device, or of float64 as in PyTorch.
     """
     first = tensors[0]
     if first.is_meta or not torch.is_autocast_enabled(first.device.type):
         return tensors
     dtype = torch.get_autocast_dtype(first.device.type)
-    return tuple(x.to(dtype) if x.is_floating_point() else x for x in tensors)
+    kept = [not x.is_floating_point() or x.dtype == torch.float64 for x in tensors]
+    return tuple(x if keep else x.to(dtype) for x, keep in zip(tensors, kept, strict=True))
 
 
 class FlashAttention2Triton(torch.autograd.Function):

@@ -11,10 +11,17 @@ from collections.abc import Callable
 from typing import Any, Unpack
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flashattn_triton.mistakes import check_tensors
 from flashattn_triton.problem import OptionKeywords
+
+_SCATTERED = (
+    "document_ids must have each document's tokens next to each other, but got a document in "
+    "several pieces"
+)
+_REMEDY = "Sort the tokens by document, or give every piece a number of its own."
 
 
 def cu_seqlens_of(document_ids: Tensor) -> tuple[Tensor, int]:
@@ -34,6 +41,49 @@ def cu_seqlens_of(document_ids: Tensor) -> tuple[Tensor, int]:
         ValueError: not integers, no tokens, or a document in several pieces.
         TypeError: not a tensor.
     """
+    rows, begins, in_one_piece = _rows(document_ids)
+    scattered = (~in_one_piece).nonzero().flatten()
+    if len(scattered):
+        raise ValueError(f"{_SCATTERED} in row {int(scattered[0])}. {_REMEDY}")
+    starts = begins.flatten().nonzero().flatten()
+    ends = torch.cat([starts[1:], starts.new_tensor([rows.numel()])])
+    cu_seqlens = torch.cat([starts.new_zeros(1), ends]).int()
+    return cu_seqlens, int((ends - starts).max())
+
+
+def starts_on_device(document_ids: Tensor, max_documents: int | None = None) -> Tensor:
+    """The starts of :func:`cu_seqlens_of`, followed by those of empty documents, at a fixed size.
+
+    The host does not wait, so that compilers, exporters and CUDA graphs can take part; mistakes are
+    errors of the device.
+
+    Args:
+        document_ids: (..., N) integers, as of :func:`cu_seqlens_of`.
+        max_documents: as many as there are at most, in all rows; None means as many as tokens.
+
+    Returns:
+        (max_documents + 1,) int32.
+
+    Raises:
+        RuntimeError: a document in several pieces, or more than ``max_documents``.
+    """
+    rows, begins, in_one_piece = _rows(document_ids)
+    torch._assert_async(in_one_piece.all(), f"{_SCATTERED}. {_REMEDY}")
+    n_tokens = rows.numel()
+    positions = torch.arange(n_tokens, device=rows.device)
+    starts = torch.where(begins.flatten(), positions, n_tokens).sort().values
+    if max_documents is not None:
+        torch._assert_async(
+            begins.sum() <= max_documents,
+            f"max_documents must be at least the number of documents in all rows, but got "
+            f"{max_documents}, and there are more. Leave it out, or pass more.",
+        )
+        starts = starts[:max_documents]
+    return F.pad(starts, (0, 1), value=n_tokens).int()
+
+
+def _rows(document_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of numbers, where documents begin in them, and whether each row's are in one piece."""
     check_tensors(document_ids=document_ids)
     integers = not document_ids.is_floating_point() and not document_ids.is_complex()
     if not integers or document_ids.dtype == torch.bool or document_ids.dim() < 1:
@@ -47,21 +97,10 @@ def cu_seqlens_of(document_ids: Tensor) -> tuple[Tensor, int]:
             f"{tuple(document_ids.shape)}. Leave empty batches out."
         )
     rows = document_ids.reshape(-1, document_ids.shape[-1])
-    begins = torch.ones_like(rows, dtype=torch.bool)
-    begins[:, 1:] = rows[:, 1:] != rows[:, :-1]
-    ordered = rows.sort(dim=1).values
-    distinct = 1 + (ordered[:, 1:] != ordered[:, :-1]).sum(dim=1)
-    scattered = (begins.sum(dim=1) != distinct).nonzero().flatten()
-    if len(scattered):
-        raise ValueError(
-            f"document_ids must have each document's tokens next to each other, but got a document "
-            f"in several pieces in row {int(scattered[0])}. Sort the tokens by document, or give "
-            f"every piece a number of its own."
-        )
-    starts = begins.flatten().nonzero().flatten()
-    ends = torch.cat([starts[1:], starts.new_tensor([rows.numel()])])
-    cu_seqlens = torch.cat([starts.new_zeros(1), ends]).int()
-    return cu_seqlens, int((ends - starts).max())
+    begins, distinct = (
+        F.pad(x[:, 1:] != x[:, :-1], (1, 0), value=True) for x in (rows, rows.sort(dim=1).values)
+    )
+    return rows, begins, begins.sum(dim=1) == distinct.sum(dim=1)
 
 
 def attend_to_documents(
@@ -73,6 +112,7 @@ def attend_to_documents(
     layout: str,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
+    max_documents: int | None = None,
     **keywords: Unpack[OptionKeywords],
 ) -> tuple[Tensor, Tensor]:
     """``flash_attention`` of (B, H, N, D) or (B, N, H, D) tensors, within documents.
@@ -82,6 +122,7 @@ def attend_to_documents(
         query: and ``key``, ``value``, ``document_ids``, ``alibi_slopes``, ``sinks``, ``keywords``:
             as given to ``flash_attention``.
         layout: "bhsd" or "bshd".
+        max_documents: as given to ``flash_attention``.
 
     Returns:
         Output in the layout of the inputs, and logsumexp (B, H, N).
@@ -101,7 +142,11 @@ def attend_to_documents(
             f"document_ids are given, but got {tuple(alibi_slopes.shape)}. All documents have the "
             f"same slopes."
         )
-    cu_seqlens, longest = cu_seqlens_of(document_ids)
+    longest: int | None = None
+    if max_documents is not None or torch.compiler.is_compiling():
+        cu_seqlens = starts_on_device(document_ids, max_documents)
+    else:
+        cu_seqlens, longest = cu_seqlens_of(document_ids)
     q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in tokens_first)
     out, lse = attend(
         q,

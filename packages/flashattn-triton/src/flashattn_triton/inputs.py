@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from flashattn_triton.problem import DTYPES, MAX_HEAD_DIM, Problem
+from flashattn_triton.problem import DTYPES, Problem
 
 
 def in_one_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,14 +98,11 @@ def check_varlen(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
-    *,
-    to_the_end: bool = False,
 ) -> None:
     """Checks packed (T_q, H, D), (T_k, G, D), (T_k, G, E) and where their sequences start.
 
     The *values* of ``cu_seqlens`` are checked when they are on the CPU. On a GPU reading them
     would stop the host until the device catches up, so there they are the caller's responsibility.
-    ``to_the_end``: the last sequence must end at the last token.
 
     Raises:
         ValueError: naming the argument, what it must be and what was given.
@@ -156,9 +153,7 @@ def check_varlen(
             f"({cu_seqlens_q.shape[0] - 1}), but got {cu_seqlens_k.shape[0] - 1}. Sequences may be "
             f"empty on either side."
         )
-    check_starts(
-        query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, to_the_end=to_the_end
-    )
+    check_starts(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
 
 
 def check_starts(
@@ -168,13 +163,8 @@ def check_starts(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
-    *,
-    to_the_end: bool,
 ) -> None:
     """Checks the values of ``cu_seqlens`` of CPU tensors, which :func:`check_varlen` has accepted.
-
-    Tokens behind the last sequence have zeros as results on the tiers that compute on the CPU.
-    Kernels write nothing there, so that ``to_the_end`` must be True where Triton interprets them.
 
     Raises:
         ValueError: naming the argument, what it must be and what was given.
@@ -187,22 +177,15 @@ def check_starts(
     tokens = (query.shape[0], key.shape[0])
     longest = (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))
     for (name, x), total, limit in zip(starts, tokens, longest, strict=True):
-        _check_starts(name, x, total, *limit, to_the_end=to_the_end)
+        _check_starts(name, x, total, *limit)
 
 
 def _check_starts(
-    name: str,
-    starts: Tensor,
-    total: int,
-    limit_name: str,
-    limit: int | None,
-    *,
-    to_the_end: bool,
+    name: str, starts: Tensor, total: int, limit_name: str, limit: int | None
 ) -> None:
     values = starts.tolist()
     lengths = [end - start for start, end in itertools.pairwise(values)]
-    last = values[-1]
-    if values[0] != 0 or last > total or (to_the_end and last < total) or min(lengths) < 0:
+    if values[0] != 0 or values[-1] > total or min(lengths) < 0:
         raise ValueError(
             f"{name} must rise from 0 to the number of tokens, {total}, and never fall, but got "
             f"{values}. Use the cumulative sum of the lengths, with 0 before it."
@@ -222,9 +205,10 @@ def _check_kind(query: Tensor, key: Tensor, value: Tensor) -> None:
                 f"flash_attention_varlen for sequences of different lengths, with the values() and "
                 f"offsets() of jagged tensors."
             )
-    if query.dtype not in DTYPES:
+    if query.dtype not in (*DTYPES, torch.float64):
         raise ValueError(
-            f"query must be float16, bfloat16 or float32, but got {query.dtype}. Convert it."
+            f"query must be float16, bfloat16 or float32, or float64 where implementation is "
+            f"'tiled' or 'reference', but got {query.dtype}. Convert it."
         )
     for name, x in (("key", key), ("value", value)):
         if x.dtype != query.dtype:
@@ -258,10 +242,9 @@ def _check_head_dims(query_dim: int, key_dim: int, value_dim: int) -> None:
             f"differ."
         )
     for name, dim in (("query", query_dim), ("value", value_dim)):
-        if not 1 <= dim <= MAX_HEAD_DIM:
+        if dim < 1:
             raise ValueError(
-                f"{name} must have a head_dim from 1 to {MAX_HEAD_DIM}, but got {dim}. Split it "
-                f"into more heads."
+                f"{name} must have a head_dim of at least 1, but got {dim}. Leave empty heads out."
             )
 
 
@@ -277,10 +260,7 @@ def check_inputs(
     if problem.packed:
         assert cu_seqlens_q is not None
         assert cu_seqlens_k is not None
-        check_varlen(
-            query, key, value, cu_seqlens_q, cu_seqlens_k, *problem.longest,
-            to_the_end=problem.implementation == "triton",
-        )  # fmt: skip
+        check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, *problem.longest)
     elif problem.layout == "bshd" and query.dim() == key.dim() == value.dim() == 4:
         check_dense(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
     else:

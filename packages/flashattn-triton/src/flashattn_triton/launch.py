@@ -28,8 +28,6 @@ _LONGEST_STRIDE = 2**40
 
 # The kernels' parameters for tensors that may come with query, key and value.
 _GIVEN = ("cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "slopes_ptr", "bias_ptr", "prefix_ptr")
-# Sequences of a packed batch, its longest query sequence and its longest key sequence.
-Sizes = tuple[int, int, int]
 Strides = tuple[int, ...]
 # Shape, strides and dtype of a tensor.
 Layout = tuple[tuple[int, ...], Strides, torch.dtype]
@@ -44,9 +42,9 @@ class Packing(NamedTuple):
     max_seqlen_k: int
 
     @property
-    def sizes(self) -> Sizes:
-        """B, and the longest query and key sequence."""
-        return self.cu_seqlens_q.shape[0] - 1, self.max_seqlen_q, self.max_seqlen_k
+    def sequences(self) -> int:
+        """B."""
+        return self.cu_seqlens_q.shape[0] - 1
 
     @property
     def has_equal_lengths(self) -> bool:
@@ -96,30 +94,41 @@ def is_wide(*strides: Strides) -> bool:
     return any(abs(stride[2]) * _LARGEST_TILE >= 2**31 for stride in strides)
 
 
-def outer(stride: Strides, sizes: Sizes | None) -> Strides:
+def outer(stride: Strides, packed: bool) -> Strides:
     """Batch, head and row stride; the sequences of a packed batch start where it says."""
-    return (stride[0] if sizes is None else 0, stride[1], stride[2])
+    return (0 if packed else stride[0], stride[1], stride[2])
 
 
-def empty_output(like: Tensor, width: int) -> Tensor:
-    """(B, H, N, width) in ``like``'s dtype, its memory in ``like``'s order of heads and rows."""
+def tiles_of_head(shape: Sequence[int], tile: int, packing: Packing | None) -> int:
+    """How many programs take the rows of one head of (B, H, N, D) tensors, or of a packed batch.
+
+    Those of a packed batch are enough whatever its lengths are: see
+    :func:`flashattn_triton.primitives.packed_tile_of_program`.
+    """
+    batch, _, rows, _ = shape
+    return batch * -(-rows // tile) if packing is None else rows // tile + packing.sequences + 1
+
+
+def empty_output(like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
+    """(B, H, N, width), its memory in ``like``'s order of heads and rows; None: in its dtype."""
     batch, heads, rows, _ = like.shape
     if like.stride(1) < like.stride(2):
-        return like.new_empty(batch, rows, heads, width).transpose(1, 2)
-    return like.new_empty(batch, heads, rows, width)
+        return like.new_empty(batch, rows, heads, width, dtype=dtype).transpose(1, 2)
+    return like.new_empty(batch, heads, rows, width, dtype=dtype)
 
 
-def empty_result(like: Tensor, width: int, layout: str) -> Tensor:
+def empty_result(like: Tensor, width: int, layout: str, dtype: torch.dtype | None = None) -> Tensor:
     """:func:`empty_output` for an input in ``layout``, in the same layout.
 
     An input whose rows are not contiguous is read from a copy, whose order of dimensions counts.
     """
-    return as_given(empty_output(heads_first(unit_last_stride(like), layout), width), layout)
+    like = heads_first(unit_last_stride(like), layout)
+    return as_given(empty_output(like, width, dtype), layout)
 
 
 def empty_row_statistic(like: Tensor) -> Tensor:
-    """(B, H, N) fp32, contiguous: the logsumexp, or delta."""
-    return like.new_empty(like.shape[:3], dtype=torch.float32)
+    """(B, H, N) fp32 (fp64 of fp64 inputs), contiguous: the logsumexp, or delta."""
+    return like.new_empty(like.shape[:3], dtype=torch.promote_types(like.dtype, torch.float32))
 
 
 def in_layout(x: Tensor, layout: str) -> Layout:

@@ -92,7 +92,7 @@ def _dropout(value: Any) -> str:
 
 
 def _attention_mask(value: Any) -> str:
-    return "Use causal, window or prefix_lengths, or bias, which is -inf where a key is hidden."
+    return "Use causal, window or prefix_lengths, mask if it is boolean, or bias if it is numbers."
 
 
 def _no(feature: str) -> Callable[[Any], str]:

@@ -104,7 +104,7 @@ def loop_bound(x, INTERPRETED: tl.constexpr):
 def tile_of_program(
     n_rows, n_heads, TILE: tl.constexpr, LAST_FIRST: tl.constexpr, OPTIONS: tl.constexpr
 ):
-    """(first row, batch element, head) of this program's tile of TILE rows.
+    """(first row, batch element, head) of this program's tile of TILE rows of a dense batch.
 
     Tiles of one head are neighbours, so that what they share stays in L2. The batch may share a
     bias: its elements then follow one another, to find it there.
@@ -125,13 +125,41 @@ def tile_of_program(
 
 
 @triton.jit
-def packed_offsets(cu_seqlens_q_ptr, cu_seqlens_k_ptr, sequence):
-    """(first query, first key, queries, keys) of a sequence of a packed batch."""
-    first_query = tl.load(cu_seqlens_q_ptr + sequence)
-    first_key = tl.load(cu_seqlens_k_ptr + sequence)
-    n_queries = tl.load(cu_seqlens_q_ptr + sequence + 1) - first_query
-    n_keys = tl.load(cu_seqlens_k_ptr + sequence + 1) - first_key
-    return first_query, first_key, n_queries, n_keys
+def packed_tile_of_program(
+    starts_ptr, other_starts_ptr, n_tokens, n_heads, TILE: tl.constexpr, LAST_FIRST: tl.constexpr
+):
+    """This program's tile of TILE rows of a packed batch, and where its sequence lies.
+
+    Sequence s has the tiles from ``starts[s] // TILE + s`` on, which are at least as many as it
+    needs: so a search in ``starts`` finds the sequence of a tile, and the grid is the same whatever
+    the lengths are (``launch.packed_programs``). The tokens that no sequence owns, from
+    ``starts[B]`` on, are one more sequence, which sees nothing.
+
+    Returns:
+        (first row, sequence with slopes and a prefix, head, whether a sequence owns the rows), and
+        (first token, tokens) of the sequence's rows, and of what they see or are seen by.
+    """
+    n_tiles = tl.num_programs(0) // n_heads
+    n_sequences = n_tiles - n_tokens // TILE - 1
+    head = tl.program_id(0) // n_tiles
+    tile = tl.program_id(0) % n_tiles
+    if LAST_FIRST:
+        tile = n_tiles - 1 - tile
+    sequence = tile * 0
+    beyond = n_sequences + 1
+    while beyond - sequence > 1:
+        middle = (sequence + beyond) // 2
+        begins = tl.load(starts_ptr + middle) // TILE + middle <= tile
+        sequence = tl.where(begins, middle, sequence)
+        beyond = tl.where(begins, beyond, middle)
+    is_owned = sequence < n_sequences
+    first = tl.load(starts_ptr + sequence)
+    end = tl.load(starts_ptr + sequence + 1, mask=is_owned, other=n_tokens)
+    other_first = tl.load(other_starts_ptr + sequence)
+    other_end = tl.load(other_starts_ptr + sequence + 1, mask=is_owned, other=0)
+    first_row = (tile - first // TILE - sequence) * TILE
+    own, other = (first, end - first), (other_first, tl.maximum(other_end - other_first, 0))
+    return (first_row, tl.minimum(sequence, n_sequences - 1), head, is_owned), own, other
 
 
 @triton.jit
@@ -187,10 +215,14 @@ def tma_reload(descriptor, batch, head, start, length, ROWS: tl.constexpr, COLUM
 
 
 @triton.jit
-def store_rows(ptr, tile, rows, columns, stride_row, n_rows, WIDTH: tl.constexpr):
-    """The inverse of ``load_rows``, casting to the pointer's type."""
+def store_rows(
+    ptr, tile, rows, columns, stride_row, n_rows, WIDTH: tl.constexpr, ADDS: tl.constexpr = False
+):
+    """The inverse of ``load_rows``, casting to the pointer's type. ADDS: to what is there."""
     inside = (rows < n_rows)[:, None] & (columns < WIDTH)[None, :]
     pointers = ptr + rows[:, None] * stride_row + columns[None, :]
+    if ADDS:
+        tile += tl.load(pointers, mask=inside, other=0.0)
     tl.store(pointers, tile.to(ptr.dtype.element_ty), mask=inside)
 
 

@@ -48,6 +48,7 @@ class OptionKeywords(TypedDict, total=False):
     deterministic: bool | None
     implementation: Implementation
     tiling: Tiling | None
+    out_dtype: torch.dtype | None
 
 
 class PackedKeywords(OptionKeywords, total=False):
@@ -63,7 +64,9 @@ class Keywords(PackedKeywords, total=False):
 
     layout: Layout | None
     bias: Tensor | None
+    mask: Tensor | None
     document_ids: Tensor | None
+    max_documents: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +79,7 @@ class Problem:
 
     ``layout`` is that of the tensors of a call: "bhsd", "bshd", or "thd" for packed sequences, the
     longest of which are ``longest`` (queries, keys). ``tiling``: kernel shapes to use instead of
-    the shipped table's.
+    the shipped table's. ``out_dtype``: of the output; None means that of the inputs.
     """
 
     causal: Causal = "none"
@@ -88,6 +91,7 @@ class Problem:
     longest: tuple[int, int] = (0, 0)
     implementation: Implementation = "auto"
     tiling: Tiling | None = None
+    out_dtype: torch.dtype | None = None
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -129,6 +133,7 @@ class Problem:
             0.0 if self.softcap is None else self.softcap,
             self.deterministic,
             self.implementation,
+            self.out_dtype is not None,
             [] if self.tiling is None else self.tiling.pack(),
         )
 
@@ -136,7 +141,7 @@ class Problem:
     def unpack(cls, numbers: Sequence[Any]) -> Problem:
         """The problem that :meth:`pack` wrote."""
         layout, longest_q, longest_k, causal, scale, left, right, *rest = numbers
-        softcap, deterministic, implementation, tiling = rest
+        softcap, deterministic, implementation, in_fp32, tiling = rest
         return cls(
             layout=layout,
             longest=(longest_q, longest_k),
@@ -147,6 +152,7 @@ class Problem:
             deterministic=deterministic,
             implementation=implementation,
             tiling=Tiling.unpack(tuple(tiling)) if tiling else None,
+            out_dtype=torch.float32 if in_fp32 else None,
         )
 
 
@@ -192,6 +198,7 @@ def new_problem(
     deterministic: bool | None = None,
     implementation: Implementation = "auto",
     tiling: Tiling | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Problem:
     """User arguments to a problem, which is found again if they are not new.
 
@@ -207,6 +214,7 @@ def new_problem(
             ``torch.use_deterministic_algorithms`` says, which compiled code is guarded by.
         implementation: one of :data:`IMPLEMENTATIONS`.
         tiling: kernel shapes to use instead of the shipped table's.
+        out_dtype: of the output: ``torch.float32``, or None for that of the inputs.
 
     Raises:
         ValueError: an argument is outside what is listed above.
@@ -216,7 +224,7 @@ def new_problem(
         deterministic = torch.are_deterministic_algorithms_enabled()
     arguments = (
         layout, head_dim, longest, causal, scale, window, softcap, deterministic, implementation,
-        tiling,
+        tiling, out_dtype,
     )  # fmt: skip
     if torch.compiler.is_compiling():  # which traces what is read from a dictionary as a constant
         return _checked(*arguments)
@@ -237,8 +245,13 @@ def new_problem(
 
 def _checked(
     layout: Any, head_dim: int, longest: Any, causal: Any, scale: Any, window: Any, softcap: Any,
-    deterministic: Any, implementation: Any, tiling: Any,
+    deterministic: Any, implementation: Any, tiling: Any, out_dtype: Any,
 ) -> Problem:  # fmt: skip
+    if out_dtype not in (None, torch.float32):
+        raise ValueError(
+            f"out_dtype must be torch.float32 or None, but got {out_dtype!r}. None gives the "
+            f"output the inputs' dtype."
+        )
     if layout != "thd":
         check_layout(layout)
     check_implementation(implementation)
@@ -253,6 +266,7 @@ def _checked(
         longest=longest,
         implementation=implementation,
         tiling=tiling,
+        out_dtype=out_dtype,
     )
 
 

@@ -64,6 +64,7 @@ def gradients_launcher(
     packing: Packing | None,
     mask_and_bias: MaskAndBias,
     needs: Needs,
+    into: Sequence[Tensor] = (),
 ) -> BackwardLauncher:
     """What launches the backward passes of such tensors by the tier of ``plan``.
 
@@ -75,14 +76,15 @@ def gradients_launcher(
         packing: of a packed batch.
         mask_and_bias: its tensors.
         needs: which gradients are wanted.
+        into: fp32 tensors with the strides of those that dQ, dK and dV are added to, or nothing.
 
     Returns:
         What returns dQ, dK and dV; and the gradients of bias and sinks, if one of them is wanted.
-        Those that are not wanted are None.
+        Those that are not wanted are None. With ``into``, it takes such tensors last.
     """
     main = of_bias = of_sinks = None
     if needs[0]:
-        main = _backward_launcher(tensors, problem, plan, packing, mask_and_bias)
+        main = _backward_launcher(tensors, problem, plan, packing, mask_and_bias, into)
         if not needs[1] and not needs[2]:
             return main
     if needs[1]:
@@ -106,10 +108,11 @@ def _backward_launcher(
     plan: Plan,
     packing: Packing | None,
     mask_and_bias: MaskAndBias,
+    into: Sequence[Tensor],
 ) -> BackwardLauncher:
     grad_lse = tensors[6]
     rows = [x for i in _ROWS_OF_BACKWARD if (x := tensors[i]) is not None]
-    if plan.runs_hopper_backward(problem):
+    if plan.runs_hopper_backward(problem) and not into:
         from flashattn_triton.hopper.backward import hopper_backward_call
 
         return hopper_backward_call(
@@ -121,7 +124,8 @@ def _backward_launcher(
 
     q, k, v, o, do = _views([unit_last_stride(x) for x in rows], problem)
     dl = _rows_view(grad_lse, problem)
-    call = backward_call(q, k, v, o, do, dl, problem, plan.tiling, packing, mask_and_bias)
+    sums = _views(into, problem)
+    call = backward_call(q, k, v, o, do, dl, problem, plan.tiling, packing, mask_and_bias, sums)
     return _on_copies(call, tensors, _ROWS_OF_BACKWARD)
 
 
@@ -235,9 +239,12 @@ def _tiled_backward(
     grad_logsumexp: Tensor | None,
     packing: Packing | None = None,
     mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
-) -> tuple[Tensor, Tensor, Tensor]:
+    into: Sequence[Tensor] = (),
+) -> tuple[Tensor, ...]:
     from flashattn_triton.tiled import tiled_backward, tiled_backward_varlen
 
+    if into:  # gradients have the dtype of their inputs
+        query, key, value = query.float(), key.float(), value.float()
     if packing is None:
         q, k, v, o, do = _views((query, key, value, out, grad_out), problem)
         gradients = tiled_backward(
@@ -250,6 +257,8 @@ def _tiled_backward(
             query, key, value, out, logsumexp, grad_out, grad_logsumexp, *starts, problem,
             mask_and_bias,
         )  # fmt: skip
+    if into:
+        return tuple(x.add_(part) for x, part in zip(into, (dq, dk, dv), strict=True))
     return (
         _laid_out(dq, query, problem),
         _laid_out(dk, key, problem),
@@ -259,7 +268,7 @@ def _tiled_backward(
 
 def _laid_out(x: Tensor, like: Tensor, problem: Problem) -> Tensor:
     """``x`` with the strides that the operators' fake implementations promise."""
-    promised = empty_result(like, x.shape[-1], problem.layout)
+    promised = empty_result(like, x.shape[-1], problem.layout, x.dtype)
     same = x.stride() == promised.stride()
     # A Function refuses to have its output changed in place if that is a view.
     return (x if same else promised.copy_(x)).detach()

@@ -59,8 +59,9 @@ def tiled_forward(
         key_tile: keys in a tile.
 
     Returns:
-        Output (B, H, N_q, E) in the query's dtype, and natural-log logsumexp (B, H, N_q) in fp32
-        (fp64 for fp64 inputs). A query that sees no key has output 0 and logsumexp -inf.
+        Output (B, H, N_q, E) in the problem's or the query's dtype, and natural-log logsumexp
+        (B, H, N_q) in fp32 (fp64 for fp64 inputs). A query that sees no key has output 0 and
+        logsumexp -inf.
     """
     if mask_and_bias.prefix_lengths is not None and len(query) > 1:  # each has tiles of its own
         parts = [
@@ -84,6 +85,8 @@ def tiled_forward(
             row_sum = (~torch.isneginf(row_max)).to(row_max.dtype)  # l: a sink is a key before all
             acc = torch.zeros_like(out[:, rows])
             for k_start, k_end in score_tiles.band.key_tiles(start, end, key_tile):
+                if score_tiles.hides(k_start, k_end):
+                    continue
                 scores, _ = score_tiles.scores((start, end), (k_start, k_end))
                 new_max = torch.maximum(row_max, scores.amax(dim=-1))
                 # A row that has seen no key yet has m = -inf, and -inf - (-inf) is NaN.
@@ -97,7 +100,8 @@ def tiled_forward(
             out[:, rows] = acc / row_sum.masked_fill(row_sum == 0, 1.0)[..., None]
             lse[:, rows] = row_max + torch.log(row_sum)
         groups = score_tiles.groups
-        return unfold(out, query, groups).to(query.dtype), unfold(lse, query, groups)
+        out = unfold(out, query, groups).to(problem.out_dtype or query.dtype)
+        return out, unfold(lse, query, groups)
 
 
 @torch.no_grad()
@@ -235,6 +239,8 @@ def _gradients_of_scores(
     delta = delta.masked_fill(empty, 0.0)
     lse = lse.masked_fill(empty, float("inf"))  # makes P = exp(S - L) zero in such rows
     for keys in tiles(value.shape[2], sizes[1]):
+        if score_tiles.hides(*keys):
+            continue
         for queries in score_tiles.band.query_tiles(*keys, sizes[0]):
             rows = score_tiles.rows(*queries)
             scores, slope = score_tiles.scores(queries, keys)
@@ -294,9 +300,9 @@ def tiled_forward_varlen(
         mask_and_bias: slopes and prefixes of each sequence; no bias.
 
     Returns:
-        Output (T_q, H, E) in the query's dtype, logsumexp (H, T_q) in fp32 (fp64).
+        Output (T_q, H, E) in the problem's or the query's dtype, logsumexp (H, T_q) in fp32 (fp64).
     """
-    out = query.new_zeros(*query.shape[:2], value.shape[-1])
+    out = query.new_zeros(*query.shape[:2], value.shape[-1], dtype=problem.out_dtype)
     lse = torch.full(
         (query.shape[1], query.shape[0]),
         float("-inf"),
@@ -304,6 +310,8 @@ def tiled_forward_varlen(
         device=query.device,
     )
     for i, (q_span, k_span) in enumerate(sequences(cu_seqlens_q, cu_seqlens_k)):
+        if q_span.start == q_span.stop and k_span.start == k_span.stop:  # there may be thousands
+            continue
         q, k, v = batched(query, q_span), batched(key, k_span), batched(value, k_span)
         o_s, lse_s = tiled_forward(q, k, v, problem, mask_and_bias.sequence(i))
         out[q_span], lse[:, q_span] = o_s[0].transpose(0, 1), lse_s[0]
@@ -334,6 +342,8 @@ def tiled_backward_varlen(
     """
     dq, dk, dv = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     for i, (q_span, k_span) in enumerate(sequences(cu_seqlens_q, cu_seqlens_k)):
+        if q_span.start == q_span.stop and k_span.start == k_span.stop:  # there may be thousands
+            continue
         gradients = tiled_backward(
             batched(query, q_span),
             batched(key, k_span),

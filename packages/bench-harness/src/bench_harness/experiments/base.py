@@ -31,7 +31,7 @@ class DeviceOptions:
 class Experiment(abc.ABC):
     """One experiment: a name on the command line and a section of the report.
 
-    Subclasses set three class attributes and implement four methods.
+    Subclasses set three class attributes and implement :meth:`cases`, :meth:`run`, :meth:`tables`.
 
     Attributes:
         name: the registered name, which is also the command.
@@ -91,6 +91,14 @@ class Experiment(abc.ABC):
                 return str(error)
         return None
 
+    def work_s(self, case: Case) -> float | None:
+        """About how many seconds a case takes, sampling beyond the least left out; None: unknown.
+
+        Rough sums for a dry run, of a machine that nothing else uses: of published rows on H200s,
+        and of small cases on two CPU cores.
+        """
+        return None
+
     @abc.abstractmethod
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """The tables of this experiment's rows.
@@ -99,6 +107,6 @@ class Experiment(abc.ABC):
         into columns. Columns may be missing or empty when no case of a kind succeeded.
         """
 
-    @abc.abstractmethod
     def figures(self, rows: pd.DataFrame) -> list[Figure]:
-        """The pictures of this experiment's rows; see :meth:`tables`."""
+        """The pictures of this experiment's rows, none by default; see :meth:`tables`."""
+        return []

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from bench_harness.core import Row, plural
 from bench_harness.display import marks
-from bench_harness.display.units import quantity
+from bench_harness.display.cells import quantity
 from bench_harness.report.frame import to_frame
 from bench_harness.stats import summarize, with_summary
 from bench_harness.store import PARTIAL

@@ -95,7 +95,7 @@ class HopperBackwardCall:
     dV. ``shared``: layout of the memory that the kernels share, whose first ``statistics`` bytes
     come before the sum of dQ. ``order_counters``: how many there are; 0 where the order of sums is
     free. ``copied``: of Q, K, V, O and dO, what is copied for the TMA; None if nothing is of any.
-    ``query_tiles``, ``key_tiles``: of a packed batch; one object where both have the same table.
+    ``tiles``: of a packed batch.
     """
 
     preprocess: Launch
@@ -108,8 +108,7 @@ class HopperBackwardCall:
     shared: Layout
     order_counters: int = 0
     copied: Sequence[Part | None] | None = None
-    query_tiles: PackedTiles | None = None
-    key_tiles: PackedTiles | None = None
+    tiles: PackedTiles | None = None
 
     def __call__(
         self,
@@ -164,12 +163,10 @@ class HopperBackwardCall:
         if self.order_counters:
             counters = query.new_zeros(self.order_counters, dtype=torch.int32)
             main["order_counters_ptr"] = counters.data_ptr()
-        if packing is not None and self.query_tiles is not None and self.key_tiles is not None:
-            of_queries = of_keys = self.query_tiles(packing)
-            if self.key_tiles is not self.query_tiles:
-                of_keys = self.key_tiles(packing)
-            before["tiles_ptr"] = after["tiles_ptr"] = of_queries.data_ptr()
-            main["tiles_ptr"] = of_keys.data_ptr()
+        if packing is not None and self.tiles is not None:
+            table = self.tiles(packing)
+            before["tiles_ptr"] = after["tiles_ptr"] = table.data_ptr()
+            main["tiles_ptr"] = table.data_ptr() + self.tiles.key_table
         self.preprocess(before)
         self.main(main)
         self.postprocess(after)
@@ -203,7 +200,6 @@ def hopper_backward_call(
     copies = [copied_part(x, may_repeat=i == 4, viewed=viewed) for i, x in enumerate(tensors)]
     copied = [part for part, _ in copies]
     grad_logsumexp_stride = None if grad_logsumexp is None else grad_logsumexp.stride()
-    sizes = None if packing is None else packing.sizes
     equal = packing is not None and packing.has_equal_lengths
     problem = without_offset(problem, equal)
     (batch, heads, n_queries, head_dim), (_, kv_heads, n_keys, _), (*_, value_dim) = shapes
@@ -217,23 +213,16 @@ def hopper_backward_call(
     kernel, loaded = KERNELS[width]
     config = backward_config((head_dim, value_dim), problem)
     queries, keys = config.queries, config.keys
-    if sizes is None:
-        query_tiles = key_tiles = None
+    tiles = None
+    if packing is None:
         rows = -(-n_queries // queries) * queries * batch * heads
         programs = (rows // ROWS, -(-n_keys // keys) * batch * kv_heads)
     else:
-        sequences, _, _ = sizes
-        query_tiles = packed_tiles(
-            n_queries, sequences, rows=queries, of_keys=False, heads=heads, group=1
+        tiles = packed_tiles(
+            packing, (n_queries, n_keys), (queries, keys), heads=heads, of_keys=True
         )
-        # These kernels take heads one by one: with equal lengths and tiles, both tables are equal.
-        key_tiles = query_tiles
-        if not equal or queries != keys:
-            key_tiles = packed_tiles(
-                n_keys, sequences, rows=keys, of_keys=True, heads=kv_heads, group=1
-            )
-        rows = (n_queries // queries + sequences) * queries * heads
-        programs = (query_tiles.most * heads * queries // ROWS, key_tiles.most * kv_heads)
+        rows = tiles.most[0] * queries * heads
+        programs = (rows // ROWS, tiles.most[1] * kv_heads)
     columns, softcap = STATISTICS.value, problem.softcap
     sum_width = width if width <= 128 else 64  # of a block of the sum; blocks lie side by side
     numbers = {"N_QUERIES": n_queries, "N_PADDED": rows // (batch * heads), "N_HEADS": heads}
@@ -348,8 +337,7 @@ def hopper_backward_call(
         gradients=[in_layout(x, problem.layout) for x in (dq, dk, dv)],
         statistics=rows * columns * 2,
         shared=((rows * (columns // 2 + width),), (1,), fp32),
-        query_tiles=query_tiles,
-        key_tiles=key_tiles,
+        tiles=tiles,
         order_counters=rows // queries if problem.deterministic else 0,
         copied=None if all(part is None for part in copied) else copied,
     )

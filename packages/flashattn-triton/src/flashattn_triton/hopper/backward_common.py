@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flashattn_triton.hopper.backward_products import STATISTICS
 from flashattn_triton.hopper.schedule import (
+    END,
     WARPS,
     allow_addition,
     key_tile_of_program,
@@ -209,7 +210,9 @@ def load_keys(loads, barriers, buffers, tile, PACKED: gl.constexpr):
     """Loads K and V of a program's ``tile``, which :func:`work_of_program` returned first."""
     _, k_desc, v_desc, _, _ = loads
     k_smem, v_smem, _, _, _ = buffers
-    first_key, kv_head, _, _, _, k_at = tile
+    first_key, kv_head, _, _, q_at, k_at = tile
+    if PACKED:  # of keys without queries read zeros: what they hold must not reach a gradient
+        k_at = (gl.where(q_at[1] == END, -1, k_at[0]), k_at[1])
     PARTS: gl.constexpr = k_smem.shape[0]
     PART: gl.constexpr = k_smem.shape[2]
     BYTES: gl.constexpr = k_smem.shape[1] * (PARTS * PART + v_smem.shape[2]) * 2

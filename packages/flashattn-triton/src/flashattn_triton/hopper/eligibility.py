@@ -92,6 +92,8 @@ def orders_gradients(head_dims: tuple[int, int], problem: Problem) -> bool:
 
 
 def _other_refusal(problem: Problem, tensors: tuple[str, ...]) -> str | None:
+    if problem.out_dtype is not None:
+        return "its output has the inputs' dtype"
     others = [name for name in tensors if name != "sinks"]
     if others:
         return f"it takes no {' or '.join(others)}"

@@ -108,9 +108,8 @@ def hopper_forward_call(
     device, dtype = query.device, query.dtype
     q_shape, k_shape, v_shape = query.shape, key.shape, value.shape
     strides = (query.stride(), key.stride(), value.stride())
-    sizes = None if packing is None else packing.sizes
     equal = packing is not None and packing.has_equal_lengths
-    packed = sizes is not None
+    packed = packing is not None
     problem = without_offset(problem, equal)
     (batch, heads, n_queries, _), (_, kv_heads, n_keys, _) = q_shape, k_shape
     head_dims = (q_shape[3], v_shape[3])
@@ -120,20 +119,18 @@ def hopper_forward_call(
     softcap = problem.softcap
     # Of packed sequences the kernel itself adds the difference of lengths.
     offset, width = edges(0, 0, problem) if packed else edges(n_queries, n_keys, problem)
-    config = forward_config(head_dims, n_queries if sizes is None else sizes[1], problem)
+    config = forward_config(
+        head_dims, n_queries if packing is None else packing.max_seqlen_q, problem
+    )
     programs = multiprocessors(device)
     tiles_of_head = -(-n_queries // config.queries)
     tiles = None
-    if sizes is not None:
+    if packing is not None:
         tiles = packed_tiles(
-            n_queries,
-            sizes[0],
-            rows=config.queries,
-            of_keys=False,
-            heads=heads,
-            group=config.rounds * programs,
-        )
-        tiles_of_head = tiles.most
+            packing, (n_queries, n_keys), (config.queries, config.keys),
+            heads=heads, group=config.rounds * programs,
+        )  # fmt: skip
+        tiles_of_head = tiles.most[0]
     n_tiles = tiles_of_head * batch * heads
     group = max(1, -(-config.rounds * programs // tiles_of_head))
     if 2 * batch * heads < 3 * group:  # too few are left for a group of their own

@@ -331,7 +331,7 @@ def _consumer(
         _scheduler_barrier_arrive(CONSUMER, CONSUMERS)  # consumer 0 is first
 
     for round_index in range(n_rounds(N_TILES)):
-        tile_row, head, n_queries, own_band, q_at, _ = tile_of_round(
+        tile_row, head, n_queries, own_band, q_at, k_at = tile_of_round(
             round_index, work, CONSUMERS * ROWS, OPTIONS
         )
         first_row = tile_row + CONSUMER * ROWS
@@ -362,6 +362,8 @@ def _consumer(
         row_max = largest(s, scale_log2, OPTIONS.negative)
         if OPTIONS.has_sinks:  # one more score of each row, without a value
             sink = gl.load(sinks_ptr + head).to(gl.float32) * LOG2_E
+            if OPTIONS.packed:  # nor do tokens that no sequence owns see a sink
+                sink = gl.where(k_at[0] < 0, float("-inf"), sink)
             row_max = gl.maximum(row_max, sink)
         shift = finite_max(row_max, _has_blind_rows(OPTIONS))
         exponentials = exp2(s * scale_log2 - gl.expand_dims(shift, 1))

@@ -1,4 +1,4 @@
-"""The tiles of a packed batch, which a kernel finds on the device; see :mod:`schedule`."""
+"""The tiles of a packed batch, which one kernel finds on the device; see :mod:`schedule`."""
 
 from __future__ import annotations
 
@@ -30,15 +30,21 @@ def without_offset(problem: Problem, equal: bool) -> Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedTiles:
-    """The kernel that writes a packed batch's table of tiles. ``most``: how many there can be."""
+    """The kernel that writes a packed batch's tables of tiles.
+
+    ``most``: how many tiles of queries there can be, and how many of keys.
+    """
 
     launch: Launch
-    most: int
+    most: tuple[int, int]
 
     def __call__(self, packing: Packing) -> Tensor:
-        """The table, (1 + most, FIELDS) int32; its first element says how many tiles follow."""
+        """The table of queries, (1 + most, FIELDS) int32, and then that of keys.
+
+        The first element of each says how many tiles follow.
+        """
         starts_q, starts_k = packing.cu_seqlens_q, packing.cu_seqlens_k
-        table = starts_q.new_empty((1 + self.most) * FIELDS.value)
+        table = starts_q.new_empty((2 + sum(self.most)) * FIELDS.value)
         self.launch(
             {
                 "starts_q_ptr": starts_q.data_ptr(),
@@ -48,31 +54,46 @@ class PackedTiles:
         )
         return table
 
+    @property
+    def key_table(self) -> int:
+        """The bytes before the table of keys."""
+        return (1 + self.most[0]) * int(FIELDS.value) * 4
+
 
 def packed_tiles(
-    tokens: int, sequences: int, *, rows: int, of_keys: bool, heads: int, group: int
+    packing: Packing,
+    tokens: tuple[int, int],
+    rows: tuple[int, int],
+    *,
+    heads: int,
+    group: int = 1,
+    of_keys: bool = False,
 ) -> PackedTiles:
-    """The tiles of the queries, or of the keys, of one kind of packed batch.
+    """The tiles of one kind of packed batch.
 
     Args:
-        tokens: of all sequences.
-        sequences: how many there are.
-        rows: tokens of a tile.
-        of_keys: whether tiles are of keys.
-        heads: how many there are.
+        packing: where sequences start.
+        tokens: queries and keys of all sequences.
+        rows: queries of a tile, and keys of a tile.
+        heads: of queries.
         group: how many tiles of one sequence are computed at the same time, see
             :func:`~flashattn_triton.hopper.schedule.packed_tiles_kernel`.
+        of_keys: whether there is a table of keys too.
     """
+    n = packing.sequences
+    most = most_tiles(tokens[0], n, rows[0]), most_tiles(tokens[1], n, rows[1]) if of_keys else 0
     launch = hopper_launch(
         packed_tiles_kernel,
-        -(-sequences // SEQUENCES),
+        -(-(n + 1) // SEQUENCES) * (1 + of_keys),
         {"starts_q_ptr": torch.int32, "starts_k_ptr": torch.int32, "tiles_ptr": torch.int32},
-        {"N_SEQUENCES": sequences, "N_HEADS": heads, "GROUP": group},
         {
-            "ROWS_PER_TILE": rows,
-            "OF_KEYS": of_keys,
-            "FIELDS": FIELDS.value,
-            "SEQUENCES": SEQUENCES,
+            "N_SEQUENCES": n,
+            "N_QUERIES": tokens[0],
+            "N_KEYS": tokens[1],
+            "N_HEADS": heads,
+            "GROUP": group,
+            "KEY_TABLE": (1 + most[0]) * FIELDS.value,
         },
+        {"ROWS": rows[0], "KEY_ROWS": rows[1], "FIELDS": FIELDS.value, "SEQUENCES": SEQUENCES},
     )
-    return PackedTiles(launch=launch, most=most_tiles(tokens, sequences, rows))
+    return PackedTiles(launch=launch, most=most)

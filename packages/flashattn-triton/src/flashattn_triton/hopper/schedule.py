@@ -36,78 +36,105 @@ SEQUENCES = 128  # whose tiles one program of packed_tiles_kernel writes
 def most_tiles(tokens: int, sequences: int, rows: int) -> int:
     """An upper bound of how many tiles of ``rows`` tokens the sequences of a packed batch have.
 
-    It does not depend on how long the longest sequence is, which callers may understate.
+    It counts the tokens that no sequence owns as one sequence more. It does not depend on how long
+    the longest sequence is, which callers may understate.
     """
-    return tokens // rows + sequences
+    return tokens // rows + sequences + 1
 
 
 @triton.jit
-def _lengths(starts_ptr, sequences, N_SEQUENCES):
-    """(lengths, ends) of sequences; 0 past the last one."""
-    present = sequences < N_SEQUENCES
-    ends = tl.load(starts_ptr + sequences + 1, mask=present, other=0)
-    return ends - tl.load(starts_ptr + sequences, mask=present, other=0), ends
+def _lengths(starts_ptr, sequences, N_SEQUENCES, N_TOKENS):
+    """(lengths, ends) of sequences. The last one has the tokens that no sequence owns."""
+    starts = tl.load(starts_ptr + sequences, mask=sequences <= N_SEQUENCES, other=N_TOKENS)
+    within = sequences < N_SEQUENCES
+    ends = tl.load(starts_ptr + sequences + 1, mask=within, other=N_TOKENS)
+    return ends - starts, ends
 
 
 @triton.jit
-def _tiles_and_groups(lengths, present, N_HEADS, GROUP, ROWS_PER_TILE: tl.constexpr):
-    """(tiles, heads in a group, groups) of sequences. An empty one has one tile, without rows."""
-    tiles = tl.maximum(tl.cdiv(lengths, ROWS_PER_TILE), 1)
-    heads = tl.minimum(tl.maximum(tl.cdiv(GROUP, tiles), 1), N_HEADS)
-    return tl.where(present, tiles, 0), heads, tl.where(present, tl.cdiv(N_HEADS, heads), 0)
+def _rows_and_seen(n_queries, n_keys, sequences, N_SEQUENCES, of_keys, ROWS, KEY_ROWS):
+    """(tiles, how much a row of them sees or is seen by) of sequences.
+
+    A sequence with keys alone has a tile of queries without rows, whose statistics say so.
+    """
+    tiles = tl.where(n_queries == 0, tl.minimum(n_keys, 1), tl.cdiv(n_queries, ROWS))
+    tiles = tl.where(of_keys, tl.cdiv(n_keys, KEY_ROWS), tiles)
+    return tiles, tl.where(sequences < N_SEQUENCES, tl.where(of_keys, n_queries, n_keys), 0)
+
+
+@triton.jit
+def _heads_and_groups(tiles, N_HEADS, GROUP):
+    """(heads in a group, groups) of sequences with so many tiles."""
+    heads = tl.minimum(tl.maximum(tl.cdiv(GROUP, tl.maximum(tiles, 1)), 1), N_HEADS)
+    return heads, tl.where(tiles > 0, tl.cdiv(N_HEADS, heads), 0)
 
 
 @triton.jit(
-    do_not_specialize=["N_SEQUENCES", "N_HEADS", "GROUP"],
+    do_not_specialize=["N_SEQUENCES", "N_QUERIES", "N_KEYS", "N_HEADS", "GROUP", "KEY_TABLE"],
     do_not_specialize_on_alignment=["starts_q_ptr", "starts_k_ptr"],
 )
 def packed_tiles_kernel(
     starts_q_ptr,  # (B + 1,) int32
     starts_k_ptr,
-    tiles_ptr,  # (1 + tiles, FIELDS) int32
+    tiles_ptr,  # (1 + tiles, FIELDS) int32 of queries; then of keys
     N_SEQUENCES,
+    N_QUERIES,
+    N_KEYS,
     N_HEADS,
     GROUP,
-    ROWS_PER_TILE: tl.constexpr,
-    OF_KEYS: tl.constexpr,
+    KEY_TABLE,
+    ROWS: tl.constexpr,
+    KEY_ROWS: tl.constexpr,
     FIELDS: tl.constexpr,
     SEQUENCES: tl.constexpr,
 ):
-    """Writes the table of tiles of queries, or of keys. Grid: B / SEQUENCES.
+    """Writes the table of tiles of ROWS queries, and from element KEY_TABLE on of KEY_ROWS keys.
+
+    Grid: (B + 1) / SEQUENCES for the first, and twice as much for both.
 
     Sequences come in the order of how many keys a tile of queries may see, or queries a tile of
     keys, most first. There is no sort: each program looks at all sequences, and counts the tiles of
     those that come before its own. ``GROUP``: how many tiles of one sequence are computed at the
     same time; the number of heads in a group is this number divided by the sequence's tiles.
+
+    The tokens that no sequence owns are one more sequence, number B, in which queries see no keys
+    and keys are seen by no queries. Its keys end at -1 in the table of queries.
     """
-    own = tl.program_id(0) * SEQUENCES + tl.arange(0, SEQUENCES)
-    n_queries, end_q = _lengths(starts_q_ptr, own, N_SEQUENCES)
-    n_keys, end_k = _lengths(starts_k_ptr, own, N_SEQUENCES)
-    own_length = n_queries if OF_KEYS else n_keys
+    n_programs = tl.cdiv(N_SEQUENCES + 1, SEQUENCES)
+    of_keys = tl.program_id(0) >= n_programs
+    own = (tl.program_id(0) % n_programs) * SEQUENCES + tl.arange(0, SEQUENCES)
+    n_queries, end_q = _lengths(starts_q_ptr, own, N_SEQUENCES, N_QUERIES)
+    n_keys, end_k = _lengths(starts_k_ptr, own, N_SEQUENCES, N_KEYS)
+    tiles, own_seen = _rows_and_seen(n_queries, n_keys, own, N_SEQUENCES, of_keys, ROWS, KEY_ROWS)
     first_tile = tl.zeros([SEQUENCES], tl.int32)
     first_group = tl.zeros([SEQUENCES], tl.int32)
     all_tiles = 0
     all_groups = 0
-    for first in range(0, N_SEQUENCES, SEQUENCES):
+    for first in range(0, N_SEQUENCES + 1, SEQUENCES):
         other = first + tl.arange(0, SEQUENCES)
-        other_queries, _ = _lengths(starts_q_ptr, other, N_SEQUENCES)
-        other_keys, _ = _lengths(starts_k_ptr, other, N_SEQUENCES)
-        rows = other_keys if OF_KEYS else other_queries
-        length = (other_queries if OF_KEYS else other_keys)[None, :]
-        tiles, _, groups = _tiles_and_groups(
-            rows, other < N_SEQUENCES, N_HEADS, GROUP, ROWS_PER_TILE
+        other_queries, _ = _lengths(starts_q_ptr, other, N_SEQUENCES, N_QUERIES)
+        other_keys, _ = _lengths(starts_k_ptr, other, N_SEQUENCES, N_KEYS)
+        other_tiles, seen = _rows_and_seen(
+            other_queries, other_keys, other, N_SEQUENCES, of_keys, ROWS, KEY_ROWS
         )
-        earlier = (length == own_length[:, None]) & (other[None, :] < own[:, None])
-        earlier = earlier | (length > own_length[:, None])
-        first_tile += tl.sum(tl.where(earlier, tiles[None, :], 0), 1)
+        _, groups = _heads_and_groups(other_tiles, N_HEADS, GROUP)
+        earlier = (seen[None, :] == own_seen[:, None]) & (other[None, :] < own[:, None])
+        earlier = earlier | (seen[None, :] > own_seen[:, None])
+        first_tile += tl.sum(tl.where(earlier, other_tiles[None, :], 0), 1)
         first_group += tl.sum(tl.where(earlier, groups[None, :], 0), 1)
-        all_tiles += tl.sum(tiles, 0)
+        all_tiles += tl.sum(other_tiles, 0)
         all_groups += tl.sum(groups, 0)
-    if tl.program_id(0) == 0:
+    if of_keys:
+        tiles_ptr += KEY_TABLE
+    if tl.program_id(0) % n_programs == 0:
         tl.store(tiles_ptr, all_tiles)
 
-    rows = n_keys if OF_KEYS else n_queries
-    tiles, heads, _ = _tiles_and_groups(rows, own < N_SEQUENCES, N_HEADS, GROUP, ROWS_PER_TILE)
+    owned = own < N_SEQUENCES
+    end_q = tl.where(owned | (not of_keys), end_q, end_q - n_queries)
+    end_k = tl.where(owned | of_keys, end_k, -1)
+    n_queries = tl.where(owned | (not of_keys), n_queries, 0)
+    n_keys = tl.where(owned | of_keys, n_keys, 0)
+    heads, _ = _heads_and_groups(tiles, N_HEADS, GROUP)
     for tile in range(tl.max(tiles, 0)):
         entry = tiles_ptr + (1 + first_tile + tile) * FIELDS
         present = tile < tiles

@@ -76,11 +76,12 @@ class BackwardCall:
         grad_logsumexp: Tensor | None,
         packing: Packing | None = None,
         mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
+        into: Sequence[Tensor] = (),
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dQ, dK and dV of inputs whose last stride is 1."""
+        """dQ, dK and dV of inputs whose last stride is 1, added to ``into`` if that is given."""
         given = given_addresses(packing, mask_and_bias)
         fp32 = torch.float32
-        dq, dk, dv = [
+        dq, dk, dv = into or [
             query.new_empty_strided(shape, strides) for shape, strides, _ in self.gradients
         ]
         statistics = query.new_empty(self.statistics, dtype=fp32)
@@ -114,9 +115,12 @@ class BackwardCall:
                 }
             )
         if dq_sum is not None:
-            # One elementwise kernel: scale and cast.
-            dq_view = heads_first(dq, self.layout)
-            torch.mul(dq_sum[..., : query.shape[-1]], self.scale, out=dq_view)
+            # One elementwise kernel: scale and cast, or add.
+            dq_view, dq_sum = heads_first(dq, self.layout), dq_sum[..., : query.shape[-1]]
+            if into:
+                dq_view.add_(dq_sum, alpha=self.scale)
+            else:
+                torch.mul(dq_sum, self.scale, out=dq_view)
         return dq, dk, dv
 
 
@@ -131,21 +135,21 @@ def backward_call(
     tiling: Tiling,
     packing: Packing | None = None,
     mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
+    into: Sequence[Tensor] = (),
 ) -> BackwardCall:
     """The call for views of these shapes, strides and types, whose last stride is 1.
 
     It takes tensors as callers have them, and returns dQ, dK and dV in the inputs' shapes and
-    dtype. dQ is accumulated in fp32. The fused form is used if ``tiling`` has one, unless a fixed
-    order of every sum is asked for by ``problem.deterministic``.
+    dtype, or adds them to fp32 tensors with the strides of ``into``. The fused form is used if
+    ``tiling`` has one, unless ``problem.deterministic`` asks for a fixed order of every sum.
     """
     device, dtype = query.device, query.dtype
     (batch, heads, n_queries, head_dim), value_dim = query.shape, value.shape[3]
-    sizes = None if packing is None else packing.sizes
     gradients = [
         empty_output(torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta"), width)
         for x, width in ((query, head_dim), (key, head_dim), (value, value_dim))
     ]
-    dq, dk, dv = (x.stride() for x in gradients)
+    dq, dk, dv = (x.stride() for x in into or gradients)
     fused = None if problem.deterministic else tiling.fused
     width = padded(head_dim, dtype)
     if fused is not None:  # the fp32 sum, padded, so that a tile is one block of memory
@@ -159,12 +163,13 @@ def backward_call(
         shapes=(query.shape, key.shape, value.shape),
         strides=(query.stride(), key.stride(), value.stride(), grad_out.stride()),
         gradient_strides=(dq, dk, dv),
-        sizes=sizes,
+        packing=packing,
         problem=problem,
         specialization=mask_and_bias.specialization,
         given=given_parameters(packing, mask_and_bias),
         n_padded=n_padded,
-        readable_by_tma=sizes is None and all(map(can_use_tma, (query, key, value, grad_out))),
+        adds=bool(into),
+        readable_by_tma=packing is None and all(map(can_use_tma, (query, key, value, grad_out))),
     )
     preprocess = preprocess_launch(
         query, out, grad_out, grad_logsumexp, n_padded, zeroes=fused is not None

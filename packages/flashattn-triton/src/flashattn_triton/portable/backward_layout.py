@@ -11,8 +11,8 @@ import torch
 from flashattn_triton.configs import Tiles
 from flashattn_triton.launch import (
     Number,
+    Packing,
     Parameter,
-    Sizes,
     Strides,
     option_numbers,
     outer,
@@ -33,10 +33,11 @@ class BackwardLayout:
     shapes: of Q, K and V.
     strides: of Q, K, V and dO.
     gradient_strides: of dQ, or of the fp32 sum that the fused form adds to, of dK and of dV.
-    sizes: of a packed batch, else None.
+    packing: where packed sequences start, else None.
     n_padded: queries that have statistics; see ``preprocess``.
     given: parameters for the tensors that come with them.
     readable_by_tma: whether the TMA can read Q, K, V and dO.
+    adds: whether gradients are added to fp32 tensors.
     """
 
     device: torch.device
@@ -44,19 +45,13 @@ class BackwardLayout:
     shapes: tuple[torch.Size, torch.Size, torch.Size]
     strides: tuple[Strides, Strides, Strides, Strides]
     gradient_strides: tuple[Strides, Strides, Strides]
-    sizes: Sizes | None
+    packing: Packing | None
     problem: Problem
     specialization: MaskAndBiasSpecialization
     given: Mapping[str, Parameter]
     n_padded: int
     readable_by_tma: bool
-
-    @property
-    def lengths(self) -> tuple[int, int, int]:
-        """Batch elements, queries and keys; of a packed batch, sequences and their longest ones."""
-        if self.sizes is not None:
-            return self.sizes
-        return self.shapes[0][0], self.shapes[0][2], self.shapes[1][2]
+    adds: bool
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -76,20 +71,19 @@ class BackwardLayout:
 
     def outer_gradients(self) -> tuple[Strides, Strides, Strides]:
         """Batch, head and row strides of dQ, dK and dV."""
-        dq, dk, dv = (outer(stride, self.sizes) for stride in self.gradient_strides)
+        dq, dk, dv = (outer(stride, self.packing is not None) for stride in self.gradient_strides)
         return dq, dk, dv
 
     def numbers(self) -> dict[str, Number]:
         """The kernels' arguments that are numbers, but for heads and strides of gradients."""
-        q, k, v, do = (outer(stride, self.sizes) for stride in self.strides)
-        _, n_queries, n_keys = self.lengths
+        q, k, v, do = (outer(stride, self.packing is not None) for stride in self.strides)
         heads, kv_heads = self.heads
         return {
             **stride_numbers(q=q, k=k, v=v, do=do),
             **self.specialization.numbers,
             "N_PADDED": self.n_padded,
-            "N_QUERIES": n_queries,
-            "N_KEYS": n_keys,
+            "N_QUERIES": self.shapes[0][2],
+            "N_KEYS": self.shapes[1][2],
             "HEADS_PER_KV": heads // kv_heads,
             **option_numbers(self.problem),
         }
@@ -114,8 +108,9 @@ class BackwardLayout:
             (self.shapes[0][3], self.shapes[2][3]),
             self.dtype,
             (*self.strides, *self.gradient_strides),
-            packed=self.sizes is not None,
+            packed=self.packing is not None,
             use_tma=self.use_tma(tiles),
+            adds=self.adds,
             **others,
         )
 

@@ -43,6 +43,7 @@ from flashattn_triton.launch import (
     register_limit,
     stride_numbers,
     tile_view,
+    tiles_of_head,
 )
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
 from flashattn_triton.portable.options import ForwardOptions, kernel_options
@@ -56,7 +57,7 @@ from flashattn_triton.primitives import (
     load_rows,
     loop_bound,
     mask_of,
-    packed_offsets,
+    packed_tile_of_program,
     scores_tile,
     slope_of,
     store_rows,
@@ -198,7 +199,17 @@ def flash_forward_kernel(
     Grid: one dimension, tiles · B · H. The tiles of one head are neighbours, so that its keys stay
     in L2, and the last tile, which sees most keys under a causal mask, comes first.
     """
-    query_start, batch, head = tile_of_program(N_QUERIES, N_HEADS, Q_TILE_SIZE, True, OPTIONS)
+    if OPTIONS.packed:
+        tile, own, other = packed_tile_of_program(
+            cu_seqlens_q_ptr, cu_seqlens_k_ptr, N_QUERIES, N_HEADS, Q_TILE_SIZE, True
+        )
+        query_start, batch, head, is_owned = tile
+        first_query, N_QUERIES = own
+        first_key, N_KEYS = other
+        if query_start >= N_QUERIES:
+            return
+    else:
+        query_start, batch, head = tile_of_program(N_QUERIES, N_HEADS, Q_TILE_SIZE, True, OPTIONS)
     D_PADDED: tl.constexpr = OPTIONS.d_padded
     E_PADDED: tl.constexpr = OPTIONS.e_padded
     b, h = batch.to(tl.int64), head.to(tl.int64)
@@ -210,11 +221,6 @@ def flash_forward_kernel(
     O_ptr += b * stride_ob + h * stride_oh
     L_ptr += b * stride_lb + h * stride_lh
     if OPTIONS.packed:
-        first_query, first_key, N_QUERIES, N_KEYS = packed_offsets(
-            cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch
-        )
-        if query_start >= N_QUERIES:
-            return
         Q_ptr += first_query.to(tl.int64) * stride_qq
         K_ptr += first_key.to(tl.int64) * stride_kk
         V_ptr += first_key.to(tl.int64) * stride_vk
@@ -251,6 +257,9 @@ def flash_forward_kernel(
     if OPTIONS.has_sinks:  # as if each row had seen one key, with the sink as score and value 0
         row_sum += 1.0
         row_max = row_sum * (tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E)
+        if OPTIONS.packed:  # nor do tokens that no sequence owns see a sink
+            row_sum = tl.where(is_owned, row_sum, 0.0)
+            row_max = tl.where(is_owned, row_max, float("-inf"))
         if OPTIONS.alibi == CAUSAL_ALIBI:
             row_max += alibi_of_rows(queries, offset, query_start + offset, slope)
     starts = (start, full_start, tl.maximum(full_start, full_stop))
@@ -338,14 +347,13 @@ def forward_call(
     device, dtype, specialization = query.device, query.dtype, mask_and_bias.specialization
     shapes = (query.shape, key.shape, value.shape)
     strides = (query.stride(), key.stride(), value.stride())
-    sizes = None if packing is None else packing.sizes
     like = torch.empty_strided(shapes[0], strides[0], dtype=dtype, device="meta")
-    out, logsumexp = empty_output(like, shapes[2][3]), empty_row_statistic(like)
+    out, logsumexp = empty_output(like, shapes[2][3], problem.out_dtype), empty_row_statistic(like)
     (batch, heads, n_queries, head_dim), (_, kv_heads, n_keys, _), (*_, value_dim) = shapes
-    if sizes is not None:
-        batch, n_queries, n_keys = sizes
     matrices = [*strides, out.stride()]
-    q, k, v, o, lse = (outer(stride, sizes) for stride in (*matrices, logsumexp.stride()))
+    q, k, v, o, lse = (
+        outer(stride, packing is not None) for stride in (*matrices, logsumexp.stride())
+    )
     numbers = {
         **stride_numbers(q=q, k=k, v=v, o=o, l=lse[:2]),
         **specialization.numbers,
@@ -363,7 +371,7 @@ def forward_call(
         (head_dim, value_dim),
         dtype,
         tuple(matrices),
-        packed=sizes is not None,
+        packed=packing is not None,
         use_tma=use_tma,
         bias_tma=bias_tma,
         has_sinks=specialization.sinks,
@@ -376,10 +384,10 @@ def forward_call(
         "is_causal": problem.band[1] is not None,
         "OPTIONS": options,
     }
-    programs = -(-n_queries // tiles.queries) * batch * heads
     sinks = mask_and_bias.sinks
     parameters: dict[str, Parameter] = {
-        **dict.fromkeys(("Q_ptr", "K_ptr", "V_ptr", "O_ptr"), dtype),
+        **dict.fromkeys(("Q_ptr", "K_ptr", "V_ptr"), dtype),
+        "O_ptr": out.dtype,
         "L_ptr": torch.float32,
         **given_parameters(packing, mask_and_bias),
         "sinks_ptr": None if sinks is None else sinks.dtype,
@@ -398,7 +406,7 @@ def forward_call(
     launch = Launch(
         flash_forward_kernel,
         device,
-        programs,
+        tiles_of_head(query.shape, tiles.queries, packing) * heads,
         parameters,
         numbers,
         constants,

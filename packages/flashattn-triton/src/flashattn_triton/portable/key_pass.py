@@ -12,7 +12,13 @@ import triton
 import triton.language as tl
 
 from flashattn_triton.configs import Tiles
-from flashattn_triton.launch import Launch, Parameter, stride_numbers, tile_view
+from flashattn_triton.launch import (
+    Launch,
+    Parameter,
+    stride_numbers,
+    tile_view,
+    tiles_of_head,
+)
 from flashattn_triton.portable.backward_layout import BackwardLayout
 from flashattn_triton.portable.options import KeyPassOptions
 from flashattn_triton.primitives import (
@@ -21,7 +27,7 @@ from flashattn_triton.primitives import (
     load_statistic,
     loop_bound,
     mask_of,
-    packed_offsets,
+    packed_tile_of_program,
     probabilities,
     slope_of,
     store_rows,
@@ -190,7 +196,17 @@ def key_pass_kernel(
 
     Under a causal mask the first key tile is seen by most queries, so the order is longest first.
     """
-    key_start, batch, kv_head = tile_of_program(N_KEYS, N_KV_HEADS, K_TILE_SIZE, False, OPTIONS)
+    if OPTIONS.packed:
+        tile, own, other = packed_tile_of_program(
+            cu_seqlens_k_ptr, cu_seqlens_q_ptr, N_KEYS, N_KV_HEADS, K_TILE_SIZE, False
+        )
+        key_start, batch, kv_head, _ = tile
+        first_key, N_KEYS = own
+        first_query, N_QUERIES = other
+        if key_start >= N_KEYS:
+            return
+    else:
+        key_start, batch, kv_head = tile_of_program(N_KEYS, N_KV_HEADS, K_TILE_SIZE, False, OPTIONS)
     D_PADDED: tl.constexpr = OPTIONS.d_padded
     E_PADDED: tl.constexpr = OPTIONS.e_padded
     b, kv_h = batch.to(tl.int64), kv_head.to(tl.int64)
@@ -204,11 +220,6 @@ def key_pass_kernel(
     dq_start = b * stride_dqb
     first_statistic = 0
     if OPTIONS.packed:
-        first_query, first_key, N_QUERIES, N_KEYS = packed_offsets(
-            cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch
-        )
-        if key_start >= N_KEYS:
-            return
         Q += first_query.to(tl.int64) * stride_qq
         K_ptr += first_key.to(tl.int64) * stride_kk
         V_ptr += first_key.to(tl.int64) * stride_vk
@@ -281,9 +292,10 @@ def key_pass_kernel(
                     (scale, softcap), D, is_causal, OPTIONS, part != 1,
                 )  # fmt: skip
     dk_tile = dK_ptr + first * stride_dkk
-    store_rows(dk_tile, dk * scale, key_rows, columns, stride_dkk, n_rows, D)
+    ADDS: tl.constexpr = OPTIONS.adds
+    store_rows(dk_tile, dk * scale, key_rows, columns, stride_dkk, n_rows, D, ADDS)
     dv_tile = dV_ptr + first * stride_dvk
-    store_rows(dv_tile, dv, key_rows, value_columns, stride_dvk, n_rows, OPTIONS.e)
+    store_rows(dv_tile, dv, key_rows, value_columns, stride_dvk, n_rows, OPTIONS.e, ADDS)
 
 
 def key_pass_launch(layout: BackwardLayout, tiles: Tiles, dq_mode: tl.constexpr) -> Launch:
@@ -294,16 +306,17 @@ def key_pass_launch(layout: BackwardLayout, tiles: Tiles, dq_mode: tl.constexpr)
         tiles: the kernel's shape.
         dq_mode: NONE, ATOMIC or TMA_REDUCE. Unless it is NONE, dQ is the fp32 sum.
     """
-    batch, _, n_keys = layout.lengths
     heads, kv_heads = layout.heads
     width, value_width = layout.widths
     dtype, fp32 = layout.dtype, torch.float32
     parameters: dict[str, Parameter] = {
-        **dict.fromkeys(("Q", "K_ptr", "V_ptr", "dO", "dK_ptr", "dV_ptr"), dtype),
+        **dict.fromkeys(("Q", "K_ptr", "V_ptr", "dO"), dtype),
+        **dict.fromkeys(("dQ", "dK_ptr", "dV_ptr"), fp32 if layout.adds else dtype),
         "statistics": fp32,
-        "dQ": dtype if dq_mode is NONE else fp32,
         **layout.given,
     }
+    if dq_mode is not NONE:
+        parameters["dQ"] = fp32
     # Unless the loop is pipelined, the program waits for a TMA load where the load is issued. It
     # does not wait for a load through pointers until it needs the values.
     use_tma = layout.use_tma(tiles)
@@ -315,7 +328,7 @@ def key_pass_launch(layout: BackwardLayout, tiles: Tiles, dq_mode: tl.constexpr)
         parameters["dO"] = tile_view(do_shape, layout.strides[3], [*block, value_width], dtype)
         if statistics_by_tma:
             n_padded = layout.n_padded
-            rows = [2 * batch * heads, n_padded]
+            rows = [2 * shape[0] * heads, n_padded]
             parameters["statistics"] = tile_view(rows, [n_padded, 1], block[1:], fp32)
     options = layout.options(
         KeyPassOptions,
@@ -332,7 +345,7 @@ def key_pass_launch(layout: BackwardLayout, tiles: Tiles, dq_mode: tl.constexpr)
     return Launch(
         key_pass_kernel,
         layout.device,
-        -(-n_keys // tiles.keys) * batch * kv_heads,
+        tiles_of_head(layout.shapes[1], tiles.keys, layout.packing) * kv_heads,
         parameters,
         {**layout.numbers(), **stride_numbers(dq=dq, dk=dk, dv=dv), "N_KV_HEADS": kv_heads},
         layout.constants(tiles, options),

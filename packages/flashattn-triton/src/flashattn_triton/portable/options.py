@@ -31,6 +31,7 @@ class KernelOptions:
     precision: of products, see :func:`~flashattn_triton.launch.dot_precision`.
     interpreted: Triton's interpreter runs the kernel.
     use_tma: operands are loaded by the TMA, from descriptors. bias_tma: so is the bias.
+    adds: gradients are added to what is in memory, in fp32.
     """
 
     e: int
@@ -48,6 +49,7 @@ class KernelOptions:
     interpreted: bool
     use_tma: bool
     bias_tma: bool = False
+    adds: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

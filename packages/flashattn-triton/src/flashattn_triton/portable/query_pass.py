@@ -18,6 +18,7 @@ from flashattn_triton.launch import (
     register_limit,
     stride_numbers,
     tile_view,
+    tiles_of_head,
 )
 from flashattn_triton.portable.backward_layout import BackwardLayout
 from flashattn_triton.portable.options import KernelOptions
@@ -28,7 +29,7 @@ from flashattn_triton.primitives import (
     load_statistic,
     loop_bound,
     mask_of,
-    packed_offsets,
+    packed_tile_of_program,
     probabilities,
     slope_of,
     store_rows,
@@ -148,7 +149,17 @@ def query_pass_kernel(
     OPTIONS: tl.constexpr,  # portable.options.KernelOptions
 ):
     """dQ of one query tile of one head; the same walk over keys as the forward kernel."""
-    query_start, batch, head = tile_of_program(N_QUERIES, N_HEADS, Q_TILE_SIZE, True, OPTIONS)
+    if OPTIONS.packed:
+        tile, own, other = packed_tile_of_program(
+            cu_seqlens_q_ptr, cu_seqlens_k_ptr, N_QUERIES, N_HEADS, Q_TILE_SIZE, True
+        )
+        query_start, batch, head, _ = tile
+        first_query, N_QUERIES = own
+        first_key, N_KEYS = other
+        if query_start >= N_QUERIES:
+            return
+    else:
+        query_start, batch, head = tile_of_program(N_QUERIES, N_HEADS, Q_TILE_SIZE, True, OPTIONS)
     D_PADDED: tl.constexpr = OPTIONS.d_padded
     E_PADDED: tl.constexpr = OPTIONS.e_padded
     b, h = batch.to(tl.int64), head.to(tl.int64)
@@ -164,11 +175,6 @@ def query_pass_kernel(
         batch_head = head
     statistics_ptr += batch_head.to(tl.int64) * 2 * N_PADDED
     if OPTIONS.packed:
-        first_query, first_key, N_QUERIES, N_KEYS = packed_offsets(
-            cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch
-        )
-        if query_start >= N_QUERIES:
-            return
         Q_ptr += first_query.to(tl.int64) * stride_qq
         K += first_key.to(tl.int64) * stride_kk
         V += first_key.to(tl.int64) * stride_vk
@@ -207,17 +213,19 @@ def query_pass_kernel(
                 (slope, bias_ptr, stride_bq, stride_bk), (scale, softcap), D, is_causal, OPTIONS,
                 part != 1,
             )  # fmt: skip
-    store_rows(dQ_ptr + first * stride_dqq, dq * scale, rows, columns, stride_dqq, n_rows, D)
+    dq_tile = dQ_ptr + first * stride_dqq
+    ADDS: tl.constexpr = OPTIONS.adds
+    store_rows(dq_tile, dq * scale, rows, columns, stride_dqq, n_rows, D, ADDS)
 
 
 def query_pass_launch(layout: BackwardLayout, tiles: Tiles) -> Launch:
     """The launch of the kernel on one kind of input."""
-    batch, n_queries, _ = layout.lengths
     heads, _ = layout.heads
     width, value_width = layout.widths
     dtype = layout.dtype
     parameters: dict[str, Parameter] = {
-        **dict.fromkeys(("Q_ptr", "K", "V", "dO_ptr", "dQ_ptr"), dtype),
+        **dict.fromkeys(("Q_ptr", "K", "V", "dO_ptr"), dtype),
+        "dQ_ptr": torch.float32 if layout.adds else dtype,
         "statistics_ptr": torch.float32,
         **layout.given,
     }
@@ -231,7 +239,7 @@ def query_pass_launch(layout: BackwardLayout, tiles: Tiles) -> Launch:
     return Launch(
         query_pass_kernel,
         layout.device,
-        -(-n_queries // tiles.queries) * batch * heads,
+        tiles_of_head(layout.shapes[0], tiles.queries, layout.packing) * heads,
         parameters,
         {**layout.numbers(), **stride_numbers(dq=dq), "N_HEADS": heads},
         layout.constants(tiles, options),

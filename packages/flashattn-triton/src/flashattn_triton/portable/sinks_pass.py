@@ -72,7 +72,9 @@ def sinks_pass_kernel(
     lse_tile = L_ptr + batch_head * N_QUERIES + query_start
     logsumexp = tl.load(lse_tile + rows, mask=inside, other=float("inf"))
     # A sink of -inf takes no part, also not in a row that sees no key.
-    logsumexp = tl.where(logsumexp == float("-inf"), float("inf"), logsumexp)
+    sees_nothing = tl.abs(logsumexp) == float("inf")
+    logsumexp = tl.where(sees_nothing, float("inf"), logsumexp)
+    delta = tl.where(sees_nothing, 0.0, delta)
     sink = tl.load(sinks_ptr + h).to(tl.float32)
     share = tl.exp2((sink - logsumexp) * LOG2_E)
     tl.store(sums_ptr + tl.program_id(0), -tl.sum(share * delta, 0))

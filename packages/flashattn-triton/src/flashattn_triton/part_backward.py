@@ -1,0 +1,185 @@
+"""The backward pass of attention to one part of the keys, from the output that joins all parts.
+
+A ring, or a cache in pieces, attends to parts of the keys one after another and joins outputs and
+logsumexps (:func:`flashattn_triton.merge`). With the joined logsumexp L and output O, each part's
+gradients are sums over its keys alone:
+
+    P = exp(S - L),   dS = P ∘ (dO Vᵀ - rowsum(O ∘ dO) + dL)
+    dQ += scale · dS K,   dK += scale · dSᵀ Q,   dV += Pᵀ dO
+
+so dQ need not be rounded between parts. Autograd through ``merge`` rounds the gradient of every
+part's output, and every part's dQ, to the inputs' dtype instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from flashattn_triton.inputs import as_length, as_starts, check_inputs
+from flashattn_triton.logsumexp import sinks_gradient
+from flashattn_triton.mask_and_bias import mask_and_bias_of, normalised
+from flashattn_triton.mistakes import check_tensors
+from flashattn_triton.op import add_gradients
+from flashattn_triton.operator_rules import Given
+from flashattn_triton.problem import Layout, OptionKeywords, Problem, heads_first, new_problem
+
+
+@torch.no_grad()
+def flash_attention_backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    into: Sequence[Tensor],
+    *,
+    grad_lse: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    sinks: Tensor | None = None,
+    grad_sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    prefix_lengths: Tensor | None = None,
+    layout: Layout | None = None,
+    **keywords: Unpack[OptionKeywords],
+) -> None:
+    """Adds the gradients of attention to a part of the keys to fp32 tensors.
+
+    Outside of autograd and of compiled code. Each part has its own call, with the mask that it had
+    in the forward pass, and with ``out`` and ``lse`` of all parts together. On a Hopper GPU the
+    portable kernels run.
+
+    Args:
+        query: (B, H, N_q, D), (B, N_q, H, D) for layout "bshd", or (T_q, H, D) with ``cu_seqlens``;
+            fp16, bf16 or fp32.
+        key: (B, G, N_k, D), the keys of this part.
+        value: (B, G, N_k, E).
+        out: (B, H, N_q, E), the joined output, in query's dtype or fp32, which is more precise.
+        lse: (B, H, N_q), or (H, T_q), fp32, the joined logsumexp.
+        grad_out: like ``out``, its gradient, in query's dtype or fp32. Kernels multiply it in
+            query's dtype.
+        into: dQ, dK and dV: fp32 tensors of the shapes of query, key and value, which are changed.
+        grad_lse: like ``lse``, the gradient of the joined logsumexp, or None for zero.
+        cu_seqlens_q: where packed sequences start, with ``cu_seqlens_k``, ``max_seqlen_q`` and
+            ``max_seqlen_k`` as of :func:`~flashattn_triton.flash_attention_varlen`.
+        cu_seqlens_k: see ``cu_seqlens_q``.
+        max_seqlen_q: see ``cu_seqlens_q``.
+        max_seqlen_k: see ``cu_seqlens_q``.
+        sinks: (H,), and ``grad_sinks``, to which their gradient is added: of all parts, so pass
+            them with one part only. dQ, dK and dV know sinks by ``lse``.
+        grad_sinks: (H,) fp32.
+        alibi_slopes: as of :func:`~flashattn_triton.flash_attention`, as are ``prefix_lengths``,
+            ``layout`` and the other keywords.
+        prefix_lengths: see ``alibi_slopes``.
+        layout: see ``alibi_slopes``.
+
+    Raises:
+        ValueError: a tensor or an option is not what is described above.
+        TypeError: not a tensor.
+        RuntimeError: the call is traced by a compiler.
+    """
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            "flash_attention_backward changes tensors outside of autograd and cannot be traced. "
+            "Call it from a function under torch.compiler.disable."
+        )
+    check_tensors(query=query, key=key, value=value, out=out, lse=lse, grad_out=grad_out)
+    packed = cu_seqlens_q is not None and cu_seqlens_k is not None
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        cu_seqlens_q, cu_seqlens_k = as_starts(cu_seqlens_q, cu_seqlens_k)
+    elif (cu_seqlens_q, cu_seqlens_k) != (None, None):
+        raise ValueError("cu_seqlens_q and cu_seqlens_k must both be given, but got one. Pass two.")
+    longest = (as_length(max_seqlen_q), as_length(max_seqlen_k)) if packed else (0, 0)
+    lengths = (query.shape[0], key.shape[0])
+    problem = new_problem(
+        "thd" if packed else layout,
+        query.shape[-1],
+        tuple([n if m is None else m for m, n in zip(longest, lengths, strict=True)]),  # type: ignore[arg-type]
+        **keywords,
+    )
+    check_inputs(problem, query, key, value, cu_seqlens_q, cu_seqlens_k)
+    _check_results(problem, query, value, out, lse, grad_out, grad_lse)
+    _check_sums(into, (query, key, value))
+    if (sinks is None) != (grad_sinks is None):
+        raise ValueError("sinks and grad_sinks must both be given, but got one. Pass two, or none.")
+    given: Given = (alibi_slopes, None, prefix_lengths, None, cu_seqlens_q, cu_seqlens_k)
+    tensors = (query, key, value, out, lse, grad_out, grad_lse)
+    if problem.implementation == "reference":
+        _by_definition(problem, tensors, normalised(problem, query, key, given), into)
+    else:
+        add_gradients(problem, tensors, given, into)
+    if sinks is not None and grad_sinks is not None:
+        o, do = (heads_first(x, problem.layout) for x in (out, grad_out))
+        grad_sinks += sinks_gradient(sinks.float(), o, lse, do, grad_lse)
+
+
+def _by_definition(
+    problem: Problem, tensors: Sequence[Any], given: Given, into: Sequence[Tensor]
+) -> None:
+    """By autograd: a part's output has the share exp(L_p - L) of the joined one."""
+    from flashattn_triton.reference import attention_reference, attention_reference_varlen
+
+    mask_and_bias, (starts_q, starts_k) = mask_and_bias_of(given), given[-2:]
+    *inputs, out, lse, grad_out, grad_lse = tensors
+    leaves = [x.float().requires_grad_() for x in inputs]
+    with torch.enable_grad():
+        if starts_q is not None and starts_k is not None:
+            q, k, v = leaves
+            part, part_lse = attention_reference_varlen(
+                q, k, v, starts_q, starts_k, problem, mask_and_bias
+            )
+            part = part.transpose(0, 1)
+            out, grad_out = out.transpose(0, 1), grad_out.transpose(0, 1)
+        else:
+            q, k, v = (heads_first(x, problem.layout) for x in leaves)
+            part, part_lse = attention_reference(q, k, v, problem, mask_and_bias)
+            out, grad_out = (heads_first(x, problem.layout) for x in (out, grad_out))
+    share = torch.exp(part_lse - lse).masked_fill(torch.isneginf(part_lse), 0.0).detach()
+    of_lse = (grad_out * (part.detach() - out)).sum(-1) + (0.0 if grad_lse is None else grad_lse)
+    of_parts = (share[..., None] * grad_out, share * of_lse)
+    gradients = torch.autograd.grad((part, part_lse), leaves, of_parts)
+    for total, gradient in zip(into, gradients, strict=True):
+        total += gradient
+
+
+def _check_results(
+    problem: Problem, query: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor,
+    grad_lse: Tensor | None,
+) -> None:  # fmt: skip
+    rows = heads_first(query, problem.layout).shape[:-1]
+    statistics = tuple(rows[1:] if problem.packed else rows)
+    for name, x in (("out", out), ("grad_out", grad_out)):
+        shape = (*query.shape[:-1], value.shape[-1])
+        if x.shape != shape or x.dtype not in (query.dtype, torch.float32):
+            raise ValueError(
+                f"{name} must be {query.dtype} or float32 of shape {shape}, but got {x.dtype} of "
+                f"shape {tuple(x.shape)}. Pass what merge returned, and its gradient."
+            )
+    for name, y in (("lse", lse), ("grad_lse", grad_lse)):
+        if y is not None and (tuple(y.shape) != statistics or y.dtype != torch.float32):
+            raise ValueError(
+                f"{name} must be float32 of shape {statistics}, but got {y.dtype} of shape "
+                f"{tuple(y.shape)}. Pass the logsumexp that merge returned, and its gradient."
+            )
+
+
+def _check_sums(into: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    if len(into) != 3:
+        raise ValueError(f"into must be dQ, dK and dV, but got {len(into)} tensors. Pass three.")
+    for name, total, x in zip(("dQ", "dK", "dV"), into, inputs, strict=True):
+        check_tensors(**{f"into's {name}": total})
+        repeats = any(n > 1 and s == 0 for n, s in zip(total.shape, total.stride(), strict=True))
+        wrong = total.shape != x.shape or total.dtype != torch.float32 or total.device != x.device
+        if wrong or repeats or total.stride(-1) != 1:
+            raise ValueError(
+                f"into's {name} must be float32 of shape {tuple(x.shape)} on {x.device} with "
+                f"contiguous rows, but got {total.dtype} of shape {tuple(total.shape)} and strides "
+                f"{total.stride()} on {total.device}. Allocate it with torch.zeros."
+            )

@@ -1,0 +1,161 @@
+"""Keys in parts: outputs in fp32, and gradients added from the joined output and logsumexp."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashattn_triton import (
+    flash_attention,
+    flash_attention_backward,
+    flash_attention_varlen,
+    merge,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+IMPLEMENTATIONS = ["tiled", "reference", "triton"]
+
+
+backward: Any = flash_attention_backward
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    """Relative, root mean square."""
+    return float(
+        (actual.double() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    )
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_the_error_does_not_grow_with_the_parts(implementation: Any) -> None:
+    n, parts = 64, 32
+    shapes = ((1, 4, n, 16), (1, 2, n, 16), (1, 2, n, 16))
+    inputs = [torch.randn(shape, device=DEVICE).bfloat16() for shape in shapes]
+    query, key, value = inputs
+    grad_out = torch.randn_like(query)
+    exact = [x.double().requires_grad_() for x in inputs]
+    q, k, v = exact[0], *(x.repeat_interleave(2, 1) for x in exact[1:])
+    wanted = torch.autograd.grad(((q @ k.mT) / 4).softmax(-1) @ v, exact, grad_out.double())
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    whole = flash_attention(*leaves, implementation=implementation)
+    of_one_call = torch.autograd.grad(whole, leaves, grad_out)
+
+    of_keys = list(zip(key.chunk(parts, 2), value.chunk(parts, 2), strict=True))
+    results = [
+        flash_attention(
+            query, *part, return_lse=True, out_dtype=torch.float32, implementation=implementation
+        )
+        for part in of_keys
+    ]
+    assert all(out.dtype == torch.float32 for out, _ in results)
+    out, lse = merge(*zip(*results, strict=True))
+    dq, dk, dv = sums = [torch.zeros(x.shape, device=DEVICE) for x in inputs]
+    of_sums = zip(dk.chunk(parts, 2), dv.chunk(parts, 2), strict=True)
+    for part, into in zip(of_keys, of_sums, strict=True):
+        backward(query, *part, out, lse, grad_out, (dq, *into), implementation=implementation)
+    for total, one, exactly in zip(sums, of_one_call, wanted, strict=True):
+        assert error(total.bfloat16(), exactly) <= 1.1 * error(one, exactly)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "heads behind the sequence, deterministic": {"layout": "bshd", "deterministic": True},
+    "sinks, a window": {"causal": "bottom-right", "window": (9, None), "sinks": True},
+    "soft-cap, slopes": {"softcap": 2.0, "alibi_slopes": torch.rand(4), "causal": "top-left"},
+    "packed": {"packed": True, "causal": "bottom-right", "sinks": True},
+    "packed, a window": {"packed": True, "causal": "top-left", "window": (5, None)},
+}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_added(name: str, implementation: Any) -> None:
+    options = dict(CASES[name])
+    packed, has_sinks = options.pop("packed", False), options.pop("sinks", False)
+    if "alibi_slopes" in options:
+        options["alibi_slopes"] = options["alibi_slopes"].to(DEVICE)
+    if packed:
+        shapes: Any = ((50, 4, 16), (40, 2, 16), (40, 2, 8))
+        starts = [torch.tensor(x, device=DEVICE) for x in ((0, 20, 45), (0, 7, 35))]
+        given: dict[str, Any] = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), starts, strict=True))
+        attend: Any = flash_attention_varlen
+    else:
+        shapes = ((2, 4, 20, 16), (2, 2, 30, 16), (2, 2, 30, 8))
+        given, attend = {}, flash_attention
+        if options.get("layout") == "bshd":
+            shapes = tuple((b, n, h, d) for b, h, n, d in shapes)
+    leaves = [torch.randn(shape, device=DEVICE, requires_grad=True) for shape in shapes]
+    sinks = torch.randn(4, device=DEVICE, requires_grad=True) if has_sinks else None
+    options["implementation"] = implementation
+    out, lse = attend(*leaves, **given, sinks=sinks, **options, return_lse=True)
+    grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
+    wanted = leaves if sinks is None else [*leaves, sinks]
+    expected = torch.autograd.grad((out, lse), wanted, (grad_out, grad_lse))
+    sums = [torch.ones(x.shape, device=DEVICE) for x in wanted]
+    of_sinks: dict[str, Any] = {} if sinks is None else {"sinks": sinks, "grad_sinks": sums[3]}
+    backward(
+        *leaves, out, lse, grad_out, sums[:3], grad_lse=grad_lse, **given, **of_sinks, **options
+    )
+    for total, gradient in zip(sums, expected, strict=True):
+        torch.testing.assert_close(total - 1, gradient, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_gradients_of_an_output_in_fp32(implementation: Any) -> None:
+    leaves = [torch.randn(1, 2, 20, 16, device=DEVICE).half().requires_grad_() for _ in range(3)]
+    keywords: dict[str, Any] = {"causal": True, "implementation": implementation}
+    out = flash_attention(*leaves, **keywords, out_dtype=torch.float32)
+    rounded = flash_attention(*leaves, **keywords)
+    torch.testing.assert_close(out, rounded.float(), rtol=2**-10, atol=1e-6)
+    assert not torch.equal(out, out.half().float())
+    grad_out = torch.randn_like(rounded)
+    expected = torch.autograd.grad(rounded, leaves, grad_out)
+    gradients = torch.autograd.grad(out, leaves, grad_out.float())
+    for gradient, other in zip(gradients, expected, strict=True):
+        assert gradient.dtype == torch.half
+        torch.testing.assert_close(gradient, other, rtol=2**-7, atol=2**-9)
+
+
+def test_a_compiler_knows_the_output_in_fp32() -> None:
+    x = torch.randn(1, 2, 20, 16).half()
+    attend = torch.compile(
+        lambda x: flash_attention(x, x, x, out_dtype=torch.float32) + 1,
+        fullgraph=True, backend="aot_eager",
+    )  # fmt: skip
+    assert torch.equal(attend(x), flash_attention(x, x, x, out_dtype=torch.float32) + 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"into": 2}, "into must be dQ, dK and dV, but got 2 tensors"),
+        ({"into": torch.half}, "into's dQ must be float32 of shape .* but got torch.float16"),
+        ({"into": "expanded"}, "into's dQ must be float32"),
+        ({"lse": (1, 2, 5)}, "lse must be float32 of shape"),
+        ({"out": (1, 2, 5, 16)}, "out must be torch.float32 or float32 of shape"),
+        ({"out_dtype": torch.half}, "out_dtype must be torch.float32 or None"),
+        ({"sinks": torch.zeros(2)}, "sinks and grad_sinks must both be given"),
+        ({"cu_seqlens_q": torch.tensor([0, 1])}, "cu_seqlens_q and cu_seqlens_k must both"),
+    ],
+)
+def test_mistakes(change: dict[str, Any], message: str) -> None:
+    x, lse = torch.randn(1, 2, 20, 16), torch.zeros(1, 2, 20)
+    into: Any = [torch.zeros_like(x) for _ in range(3)]
+    change, out = dict(change), x
+    match change.pop("into", None):
+        case 2:
+            into = into[:2]
+        case "expanded":
+            into[0] = torch.zeros(1, 1, 20, 16).expand(x.shape)
+        case torch.half:
+            into[0] = into[0].half()
+    if "lse" in change:
+        lse = torch.zeros(change.pop("lse"))
+    if "out" in change:
+        out = torch.zeros(change.pop("out"))
+    with pytest.raises(ValueError, match=message):
+        backward(x, x, x, out, lse, x, into, **change)
+    assert not any(total.any() for total in into)
