@@ -65,6 +65,7 @@ class Keywords(PackedKeywords, total=False):
     bias: Tensor | None
     mask: Tensor | None
     document_ids: Tensor | None
+    key_lengths: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
