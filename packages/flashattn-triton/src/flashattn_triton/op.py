@@ -54,6 +54,7 @@ from flashattn_triton.operator_rules import (
     vmap_forward,
 )
 from flashattn_triton.problem import Problem, heads_first
+from flashattn_triton.sharding import register_for
 from flashattn_triton.tiers import Needs, forward_launcher, gradients_launcher
 
 _ONLY_INPUTS: Needs = (True, False, False)
@@ -667,6 +668,8 @@ def attend(
     if call is None:
         check_inputs(problem, query, key, value, *given[STARTS:])
         given = normalised(problem, query, key, given)
+        if type(query) not in PLAIN:
+            register_for(query, FORWARD, BACKWARD)
         out, lse = FORWARD(query, key, value, *given, *problem.pack())
         return out, lse
     differentiated = query.requires_grad or key.requires_grad or value.requires_grad

@@ -67,6 +67,7 @@ class Keywords(PackedKeywords, total=False):
     mask: Tensor | None
     document_ids: Tensor | None
     max_documents: int | None
+    key_lengths: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
