@@ -72,17 +72,41 @@ def _fastest(rows: list[Row]) -> str | None:
     takes = f"{first['variant']} takes {_ms(first)}{done}"
     pytorch = [row for row in others if row["variant"].startswith(_PYTORCH)]
     if not others:
-        return None if unstable else takes + where
+        return takes + (f"{_interval(first)}, unsteady{_busy(rows)}" if unstable else "") + where
     other: Mapping[str, object] = (pytorch or others)[0]
     verdict = judge(other["samples_ms"], first["samples_ms"])  # type: ignore[arg-type]
     if unstable:  # a figure that scatters is not quoted, but the verdict stands
         names = {"A": str(other["variant"]), "B": str(first["variant"])}
         why = "".join(f", {reason}" for reason in verdict.reasons[:1])
         why = re.sub(r"\b[AB]\b", lambda match: names[match[0]], why)
-        return f"{first['variant']}{done} beside {other['variant']}: {verdict}{why}" + where
+        return (
+            f"{first['variant']}{done} beside {other['variant']}: {verdict}{why}{_busy(rows)}"
+            + where
+        )
     beside = f", {verdict.ratio:.2f} of {other['variant']}"
     how = "cannot tell them apart" if verdict.direction == "cannot tell" else str(verdict)
     return takes + beside + f": {how}" + where
+
+
+def _interval(row: Row) -> str:
+    """The 95 % interval of a row's median."""
+    found = summarize(row["samples_ms"])
+    low, high = found["ci_low"], found["ci_high"]
+    if low is None or high is None:
+        return ""
+    return f" [{quantity(low, 'ms')}, {quantity(high, 'ms')}]"
+
+
+def _busy(rows: list[Row]) -> str:
+    """That other programs kept the CPU busy, where a case says so: a likely cause, and the cure."""
+    states = [
+        row.get("machine_after") or {} for row in rows if row["config"].get("device") == "cpu"
+    ]
+    loads = [(each["load_1min"], each["cpus"]) for each in states if each.get("cpus")]
+    load, cpus = max(loads, default=(0.0, 1))
+    if load <= 1.5 * cpus:
+        return ""
+    return f"; load {load:.1f} on {plural(cpus, 'core')}, so run again when it is idle"
 
 
 def _ms(row: Row) -> str:
