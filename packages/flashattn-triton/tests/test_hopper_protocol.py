@@ -68,7 +68,8 @@ def run(
 ) -> None:
     """All programs of one launch on ``memory``, contiguous arrays.
 
-    One after another; those that add in a fixed order, which wait for others, at the same time.
+    One after another; those that wait for others, because they add in a fixed order, or that take
+    tiles from a counter, at the same time.
     """
     parameters: list[Any] = []
     for like, array in zip(launch.parameters.values(), memory, strict=True):
@@ -82,8 +83,9 @@ def run(
             parameters.append(None if like is None else Pointer(array.reshape(-1)))
 
     programs = range(launch.grid[0])
-    ordered = getattr(launch.constants.get("OPTIONS"), "ordered", False)
-    together = len(programs) if ordered else 1
+    options = launch.constants.get("OPTIONS")
+    meet = getattr(options, "ordered", False) or getattr(options, "dynamic", False)
+    together = len(programs) if meet else 1
     grid = Grid(together)
 
     def run_one(program: int) -> None:
@@ -523,6 +525,7 @@ NOTHING: Any = lambda *arguments: None  # noqa: E731
         (check_backward, {"fence_async_shared": NOTHING}),
         (check_forward, {"fence_async_shared": NOTHING}),
         (check_forward, {"_scheduler_barrier_wait": NOTHING}),
+        (check_forward, {"_wait_for_release": NOTHING}),
     ],
     ids=[
         "two tiles of dS",
@@ -531,6 +534,7 @@ NOTHING: Any = lambda *arguments: None  # noqa: E731
         "no fence",
         "forward",
         "no scheduler barrier",
+        "no wait for releases",
     ],
 )
 def test_the_simulation_finds_what_is_wrong(

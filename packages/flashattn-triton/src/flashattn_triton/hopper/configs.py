@@ -23,6 +23,8 @@ class ForwardConfig:
     rounds: of all programs on one group of heads. With few, K and V of a group stay in L2; with
         many, tiles of one round are of almost equal length in spite of a causal mask. 0 means one
         head at a time.
+    partial_sums: threads sum up their own columns of a row, and lanes add up their sums at the end.
+    seldom_rescales: sums are multiplied only when a row's maximum has risen by a factor of 2^8.
     spills: bytes that one thread may spill, as ptxas counts them (stores and loads).
     """
 
@@ -34,6 +36,8 @@ class ForwardConfig:
     q_slots: int = 2
     halves: bool = False
     rounds: int = 0
+    partial_sums: bool = False
+    seldom_rescales: bool = False
     spills: int = 0
 
     @property
@@ -58,8 +62,9 @@ class BackwardConfig:
 
 _TWO = ForwardConfig(consumers=2, keys=128, stages=2, registers=240)
 _THREE = ForwardConfig(consumers=3, keys=128, stages=2, registers=160)
-_NARROW_VALUES = replace(_TWO, parts=3, q_slots=1)  # 192 columns of Q and K, 128 of V
-_WIDE = replace(_TWO, keys=64, q_slots=1)
+_SUMS = replace(_TWO, partial_sums=True)
+_NARROW_VALUES = replace(_SUMS, parts=3, q_slots=1)  # 192 columns of Q and K, 128 of V
+_WIDE = replace(_SUMS, keys=64, q_slots=1, seldom_rescales=True)
 # Keys: width of tiles, whether there is a causal mask. Rows: up to how many queries, which shape.
 # Tiles of 128 queries leave less of the last tile empty than tiles of 192.
 FORWARD: dict[tuple[int, bool], tuple[tuple[float, ForwardConfig], ...]] = {
@@ -69,8 +74,8 @@ FORWARD: dict[tuple[int, bool], tuple[tuple[float, ForwardConfig], ...]] = {
         (math.inf, replace(_THREE, rounds=8, spills=464)),
     ),
     (64, False): ((1024, _TWO), (math.inf, _THREE)),
-    (128, True): ((2048, replace(_TWO, rounds=2)), (math.inf, replace(_TWO, rounds=4))),
-    (128, False): ((math.inf, _TWO),),
+    (128, True): ((2048, replace(_SUMS, rounds=2)), (math.inf, replace(_SUMS, rounds=4))),
+    (128, False): ((math.inf, _SUMS),),
     (192, True): ((math.inf, replace(_NARROW_VALUES, rounds=4)),),
     (192, False): ((math.inf, _NARROW_VALUES),),
     (256, True): ((math.inf, replace(_WIDE, rounds=4)),),
@@ -91,7 +96,7 @@ BACKWARD = {
 # Where a window has a left edge, whatever the mask. Keys: width of tiles.
 FORWARD_WINDOW = {
     64: replace(_TWO, rounds=2, spills=40),
-    128: replace(_TWO, rounds=2, spills=164),
+    128: replace(_SUMS, rounds=2, spills=164),
     192: replace(_NARROW_VALUES, rounds=2, spills=380),
     256: replace(_WIDE, rounds=2, spills=240),
 }

@@ -159,6 +159,8 @@ def hopper_forward_call(
         columns=columns_in_use(max(head_dims), tile_columns),
         q_slots=config.q_slots,
         registers=config.registers,
+        partial_sums=config.partial_sums,
+        seldom_rescales=config.seldom_rescales,
         negative=softcap is None and problem.scale < 0,
         shifted=offset != 0 or (packed and problem.bottom_right),
         halved=config.halves and offset == 0 and (equal if packed else n_keys >= n_queries),
@@ -166,6 +168,7 @@ def hopper_forward_call(
         has_left=left is not None,
         packed=packed,
         bottom_right=packed and problem.bottom_right,
+        dynamic=packed,
         has_sinks=sinks is not None,
     )
     map_of = packed_tile_map if packed else tile_map
