@@ -463,15 +463,6 @@ class Machine:
             counter.memory[counter.offsets] += WARP_GROUP // 32
             self.grid.signalled()
 
-    def fetch_and_increment(self, counter: Pointer) -> Tensor:
-        """The number before is in one element of 128, the others are 0."""
-        self.pause()
-        fetched = np.zeros(WARP_GROUP, np.int64)
-        with self.grid.addition:
-            fetched[0] = counter.memory[counter.offsets]
-            counter.memory[counter.offsets] += 1
-        return Tensor(fetched)
-
     def load(self, pointer: Pointer) -> Integer:
         """Of one integer."""
         return Integer(pointer.memory[pointer.offsets])
@@ -589,7 +580,6 @@ def load(module: types.ModuleType, machine: Machine, **changes: Any) -> dict[str
         "reduce_add": machine.reduce_add,
         "wait_for_predecessors": machine.wait_for_predecessors,
         "signal_successors": machine.signal_successors,
-        "fetch_and_increment": machine.fetch_and_increment,
         "raised_max": _raised_max,
         "multiply_if": lambda x, factors, condition: _where(condition, x * factors, x),
         "named_barrier_sync": machine.named_sync,

@@ -29,6 +29,7 @@ from flashattn_triton.hopper import (
     backward_256,
     backward_kernel,
     backward_wide,
+    configs,
     forward,
     forward_kernel,
     scores,
@@ -68,8 +69,7 @@ def run(
 ) -> None:
     """All programs of one launch on ``memory``, contiguous arrays.
 
-    One after another; those that wait for others, because they add in a fixed order, or that take
-    tiles from a counter, at the same time.
+    One after another; those that add in a fixed order, which wait for others, at the same time.
     """
     parameters: list[Any] = []
     for like, array in zip(launch.parameters.values(), memory, strict=True):
@@ -83,9 +83,8 @@ def run(
             parameters.append(None if like is None else Pointer(array.reshape(-1)))
 
     programs = range(launch.grid[0])
-    options = launch.constants.get("OPTIONS")
-    meet = getattr(options, "ordered", False) or getattr(options, "dynamic", False)
-    together = len(programs) if meet else 1
+    ordered = getattr(launch.constants.get("OPTIONS"), "ordered", False)
+    together = len(programs) if ordered else 1
     grid = Grid(together)
 
     def run_one(program: int) -> None:
@@ -277,6 +276,7 @@ ORDERED: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def _few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward, "multiprocessors", lambda device: 3)
+    monkeypatch.setattr(configs, "ROWS_AT_ONCE", 3 * 128)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -292,6 +292,15 @@ def test_forward_of_wide_heads(name: str, head_dims: tuple[int, int]) -> None:
     head_dim, value_dim = head_dims
     problem = problem_of(head_dim=head_dim, value_dim=value_dim, **PROBLEMS[name])
     check_forward(problem, list(PROBLEMS).index(name))
+
+
+@pytest.mark.parametrize("scale", [0.3, 4.0])
+def test_maxima_that_rise_little_and_much(scale: float) -> None:
+    """Sums of wide heads are multiplied only where a maximum rises by 8 in units of log2."""
+    problem = problem_of((130, 700), 256, value_dim=256, scale=scale)
+    check_forward(problem, 0)
+    with pytest.raises(AssertionError):  # these maxima do both
+        check_forward(problem, 0, scale_risen_rows=lambda accs, factors, rises: accs)
 
 
 @pytest.mark.parametrize("head_dim", [72, 96])

@@ -120,7 +120,8 @@ def hopper_forward_call(
     softcap = problem.softcap
     # Of packed sequences the kernel itself adds the difference of lengths.
     offset, width = edges(0, 0, problem) if packed else edges(n_queries, n_keys, problem)
-    config = forward_config(head_dims, n_queries if sizes is None else sizes[1], problem)
+    longest = n_queries if sizes is None else sizes[1]
+    config = forward_config(head_dims, longest, problem, batch * heads * n_queries)
     programs = multiprocessors(device)
     tiles_of_head = -(-n_queries // config.queries)
     tiles = None
@@ -159,6 +160,7 @@ def hopper_forward_call(
         columns=columns_in_use(max(head_dims), tile_columns),
         q_slots=config.q_slots,
         registers=config.registers,
+        named_releases=config.named_releases,
         partial_sums=config.partial_sums,
         seldom_rescales=config.seldom_rescales,
         negative=softcap is None and problem.scale < 0,
@@ -168,7 +170,6 @@ def hopper_forward_call(
         has_left=left is not None,
         packed=packed,
         bottom_right=packed and problem.bottom_right,
-        dynamic=packed,
         has_sinks=sinks is not None,
     )
     map_of = packed_tile_map if packed else tile_map

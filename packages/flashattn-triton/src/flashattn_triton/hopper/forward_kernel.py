@@ -66,7 +66,6 @@ from flashattn_triton.hopper.scores import (
 )
 from flashattn_triton.hopper.support import (
     exp2,
-    fetch_and_increment,
     named_barrier_arrive,
     named_barrier_arrive_at,
     named_barrier_sync,
@@ -94,6 +93,7 @@ class ForwardOptions:
     registers: of a consumer's thread.
     negative: the scale is.
     shifted: the diagonal's offset is not 0.
+    named_releases: consumers release tiles of K and V at hardware barriers, not at mbarriers.
     partial_sums: each thread sums up its own columns of a row, and lanes add up their sums only at
         the end of a tile of queries.
     seldom_rescales: a row's sums are kept relative to an older maximum while that is at most 2^8
@@ -102,7 +102,6 @@ class ForwardOptions:
     is_causal: no query sees a key after its diagonal.
     has_left: no query sees a key more than ``width`` before its diagonal.
     packed: sequences are packed; ``bottom_right`` adds the difference of a sequence's lengths.
-    dynamic: programs take one tile of queries after another from a counter, not every so many-th.
     has_sinks: each head has one more score in every row.
     """
 
@@ -112,6 +111,7 @@ class ForwardOptions:
     columns: int
     q_slots: int
     registers: int
+    named_releases: bool
     partial_sums: bool
     seldom_rescales: bool
     negative: bool
@@ -121,15 +121,14 @@ class ForwardOptions:
     has_left: bool
     packed: bool
     bottom_right: bool
-    dynamic: bool
     has_sinks: bool
 
 
 # ---- the next tile of queries --------------------------------------------------------------------
 #
-# The producer finds out which tile is next, and tells consumers by a record in shared memory that
-# lies beside the tile's Q and is complete when Q is. With a counter, programs whose tiles are short
-# take more of them: packed sequences of many lengths are 2 to 6 % faster, many short ones 16 %.
+# The producer finds out which tile is next, and tells consumers by a record in shared memory, which
+# is complete when the tile's Q is. Consumers divide no indices and read no table between two tiles:
+# packed sequences are 2 to 3 % faster.
 
 RECORD = gl.constexpr(8)  # fields
 NO_TILE = gl.constexpr(-1)  # in place of the first row, after the last tile
@@ -178,23 +177,30 @@ def _read_record(record, work, OPTIONS: gl.constexpr):
 
 # ---- slots of K and V ----------------------------------------------------------------------------
 #
-# Consumers release slots by hardware barriers, at which each warp arrives by itself. Before an
-# arrival at an mbarrier in shared memory, Triton has all warps of the consumer meet, in each step
-# twice: with partial row sums besides, a forward pass at head_dim 128 is 2 to 4 % faster without.
+# Consumers release slots at mbarriers or, with ``named_releases``, at hardware barriers. At the
+# latter each warp arrives by itself; before an arrival at an mbarrier Triton has all warps of the
+# consumer meet, in each step twice. ptxas then also moves exponentials to before the wait for P·V
+# and the release of V to after others, so that the choice is one of measurement (LOG.md).
 
 
 @gluon.jit
-def _release(KIND: gl.constexpr, slot, OPTIONS: gl.constexpr):
-    """A consumer has read a slot."""
-    barrier = OPTIONS.consumers + KIND * OPTIONS.stages + slot
-    named_barrier_arrive_at(barrier, 128 * (OPTIONS.consumers + 1))
+def _release(barrier, KIND: gl.constexpr, slot, OPTIONS: gl.constexpr):
+    """A consumer has read a slot, whose mbarrier is in ``barrier``."""
+    if OPTIONS.named_releases:
+        named = OPTIONS.consumers + KIND * OPTIONS.stages + slot
+        named_barrier_arrive_at(named, 128 * (OPTIONS.consumers + 1))
+    else:
+        mbarrier.arrive(barrier.index(slot), count=1)
 
 
 @gluon.jit
-def _wait_for_release(KIND: gl.constexpr, slot, OPTIONS: gl.constexpr):
-    """The producer waits until all consumers have read a slot."""
-    barrier = OPTIONS.consumers + KIND * OPTIONS.stages + slot
-    named_barrier_sync_at(barrier, 128 * (OPTIONS.consumers + 1))
+def _wait_for_release(barrier, KIND: gl.constexpr, slot, phase, OPTIONS: gl.constexpr):
+    """The producer waits until all consumers have read what was in a slot in the phase before."""
+    if OPTIONS.named_releases:
+        named = OPTIONS.consumers + KIND * OPTIONS.stages + slot
+        named_barrier_sync_at(named, 128 * (OPTIONS.consumers + 1))
+    else:
+        mbarrier.wait(barrier.index(slot), phase ^ 1)
 
 
 # ---- producer ------------------------------------------------------------------------------------
@@ -213,7 +219,7 @@ def _load(descriptor, at, head, row, barrier, smem, tile, OPTIONS: gl.constexpr)
 def _producer(descriptors, barriers, buffers, work, OPTIONS: gl.constexpr):
     """Loads each tile's Q once and its K and V tile by tile, into slots that consumers released."""
     q_desc, k_desc, v_desc, _o_desc = descriptors
-    q_full, q_empty, k_full, v_full = barriers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     q_smem, k_smem, v_smem, _o_smem, records = buffers
     N_TILES, _N_QUERIES, _N_HEADS, HEADS_PER_KV, _GROUP = work[0]
     CONSUMERS: gl.constexpr = OPTIONS.consumers
@@ -228,8 +234,6 @@ def _producer(descriptors, barriers, buffers, work, OPTIONS: gl.constexpr):
     round_index = 0
     index = gl.program_id(0)
     while index < N_TILES:
-        if OPTIONS.dynamic:
-            fetched = fetch_and_increment(work[2] + 1)
         first_row, head, n_queries, own_band, q_at, k_at = tile_at(
             index, work, CONSUMERS * ROWS, OPTIONS
         )
@@ -247,26 +251,25 @@ def _producer(descriptors, barriers, buffers, work, OPTIONS: gl.constexpr):
         for j in range(stop - start):
             first_key = (stop - 1 - j) * KEYS
             slot = tiles_done % STAGES
-            _wait_for_release(KEY_SLOT, slot, OPTIONS)
+            phase = (tiles_done // STAGES) & 1
+            _wait_for_release(k_empty, KEY_SLOT, slot, phase, OPTIONS)
             mbarrier.expect(k_full.index(slot), KEY_BYTES)
             _load(k_desc, k_at, kv_head, first_key, k_full.index(slot), k_smem, slot, OPTIONS)
-            _wait_for_release(VALUE_SLOT, slot, OPTIONS)
+            _wait_for_release(v_empty, VALUE_SLOT, slot, phase, OPTIONS)
             mbarrier.expect(v_full.index(slot), VALUE_BYTES)
             v_tile = v_smem.index(slot)
             load_tile(v_desc, k_at, kv_head, first_key, v_full.index(slot), v_tile, OPTIONS.packed)
             tiles_done += 1
         round_index += 1
-        if OPTIONS.dynamic:
-            index = gl.num_programs(0) + gl.sum(fetched, 0)
-        else:
-            index = tile_index(round_index)
+        index = tile_index(round_index)
     q_slot = round_index % Q_SLOTS
     mbarrier.wait(q_empty.index(q_slot), ((round_index // Q_SLOTS) & 1) ^ 1)
     _write_record(records.index(q_slot), NO_TILE, 0, 0, 0, work[1])
     mbarrier.arrive(q_full.index(q_slot), count=1)
-    for i in gl.static_range(STAGES):  # takes the last arrivals
-        _wait_for_release(KEY_SLOT, i, OPTIONS)
-        _wait_for_release(VALUE_SLOT, i, OPTIONS)
+    if OPTIONS.named_releases:  # takes the last arrivals
+        for i in gl.static_range(STAGES):
+            _wait_for_release(k_empty, KEY_SLOT, i, 0, OPTIONS)
+            _wait_for_release(v_empty, VALUE_SLOT, i, 0, OPTIONS)
 
 
 # ---- consumer ------------------------------------------------------------------------------------
@@ -291,14 +294,14 @@ def _scheduler_barrier_arrive(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
 @gluon.jit
 def _release_tiles(n, tiles_done, barriers, CONSUMER: gl.constexpr, OPTIONS: gl.constexpr):
     """Releases ``n`` tiles that only other consumers' rows see; returns the new ``tiles_done``."""
-    _q_full, _q_empty, k_full, v_full = barriers
+    _q_full, _q_empty, k_full, k_empty, v_full, v_empty = barriers
     for _ in range(n):
         slot = tiles_done % OPTIONS.stages
         phase = (tiles_done // OPTIONS.stages) & 1
         mbarrier.wait(k_full.index(slot), phase)
-        _release(KEY_SLOT, slot, OPTIONS)
+        _release(k_empty, KEY_SLOT, slot, OPTIONS)
         mbarrier.wait(v_full.index(slot), phase)
-        _release(VALUE_SLOT, slot, OPTIONS)
+        _release(v_empty, VALUE_SLOT, slot, OPTIONS)
         tiles_done += 1
         _scheduler_barrier_wait(CONSUMER)
         _scheduler_barrier_arrive(CONSUMER, OPTIONS.consumers)
@@ -371,7 +374,7 @@ def _step(
     SCORES: gl.constexpr,
 ):
     """Q·Kᵀ of this tile, its softmax, and beside the softmax P·V of the previous tile."""
-    _q_full, _q_empty, k_full, v_full = barriers
+    _q_full, _q_empty, k_full, k_empty, v_full, v_empty = barriers
     _q_smem, k_smem, v_smem, _o_smem, _records = buffers
     scale_log2, tanh_scale = scales
     STAGES: gl.constexpr = OPTIONS.stages
@@ -388,7 +391,7 @@ def _step(
     _scheduler_barrier_arrive(CONSUMER, OPTIONS.consumers)
 
     s = warpgroup_mma_wait(len(acc), deps=(s,))
-    _release(KEY_SLOT, slot, OPTIONS)
+    _release(k_empty, KEY_SLOT, slot, OPTIONS)
     s = scores_tile(s, tanh_scale, first_row, first_key, band, MASKED, OPTIONS)
     new_max = gl.maximum(row_max, largest(s, scale_log2, OPTIONS.negative))
     if OPTIONS.seldom_rescales:
@@ -400,7 +403,7 @@ def _step(
     row_sum += sums_of_columns(exponentials, OPTIONS.partial_sums)
 
     acc = wait_for_columns(acc, 0)
-    _release(VALUE_SLOT, before, OPTIONS)
+    _release(v_empty, VALUE_SLOT, before, OPTIONS)
     if OPTIONS.seldom_rescales:
         acc = scale_risen_rows(acc, correction, rises)
     else:
@@ -423,7 +426,7 @@ def _consumer(
 ):
     """Output and logsumexp of 64 rows of each tile."""
     _q_desc, _k_desc, _v_desc, o_desc = descriptors
-    q_full, q_empty, k_full, v_full = barriers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     q_smem, k_smem, v_smem, o_smem, records = buffers
     _N_TILES, N_QUERIES, N_HEADS, _HEADS_PER_KV, _GROUP = work[0]
     L_ptr, sinks_ptr = per_row
@@ -447,9 +450,10 @@ def _consumer(
     tiles_done = 0
     if CONSUMER == CONSUMERS - 1:
         _scheduler_barrier_arrive(CONSUMER, CONSUMERS)  # consumer 0 is first
-    for i in gl.static_range(STAGES):  # all slots are empty
-        _release(KEY_SLOT, i, OPTIONS)
-        _release(VALUE_SLOT, i, OPTIONS)
+    if OPTIONS.named_releases:  # all slots are empty
+        for i in gl.static_range(STAGES):
+            _release(k_empty, KEY_SLOT, i, OPTIONS)
+            _release(v_empty, VALUE_SLOT, i, OPTIONS)
 
     round_index = 0
     while _has_tile(q_full, records, round_index, OPTIONS):
@@ -476,7 +480,7 @@ def _consumer(
         s = _issue_scores(q_parts, k_smem, slot, FIRST_KEYS, FIRST, OPTIONS)
         _scheduler_barrier_arrive(CONSUMER, CONSUMERS)
         s = warpgroup_mma_wait(0, deps=(s,))
-        _release(KEY_SLOT, slot, OPTIONS)
+        _release(k_empty, KEY_SLOT, slot, OPTIONS)
         first_key = (stop - 1) * KEYS
         masked = OPTIONS.is_causal or OPTIONS.has_left or first_key + KEYS > own_band[0]
         s = scores_tile(s, tanh_scale, first_row, first_key, own_band, masked, OPTIONS)
@@ -492,7 +496,8 @@ def _consumer(
         if FIRST_KEYS < KEYS:
             exponentials = pad_columns(exponentials, SCORES)
             row_max = gl.convert_layout(row_max, SCORE_ROWS, assert_trivial=True)
-            row_sum = gl.convert_layout(row_sum, SCORES, assert_trivial=True)
+            if not OPTIONS.partial_sums:
+                row_sum = gl.convert_layout(row_sum, SCORES, assert_trivial=True)
         p = to_operand(exponentials, DTYPE, PROBABILITIES)
         acc = zero_columns(ROWS, E, E - (k_smem.shape[2] - OPTIONS.columns))
 
@@ -527,7 +532,7 @@ def _consumer(
         logsumexp = (row_max + gl.log2(row_sum)) * LN_2
         normaliser = 1.0 / row_sum
         acc = wait_for_columns(acc, 0)
-        _release(VALUE_SLOT, slot, OPTIONS)
+        _release(v_empty, VALUE_SLOT, slot, OPTIONS)
         if OPTIONS.has_left:
             tiles_done = _release_tiles(start - tile_start, tiles_done, barriers, CONSUMER, OPTIONS)
 
@@ -623,15 +628,19 @@ def hopper_forward_kernel(
     q_full = gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for i in gl.static_range(Q_SLOTS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=CONSUMERS)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=CONSUMERS)
+        mbarrier.init(v_empty.index(i), count=CONSUMERS)
     descriptors = (q_desc, k_desc, v_desc, o_desc)
-    barriers = (q_full, q_empty, k_full, v_full)
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     buffers = (q_smem, k_smem, v_smem, o_smem, records)
     if OPTIONS.packed:
         N_TILES = gl.load(tiles_ptr) * N_HEADS

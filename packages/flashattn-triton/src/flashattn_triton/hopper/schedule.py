@@ -105,7 +105,6 @@ def packed_tiles_kernel(
         all_groups += tl.sum(groups, 0)
     if tl.program_id(0) == 0:
         tl.store(tiles_ptr, all_tiles)
-        tl.store(tiles_ptr + 1, 0)  # of those tiles, how many the forward pass has begun
 
     rows = n_keys if OF_KEYS else n_queries
     tiles, heads, _ = _tiles_and_groups(rows, own < N_SEQUENCES, N_HEADS, GROUP, ROWS_PER_TILE)

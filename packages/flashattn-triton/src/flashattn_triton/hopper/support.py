@@ -91,28 +91,6 @@ def signal_successors(order_counter, condition):
 
 
 @gluon.jit
-def fetch_and_increment(counter):
-    """(128,) int32 whose sum is the number that a counter had before this adds 1 to it.
-
-    The answer takes as long as an access to memory. Nothing waits for it before its first use.
-    """
-    threads = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .pred first;
-        setp.eq.s32 first, $2, 0;
-        mov.b32 $0, 0;
-        @first atom.relaxed.gpu.global.add.s32 $0, [$1], 1;
-        }""",
-        "=&r,l,r",
-        [counter.to(gl.int64) + threads * 0, threads],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def exp2(x):
     """2^x by the special function unit alone; results below 2^-126 are 0."""
     return gl.inline_asm_elementwise(
