@@ -309,7 +309,8 @@ def explain(
     lines = [f"tier: {plan.tier} ({plan.reason})"]
     head_dims = query.shape[-1], value.shape[-1]
     if plan.tier == "hopper":
-        lines.append(describe_forward(head_dims, query.shape[-2], problem))
+        n_queries, n_rows = query.shape[-2], query.shape[:-1].numel()
+        lines.append(describe_forward(head_dims, n_queries, problem, n_rows))
     if plan.runs_hopper_backward(problem):
         lines.append(describe_backward(head_dims, problem))
     elif plan.tiling is not None:
