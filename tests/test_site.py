@@ -224,3 +224,18 @@ def test_every_public_name_is_in_the_reference(
 def test_pictures_are_as_the_script_draws_them(name: str) -> None:
     drawn = draw_pictures.PICTURES[name]()
     assert drawn == (draw_pictures.FOLDER / f"{name}.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("package", "first"),
+    [
+        ("ddp_lite", "BucketedDDP"),
+        ("shard_optim", "FullyShardedDataParallel"),
+        ("flashattn_triton", "flash_attention"),
+        ("basics_model", "TransformerLM"),
+    ],
+)
+def test_a_reference_begins_with_what_people_use(package: str, first: str, site: Path) -> None:
+    page = (site / "reference" / f"{package.replace('_', '-')}.html").read_text()
+    anchors = re.findall(rf'id="({package}\.\w+)"', page)
+    assert anchors[0] == f"{package}.{first}"
