@@ -25,7 +25,7 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
-from flashattn_triton.integrations.transformers import ALIAS, register
+from flashattn_triton.integrations.transformers import ALIAS, attention_forward, register
 
 PAGE = Path(__file__).parents[1] / "docs" / "transformers-families.md"
 TOLERANCE = 1e-4
@@ -100,6 +100,15 @@ def difference(model_class: Any, config: Any) -> float:
     return worst
 
 
+_calls: list[str] = []  # one entry for each call of the package's attention
+
+
+def counted(*args: Any, **keywords: Any) -> Any:
+    """The package's attention, counted."""
+    _calls.append(ALIAS)
+    return attention_forward(*args, **keywords)
+
+
 def compare(family: str, model_name: str) -> tuple[str, str]:
     """A verdict on one family, and a reason or the difference."""
     try:
@@ -116,6 +125,7 @@ def compare(family: str, model_name: str) -> tuple[str, str]:
                 assert isinstance(eager(**inputs)[0], torch.Tensor)
     except Exception as error:  # noqa: BLE001 - the recipe does not fit the family
         return "not tried", f"the small model does not run: {type(error).__name__}"
+    _calls.clear()
     try:
         found = difference(model_class, config)
     except Exception as error:  # noqa: BLE001 - the error is what the table says
@@ -124,6 +134,8 @@ def compare(family: str, model_name: str) -> tuple[str, str]:
         if "computes its attention itself" in text:
             return "refused", "computes its attention itself"
         return "refused" if refused else "fails", f"{type(error).__name__}: {text[:90]}"
+    if not _calls:
+        return "not used", "asks no implementation"
     if found <= TOLERANCE:
         return "runs", f"{found:.0e}"
     return "differs", f"{found:.0e}"
@@ -155,6 +167,7 @@ def page(found: list[tuple[str, str, str]]) -> str:
         "| verdict | families | meaning |",
         "|---|---:|---|",
         f"| runs | {counts['runs']} | same results as the library's eager implementation |",
+        f"| not used | {counts['not used']} | the model computes attention itself |",
         f"| refused | {counts['refused']} | an error with a reason, when built or called |",
         f"| fails | {counts['fails']} | another error |",
         f"| differs | {counts['differs']} | more than the tolerance |",
@@ -182,6 +195,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     register()
+    transformers.AttentionInterface.register(ALIAS, counted)
     found = rows(arguments.families)
     if arguments.write:
         PAGE.write_text(page(found))
