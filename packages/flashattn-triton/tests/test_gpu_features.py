@@ -92,7 +92,7 @@ def test_forward_mode_and_gradient_penalties(dtype: torch.dtype) -> None:
 def test_wide_heads_are_refused_with_the_tier_that_has_no_limit() -> None:
     wide = torch.randn(1, 2, 40, 512, device="cuda")
     with pytest.raises(
-        ValueError, match="at most 256 for Triton's kernels.*Use implementation='tiled'"
+        ValueError, match=r"at most 256 for Triton's kernels.*Use implementation='tiled'"
     ):
         flash_attention(wide, wide, wide)
     out = flash_attention(wide, wide, wide, implementation="tiled")
