@@ -87,10 +87,10 @@ def test_flash_attns_function_adds_to_the_cache() -> None:
         assert torch.equal(key[i, n : n + 2], new_keys[i])
         assert torch.equal(value[i, n : n + 2], new_values[i])
         assert torch.equal(key[i, :n], before[i, :n])
+        keys, values = key[i : i + 1, : n + 2], value[i : i + 1, : n + 2]
         expected, row_lse, _ = flash_attn_func(
-            *(x[i : i + 1, : n + 2] for x in (query, key, value)),
-            causal=True, return_attn_probs=True,
-        )  # fmt: skip
+            query[i : i + 1], keys, values, causal=True, return_attn_probs=True
+        )
         torch.testing.assert_close(out[i : i + 1], expected)
         torch.testing.assert_close(lse[i : i + 1], row_lse)
     whole = flash_attn_with_kvcache(query, key, value)
@@ -104,11 +104,12 @@ def test_flash_attns_function_adds_to_the_cache() -> None:
 def test_mistaken_lengths() -> None:
     query, key, value = cache(2)
     lengths = torch.tensor([5, 9], device=DEVICE)
-    for given, message in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"key_lengths": lengths[:1]}, r"key_lengths must be int32 or int64 of shape \(2,\)"),
         ({"key_lengths": lengths.float()}, "key_lengths must be int32 or int64"),
         ({"key_lengths": lengths, "bias": torch.zeros(24)}, "bias must be None where key_lengths"),
-    ):
+    ]
+    for given, message in cases:
         with pytest.raises(ValueError, match=message):
-            flash_attention(query, key, value, layout="bshd", **given)  # type: ignore[arg-type]
+            flash_attention(query, key, value, layout="bshd", **given)
     assert "tier" in explain(query, key, value, key_lengths=lengths, layout="bshd")

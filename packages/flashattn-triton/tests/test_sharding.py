@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from flashattn_triton import flash_attention, flash_attention_varlen
@@ -42,6 +43,7 @@ def body(rank: int, world_size: int) -> None:
             assert out.to_local().numel() == expected.numel() // (1 if rows == Replicate() else 2)
             torch.testing.assert_close(out.full_tensor(), expected)
             for gradient, x in zip(gradients, wanted, strict=True):
+                assert isinstance(gradient, DTensor)
                 torch.testing.assert_close(gradient.full_tensor(), x)
     packed(mesh)
     dist.barrier()
@@ -55,11 +57,11 @@ def attend(tensors: list[torch.Tensor], layout: Any) -> torch.Tensor:
 def packed(mesh: Any) -> None:
     """Packed sequences, and heads that the mesh does not divide, which are gathered."""
     starts = torch.tensor([0, 4, 9], dtype=torch.int32)
-    tensors = [torch.randn(9, heads, 8) for heads in (4, 2, 2)]
-    expected = flash_attention_varlen(*tensors, starts, starts, causal=True)
-    sharded = [distribute_tensor(x, mesh, [Shard(1)]) for x in tensors]
+    query, key, value = tensors = [torch.randn(9, heads, 8) for heads in (4, 2, 2)]
+    expected = flash_attention_varlen(query, key, value, starts, starts, causal=True)
+    query, key, value = (distribute_tensor(x, mesh, [Shard(1)]) for x in tensors)
     everywhere = distribute_tensor(starts, mesh, [Replicate()])
-    out: Any = flash_attention_varlen(*sharded, everywhere, everywhere, causal=True)
+    out: Any = flash_attention_varlen(query, key, value, everywhere, everywhere, causal=True)
     assert out.placements == (Shard(1),)
     torch.testing.assert_close(out.full_tensor(), expected)
     odd = [torch.randn(2, heads, 9, 8) for heads in (3, 1, 1)]
