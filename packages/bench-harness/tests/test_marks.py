@@ -14,7 +14,7 @@ from bench_harness.display import marks
 from bench_harness.display.cells import quantity, readable, scale, with_intervals
 from bench_harness.display.plots import COLOURS, new_figure, png_bytes
 from bench_harness.report.frame import to_frame
-from bench_harness.report.headlines import headlines, on_cpu
+from bench_harness.report.headlines import headlines, on_cpu, tiles
 from bench_harness.stats import with_summary
 
 STEADY, SHAKY = [10.0, 10.1, 9.9, 10.0, 10.05, 9.95], [10.0, 30.0, 5.0, 22.0, 8.0, 40.0]
@@ -121,6 +121,26 @@ def test_what_is_unsteady_has_its_interval_and_a_busy_cpu_is_named() -> None:
     busy = {**alone, "machine_after": {"load_1min": 9.0, "cpus": 2}}
     assert "unsteady; load 9.0 on 2 cores, so run again when it is idle" in headlines([busy])[0]
     assert last.startswith("1 of 1 timed figure scatter")
+
+
+def test_tiles_show_the_step_its_throughput_the_peak_and_the_largest_cost() -> None:
+    peak = {"kind": "phase", "phase": "backward", "peak_bytes": 2**30, **row("memory", [])}
+    cost = {"kind": "kernel", "phase": "forward", "kernel": "gemm", "share": 73.0}
+    rows = [
+        {"variant": "no communication", "tokens": 100, **row("train-step", STEADY)},
+        {"variant": "NaiveDDP", "tokens": 100, **row("train-step", [2 * s for s in STEADY])},
+        {**peak, "samples_ms": None},
+        {**cost, **row("profile", []), "samples_ms": None},
+    ]
+    step, *rest = tiles(rows)
+    assert step[:2] == ("step", "20 ms")
+    assert step[2].startswith("NaiveDDP [")
+    assert rest == [
+        ("throughput", "10,000 tokens/s", "NaiveDDP"),
+        ("peak memory", "1 GiB", "backward"),
+        ("largest cost", "73 % of forward", "gemm"),
+    ]
+    assert tiles([{**rows[2], "status": "oom"}]) == []
 
 
 def test_both_ends_of_an_interval_share_a_column() -> None:

@@ -38,6 +38,38 @@ def headlines(rows: Iterable[Row]) -> list[str]:
     return [text for text in [*found, _unstable(every)] if text is not None]
 
 
+def tiles(rows: Iterable[Row]) -> list[tuple[str, str, str]]:
+    """What a page shows largest, each with its name and a remark: the time of a step, throughput,
+    peak memory, and what costs most. Only what the rows hold."""
+    done = [row for row in rows if row["status"] == "ok"]
+    steps = [row for row in done if row.get("samples_ms") and row.get("phase", "step") == "step"]
+    steps = [row for row in steps if row["experiment"] in ("train-step", "model")]
+    steps = [row for row in steps if row["experiment"] == steps[-1]["experiment"]]
+    found: list[tuple[str, str, str]] = []
+    step = min(
+        (row for row in steps if not str(row.get("variant")).startswith(_BOUND)),
+        key=lambda row: statistics.median(row["samples_ms"]),
+        default=None,
+    )
+    if step is not None:
+        name = str(step.get("variant", ""))
+        found.append(("step", _ms(step), f"{name}{_interval(step)}"))
+        if step.get("tokens"):
+            tokens = step["tokens"] * step["config"].get("world_size", 1)  # of all ranks
+            seconds = statistics.median(step["samples_ms"]) / 1e3
+            found.append(("throughput", f"{tokens / seconds:,.0f} tokens/s", name))
+    peaks = [(float(row["peak_bytes"]), str(row["phase"])) for row in done if "peak_bytes" in row]
+    peaks += [(row["peak_gib"] * 2**30, row["variant"]) for row in steps if row.get("peak_gib")]
+    if peaks:
+        most, where = max(peaks)
+        found.append(("peak memory", quantity(most, "B"), where))
+    shares = [(row["share"], row) for row in done if row.get("kind") == "kernel" and "share" in row]
+    if shares:
+        share, row = max(shares, key=lambda each: float(each[0]))
+        found.append(("largest cost", f"{share:.0f} % of {row['phase']}", row["kernel"][:60]))
+    return found
+
+
 def on_cpu(rows: Iterable[Row]) -> bool:
     """Whether any of the timed figures is from a CPU."""
     return any(row.get("samples_ms") and row["config"].get("device") == "cpu" for row in rows)
